@@ -1,0 +1,39 @@
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint zoo bench clean
+
+help:  ## print this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+
+install: $(STAMP)  ## make .venv and install fxplug with all that its tests need
+
+$(STAMP): setup.cfg pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -e '.[test]'
+	touch $@
+
+demo: export HF_HUB_OFFLINE = 1
+demo: install  ## rewrite the quickstart model, then run examples/quickstart.py
+	$(BIN)/fxplug rewrite configs/quickstart.yaml --out out/quickstart
+	$(BIN)/python examples/quickstart.py
+
+lint: install  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy fxplug
+
+test: export HF_HUB_OFFLINE = 1
+test: lint  ## lint, then all tests but the slow and the GPU ones
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+zoo: install  ## trace the model zoo and print what is exact
+	$(BIN)/python benchmarks/exactness.py
+
+bench: install  ## measure tracing
+	$(BIN)/python benchmarks/trace.py
+
+clean:  ## remove what the targets above made, except .venv
+	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

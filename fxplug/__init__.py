@@ -1,0 +1,90 @@
+"""Change a PyTorch model by rewriting its graph.
+
+The names below are the public face. They are imported when first used, so that reading a pass or a
+configuration does not wait for torch. No submodule bears the name of a public function: importing it
+would put the module in the function's place.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .artifact import load, save
+    from .checks import verify
+    from .config import load_config
+    from .edit import apply
+    from .errors import (
+        ArtifactError,
+        ClashError,
+        FxplugError,
+        GuardError,
+        MatchError,
+        SpecError,
+        TraceError,
+        VerifyError,
+    )
+    from .exporting import export
+    from .flow import Result, rewrite
+    from .match import Site, find
+    from .printing import diff, show
+    from .spec import Match, Pass, Rule, load_pass
+    from .tracing import trace
+
+__all__ = [
+    "ArtifactError",
+    "ClashError",
+    "FxplugError",
+    "GuardError",
+    "Match",
+    "MatchError",
+    "Pass",
+    "Result",
+    "Rule",
+    "Site",
+    "SpecError",
+    "TraceError",
+    "VerifyError",
+    "apply",
+    "diff",
+    "export",
+    "find",
+    "load",
+    "load_config",
+    "load_pass",
+    "rewrite",
+    "save",
+    "show",
+    "trace",
+    "verify",
+]
+
+_HOME = {
+    "artifact": ["load", "save"],
+    "checks": ["verify"],
+    "config": ["load_config"],
+    "edit": ["apply"],
+    "errors": [name for name in __all__ if name.endswith("Error")],
+    "exporting": ["export"],
+    "flow": ["Result", "rewrite"],
+    "match": ["Site", "find"],
+    "printing": ["diff", "show"],
+    "spec": ["Match", "Pass", "Rule", "load_pass"],
+    "tracing": ["trace"],
+}
+_MODULE = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE:
+        raise AttributeError(f"module 'fxplug' has no attribute '{name}'")
+    value = getattr(import_module(f".{_MODULE[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
