@@ -1,0 +1,106 @@
+"""Fake tensors made directly, and the results of functions on them remembered: most of the time of a trace goes there."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._mode_utils import no_dispatch
+
+from .sizes import Number
+
+PLAIN = (bool, int, float, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
+Geometry = tuple[Any, ...]
+
+
+def fake(like: torch.Tensor, mode: FakeTensorMode, device: torch.device, constant: Any = None) -> FakeTensor:
+    """A fake tensor of the size, strides and dtype of `like`, made without a dispatch."""
+    with torch._C.DisableTorchFunction():
+        return _make((like.shape, like.stride(), like.dtype, device), mode, constant)
+
+
+def _make(geometry: Geometry, mode: FakeTensorMode, constant: Any = None) -> FakeTensor:
+    size, stride, dtype, device = geometry
+    with no_dispatch():
+        shadow = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return FakeTensor(mode, shadow, device, constant=constant)
+
+
+class Results:
+    """What functions gave on fake tensors, by function and arguments: the same blocks come again and again."""
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, Any] = {}
+
+    def key(self, function: Any, args: Any, kwargs: Any) -> Hashable:
+        """A key for a call, or None where its result may depend on more than the geometry of its arguments."""
+        try:
+            with torch._C.DisableTorchFunction():
+                return (function, _key(args), _key(kwargs), _surroundings())
+        except TypeError:
+            return None
+
+    def get(self, key: Hashable, mode: FakeTensorMode | None) -> Any:
+        """Fresh tensors as the call gave them before, or None."""
+        found = self.known.get(key) if key is not None and mode is not None else None
+        if found is None or mode is None:
+            return None
+        kind, geometries = found
+        if kind is None:
+            return _make(geometries, mode)
+        return kind(_make(g, mode) for g in geometries)
+
+    def put(self, key: Hashable, out: Any, given: list[torch.Tensor]) -> None:
+        """Remember a result that is new tensors and nothing else."""
+        many = type(out) in (tuple, list)
+        if key is None or not (many or isinstance(out, torch.Tensor)):
+            return
+        tensors = list(out) if many else [out]
+        if any(type(t) is not FakeTensor or t.constant is not None or any(t is g for g in given) for t in tensors):
+            return
+        with torch._C.DisableTorchFunction():
+            geometries = [_geometry(t) for t in tensors]
+        self.known[key] = (type(out), geometries) if many else (None, geometries[0])
+
+
+def _geometry(tensor: torch.Tensor) -> Geometry:
+    assert isinstance(tensor, FakeTensor)
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device)
+
+
+def _surroundings() -> Hashable:
+    """What else decides the dtype of a result."""
+    casts = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
+    return (*casts, torch.get_default_dtype())
+
+
+def _key(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        if type(value) is not FakeTensor or value.constant is not None or value.dtype.is_complex:
+            raise TypeError
+        return _geometry(value)
+    if isinstance(value, PLAIN) and not isinstance(value, Number):
+        return (type(value), value)
+    if isinstance(value, slice):
+        return (slice, _key(value.start), _key(value.stop), _key(value.step))
+    if type(value) in (tuple, list, torch.Size):
+        return (type(value), tuple(map(_key, value)))
+    if type(value) is dict:
+        return tuple((k, _key(v)) for k, v in value.items())
+    raise TypeError
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's garbage collector walks every node and tensor again and again while a graph grows; it can wait."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()

@@ -1,0 +1,259 @@
+"""The module a trace gives: `torch.fx.GraphModule` with edges in its graph, one graph a mode, and the model's attributes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from . import ops
+from .errors import TraceError
+
+PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype)
+# names that torch's GraphModule and this one use themselves; a model's attribute of that name stays out
+RESERVED = {"meta", "shape_env", "attributes", "graphs", "graph", "code", "classes", "training", "twin_error"}
+OWN_STATE = {"_graph", "_twin", "_extras", "_origin", "_code", "_codes", "_graph_mode"}
+LOOKUP = re.compile(r'getattr\((self(?:\.\w+|\[[^\[\]]+\])*), "([^"\\]+)"\)')
+
+
+class Graph(fx.Graph):
+    """An FX graph whose generated code leaves out the edges of regions and writes `self.blocks[0]`, not `getattr`."""
+
+    def python_code(self, root_module: str, **options: Any) -> Any:
+        code = fx.Graph.python_code(without_edges(self), root_module, **options)
+        before = None
+        while before != code.src:
+            before = code.src
+            code.src = LOOKUP.sub(lambda m: f"{m[1]}[{m[2] if m[2].isdigit() else repr(m[2])}]", code.src)
+        return code
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Graph:
+        return copy_graph(self)
+
+
+def copy_graph(graph: fx.Graph) -> Graph:
+    """The same graph again, node names and meta included."""
+    new = Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        values[node] = new.node_copy(node, values.__getitem__)
+    return new
+
+
+def without_edges(graph: fx.Graph) -> fx.Graph:
+    """The graph that runs: the same without the identities that mark the edges of regions."""
+    new = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is ops.edge and isinstance(node.args[0], fx.Node):
+            values[node] = values[node.args[0]]
+        else:
+            values[node] = new.node_copy(node, values.__getitem__)
+    return new
+
+
+class Container(nn.Module):
+    """Stands where a module was whose code is in the graph now: its parameters, children and plain attributes.
+
+    `classes` holds the names of its class and of that class's bases.
+    """
+
+    def __init__(self, classes: tuple[str, ...] = ("Module",), attributes: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.classes = classes
+        self.attributes = tuple(attributes or ())
+        self.__dict__.update(attributes or {})
+
+    def __getitem__(self, key: int | str) -> nn.Module:
+        return _child(self, key)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(m for m in self._modules.values() if m is not None)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _get_name(self) -> str:
+        return self.classes[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"the code of this {self.classes[0]} is in the graph of the traced model; call the model")
+
+
+def _child(module: nn.Module, key: int | str) -> nn.Module:
+    """A child by name, or by position as in a ModuleList."""
+    found = module._modules.get(str(key))
+    if found is None and isinstance(key, int):
+        found = list(module._modules.values())[key]
+    if found is None:
+        raise KeyError(key)
+    return found
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """The public attributes of a module that are numbers, strings, None, dtypes, or tuples and lists of those."""
+
+    def plain(x: Any) -> bool:
+        return isinstance(x, PLAIN_TYPES) or (type(x) in (tuple, list) and all(map(plain, x)))
+
+    reserved = set(dir(Container)) | {"training", "classes", "attributes"}
+    return {k: v for k, v in vars(module).items() if not k.startswith("_") and k not in reserved and plain(v)}
+
+
+def class_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of a module's class and its bases, down to but without nn.Module."""
+    if isinstance(module, (Container, TracedModule)):
+        return module.classes
+    names = tuple(c.__name__ for c in type(module).__mro__ if issubclass(c, nn.Module) and c is not nn.Module)
+    return names or ("Module",)
+
+
+def shell(module: nn.Module) -> nn.Module:
+    """The module tree again on the same tensors: changing one tree, or the mode of its modules, leaves the other alone.
+
+    The root comes back as a Container; a module that stands in two places does so in the copy.
+    """
+    copies: dict[int, nn.Module] = {}
+
+    def copy_of(old: nn.Module) -> nn.Module:
+        if id(old) not in copies:
+            root = isinstance(old, TracedModule)
+            new = object.__new__(Container if root else type(old))
+            # the dictionaries of hooks are copied: a hook on one tree is none on the other
+            new.__dict__ = {
+                k: v.copy() if type(v) is OrderedDict else v for k, v in vars(old).items() if not (root and k in OWN_STATE)
+            }
+            for table in ("_parameters", "_buffers"):
+                new.__dict__[table] = dict(getattr(old, table))
+            new.__dict__["_non_persistent_buffers_set"] = set(old._non_persistent_buffers_set)
+            copies[id(old)] = new
+            new.__dict__["_modules"] = {k: m if m is None else copy_of(m) for k, m in old._modules.items()}
+        return copies[id(old)]
+
+    return copy_of(module)
+
+
+class TracedModule(fx.GraphModule):
+    """A `torch.fx.GraphModule` that takes the place of the model it was traced from.
+
+    It has the model's `state_dict` keys, signature and result, and its plain attributes; properties of the model's class
+    (`dtype`, `device`) are answered from here. Where the model computes other things in training than in evaluation it
+    holds a graph for each and `train()` / `eval()` choose; `graph` and `code` show the one in force. `graphs` gives all.
+    """
+
+    _twin: fx.Graph | None
+    classes: tuple[str, ...]
+
+    def __init__(
+        self,
+        tree: nn.Module,
+        graphs: dict[bool, Graph],
+        origin: type | None = None,
+        extras: dict[str, Any] | None = None,
+    ):
+        """`tree` holds parameters and children; `graphs` has one graph, or one for each of training False and True."""
+        super().__init__(nn.Module(), fx.Graph())
+        mode = tree.training if tree.training in graphs else next(iter(graphs))
+        self.__dict__.update(
+            {k: v for k, v in vars(tree).items() if k not in RESERVED | {"_modules", "_parameters", "_buffers"}}
+        )
+        self._parameters.update(tree._parameters)
+        self._buffers.update(tree._buffers)
+        self._modules.update(tree._modules)
+        self._non_persistent_buffers_set = set(tree._non_persistent_buffers_set)
+        self.classes = class_names(tree)
+        self.training = tree.training
+        self._origin, self._extras = origin, dict(extras or {})
+        self.twin_error: str | None = None
+        self._graph_mode = mode
+        self._twin = graphs[not mode] if len(graphs) == 2 else None
+        if self._twin is not None:
+            self._twin.owning_module = self
+            self._choose(not mode, self._twin)
+            self.recompile()
+            self._choose(mode, graphs[mode])
+        self.graph = graphs[mode]
+
+    def _choose(self, mode: bool, graph: fx.Graph) -> None:
+        self._graph_mode, self._graph = mode, graph
+
+    @property
+    def graphs(self) -> dict[bool, fx.Graph]:
+        """The graphs by training mode; one entry when both modes are the same."""
+        one = {self._graph_mode: self._graph}
+        return one if self._twin is None else {**one, not self._graph_mode: self._twin}
+
+    def recompile(self) -> Any:
+        code = super().recompile()
+        self.__dict__.setdefault("_codes", {})[self.__dict__.get("_graph_mode")] = self._code
+        if self.__dict__.get("_twin") is not None:
+            cls = type(self)
+            setattr(cls, "_forward_train" if self._graph_mode else "_forward_eval", cls.forward)
+
+            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return self._forward_train(*args, **kwargs) if self.training else self._forward_eval(*args, **kwargs)
+
+            forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+            cls.forward = forward
+        return code
+
+    def train(self, mode: bool = True) -> TracedModule:
+        if self._twin is None and mode != self._graph_mode and self.twin_error:
+            raise TraceError(f"this model could not be traced in {'training' if mode else 'evaluation'}: {self.twin_error}")
+        super().train(mode)
+        if self._twin is not None and mode != self._graph_mode:
+            other, self._twin = self._twin, self._graph
+            self._choose(mode, other)
+            self._code = self._codes[mode]
+        return self
+
+    def __getitem__(self, key: int | str) -> nn.Module:
+        return _child(self, key)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+        extras = self.__dict__.get("_extras", {})
+        if name in extras:
+            return extras[name]
+        found = inspect.getattr_static(self.__dict__.get("_origin") or object, name, None)
+        if isinstance(found, property) and found.fget is not None:
+            return found.fget(self)
+        if inspect.isgeneratorfunction(getattr(found, "__wrapped__", None)):
+            return found.__get__(self)  # a context manager leaves nothing behind, so a pipeline may open it
+        if callable(found):
+            raise AttributeError(
+                f"'{name}' is a method of {self.classes[0]}; this is its traced graph, which such a method cannot "
+                "change: call it on the model before tracing"
+            )
+        if name in ("dtype", "device"):
+            first: torch.Tensor | None = next(self.parameters(), None)
+            if first is None:
+                first = next(self.buffers(), torch.empty(0))
+            return getattr(first, name)
+        raise AttributeError(f"the traced {self.classes[0]} has no attribute '{name}'")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
+        tree: Any = Container(self.classes)
+        for key, value in vars(self).items():
+            if key not in OWN_STATE:
+                tree.__dict__[key] = copy.deepcopy(value, memo)
+        new = TracedModule(tree, {m: copy_graph(g) for m, g in self.graphs.items()}, self._origin, self._extras)
+        new.meta = copy.copy(self.meta)
+        memo[id(self)] = new
+        return new
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a traced module is not pickled: fxplug.save(module, folder) keeps graph and weights")

@@ -1,0 +1,253 @@
+"""The graph that a run writes: which node computes a tensor, and what an argument looks like in the graph."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+
+from . import ops
+from .errors import TraceError
+from .fakes import Results, fake
+from .module import Graph
+from .sizes import KINDS, Number, Recorder
+from .structure import children
+from .wording import identifier, source_line
+
+PRINTABLE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
+PRINTABLE += (torch.memory_format, torch.layout, range)
+SMALL = 16  # a constant of at most so many numbers is written into the code, a larger one becomes a buffer
+
+
+class Frame:
+    """One call of a traced-through module: its path, `@k` when it is not the first, and what torch calls its stack."""
+
+    def __init__(self, key: str, kind: str, parent: Frame | None):
+        self.key = key
+        self.flat = identifier(key) if key else ""
+        self.stack: dict[str, tuple[str, str]] = {**(parent.stack if parent else {}), key: (key.partition("@")[0], kind)}
+        self.parent = parent
+
+
+class Nodes(TorchFunctionMode, Recorder):
+    """A graph that grows: tensors and numbers are tied to its nodes."""
+
+    def __init__(self, model: nn.Module, mode: FakeTensorMode | None, device: torch.device, measured: bool, results: Results):
+        super().__init__()
+        self.results = results
+        self.model = model
+        self.mode = mode
+        self.fake = mode is not None
+        self.device = device
+        self.measured = measured
+        self.graph = Graph()
+        self.paths = {id(m): name for name, m in reversed(list(model.named_modules(remove_duplicate=False)))}
+        self.parameters: dict[int, str] = {}
+        self.weights: dict[int, fx.Node] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.kept: list[Any] = []  # objects whose id is a key above or below must stay alive
+        self.opaque: dict[int, fx.Node] = {}
+        self.frame = Frame("", type(model).__qualname__, None)
+        self.numbers: dict[Any, Number] = {}
+        self.guards: set[fx.Node] = set()
+        self.device_node: fx.Node | None = None
+        self.first_tensor: fx.Node | None = None
+        self.reads_training = False
+        self.active = False
+        self.paused = False
+        self.thread = threading.get_ident()
+        self.modules = [model]
+
+    def recording_here(self) -> bool:
+        """Whether the running code is the model's own: not torch's inside, not a leaf's, not another thread's."""
+        return (
+            not self.paused
+            and threading.get_ident() == self.thread
+            and self in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        )
+
+    def finish(self) -> None:
+        """Drop what nothing uses and has no effect."""
+        for node in reversed(list(self.graph.nodes)):
+            if not node.users and node.op not in ("placeholder", "output", "call_module") and not node.meta.get("effect"):
+                port = node.meta.get("port")
+                if port is None or port.side == "in":
+                    self.graph.erase_node(node)
+        self.graph.lint()
+
+    # --- nodes and values
+
+    def node(self, op: str, target: Any, args: Any, kwargs: Any, name: str, effect: bool = False) -> fx.Node:
+        if target is operator.pow and not isinstance(args[0], fx.Node):
+            target = pow  # FX writes `-1 ** x`, which is -(1 ** x)
+        node = self.graph.create_node(op, target, args, kwargs, name=name)
+        node.meta["nn_module_stack"] = self.frame.stack
+        if effect:
+            node.meta["effect"] = True
+        return node
+
+    def named(self, short: str) -> str:
+        return f"{self.frame.flat}_{short}" if self.frame.flat else identifier(short)
+
+    def mark(self, tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
+        node.meta.update(shape=tuple(tensor.shape), dtype=tensor.dtype)
+        tensor._fxplug = node  # type: ignore[attr-defined]
+        return tensor
+
+    def recorded(self, tensor: torch.Tensor) -> fx.Node | None:
+        """The node of a tensor that this run computed."""
+        node = getattr(tensor, "_fxplug", None)
+        return node if node is not None and node.graph is self.graph else None
+
+    def lookup(self, tensor: torch.Tensor) -> fx.Node:
+        """The node that computes a tensor: recorded, a weight, or a constant of the trace."""
+        node = self.recorded(tensor) or self.weights.get(id(tensor))
+        if node is None:
+            name = self.parameters.get(id(tensor)) or self.constant(tensor)
+            node = self.node("get_attr", name, (), {}, identifier(name))
+            node.meta.update(shape=tuple(tensor.shape), dtype=tensor.dtype)
+            self.weights[id(tensor)] = node
+            self.kept.append(tensor)
+        return node
+
+    def constant(self, tensor: torch.Tensor) -> str:
+        """Keep a tensor that was there before the run as a buffer, under the attribute that holds it if there is one."""
+        if isinstance(tensor, FakeTensor) or getattr(tensor, "_fxplug_made", None) is self:
+            raise TraceError(
+                f"{self.place()}: a tensor comes from a function that does not report to torch (numpy, a script function, "
+                f"an extension), so it cannot be recorded; {self.way_out()}"
+            )
+        name = self.attribute_name(tensor) or "constant"
+        taken = set(self.constants) | set(self.parameters.values())
+        path, _, last = name.rpartition(".")
+        number = 0
+        while name in taken or (last == "constant" and number == 0):
+            name = f"{path}." * bool(path) + f"{last}_{number}"
+            number += 1
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+            self.constants[name] = tensor.detach()
+        return name
+
+    def attribute_name(self, tensor: torch.Tensor) -> str | None:
+        for module in reversed(self.modules):
+            path = self.paths.get(id(module))
+            for key, value in vars(module).items():
+                if value is tensor and path is not None and not key.startswith("_"):
+                    return f"{path}.{key}" if path else key
+        return None
+
+    def lower(self, value: Any) -> tuple[Any, Any]:
+        """An argument twice: plain, to run the function with, and as nodes, to record."""
+        if isinstance(value, torch.Tensor):
+            return value, self.lookup(value)
+        if isinstance(value, Number):
+            return value.value, value.fx_node if value.recorder is self else value.value
+        if isinstance(value, np.generic):
+            return value, value.item()
+        if isinstance(value, torch.device):
+            return value, self.dynamic_device(value)
+        if isinstance(value, PRINTABLE) or value in (int, float, bool, complex):
+            return value, value
+        if isinstance(value, slice):
+            plain, nodes = self.lower((value.start, value.stop, value.step))
+            return slice(*plain), slice(*nodes)
+        if isinstance(value, (tuple, list)):
+            pairs = [self.lower(v) for v in value]
+            plain_items, node_items = [p for p, _ in pairs], [n for _, n in pairs]
+            if isinstance(value, list):
+                return plain_items, node_items
+            return type(value)(*plain_items) if hasattr(value, "_fields") else tuple(plain_items), tuple(node_items)
+        if isinstance(value, dict):
+            lowered = {k: self.lower(v) for k, v in value.items()}
+            return {k: p for k, (p, _) in lowered.items()}, {k: n for k, (_, n) in lowered.items()}
+        if isinstance(value, np.ndarray) and value.size <= SMALL and value.dtype != object:
+            return value, value.tolist()
+        if id(value) in self.opaque:
+            return value, self.opaque[id(value)]
+        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise TraceError(
+            f"{self.place()}: {what} is given to a torch function and cannot be written into a graph; {self.way_out()}"
+        )
+
+    def dynamic_device(self, device: torch.device) -> Any:
+        # a graph that is traced here must run wherever its inputs are moved later
+        if device.type != self.device.type or self.first_tensor is None:
+            return device
+        if self.device_node is None:
+            last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+            after = last if self.first_tensor.op == "placeholder" else self.first_tensor
+            with self.graph.inserting_after(after):
+                self.device_node = self.node("call_function", ops.device_of, (self.first_tensor,), {}, "input_device")
+        return self.device_node
+
+    def bind(self, out: Any, node: fx.Node) -> Any:
+        """Tie what a call returned to its node; members of a tuple, list or dict get `getitem` nodes."""
+        if isinstance(out, torch.Tensor):
+            if (self.recorded(out) or id(out) in self.parameters) and not node.meta.get("effect"):
+                out = self.alias(out)
+            return self.mark(out, node)
+        if type(out) in KINDS:
+            node.meta["value"] = out
+            return KINDS[type(out)](self, node, out)
+        members = children(tuple(out) if isinstance(out, torch.Size) else out)
+        if members is None:
+            return out
+        new: dict[Any, Any] = {}
+        for key, member in members:
+            new[key] = member
+            if isinstance(member, (torch.Tensor, tuple, list, dict)) or type(member) in KINDS:
+                item = self.node("call_function", operator.getitem, (node, key), {}, f"{node.name}_{key}")
+                new[key] = self.bind(member, item)
+        if isinstance(out, dict):
+            return type(out)(new)
+        if isinstance(out, (list, torch.Size)) or type(out).__module__ == "torch.return_types":
+            return type(out)(list(new.values()))
+        return type(out)(*new.values()) if type(out) is not tuple else tuple(new.values())
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values as another tensor object, which can have a node of its own."""
+        with torch._C.DisableTorchFunction():
+            if type(tensor) is not FakeTensor:
+                return torch.ops.aten.alias.default(tensor)  # type: ignore[no-any-return]
+            # a fake tensor has no storage to share, and making one anew costs a fraction of a dispatch
+            assert self.mode is not None
+            return fake(tensor, self.mode, tensor.fake_device, tensor.constant)
+
+    def computed(self, value: Any) -> bool:
+        """Whether a tensor depends on the inputs, and not on constants and weights alone."""
+        todo = [self.lookup(value)]
+        seen = set(todo)
+        while todo:
+            node = todo.pop()
+            if node.op == "placeholder":
+                return True
+            todo.extend(new := set(node.all_input_nodes) - seen)
+            seen |= new
+        return False
+
+    # --- words for messages
+
+    def region(self) -> str:
+        return f"'{self.frame.key}'" if self.frame.key else type(self.model).__name__
+
+    def place(self) -> str:
+        where, line = source_line()
+        return f"{self.region()} ({where}: {line})"
+
+    def way_out(self) -> str:
+        if not self.frame.key:
+            return "move it into a submodule and keep that whole: leaf: [its path]"
+        return f"keep that module whole: leaf: [{self.frame.key.partition('@')[0]}]"
+
+    def needs_values(self) -> str:
+        where, line = source_line()
+        return (
+            f"{self.region()} reads a value out of its data ({where}: {line}), which fake tensors do not have; "
+            f"{self.way_out()}, or trace on real tensors: real=True"
+        )

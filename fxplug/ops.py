@@ -1,0 +1,120 @@
+"""The few functions of our own that stand in a traced graph: edges, guards, checks of the inputs, autocast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .errors import GuardError
+
+
+def edge(x: Any) -> Any:
+    """The value `x` as it passes the edge of a region: an identity that is left out of the generated code."""
+    return x
+
+
+def guard(value: Any, expected: Any, message: str) -> None:
+    """Hold a decision that tracing took: `value` must still be `expected`.
+
+    Raises GuardError with `message` in eager code; becomes an assertion of the program under compile and export.
+    """
+    if torch.compiler.is_compiling():
+        # a SymBool is negated, not compared: torch.export cannot solve `(s >= 64) == False` for a free size
+        free = expected is False and not isinstance(value, bool)
+        torch._check(torch.sym_not(value) if free else value == expected)
+    elif value != expected:
+        raise GuardError(f"{message}; now it is {value}: trace again with such an input")
+
+
+def same(values: tuple[Any, ...], expected: tuple[Any, ...], names: tuple[str, ...]) -> None:
+    """Hold the arguments that are no tensors to the values they were traced with. Raises GuardError."""
+    for value, old, name in zip(values, expected, names, strict=True):
+        if isinstance(value, torch.Tensor) or type(value) is not type(old) or value != old:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise GuardError(
+                f"argument '{name}' was {old!r} when the model was traced and is part of the graph; "
+                f"now it is {got}: trace again with that value"
+            )
+
+
+def check_inputs(values: tuple[Any, ...], ranks: tuple[int, ...], dtypes: tuple[Any, ...], names: tuple[str, ...]) -> None:
+    """Hold input tensors to the number of dimensions and, where the model reads it, the dtype they were traced with.
+
+    A dtype of None is not checked. Raises GuardError.
+    """
+    for value, rank, dtype, name in zip(values, ranks, dtypes, names, strict=True):
+        if not isinstance(value, torch.Tensor):
+            raise GuardError(f"argument '{name}' was a tensor when the model was traced; now it is {value!r}: trace again")
+        if value.dim() != rank:
+            raise GuardError(
+                f"argument '{name}' had {rank} dimensions when the model was traced; "
+                f"now its shape is {tuple(value.shape)}: trace again with such an input"
+            )
+        if dtype is not None and value.dtype != dtype:
+            raise GuardError(
+                f"argument '{name}' was {dtype} when the model was traced, and the graph depends on it; "
+                f"now it is {value.dtype}: convert the input, or trace again in that dtype"
+            )
+
+
+def check_members(value: Any, keys: tuple[Any, ...], name: str) -> None:
+    """Hold a list, tuple or dict among the arguments to the members it was traced with. Raises GuardError."""
+    found = tuple(value) if isinstance(value, dict) else tuple(range(len(value))) if isinstance(value, (tuple, list)) else None
+    if found is None or set(found) != set(keys):
+        got = repr(value) if found is None else f"{len(found)}: {list(found)}"
+        raise GuardError(
+            f"argument '{name}' had {len(keys)} members when the model was traced: {list(keys)}; now it has {got}: trace again"
+        )
+
+
+def check_generator(value: Any, kind: str, name: str) -> None:
+    """Hold a random generator among the arguments to its kind of device. Raises GuardError."""
+    if not isinstance(value, torch.Generator) or value.device.type != kind:
+        got = value.device if isinstance(value, torch.Generator) else repr(value)
+        raise GuardError(f"argument '{name}' was a generator on {kind} when the model was traced; now it is {got}: trace again")
+
+
+def device_of(x: torch.Tensor) -> torch.device:
+    """The device that the graph runs on: where its first input tensor lies."""
+    return x.device
+
+
+def enter_autocast(device: torch.device | str, dtype: torch.dtype, enabled: bool, cache: bool) -> Any:
+    """Enter an autocast region that the model's own code opened; the result goes to `exit_autocast`."""
+    kind = device if isinstance(device, str) else device.type
+    return torch.amp.autocast_mode._enter_autocast(kind, dtype, enabled, cache)  # type: ignore[no-untyped-call]
+
+
+def exit_autocast(state: Any) -> None:
+    """Leave the autocast region that `enter_autocast` opened."""
+    torch.amp.autocast_mode._exit_autocast(state)  # type: ignore[no-untyped-call]
+
+
+def enter_grad(enabled: bool) -> bool:
+    """Switch gradients on or off as the model's own code does; the result, the mode before, goes to `exit_grad`."""
+    before = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(enabled)
+    return before
+
+
+def exit_grad(before: bool) -> None:
+    """Give gradients back the mode that `enter_grad` found."""
+    torch._C._set_grad_enabled(before)
+
+
+class Record(dict[str, Any]):
+    """Stands for a result class of a library that is not there: its fields by name, attribute or position."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the result has no field '{name}', only {', '.join(self)}") from None
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.to_tuple()[key] if isinstance(key, (int, slice)) else super().__getitem__(key)
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The fields that are not None, in their order."""
+        return tuple(value for value in self.values() if value is not None)

@@ -1,0 +1,362 @@
+"""What torch functions do during one run of a model, as nodes of a graph."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from . import ops, targets
+from .errors import TraceError
+from .nodes import SMALL, Nodes
+from .sizes import KINDS, Number
+from .structure import children
+from .wording import describe, shortened, source_line
+from .wording import identifier as identifier
+
+CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
+SIZES = {"size", "stride", "numel", "nelement", "storage_offset", "__len__"}
+VALUES = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "__complex__", "is_nonzero"}
+# answers about a tensor's kind, which the checks of the inputs hold
+KIND_QUESTIONS = {"dim", "ndimension", "element_size", "get_device", "dense_dim", "sparse_dim", "has_names"}
+KIND_ANSWERS = (str, torch.dtype, torch.device, torch.layout, torch.finfo, torch.iinfo)
+RESHAPING = {"resize_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "resize_as_", "set_"}
+ORDERED = {"gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal"}
+MANY = 256  # so many numbers that go to numpy are held by one guard
+# where a tensor's data leaves torch, so that what is done with it there cannot be seen
+LEAVING = {"numpy", "__array__", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__", "__reduce_ex__"}
+LEAVING |= {"apply_", "map_", "map2_", "__cuda_array_interface__"}
+# fake tensors take the shape of the first argument here: one value per channel, which training refuses, is none to them
+SHAPE_OF_FIRST = {F.batch_norm: torch.empty_like, torch.batch_norm: torch.empty_like}
+
+
+class NeedsValues(Exception):
+    """The model reads a number out of its data, which fake tensors do not have."""
+
+
+class Recording(Nodes):
+    """A graph that grows while the model runs inside it: every call of a torch function becomes a node."""
+
+    # --- torch functions
+
+    def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or func is torch._C._set_grad_enabled:
+            return func(*args, **kwargs)
+        if type(func) is types.MethodWrapperType:  # the getter of a property; a new object at each access
+            return self.attribute(func, *args)
+        name = targets.method_names().get(func)
+        if name in SIZES:
+            return self.size(func, name, args, kwargs)
+        if name in VALUES or func is torch.is_nonzero:
+            return self.value(func, name or "is_nonzero", args)
+        if name in LEAVING and self.computed(args[0]):
+            self.leave_torch(name, args[0])
+            return func(*args, **kwargs)
+        if name == "__deepcopy__":
+            return self.call(torch.clone, None, (args[0],), {})
+        return self.call(func, name, args, kwargs)
+
+    def attribute(self, func: Any, tensor: torch.Tensor, *rest: Any) -> Any:
+        name = func.__self__.__name__
+        if func.__name__ != "__get__":
+            raise TraceError(f"{self.place()}: sets '{name}' of a tensor, which a graph cannot say; {self.way_out()}")
+        if name == "shape":
+            return self.shape(tensor)
+        node = self.recorded(tensor) if isinstance(tensor, torch.Tensor) else None
+        if name == "nbytes" and node is not None:
+            return self.size_of(node, "numel", tensor.numel()) * tensor.element_size()
+        out = func(tensor, *rest)
+        if name == "dtype" and node is not None:
+            node.meta["reads_dtype"] = True
+        if not isinstance(out, torch.Tensor) or name == "grad":
+            return out
+        if name not in targets.ATTRIBUTES:
+            raise TraceError(f"{self.place()}: reads '{name}' of a tensor, which a graph cannot say; {self.way_out()}")
+        op, target, extra = targets.ATTRIBUTES[name](tensor)
+        return self.bind(out, self.node(op, target, (self.lookup(tensor), *extra), {}, self.named(name)))
+
+    def call(self, func: Any, method: str | None, args: Any, kwargs: Any) -> Any:
+        """Run a torch function and record it under its public name."""
+        if func in CONSTANTS and not self.traced(args) and not self.traced(kwargs):
+            made = self.made_constant(func, args, kwargs)
+            if made is not None:
+                return made
+        plain, nodes = self.lower(tuple(args))
+        plain_kw, node_kw = self.lower(dict(kwargs))
+        short = str(method or getattr(func, "__name__", "")).strip("_")
+        if short in ("squeeze", "unbind", "split", "chunk"):
+            self.guard_parts(short, args, kwargs)
+        given = [x for x in (*plain, *plain_kw.values()) if isinstance(x, torch.Tensor)]
+        versions = [x._version for x in given]
+        run = SHAPE_OF_FIRST.get(func) if self.fake else None
+        key = self.results.key(func, plain, plain_kw) if self.fake else None
+        remembered = self.results.get(key, self.mode)
+        out = remembered
+        if remembered is None:
+            out = run(given[0]) if run else func(*plain, **plain_kw)
+        if out is NotImplemented or isinstance(out, KIND_ANSWERS) or self.asks_kind(short, out):
+            return out
+        if out is None and method is None and func not in targets.names():
+            return None
+        op, target, nodes = self.target(func, method, nodes)
+        short = targets.short_name(target)
+        changed = [x for x, before in zip(given, versions, strict=True) if x._version != before]
+        in_place = bool(changed) or getattr(target, "__name__", str(target)).endswith("_")
+        effect = (in_place and not isinstance(out, bool)) or short in targets.RANDOM
+        if remembered is None and not in_place:
+            self.results.put(key, out, given)
+        node = self.node(op, target, nodes, node_kw, self.named(short), effect)
+        if isinstance(target, str) and target in RESHAPING:
+            self.reshaped(func, plain[0], plain[1:], plain_kw)
+        if any(out is x for x in changed):
+            node.meta.update(shape=tuple(out.shape), dtype=out.dtype)
+            return self.mark(out, node) if self.recorded(out) is not None else out
+        if out is not None and not isinstance(out, (torch.Tensor, tuple, list, dict)) and type(out) not in KINDS:
+            raise TraceError(
+                f"{self.place()}: {short} returns a {type(out).__name__}, which cannot be followed; {self.way_out()}"
+            )
+        result = self.bind(out, node)
+        if isinstance(out, bool):  # equal, allclose: what Python does with it is a decision
+            return bool(result)
+        return result
+
+    def leave_torch(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor's values go where they cannot be followed: a few of them can be held by a guard."""
+        if self.fake:
+            raise NeedsValues(self.needs_values())
+        if name not in ("numpy", "__array__") or tensor.numel() > MANY:
+            raise TraceError(f"{self.place()}: takes a tensor out of torch ({name}), so what follows is lost; {self.way_out()}")
+        node = self.node("call_method", "tolist", (self.lookup(tensor),), {}, self.named("tolist"))
+        self.guard(node, tensor.tolist())
+
+    def asks_kind(self, short: str, out: Any) -> bool:
+        """Whether a function asks what sort of tensor it has, which does not depend on sizes or values."""
+        if isinstance(out, bool):
+            return short.startswith(("is_", "has_", "can_", "_")) and short != "is_same_size"
+        return short in KIND_QUESTIONS
+
+    def target(self, func: Any, method: str | None, nodes: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
+        """A public name for what was called: FX op, target, and the arguments in that target's order."""
+        if func in targets.names():
+            return "call_function", func, nodes
+        if method is not None:
+            if method in targets.DUNDERS:
+                function, swapped = targets.DUNDERS[method]
+                return "call_function", function, (nodes[1], nodes[0]) if swapped else nodes
+            if method.startswith("__i") and method.endswith("__"):
+                return "call_method", method.strip("_")[1:] + "_", nodes
+            if not method.startswith("_"):
+                return "call_method", method, nodes
+        public = getattr(torch, getattr(func, "__name__", ""), None)
+        if public in targets.names():
+            return "call_function", public, nodes
+        if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            return "call_function", func, nodes
+        owner = sys.modules.get(getattr(func, "__module__", None) or "")
+        if owner is not None and getattr(owner, getattr(func, "__name__", ""), None) is func:
+            return "call_function", func, nodes
+        raise TraceError(
+            f"{self.place()}: calls {torch.overrides.resolve_name(func) or func!r}, which has no public name; {self.way_out()}"
+        )
+
+    def reshaped(self, func: Any, tensor: torch.Tensor, rest: Any, kwargs: Any) -> None:
+        """A tensor changed its shape in place: so did what it is an alias of."""
+        self.numbers.clear()
+        while (tensor := getattr(tensor, "_fxplug_of", None)) is not None:  # type: ignore[assignment]
+            func(tensor, *rest, **kwargs)
+
+    def traced(self, value: Any) -> bool:
+        if isinstance(value, (Number, torch.Tensor)):
+            return True
+        members = children(value)
+        return members is not None and any(self.traced(m) for _, m in members)
+
+    def made_constant(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor made from Python or numpy data: small ones are made anew at each call, others become a buffer."""
+        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        if not isinstance(data, (list, tuple, np.ndarray)) or (
+            not isinstance(data, np.ndarray) and np.asarray(data, dtype=object).size <= SMALL
+        ):
+            return None
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+            real = func(*args, **{k: v for k, v in kwargs.items() if k not in ("device", "requires_grad")})
+        return self.fresh(real)
+
+    def fresh(self, real: torch.Tensor) -> torch.Tensor:
+        """A constant as the new tensor that each call gets."""
+        with torch._C.DisableTorchFunction():
+            real._fxplug_made = None  # type: ignore[attr-defined]
+            source = self.lookup(real)
+            node = self.node("call_method", "clone", (source,), {}, f"{source.name}_clone")
+            return self.mark(self.mode.from_tensor(real) if self.mode is not None else real.clone(), node)
+
+    def function_apply(self, original: Any) -> Any:
+        """What stands for `torch.autograd.Function.apply`: the graph has what its forward does, but not its backward."""
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.recording_here() and not cls.__module__.startswith("torch."):
+                warnings.warn(
+                    f"{self.place()}: {cls.__name__} has a backward of its own; in the graph its gradient is that of the "
+                    f"operations of its forward. To have its own, {self.way_out()}",
+                    stacklevel=3,
+                )
+            return original.__get__(None, cls)(*args, **kwargs)
+
+        return classmethod(apply)
+
+    def from_numpy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands for a function that makes a tensor and does not report to torch."""
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if not self.recording_here():
+                return original(*args, **kwargs)
+            with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+                real = original(*args, **kwargs)
+            return self.fresh(real)
+
+        return make
+
+    # --- sizes and values
+
+    def shape(self, tensor: torch.Tensor) -> torch.Size:
+        node = self.recorded(tensor)
+        if node is None:
+            return tensor.shape  # a weight has the size it has
+        return torch.Size([self.size_of(node, "size", s, d) for d, s in enumerate(tensor.shape)])
+
+    def size_of(self, node: fx.Node, method: str, value: int, dim: int | None = None) -> Any:
+        """A size of a tensor, read from the node by a method: `x.size(1)`, `x.numel()`."""
+        args = (node,) if dim is None else (node, dim)
+        name = f"{node.name}_{method}" + ("" if dim is None else f"_{dim}")
+        return self.memo((node, method, dim), "call_method", method, args, value, name)
+
+    def size(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        with torch._C.DisableTorchFunction():
+            plain, _ = self.lower(args[1:])
+            out = func(tensor, *plain, **kwargs)
+        node = self.recorded(tensor)
+        if node is None:
+            return out
+        if isinstance(out, tuple):
+            return type(out)([self.size_of(node, name, s, d) for d, s in enumerate(out)])
+        if name in ("size", "stride"):
+            dim = plain[0] if plain else kwargs["dim"]
+            return self.size_of(node, name, out, dim % tensor.dim())
+        if name == "__len__":
+            return self.size_of(node, "size", out, 0)
+        return self.size_of(node, "numel" if name == "nelement" else name, out)
+
+    def memo(self, key: Any, op: str, target: Any, args: Any, value: Any, name: str) -> Any:
+        if key not in self.numbers:
+            node = self.node(op, target, args, {}, name)
+            node.meta["value"] = value
+            self.numbers[key] = KINDS[type(value)](self, node, value)
+        return self.numbers[key]
+
+    def number(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
+        """`target(*args)` on recorded numbers."""
+        value = value.item() if isinstance(value, np.generic) else value
+        if type(value) not in KINDS:
+            for number in args:
+                self.decide(number)
+            return value
+        _, nodes = self.lower(args)
+        key = (target, tuple((type(n), n) for n in nodes))
+        return self.memo(key, "call_function", target, nodes, value, self.named(targets.short_name(target)))
+
+    def decide(self, number: Any) -> Any:
+        """Python needs the plain value of a number: hold it by a guard."""
+        if not isinstance(number, Number):
+            return number
+        if number.recorder is self:
+            self.guard(number.fx_node, number.value)
+        return number.value
+
+    def guard(self, node: fx.Node, expected: Any, message: str | None = None) -> None:
+        """Hold a number to what it is now."""
+        if node in self.guards:
+            return
+        self.guards.add(node)
+        if not self.fake and not self.measured:
+            self.refuse_measured(node)
+        if message is None:
+            where, line = source_line()
+            message = f"{where}: '{line}' was decided on {describe(node)}, {shortened(repr(expected), 40)} when traced"
+        self.node("call_function", ops.guard, (node, expected, message), {}, self.named("guard"), effect=True)
+
+    def guard_parts(self, short: str, args: Any, kwargs: Any) -> None:
+        """Hold the sizes that decide how many results, or how many dimensions, a function gives."""
+        tensor = args[0] if args else kwargs.get("input", kwargs.get("self"))
+        if not isinstance(tensor, torch.Tensor) or self.recorded(tensor) is None:
+            return
+        sizes = self.shape(tensor)
+        given = [*args[1:], *kwargs.values()]
+        if short == "squeeze":
+            dims = given[0] if given else range(len(sizes))
+            for dim in (dims,) if isinstance(dims, int) else dims:
+                bool(sizes[dim] == 1)
+            return
+        count = None if short == "unbind" else given[0]
+        dim = kwargs.get("dim", (given[0] if given else 0) if short == "unbind" else args[2] if len(args) > 2 else 0)
+        size = tensor.shape[dim]
+        if count is None or (short == "chunk" and -(-size // -(-size // count)) < count):  # fewer chunks than asked for
+            self.decide(sizes[dim])
+        elif short == "split" and isinstance(count, int):
+            self.decide((sizes[dim] + count - 1) // count)
+
+    def value(self, func: Any, name: str, args: Any) -> Any:
+        """A number read out of a tensor: recorded where it depends on the inputs, else known."""
+        tensor = args[0]
+        try:
+            out = func(*args)
+        except Exception as error:
+            if self.fake:
+                raise NeedsValues(self.needs_values()) from error
+            raise
+        source = self.lookup(tensor)
+        if self.fake and not self.computed(tensor):
+            return out  # fake tensors know the values of constants
+        if name == "tolist":
+            if tensor.dim() and source.op != "get_attr":
+                for size in self.shape(tensor):
+                    self.decide(size)
+            return self.bind(out, self.node("call_method", "tolist", (source,), {}, self.named("tolist")))
+        with torch._C.DisableTorchFunction():
+            read = tensor.item()
+        node = self.node("call_method", "item", (source,), {}, self.named("item"))
+        if type(read) not in KINDS:
+            self.guard(node, read)
+            return out
+        number = self.bind(read, node)
+        return number if name == "item" else type(out)(number)
+
+    def refuse_measured(self, node: fx.Node) -> None:
+        """A branch on masks, counts or equality is a property of the input; one on a measured value is not."""
+        seen, todo = set(), [node]
+        while todo:
+            current = todo.pop()
+            if current in seen or (current.op == "call_method" and current.target in ("size", "numel", "stride")):
+                continue
+            seen.add(current)
+            short = targets.short_name(current.target) if current.op != "placeholder" else ""
+            floating = any(
+                isinstance(a, fx.Node) and getattr(a.meta.get("dtype"), "is_floating_point", False) for a in current.args
+            )
+            if floating and (short in ORDERED or short in ("item", "tolist")):
+                where, line = source_line()
+                raise TraceError(
+                    f"{self.region()} branches on a value that it computes ({where}: {line}); a graph has one way only; "
+                    f"{self.way_out()}, or accept this branch as a guard: trace(..., real=True)"
+                )
+            if not floating or short in ("eq", "ne", "isnan", "isinf"):
+                todo.extend(a for a in current.all_input_nodes if not (short in ("eq", "ne") and floating))

@@ -1,0 +1,98 @@
+"""Nested values: tuples, lists, dicts and result classes, walked and rebuilt in kind."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+Keys = tuple[int | str, ...]
+
+
+def children(value: Any) -> Iterator[tuple[int | str, Any]] | None:
+    """The members of a container with their keys, or None for anything else."""
+    if isinstance(value, torch.Size):
+        return None
+    if isinstance(value, (tuple, list)):
+        return iter(enumerate(value))
+    if isinstance(value, dict):
+        return iter(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return iter([(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)])
+    return None
+
+
+def rebuilt(value: Any, members: dict[int | str, Any]) -> Any:
+    """A container like `value` with other members."""
+    if isinstance(value, tuple):
+        return type(value)(*members.values()) if hasattr(value, "_fields") else type(value)(members.values())
+    if type(value) in (list, dict):
+        return members if type(value) is dict else list(members.values())
+    new = copy.copy(value)
+    for key, member in members.items():
+        set_member(new, key, member)
+    return new
+
+
+def set_member(value: Any, key: int | str, member: Any) -> None:
+    """Put a member into a list, dict or result class, whether it is frozen or not."""
+    if isinstance(value, (list, dict)):
+        value[key] = member  # type: ignore[index]
+    else:
+        object.__setattr__(value, str(key), member)
+
+
+def map_leaves(value: Any, function: Callable[[Any, Keys], Any], keys: Keys = (), in_place: bool = False) -> Any:
+    """`value` with every tensor in it replaced by `function(tensor, keys)`; the same object when no tensor is in it.
+
+    With `in_place` lists, dicts and result classes stay the objects that they are and get other members.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value, keys)
+    found = children(value)
+    if found is None:
+        return value
+    old = dict(found)
+    new = {key: map_leaves(member, function, (*keys, key), in_place) for key, member in old.items()}
+    changed = [key for key in old if new[key] is not old[key]]
+    if not changed:
+        return value
+    if not in_place or isinstance(value, tuple):
+        return rebuilt(value, new)
+    for key in changed:
+        set_member(value, key, new[key])
+    return value
+
+
+def put_back(value: Any, originals: dict[int, tuple[Any, Any]]) -> Any:
+    """Undo a `map_leaves` in place: `originals` has the new and the old value by the id of the new one."""
+    if id(value) in originals:
+        return originals[id(value)][1]
+    found = None if isinstance(value, torch.Tensor) else children(value)
+    if found is None:
+        return value
+    old = dict(found)
+    new = {key: put_back(member, originals) for key, member in old.items()}
+    changed = [key for key in old if new[key] is not old[key]]
+    if changed and isinstance(value, tuple):
+        return rebuilt(value, new)
+    for key in changed:
+        set_member(value, key, new[key])
+    return value
+
+
+def leaves(value: Any) -> list[Any]:
+    """Every value in a nested one, containers opened."""
+    found = None if isinstance(value, torch.Tensor) else children(value)
+    return [value] if found is None else [x for _, member in found for x in leaves(member)]
+
+
+def has_tensor(value: Any) -> bool:
+    """Whether a tensor is anywhere in `value`."""
+    if isinstance(value, torch.Tensor):
+        return True
+    found = children(value)
+    return found is not None and any(has_tensor(member) for _, member in found)

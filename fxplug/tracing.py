@@ -1,0 +1,305 @@
+"""Model and example inputs to a graph: run the real `forward` once and write down, as torch functions, what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import entry, modes, targets
+from .errors import FxplugError, TraceError, did_you_mean
+from .fakes import Results, fake, no_collection
+from .module import RESERVED, Container, Graph, TracedModule, class_names, plain_attributes
+from .paths import select
+from .recording import NeedsValues, Recording
+from .regions import Regions
+from .restore import restored, same_random, same_values
+from .sizes import recorded_math
+from .structure import leaves as values
+
+
+def trace(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    leaf: Iterable[str] = (),
+    real: bool | None = None,
+) -> TracedModule:
+    """Record one call `model(*args, **kwargs)` as a graph that gives `torch.equal` results for every input its guards admit.
+
+    The example tensors may lie on any device, meta included, and may have any batch size, 1 included; the weights too.
+    Tensors are fake while tracing: nothing is computed and no memory is taken. A model that reads numbers out of its data
+    (`.item()`, `.tolist()`, `nonzero`) is traced on its real tensors instead, and what it read is a guard. `real=True`
+    asks for that from the start and also admits branches on measured (floating-point) values; `real=False` forbids it.
+
+    `leaf` names modules (paths or patterns) to keep whole as one call, beside torch.nn's own.
+
+    Raises TraceError, with file and line of the model's code, for what cannot be a graph.
+    """
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"trace takes an nn.Module, not {type(model).__name__}")
+    if isinstance(model, TracedModule):
+        raise TraceError("this model is traced already; trace the model it came from")
+    args = args if isinstance(args, (tuple, list)) else (args,)
+    call = (tuple(args), dict(kwargs or {}))
+    leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
+    with no_collection():
+        return _trace(model, call, leaves, real)
+
+
+def _trace(model: nn.Module, call: Any, leaves: set[str], real: bool | None) -> TracedModule:
+    results = Results()
+    first = _record(model, call, leaves, real, None, results)
+    graphs = {model.training: first}
+    twin_error = None
+    if first.reads_training:
+        try:
+            second = _record(model, call, leaves, real, not model.training, results)
+        except (FxplugError, RuntimeError, ValueError) as error:
+            twin_error = str(error)
+        else:
+            if second.text() != first.text():
+                graphs[not model.training] = second
+    return _assemble(model, graphs, twin_error)
+
+
+class _Traced(NamedTuple):
+    """What one run gives."""
+
+    graph: Graph
+    constants: dict[str, torch.Tensor]
+    called: set[str]
+    reads_training: bool
+
+    def text(self) -> str:
+        """What the graph does, for comparing two of them."""
+        return "\n".join(node.format_node() or "" for node in self.graph.nodes)
+
+
+def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:
+    paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    found: set[str] = set()
+    for pattern in patterns:
+        hits = select(pattern, paths)
+        if not hits:
+            raise TraceError(f"leaf '{pattern}' names no module of {type(model).__name__}{did_you_mean(pattern, paths)}")
+        found.update(hits)
+    return found
+
+
+def _record(
+    model: nn.Module, call: Any, leaves: set[str], real: bool | None, training: bool | None, results: Results
+) -> _Traced:
+    on_meta = any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    if real:
+        if on_meta:
+            raise TraceError("real=True needs weights with values, but some are on the meta device: load them first")
+        return _run(model, call, leaves, False, True, training, results)
+    try:
+        return _run(model, call, leaves, True, False, training, results)
+    except FxplugError:
+        raise
+    except Exception as error:  # not every function knows fake tensors
+        if real is not False and not on_meta:
+            pass
+        elif isinstance(error, NeedsValues):
+            way = "" if real is False else " (its weights are on the meta device: load them, and it is traced on real tensors)"
+            raise TraceError(f"{error}{way}") from error
+        else:
+            raise
+    gc.collect()  # fake tensors of the first try
+    return _run(model, call, leaves, False, False, training, results)
+
+
+def _run(
+    model: nn.Module,
+    call: Any,
+    leaves: set[str],
+    on_fakes: bool,
+    measured: bool,
+    training: bool | None,
+    results: Results,
+) -> _Traced:
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
+    weights = [*model.parameters(), *model.buffers()]
+    inputs = [x for x in values(call) if isinstance(x, torch.Tensor)]
+    device = next((t.device for t in [*inputs, *weights] if not t.is_meta), torch.device("cpu"))
+    recording = Recording(model, mode, device, measured, results)
+    regions = Regions(recording, leaves)
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(restored(model))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(same_random(model))
+        if mode is not None:
+            stack.enter_context(_fake_weights(model, mode, device, recording.parameters))
+            stack.enter_context(mode)
+        else:
+            for name, tensor in _named_tensors(model):
+                recording.parameters.setdefault(id(tensor), name)
+            stack.enter_context(same_values(model, held, device))
+            stack.enter_context(_Made(recording))
+        stack.enter_context(_patched(recording, regions, training))
+        try:
+            entry.run(recording, regions, *call)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise NeedsValues(recording.needs_values()) from error
+        except (FxplugError, NeedsValues):
+            raise
+        except Exception as error:
+            error.add_note(f"while tracing {recording.place()}")
+            raise
+    recording.finish()
+    return _Traced(recording.graph, recording.constants, regions.called, recording.reads_training)
+
+
+class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which tensors this run makes: one that no recorded function gave is no constant of the model."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in values(out):
+            if isinstance(value, torch.Tensor):
+                value._fxplug_made = self.recording  # type: ignore[attr-defined]
+        return out
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+@contextlib.contextmanager
+def _fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device, names: dict[int, str]) -> Iterator[None]:
+    """Put a fake tensor in the place of each parameter and buffer, and note its name."""
+    fakes: dict[int, torch.Tensor] = {}
+    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def stand_in(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            made = fake(tensor, mode, device)
+            if isinstance(tensor, nn.Parameter):
+                made._is_param = True
+            fakes[id(tensor)] = made
+            names[id(made)] = name
+        return fakes[id(tensor)]
+
+    for path, module in model.named_modules(remove_duplicate=True):
+        for table in (module._parameters, module._buffers):
+            held.append((table, dict(table)))
+            for key, tensor in table.items():
+                if tensor is not None:
+                    table[key] = stand_in(tensor, f"{path}.{key}" if path else key)
+    try:
+        yield
+    finally:
+        for table, original in held:
+            table.clear()
+            table.update(original)
+
+
+@contextlib.contextmanager
+def _patched(recording: Recording, regions: Regions, training: bool | None) -> Iterator[None]:
+    """For the time of one run: module calls, `module.training`, autocast, gradient modes and `math` report to it."""
+
+    def read_training(module: nn.Module) -> bool:
+        own = bool(module.__dict__.get("training", True))
+        if threading.get_ident() != recording.thread:
+            return own
+        if recording.paused and recording.fake and type(module).__module__.startswith("torch."):
+            return False  # shapes are the same, and no statistics are asked of fake tensors
+        if not recording.paused:
+            recording.reads_training = True
+        return own if training is None else training
+
+    def write_training(module: nn.Module, value: bool) -> None:
+        module.__dict__["training"] = value
+
+    def patch(owner: Any, name: str, value: Any) -> None:
+        stack.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
+
+    with contextlib.ExitStack() as stack:
+        patch(nn.Module, "__call__", regions.call(nn.Module.__call__))
+        for owner, name, value in list(modes.patches(recording)):
+            patch(owner, name, value)
+        apply = vars(torch.autograd.Function)["apply"]
+        stack.callback(setattr, torch.autograd.Function, "apply", apply)
+        torch.autograd.Function.apply = recording.function_apply(apply)
+        for name in ("from_numpy", "frombuffer"):
+            patch(torch, name, recording.from_numpy(getattr(torch, name)))
+        for name in targets.MATH:
+            patch(math, name, recorded_math(name))
+        stack.callback(delattr, nn.Module, "training")
+        nn.Module.training = property(read_training, write_training)  # type: ignore[assignment]
+        yield
+
+
+def _assemble(model: nn.Module, recordings: dict[bool, _Traced], twin_error: str | None) -> TracedModule:
+    """The module tree of the model with its leaves, weights and constants around the recorded graphs."""
+    leaves = set().union(*(r.called for r in recordings.values()))
+    constants: dict[str, torch.Tensor] = {}
+    for recording in recordings.values():
+        constants.update(recording.constants)
+    copies: dict[int, nn.Module] = {}
+
+    def copy_tree(module: nn.Module, path: str, whole: bool) -> nn.Module:
+        if id(module) in copies:
+            return copies[id(module)]
+        if whole or path in leaves:
+            new = object.__new__(type(module))
+            # lists as well: an LSTM keeps its weights in one and changes it in place
+            new.__dict__ = {k: v.copy() if type(v) in (list, OrderedDict) else v for k, v in vars(module).items()}
+            whole = True
+        else:
+            new = Container(class_names(module), plain_attributes(module))
+            new.__dict__["training"] = module.training
+            new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        copies[id(module)] = new
+        for table in ("_parameters", "_buffers"):
+            new.__dict__[table] = dict(getattr(module, table))
+        new.__dict__["_modules"] = {
+            key: None if child is None else copy_tree(child, f"{path}.{key}" if path else key, whole)
+            for key, child in module._modules.items()
+        }
+        return new
+
+    tree = copy_tree(model, "", False)
+    for name, value in constants.items():
+        owner, _, key = name.rpartition(".")
+        tree.get_submodule(owner).register_buffer(key, value, persistent=False)
+    gm = TracedModule(tree, {mode: r.graph for mode, r in recordings.items()}, type(model), _extras(model))
+    gm.twin_error = twin_error
+    return gm
+
+
+def _extras(model: nn.Module) -> dict[str, Any]:
+    """The root's public attributes that are neither tensors nor modules: what a pipeline reads, `config` among them."""
+    found = {
+        k: v
+        for k, v in vars(model).items()
+        if not k.startswith("_") and not isinstance(v, (torch.Tensor, nn.Module)) and k not in RESERVED
+    }
+    with contextlib.suppress(Exception):
+        found["config"] = model.config
+    found.pop("forward", None)
+    found.pop("training", None)
+    return found

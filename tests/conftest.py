@@ -1,0 +1,39 @@
+"""Golden files, and one seed for every test."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch  # noqa: E402  (offline must be set before any library reads it)
+
+GOLDEN = Path(__file__).parent / "golden"
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--golden", action="store_true", help="write the golden files anew instead of comparing")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def golden(request):
+    """`golden(name, text)` holds text to tests/golden/<name>.txt; `pytest --golden` writes it."""
+
+    def check(name, text):
+        file = GOLDEN / f"{name}.txt"
+        if request.config.getoption("--golden"):
+            GOLDEN.mkdir(exist_ok=True)
+            file.write_text(text)
+        assert file.is_file(), f"no golden file {file.name}: read this, then run pytest --golden\n{text}"
+        assert text == file.read_text(), f"{file.name} differs: read the difference, then run pytest --golden"
+
+    return check
