@@ -1,0 +1,254 @@
+"""The modules that passes put in. Each keeps its constructor's arguments as attributes, so that a file can rebuild it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .errors import SpecError, did_you_mean
+
+if TYPE_CHECKING:
+    from .match import Site, Value
+
+CONVOLUTIONS: dict[str, type[nn.Module]] = {"Conv1d": nn.Conv1d, "Conv2d": nn.Conv2d, "Conv3d": nn.Conv3d}
+CHANNELS_FIRST = ("_ConvNd", "_BatchNorm", "_NormBase", "GroupNorm", "_AdaptiveAvgPoolNd", "_MaxPoolNd")
+
+
+class Block(nn.Module):
+    """A module that passes may put in: `at(site, **options)` makes one, `forward` gets the values of the rule's `args`.
+
+    `neutral` says that a new one leaves the output `torch.equal` to what it was.
+    """
+
+    is_block: ClassVar[bool] = True
+    neutral: ClassVar[bool] = False
+
+    at: Any  # classmethod (site, **options) -> Block: the options that a rule may give are its named arguments
+
+
+class Lora(Block):
+    """y + scale * up(down(x)): a low-rank update beside a layer (Hu et al. 2021, arXiv 2106.09685).
+
+    `scale` is alpha / rank, a float32 buffer saved with the weights. `down` has the layer's own geometry (kernel, stride,
+    padding, dilation, groups), `up` is zero when new. x and y are the layer's input and output: (..., features) for Linear,
+    (batch, channels, *space) for convolutions, integer indices and (..., features) for Embedding. A grouped convolution
+    gets an update in each group, of at most the rank that a group's weight can have, so that it can be merged.
+    """
+
+    neutral = True
+
+    def __init__(
+        self,
+        kind: str,
+        in_features: int,
+        out_features: int,
+        rank: int = 8,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+        geometry: Mapping[str, Any] | None = None,
+        same_padding: bool = False,
+    ) -> None:
+        """`kind` is Linear, Conv1d, Conv2d, Conv3d or Embedding; `geometry` holds a convolution's own arguments.
+
+        `same_padding` pads the input so that the output is as large as the layer's, whatever the layer does for it.
+        Raises SpecError for a rank below 1 or a dropout outside [0, 1).
+        """
+        super().__init__()
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise SpecError(f"rank must be a whole number, 1 or more, not {rank!r}")
+        if not 0 <= dropout < 1:
+            raise SpecError(f"dropout must be at least 0 and below 1, not {dropout!r}")
+        self.kind, self.in_features, self.out_features, self.rank = kind, in_features, out_features, rank
+        self.alpha = rank if alpha is None else alpha
+        self.geometry, self.same_padding = dict(geometry or {}), same_padding
+        self.down: nn.Module
+        self.up: nn.Module
+        if kind in CONVOLUTIONS:
+            groups = self.geometry.get("groups", 1)
+            within = (in_features // groups) * math.prod(self.geometry["kernel_size"])
+            channels = groups * (rank if groups == 1 else min(rank, within, out_features // groups))
+            self.down = CONVOLUTIONS[kind](in_features, channels, bias=False, **self.geometry)
+            self.up = CONVOLUTIONS[kind](channels, out_features, 1, groups=groups, bias=False)
+        else:
+            self.down = nn.Embedding(in_features, rank) if kind == "Embedding" else nn.Linear(in_features, rank, bias=False)
+            self.up = nn.Linear(rank, out_features, bias=False)
+        self.dropout = dropout
+        self.register_buffer("scale", torch.tensor(self.alpha / rank, dtype=torch.float32))
+        nn.init.zeros_(self.up.weight)  # type: ignore[arg-type]
+        if kind != "Embedding":
+            nn.init.kaiming_uniform_(self.down.weight, a=math.sqrt(5))  # type: ignore[arg-type]
+
+    @classmethod
+    def at(cls, site: Site, rank: int = 8, alpha: float | None = None, dropout: float = 0.0) -> Lora:
+        """An update for a Linear, Conv1d, Conv2d, Conv3d or Embedding, or a layer derived from one."""
+        layer: Any = site.module
+        kind = next((k for k in ("Linear", "Embedding", *CONVOLUTIONS) if k in site.classes), None)
+        if kind is None:
+            known = ", ".join(["Linear", *CONVOLUTIONS, "Embedding"])
+            raise SpecError(f"{site.path} is a {site.classes[0]}; a low-rank update fits {known} and layers derived from them")
+        common: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout}
+        if kind == "Linear":
+            return cls(kind, layer.in_features, layer.out_features, **common)
+        if kind == "Embedding":
+            return cls(kind, layer.num_embeddings, layer.embedding_dim, **common)
+        geometry = {k: getattr(layer, k) for k in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")}
+        space = len(geometry["kernel_size"])  # an input may have no batch dimension
+        same = False
+        if site.x is not None and site.y is not None:
+            same = _output_size(site.x.shape[-space:], geometry) != tuple(site.y.shape[-space:])
+        if same:
+            geometry.update(padding=0, padding_mode="zeros")
+        return cls(kind, layer.in_channels, layer.out_channels, geometry=geometry, same_padding=same, **common)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.same_padding:
+            x = self.pad(x, y)
+        if self.kind == "Embedding":
+            update = self.up(F.dropout(self.down(x), self.dropout, self.training))
+        else:
+            update = self.up(self.down(F.dropout(x, self.dropout, self.training)))
+        return torch.add(y, update * self.scale)
+
+    def pad(self, x: Tensor, y: Tensor) -> Tensor:
+        """x with zeros around it, the odd one behind, so that `down` gives the size of y."""
+        around: list[int] = []
+        geometry = zip(*(self.geometry[k] for k in ("kernel_size", "stride", "dilation")), strict=True)
+        space = len(self.geometry["kernel_size"])
+        for size, wanted, (kernel, stride, dilation) in zip(x.shape[-space:], y.shape[-space:], geometry, strict=True):
+            total = torch.sym_max((wanted - 1) * stride + dilation * (kernel - 1) + 1 - size, 0)
+            around = [total // 2, total - total // 2, *around]
+        return F.pad(x, around)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, {self.in_features}, {self.out_features}, rank={self.rank}, alpha={self.alpha:g}"
+
+
+def _output_size(size: tuple[int, ...], geometry: Mapping[str, Any]) -> tuple[int, ...]:
+    padding = geometry["padding"]
+    if isinstance(padding, str):
+        return tuple(size) if padding == "same" else _output_size(size, {**geometry, "padding": (0,) * len(size)})
+    rows = zip(size, geometry["kernel_size"], geometry["stride"], padding, geometry["dilation"], strict=True)
+    return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in rows)
+
+
+class Scale(Block):
+    """y times a learned gate per channel, one when new (IA3, Liu et al. 2022, arXiv 2205.05638).
+
+    y is (..., features), or (batch, channels, *space) when `dim` is 1.
+    """
+
+    neutral = True
+
+    def __init__(self, width: int, dim: int = -1) -> None:
+        super().__init__()
+        self.width, self.dim = width, dim
+        self.weight = nn.Parameter(torch.ones(width))
+
+    @classmethod
+    def at(cls, site: Site, dim: int | None = None) -> Scale:
+        value = site.args[0]
+        dim = channel_dim(site, value) if dim is None else dim
+        return cls(value.shape[dim], dim)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y * along(self.weight, y, self.dim)
+
+
+class Skip(Block):
+    """value + source: a skip connection with a learned gate per channel, zero when new.
+
+    Sources of another width go through a linear map (a convolution of size 1 when `dim` is 1), zero when new. Both tensors
+    must agree in every other dimension.
+    """
+
+    neutral = True
+
+    def __init__(self, source_width: int, width: int, dim: int = -1) -> None:
+        super().__init__()
+        self.source_width, self.width, self.dim = source_width, width, dim
+        same = source_width == width
+        self.weight = nn.Parameter(torch.zeros(width) if same else torch.zeros(width, source_width))
+
+    @classmethod
+    def at(cls, site: Site, dim: int | None = None) -> Skip:
+        value, source = site.args
+        dim = channel_dim(site, value) if dim is None else dim
+        rest = [[n for i, n in enumerate(v.shape) if i != dim % max(len(v.shape), 1)] for v in (value, source)]
+        if rest[0] != rest[1]:
+            raise SpecError(
+                f"a skip from {source} to {value}: only the widths (dimension {dim}) may differ; "
+                "use a block of your own that reshapes"
+            )
+        return cls(source.shape[dim], value.shape[dim], dim)
+
+    def forward(self, value: Tensor, source: Tensor) -> Tensor:
+        if self.weight.dim() == 1:
+            return value + source * along(self.weight, source, self.dim)
+        moved = F.linear(source.movedim(self.dim, -1), self.weight).movedim(-1, self.dim)
+        return value + moved
+
+
+class Replace(Block):
+    """Another class of torch.nn in the place of a module, such as PReLU for SiLU; called with the region's input.
+
+    `to` is the name of a class in torch.nn. Its constructor gets `options`, and for the rest what the replaced module has
+    under the same names.
+    """
+
+    def __init__(self, kind: str, options: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.kind, self.options = kind, dict(options or {})
+        self.module = torch_class(kind)(**self.options)
+
+    @classmethod
+    def at(cls, site: Site, to: str, options: Mapping[str, Any] | None = None) -> Replace:
+        kind = torch_class(to)
+        given = dict(options or {})
+        known = [n for n in inspect.signature(kind.__init__).parameters if n not in ("self", "device", "dtype")]
+        for name in given:
+            if name not in known:
+                raise SpecError(f"{to} takes no '{name}'{did_you_mean(name, known)}; it takes {', '.join(known) or 'nothing'}")
+        for name in known:
+            if name not in given and hasattr(site.module, name):
+                value = getattr(site.module, name)
+                if name == "bias" and not isinstance(value, bool):
+                    value = value is not None
+                if not isinstance(value, (Tensor, nn.Module)):
+                    given[name] = value
+        try:
+            return cls(to, given)
+        except TypeError as error:
+            raise SpecError(f"{to} cannot be made for {site.path} ({site.classes[0]}): {error}; give it in 'options'") from None
+
+    def forward(self, x: Tensor) -> Any:
+        return self.module(x)
+
+
+def torch_class(name: str) -> type[nn.Module]:
+    """The module class of that name in torch.nn. Raises SpecError."""
+    name = name.removeprefix("torch.nn:").removeprefix("torch.nn.")
+    found = getattr(nn, name, None)
+    known = [n for n in dir(nn) if isinstance(getattr(nn, n), type) and issubclass(getattr(nn, n), nn.Module)]
+    if name not in known or found is None:
+        raise SpecError(f"torch.nn has no module class '{name}'{did_you_mean(name, known)}")
+    return found  # type: ignore[no-any-return]
+
+
+def channel_dim(site: Site, value: Value) -> int:
+    """Where the channels of a value are: 1 behind convolutions and for images, else the last dimension."""
+    if any(name in CHANNELS_FIRST for name in site.classes):
+        return 1
+    if "Linear" in site.classes or "LayerNorm" in site.classes:
+        return -1
+    return 1 if len(value.shape) >= 4 else -1
+
+
+def along(weight: Tensor, y: Tensor, dim: int) -> Tensor:
+    """A vector shaped so that it multiplies dimension `dim` of y."""
+    return weight if dim in (-1, y.dim() - 1) else weight.view(-1, *[1] * (y.dim() - 1 - dim % y.dim()))

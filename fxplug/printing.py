@@ -1,0 +1,96 @@
+"""A graph and the difference between two, as stable text: one line a node, in the words of the pass language."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from . import ops, targets
+from .module import class_names, without_edges
+
+
+def show(module: fx.GraphModule) -> str:
+    """The graph as text: `name = target(arguments)`, modules by path, edges of regions left out."""
+    return "\n".join(_lines(module.graph)) + "\n"
+
+
+def diff(before: fx.GraphModule, after: fx.GraphModule, context: int = 1) -> str:
+    """What changed between two graphs, as a unified diff without its header; empty when nothing did."""
+    lines = difflib.unified_diff(_lines(before.graph), _lines(after.graph), lineterm="", n=context)
+    return "\n".join(line for line in lines if not line.startswith(("---", "+++"))) + "\n"
+
+
+def modules(module: nn.Module) -> str:
+    """The module tree: path, class and parameters of everything that has some, or was called."""
+    rows = []
+    for path, child in module.named_modules():
+        own = sum(p.numel() for p in child.parameters(recurse=False))
+        if path and (own or not len(list(child.children()))):
+            rows.append(f"{path}  {class_names(child)[0]}" + (f"  {own:,}" if own else ""))
+    return "\n".join(rows) + "\n"
+
+
+def parameters(module: nn.Module) -> str:
+    """How many numbers a module has, and how many each applied pass added."""
+    seen: dict[int, int] = {id(p): p.numel() for p in module.parameters()}
+    total = sum(seen.values())
+    added = {
+        entry["name"]: sum(p.numel() for p in module.get_submodule(entry["name"]).parameters())
+        for entry in getattr(module, "meta", {}).get("passes", [])
+    }
+    parts = [f"{name} +{count:,} ({count / max(total - sum(added.values()), 1):.2%})" for name, count in added.items()]
+    return f"{total:,} parameters" + (f": base {total - sum(added.values()):,}, {', '.join(parts)}" if parts else "")
+
+
+def _lines(graph: fx.Graph) -> list[str]:
+    return [line for node in without_edges(graph).nodes if (line := _line(node))]
+
+
+def _line(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        default = f" = {node.args[0]!r}" if node.args else ""
+        return f"input {node.target}{default}"
+    if node.op == "output":
+        return f"return {_text(node.args[0])}"
+    if node.op == "get_attr":
+        return f"{node.name} = {node.target}"
+    args = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
+    if node.target is operator.getitem and node.op == "call_function":
+        index = node.args[1]
+        inside = ", ".join(map(_text, index)) if isinstance(index, tuple) and len(index) > 1 else args[1]
+        return f"{node.name} = {args[0]}[{inside}]"
+    if node.op == "call_method":
+        return f"{node.name} = {args[0]}.{node.target}({', '.join(args[1:])})"
+    if node.target is ops.guard:
+        return f"guard {args[0]} is {args[1]}"
+    if node.target is ops.same:
+        pairs = zip(node.args[2], node.args[1], strict=True)  # type: ignore[arg-type]
+        return "constant " + ", ".join(f"{name}={value!r}" for name, value in pairs)
+    if node.target is ops.check_inputs:
+        ranks = zip(node.args[3], node.args[1], strict=True)  # type: ignore[arg-type]
+        return "check " + ", ".join(f"{name}: {rank}-d" for name, rank in ranks)
+    name = node.target if node.op == "call_module" else targets.names().get(node.target)
+    name = name or getattr(node.target, "__qualname__", str(node.target))
+    short = str(name).removeprefix("fxplug.ops.").removeprefix("torch.nn.functional.").removeprefix("operator.")
+    return f"{node.name} = {short}({', '.join(args)})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, slice):
+        start, stop = ("" if v is None else _text(v) for v in (value.start, value.stop))
+        return f"{start}:{stop}" + (f":{_text(value.step)}" if value.step is not None else "")
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return repr(value)
