@@ -1,0 +1,604 @@
+"""A rewritten model as a folder that loads without the code it came from, and never runs what it brings."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from . import __version__
+from .errors import ArtifactError
+from .module import Container, TracedModule
+from .rebuild import fill, read_modules, write_modules
+from .serialize import GraphReader, Unportable, decode, encode, only_keys, portable, write_graph
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+FIXED = ("model.safetensors", "graph.json", "graph.txt", "config.yaml", "config.json")
+CODE = {".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".bin", ".sh"}
+JSON_LIMIT = 512 << 20
+HEADER_LIMIT = 100_000_000  # what the safetensors format itself allows
+PASS_NAME = re.compile(r"^[A-Za-z_][\w\-]*\Z", re.ASCII)
+DOCUMENT = ["format", "classes", "training", "modes", "twin_error", "meta", "extras", "tensors", "modules", "stacks", "graphs"]
+MODES = {"eval": False, "train": True}
+
+
+def save(
+    module: TracedModule,
+    folder: str | os.PathLike[str],
+    *,
+    config: Mapping[str, Any] | None = None,
+    overwrite: bool = True,
+) -> Path:
+    """Write a traced or rewritten module into a folder, which `load` reads back without the model's own code.
+
+    The folder gets `model.safetensors`, one `<pass>.safetensors` for each applied pass, `graph.json`, `graph.txt` for
+    reading, `config.yaml` if `config` is given, and `manifest.json` with a hash of each. Saving the same module twice
+    gives the same bytes. A folder that is replaced is swapped whole, so that a crash leaves the old or the new one; what
+    else lay in it stays. Weights on the meta device are saved as shapes.
+
+    Raises ArtifactError for what cannot be saved, and for a folder that holds something else.
+    """
+    if not isinstance(module, TracedModule):
+        raise ArtifactError(f"save takes a traced module, not a {type(module).__name__}: fxplug.trace(model, inputs) makes one")
+    target = Path(folder).absolute()
+    _check_target(target, overwrite)
+    document, files = _document(module)
+    _check_readable(module, document)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _clean(target)
+    work = Path(tempfile.mkdtemp(prefix=f"{_temporary(target)}{os.getpid()}-", dir=target.parent))
+    try:
+        work.chmod(0o777 & ~_umask())
+        _write_files(work, module, document, files, config)
+        _keep_others(target, work)
+        _swap(work, target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return Path(folder)
+
+
+def load(
+    folder: str | os.PathLike[str], *, allow: Sequence[str] = (), device: torch.device | str | None = None
+) -> TracedModule:
+    """Read a folder that `save` wrote. Nothing is unpickled, and only torch, fxplug and what `allow` names is imported.
+
+    `allow` lists modules or packages whose classes may be imported: of result classes, which `fxplug.ops.Record` stands in
+    for otherwise, and of modules that were kept whole or put in by a pass. `device` is where the weights go.
+
+    Raises ArtifactError for a folder that is damaged, incomplete, newer than this version, or asks for more.
+    """
+    if isinstance(allow, str):
+        allow = [allow]
+    path = _recovered(Path(folder))
+    names = _check_manifest(path)
+    document = _read_json(path / "graph.json")
+    with _wrapped("graph.json cannot be used"):
+        return _build(path, document, names, list(allow), device)
+
+
+# --- the document
+
+
+def _document(module: TracedModule) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """graph.json, and the tensors of each weight file."""
+    passes = _pass_names(module)
+    tensors, files = _tensors(module, passes)
+    stacks: list[Any] = []
+    try:
+        modules = write_modules(module)
+        graphs = {name: write_graph(module.graphs[mode], stacks) for name, mode in MODES.items() if mode in module.graphs}
+        meta = {k: encode(v) for k, v in module.meta.items() if isinstance(k, str) and (k == "passes" or _plain(v))}
+    except Unportable as error:
+        raise ArtifactError(f"the module cannot be saved: {error}") from None
+    document = {
+        "format": FORMAT,
+        "classes": list(module.classes),
+        "training": module.training,
+        "modes": [name for name, m in module.named_modules() if m.training != module.training],
+        "twin_error": module.twin_error,
+        "meta": meta,
+        "extras": portable(module._extras),
+        "tensors": tensors,
+        "modules": modules,
+        "stacks": stacks,
+        "graphs": graphs,
+    }
+    return document, files
+
+
+def _plain(value: Any) -> bool:
+    try:
+        encode(value)
+    except Unportable:
+        return False
+    return True
+
+
+def _pass_names(module: TracedModule) -> list[str]:
+    names = [entry["name"] for entry in module.meta.get("passes", [])]
+    for name in names:
+        if not PASS_NAME.match(name) or f"{name}.safetensors" in FIXED:
+            raise ArtifactError(f"the pass '{name}' cannot name a file: use letters, digits and _, and not 'model'")
+    return names
+
+
+def _tensors(
+    module: TracedModule, passes: Sequence[str]
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, torch.Tensor]]]:
+    """What graph.json says of each tensor, and the tensors by file; one that has two names is stored once."""
+    records: dict[str, dict[str, Any]] = {}
+    files: dict[str, dict[str, torch.Tensor]] = {"model.safetensors": {}, **{f"{p}.safetensors": {} for p in passes}}
+    first: dict[int, str] = {}
+    storages: set[int] = set()
+    for name, tensor, persistent in _state(module):
+        record = _tensor_record(name, tensor, persistent)
+        records[name] = record
+        if id(tensor) in first:
+            record["same_as"] = first[id(tensor)]
+            continue
+        first[id(tensor)] = name
+        if tensor.is_meta:
+            record["stored"] = False
+            continue
+        prefix = name.partition(".")[0]
+        file = f"{prefix}.safetensors" if prefix in passes else "model.safetensors"
+        files[file][name] = _portable_tensor(tensor, storages)
+    return records, files
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Every parameter and buffer with its name and whether state_dict has it."""
+    for path, m in module.named_modules():
+        for table in (m._parameters, m._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    persistent = table is m._parameters or key not in m._non_persistent_buffers_set
+                    yield f"{path}.{key}" if path else key, tensor, persistent
+
+
+def _tensor_record(name: str, tensor: torch.Tensor, persistent: bool) -> dict[str, Any]:
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+        raise ArtifactError(f"'{name}' is a {type(tensor).__name__} ({tensor.layout}), which safetensors cannot hold")
+    record: dict[str, Any] = {
+        "kind": "parameter" if isinstance(tensor, nn.Parameter) else "buffer",
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+    }
+    if not persistent:
+        record["persistent"] = False
+    if tensor.requires_grad:
+        record["requires_grad"] = True
+    # which kernel runs, and so the last bit of a result, depends on the strides
+    if not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+        record["stride"] = list(tensor.stride())
+    return record
+
+
+def _portable_tensor(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
+    """The values as safetensors takes them: on the CPU, contiguous, real, in a storage of their own."""
+    with torch.no_grad():
+        value = tensor.detach().resolve_conj().resolve_neg().cpu()
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        value = value.contiguous()
+    storage = value.untyped_storage()
+    if storage.data_ptr() in storages or storage.nbytes() != value.nbytes:
+        return value.clone()
+    storages.add(storage.data_ptr())
+    return value
+
+
+def _check_readable(module: TracedModule, document: dict[str, Any]) -> None:
+    """Read back what is about to be written: better to fail while the module is there."""
+    allow = [record["class"].partition(":")[0] for record in document["modules"].values() if ":" in record.get("class", "")]
+    with _wrapped("this module cannot be saved"):
+        document = _parse(_dump(document))
+        tree = read_modules(document["modules"], allow)
+        names = [name for name, _, _ in _state(tree)]
+        if names != list(document["tensors"]):
+            odd = sorted(set(names) ^ set(document["tensors"])) or names
+            raise ArtifactError(f"the tensors of the rebuilt modules differ: {', '.join(odd[:3])}")
+        graphs = _read_graphs(document, tree, [])
+        for mode, graph in graphs.items():
+            if [n.name for n in graph.nodes] != [n.name for n in module.graphs[mode].nodes]:
+                raise ArtifactError("the nodes of the graph that was read back differ")
+
+
+# --- writing
+
+
+def _write_files(
+    work: Path,
+    module: TracedModule,
+    document: dict[str, Any],
+    files: dict[str, dict[str, torch.Tensor]],
+    config: Mapping[str, Any] | None,
+) -> None:
+    for name, tensors in files.items():
+        save_file(tensors, work / name)
+    (work / "graph.json").write_bytes(_dump(document))
+    (work / "graph.txt").write_text(_readable(module), encoding="utf-8")
+    if config is not None:
+        (work / "config.yaml").write_text(_yaml(config), encoding="utf-8")
+    manifest = {
+        "format": FORMAT,
+        "fxplug": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "files": {path.name: {"sha256": _sha256(path), "size": path.stat().st_size} for path in sorted(work.iterdir())},
+    }
+    (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    for path in (*work.iterdir(), work):
+        _sync(path)
+
+
+def _yaml(config: Mapping[str, Any]) -> str:
+    try:
+        return str(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+    except yaml.YAMLError as error:
+        raise ArtifactError(f"the configuration holds something that is not plain data: {error}") from None
+
+
+def _dump(document: dict[str, Any]) -> bytes:
+    """JSON with one line for each node, module and tensor, so that two artifacts can be compared by line."""
+    parts = []
+    for key, value in document.items():
+        rows: list[str] = []
+        if key in ("modules", "tensors"):
+            rows = [f"{_json(k)}: {_json(v)}" for k, v in value.items()]
+        elif key == "graphs":
+            rows = [f"{_json(k)}: [\n" + ",\n".join(map(_json, v)) + "\n]" for k, v in value.items()]
+        text = "{\n" + ",\n".join(rows) + "\n}" if rows else _json(value)
+        parts.append(f"{_json(key)}: {text}")
+    return ("{\n" + ",\n".join(parts) + "\n}\n").encode()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _readable(module: TracedModule) -> str:
+    parts = []
+    for name, mode in MODES.items():
+        if mode in module.graphs:
+            title = {"eval": "evaluation", "train": "training"}[name] if len(module.graphs) == 2 else "both modes"
+            parts.append(f"# {title}\n{module.graphs[mode].python_code('self').src.strip()}\n")
+    return "\n".join(parts)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# --- swapping folders
+
+
+def _temporary(target: Path) -> str:
+    return f".{target.name}.saving-"
+
+
+def _old(target: Path) -> Path:
+    return target.with_name(f".{target.name}.old")
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ArtifactError(f"{target} is not a folder of its own; save needs a folder")
+    if not target.exists() or not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise ArtifactError(f"{target} exists; save(..., overwrite=True) replaces it")
+    if not (target / MANIFEST).is_file():
+        raise ArtifactError(f"{target} holds something that is no artifact (it has no {MANIFEST}); save into another folder")
+
+
+def _clean(target: Path) -> None:
+    """Remove what saves left that were killed, and bring back a folder that was between its two renames."""
+    for path in target.parent.glob(f"{_temporary(target)}*"):
+        process = path.name.removeprefix(_temporary(target)).partition("-")[0]
+        if not (process.isdigit() and _alive(int(process))):
+            shutil.rmtree(path, ignore_errors=True)
+    old = _old(target)
+    if old.exists():
+        if target.exists():
+            shutil.rmtree(old)
+        else:
+            os.rename(old, target)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return process != os.getpid()
+
+
+def _keep_others(target: Path, work: Path) -> None:
+    """Give the new folder what lay in the old one and is not the artifact's, by hard links where they work."""
+    if not (target / MANIFEST).is_file():
+        return
+    try:
+        listed = set(json.loads((target / MANIFEST).read_bytes())["files"])
+    except (ValueError, KeyError, TypeError):
+        listed = set()
+    for path in target.iterdir():
+        if path.name in listed or path.name in FIXED or (work / path.name).exists():
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, work / path.name, symlinks=True, copy_function=_link)
+        else:
+            _link(path, work / path.name)
+
+
+def _link(source: Any, copy: Any) -> Any:
+    try:
+        os.link(source, copy, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, copy, follow_symlinks=False)
+    return copy
+
+
+def _swap(work: Path, target: Path) -> None:
+    """Put the finished folder in the place of the old one; at no moment is there half of one."""
+    if not target.exists():
+        os.rename(work, target)
+    elif not _exchange(work, target):
+        os.rename(target, _old(target))  # load looks there when the target is missing
+        os.rename(work, target)
+        shutil.rmtree(_old(target), ignore_errors=True)
+    _sync(target.parent)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchange two folders in one step, where the system can (Linux: renameat2 with RENAME_EXCHANGE)."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(rename(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0)
+
+
+# --- reading
+
+
+@contextlib.contextmanager
+def _wrapped(finding: str) -> Iterator[None]:
+    """Whatever goes wrong with data that is not ours is a finding about the data."""
+    try:
+        yield
+    except ArtifactError:
+        raise
+    except RecursionError:
+        raise ArtifactError(f"{finding}: it is nested too deeply") from None
+    except Exception as error:
+        raise ArtifactError(f"{finding}: {type(error).__name__}: {error}") from error
+
+
+def _recovered(folder: Path) -> Path:
+    old = _old(folder.absolute())
+    return old if not folder.exists() and old.is_dir() else folder
+
+
+def _check_manifest(folder: Path) -> list[str]:
+    """The names of the files of an artifact, each of them whole and as it was written."""
+    if not folder.is_dir():
+        raise ArtifactError(f"there is no folder {folder}")
+    if not (folder / MANIFEST).is_file():
+        raise ArtifactError(f"{folder} is no artifact: it has no {MANIFEST}")
+    manifest = _read_json(folder / MANIFEST)
+    version = manifest.get("format")
+    if type(version) is not int or version < 1:
+        raise ArtifactError(f"{MANIFEST}: the format is {version!r}, which is no version")
+    if version > FORMAT:
+        raise ArtifactError(
+            f"{folder} has format {version}, written by fxplug {manifest.get('fxplug')}; this version reads up to {FORMAT}: "
+            "update fxplug"
+        )
+    files = manifest.get("files")
+    if type(files) is not dict:
+        raise ArtifactError(f"{MANIFEST} does not list its files")
+    for name, entry in files.items():
+        _check_file(folder, name, entry)
+    for name in ("model.safetensors", "graph.json"):
+        if name not in files:
+            raise ArtifactError(f"{MANIFEST} does not list {name}")
+    for path in folder.iterdir():
+        if path.name not in files and path.suffix.lower() in CODE:
+            raise ArtifactError(f"{path.name} lies in the artifact and is not listed: code has no place there; remove it")
+    return list(files)
+
+
+def _check_file(folder: Path, name: str, entry: Any) -> None:
+    path = folder / name
+    if "/" in name or "\\" in name or name in ("", ".", "..") or "\0" in name or path.is_symlink():
+        raise ArtifactError(f"{MANIFEST} lists {name!r}, which leads out of the folder")
+    if name not in FIXED and not (name.endswith(".safetensors") and PASS_NAME.match(name.removesuffix(".safetensors"))):
+        raise ArtifactError(f"{MANIFEST} lists {name!r}, a kind of file that an artifact does not have")
+    if not path.is_file():
+        raise ArtifactError(f"{name} is missing from {folder}")
+    if type(entry) is not dict or type(entry.get("size")) is not int or type(entry.get("sha256")) is not str:
+        raise ArtifactError(f"{MANIFEST} says neither size nor hash of {name}")
+    size = path.stat().st_size
+    if size != entry["size"]:
+        what = "truncated: the copy is incomplete" if size < entry["size"] else "longer than it was"
+        raise ArtifactError(f"{name} has {size} bytes instead of {entry['size']}; it is {what}")
+    if _sha256(path) != entry["sha256"]:
+        raise ArtifactError(f"{name} is not as it was written: its SHA-256 differs from the manifest's")
+    if name.endswith(".safetensors"):
+        _check_header(path, size)
+
+
+def _check_header(path: Path, size: int) -> None:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, HEADER_LIMIT):
+        raise ArtifactError(f"{path.name} claims a header of {length} bytes, which a file of {size} bytes cannot have")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    if size > JSON_LIMIT:
+        raise ArtifactError(f"{path.name} has {size} bytes; more than {JSON_LIMIT} are not read")
+    return _parse(path.read_bytes(), path.name)
+
+
+def _parse(data: bytes, name: str = "graph.json") -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ArtifactError(f"{name} says something twice in one object")
+        return found
+
+    def refuse(constant: str) -> Any:
+        raise ArtifactError(f"{name} holds {constant}, which is no JSON")
+
+    try:
+        found = json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
+    except RecursionError:
+        raise ArtifactError(f"{name} is nested too deeply") from None
+    except ValueError as error:
+        raise ArtifactError(f"{name} is no JSON: {error}") from None
+    if type(found) is not dict:
+        raise ArtifactError(f"{name} is no JSON object")
+    return found
+
+
+def _build(
+    folder: Path, document: dict[str, Any], names: Sequence[str], allow: list[str], device: torch.device | str | None
+) -> TracedModule:
+    only_keys(document, DOCUMENT, "the document")
+    if document.get("format") != FORMAT:
+        raise ArtifactError(f"graph.json has format {document.get('format')!r}, the manifest has {FORMAT}")
+    tree = read_modules(document["modules"], allow)
+    assert isinstance(tree, Container)
+    tree.classes = tuple(str(c) for c in document["classes"])
+    graphs = _read_graphs(document, tree, allow)
+    records = document["tensors"]
+    values = _read_tensors(folder, records, [n for n in names if n.endswith(".safetensors")], device)
+    names = [name for name, _, _ in _state(tree)]
+    if names != list(records):
+        odd = sorted(set(names) ^ set(records)) or names
+        raise ArtifactError(f"graph.json: modules and tensors do not agree: {', '.join(odd[:3])}")
+    fill(tree, values.__getitem__, lambda name: records[name].get("persistent", True) is not False)
+    extras = {str(k): decode(v) for k, v in document["extras"].items()}
+    module = TracedModule(tree, graphs, None, extras)
+    module.twin_error = None if document["twin_error"] is None else str(document["twin_error"])
+    module.meta.update({str(k): decode(v) for k, v in document["meta"].items()})
+    _set_modes(module, document)
+    return module
+
+
+def _set_modes(module: TracedModule, document: dict[str, Any]) -> None:
+    training = document["training"] is True
+    twin_error, module.twin_error = module.twin_error, None  # the mode it was saved in is one it can be in
+    module.train(training)
+    module.twin_error = twin_error
+    for name in document["modes"]:
+        module.get_submodule(name).training = not training
+
+
+def _read_graphs(document: dict[str, Any], tree: nn.Module, allow: list[str]) -> dict[bool, Any]:
+    modules = {n for n, m in tree.named_modules(remove_duplicate=False) if not isinstance(m, Container)}
+    tensors = {
+        f"{path}.{key}" if path else key
+        for path, m in tree.named_modules(remove_duplicate=False)
+        for table in (m._parameters, m._buffers)
+        for key in table
+    }
+    reader = GraphReader(modules, tensors, document["stacks"], allow)
+    only_keys(document["graphs"], MODES, "the graphs")
+    graphs = {MODES[name]: reader.read(nodes) for name, nodes in document["graphs"].items()}
+    if not graphs:
+        raise ArtifactError("graph.json has no graph")
+    return graphs
+
+
+def _read_tensors(
+    folder: Path, records: dict[str, Any], files: Sequence[str], device: torch.device | str | None
+) -> dict[str, torch.Tensor]:
+    """Every tensor by name; the ones that share values are one object."""
+    expected = {n for n, r in records.items() if "same_as" not in r and r.get("stored", True)}
+    raw: dict[str, torch.Tensor] = {}
+    for file in files:
+        with safe_open(folder / file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (it is no mapping)
+                if name not in expected or name in raw:
+                    raise ArtifactError(f"{file} holds '{name}', which graph.json does not place there")
+                # a copy, so that nothing depends on the file afterwards
+                raw[name] = opened.get_tensor(name).clone()
+    missing = sorted(expected - set(raw))
+    if missing:
+        raise ArtifactError(f"no file holds the tensor '{missing[0]}'" + f" nor {len(missing) - 1} more" * (len(missing) > 1))
+    values: dict[str, torch.Tensor] = {}
+    for name, record in records.items():
+        known = ["kind", "shape", "dtype", "persistent", "requires_grad", "stride", "same_as", "stored"]
+        only_keys(record, known, f"the tensor '{name}'")
+        if "same_as" in record:
+            if record["same_as"] not in values:
+                raise ArtifactError(f"graph.json: '{name}' is said to be '{record['same_as']}', which does not come before it")
+            values[name] = values[record["same_as"]]
+        else:
+            values[name] = _tensor(name, record, raw.pop(name, None), device)
+    return values
+
+
+def _tensor(name: str, record: dict[str, Any], raw: torch.Tensor | None, device: torch.device | str | None) -> torch.Tensor:
+    dtype = decode({"dtype": record["dtype"]})
+    shape = tuple(record["shape"])
+    if raw is None:
+        value = torch.empty(shape, dtype=dtype, device="meta")
+    else:
+        value = torch.view_as_complex(raw) if dtype.is_complex else raw
+        if value.dtype != dtype or tuple(value.shape) != shape:
+            raise ArtifactError(f"'{name}' is {value.dtype} {tuple(value.shape)} in its file and {dtype} {shape} in graph.json")
+        value = value.to(device) if device is not None else value
+    if "stride" in record:
+        value = _with_strides(name, value, record["stride"])
+    if record["kind"] == "parameter":
+        return nn.Parameter(value, requires_grad=record.get("requires_grad") is True)
+    if record["kind"] != "buffer":
+        raise ArtifactError(f"graph.json: '{name}' is neither a parameter nor a buffer")
+    return value.requires_grad_(record.get("requires_grad") is True)
+
+
+def _with_strides(name: str, value: torch.Tensor, strides: Any) -> torch.Tensor:
+    dense = len(strides) == value.dim() and all(type(s) is int and s >= 0 for s in strides)
+    if not dense or 1 + sum((n - 1) * s for n, s in zip(value.shape, strides, strict=True)) != value.numel():
+        raise ArtifactError(f"graph.json: the strides {strides} of '{name}' do not fit its shape")
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)

@@ -1,0 +1,368 @@
+"""The modules of a traced model as JSON, and back: by constructor arguments, else by what each one holds."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import ArtifactError, did_you_mean
+from .module import RESERVED, Container, TracedModule, plain_attributes
+from .serialize import (
+    Unportable,
+    check_name,
+    check_path,
+    decode,
+    encode,
+    find_function,
+    function_name,
+    import_class,
+    is_import_path,
+    only_keys,
+)
+
+INTERNAL = frozenset(vars(nn.Module())) | {"training"}
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+KINDS = {
+    "none": [],
+    "same": ["as"],
+    "container": ["classes", "attributes", "parameters", "buffers"],
+    "module": ["class", "arguments", "attributes", "parameters", "buffers"],
+    "block": ["class", "arguments", "attributes", "parameters", "buffers"],
+    "leaf": ["class", "arguments", "attributes", "parameters", "buffers"],
+}
+
+
+@cache
+def torch_classes() -> dict[str, type[nn.Module]]:
+    """Every module class of torch.nn by name."""
+    found: dict[str, type[nn.Module]] = {}
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith("torch.nn.modules."):
+            for value in vars(module).values():
+                if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == name:
+                    found.setdefault(value.__name__, value)
+    found.update({k: v for k, v in vars(nn).items() if isinstance(v, type) and issubclass(v, nn.Module)})
+    found.pop("Module")
+    return found
+
+
+# --- writing
+
+
+def write_modules(root: nn.Module) -> dict[str, dict[str, Any]]:
+    """A record of every module by its path, parents first. Raises ArtifactError for one that cannot be rebuilt."""
+    return _Writer().write(root, "")
+
+
+class _Writer:
+    def __init__(self) -> None:
+        self.seen: dict[int, str] = {}
+
+    def write(self, module: nn.Module | None, path: str) -> dict[str, dict[str, Any]]:
+        if module is None:
+            return {path: {"kind": "none"}}
+        if id(module) in self.seen:
+            return {path: {"kind": "same", "as": self.seen[id(module)]}}
+        self.seen[id(module)] = path
+        if not path or isinstance(module, (Container, TracedModule)) or type(module) is nn.Module:
+            return {path: _container(module), **self.children(module, path)}
+        if any(getattr(module, hooks) for hooks in HOOKS):
+            raise ArtifactError(f"'{path}' has forward hooks, which an artifact cannot hold: trace with it not kept whole")
+        head = _class_record(module, path)
+        built = _by_constructor(module)
+        if isinstance(built, dict):
+            for name, child in module.named_modules():
+                self.seen.setdefault(id(child), f"{path}.{name}" if name else path)
+            return {path: {**head, **built}}
+        return {path: {**head, **_by_contents(module, path, built)}, **self.children(module, path)}
+
+    def children(self, module: nn.Module, path: str) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for key, child in module._modules.items():
+            found.update(self.write(child, f"{path}.{key}" if path else key))
+        return found
+
+
+def _container(module: nn.Module) -> dict[str, Any]:
+    attributes = {k: encode(v) for k, v in plain_attributes(module).items() if k not in RESERVED}
+    classes = module.classes if isinstance(module, (Container, TracedModule)) else ("Module",)
+    return {"kind": "container", "classes": list(classes), "attributes": attributes, **_state_names(module)}
+
+
+def _state_names(module: nn.Module) -> dict[str, Any]:
+    return {
+        "parameters": {k: v is not None for k, v in module._parameters.items()},
+        "buffers": {k: v is not None for k, v in module._buffers.items()},
+    }
+
+
+def _class_record(module: nn.Module, path: str) -> dict[str, Any]:
+    cls = type(module)
+    if torch_classes().get(cls.__name__) is cls:
+        return {"kind": "module", "class": cls.__name__}
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    if not is_import_path(name):
+        raise ArtifactError(
+            f"'{path}' is of the class {cls.__qualname__} of {cls.__module__}, which nobody else can import: define it at "
+            "the top of a module of its own"
+        )
+    return {"kind": "block" if getattr(cls, "is_block", False) else "leaf", "class": name}
+
+
+def _by_constructor(module: nn.Module) -> dict[str, Any] | str:
+    """Arguments, and attributes to set afterwards, that give an equal module; or why there are none."""
+    try:
+        arguments = constructor_arguments(module)
+        rebuilt = _construct(type(module), arguments)
+    except Exception as error:  # a constructor of anybody's may raise anything
+        return str(error)
+    changed = _changed_attributes(module, rebuilt)
+    if isinstance(changed, str):
+        return changed
+    vars(rebuilt).update(changed)
+    problem = difference(module, rebuilt)
+    if problem:
+        return problem
+    try:
+        return {"arguments": _encode_all(arguments), "attributes": _encode_all(changed)}
+    except Unportable as error:
+        return str(error)
+
+
+def constructor_arguments(module: nn.Module) -> dict[str, Any]:
+    """What `type(module)` was called with, read from the attributes that bear the names of its parameters."""
+    found = {}
+    for parameter in _constructor_parameters(type(module)):
+        name = parameter.name
+        if name in ("device", "dtype") or name.startswith("_") or name == "mode" and isinstance(module, nn.RNNBase):
+            continue
+        value = getattr(module, name, parameter.empty)
+        if name in module._parameters:
+            value = module._parameters[name] is not None
+        if value is parameter.empty or isinstance(value, (torch.Tensor, nn.Module)) or inspect.ismethod(value):
+            if parameter.default is parameter.empty:
+                raise ValueError(f"the constructor argument '{name}' is not kept as an attribute of the same name")
+            continue
+        if type(value) is not type(parameter.default) or value != parameter.default:
+            found[name] = value
+    return found
+
+
+def _constructor_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
+    """The parameters of the first constructor in the line of bases that names them."""
+    for base in cls.__mro__:
+        if base is nn.Module:
+            break
+        if "__init__" in vars(base):
+            parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+            if not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+                return parameters
+    return []
+
+
+def _construct(cls: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return cls(**arguments)
+
+
+def _encode_all(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: _encode(value) for key, value in values.items()}
+
+
+def _encode(value: Any) -> Any:
+    name = function_name(value) if callable(value) and not isinstance(value, type) else None
+    return {"function": name} if name else encode(value)
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    return {k: v for k, v in vars(module).items() if k not in INTERNAL}
+
+
+def _changed_attributes(module: nn.Module, rebuilt: nn.Module) -> dict[str, Any] | str:
+    """The attributes of `module` that `rebuilt` lacks or has otherwise; or which one cannot be written down."""
+    ours, theirs = _attributes(module), _attributes(rebuilt)
+    for name in theirs:
+        if name not in ours:
+            return f"the constructor sets '{name}', which the module does not have"
+    changed = {}
+    for name, value in ours.items():
+        if name in theirs and _equal(value, theirs[name]):
+            continue
+        try:
+            _encode(value)
+        except Unportable:
+            return f"its attribute '{name}' is a {type(value).__qualname__}, which cannot be written down"
+        changed[name] = value
+    return changed
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    try:
+        return repr(_encode(a)) == repr(_encode(b))  # not ==: 1 is not True here
+    except Unportable:
+        pass
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):  # the flat weights of an RNN, which its constructor gathers
+        return len(a) == len(b) and all(type(x) is type(y) for x, y in zip(a, b, strict=True))
+    return not isinstance(a, torch.Tensor) and not callable(a) and repr(a) == repr(b)
+
+
+def difference(module: nn.Module, rebuilt: nn.Module) -> str | None:
+    """How a rebuilt module differs from the one it is to replace, tensors' values and dtypes aside; None if not."""
+    if type(module) is not type(rebuilt):
+        return f"it is a {type(rebuilt).__qualname__} instead of a {type(module).__qualname__}"
+    if _layout(module) != _layout(rebuilt):
+        theirs = dict(_layout(rebuilt))
+        names = [name for name, shape in _layout(module) if theirs.get(name) != shape] or list(theirs)
+        return f"its tensors differ ({', '.join(map(str, names[:3]))})"
+    pairs = zip(module.named_modules(remove_duplicate=False), rebuilt.named_modules(remove_duplicate=False), strict=False)
+    for (name, a), (other, b) in pairs:
+        if name != other or type(a) is not type(b):
+            return f"its submodule '{name}' differs"
+        changed = _changed_attributes(a, b)
+        if changed:
+            which = changed if isinstance(changed, str) else ", ".join(f"'{k}'" for k in changed)
+            return f"its attributes differ{f' in {name!r}' if name else ''}: {which}"
+    return None if repr(module) == repr(rebuilt) else "it prints differently"
+
+
+def _layout(module: nn.Module) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for path, m in module.named_modules(remove_duplicate=False):
+        for table in (m._parameters, m._buffers):
+            for key, tensor in table.items():
+                mark = (table is m._parameters, key in m._non_persistent_buffers_set)
+                found.append((f"{path}.{key}" if path else key, None if tensor is None else (tuple(tensor.shape), mark)))
+    return found
+
+
+def _by_contents(module: nn.Module, path: str, reason: str) -> dict[str, Any]:
+    """What a module holds, for one that no constructor arguments give again."""
+    try:
+        attributes = _encode_all(_attributes(module))
+    except Unportable as error:
+        cls = type(module).__qualname__
+        raise ArtifactError(
+            f"'{path}' ({cls}) cannot be rebuilt from constructor arguments: {reason}; nor from what it holds: {error}. "
+            f"Trace without that leaf, or keep each constructor argument of {cls} as an attribute of the same name"
+        ) from None
+    return {"arguments": None, "attributes": attributes, **_state_names(module)}
+
+
+# --- reading
+
+
+def read_modules(records: Any, allow: Sequence[str]) -> nn.Module:
+    """The module tree of the records, on the meta device. Raises ArtifactError."""
+    if type(records) is not dict or records.get("", {}).get("kind") != "container":
+        raise ArtifactError("graph.json: the modules must be an object whose entry '' is a container")
+    made: dict[str, nn.Module] = {}
+    for path, record in records.items():
+        if path:
+            check_path(path, "module path")
+        _attach(made, path, _read_module(path, record, made, allow))
+    return made[""]
+
+
+def _attach(made: dict[str, nn.Module], path: str, module: nn.Module | None) -> None:
+    if path:
+        parent, _, key = path.rpartition(".")
+        if parent not in made or key in made[parent]._modules:
+            raise ArtifactError(f"graph.json: the module '{path}' has no place: its parent must come before it")
+        made[parent]._modules[key] = module
+    if module is not None:
+        for name, child in module.named_modules(remove_duplicate=False):
+            made.setdefault(".".join(filter(None, (path, name))), child)
+
+
+def _read_module(path: str, record: Any, made: dict[str, nn.Module], allow: Sequence[str]) -> nn.Module | None:
+    where = f"the module '{path}'"
+    kind = record.get("kind") if type(record) is dict else None
+    if kind not in KINDS:
+        raise ArtifactError(f"graph.json: {where} is of the unknown kind {kind!r}{did_you_mean(kind, KINDS)}")
+    only_keys(record, ["kind", *KINDS[kind]], where)
+    if kind == "none":
+        return None
+    if kind == "same":
+        if record.get("as") not in made:
+            raise ArtifactError(f"graph.json: {where} is said to be '{record.get('as')}', which does not come before it")
+        return made[record["as"]]
+    attributes = {_attribute_name(k, where): _decode(v) for k, v in record.get("attributes", {}).items()}
+    if kind == "container":
+        taken = [k for k in attributes if k in dir(Container)]
+        if taken:
+            raise ArtifactError(f"graph.json: {where} sets '{taken[0]}', which is part of every module")
+        module: nn.Module = Container(tuple(str(c) for c in record["classes"]), attributes)
+        _empty_state(module, record)
+        return module
+    cls = _find_class(kind, record.get("class"), allow)
+    if record.get("arguments") is None:
+        module = object.__new__(cls)
+        nn.Module.__init__(module)
+        _empty_state(module, record)
+    else:
+        arguments = {check_name(k, "argument name"): _decode(v) for k, v in record["arguments"].items()}
+        try:
+            module = _construct(cls, arguments)
+        except Exception as error:
+            raise ArtifactError(f"{where}: {cls.__qualname__} cannot be built again: {error}") from error
+    vars(module).update(attributes)
+    return module
+
+
+def _find_class(kind: str, name: Any, allow: Sequence[str]) -> type[nn.Module]:
+    if kind == "module":
+        if type(name) is not str or name not in torch_classes():
+            raise ArtifactError(f"graph.json: torch.nn has no module class {name!r}{did_you_mean(name, torch_classes())}")
+        return torch_classes()[name]
+    cls = import_class(name, ["fxplug", *allow] if kind == "block" else allow)
+    if not issubclass(cls, nn.Module) or (kind == "block" and getattr(cls, "is_block", False) is not True):
+        raise ArtifactError(f"graph.json: {name} is no {kind}: it is not an nn.Module" + " with is_block" * (kind == "block"))
+    return cls
+
+
+def _attribute_name(name: str, where: str) -> str:
+    check_name(name, f"attribute of {where}")
+    if name in INTERNAL or name.startswith("__"):
+        raise ArtifactError(f"graph.json: {where} sets '{name}', which is part of every module")
+    return name
+
+
+def _decode(data: Any) -> Any:
+    if type(data) is dict and list(data) == ["function"]:
+        return find_function(data["function"])
+    return decode(data)
+
+
+def _empty_state(module: nn.Module, record: dict[str, Any]) -> None:
+    """Places for the parameters and buffers that `fill` will bring."""
+    tables: list[tuple[str, dict[str, Any]]] = [("parameters", module._parameters), ("buffers", module._buffers)]
+    for name, table in tables:
+        for key, there in record.get(name, {}).items():
+            check_path(key, "tensor name")
+            table[key] = torch.empty(0, device="meta") if there else None
+
+
+def fill(root: nn.Module, values: Callable[[str], torch.Tensor], persistent: Callable[[str], bool]) -> None:
+    """Put the tensors of an artifact, asked for by name, in their places."""
+    for path, module in root.named_modules():
+        for table in (module._parameters, module._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    name = f"{path}.{key}" if path else key
+                    table[key] = values(name)
+                    if table is module._buffers and not persistent(name):
+                        module._non_persistent_buffers_set.add(key)
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()  # it keeps its weights in a list as well

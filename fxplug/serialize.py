@@ -1,0 +1,524 @@
+"""Graphs and plain values as JSON, and back: every name that is read is checked against a closed list."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import dataclasses
+import enum
+import importlib
+import keyword
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import fx
+
+from . import ops, targets
+from .errors import ArtifactError, did_you_mean
+from .module import Graph, without_edges
+from .paths import Port
+
+OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
+COUNTS = {"placeholder": (0, 1), "get_attr": (0,), "output": (1,)}  # how many arguments these can have
+TORCH_NAMES: dict[type, dict[str, Any]] = {
+    kind: {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, kind)}
+    for kind in (torch.dtype, torch.memory_format, torch.layout)
+}
+TYPES = {"int": int, "float": float, "bool": bool}
+# what `targets` does not list or may have seen in disguise: while a model is traced, `math` answers for the recording
+PATH_KEY = re.compile(r"^(0|[1-9]\d*|\w+(-\w+)+)\Z", re.ASCII)
+IMPORT_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z", re.ASCII)
+PLAIN_META = {"index": int, "effect": bool, "reads_dtype": bool, "behind": str}
+STAND_IN = "result"  # the key in node.meta that keeps the name of a result class which a stand-in replaces
+
+
+class Settings(dict[str, Any]):
+    """The configuration of a model whose library is not there: read-only, its entries by key or attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the configuration has no entry '{name}'{did_you_mean(name, self)}") from None
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("the configuration of a traced model is read-only")
+
+    __setattr__ = __setitem__ = __delitem__ = __delattr__ = __ior__ = _refuse
+    update = pop = popitem = clear = setdefault = _refuse
+
+    def __reduce__(self) -> Any:
+        return Settings, (dict(self),)
+
+
+# --- values
+
+
+class Unportable(Exception):
+    """A value that has no JSON form."""
+
+
+def encode(value: Any) -> Any:
+    """A plain value as JSON: scalars and lists as they are, anything else as an object with one key, its kind.
+
+    Raises Unportable for anything that is not data.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, enum.Enum):
+        return encode(value.value)
+    if isinstance(value, np.generic):
+        return encode(value.item())
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, fx.Node):
+        return {"node": value.name}
+    if isinstance(value, torch.Size):
+        return {"size": [encode(v) for v in value]}
+    if isinstance(value, tuple):
+        return {"tuple": [encode(v) for v in value]}
+    if isinstance(value, list):
+        return [encode(v) for v in value]
+    if isinstance(value, dict):
+        # diffusers' FrozenDict cannot be imported here to ask for it
+        kind = "settings" if isinstance(value, Settings) or type(value).__name__ == "FrozenDict" else "dict"
+        return {kind: [[encode(k), encode(v)] for k, v in value.items()]}
+    if isinstance(value, (slice, range)):
+        return {type(value).__name__: [encode(v) for v in (value.start, value.stop, value.step)]}
+    for cls, names in TORCH_NAMES.items():
+        if isinstance(value, cls):
+            name = str(value).removeprefix("torch.")
+            return {cls.__name__: name if name in names else _unportable(value)}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, complex):
+        return {"complex": [encode(value.real), encode(value.imag)]}
+    if value is Ellipsis:
+        return {"ellipsis": True}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if value in TYPES.values():
+        return {"type": value.__name__}
+    return _unportable(value)
+
+
+def _unportable(value: Any) -> NoReturn:
+    raise Unportable(f"a {type(value).__qualname__} is no plain value")
+
+
+def portable(values: dict[str, Any]) -> dict[str, Any]:
+    """Those entries of `values` that have a JSON form, encoded; of a configuration, those entries of it."""
+    found = {}
+    for key, value in values.items():
+        try:
+            found[key] = encode(value)
+        except Unportable:
+            if isinstance(value, dict):
+                inner = portable({k: v for k, v in value.items() if isinstance(k, str)})
+                found[key] = {"settings": [[k, v] for k, v in inner.items()]}
+    return found
+
+
+def decode(data: Any, nodes: dict[str, fx.Node] | None = None) -> Any:
+    """The value that `encode` wrote. Nodes are looked up in `nodes`; None refuses them."""
+    if data is None or type(data) in (bool, int, float, str):
+        return data
+    if type(data) is list:
+        return [decode(v, nodes) for v in data]
+    if type(data) is not dict or len(data) != 1:
+        raise ArtifactError(f"graph.json: {_short(data)} is no encoded value")
+    ((kind, body),) = data.items()
+    if kind == "node":
+        if nodes is None:
+            raise ArtifactError("graph.json: a node stands where only a plain value may")
+        if type(body) is not str or body not in nodes:
+            raise ArtifactError(f"graph.json: an argument refers to the node {_short(body)}, which is not defined before it")
+        return nodes[body]
+    reader = DECODERS.get(kind)
+    if reader is None:
+        raise ArtifactError(f"graph.json: there is no kind of value {_short(kind)}{did_you_mean(kind, DECODERS)}")
+    return reader(body, nodes)
+
+
+def _decode_float(body: Any, nodes: Any) -> float:
+    if body not in ("inf", "-inf", "nan"):
+        raise ArtifactError(f"graph.json: {_short(body)} is no float")
+    return float(body)
+
+
+def _decode_dict(body: Any, nodes: Any) -> dict[Any, Any]:
+    return {decode(k): decode(v, nodes) for k, v in body}
+
+
+def _decode_range(body: Any, nodes: Any) -> range:
+    return range(*(_int(v) for v in body))
+
+
+def _torch_name(kind: type) -> Callable[[Any, Any], Any]:
+    def read(body: Any, nodes: Any) -> Any:
+        if type(body) is not str or body not in TORCH_NAMES[kind]:
+            near = did_you_mean(body, TORCH_NAMES[kind])
+            raise ArtifactError(f"graph.json: {_short(body)} is no {kind.__name__} of torch{near}")
+        return TORCH_NAMES[kind][body]
+
+    return read
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int:
+        raise ArtifactError(f"graph.json: {_short(value)} stands where a whole number must")
+    return value
+
+
+DECODERS: dict[str, Callable[[Any, Any], Any]] = {
+    "tuple": lambda body, nodes: tuple(decode(v, nodes) for v in body),
+    "size": lambda body, nodes: torch.Size(_int(v) for v in body),
+    "dict": _decode_dict,
+    "settings": lambda body, nodes: Settings(_decode_dict(body, nodes)),
+    "slice": lambda body, nodes: slice(*(decode(v, nodes) for v in body)),
+    "range": _decode_range,
+    "float": _decode_float,
+    "complex": lambda body, nodes: complex(*(decode(v) for v in body)),
+    "ellipsis": lambda body, nodes: Ellipsis,
+    "bytes": lambda body, nodes: bytes.fromhex(body),
+    "type": lambda body, nodes: TYPES[body],
+    "device": lambda body, nodes: torch.device(body),
+    **{kind.__name__: _torch_name(kind) for kind in TORCH_NAMES},
+}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# --- names
+
+
+def check_name(text: Any, what: str) -> str:
+    """`text` if it is a plain identifier, else ArtifactError."""
+    if type(text) is not str or not text.isidentifier() or not text.isascii() or keyword.iskeyword(text):
+        raise ArtifactError(f"graph.json: {_short(text)} is no {what}: it must be a plain identifier")
+    return text
+
+
+def check_path(text: Any, what: str) -> str:
+    """`text` if it is a dotted path of identifiers, numbers and keys such as `2-1`, else ArtifactError."""
+    if type(text) is not str:
+        raise ArtifactError(f"graph.json: {_short(text)} is no {what}")
+    for part in text.split("."):
+        if PATH_KEY.match(part):  # the code has it as `self.blocks[0]` or `self.blocks['2-1']`
+            continue
+        check_name(part, f"part of {what} {_short(text)}")
+        if part.startswith("__"):
+            raise ArtifactError(f"graph.json: {what} {_short(text)} reaches for '{part}', a name of Python's own")
+    return text
+
+
+def only_keys(data: Any, known: Iterable[str], where: str) -> dict[str, Any]:
+    """`data` if it is an object with no other keys than `known`, else ArtifactError."""
+    if type(data) is not dict:
+        raise ArtifactError(f"graph.json: {where} is no object")
+    known = list(known)
+    for key in data:
+        if key not in known:
+            raise ArtifactError(f"graph.json: {where} has an unexpected entry '{key}'{did_you_mean(key, known)}")
+    return data
+
+
+def allowed(module: str, allow: Sequence[str]) -> bool:
+    """Whether `module` is one of `allow` or lies below one."""
+    return any(module == name or module.startswith(f"{name}.") for name in allow)
+
+
+def is_import_path(text: Any) -> bool:
+    """Whether `text` is `package.module:Class`, with names that are nobody's private matter."""
+    return type(text) is str and IMPORT_PATH.match(text) is not None and "__" not in text
+
+
+def import_class(path: str, allow: Sequence[str]) -> type:
+    """The class `package.module:Class`, imported only if `allow` covers its module."""
+    if not is_import_path(path):
+        raise ArtifactError(f"graph.json: {_short(path)} is no import path 'package.module:Class'")
+    module, _, qualname = path.partition(":")
+    if not allowed(module, allow):
+        top = module.partition(".")[0]
+        raise ArtifactError(
+            f"the artifact needs the class {qualname} of {module}, which is not allowed: load(folder, allow=['{top}'])"
+        )
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise ArtifactError(f"the artifact needs the class {qualname} of {module}; it cannot be imported: {error}") from error
+    for part in qualname.split("."):
+        found = vars(found).get(part)
+        if found is None:
+            raise ArtifactError(f"{module} has no class {qualname}, which the artifact needs")
+    if not isinstance(found, type) or found.__module__ != module:
+        raise ArtifactError(f"{qualname} is no class that {module} defines")
+    return found
+
+
+# --- functions and result classes
+
+
+def function_name(function: Any) -> str | None:
+    """The public name of a function that a graph may call, or None."""
+    try:
+        return targets.names().get(function)
+    except TypeError:
+        return None
+
+
+def find_function(name: Any) -> Callable[..., Any]:
+    """The function of a public name. Raises ArtifactError for one that is not in the closed list."""
+    table = targets.functions()
+    if type(name) is not str or name not in table:
+        raise ArtifactError(
+            f"graph.json: the function {_short(name)} is not one that a graph may call{did_you_mean(name, table)}"
+        )
+    return table[name]
+
+
+def _result_class(cls: type, meta: dict[str, Any]) -> dict[str, Any] | None:
+    if isinstance(meta.get(STAND_IN), dict):
+        return dict(meta[STAND_IN])
+    record: dict[str, Any] = {"result": f"{cls.__module__}:{cls.__qualname__}"}
+    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        return {**record, "fields": list(cls._fields)}
+    return record if issubclass(cls, dict) or dataclasses.is_dataclass(cls) else None
+
+
+def _find_result(record: Any, allow: Sequence[str]) -> tuple[Any, bool]:
+    """The class of a result, and whether it is only a stand-in because its own is not allowed."""
+    only_keys(record, ["result", "fields"], "a result class")
+    path, fields = record.get("result"), record.get("fields")
+    if type(path) is not str:
+        raise ArtifactError(f"graph.json: {_short(path)} is no name of a result class")
+    if fields is not None:
+        for name in fields:
+            check_name(name, "field of a result")
+    if is_import_path(path) and allowed(path.partition(":")[0], allow):
+        cls = import_class(path, allow)
+        if _result_class(cls, {}) is None:
+            raise ArtifactError(f"{path} is no result class: neither a dataclass nor a NamedTuple nor a dict")
+        return cls, False
+    if fields is None:
+        return ops.Record, True
+    name = check_name(path.rpartition(":")[2].rpartition(".")[2], "name of a result class")
+    return collections.namedtuple(name, fields, module=ops.__name__), True
+
+
+# --- graphs
+
+
+def write_graph(graph: fx.Graph, stacks: list[Any]) -> list[dict[str, Any]]:
+    """The nodes of a graph as JSON; their module stacks are gathered, each once, in `stacks`."""
+    known = {_key(stack): index for index, stack in enumerate(stacks)}
+    return [_write_node(node, stacks, known) for node in graph.nodes]
+
+
+def _key(stack: Any) -> str:
+    return repr(stack)
+
+
+def _write_node(node: fx.Node, stacks: list[Any], known: dict[str, int]) -> dict[str, Any]:
+    record = {"name": node.name, "op": node.op, "target": _write_target(node)}
+    try:
+        if node.args:
+            record["args"] = [encode(a) for a in node.args]
+        if node.kwargs:
+            record["kwargs"] = {k: encode(v) for k, v in node.kwargs.items()}
+    except Unportable as error:
+        raise ArtifactError(f"the node '{node.name}' cannot be saved: {error}") from None
+    meta = _write_meta(node, stacks, known)
+    return {**record, "meta": meta} if meta else record
+
+
+def _write_target(node: fx.Node) -> Any:
+    if node.op == "call_method" and node.target not in targets.methods():
+        raise ArtifactError(f"the node '{node.name}' calls the method '{node.target}', which an artifact may not call")
+    if node.op != "call_function":
+        return node.target
+    name = function_name(node.target)
+    if name is not None:
+        return name
+    record = _result_class(node.target, node.meta) if isinstance(node.target, type) else None
+    if record is None:
+        called = torch.overrides.resolve_name(node.target) or repr(node.target)
+        raise ArtifactError(
+            f"the node '{node.name}' calls {called}, which is not in the closed list of functions an artifact may call; "
+            f"trace with the module that calls it kept whole: leaf: [{_region(node)}]"
+        )
+    return record
+
+
+def _region(node: fx.Node) -> str:
+    return next(reversed(node.meta.get("nn_module_stack") or {"": None})) or "a submodule"
+
+
+def _write_meta(node: fx.Node, stacks: list[Any], known: dict[str, int]) -> dict[str, Any]:
+    meta: dict[str, Any] = {}
+    port = node.meta.get("port")
+    if isinstance(port, Port):
+        meta["port"] = [port.path, port.side, list(port.keys)]
+    for key in PLAIN_META:
+        if key in node.meta:
+            meta[key] = node.meta[key]
+    if "shape" in node.meta:
+        meta["shape"] = [int(s) for s in node.meta["shape"]]
+    if "dtype" in node.meta:
+        meta["dtype"] = str(node.meta["dtype"]).removeprefix("torch.")
+    if node.meta.get("pass") is not None:
+        meta["pass"] = encode(node.meta["pass"])
+    stack = node.meta.get("nn_module_stack")
+    if stack is not None:
+        rows = [[key, path, kind if isinstance(kind, str) else kind.__qualname__] for key, (path, kind) in stack.items()]
+        if _key(rows) not in known:
+            known[_key(rows)] = len(stacks)
+            stacks.append(rows)
+        meta["stack"] = known[_key(rows)]
+    return meta
+
+
+class GraphReader:
+    """Reads graphs of one artifact: what their nodes may name is known, anything else is refused."""
+
+    def __init__(self, modules: set[str], tensors: set[str], stacks: Any, allow: Sequence[str]) -> None:
+        self.modules = modules
+        self.tensors = tensors
+        self.allow = allow
+        self.stacks = [{str(key): (str(path), str(kind)) for key, path, kind in rows} for rows in stacks]
+        self.results: dict[str, tuple[Any, bool]] = {}
+
+    def read(self, records: Any) -> Graph:
+        """The graph of a list of node records. Raises ArtifactError."""
+        graph = Graph()
+        nodes: dict[str, fx.Node] = {}
+        if type(records) is not list or not records:
+            raise ArtifactError("graph.json: a graph must be a list of nodes")
+        for record in records:
+            only_keys(record, ["name", "op", "target", "args", "kwargs", "meta"], "a node")
+            name = check_name(record.get("name"), "node name")
+            if name in nodes:
+                raise ArtifactError(f"graph.json: two nodes are named '{name}'")
+            nodes[name] = self._node(graph, name, record, nodes)
+        if [r["op"] for r in records].count("output") != 1 or records[-1]["op"] != "output":
+            raise ArtifactError("graph.json: a graph must end in its one output")
+        _check_pairs(graph)
+        check_program(graph)
+        return graph
+
+    def _node(self, graph: Graph, name: str, record: dict[str, Any], nodes: dict[str, fx.Node]) -> fx.Node:
+        op = record.get("op")
+        if op not in OPS:
+            raise ArtifactError(f"graph.json: node '{name}' has the unknown op {_short(op)}{did_you_mean(op, OPS)}")
+        args = tuple(decode(a, None if op == "placeholder" else nodes) for a in record.get("args", []))
+        kwargs = {check_name(k, "argument name"): decode(v, nodes) for k, v in record.get("kwargs", {}).items()}
+        meta = self._meta(record.get("meta", {}))
+        target = self._target(op, name, record.get("target"), meta)
+        if op == "call_method" and not args:
+            raise ArtifactError(f"graph.json: node '{name}' calls the method '{target}' of nothing")
+        if op in COUNTS and (kwargs or len(args) not in COUNTS[op]):
+            raise ArtifactError(f"graph.json: node '{name}' has arguments that a {op} cannot have")
+        node = graph.create_node(op, target, args, kwargs, name=name)
+        if node.name != name:
+            raise ArtifactError(f"graph.json: '{name}' is no node name: it is a word of Python or torch")
+        node.meta.update(meta)
+        return node
+
+    def _target(self, op: str, name: str, target: Any, meta: dict[str, Any]) -> Any:
+        if op == "call_function" and isinstance(target, dict):
+            key = repr(target)
+            if key not in self.results:
+                self.results[key] = _find_result(target, self.allow)
+            cls, stands_in = self.results[key]
+            if stands_in:
+                meta[STAND_IN] = target
+            return cls
+        if op == "call_function":
+            return find_function(target)
+        if op == "call_method":
+            if type(target) is not str or target not in targets.methods():
+                near = did_you_mean(target, targets.methods())
+                raise ArtifactError(f"graph.json: {_short(target)} is not a method that a graph may call{near}")
+        elif op == "get_attr":
+            if check_path(target, "attribute") not in self.tensors:
+                raise ArtifactError(f"graph.json: node '{name}' reads '{target}', which is no tensor of the artifact")
+        elif op == "call_module":
+            if check_path(target, "module path") not in self.modules:
+                raise ArtifactError(f"graph.json: node '{name}' calls '{target}', which is no module of the artifact")
+        elif op == "placeholder":
+            plain = check_name(target.removeprefix("*").removeprefix("*") if type(target) is str else target, "argument")
+            if plain in ("self", "torch"):
+                raise ArtifactError(f"graph.json: '{plain}' cannot be the name of an argument")
+        elif target != "output":
+            raise ArtifactError(f"graph.json: the output node has the target {_short(target)}")
+        return target
+
+    def _meta(self, record: Any) -> dict[str, Any]:
+        only_keys(record, [*PLAIN_META, "port", "shape", "dtype", "pass", "stack"], "the meta of a node")
+        meta: dict[str, Any] = {}
+        if "stack" in record:
+            meta["nn_module_stack"] = self.stacks[_int(record["stack"])]
+        if "port" in record:
+            path, side, keys = record["port"]
+            if type(path) is not str or side not in ("in", "out", "param") or any(type(k) not in (int, str) for k in keys):
+                raise ArtifactError(f"graph.json: {_short(record['port'])} is no port")
+            meta["port"] = Port(path, side, tuple(keys))
+        for key, kind in PLAIN_META.items():
+            if key in record:
+                if type(record[key]) is not kind:
+                    raise ArtifactError(f"graph.json: '{key}' of a node is {_short(record[key])}")
+                meta[key] = record[key]
+        if "shape" in record:
+            meta["shape"] = tuple(_int(s) for s in record["shape"])
+        if "dtype" in record:
+            meta["dtype"] = decode({"dtype": record["dtype"]})
+        if "pass" in record:
+            meta["pass"] = decode(record["pass"])
+        return meta
+
+
+def _check_pairs(graph: fx.Graph) -> None:
+    """Refuse a graph that changes how torch runs, as `no_grad` and `autocast` do, and does not change it back."""
+    for enter, leave in ((ops.enter_grad, ops.exit_grad), (ops.enter_autocast, ops.exit_autocast)):
+        for node in graph.find_nodes(op="call_function", target=enter):
+            if [user.target for user in node.users] != [leave]:
+                raise ArtifactError(f"graph.json: '{node.name}' changes a mode of torch that nothing changes back")
+        for node in graph.find_nodes(op="call_function", target=leave):
+            source = node.args[0] if len(node.args) == 1 else None
+            if not isinstance(source, fx.Node) or source.target is not enter:
+                raise ArtifactError(f"graph.json: '{node.name}' leaves a mode of torch that it did not enter")
+
+
+class _Lookups(ast.NodeTransformer):
+    """`getattr(self.blocks, "0")` as `self.blocks[0]`, the way `Graph.python_code` writes it."""
+
+    def visit_Call(self, call: ast.Call) -> ast.AST:
+        self.generic_visit(call)
+        if isinstance(call.func, ast.Name) and call.func.id == "getattr" and len(call.args) == 2:
+            key = call.args[1]
+            assert isinstance(key, ast.Constant)
+            index = ast.Constant(int(str(key.value)) if str(key.value).isdigit() else key.value)
+            return ast.Subscript(call.args[0], index, ast.Load())
+        return call
+
+
+def check_program(graph: Graph) -> None:
+    """Refuse a graph whose text says more than its nodes do, as a string that closes its own quotes would."""
+    plain = _Lookups().visit(ast.parse(fx.Graph.python_code(without_edges(graph), "self").src))
+    try:
+        same = ast.dump(plain) == ast.dump(ast.parse(graph.python_code("self").src))
+    except SyntaxError:
+        same = False
+    if not same:
+        raise ArtifactError("graph.json: a text in it would be read as code; the artifact is damaged or hostile")
