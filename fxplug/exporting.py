@@ -1,0 +1,219 @@
+"""A traced module as one file that runs without Python code of anybody's: torch.export's `.pt2`."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import operator
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram
+
+from .errors import FxplugError, did_you_mean
+from .module import Container, TracedModule, copy_graph, shell
+from .structure import children, leaves, map_leaves
+
+FORMATS = ("pt2",)
+FREE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "all": lambda t: dict.fromkeys(range(t.dim()), Dim.AUTO),
+    "batch": lambda t: {0: Dim.AUTO} if t.dim() else {},
+    "none": lambda t: {},
+}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` wrote. `dynamic` names the dimensions of each input that stayed free, `kept` how they were asked for."""
+
+    path: Path
+    dynamic: dict[str, list[int]]
+    kept: str
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+
+def export(
+    module: TracedModule,
+    path: str | os.PathLike[str],
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    to: str = "pt2",
+    free: str = "all",
+) -> Exported:
+    """Write the graph of the mode in force with `torch.export` into one file.
+
+    `path` is a file, or a folder, which gets `model.pt2`. Every dimension of the example tensors is free if the program allows
+    it; otherwise the first ones are, and at last none: the result says which. `free` is where to start: "all", "batch" or
+    "none"; proving that many dimensions are free can take torch minutes. Parameters and buffers keep their names in the
+    program's `state_dict`. A result class becomes a dict of its fields that are not None, a NamedTuple a tuple, so that the
+    file needs no library of the model's.
+
+    Raises FxplugError when the program cannot be exported at all, with the reason of each try.
+    """
+    if to not in FORMATS:
+        raise FxplugError(f"there is no export to '{to}'{did_you_mean(to, FORMATS)}; there is {', '.join(FORMATS)}")
+    if free not in FREE:
+        raise FxplugError(f"free is {free!r}{did_you_mean(free, FREE)}: it is one of {', '.join(FREE)}")
+    start = time.perf_counter()
+    target = _target(Path(path), to)
+    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+    plain, notes = _program(module)
+    program, kept, failures = _export(plain, args, dict(kwargs or {}), free)
+    _write_out_rounding(program.graph)
+    program.graph_module.recompile()
+    _write(program, target)
+    seconds = time.perf_counter() - start
+    return Exported(target, dynamic_dims(program), kept, seconds, (*notes, *failures))
+
+
+def _target(path: Path, suffix: str) -> Path:
+    if path.is_dir():
+        return path / f"model.{suffix}"
+    return path if path.suffix == f".{suffix}" else path.with_name(f"{path.name}.{suffix}")
+
+
+# --- the program
+
+
+def _program(module: TracedModule) -> tuple[nn.Module, tuple[str, ...]]:
+    """The graph in force as a plain module on the same weights, whose result is made of tuples, lists and dicts only."""
+    graph = copy_graph(module.graphs.get(module.training, module.graph))
+    notes: list[str] = []
+    for node in list(graph.nodes):
+        if node.op == "call_function" and isinstance(node.target, type):
+            notes.append(_plain_result(node))
+    tree = shell(module)
+    traced = TracedModule(tree, {module.training: graph})
+    # torch.export interprets a GraphModule, and takes keyword arguments by position then; it calls other modules
+    kind = type(module.classes[0], (Container,), {"forward": type(traced).forward})
+    tree.__class__ = kind
+    return tree, tuple(notes)
+
+
+def _plain_result(node: fx.Node) -> str:
+    name = node.target.__name__  # type: ignore[union-attr]
+    value: Any = tuple(node.args)
+    if node.kwargs:
+        value = {k: v for k, v in node.kwargs.items() if v is not None}
+    for user in list(node.users):
+        user.args = fx.node.map_aggregate(user.args, lambda a: value if a is node else a)
+        user.kwargs = fx.node.map_aggregate(user.kwargs, lambda a: value if a is node else a)
+    node.graph.erase_node(node)
+    return f"the result is a {type(value).__name__} instead of a {name}"
+
+
+def _export(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], free: str
+) -> tuple[ExportedProgram, str, list[str]]:
+    levels = list(FREE)[list(FREE).index(free) :]
+    tries = [(level, (args, kwargs)) for level in levels]
+    if any(t.dim() and t.shape[0] == 1 for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
+        # torch.export fixes a size of 1 wherever an example has it
+        doubled = map_leaves((args, kwargs), lambda t, _: torch.cat([t, t]) if t.dim() and t.shape[0] == 1 else t)
+        tries = [(level, doubled) for level in levels if level != "none"] + tries
+    failures: list[str] = []
+    error: Exception | None = None
+    for kept, (some_args, some_kwargs) in tries:
+        shapes = {name: _shapes(value, FREE[kept]) for name, value in _by_name(module, some_args, some_kwargs).items()}
+        try:
+            with _quiet():
+                program = torch.export.export(module, some_args, some_kwargs, dynamic_shapes=shapes, strict=False)
+            return program, kept, failures
+        except Exception as caught:  # torch.export raises many kinds, and each means that the next try may do
+            error = caught
+            failures.append(f"with {kept} dimensions free: {_first_line(caught)}")
+    raise FxplugError("torch.export cannot take this module: " + "; ".join(failures)) from error
+
+
+def _write_out_rounding(graph: fx.Graph) -> None:
+    """math.ceil and math.floor of a size by what torch.export.save has a form for."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in (math.ceil, math.floor):
+            continue
+        up = node.target is math.ceil
+        with graph.inserting_before(node):
+            whole = _call(graph, math.trunc, node.args[0])
+            beyond = _call(graph, operator.gt, *((node.args[0], whole) if up else (whole, node.args[0])))
+            next_one = _call(graph, operator.add, whole, 1 if up else -1)
+            rounded = _call(graph, torch.sym_ite, beyond, next_one, whole)
+        rounded.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(rounded)
+        graph.erase_node(node)
+
+
+def _call(graph: fx.Graph, function: Callable[..., Any], *args: Any) -> fx.Node:
+    node = graph.call_function(function, args)
+    node.meta["val"] = function(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
+    return node
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+
+
+def _shapes(value: Any, dims: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return dims(value)
+    members = children(value)
+    if members is None:
+        return None
+    found = {key: _shapes(member, dims) for key, member in members}
+    return found if isinstance(value, dict) else type(value)(found.values())
+
+
+def dynamic_dims(program: ExportedProgram) -> dict[str, list[int]]:
+    """The dimensions of each input of an exported program that are free."""
+    inputs = set(program.graph_signature.user_inputs)
+    found = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in inputs and isinstance(node.meta.get("val"), torch.Tensor):
+            found[node.name] = [d for d, size in enumerate(node.meta["val"].shape) if not _fixed(size)]
+    return found
+
+
+def _fixed(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) or size.node.maybe_as_int() is not None
+
+
+# --- the file
+
+
+def _write(program: ExportedProgram, target: Path) -> None:
+    """Write beside the target and rename, so that a reader sees the old file or the whole new one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{target.stem}.", suffix=target.suffix, dir=target.parent)
+    os.close(handle)
+    try:
+        with _quiet():
+            torch.export.save(program, name)
+        with open(name, "rb") as file:
+            os.fsync(file.fileno())
+        mask = os.umask(0o022)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, target)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)

@@ -1,0 +1,119 @@
+"""Exported programs: every size that the graph leaves free stays free, and nothing of the model's library is needed."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import fxplug
+from fxplug.exporting import export
+
+
+class Guarded(nn.Module):
+    """Branches on its size, switches gradients off, pads like Conv2dSame, and runs in both modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.register_buffer("mean", torch.full((3, 1, 1), 0.5))
+
+    def forward(self, image: torch.Tensor, scale: float = 2.0, *, shift: torch.Tensor | None = None) -> torch.Tensor:
+        if image.shape[0] >= 64 or image.shape[-1] % 2 != 0:
+            raise ValueError("size")
+        with torch.no_grad():
+            image = image - self.mean
+        extra = math.ceil(image.shape[-1] / 4) * 4 - image.shape[-1] + math.floor(image.shape[-2] * 0.5)
+        x = nn.functional.pad(image, [0, extra])
+        x = self.norm(self.conv(x)).flatten(2).mean(-1) * scale
+        return x if shift is None else x + shift
+
+
+class Two(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Pairs(nn.Module):
+    def forward(self, x: torch.Tensor, more: dict[str, torch.Tensor]) -> Two:
+        return Two(x + 1, x * more["scale"])
+
+
+def test_sizes_stay_free(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    gm = fxplug.trace(Guarded().eval(), torch.randn(1, 3, 8, 8), {"shift": torch.randn(1, 4)})
+    result = export(gm, tmp_path / "model", torch.randn(1, 3, 8, 8), {"shift": torch.randn(1, 4)})
+    assert result.path == tmp_path / "model.pt2" and result.kept == "all" and result.seconds > 0
+    assert result.dynamic == {"image": [0, 2, 3], "shift": [0]}
+    assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
+    program = torch.export.load(result.path)
+    assert set(program.state_dict) == set(gm.state_dict())
+    for batch, side in ((2, 8), (5, 10), (3, 14)):
+        image, shift = torch.randn(batch, 3, side, side), torch.randn(batch, 4)
+        torch.testing.assert_close(program.module()(image, shift=shift), gm(image, shift=shift), rtol=0, atol=1e-6)
+    for batch, side in ((64, 8), (2, 9)):  # the decisions of the trace are still held
+        with pytest.raises((RuntimeError, AssertionError)):
+            program.module()(torch.randn(batch, 3, side, side), shift=torch.randn(batch, 4))
+
+
+def test_result_classes_become_plain(tmp_path: Path) -> None:
+    x, more = torch.randn(2, 4), {"scale": torch.randn(2, 4)}
+    gm = fxplug.trace(Pairs(), (x, more))
+    result = export(gm, tmp_path, (x, more))
+    assert result.path == tmp_path / "model.pt2" and result.notes == ("the result is a tuple instead of a Two",)
+    out = torch.export.load(result.path).module()(torch.ones(7, 4), {"scale": torch.ones(7, 4)})
+    assert type(out) is tuple and torch.equal(out[0], torch.full((7, 4), 2.0))
+
+
+def test_unet(tmp_path: Path) -> None:
+    case = next(c for c in zoo.cases("UNet2DConditionModel-sd15"))
+    args, kwargs = case.inputs(batch=1)
+    gm = fxplug.trace(case.build(), args, kwargs)
+    result = export(gm, tmp_path / "model.pt2", args, kwargs)
+    program = torch.export.load(result.path).module()
+    assert all(0 in dims for dims in result.dynamic.values())
+    args, kwargs = case.inputs(batch=3, size=1)
+    with torch.no_grad():
+        out, wanted = program(*args, **kwargs), gm(*args, **kwargs)
+    torch.testing.assert_close(out["sample"], wanted.sample, rtol=0, atol=1e-5)
+
+
+def test_adapters_keep_their_names(tmp_path: Path) -> None:
+    gm = fxplug.trace(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).eval(), torch.randn(2, 4))
+    new = fxplug.apply(gm, fxplug.load_pass("lora", rank=2))
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.add_(0.1)
+    program = torch.export.load(export(new, tmp_path / "lora", torch.randn(2, 4)).path)
+    assert set(program.state_dict) == set(new.state_dict())
+    assert any(name.startswith("lora.") for name in program.state_dict)
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(program.module()(x), new(x), rtol=0, atol=1e-6)
+
+
+def test_a_loaded_artifact_exports(tmp_path: Path) -> None:
+    gm = fxplug.trace(Pairs(), (torch.randn(2, 4), {"scale": torch.randn(2, 4)}))
+    fxplug.save(gm, tmp_path / "out")
+    again = fxplug.load(tmp_path / "out")
+    result = export(again, tmp_path / "out", (torch.randn(2, 4), {"scale": torch.randn(2, 4)}), free="batch")
+    assert result.kept == "batch" and (tmp_path / "out" / "model.pt2").is_file()
+    fxplug.load(tmp_path / "out")  # an exported program beside it does no harm
+    fxplug.save(again, tmp_path / "out")
+    assert (tmp_path / "out" / "model.pt2").is_file()
+
+
+def test_wrong_calls(tmp_path: Path) -> None:
+    gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4))
+    with pytest.raises(fxplug.FxplugError, match=r"no export to 'pt' \(did you mean 'pt2'\?\)"):
+        export(gm, tmp_path / "x", torch.randn(2, 4), to="pt")
+    with pytest.raises(fxplug.FxplugError, match="free is 'al'"):
+        export(gm, tmp_path / "x", torch.randn(2, 4), free="al")
+    with pytest.raises(fxplug.FxplugError, match="torch.export cannot take this module: with all dimensions free"):
+        export(gm, tmp_path / "x", torch.randn(2, 4, 4))
+    assert not list(tmp_path.iterdir())
