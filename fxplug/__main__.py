@@ -1,0 +1,279 @@
+"""The command line: `fxplug rewrite | sites | diff | show | passes | schema | export`.
+
+torch is imported by the verbs that need it, when they run: `--help`, `passes` and `schema` answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from . import __version__
+from .errors import FxplugError, SpecError
+
+if TYPE_CHECKING:
+    from .flow import Result
+    from .module import TracedModule
+
+DEBUG = "fxplug.debug"
+PATIENCE = 1.0  # seconds before progress is shown
+
+
+class _Verbs(TyperGroup):
+    """Turns errors into one message and exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        noise = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback of what is raised anyway
+        noise.disabled = True
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if isinstance(error, BrokenPipeError) or type(error).__module__.startswith(("typer", "click")):
+                raise  # typer's own: the reader went away, the call is wrong, or --help is done
+            print(traceback.format_exc() if ctx.meta.get(DEBUG) else _message(error), end="", file=sys.stderr)
+            raise typer.Exit(1) from None
+        finally:
+            noise.disabled = False
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, FxplugError):
+        return f"{error}\n"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}\n" if error.filename else f"{error.strerror}\n"
+    notes = "".join(f"  {note}\n" for note in getattr(error, "__notes__", []))
+    return f"{type(error).__name__}: {error}\n{notes}  (--debug shows where)\n"
+
+
+def _set_debug(ctx: typer.Context, value: bool) -> bool:
+    ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or value
+    return value
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        print(__version__)
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=_Verbs,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+Debug = Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Change a value first: passes.0.lora.rank=8. Repeatable."),
+]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option("--allow", metavar="MODULE", help="A module whose blocks an artifact may use. Repeatable."),
+]
+ConfigArg = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped one.")]
+Subject = Annotated[str, typer.Argument(metavar="CONFIG_OR_DIR", help="A configuration, or the folder of a saved rewrite.")]
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Change a PyTorch model by rewriting its graph."""
+
+
+@app.command()
+def rewrite(
+    config: ConfigArg,
+    out: Annotated[Path | None, typer.Option("--out", help="The folder to save the result in.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List every site and write nothing.")] = False,
+    set: Set = None,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not check the result.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Build, trace, rewrite and verify a model, and save the result."""
+    verify = False if no_verify else None
+    result = _run(config, set, out=out, dry_run=dry_run, verify=verify)
+    if dry_run:
+        print(result)
+        print("dry run: nothing written")
+        return
+    for name, sites in result.sites.items():
+        print(f"{name}: {len(sites)} site{'s' * (len(sites) != 1)}")
+    print(result.report or f"{_parameters(result)}\nnot verified")
+    print(f"saved in {out}" if out else "not saved: --out DIR saves it")
+
+
+@app.command()
+def sites(config: ConfigArg, set: Set = None, debug: Debug = False) -> None:
+    """List where the passes of a configuration act, with shapes and the parameters they add."""
+    print(_run(config, set, dry_run=True, verify=False))
+
+
+@app.command()
+def diff(subject: Subject, set: Set = None, allow: Allow = None, debug: Debug = False) -> None:
+    """Print what the passes changed, as a diff of the graph."""
+    if Path(subject).is_dir():
+        module = _load(subject, set, allow)
+        from .flow import saved_diff
+
+        print(saved_diff(subject, module), end="")
+        return
+    result = _run(subject, set, dry_run=True, verify=False)
+    from .printing import diff as compare
+
+    print(compare(result.base, result.module), end="")
+
+
+@app.command()
+def show(
+    subject: Subject,
+    modules: Annotated[bool, typer.Option("--modules", help="The tree of modules instead of the graph.")] = False,
+    code: Annotated[bool, typer.Option("--code", help="The generated Python instead of the graph.")] = False,
+    set: Set = None,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Print a rewritten model: its graph, its modules or its code."""
+    if modules and code:
+        raise typer.BadParameter("--modules and --code exclude each other")
+    saved = Path(subject).is_dir()
+    module = _load(subject, set, allow) if saved else _run(subject, set, dry_run=True, verify=False).module
+    from . import printing
+
+    text = printing.modules(module) if modules else module.code.strip() + "\n" if code else printing.show(module)
+    print(text, end="")
+
+
+@app.command()
+def passes(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One pass: its parameters.")] = None,
+    debug: Debug = False,
+) -> None:
+    """List the passes that come with fxplug, or the parameters of one."""
+    from .spec import REQUIRED, open_pass, shipped
+
+    if name is None:
+        for each, path in shipped("passes").items():
+            print(f"{each:10}{open_pass(path).source.data.get('about', '')}")
+        return
+    draft = open_pass(name)
+    print(draft.source.data.get("about", draft.name))
+    for key, default in draft.params.items():
+        print(f"  {key:10}{'required' if default == REQUIRED else json.dumps(default)}")
+
+
+@app.command()
+def schema(debug: Debug = False) -> None:
+    """Print the JSON Schema of a configuration, for editors."""
+    from .config import schema as make
+
+    print(json.dumps(make(), indent=2))
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")],
+    to: Annotated[str, typer.Option("--to", help="The format: pt2.")] = "pt2",
+    out: Annotated[Path | None, typer.Option("--out", help="The file to write; DIR.pt2 otherwise.")] = None,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Export a saved rewrite with torch.export, for use without fxplug."""
+    if not folder.is_dir():
+        raise SpecError(f"no folder '{folder}'")
+    from .exporting import export as run
+    from .flow import saved_inputs
+
+    with _progress("load"):
+        module = _load(str(folder), None, allow)
+        args, kwargs = saved_inputs(folder, module)
+    file = out or folder.parent / f"{folder.name}.{to}"
+    with _progress(f"export to {to}"):
+        report = run(module, file, args, kwargs, to=to)
+    for name, dims in report.dynamic.items():
+        print(f"{name}: {'dimensions ' + ', '.join(map(str, dims)) + ' are free' if dims else 'of fixed size'}")
+    for note in report.notes:
+        print(note)
+    print(f"saved in {report.path}")
+
+
+def _run(config: str, set: list[str] | None, **how: Any) -> Result:
+    from .config import load_config
+
+    read = load_config(config, set or [])  # what is wrong in the file is said before torch is imported
+    from .flow import rewrite as run
+
+    return run(read, progress=_progress, **how)
+
+
+def _load(folder: str, set: list[str] | None, allow: list[str] | None) -> TracedModule:
+    if set:
+        raise typer.BadParameter("--set changes a configuration, and this is the folder of a saved rewrite")
+    from .artifact import load
+
+    return load(folder, allow=allow or ())
+
+
+def _parameters(result: Result) -> str:
+    from .printing import parameters
+
+    return parameters(result.module)
+
+
+@contextmanager
+def _progress(text: str) -> Iterator[None]:
+    """Show on stderr what is going on once it takes longer than a second, and in the end how long it took."""
+    shown = threading.Event()
+    terminal = sys.stderr.isatty()
+    status: Any = None
+
+    def begin() -> None:
+        nonlocal status
+        shown.set()
+        if not terminal:
+            print(f"{text} ...", end="", file=sys.stderr, flush=True)
+            return
+        from rich.console import Console
+
+        status = Console(stderr=True).status(f"{text} ...")
+        status.start()
+
+    start = time.perf_counter()
+    timer = threading.Timer(PATIENCE, begin)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if shown.is_set():
+            if status is not None:
+                status.stop()
+                print(f"{text} ...", end="", file=sys.stderr)
+            print(f" {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """The `fxplug` command."""
+    app(prog_name="fxplug")
+
+
+if __name__ == "__main__":
+    main()

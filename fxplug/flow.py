@@ -1,0 +1,159 @@
+"""One configuration from its model to its artifact: build, trace, find, apply, verify, save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .artifact import save
+from .checks import Report
+from .checks import verify as run_checks
+from .config import Config, load_config, resolved
+from .edit import apply
+from .errors import FxplugError, SpecError
+from .match import Site, find
+from .models import build, default_inputs, example_inputs, torch_device
+from .module import TracedModule
+from .printing import diff, parameters
+from .source import read_yaml
+from .tracing import trace
+
+Step = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass
+class Result:
+    """What a rewrite gave: the rewritten `module`, the `base` it was made of (they share weights), the `sites` of each
+    pass, the `report` of verification (None when it was off), the example `inputs`, and the artifact `out`."""
+
+    module: TracedModule
+    base: TracedModule
+    config: Config
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    sites: dict[str, list[Site]] = field(default_factory=dict)
+    report: Report | None = None
+    out: Path | None = None
+
+    def __str__(self) -> str:
+        """Every site with its shapes, and the parameters that each pass adds."""
+        return "\n".join([*_site_lines(self), parameters(self.module)])
+
+
+def rewrite(
+    source: str | Path | Mapping[str, Any] | Config,
+    *,
+    out: str | Path | None = None,
+    set: Sequence[str] = (),
+    dry_run: bool = False,
+    verify: bool | None = None,
+    progress: Step | None = None,
+) -> Result:
+    """Do all that a configuration says, and save the result in the folder `out` when one is given.
+
+    `source` and `set` are those of `load_config`. `verify` takes the place of the configuration's. A dry run uses no
+    memory for weights where the model allows it, checks only the structure, and writes nothing. `progress(text)` gives
+    a context manager for each step. The global random state is left as it was. Raises FxplugError; nothing is written
+    then.
+    """
+    if isinstance(source, Config) and set:
+        raise SpecError("'set' changes what is read from a file or mapping, and this configuration was read already")
+    config = source if isinstance(source, Config) else load_config(source, set)
+    step = progress or (lambda text: nullcontext())
+    checked = config.verify if verify is None else verify
+    devices = [torch_device(config)] if torch_device(config).type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        result = _plan(config, step) if dry_run else _rewritten(config, step)
+        if checked:
+            with step("verify"):
+                args, kwargs = result.inputs
+                result.report = run_checks(result.base, result.module, args, kwargs, compile=not dry_run)
+    if out is not None and not dry_run:
+        with step("save"):
+            result.module.meta["diff"] = {"passes": list(result.sites), "text": diff(result.base, result.module)}
+            save(result.module, out, config={**resolved(config), "inputs": default_inputs(config, result.base)})
+        result.out = Path(out)
+    return result
+
+
+def saved_inputs(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs for a saved rewrite, as the configuration in its folder has them. Builds and imports nothing."""
+    file = Path(folder) / "config.yaml"
+    if not file.is_file():
+        raise SpecError(f"'{folder}' was saved without a configuration, so its example inputs are not known")
+    read = read_yaml(file).data
+    kept = {key: read[key] for key in ("inputs", "device", "dtype", "seed", "mode") if key in read}
+    return example_inputs(load_config({"model": "the saved one", **kept}), module)
+
+
+def saved_diff(folder: str | Path, module: TracedModule) -> str:
+    """What the rewrite that was saved in a folder had changed."""
+    kept, applied = module.meta.get("diff"), [entry["name"] for entry in module.meta.get("passes", [])]
+    if not isinstance(kept, dict) or kept.get("passes") != applied:
+        raise SpecError(f"'{folder}' was not saved by a rewrite, so what it was before is not known")
+    return str(kept["text"])
+
+
+def _plan(config: Config, step: Step) -> Result:
+    """The rewrite on meta tensors; on real ones for a model that cannot be built or traced without values."""
+    traced = None
+    with suppress(Exception):  # whatever it was: the real device shows whether it is wrong there too
+        traced = _traced(config, step, "meta")
+    return _applied(config, *traced, step) if traced else _rewritten(config, step)
+
+
+def _rewritten(config: Config, step: Step) -> Result:
+    base, inputs = _traced(config, step, None)
+    return _applied(config, base, inputs, step)
+
+
+def _traced(config: Config, step: Step, device: str | None) -> tuple[TracedModule, Any]:
+    torch.manual_seed(config.seed)
+    with step("build the model"):
+        model = build(config, device=device)
+        args, kwargs = example_inputs(config, model, device=device)
+    with step("trace"):
+        return trace(model, args, kwargs, leaf=config.leaf), (args, kwargs)
+
+
+def _applied(config: Config, base: TracedModule, inputs: Any, step: Step) -> Result:
+    torch.manual_seed(config.seed)  # new blocks do not depend on how much the model's own initialisation drew
+    result = Result(base, base, config, inputs)
+    for index, p in enumerate(config.passes):
+        with step(f"apply {p.name}"), _given_at(config, index):
+            result.sites[p.name] = find(result.module, p)
+            result.module = apply(result.module, p)
+    return result
+
+
+@contextmanager
+def _given_at(config: Config, index: int) -> Iterator[None]:
+    """Add to an error inside a pass the line of the configuration that asked for the pass."""
+    try:
+        yield
+    except FxplugError as error:
+        where = str(config.where("passes", index))
+        if not where or where in str(error):
+            raise
+        text = f"{error}\n  given at {where}"
+        raise (SpecError(text) if isinstance(error, SpecError) else type(error)(text)) from error
+
+
+def _site_lines(result: Result) -> Iterator[str]:
+    for name, sites in result.sites.items():
+        added = dict(result.module.named_modules())[name]
+        each = {entry["path"]: entry["block"] for entry in _entry(result.module, name)["sites"]}
+        count = sum(p.numel() for p in added.parameters())
+        yield f"{name}: {len(sites)} site{'s' * (len(sites) != 1)}, {count:,} parameters"
+        for site in sites:
+            block = result.module.get_submodule(each[site.node or site.path])
+            yield f"  {site}  {type(block).__name__} +{sum(p.numel() for p in block.parameters()):,}"
+
+
+def _entry(module: TracedModule, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(entry for entry in module.meta["passes"] if entry["name"] == name)
+    return found
