@@ -1,0 +1,68 @@
+"""Every example runs and says what the README promises."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fxplug
+from fxplug.spec import shipped
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def output(name, capsys):
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_every_example_is_tried_and_is_one_screen():
+    assert {p.name for p in EXAMPLES.glob("*.py")} == {
+        "own_block.py", "quickstart.py", "trained_lora.py", "unet_in_pipeline.py"
+    }  # fmt: skip
+    assert all(len(p.read_text().splitlines()) <= 60 for p in EXAMPLES.glob("*.py"))
+
+
+def test_quickstart(tmp_path):
+    pytest.importorskip("skimage")
+    fxplug.rewrite("quickstart", out=tmp_path / "out", verify=False)
+    command = [sys.executable, str(EXAMPLES / "quickstart.py"), str(tmp_path / "out")]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES.parent)
+    assert run.returncode == 0, run.stderr
+    assert "loaded without timm" in run.stdout and run.stdout.count("torch.equal: True") == 3
+    assert "cat" in run.stdout and "espresso" in run.stdout
+    assert "+lora_conv_stem_Lora = lora.conv_stem.Lora(" in run.stdout
+
+
+def test_unet_in_pipeline(capsys):
+    pytest.importorskip("transformers")
+    assert output("unet_in_pipeline.py", capsys) == (
+        "LoRA on 48 projections\nsame picture while LoRA is new: True\nsame picture once its weights are not zero: False\n"
+    )
+
+
+def test_own_block(capsys):
+    text = output("own_block.py", capsys)
+    assert "outputs are torch.equal (mixer)" in text
+    assert "+mixer_blocks_0_mlp_TokenMixer = mixer.blocks.0.mlp.TokenMixer(blocks_0_mlp_drop2)" in text
+
+
+def test_trained_lora(capsys):
+    pytest.importorskip("skimage")
+    text = output("trained_lora.py", capsys)
+    assert "base weights untouched: True" in text and "loaded again, same answers: True" in text
+
+
+@pytest.mark.parametrize("name", shipped("configs"))
+def test_shipped_configurations_find_their_sites(name):
+    result = fxplug.rewrite(name, dry_run=True, verify=False)
+    assert {n: len(sites) for n, sites in result.sites.items()} == {
+        "quickstart": {"lora": 50},
+        "vit_lora": {"lora": 24},
+        "sd15_meta": {"lora": 128},
+    }[name]
+    assert all(p.is_meta for p in result.module.parameters())
