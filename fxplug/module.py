@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import re
 from collections import OrderedDict
@@ -19,7 +20,11 @@ PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype)
 # names that torch's GraphModule and this one use themselves; a model's attribute of that name stays out
 RESERVED = {"meta", "shape_env", "attributes", "graphs", "graph", "code", "classes", "training", "twin_error"}
 OWN_STATE = {"_graph", "_twin", "_extras", "_origin", "_code", "_codes", "_graph_mode"}
-LOOKUP = re.compile(r'getattr\((self(?:\.\w+|\[[^\[\]]+\])*), "([^"\\]+)"\)')
+# a lookup that FX writes for a name such as "0"; or a string or comment, which is left as it is
+LOOKUP = re.compile(
+    r'''getattr\((self(?:\.\w+|\[[^\[\]]+\])*), "([^"\\]+)"\)|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*'''
+)
+MODES = (ops.enter_grad, ops.enter_autocast)
 
 
 class Graph(fx.Graph):
@@ -30,11 +35,15 @@ class Graph(fx.Graph):
         before = None
         while before != code.src:
             before = code.src
-            code.src = LOOKUP.sub(lambda m: f"{m[1]}[{m[2] if m[2].isdigit() else repr(m[2])}]", code.src)
+            code.src = LOOKUP.sub(_indexed, code.src)
         return code
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Graph:
         return copy_graph(self)
+
+
+def _indexed(found: re.Match[str]) -> str:
+    return f"{found[1]}[{found[2] if found[2].isdigit() else repr(found[2])}]" if found[1] else found[0]
 
 
 def copy_graph(graph: fx.Graph) -> Graph:
@@ -142,6 +151,23 @@ def shell(module: nn.Module) -> nn.Module:
     return copy_of(module)
 
 
+def _unwound(forward: Any) -> Any:
+    """A forward that gives gradients and autocast their mode back when an error leaves it between enter and exit."""
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        grad, casts = torch.is_grad_enabled(), [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+        try:
+            return forward(self, *args, **kwargs)
+        except Exception:
+            torch.set_grad_enabled(grad)
+            for kind, enabled in zip(("cpu", "cuda"), casts, strict=True):
+                torch.set_autocast_enabled(kind, enabled)
+            raise
+
+    return wrapper
+
+
 class TracedModule(fx.GraphModule):
     """A `torch.fx.GraphModule` that takes the place of the model it was traced from.
 
@@ -195,8 +221,10 @@ class TracedModule(fx.GraphModule):
     def recompile(self) -> Any:
         code = super().recompile()
         self.__dict__.setdefault("_codes", {})[self.__dict__.get("_graph_mode")] = self._code
+        cls = type(self)
+        if any(node.target in MODES for node in self._graph.nodes if node.op == "call_function"):
+            cls.forward = _unwound(cls.forward)
         if self.__dict__.get("_twin") is not None:
-            cls = type(self)
             setattr(cls, "_forward_train" if self._graph_mode else "_forward_eval", cls.forward)
 
             def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

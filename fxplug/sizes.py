@@ -29,6 +29,9 @@ class Recorder(Protocol):
         """Python needs the plain value: record a guard and give it."""
 
 
+TRUNC = math.trunc  # kept here: while a model is traced, `math` has functions that record
+
+
 class Number:
     """A concrete `value` and the node that computes it.
 
@@ -50,7 +53,7 @@ class Number:
         return bool(_plain(self if isinstance(self.value, bool) else record(operator.ne, self, 0)))
 
     def __int__(self) -> int:
-        return int(_plain(self if isinstance(self.value, int) else record(math.trunc, self)))
+        return int(_plain(self if isinstance(self.value, int) else record(TRUNC, self)))
 
     def __index__(self) -> int:
         return operator.index(self.plain())

@@ -31,6 +31,13 @@ getitem setitem contains iadd isub imul itruediv""".split()  # noqa: SIM905
 OPS = """edge guard same check_inputs check_members check_generator device_of enter_autocast exit_autocast enter_grad
 exit_grad""".split()  # noqa: SIM905
 MATH = "sqrt log log2 log10 exp pow sin cos tan atan ceil floor trunc gcd fabs".split()  # noqa: SIM905
+# kept from the import: while a model is traced, `math` itself has functions that record
+MATH_FUNCTIONS = {name: getattr(math, name) for name in MATH}
+# functions whose only name is a private one
+PRIVATE: dict[str, Callable[..., Any]] = {
+    "torch._weight_norm": torch._weight_norm,
+    "torch._C._nn.pad_sequence": torch._C._nn.pad_sequence,
+}
 IN_PLACE = ("iadd", "isub", "imul", "itruediv")
 REFLECTED = "add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor".split()  # noqa: SIM905
 
@@ -71,7 +78,8 @@ def functions() -> dict[str, Callable[..., Any]]:
                 table[f"{space}.{name}"] = value
     table.update({f"torch.{n}": getattr(torch, n) for n in FACTORIES if hasattr(torch, n)})
     table.update({f"operator.{n}": getattr(operator, n) for n in OPERATORS})
-    table.update({f"math.{n}": getattr(math, n) for n in MATH})
+    table.update({f"math.{n}": function for n, function in MATH_FUNCTIONS.items()})
+    table.update(PRIVATE)
     table["builtins.round"] = builtins.round
     table["builtins.pow"] = builtins.pow
     table.update({f"fxplug.ops.{n}": getattr(ops, n) for n in OPS})
@@ -92,6 +100,7 @@ def methods() -> frozenset[str]:
     """The methods of Tensor that a graph may call: public ones that are neither dunder nor known to reach outside."""
     outside = {"register_hook", "register_post_accumulate_grad_hook", "share_memory_", "module_load", "map_", "map2_", "apply_"}
     outside |= {"numpy", "storage", "untyped_storage", "storage_type", "data_ptr", "backward", "set_", "pin_memory", "dlpack"}
+    outside |= {"new", "const_data_ptr", "mutable_data_ptr"}
     return frozenset(
         n for n in dir(torch.Tensor) if not n.startswith("_") and n not in outside and callable(getattr(torch.Tensor, n))
     )

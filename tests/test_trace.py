@@ -791,3 +791,29 @@ def test_misuse() -> None:
             fxplug.trace(wrong, X())
     with pytest.raises(fxplug.TraceError, match="names no module"):
         fxplug.trace(Net(), X(), leaf="fd")
+
+
+class Between(nn.Module):
+    """Decides on a size, and looks a module up by a name that is no identifier, between no_grad and its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": nn.Linear(4, 4)})
+
+    def forward(self, x):
+        with torch.no_grad():
+            assert x.shape[0] != 3, 'getattr(self.layers, "0")'
+            y = self.layers["0"](x)
+        return self.layers["0"](y)
+
+
+def test_an_error_between_two_modes_gives_the_first_back():
+    gm = fxplug.trace(Between(), torch.randn(2, 4))
+    with pytest.raises(fxplug.GuardError):
+        gm(torch.randn(3, 4))
+    assert torch.is_grad_enabled()
+
+
+def test_generated_code_looks_modules_up_by_index_and_leaves_text_alone():
+    gm = fxplug.trace(Between(), torch.randn(2, 4))
+    assert "self.layers[0](" in gm.code and """getattr(self.layers, "0")""" in gm.code.replace("\\", "")

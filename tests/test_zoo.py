@@ -4,11 +4,20 @@ import pytest
 from exact import check
 from zoo import cases
 
+# inputs that the model takes and the graph turns away with a GuardError, because the model's own Python decides on them
+REFUSED = {
+    "diffusers/PixArtTransformer2DModel": (3, "self.height != height"),  # its own resolution takes another way
+    "diffusers/Lumina2Transformer2DModel": (6, "tolist"),  # a loop over the batch
+    "timm/eva": (3, "float(s)"),  # positions are Python numbers
+}
+
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in cases() if c.fast])
 def test_the_traced_module_is_the_model(case):
     row = check(case)
-    assert row["problems"] == [] and row["refused"] == []
+    count, why = REFUSED.get(case.name, (0, ""))
+    assert row["problems"] == [] and len(row["refused"]) == count
+    assert not count or any(why in text for text in row["refused"])
 
 
 def test_every_case_has_one_name():
