@@ -177,7 +177,8 @@ def _shapes_and_gradients(new: TracedModule, call: Any, entries: list[dict[str, 
     if any(_reads_values(graph) for graph in new.graphs.values()):
         raise _Skip("the model reads values from its data, which fake tensors do not have")
     for graph in new.graphs.values():
-        with FakeTensorMode(allow_non_fake_inputs=True), _swapped(new, _empty) as fakes, torch.enable_grad():
+        needed = any(name not in reached for name in wanted)  # one mode that trains a parameter is enough
+        with FakeTensorMode(allow_non_fake_inputs=True), _swapped(new, _empty) as fakes, torch.set_grad_enabled(needed):
             inputs = map_leaves(call, lambda t, _: _empty(t))
             for name in wanted:
                 fakes[name].requires_grad_()
@@ -189,15 +190,34 @@ def _shapes_and_gradients(new: TracedModule, call: Any, entries: list[dict[str, 
                 raise
             except Exception as error:
                 raise _located(probe, error) from error
-            total = [t.sum() for t in leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
-            if total:
-                sum(t.real if t.is_complex() else t for t in total).backward()  # type: ignore[union-attr]
-            reached |= {name for name in wanted if fakes[name].grad is not None}
+            leaf = _gradient_reaches(out)
+            reached |= {name for name in wanted if id(fakes[name]) in leaf}
     lost = [name for name in wanted if name not in reached]
     if lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         raise VerifyError(f"no gradient reaches {', '.join(lost[:3])}{more}: their result does not reach the output")
     return f"propagate in {len(new.graphs)} graph(s); a gradient reaches {len(wanted)} new parameters"
+
+
+def _gradient_reaches(out: Any) -> set[int]:
+    """The ids of the leaf tensors that a gradient of a result would reach. Follows autograd's graph and computes nothing."""
+    found: set[int] = set()
+    todo: list[Any] = []
+    for t in leaves(out):
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            todo.append(t.grad_fn)
+            found.add(id(t))
+    seen = set(todo)
+    while todo:
+        function = todo.pop()
+        if function is None:
+            continue
+        if hasattr(function, "variable"):
+            found.add(id(function.variable))
+        fresh = {f for f, _ in function.next_functions if f not in seen}
+        seen |= fresh
+        todo.extend(fresh)
+    return found
 
 
 @contextlib.contextmanager

@@ -51,7 +51,8 @@ def _apply(gm: TracedModule, p: Pass) -> TracedModule:
     sites = find(gm, p)
     tree = shell(gm)
     owners: dict[str, Any] = {}
-    blocks = {id(site): _block(tree, site, p, owners) for site in sites}
+    first = next((t for t in gm.parameters() if t.is_floating_point()), None)
+    blocks = {id(site): _block(tree, site, p, owners, first) for site in sites}
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     for graph in graphs.values():
         Editor(graph, tree, p, applied).run(sites, blocks)
@@ -87,8 +88,11 @@ def _plain(value: Any) -> Any:
 # --- blocks
 
 
-def _block(tree: nn.Module, site: Site, p: Pass, owners: dict[str, Any]) -> tuple[str, nn.Module]:
-    """The block of a site, put into the module tree; calls of one module share one, other rules and ports do not."""
+def _block(tree: nn.Module, site: Site, p: Pass, owners: dict[str, Any], weight: torch.Tensor | None) -> tuple[str, nn.Module]:
+    """The block of a site, put into the module tree; calls of one module share one, other rules and ports do not.
+
+    `weight` says device and dtype where the site has no weights of its own.
+    """
     rule = site.rule
     kind = _block_class(rule)
     first = name = ".".join(filter(None, [p.name, site.name, kind.__name__]))
@@ -102,7 +106,7 @@ def _block(tree: nn.Module, site: Site, p: Pass, owners: dict[str, Any]) -> tupl
         pass
     try:
         _check_options(kind, rule)
-        block = _make(kind, site, tree)
+        block = _make(kind, site, weight).train(tree.training)
     except FxplugError as error:
         text = getattr(error, "finding", str(error))
         raise SpecError(f"{p.name}: {site.node or site.path or 'the model'}: {text}", where=rule.where) from None
@@ -143,18 +147,18 @@ def _check_options(kind: type[nn.Module], rule: Rule) -> None:
             )
 
 
-def _make(kind: type[nn.Module], site: Site, tree: nn.Module) -> nn.Module:
+def _make(kind: type[nn.Module], site: Site, weight: torch.Tensor | None) -> nn.Module:
     """A block on the device and, for floating-point weights, in the dtype of the weights around it."""
-    near = [t for t in (*site.module.parameters(), *tree.parameters()) if t.is_floating_point()][:1]
-    device = near[0].device if near else torch.device("cpu")
+    near = next((t for t in site.module.parameters() if t.is_floating_point()), weight)
+    device = torch.device("cpu") if near is None else near.device
     with torch.device(device), torch.random.fork_rng(enabled=False):
         block: nn.Module = kind.at(site, **site.rule.options)  # type: ignore[attr-defined]
-    if near:
+    if near is not None:
         block.to(device)
         for parameter in block.parameters():
-            if parameter.is_floating_point() and parameter.dtype != near[0].dtype:
-                parameter.data = parameter.data.to(near[0].dtype)
-    return block.train(tree.training)
+            if parameter.is_floating_point() and parameter.dtype != near.dtype:
+                parameter.data = parameter.data.to(near.dtype)
+    return block
 
 
 # --- graphs
