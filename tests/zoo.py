@@ -7,6 +7,7 @@ the length of the audio, so that a case with two `sides` can be run at two resol
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import pkgutil
@@ -1540,10 +1541,8 @@ def diffusers_classes() -> list[str]:
     for info in pkgutil.walk_packages(diffusers.models.__path__, "diffusers.models."):
         importlib.import_module(info.name)
     for name in dir(diffusers):
-        try:
+        with contextlib.suppress(Exception):  # an export whose optional dependency is missing
             getattr(diffusers, name)
-        except Exception:  # noqa: S110  (an export whose optional dependency is missing)
-            pass
     found, todo = set(), [diffusers.ModelMixin]
     while todo:
         for cls in todo.pop().__subclasses__():

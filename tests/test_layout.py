@@ -1,0 +1,90 @@
+"""What the source looks like: imports point one way, graphs are edited in one place, nothing is unpickled."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from fxplug.spec import folder, open_pass, shipped
+
+PACKAGE = Path(__file__).parent.parent / "fxplug"
+FILES = {file.stem: ast.parse(file.read_text()) for file in sorted(PACKAGE.glob("*.py"))}
+# A module imports only from modules to its left.
+ORDER = """
+    errors source structure ops spec paths config targets wording sizes fakes module nodes recording regions modes entry
+    restore tracing printing match blocks edit checks serialize rebuild artifact exporting models flow __main__
+""".split()
+EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_with", "replace_input_with", "update_arg"}
+# edit is the rewrite layer; nodes writes the graph while a model runs, exporting readies a copy for torch.export
+EDITORS = {"edit", "nodes", "exporting"}
+LONG = {"artifact", "config", "serialize"}  # files of more than 500 lines: to be split, none to be added
+
+
+def calls(name):
+    for node in ast.walk(FILES[name]):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def imported(tree):
+    """The package's own modules that a file imports, anywhere but for type checking."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("fxplug")):
+            path = (node.module or "").removeprefix("fxplug").strip(".")
+            yield from [path] if path else [alias.name for alias in node.names if alias.name in FILES]
+        yield from imported(node)
+
+
+def test_every_module_has_its_place():
+    assert sorted(ORDER) == sorted(FILES.keys() - {"__init__"})
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_imports_point_to_the_left(name):
+    left = ORDER[: ORDER.index(name)]
+    assert [m for m in imported(FILES[name]) if m not in left] == []
+
+
+def test_the_public_face_imports_torch_only_when_asked():
+    assert list(imported(FILES["__init__"])) == []
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_graphs_are_edited_in_the_rewrite_layer_only(name):
+    if name not in EDITORS:
+        assert [text for text, _ in calls(name) if text.rpartition(".")[2] in EDITS] == []
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_nothing_is_hooked_unpickled_or_run_from_text(name):
+    for text, node in calls(name):
+        last = text.rpartition(".")[2]
+        assert not (last.startswith("register_") and last.endswith("_hook")), text
+        assert text not in ("eval", "exec", "compile", "__import__", "pickle.load", "pickle.loads", "yaml.load"), text
+        if text == "torch.load":
+            assert {k.arg: ast.unparse(k.value) for k in node.keywords}["weights_only"] == "True"
+
+
+def test_files_are_short():
+    long = {name for name in FILES if len((PACKAGE / f"{name}.py").read_text().splitlines()) > 500}
+    assert long <= LONG
+
+
+@pytest.mark.parametrize("kind", ["passes", "configs"])
+def test_the_outer_folders_hold_yaml_only(kind):
+    files = [f for f in folder(kind).rglob("*") if f.is_file() and "__pycache__" not in f.parts]
+    assert files and [f.name for f in files if f.suffix != ".yaml"] == []
+
+
+@pytest.mark.parametrize("name", shipped("passes"))
+def test_every_pass_says_what_it_is_about(name):
+    about = open_pass(name).source.data["about"]
+    assert about[0].isupper() and about.endswith(".")
+
+
+def test_every_file_says_what_it_is_for():
+    assert [name for name, tree in FILES.items() if not ast.get_docstring(tree)] == []
