@@ -1,0 +1,195 @@
+"""What tracing, finding, applying and verifying cost: `python benchmarks/trace.py [--json FILE] [--only sd15|sdxl|sites]`.
+
+sd15   the UNet of Stable Diffusion 1.5 on the meta device, traced here and by torch.export in turn, and the memory it takes
+sdxl   LoRA on every Linear and convolution of the SDXL UNet (2.6 billion parameters, meta device), step by step
+sites  the cost of a site in stacks of 100 to 5000 layers
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fxplug
+from fxplug.spec import Match, Pass, Rule
+
+PAIRS = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", choices=[*MEASURED, "memory"], help="one of the three")
+    options = parser.parse_args()
+    if options.only == "memory":
+        print(json.dumps(peak()))
+        return
+    rows = {name: measure() for name, measure in MEASURED.items() if options.only in (None, name)}
+    document = {"date": datetime.date.today().isoformat(), "command": " ".join(["python", *sys.argv]), **surroundings(), **rows}
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def surroundings() -> dict[str, Any]:
+    import diffusers
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "diffusers": diffusers.__version__}
+    threads = torch.get_num_threads()
+    return {"commit": commit.stdout.strip(), "device": f"{platform.machine()} CPU, {threads} threads", "versions": versions}
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    gc.collect()
+    start = time.perf_counter()
+    result = call()
+    return result, time.perf_counter() - start
+
+
+# --- Stable Diffusion 1.5
+
+
+def sd15_unet() -> tuple[nn.Module, dict[str, Any]]:
+    from diffusers import UNet2DConditionModel
+
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768).eval()
+        return unet, {"sample": torch.empty(2, 4, 64, 64), "timestep": torch.empty((), dtype=torch.long),
+                      "encoder_hidden_states": torch.empty(2, 77, 768)}  # fmt: skip
+
+
+def sd15() -> dict[str, Any]:
+    unet, inputs = sd15_unet()
+    pairs = []
+    for index in range(PAIRS + 1):
+        _, ours = timed(lambda: fxplug.trace(unet, (), inputs))
+        _, theirs = timed(lambda: torch.export.export(unet, (), inputs, strict=False))
+        if index:  # the first pair warms up
+            pairs.append((ours, theirs))
+            print(f"sd15   trace {ours:6.2f} s   torch.export {theirs:6.2f} s   ratio {ours / theirs:.2f}", flush=True)
+    ratios = [ours / theirs for ours, theirs in pairs]
+    megabytes = peak_of_fresh_process()
+    row = {"pairs": pairs, "ratio": spread(ratios), "megabytes": megabytes}
+    found = f"{row['ratio']['median']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    print(f"sd15   ratio {found}, {megabytes:.0f} MB above the imports")
+    return row
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def peak_of_fresh_process() -> float:
+    command = [sys.executable, __file__, "--only", "memory"]
+    found = [float(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)) for _ in range(3)]
+    return statistics.median(found)
+
+
+def peak() -> float:
+    """Megabytes that tracing takes at its height above what the process held with model, inputs and imports."""
+    unet, inputs = sd15_unet()
+    fxplug.trace(nn.Linear(2, 2), torch.zeros(1, 2))  # the first trace imports the rest of torch
+    gc.collect()
+    before = memory("VmRSS")
+    gm = fxplug.trace(unet, (), inputs)
+    assert len(gm.graph.nodes) > 1000
+    return memory("VmHWM") - before
+
+
+def memory(field: str) -> float:
+    """Megabytes: VmRSS is what the process holds now, VmHWM the most since it was asked for VmRSS."""
+    status = Path("/proc/self/status")
+    if not status.exists():  # not Linux: the most that was ever held, imports included
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if field == "VmRSS":
+        Path("/proc/self/clear_refs").write_text("5")
+    return next(int(line.split()[1]) / 1024 for line in status.read_text().splitlines() if line.startswith(field))
+
+
+# --- SDXL
+
+
+def sdxl() -> dict[str, Any]:
+    from diffusers import UNet2DConditionModel
+
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(
+            sample_size=128,
+            block_out_channels=(320, 640, 1280),
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+            transformer_layers_per_block=(1, 2, 10),
+            attention_head_dim=(5, 10, 20),
+            cross_attention_dim=2048,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=256,
+            projection_class_embeddings_input_dim=2816,
+            use_linear_projection=True,
+        ).eval()
+        inputs = {
+            "sample": torch.empty(2, 4, 128, 128),
+            "timestep": torch.empty((), dtype=torch.long),
+            "encoder_hidden_states": torch.empty(2, 77, 2048),
+            "added_cond_kwargs": {"text_embeds": torch.empty(2, 1280), "time_ids": torch.empty(2, 6)},
+        }
+    lora = fxplug.load_pass("lora", rank=16)
+    gm, trace = timed(lambda: fxplug.trace(unet, (), inputs))
+    sites, find = timed(lambda: fxplug.find(gm, lora))
+    new, apply = timed(lambda: fxplug.apply(gm, lora))
+    report, verify = timed(lambda: fxplug.verify(gm, new, (), inputs, compile=False))
+    seconds = {"trace": trace, "find": find, "apply": apply, "verify": verify, "total": trace + find + apply + verify}
+    print(f"sdxl   {report.summary}; {len(sites)} sites")
+    print("sdxl   " + "   ".join(f"{name} {value:.2f} s" for name, value in seconds.items()), flush=True)
+    return {"sites": len(sites), "parameters": sum(p.numel() for p in unet.parameters()), "seconds": seconds}
+
+
+# --- cost of a site
+
+
+def sites(counts: tuple[int, ...] = (100, 500, 1000, 5000), repeats: int = 3) -> dict[str, Any]:
+    rows = {count: cost_of_a_site(count, repeats) for count in counts}
+    for count, row in rows.items():
+        print(f"sites  {count:5d}: " + "   ".join(f"{name} {value:6.0f} us" for name, value in row.items()), flush=True)
+    first, last = rows[min(counts)], rows[max(counts)]
+    ratios = {name: last[name] / first[name] for name in first}
+    print(
+        f"sites  {max(counts)} against {min(counts)}: " + "   ".join(f"{name} x{value:.2f}" for name, value in ratios.items())
+    )
+    return {"microseconds": rows, "ratio": ratios}
+
+
+def cost_of_a_site(count: int, repeats: int = 3) -> dict[str, float]:
+    """Microseconds of each step for each site, the best of `repeats`."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+    x = torch.randn(2, 4)
+    lora = Pass("lora", [Rule(Match("**", module="Linear"), "fxplug.blocks:Lora", options={"rank": 2})])
+    gm = fxplug.trace(model, x)
+    best: dict[str, float] = {}
+    for _ in range(repeats):
+        _, find = timed(lambda: fxplug.find(gm, lora))
+        new, apply = timed(lambda: fxplug.apply(gm, lora))
+        _, verify = timed(lambda new=new: fxplug.verify(gm, new, x, compile=False))
+        for name, seconds in (("find", find), ("apply", apply), ("verify", verify)):
+            best[name] = min(best.get(name, 1e9), 1e6 * seconds / count)
+    return best
+
+
+MEASURED = {"sd15": sd15, "sdxl": sdxl, "sites": sites}
+
+if __name__ == "__main__":
+    main()
