@@ -6,9 +6,11 @@ import difflib
 import inspect
 import operator
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from torch import fx, nn
@@ -226,9 +228,16 @@ def find(gm: TracedModule, p: Pass) -> list[Site]:
     sites: list[Site] = []
     for rule in p.rules:
         found: dict[tuple[str, str], Site] = {}
-        for regions in views:
-            for site in _Finder(regions, p, rule).sites():
-                found.setdefault((str(site.port), site.node), site)
+        by_mode = [_Finder(regions, p, rule).sites() for regions in views]
+        for site in chain(*by_mode):
+            found.setdefault((str(site.port), site.node), site)
+        counts = [Counter(site.path for site in here if site.node) for here in by_mode]
+        for path in counts[0].keys() & counts[-1].keys():
+            if counts[0][path] != counts[-1][path]:
+                raise MatchError(
+                    f"{_at(rule, p.name)}'{path or 'the model'}' has other such operations in training than in evaluation "
+                    f"({counts[0][path]} and {counts[-1][path]}), so they cannot be told apart: match a module instead"
+                )
         if not rule.admits(len(found)):
             raise MatchError(_wrong_count(views[0], p, rule, list(found.values())))
         sites.extend(found.values())
@@ -253,6 +262,8 @@ def hits(regions: Regions, match: Match) -> list[Hit]:
         port = parse_port(pattern)
         by_call = "@" in port.path
         names = {k: k if by_call else regions.by_key[k].path for k in regions.ran}
+        if match.op and port.path == "**":
+            names = {"": "", **names}  # the model's own operations
         caught = select(port.path, dict.fromkeys(names.values())) if port.path else {}
         if not port.path:
             names, caught = {"": ""}, {"": {}}
@@ -405,15 +416,15 @@ def _clashes(sites: Sequence[Site]) -> None:
     taken: dict[tuple[str, str], Site] = {}
     gone = {site.path: site for site in sites if site.rule.place == "replace"}
     for site in sites:
-        first = taken.setdefault((str(site.port), site.node), site)
-        parts = site.path.split(".")
+        first, parts = taken.setdefault((str(site.port), site.node), site), site.path.split(".")
         around = (".".join(parts[:n]) for n in range(1, len(parts) + (site.rule.place != "replace")))
         clash = first if first is not site else next((gone[path] for path in around if path in gone), None)
         if clash is not None:
             lines = " and ".join(dict.fromkeys(str(s.rule.where) for s in (clash, site) if str(s.rule.where)))
-            what = f"two rules put a block {site.rule.place} '{site.node or site.port}'"
-            if clash.rule.place == "replace" and site.rule.place != "replace" or clash.path != site.path:
-                what = f"one rule replaces '{clash.path}' and another puts a block {site.rule.place} '{site.node or site.port}'"
+            here = f"{site.rule.place} '{site.node or site.port}'"
+            what = f"one rule replaces '{clash.path}' and another puts a block {here}"
+            if clash.rule.place == site.rule.place and clash.path == site.path:
+                what = f"two rules put a block {here}"
             raise ClashError(f"{site.pass_name}: {what}{f' ({lines})' if lines else ''}; narrow one of them")
 
 
