@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import hashlib
 import json
 import os
 import platform
-import re
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,17 +17,12 @@ from torch import nn
 
 from . import __version__
 from .errors import ArtifactError
+from .folders import recovered, replaced
+from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, check_manifest, parse, read_json, sha256, wrapped
 from .module import Container, TracedModule
 from .rebuild import fill, read_modules, write_modules
 from .serialize import GraphReader, Unportable, decode, encode, only_keys, portable, write_graph
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-FIXED = ("model.safetensors", "graph.json", "graph.txt", "config.yaml", "config.json")
-CODE = {".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".bin", ".sh"}
-JSON_LIMIT = 512 << 20
-HEADER_LIMIT = 100_000_000  # what the safetensors format itself allows
-PASS_NAME = re.compile(r"^[A-Za-z_][\w\-]*\Z", re.ASCII)
 DOCUMENT = ["format", "classes", "training", "modes", "twin_error", "meta", "extras", "tensors", "modules", "stacks", "graphs"]
 MODES = {"eval": False, "train": True}
 
@@ -60,16 +49,8 @@ def save(
     _check_target(target, overwrite)
     document, files = _document(module)
     _check_readable(module, document)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _clean(target)
-    work = Path(tempfile.mkdtemp(prefix=f"{_temporary(target)}{os.getpid()}-", dir=target.parent))
-    try:
-        work.chmod(0o777 & ~_umask())
+    with replaced(target) as work:
         _write_files(work, module, document, files, config)
-        _keep_others(target, work)
-        _swap(work, target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return Path(folder)
 
 
@@ -85,10 +66,10 @@ def load(
     """
     if isinstance(allow, str):
         allow = [allow]
-    path = _recovered(Path(folder))
-    names = _check_manifest(path)
-    document = _read_json(path / "graph.json")
-    with _wrapped("graph.json cannot be used"):
+    path = recovered(Path(folder))
+    names = check_manifest(path)
+    document = read_json(path / "graph.json")
+    with wrapped("graph.json cannot be used"):
         return _build(path, document, names, list(allow), device)
 
 
@@ -207,8 +188,8 @@ def _portable_tensor(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
 def _check_readable(module: TracedModule, document: dict[str, Any]) -> None:
     """Read back what is about to be written: better to fail while the module is there."""
     allow = [record["class"].partition(":")[0] for record in document["modules"].values() if ":" in record.get("class", "")]
-    with _wrapped("this module cannot be saved"):
-        document = _parse(_dump(document))
+    with wrapped("this module cannot be saved"):
+        document = parse(_dump(document))
         tree = read_modules(document["modules"], allow)
         names = [name for name, _, _ in _state(tree)]
         if names != list(document["tensors"]):
@@ -241,11 +222,9 @@ def _write_files(
         "fxplug": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "files": {path.name: {"sha256": _sha256(path), "size": path.stat().st_size} for path in sorted(work.iterdir())},
+        "files": {path.name: {"sha256": sha256(path), "size": path.stat().st_size} for path in sorted(work.iterdir())},
     }
     (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-    for path in (*work.iterdir(), work):
-        _sync(path)
 
 
 def _yaml(config: Mapping[str, Any]) -> str:
@@ -282,37 +261,6 @@ def _readable(module: TracedModule) -> str:
     return "\n".join(parts)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
-            os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-# --- swapping folders
-
-
-def _temporary(target: Path) -> str:
-    return f".{target.name}.saving-"
-
-
-def _old(target: Path) -> Path:
-    return target.with_name(f".{target.name}.old")
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
-
-
 def _check_target(target: Path, overwrite: bool) -> None:
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise ArtifactError(f"{target} is not a folder of its own; save needs a folder")
@@ -324,179 +272,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
         raise ArtifactError(f"{target} holds something that is no artifact (it has no {MANIFEST}); save into another folder")
 
 
-def _clean(target: Path) -> None:
-    """Remove what saves left that were killed, and bring back a folder that was between its two renames."""
-    for path in target.parent.glob(f"{_temporary(target)}*"):
-        process = path.name.removeprefix(_temporary(target)).partition("-")[0]
-        if not (process.isdigit() and _alive(int(process))):
-            shutil.rmtree(path, ignore_errors=True)
-    old = _old(target)
-    if old.exists():
-        if target.exists():
-            shutil.rmtree(old)
-        else:
-            os.rename(old, target)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return process != os.getpid()
-
-
-def _keep_others(target: Path, work: Path) -> None:
-    """Give the new folder what lay in the old one and is not the artifact's, by hard links where they work."""
-    if not (target / MANIFEST).is_file():
-        return
-    try:
-        listed = set(json.loads((target / MANIFEST).read_bytes())["files"])
-    except (ValueError, KeyError, TypeError):
-        listed = set()
-    for path in target.iterdir():
-        if path.name in listed or path.name in FIXED or (work / path.name).exists():
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.copytree(path, work / path.name, symlinks=True, copy_function=_link)
-        else:
-            _link(path, work / path.name)
-
-
-def _link(source: Any, copy: Any) -> Any:
-    try:
-        os.link(source, copy, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, copy, follow_symlinks=False)
-    return copy
-
-
-def _swap(work: Path, target: Path) -> None:
-    """Put the finished folder in the place of the old one; at no moment is there half of one."""
-    if not target.exists():
-        os.rename(work, target)
-    elif not _exchange(work, target):
-        os.rename(target, _old(target))  # load looks there when the target is missing
-        os.rename(work, target)
-        shutil.rmtree(_old(target), ignore_errors=True)
-    _sync(target.parent)
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two folders in one step, where the system can (Linux: renameat2 with RENAME_EXCHANGE)."""
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError, TypeError):
-        return False
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return bool(rename(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0)
-
-
 # --- reading
-
-
-@contextlib.contextmanager
-def _wrapped(finding: str) -> Iterator[None]:
-    """Whatever goes wrong with data that is not ours is a finding about the data."""
-    try:
-        yield
-    except ArtifactError:
-        raise
-    except RecursionError:
-        raise ArtifactError(f"{finding}: it is nested too deeply") from None
-    except Exception as error:
-        raise ArtifactError(f"{finding}: {type(error).__name__}: {error}") from error
-
-
-def _recovered(folder: Path) -> Path:
-    old = _old(folder.absolute())
-    return old if not folder.exists() and old.is_dir() else folder
-
-
-def _check_manifest(folder: Path) -> list[str]:
-    """The names of the files of an artifact, each of them whole and as it was written."""
-    if not folder.is_dir():
-        raise ArtifactError(f"there is no folder {folder}")
-    if not (folder / MANIFEST).is_file():
-        raise ArtifactError(f"{folder} is no artifact: it has no {MANIFEST}")
-    manifest = _read_json(folder / MANIFEST)
-    version = manifest.get("format")
-    if type(version) is not int or version < 1:
-        raise ArtifactError(f"{MANIFEST}: the format is {version!r}, which is no version")
-    if version > FORMAT:
-        raise ArtifactError(
-            f"{folder} has format {version}, written by fxplug {manifest.get('fxplug')}; this version reads up to {FORMAT}: "
-            "update fxplug"
-        )
-    files = manifest.get("files")
-    if type(files) is not dict:
-        raise ArtifactError(f"{MANIFEST} does not list its files")
-    for name, entry in files.items():
-        _check_file(folder, name, entry)
-    for name in ("model.safetensors", "graph.json"):
-        if name not in files:
-            raise ArtifactError(f"{MANIFEST} does not list {name}")
-    for path in folder.iterdir():
-        if path.name not in files and path.suffix.lower() in CODE:
-            raise ArtifactError(f"{path.name} lies in the artifact and is not listed: code has no place there; remove it")
-    return list(files)
-
-
-def _check_file(folder: Path, name: str, entry: Any) -> None:
-    path = folder / name
-    if "/" in name or "\\" in name or name in ("", ".", "..") or "\0" in name or path.is_symlink():
-        raise ArtifactError(f"{MANIFEST} lists {name!r}, which leads out of the folder")
-    if name not in FIXED and not (name.endswith(".safetensors") and PASS_NAME.match(name.removesuffix(".safetensors"))):
-        raise ArtifactError(f"{MANIFEST} lists {name!r}, a kind of file that an artifact does not have")
-    if not path.is_file():
-        raise ArtifactError(f"{name} is missing from {folder}")
-    if type(entry) is not dict or type(entry.get("size")) is not int or type(entry.get("sha256")) is not str:
-        raise ArtifactError(f"{MANIFEST} says neither size nor hash of {name}")
-    size = path.stat().st_size
-    if size != entry["size"]:
-        what = "truncated: the copy is incomplete" if size < entry["size"] else "longer than it was"
-        raise ArtifactError(f"{name} has {size} bytes instead of {entry['size']}; it is {what}")
-    if _sha256(path) != entry["sha256"]:
-        raise ArtifactError(f"{name} is not as it was written: its SHA-256 differs from the manifest's")
-    if name.endswith(".safetensors"):
-        _check_header(path, size)
-
-
-def _check_header(path: Path, size: int) -> None:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > min(size - 8, HEADER_LIMIT):
-        raise ArtifactError(f"{path.name} claims a header of {length} bytes, which a file of {size} bytes cannot have")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    if size > JSON_LIMIT:
-        raise ArtifactError(f"{path.name} has {size} bytes; more than {JSON_LIMIT} are not read")
-    return _parse(path.read_bytes(), path.name)
-
-
-def _parse(data: bytes, name: str = "graph.json") -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ArtifactError(f"{name} says something twice in one object")
-        return found
-
-    def refuse(constant: str) -> Any:
-        raise ArtifactError(f"{name} holds {constant}, which is no JSON")
-
-    try:
-        found = json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
-    except RecursionError:
-        raise ArtifactError(f"{name} is nested too deeply") from None
-    except ValueError as error:
-        raise ArtifactError(f"{name} is no JSON: {error}") from None
-    if type(found) is not dict:
-        raise ArtifactError(f"{name} is no JSON object")
-    return found
 
 
 def _build(

@@ -15,11 +15,11 @@ from . import ops
 from .errors import TraceError
 from .fakes import fake
 from .nodes import PRINTABLE
+from .paths import identifier
 from .recording import Recording
 from .regions import Regions
 from .sizes import Number
 from .structure import children, has_tensor
-from .wording import identifier
 
 # objects that a model hands on to torch functions without looking into them
 OPAQUE = (torch.Generator,)

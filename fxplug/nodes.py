@@ -16,9 +16,10 @@ from . import ops
 from .errors import TraceError
 from .fakes import Results, fake
 from .module import Graph
+from .paths import identifier
 from .sizes import KINDS, Number, Recorder
 from .structure import children
-from .wording import identifier, source_line
+from .wording import source_line
 
 PRINTABLE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
 PRINTABLE += (torch.memory_format, torch.layout, range)

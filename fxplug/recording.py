@@ -20,7 +20,6 @@ from .nodes import SMALL, Nodes
 from .sizes import KINDS, Number
 from .structure import children
 from .wording import describe, shortened, source_line
-from .wording import identifier as identifier
 
 CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
 SIZES = {"size", "stride", "numel", "nelement", "storage_offset", "__len__"}

@@ -13,10 +13,9 @@ from torch import nn
 from . import ops
 from .errors import TraceError
 from .nodes import Frame
-from .paths import Port
+from .paths import Port, identifier
 from .recording import Recording
 from .structure import children, map_leaves, put_back
-from .wording import identifier
 
 
 class Regions:

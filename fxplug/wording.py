@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import keyword
 import linecache
 import os
 import re
@@ -28,12 +27,6 @@ OPERATORS = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "eq": "==", "ne": "!=",
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and_": "and", "or_": "or",
 }  # fmt: skip
-
-
-def identifier(text: str) -> str:
-    """A module path or name as a Python identifier."""
-    name = re.sub(r"\W", "_", text)
-    return f"_{name}" if not name or name[0].isdigit() or keyword.iskeyword(name) else name
 
 
 def is_user_code(frame: FrameType) -> bool:

@@ -448,7 +448,7 @@ def test_other_files_stay_and_stale_ones_go(tmp_path: Path) -> None:
 
 
 def test_without_exchange_the_old_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxplug.artifact._exchange", lambda a, b: False)
+    monkeypatch.setattr("fxplug.folders._exchange", lambda a, b: False)
     folder = tmp_path / "out"
     fxplug.save(small(), folder)
     fxplug.save(small(1), folder)
@@ -470,7 +470,7 @@ modules = [small(0), small(1)]
 rng = random.Random(0)
 for exchange in [True] * 10 + [False] * 10:
     if not exchange:
-        fxplug.artifact._exchange = lambda a, b: False
+        fxplug.folders._exchange = lambda a, b: False
     fxplug.save(modules[0], folder)
     saver = os.fork()
     if not saver:
@@ -595,7 +595,7 @@ def test_deep_and_huge_json(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (folder / "graph.json").write_text("[" * 200_000 + "]" * 200_000)
     restamp(folder)
     refused(folder, "nested too deeply")
-    monkeypatch.setattr("fxplug.artifact.JSON_LIMIT", 100)
+    monkeypatch.setattr("fxplug.manifest.JSON_LIMIT", 100)
     refused(folder, "more than 100 are not read")
 
 
