@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+import networkx
 import torch
 from torch import fx, nn
 
@@ -384,12 +385,6 @@ def _needed(inside: list[fx.Node]) -> set[fx.Node]:
 
 
 def _reaches(starts: list[fx.Node], goal: fx.Node) -> bool:
-    seen, todo = set(starts), list(starts)
-    while todo:
-        node = todo.pop()
-        if node is goal:
-            return True
-        fresh = [u for u in node.users if u not in seen]
-        seen.update(fresh)
-        todo.extend(fresh)
-    return False
+    """Whether a value flows from one of these nodes to another."""
+    flow = networkx.DiGraph((node, user) for node in goal.graph.nodes for user in node.users)
+    return goal in starts or any(start in flow and goal in networkx.descendants(flow, start) for start in starts)
