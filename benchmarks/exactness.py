@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 import traceback
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from exact import check  # noqa: E402
+from record import write  # noqa: E402
 from zoo import LEFT_OUT, cases  # noqa: E402
 
 
@@ -56,8 +54,7 @@ def main() -> int:
     for name, reason in sorted(LEFT_OUT.items()):
         print(f"    {name}: {reason}")
     if options.json:
-        document = {"torch": torch.__version__, "command": " ".join(sys.argv), "rows": rows, "left_out": LEFT_OUT}
-        options.json.write_text(json.dumps(document, indent=1))
+        write(options.json, {"exact": good, "of": len(rows), "refusing": refused, "rows": rows, "left_out": LEFT_OUT})
     return 0 if good == len(rows) else 1
 
 

@@ -8,10 +8,8 @@ sites  the cost of a site in stacks of 100 to 5000 layers
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import json
-import platform
 import resource
 import statistics
 import subprocess
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from record import write
 from torch import nn
 
 import fxplug
@@ -39,19 +38,8 @@ def main() -> None:
         print(json.dumps(peak()))
         return
     rows = {name: measure() for name, measure in MEASURED.items() if options.only in (None, name)}
-    document = {"date": datetime.date.today().isoformat(), "command": " ".join(["python", *sys.argv]), **surroundings(), **rows}
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def surroundings() -> dict[str, Any]:
-    import diffusers
-
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "diffusers": diffusers.__version__}
-    threads = torch.get_num_threads()
-    return {"commit": commit.stdout.strip(), "device": f"{platform.machine()} CPU, {threads} threads", "versions": versions}
+        write(options.json, rows)
 
 
 def timed(call: Callable[[], Any]) -> tuple[Any, float]:

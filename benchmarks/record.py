@@ -1,0 +1,30 @@
+"""How a result is kept: a dated JSON file with the command, the commit, the device and the versions it was measured with."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def write(file: Path, results: dict[str, Any]) -> None:
+    """Write results with their surroundings."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    document = {
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python", *sys.argv]),
+        "commit": commit.stdout.strip(),
+        "device": f"{device}, {torch.get_num_threads()} threads",
+        "versions": {"python": platform.python_version(), **{n: version(n) for n in ("torch", "diffusers", "timm")}},
+        **results,
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(document, indent=1) + "\n")
