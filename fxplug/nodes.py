@@ -237,17 +237,18 @@ class Nodes(TorchFunctionMode, Recorder):
     def region(self) -> str:
         return f"'{self.frame.key}'" if self.frame.key else type(self.model).__name__
 
-    def place(self) -> str:
-        where, line = source_line()
-        return f"{self.region()} ({where}: {line})"
+    def place(self, error: BaseException | None = None) -> str:
+        """The region and the line of the model's code that is running, or that raised an error."""
+        where, line = source_line(error)
+        return f"the result of {self.region()}" if where == "?" else f"{self.region()} ({where}: {line})"
 
     def way_out(self) -> str:
         if not self.frame.key:
             return "move it into a submodule and keep that whole: leaf: [its path]"
         return f"keep that module whole: leaf: [{self.frame.key.partition('@')[0]}]"
 
-    def needs_values(self) -> str:
-        where, line = source_line()
+    def needs_values(self, error: BaseException | None = None) -> str:
+        where, line = source_line(error)
         return (
             f"{self.region()} reads a value out of its data ({where}: {line}), which fake tensors do not have; "
             f"{self.way_out()}, or trace on real tensors: real=True"

@@ -157,11 +157,11 @@ def _run(
         try:
             entry.run(recording, regions, *call)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise NeedsValues(recording.needs_values()) from error
+            raise NeedsValues(recording.needs_values(error)) from error
         except (FxplugError, NeedsValues):
             raise
         except Exception as error:
-            error.add_note(f"while tracing {recording.place()}")
+            error.add_note(f"while tracing {recording.place(error)}")
             raise
     recording.finish()
     return _Traced(recording.graph, recording.constants, regions.called, recording.reads_training)

@@ -9,6 +9,7 @@ import re
 import sys
 import sysconfig
 from functools import lru_cache
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import fx
 from . import targets
 
 STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+CALLER = os.path.join(os.path.dirname(__file__), "entry.py")  # what called the model: no line of the model is above it
 OWN = tuple(os.path.dirname(str(file)) + os.sep for file in (torch.__file__, np.__file__, __file__))
 # functions whose text is read by people only: all of it, and all but the first argument
 TELLING = {"print", "warn", "warning", "warning_once", "warn_once", "debug", "info"}
@@ -73,15 +75,22 @@ def _called(node: ast.AST) -> str:
     return str(getattr(function, "attr", getattr(function, "id", "")))
 
 
-def source_line() -> tuple[str, str]:
-    """File:line and text of the innermost line of the user's code that is running."""
+def source_line(error: BaseException | None = None) -> tuple[str, str]:
+    """File:line and text of the innermost line of the user's code that is running, or that raised an error."""
+    if error is not None:
+        ran = [(frame, line) for frame, line in walk_tb(error.__traceback__) if is_user_code(frame)]
+        return _line(*ran[-1]) if ran else ("?", "?")
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != CALLER:
         if is_user_code(frame):
-            file = frame.f_code.co_filename
-            return f"{short_path(file)}:{frame.f_lineno}", shortened(linecache.getline(file, frame.f_lineno).strip(), 70)
+            return _line(frame, frame.f_lineno)
         frame = frame.f_back
     return "?", "?"
+
+
+def _line(frame: FrameType, number: int) -> tuple[str, str]:
+    file = frame.f_code.co_filename
+    return f"{short_path(file)}:{number}", shortened(linecache.getline(file, number).strip(), 70)
 
 
 def short_path(file: str) -> str:

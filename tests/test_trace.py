@@ -817,3 +817,28 @@ def test_an_error_between_two_modes_gives_the_first_back():
 def test_generated_code_looks_modules_up_by_index_and_leaves_text_alone():
     gm = fxplug.trace(Between(), torch.randn(2, 4))
     assert "self.layers[0](" in gm.code and """getattr(self.layers, "0")""" in gm.code.replace("\\", "")
+
+
+class Unreported(nn.Module):
+    def forward(self, x):
+        return torch.vmap(lambda v: v.sin())(x)
+
+
+class Masked(nn.Module):
+    def forward(self, x):
+        return x[x > 0]
+
+
+class Raising(nn.Module):
+    def forward(self, x):
+        raise ValueError("its own")
+
+
+def test_errors_name_the_line_of_the_model_and_not_of_its_caller():
+    with pytest.raises(fxplug.TraceError, match=r"^the result of Unreported: a tensor comes from a function"):
+        fxplug.trace(Unreported(), torch.randn(2, 3))
+    with pytest.raises(fxplug.TraceError, match=r"test_trace\.py:\d+: return x\[x > 0\]"):
+        fxplug.trace(Masked(), torch.randn(2, 3), real=False)
+    with pytest.raises(ValueError, match="its own") as caught:
+        fxplug.trace(Raising(), torch.randn(2, 3))
+    assert 'raise ValueError("its own")' in caught.value.__notes__[0]
