@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 
+# asked at the start: commits made while it measures are not what is measured
+COMMIT = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+
 
 def write(file: Path, results: dict[str, Any]) -> None:
     """Write results with their surroundings."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
     document = {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
-        "commit": commit.stdout.strip(),
+        "commit": COMMIT,
         "device": f"{device}, {torch.get_num_threads()} threads",
         "versions": {"python": platform.python_version(), **{n: version(n) for n in ("torch", "diffusers", "timm")}},
         **results,
