@@ -6,9 +6,9 @@ from zoo import cases
 
 # inputs that the model takes and the graph turns away with a GuardError, because the model's own Python decides on them
 REFUSED = {
-    "diffusers/PixArtTransformer2DModel": (3, "self.height != height"),  # its own resolution takes another way
-    "diffusers/Lumina2Transformer2DModel": (6, "tolist"),  # a loop over the batch
-    "timm/eva": (3, "float(s)"),  # positions are Python numbers
+    "diffusers/PixArtTransformer2DModel": (5, "self.height != height"),  # its own resolution takes another way
+    "diffusers/Lumina2Transformer2DModel": (9, "tolist"),  # a loop over the batch
+    "timm/eva": (5, "float(s)"),  # positions are Python numbers
 }
 
 
