@@ -3,10 +3,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint zoo bench clean
+.PHONY: help install demo test test-slow lint pages zoo bench clean
 
 help:  ## print this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 install: $(STAMP)  ## make .venv and install fxplug with all that its tests need
 
@@ -26,13 +26,22 @@ lint: install  ## ruff and mypy
 
 test: export HF_HUB_OFFLINE = 1
 test: lint  ## lint, then all tests but the slow and the GPU ones
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu"
+
+test-slow: export HF_HUB_OFFLINE = 1
+test-slow: install  ## the tests that take minutes
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+pages: export HF_HUB_OFFLINE = 1
+pages: install  ## write examples/passes: a page about each pass
+	$(BIN)/fxplug passes --pages examples/passes
 
 zoo: install  ## trace the model zoo and print what is exact
 	$(BIN)/python benchmarks/exactness.py
 
-bench: install  ## measure tracing
+bench: install  ## measure tracing, and ControlNet in one graph
 	$(BIN)/python benchmarks/trace.py
+	$(BIN)/python benchmarks/controlnet.py
 
 clean:  ## remove what the targets above made, except .venv
 	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .artifact import load, save
+    from .blitz_pass import blitz
     from .checks import verify
     from .config import load_config
     from .edit import apply
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from .flow import Result, rewrite
     from .match import Site, find
     from .printing import diff, show
-    from .spec import Match, Pass, Rule, load_pass
+    from .rules import Match, Pass, Rule
+    from .spec import load_pass
     from .tracing import trace
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "TraceError",
     "VerifyError",
     "apply",
+    "blitz",
     "diff",
     "export",
     "find",
@@ -64,6 +67,7 @@ __all__ = [
 
 _HOME = {
     "artifact": ["load", "save"],
+    "blitz_pass": ["blitz"],
     "checks": ["verify"],
     "config": ["load_config"],
     "edit": ["apply"],
@@ -72,7 +76,8 @@ _HOME = {
     "flow": ["Result", "rewrite"],
     "match": ["Site", "find"],
     "printing": ["diff", "show"],
-    "spec": ["Match", "Pass", "Rule", "load_pass"],
+    "rules": ["Match", "Pass", "Rule"],
+    "spec": ["load_pass"],
     "tracing": ["trace"],
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}

@@ -1,4 +1,4 @@
-"""The command line: `fxplug rewrite | sites | diff | show | passes | schema | export`.
+"""The command line: `fxplug rewrite | sites | diff | show | passes | schema | export | convert`.
 
 torch is imported by the verbs that need it, when they run: `--help`, `passes` and `schema` answer at once.
 """
@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 from . import __version__
-from .errors import FxplugError, SpecError
+from .errors import FxplugError, SpecError, did_you_mean
 
 if TYPE_CHECKING:
     from .flow import Result
@@ -163,14 +163,29 @@ def show(
 @app.command()
 def passes(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One pass: its parameters.")] = None,
+    page: Annotated[bool, typer.Option("--page", help="All about one pass, as Markdown: also what it changes.")] = False,
+    pages: Annotated[Path | None, typer.Option("--pages", metavar="DIR", help="Write the pages of all passes.")] = None,
     debug: Debug = False,
 ) -> None:
     """List the passes that come with fxplug, or the parameters of one."""
     from .spec import REQUIRED, open_pass, shipped
 
+    if pages is not None:
+        from .pages import write
+
+        print(f"wrote {len(write(pages))} pages in {pages}")
+        return
+    if page:
+        if name is None:
+            raise typer.BadParameter("--page is about one pass: name it")
+        from .pages import page as text
+
+        print(text(name), end="")
+        return
+
     if name is None:
         for each, path in shipped("passes").items():
-            print(f"{each:10}{open_pass(path).source.data.get('about', '')}")
+            print(f"{each:17}{open_pass(path).source.data.get('about', '')}")
         return
     draft = open_pass(name)
     print(draft.source.data.get("about", draft.name))
@@ -211,6 +226,34 @@ def export(
     for note in report.notes:
         print(note)
     print(f"saved in {report.path}")
+
+
+@app.command()
+def convert(
+    system: Annotated[str, typer.Argument(metavar="SYSTEM", help="Where the file comes from: hcp (HCP-Diffusion).")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Its YAML file with plugin_unet, plugin_TE or lora_unet.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The configuration to write.")],
+    model: Annotated[
+        str | None, typer.Option("--model", help="The model, as in a configuration; or a configuration that has it (.yaml).")
+    ] = None,
+    part: Annotated[str, typer.Option("--part", help="Whose plugins: unet or TE.")] = "unet",
+    input: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="NAME=SIZES", help="What a plugin is fed: cond=n,3,8*h,8*w. Repeatable."),
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Turn the plugins of another system into a configuration; their classes are used as they are."""
+    if system != "hcp":
+        raise SpecError(f"no system '{system}'{did_you_mean(system, ['hcp'])}; there is hcp")
+    from .compat.hcp_config import convert as run
+    from .compat.hcp_config import read_input
+
+    done = run(file, model=model, part=part, inputs=dict(map(read_input, input or [])), out=out)
+    out.write_text(done.text, "utf-8")
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(f"saved in {out}" if model else f"saved in {out}; its model is left to write")
 
 
 def _run(config: str, set: list[str] | None, **how: Any) -> Result:

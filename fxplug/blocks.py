@@ -32,13 +32,38 @@ class Block(nn.Module):
     at: Any  # classmethod (site, **options) -> Block: the options that a rule may give are its named arguments
 
 
+def check_rank(rank: Any) -> int:
+    """`rank` if it is a whole number above 0, else SpecError."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise SpecError(f"rank must be a whole number, 1 or more, not {rank!r}")
+    return rank
+
+
+def scaling(rank: int, alpha: float | None, rslora: bool = False, alpha_auto_scale: bool = True) -> float:
+    """What a low-rank update is multiplied by: alpha / rank; no alpha means rank.
+
+    `rslora` makes it alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); `alpha_auto_scale=False` makes it alpha, as
+    HCP-Diffusion has it. Raises SpecError for both at once, or for the second without an alpha.
+    """
+    if alpha_auto_scale:
+        return (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
+    if rslora:
+        raise SpecError(
+            "rslora divides alpha by sqrt(rank) and alpha_auto_scale: false does not divide it: give one of the two"
+        )
+    if alpha is None:
+        raise SpecError("alpha_auto_scale: false makes alpha the scale itself: give an alpha, 1.0 to add the update as it is")
+    return alpha
+
+
 class Lora(Block):
     """y + scale * up(down(x)): a low-rank update beside a layer (Hu et al. 2021, arXiv 2106.09685).
 
-    `scale` is alpha / rank, a float32 buffer saved with the weights. `down` has the layer's own geometry (kernel, stride,
-    padding, dilation, groups), `up` is zero when new. x and y are the layer's input and output: (..., features) for Linear,
-    (batch, channels, *space) for convolutions, integer indices and (..., features) for Embedding. A grouped convolution
-    gets an update in each group, of at most the rank that a group's weight can have, so that it can be merged.
+    `scale` is a float32 buffer saved with the weights, see `scaling`. `down` has the layer's own geometry (kernel, stride,
+    padding, dilation, groups), `up` is zero when new, and so is its bias if it has one. x and y are the layer's input and
+    output: (..., features) for Linear, (batch, channels, *space) for convolutions, integer indices and (..., features) for
+    Embedding. A grouped convolution gets an update in each group, of at most the rank that a group's weight can have, so
+    that it can be merged.
     """
 
     neutral = True
@@ -53,20 +78,24 @@ class Lora(Block):
         dropout: float = 0.0,
         geometry: Mapping[str, Any] | None = None,
         same_padding: bool = False,
+        bias: bool = False,
+        rslora: bool = False,
+        alpha_auto_scale: bool = True,
     ) -> None:
         """`kind` is Linear, Conv1d, Conv2d, Conv3d or Embedding; `geometry` holds a convolution's own arguments.
 
-        `same_padding` pads the input so that the output is as large as the layer's, whatever the layer does for it.
-        Raises SpecError for a rank below 1 or a dropout outside [0, 1).
+        `same_padding` pads the input so that the output is as large as the layer's, whatever the layer does for it; `bias`
+        gives `up` a bias, which is scaled as the rest of the update. Raises SpecError for a rank below 1, a dropout outside
+        [0, 1), or what `scaling` refuses.
         """
         super().__init__()
-        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise SpecError(f"rank must be a whole number, 1 or more, not {rank!r}")
+        check_rank(rank)
         if not 0 <= dropout < 1:
             raise SpecError(f"dropout must be at least 0 and below 1, not {dropout!r}")
         self.kind, self.in_features, self.out_features, self.rank = kind, in_features, out_features, rank
         self.alpha = rank if alpha is None else alpha
         self.geometry, self.same_padding = dict(geometry or {}), same_padding
+        self.bias, self.rslora, self.alpha_auto_scale = bias, rslora, alpha_auto_scale
         self.down: nn.Module
         self.up: nn.Module
         if kind in CONVOLUTIONS:
@@ -74,25 +103,37 @@ class Lora(Block):
             within = (in_features // groups) * math.prod(self.geometry["kernel_size"])
             channels = groups * (rank if groups == 1 else min(rank, within, out_features // groups))
             self.down = CONVOLUTIONS[kind](in_features, channels, bias=False, **self.geometry)
-            self.up = CONVOLUTIONS[kind](channels, out_features, 1, groups=groups, bias=False)
+            self.up = CONVOLUTIONS[kind](channels, out_features, 1, groups=groups, bias=bias)
         else:
             self.down = nn.Embedding(in_features, rank) if kind == "Embedding" else nn.Linear(in_features, rank, bias=False)
-            self.up = nn.Linear(rank, out_features, bias=False)
+            self.up = nn.Linear(rank, out_features, bias=bias)
         self.dropout = dropout
-        self.register_buffer("scale", torch.tensor(self.alpha / rank, dtype=torch.float32))
-        nn.init.zeros_(self.up.weight)  # type: ignore[arg-type]
+        factor = scaling(rank, alpha, rslora, alpha_auto_scale)
+        self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
+        for parameter in self.up.parameters():
+            nn.init.zeros_(parameter)
         if kind != "Embedding":
             nn.init.kaiming_uniform_(self.down.weight, a=math.sqrt(5))  # type: ignore[arg-type]
 
     @classmethod
-    def at(cls, site: Site, rank: int = 8, alpha: float | None = None, dropout: float = 0.0) -> Lora:
+    def at(
+        cls,
+        site: Site,
+        rank: int = 8,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+        bias: bool = False,
+        rslora: bool = False,
+        alpha_auto_scale: bool = True,
+    ) -> Lora:
         """An update for a Linear, Conv1d, Conv2d, Conv3d or Embedding, or a layer derived from one."""
         layer: Any = site.module
         kind = next((k for k in ("Linear", "Embedding", *CONVOLUTIONS) if k in site.classes), None)
         if kind is None:
             known = ", ".join(["Linear", *CONVOLUTIONS, "Embedding"])
             raise SpecError(f"{site.path} is a {site.classes[0]}; a low-rank update fits {known} and layers derived from them")
-        common: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout}
+        common: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout, "bias": bias}
+        common.update(rslora=rslora, alpha_auto_scale=alpha_auto_scale)
         if kind == "Linear":
             return cls(kind, layer.in_features, layer.out_features, **common)
         if kind == "Embedding":

@@ -21,9 +21,11 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from .blitz_pass import blitz_entry, blitz_schema
 from .errors import SpecError, did_you_mean, dotted
+from .rules import COMMON, Pass, check_common, check_target
 from .source import NOWHERE, Source, Where, no_such_file, parse_yaml, read_yaml, shown
-from .spec import COMMON, REQUIRED, Pass, check_common, check_target, find_file, open_pass, shipped
+from .spec import REQUIRED, find_file, open_pass, shipped
 
 Dtype = Literal["float32", "float64", "float16", "bfloat16"]
 DTYPES = (*get_args(Dtype), "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128")
@@ -252,6 +254,11 @@ def _pass(item: Any, base: Path, path: tuple[str | int, ...]) -> Pass:
         found = f"{len(item)} keys" if isinstance(item, Mapping) else shown(item)
         raise SpecError(f"must be a name, or one name with its parameters below it, not {found}", path=path)
     ((source, given),) = item.items()
+    if source == "blitz":
+        try:
+            return blitz_entry(given)
+        except SpecError as error:
+            raise SpecError(error.finding, path=(*path, source, *error.path), key=error.key) from None
     try:
         draft = open_pass(source, base=base)
     except SpecError as error:
@@ -494,17 +501,17 @@ def resolved(config: Config) -> dict[str, Any]:
 def schema() -> dict[str, Any]:
     """The JSON Schema of a configuration; it knows the parameters of every shipped pass."""
     made = Config.model_json_schema()
+    common = {
+        "name": {"type": "string"},
+        "lr": {"type": ["number", "null"], "minimum": 0},
+        "weight_decay": {"type": ["number", "null"], "minimum": 0},
+        "train": {"type": "boolean", "default": True},
+    }
     names: dict[str, Any] = {}
     for name, path in shipped("passes").items():
         draft = open_pass(path)
         params = draft.params
-        settings = {key: _property(default) for key, default in params.items()}
-        settings |= {
-            "name": {"type": "string"},
-            "lr": {"type": ["number", "null"], "minimum": 0},
-            "weight_decay": {"type": ["number", "null"], "minimum": 0},
-            "train": {"type": "boolean", "default": True},
-        }
+        settings = {key: _property(default) for key, default in params.items()} | common
         names[name] = {
             "description": draft.source.data.get("about", ""),
             "type": ["object", "null"],
@@ -516,7 +523,7 @@ def schema() -> dict[str, Any]:
         "type": "object",
         "minProperties": 1,
         "maxProperties": 1,
-        "properties": names,
+        "properties": {**names, "blitz": blitz_schema(common)},
         "patternProperties": {r"\.ya?ml$": {"type": ["object", "null"]}},
         "additionalProperties": False,
     }

@@ -1,23 +1,27 @@
-"""Sites to a rewritten module: a copied graph on shared weights. The only file that edits graphs."""
+"""Sites to a rewritten module: a copied graph on shared weights. The rewrite layer's centre."""
 
 from __future__ import annotations
 
 import inspect
 import operator
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
-import networkx
-import torch
 from torch import fx, nn
 
 from . import ops
-from .errors import ClashError, FxplugError, MatchError, SpecError, did_you_mean
-from .match import Regions, Site, fill, find, find_input, find_output, source
-from .module import Container, Graph, TracedModule, copy_graph, shell
-from .paths import Port, identifier, parse_port
-from .spec import Pass, Rule, import_target
+from .errors import ClashError, MatchError, SpecError
+from .fakes import no_collection
+from .grafting import Graft, Traces, head
+from .making import make_block, record
+from .match import Site, fill, reads, sites_of
+from .module import Graph, TracedModule, copy_graph, shell
+from .networks import joined
+from .paths import Port, identifier, parse_port, parse_relative
+from .places import Region, Regions, added, find_input, find_output, members, source
+from .rules import Pass
+from .slots import Slot, flat_ports, hand_over, map_ports, needed, nodes_in, reaches, same_structure, structure, unlooped
 
 
 def apply(gm: TracedModule, *passes: Pass) -> TracedModule:
@@ -30,8 +34,9 @@ def apply(gm: TracedModule, *passes: Pass) -> TracedModule:
     """
     if not isinstance(gm, TracedModule):
         raise SpecError(f"apply takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
-    for p in passes:
-        gm = _apply(gm, p)
+    with no_collection():
+        for p in passes:
+            gm = _apply(gm, p)
     return gm
 
 
@@ -44,225 +49,243 @@ def _apply(gm: TracedModule, p: Pass) -> TracedModule:
         )
     if hasattr(gm, p.name) and p.name in dict(gm.named_children()):
         raise ClashError(f"the model has a module '{p.name}' of its own; give the pass another name (name: ...)")
-    if p.networks:
-        raise SpecError(f"{p.name}: 'networks' are not known to this version")
-    for rule in p.rules:
-        if rule.place == "param":
-            raise SpecError(f"{p.name}: place 'param' is not known to this version", where=rule.where)
-    sites = find(gm, p)
+    gm = joined(gm, p)
+    sites = sites_of(gm, p)
     tree = shell(gm)
-    owners: dict[str, Any] = {}
+    owners: dict[Any, Any] = {}
     first = next((t for t in gm.parameters() if t.is_floating_point()), None)
-    blocks = {id(site): _block(tree, site, p, owners, first) for site in sites}
-    graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
-    for graph in graphs.values():
-        Editor(graph, tree, p, applied).run(sites, blocks)
+    blocks = {id(site): make_block(tree, site, p, owners, first) for site in sites if site.rule.use is not None}
+    modes, traces = dict(gm.graphs), Traces()
+    try:
+        graphs = _edited(modes, tree, gm, p, traces, sites, blocks)
+    except _BothModes:  # what is put in tells training from evaluation, which the model itself does not
+        one = next(iter(modes.values()))
+        graphs = _edited({True: one, False: one}, tree, gm, p, traces, sites, blocks)
     new = TracedModule(tree, graphs, gm._origin, gm._extras)
     new.twin_error = gm.twin_error
-    new.meta = {**gm.meta, "passes": [*applied, _entry(p, sites, blocks)]}
+    new.meta = {**gm.meta, "passes": [*applied, record(gm, p, sites, blocks)]}
     return new
 
 
-def _entry(p: Pass, sites: list[Site], blocks: Mapping[int, tuple[str, nn.Module]]) -> dict[str, Any]:
-    """What a module remembers of a pass: plain values, saved with it."""
-    return {
-        "name": p.name,
-        "about": p.about,
-        "params": _plain(dict(p.params)),
-        "lr": p.lr,
-        "weight_decay": p.weight_decay,
-        "train": p.train,
-        "neutral": all(getattr(block, "neutral", False) for _, block in blocks.values()),
-        "sites": [{"path": s.node or s.path, "place": s.rule.place, "block": blocks[id(s)][0]} for s in sites],
-        "inputs": list(p.inputs),
-    }
+def _edited(
+    modes: Mapping[bool, fx.Graph],
+    tree: nn.Module,
+    gm: TracedModule,
+    p: Pass,
+    traces: Traces,
+    sites: list[Site],
+    blocks: Mapping[int, tuple[str, nn.Module]],
+) -> dict[bool, Graph]:
+    graphs = {mode: copy_graph(graph) for mode, graph in modes.items()}
+    for mode, graph in graphs.items():
+        Editor(graph, mode, len(graphs), tree, gm, p, traces).run(sites, blocks)
+    return graphs
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+ROOT = {"": ("", "")}  # the nn_module_stack of what passes put in
 
 
-# --- blocks
-
-
-def _block(tree: nn.Module, site: Site, p: Pass, owners: dict[str, Any], weight: torch.Tensor | None) -> tuple[str, nn.Module]:
-    """The block of a site, put into the module tree; calls of one module share one, other rules and ports do not.
-
-    `weight` says device and dtype where the site has no weights of its own.
-    """
-    rule = site.rule
-    kind = _block_class(rule)
-    first = name = ".".join(filter(None, [p.name, site.name, kind.__name__]))
-    owner_key = (id(rule), site.port.side, site.port.keys if not site.node else ())
-    number = 2
-    while owners.setdefault(name, owner_key) != owner_key:
-        name, number = f"{first}_{number}", number + 1
-    try:
-        return name, tree.get_submodule(name)
-    except AttributeError:
-        pass
-    try:
-        _check_options(kind, rule)
-        block = _make(kind, site, weight).train(tree.training)
-    except FxplugError as error:
-        text = getattr(error, "finding", str(error))
-        raise SpecError(f"{p.name}: {site.node or site.path or 'the model'}: {text}", where=rule.where) from None
-    except Exception as error:
-        error.add_note(f"while {kind.__name__}.at made a block for '{site.path}' ({str(rule.where) or p.name})")
-        raise
-    owner = tree
-    *parents, last = name.split(".")
-    for part in parents:
-        if part not in owner._modules:
-            owner._modules[part] = Container(("Added",))
-        owner = owner._modules[part]  # type: ignore[assignment]
-    owner._modules[last] = block
-    return name, block
-
-
-def _block_class(rule: Rule) -> type[nn.Module]:
-    kind = rule.use if isinstance(rule.use, type) else import_target(rule.use, rule.where)
-    if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-        raise SpecError(f"'{rule.use}' is no module class: a block is an nn.Module", where=rule.where)
-    if not callable(getattr(kind, "at", None)):
-        raise SpecError(
-            f"block class '{kind.__name__}' has no classmethod 'at(site, **options)', which makes a block for a site",
-            where=rule.where,
-        )
-    return kind
-
-
-def _check_options(kind: type[nn.Module], rule: Rule) -> None:
-    parameters = inspect.signature(kind.at).parameters  # type: ignore[attr-defined]
-    known = [n for n, v in parameters.items() if v.kind is not v.VAR_KEYWORD][1 if "self" not in parameters else 0 :]
-    if any(v.kind is v.VAR_KEYWORD for v in parameters.values()):
-        return
-    for name in rule.options:
-        if name not in known:
-            raise SpecError(
-                f"{kind.__name__} takes no option '{name}'{did_you_mean(name, known)}; it takes {', '.join(known) or 'none'}"
-            )
-
-
-def _make(kind: type[nn.Module], site: Site, weight: torch.Tensor | None) -> nn.Module:
-    """A block on the device and, for floating-point weights, in the dtype of the weights around it."""
-    near = next((t for t in site.module.parameters() if t.is_floating_point()), weight)
-    device = torch.device("cpu") if near is None else near.device
-    with torch.device(device), torch.random.fork_rng(enabled=False):
-        block: nn.Module = kind.at(site, **site.rule.options)  # type: ignore[attr-defined]
-    if near is not None:
-        block.to(device)
-        for parameter in block.parameters():
-            if parameter.is_floating_point() and parameter.dtype != near.dtype:
-                parameter.data = parameter.data.to(near.dtype)
-    return block
-
-
-# --- graphs
+class _BothModes(Exception):
+    """What is put in differs between training and evaluation, and the graph so far does not."""
 
 
 class Editor:
     """One pass on one copied graph."""
 
-    def __init__(self, graph: Graph, tree: nn.Module, p: Pass, applied: list[dict[str, Any]]) -> None:
-        self.graph = graph
+    def __init__(
+        self, graph: Graph, mode: bool, modes: int, tree: nn.Module, gm: TracedModule, p: Pass, traces: Traces
+    ) -> None:
+        self.graph, self.mode, self.modes = graph, mode, modes
+        self.tree = tree
         self.p = p
-        self.earlier: dict[str, list[tuple[str, str]]] = {}  # region: the passes that put a block there, and the place
-        for entry in applied:
+        self.traces = traces
+        self.earlier: dict[str, tuple[str, str, str]] = {}  # region: a pass with a block at or below it, where, and the place
+        for entry in gm.meta.get("passes", []):
             for site in entry["sites"]:
-                self.earlier.setdefault(site["path"], []).append((entry["name"], site["place"]))
-        self.regions = Regions(graph, tree)
+                parts = site["path"].split(".")
+                for n in range(len(parts) + 1):
+                    self.earlier.setdefault(".".join(parts[:n]), (entry["name"], site["path"], site["place"]))
+        self.regions = Regions(graph, gm)
         self.by_name: dict[str, fx.Node] = {node.name: node for node in graph.nodes}
-        self.kept: dict[str, fx.Node] = {}
+        self.kept: dict[str, Any] = {}
         self.behind: dict[str, fx.Node] = {n.meta["behind"]: n for n in graph.nodes if "behind" in n.meta}
-        self.inputs = self.add_inputs()
 
     def run(self, sites: list[Site], blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
         for site in sites:
             if self.present(site):
-                self.insert(site, *blocks[id(site)])
+                if site.rule.place == "param":
+                    self.map_parameter(site, *blocks[id(site)])
+                else:
+                    self.insert(site, blocks.get(id(site)))
         self.graph.lint()
 
     def present(self, site: Site) -> bool:
         """Whether this graph has the site: a region that runs in training only is in one of two graphs."""
-        return site.node in self.by_name if site.node else site.path in self.regions.by_key
+        return site.node in self.by_name if site.node else site.rule.place == "param" or site.path in self.regions.by_key
 
-    def add_inputs(self) -> dict[str, fx.Node]:
-        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
-        taken = {str(n.target).lstrip("*") for n in placeholders}
-        found = {}
-        for name in self.p.inputs:
-            if name in taken:
-                raise ClashError(f"{self.p.name}: the model has an argument '{name}' already; give the input another name")
-            last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
-            starred = last.target.startswith("**")
-            optional = any(n.args for n in placeholders)
-            at = self.graph.inserting_before(last) if starred else self.graph.inserting_after(last)
-            with at:
-                default = None if optional else inspect.Signature.empty
-                node = self.graph.create_node("placeholder", name, () if default is not None else (None,), {}, name=name)
-            node.meta["pass"] = {"name": self.p.name}
-            node.meta["nn_module_stack"] = placeholders[0].meta["nn_module_stack"]
-            found[name] = node
-        return found
+    # --- putting a block in
 
-    def insert(self, site: Site, name: str, block: nn.Module) -> None:
+    def insert(self, site: Site, made: tuple[str, nn.Module] | None) -> None:
         """Put one block in: call it with its arguments behind the last of them, and give its result to the users."""
         rule = site.rule
-        slot = self.slot(site)
-        args = [self.argument(site, index, item, slot) for index, item in enumerate(rule.args)]
-        users = slot.users()
-        last = max([*args, slot.value])  # nodes compare by their place in the graph
-        self.check_order(site, users, args, last)
-        with self.graph.inserting_after(last):
-            node = self.graph.create_node("call_module", name, tuple(args), {}, name=identifier(name))
-        node.meta["nn_module_stack"] = {"": ("", "")}
-        node.meta["pass"] = {
+        stacked = self.stacked(site)
+        if rule.place == "replace" and not site.node and self.regions.by_key[site.path].leaf is not None:
+            self.add_edges(self.regions.by_key[site.path])
+        slots = self.slots(site)
+        args = [self.argument(site, index, item, slots) for index, item in enumerate(rule.args)]
+        if stacked and rule.combine == "chain" and not any(item in ("y", "y[:]") for item in rule.args):
+            args = [slots[0][1].value if item == "x" else arg for item, arg in zip(rule.args, args, strict=True)]
+        given = [*nodes_in(args), *(slot.value for _, slot in slots)]
+        result, new = (args[0], []) if made is None else self.call(site, *made, args, max(given), slots)
+        if rule.name is not None:
+            result, kept = (self.member(result, i, new) for i in (0, 1))
+            self.kept[fill(rule.name, site.caught)] = kept
+        self.check_structure(site, result)
+        taken: set[fx.Node] = set()
+        for keys, slot in slots:
+            value = result
+            for key in keys:
+                value = self.member(value, key, new)
+            if value is slot.value or value is slot.only:
+                continue
+            reading: set[fx.Node] = unlooped(slot, value) if made is None else set()
+            self.check_order(site, slot, args, value if made is None else max(given), reading)
+            if stacked and rule.combine == "sum":
+                value = self.node("call_function", operator.add, (slot.value, value), site, max(slot.value, value))
+            elif value not in new or value in taken:  # a name of its own: it is also something else
+                known = {k: value.meta[k] for k in ("shape", "dtype") if k in value.meta}
+                value = self.node("call_function", ops.edge, (value,), site, max(value, slot.value))
+                value.meta.update(known)
+            taken.add(value)
+            new.append(value)
+            if "shape" not in value.meta:  # a block that was traced knows its own
+                value.meta.update({k: slot.value.meta[k] for k in ("shape", "dtype") if k in slot.value.meta})
+            slot.put(value, {*new, *reading})
+            if slot.only is None:
+                value.meta["behind"] = slot.value.name
+                self.behind[slot.value.name] = value
+        if rule.place == "replace" and not stacked:
+            self.drop(site)
+
+    def call(
+        self, site: Site, name: str, block: nn.Module, args: list[Any], last: fx.Node, slots: list[tuple[Any, Slot]]
+    ) -> tuple[Any, list[fx.Node]]:
+        """A block called behind `last`: its result, and the nodes that are new."""
+        if getattr(block, "inline", False):
+            return self.inlined(site, name, block, args, last)
+        node = self.node("call_module", name, tuple(args), site, last, identifier(name), type(block).__name__)
+        if slots:
+            node.meta.update({k: slots[0][1].value.meta[k] for k in ("shape", "dtype") if k in slots[0][1].value.meta})
+        return node, [node]
+
+    def inlined(
+        self, site: Site, name: str, block: nn.Module, args: list[Any], last: fx.Node
+    ) -> tuple[Any, list[fx.Node]]:
+        """A block whose own code is put in, so that a saved graph needs no class of its."""
+        where = f"{site.rule.where}: " if str(site.rule.where) else ""
+        what = f"{where}{self.p.name}: {type(block).__name__} at '{site.node or site.path or 'the model'}'"
+        sub = self.traces.of(block, args, {}, what)
+        owner, _, last_name = name.rpartition(".")
+        own = shell(sub)
+        self.tree.get_submodule(owner)._modules[last_name] = own
+        graft = Graft(self.graph, name, name, ROOT, self.made_by(site, type(block).__name__), after=last)
+        graft.base = self.traces.taken_from_base(own, self.tree)
+        inputs = inspect.signature(block.forward).bind(*args)
+        inputs.apply_defaults()
+        return graft.put(self.of_mode(sub), inputs.arguments), graft.nodes
+
+    def of_mode(self, sub: TracedModule) -> fx.Graph:
+        if len(sub.graphs) > self.modes:
+            raise _BothModes
+        return sub.graphs.get(self.mode) or next(iter(sub.graphs.values()))
+
+    def node(
+        self, op: str, target: Any, args: Any, site: Site, after: fx.Node, name: str | None = None, block: str = ""
+    ) -> fx.Node:
+        with self.graph.inserting_after(after):
+            node = self.graph.create_node(op, target, args, {}, name=name)
+        node.meta["nn_module_stack"] = ROOT
+        node.meta["pass"] = self.made_by(site, block)
+        return node
+
+    def made_by(self, site: Site, block: str) -> dict[str, Any]:
+        rule = site.rule
+        return {
             "name": self.p.name,
             "site": site.node or site.path,
             "place": rule.place,
-            "block": type(block).__name__,
+            "block": block,
             "where": str(rule.where),
         }
-        node.meta.update({k: slot.value.meta[k] for k in ("shape", "dtype") if k in slot.value.meta})
-        value = node
-        if rule.name is not None:
-            value, extra = (self.item(node, i) for i in (0, 1))
-            value.meta.update({k: node.meta[k] for k in ("shape", "dtype") if k in node.meta})
-            self.kept[fill(rule.name, site.caught)] = extra
-        slot.put(value, {node, value})
-        if slot.only is None:
-            value.meta["behind"] = slot.value.name
-            self.behind[slot.value.name] = value
-        if rule.place == "replace":
-            self.drop_region(site)
 
-    def item(self, node: fx.Node, index: int) -> fx.Node:
-        with self.graph.inserting_after(node.next if node.next in node.users else node):
-            item = self.graph.call_function(operator.getitem, (node, index))
-        item.meta.update({"pass": node.meta["pass"], "nn_module_stack": node.meta["nn_module_stack"]})
+    def member(self, value: Any, key: int | str, new: list[fx.Node]) -> Any:
+        """A member of a block's result, which is a node or nested nodes."""
+        if not isinstance(value, fx.Node):
+            return value[key] if not isinstance(value, Mapping) or key in value else getattr(value, str(key))
+        after = value
+        while after.next in value.users:
+            after = after.next
+        with self.graph.inserting_after(after):
+            item = self.graph.call_function(operator.getitem, (value, key))
+        item.meta.update({k: value.meta[k] for k in ("pass", "nn_module_stack", "shape", "dtype") if k in value.meta})
+        new.append(item)
         return item
 
-    def slot(self, site: Site) -> Slot:
-        """The place where the value that a site changes is written."""
+    def check_structure(self, site: Site, result: Any) -> None:
+        """Refuse a result that is nested otherwise than the value it takes the place of."""
+        if isinstance(result, fx.Node) and result.op == "call_module":
+            return  # what a block returns that is called is known when it runs
+        tree = members(self.regions, site.port) if site.port.whole else site.port
+        if not same_structure(result, tree):
+            where = f"{site.rule.where}: " if str(site.rule.where) else ""
+            raise SpecError(
+                f"{where}{self.p.name}: '{site.node or site.port}' is {structure(tree)}, and what takes its place is "
+                f"{structure(result)}: return the same structure"
+            )
+
+    # --- the places that are changed
+
+    def stacked(self, site: Site) -> bool:
+        """Whether a replacement meets one that is there already. Raises ClashError where the two cannot be combined."""
+        if site.rule.place != "replace" or site.node:
+            return False
+        path = site.path.partition("@")[0]
+        if path in self.regions.replaced:
+            if site.rule.combine is None:
+                name, _ = self.regions.replaced[path]
+                raise ClashError(
+                    f"{self.p.name}: '{site.path}' is replaced by pass '{name}' already: narrow one of the two passes, or say "
+                    "in the rule what both give, combine: sum (their sum) or combine: chain (one after the other)"
+                )
+            return True
+        if site.path in self.earlier:
+            name, inner, place = self.earlier[site.path]
+            raise ClashError(
+                f"{self.p.name}: '{inner}' has a block of pass '{name}' ({place}) and cannot be replaced: "
+                "narrow one of the two passes"
+            )
+        return False
+
+    def slots(self, site: Site) -> list[tuple[tuple[int | str, ...], Slot]]:
+        """The places where the values that a site changes are written, with their keys in what the block returns."""
         if site.node:
             node = self.by_name[site.node]
             if site.rule.place == "before":
                 value = next(a for a in node.all_input_nodes if "shape" in a.meta)
-                return Slot(value, node)
-            return Slot(self.newest(node))
-        region = self.regions.by_key[site.path]
-        if site.port.side == "in":
-            port, index, reader = find_input(self.regions, region, site.port)
+                return [((), Slot(value, node))]
+            return [((), Slot(self.newest(node)))]
+        if not site.port.whole:
+            return [((), self.slot(site.port))]
+        return [(keys, self.slot(port)) for keys, port in flat_ports(members(self.regions, site.port))]
+
+    def slot(self, port: Port) -> Slot:
+        region = self.regions.by_key[port.path]
+        if port.side == "in":
+            _, index, reader = find_input(self.regions, region, port)
             given = reader.args[0] if region.leaf is None else [*reader.args, *reader.kwargs.values()][index]
             assert isinstance(given, fx.Node)
             return Slot(given, reader, None if region.leaf is None else index)
-        node = find_output(self.regions, region, site.port)
-        self.refuse_replaced(site)
+        node = find_output(self.regions, region, port)
         if region.leaf is None:
             read = node.args[0]
             assert isinstance(read, fx.Node)
@@ -275,116 +298,200 @@ class Editor:
             node = self.behind[node.name]
         return node
 
-    def refuse_replaced(self, site: Site) -> None:
-        replaced = site.rule.place == "replace"
-        here = {site.path: self.earlier.get(site.path, [])}
-        if replaced:
-            here.update({path: found for path, found in self.earlier.items() if path.startswith(f"{site.path}.")})
-        for path, found in here.items():
-            for name, place in found:
-                if replaced or place == "replace":
-                    raise ClashError(
-                        f"{self.p.name}: '{path}' has a block of pass '{name}' ({place}) and cannot be "
-                        f"{'replaced' if replaced else 'extended, since it was replaced'}: narrow one of the two passes"
-                    )
+    # --- what a block is called with
 
-    def argument(self, site: Site, index: int, item: Any, slot: Slot) -> fx.Node:
-        """The node of one of a rule's arguments, as it is now."""
+    def argument(self, site: Site, index: int, item: Any, slots: list[tuple[Any, Slot]]) -> Any:
+        """The value of one of a rule's arguments as it is now: a node, or nodes in the structure of a whole value."""
         rule = site.rule
-        if item == "value" or item == ("x" if rule.place == "before" else "y"):
-            return slot.value
-        if site.node and item in ("x", "y"):
+        text = site.args[index].address
+        own = "x" if rule.place == "before" else "y"
+        if not site.port.whole and (item == "value" or item == own):
+            return slots[0][1].value
+        if site.node and (relative := parse_relative(item) if isinstance(item, str) else None):
             node: fx.Node = self.by_name[site.node]
-            return node if item == "y" else next(a for a in node.all_input_nodes if "shape" in a.meta)
-        address: str = site.args[index].address
-        if item in self.inputs:
-            return self.inputs[item]
-        if address in self.kept:
-            return self.kept[address]
-        port = Port(site.path, "in") if item == "x" else Port(site.path, "out") if item == "y" else parse_port(address)
-        return self.now(port)
+            given = [a for a in node.all_input_nodes if "shape" in a.meta]
+            return node if relative.side == "out" else given[int(relative.keys[0]) if relative.keys else 0]
+        if text in self.kept:
+            return self.kept[text]
+        if item == "value":
+            port = site.port
+        elif item in ("x", "y"):
+            port = Port(site.path, "in" if item == "x" else "out")
+        else:
+            port = parse_port(text)
+        return self.value_at(port, site)
 
-    def now(self, port: Port) -> fx.Node:
-        """The value at a port, with the blocks that are there already."""
+    def value_at(self, port: Port, site: Site) -> Any:
+        if port.side == "param":
+            return self.parameter(port)
+        if port.whole:
+            return map_ports(members(self.regions, port), lambda one: self.now(one, site))
+        return self.now(port, site)
+
+    def now(self, port: Port, site: Site) -> fx.Node:
+        """The value at a port, with the blocks that are there already.
+
+        At the edge that the site changes it is the value before the edge, which then takes the block's result.
+        """
         node = source(self.regions, port)
         region = self.regions.by_key[port.path]
-        return self.newest(node) if region.leaf is not None and port.side == "out" else node
+        if region.leaf is not None:
+            return self.newest(node) if port.side == "out" else node
+        if port.path == site.path and port.side == site.port.side:
+            node = find_input(self.regions, region, port)[2] if port.side == "in" else node
+            assert isinstance(node.args[0], fx.Node)
+            return node.args[0]
+        return node
 
-    def check_order(self, site: Site, users: list[fx.Node], args: list[fx.Node], last: fx.Node) -> None:
-        """Refuse a block whose inputs come from behind the place where its result is used."""
-        early = [u for u in users if u <= last and u not in args]
-        early = [u for u in early if u is not last or u in users]
+    def parameter(self, port: Port) -> fx.Node:
+        """A parameter as it is now: what a block made of it, or a node at the head of the graph that reads it."""
+        if (mapped := self.behind.get(f"param:{port.path}.{port.keys[0]}")) is not None:
+            return mapped
+        name = f"{port.path}.{port.keys[0]}".lstrip(".")
+        with self.graph.inserting_after(head(self.graph)):
+            node = self.graph.create_node("get_attr", name, (), {}, name=identifier(name))
+        value = self.tree.get_parameter(name)
+        node.meta.update(nn_module_stack=ROOT, shape=tuple(value.shape), dtype=value.dtype)
+        node.meta["pass"] = {"name": self.p.name}
+        return node
+
+    def check_order(self, site: Site, slot: Slot, args: list[Any], late: fx.Node, reading: set[fx.Node]) -> None:
+        """Refuse a block whose inputs come from behind the place where its result is used; `reading` goes on as it is."""
+        given = [*nodes_in(args), *reading]
+        early = [u for u in slot.users() if u <= late and u not in given]
         if not early:
             return
-        late = max(args)
-        which = site.rule.args[args.index(late)]
+        index = next((i for i, arg in enumerate(args) if late in nodes_in(arg)), 0)
         where = f"{site.rule.where}: " if str(site.rule.where) else ""
-        why = "depends on it" if _reaches(early, late) else "is computed only after it was used"
+        why = "depends on it" if reaches(early, late) else "is computed only after it was used"
         raise MatchError(
-            f"{where}{self.p.name}: the value '{site.args[args.index(late)].address or which}' cannot flow to "
+            f"{where}{self.p.name}: the value '{site.args[index].address or site.rule.args[index]}' cannot flow to "
             f"'{site.port}': it {why}, so it would flow backward; a value can only flow to what runs later"
         )
 
-    def drop_region(self, site: Site) -> None:
-        """Erase the nodes of a replaced region that nothing uses any more."""
-        region = self.regions.by_key[site.path]
-        inside = self.inside.get(site.path, []) if region.leaf is None else [region.leaf]
-        keep = _needed(inside)
+    # --- parameters
+
+    def map_parameter(self, site: Site, name: str, block: nn.Module) -> None:
+        """Let a block map a parameter before it is used: the code of a leaf that holds it comes into the graph."""
+        path, own = site.port.path, str(site.port.keys[0])
+        full = f"param:{path}.{own}"
+        for region in self.regions.calls.get(path, []):
+            if region.leaf is not None:
+                self.open(region, own)
+        if full in self.behind:
+            value: fx.Node | None = self.behind[full]
+            users = [(self.behind[full], user) for user in self.behind[full].users]
+        else:
+            users = reads(self.regions, path, own)
+            value = min(node for node, _ in users) if users else None
+        if value is None:
+            return  # this graph does not read it
+        slot = Slot(value)
+        args = [slot.value if item == "value" else self.argument(site, i, item, []) for i, item in enumerate(site.rule.args)]
+        last = max(nodes_in(args))
+        shared = self.behind.get(f"block:{name}")
+        if shared is not None and all(shared < user for _, user in users):
+            result = shared
+        else:
+            result, new = self.call(site, name, block, args, last, [((), slot)])
+            if not isinstance(result, fx.Node) or result not in new:
+                result = self.node("call_function", ops.edge, (result,), site, last)
+            result.meta.update({k: value.meta[k] for k in ("shape", "dtype") if k in value.meta})
+            result.meta["behind"] = full
+            self.behind[f"block:{name}"] = result
+        early = [user for _, user in users if user <= result]
+        if early:
+            raise MatchError(f"{self.p.name}: what maps '{site.port}' is computed only after the parameter was used")
+        for node, user in users:
+            user.replace_input_with(node, result)
+        self.behind[full] = result
+
+    def open(self, region: Region, parameter: str) -> None:
+        """Put a leaf's own code in the place of its call."""
+        leaf = region.leaf
+        assert leaf is not None
+        module = self.tree.get_submodule(region.path)
+        self.add_edges(region)
+        args, kwargs = list(leaf.args), dict(leaf.kwargs)
+        what = f"{self.p.name}: '{region.path}' ({type(module).__name__}), opened for its parameter '{parameter}',"
+        sub = self.traces.of(module, args, kwargs, what)
+        known = {name for name, _ in module.named_buffers()}
+        for name, constant in sub.named_buffers():
+            if name not in known:
+                owner, _, last = name.rpartition(".")
+                module.get_submodule(owner).register_buffer(last, constant, persistent=False)
+        stack = leaf.meta["nn_module_stack"]
+        made_by = {"name": self.p.name, "site": region.key, "place": "param", "block": "", "region": True}
+        graft = Graft(self.graph, region.path, region.key, stack, made_by, after=leaf)
+        inputs = inspect.signature(module.forward).bind(*args, **kwargs)
+        inputs.apply_defaults()
+        result = graft.put(self.of_mode(sub), inputs.arguments)
+        for node in graft.nodes:
+            if node.op == "get_attr":
+                self.regions.readers.setdefault(str(node.target), []).append(node)
+        self.now_inside(graft.nodes)
+        hand_over(leaf, result)
+
+    def add_edges(self, region: Region) -> None:
+        """Make a leaf a region with edges of its own, so that its place stays when its call goes."""
+        leaf = region.leaf
+        assert leaf is not None
+        stack = leaf.meta["nn_module_stack"]
+        inputs, outputs = self.regions.in_ports(region), self.regions.out_ports(region)
+        region.leaf, region.inputs, region.outputs = None, [], []
+        leaf.meta.pop("port")
+        for port, index, _ in inputs:
+            given = [*leaf.args, *leaf.kwargs.values()][index]
+            assert isinstance(given, fx.Node)
+            edge = self.edge(given, port, index, stack, before=leaf)
+            if not region.inputs:
+                edge.meta["call"] = tuple(None if isinstance(v, fx.Node) else v for v in leaf.args)
+            Slot(given, leaf, index).put(edge, set())
+            region.inputs.append((port, index, edge))
+        for port, node in outputs:
+            value = self.newest(node)
+            edge = self.edge(value, port, 0, stack)
+            value.replace_all_uses_with(edge, delete_user_cb=partial(operator.is_not, edge))
+            region.outputs.append((port, edge))
+        self.now_inside([*(edge for _, _, edge in region.inputs), *(edge for _, edge in region.outputs)])
+
+    def edge(
+        self, value: fx.Node, port: Port, index: int, stack: dict[str, Any], before: fx.Node | None = None
+    ) -> fx.Node:
+        name = identifier("_".join([port.path, *(["in"] if port.side == "in" else ["out"]), *map(str, port.keys)]))
+        with self.graph.inserting_after(value) if before is None else self.graph.inserting_before(before):
+            edge = self.graph.create_node("call_function", ops.edge, (value,), {}, name=name)
+        edge.meta.update({k: value.meta[k] for k in ("shape", "dtype") if k in value.meta})
+        edge.meta.update(port=port, index=index, nn_module_stack=stack)
+        return edge
+
+    # --- what goes
+
+    def drop(self, site: Site) -> None:
+        """Erase what was replaced and nothing uses any more: an operation, or the nodes of a region."""
+        if site.node:
+            node = self.by_name[site.node]
+            if not node.users:
+                self.graph.erase_node(node)
+            return
+        inside = sorted(node for node in self.inside.get(site.path, []) if not node._erased)
+        keep = needed(inside)
         for node in reversed(inside):
             if node not in keep:
                 self.graph.erase_node(node)
 
     @cached_property
     def inside(self) -> dict[str, list[fx.Node]]:
-        """The model's own nodes by the regions around them."""
+        """The nodes of regions by the regions around them."""
         found: dict[str, list[fx.Node]] = {}
         for node in self.graph.nodes:
-            if "pass" not in node.meta and node.op not in ("placeholder", "output"):
+            if not added(node) and node.op not in ("placeholder", "output"):
                 for key in node.meta.get("nn_module_stack", {}):
                     found.setdefault(key, []).append(node)
         return found
 
-
-class Slot:
-    """A value and its users: all of them, or one argument of one node."""
-
-    def __init__(self, value: fx.Node, only: fx.Node | None = None, index: int | None = None) -> None:
-        self.value = value
-        self.only = only
-        self.index = index
-
-    def users(self) -> list[fx.Node]:
-        return list(self.value.users) if self.only is None else [self.only]
-
-    def put(self, new: fx.Node, spare: set[fx.Node]) -> None:
-        """Let the users read `new` instead."""
-        if self.only is None:
-            self.value.replace_all_uses_with(new, delete_user_cb=lambda user: user not in spare)
-        elif self.index is None:
-            self.only.replace_input_with(self.value, new)
-        elif self.index < len(self.only.args):
-            self.only.update_arg(self.index, new)
-        else:
-            self.only.update_kwarg(list(self.only.kwargs)[self.index - len(self.only.args)], new)
-
-
-def _needed(inside: list[fx.Node]) -> set[fx.Node]:
-    """Those of a region's nodes that the rest of the graph still reads, and what works on their values."""
-    own = set(inside)
-    keep: set[fx.Node] = set()
-    todo = [n for n in inside if any(u not in own for u in n.users)]
-    while todo:
-        while todo:
-            node = todo.pop()
-            if node not in keep:
-                keep.add(node)
-                todo.extend(a for a in node.all_input_nodes if a in own)
-        made = {n for n in keep if n.target is not ops.edge}
-        todo = [n for n in own - keep if n.meta.get("effect") and not made.isdisjoint(n.all_input_nodes)]
-    return keep
-
-
-def _reaches(starts: list[fx.Node], goal: fx.Node) -> bool:
-    """Whether a value flows from one of these nodes to another."""
-    flow = networkx.DiGraph((node, user) for node in goal.graph.nodes for user in node.users)
-    return goal in starts or any(start in flow and goal in networkx.descendants(flow, start) for start in starts)
+    def now_inside(self, nodes: list[fx.Node]) -> None:
+        """Note nodes that were put into regions."""
+        for node in nodes:
+            for key in node.meta["nn_module_stack"]:
+                self.inside.setdefault(key, []).append(node)

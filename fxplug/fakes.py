@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -104,3 +105,15 @@ def no_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A failing fake operation logs its traceback, although the error that is raised says it better."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

@@ -17,8 +17,8 @@ from .config import Config, load_config, resolved
 from .edit import apply
 from .errors import FxplugError, SpecError
 from .match import Site, find
-from .models import build, default_inputs, example_inputs, torch_device
-from .module import TracedModule
+from .models import added_inputs, build, default_inputs, example_inputs, torch_device
+from .module import TracedModule, class_names
 from .printing import diff, parameters
 from .source import read_yaml
 from .tracing import trace
@@ -75,7 +75,8 @@ def rewrite(
     if out is not None and not dry_run:
         with step("save"):
             result.module.meta["diff"] = {"passes": list(result.sites), "text": diff(result.base, result.module)}
-            save(result.module, out, config={**resolved(config), "inputs": default_inputs(config, result.base)})
+            inputs = {**default_inputs(config, result.base), **added_inputs(config, result.module)[1]}
+            save(result.module, out, config={**resolved(config), "inputs": inputs})
         result.out = Path(out)
     return result
 
@@ -103,30 +104,34 @@ def _plan(config: Config, step: Step) -> Result:
     traced = None
     with suppress(Exception):  # whatever it was: the real device shows whether it is wrong there too
         traced = _traced(config, step, "meta")
-    return _applied(config, *traced, step) if traced else _rewritten(config, step)
+    return _applied(config, *traced, step, "meta") if traced else _rewritten(config, step)
 
 
 def _rewritten(config: Config, step: Step) -> Result:
     base, inputs = _traced(config, step, None)
-    return _applied(config, base, inputs, step)
+    return _applied(config, base, inputs, step, None)
 
 
 def _traced(config: Config, step: Step, device: str | None) -> tuple[TracedModule, Any]:
     torch.manual_seed(config.seed)
     with step("build the model"):
         model = build(config, device=device)
-        args, kwargs = example_inputs(config, model, device=device)
+        later = {called for p in config.passes for name in p.inputs for called in (name, f"{p.name}_{name}")}
+        args, kwargs = example_inputs(config, model, device=device, later=later)
     with step("trace"):
         return trace(model, args, kwargs, leaf=config.leaf), (args, kwargs)
 
 
-def _applied(config: Config, base: TracedModule, inputs: Any, step: Step) -> Result:
+def _applied(config: Config, base: TracedModule, inputs: Any, step: Step, device: str | None) -> Result:
     torch.manual_seed(config.seed)  # new blocks do not depend on how much the model's own initialisation drew
     result = Result(base, base, config, inputs)
     for index, p in enumerate(config.passes):
         with step(f"apply {p.name}"), _given_at(config, index):
             result.sites[p.name] = find(result.module, p)
             result.module = apply(result.module, p)
+    if result.module is not base:
+        args, kwargs = inputs
+        result.inputs = args, {**kwargs, **added_inputs(config, result.module, device=device)[0]}
     return result
 
 
@@ -145,13 +150,19 @@ def _given_at(config: Config, index: int) -> Iterator[None]:
 
 def _site_lines(result: Result) -> Iterator[str]:
     for name, sites in result.sites.items():
-        added = dict(result.module.named_modules())[name]
-        each = {entry["path"]: entry["block"] for entry in _entry(result.module, name)["sites"]}
-        count = sum(p.numel() for p in added.parameters())
+        added = dict(result.module.named_modules()).get(name)
+        blocks = [entry["block"] for entry in _entry(result.module, name)["sites"]]
+        count = sum(p.numel() for p in added.parameters()) if added is not None else 0
         yield f"{name}: {len(sites)} site{'s' * (len(sites) != 1)}, {count:,} parameters"
-        for site in sites:
-            block = result.module.get_submodule(each[site.node or site.path])
-            yield f"  {site}  {type(block).__name__} +{sum(p.numel() for p in block.parameters()):,}"
+        for network in _entry(result.module, name)["networks"]:
+            module = result.module.get_submodule(f"{name}.{network}")
+            yield f"  network {network}  {class_names(module)[0]}  +{sum(p.numel() for p in module.parameters()):,}"
+        for site, block in zip(sites, blocks, strict=True):
+            what = ""
+            if block:
+                module = result.module.get_submodule(block)
+                what = f"  {block.rpartition('.')[2]} +{sum(p.numel() for p in module.parameters()):,}"
+            yield f"  {site}{what}"
 
 
 def _entry(module: TracedModule, name: str) -> dict[str, Any]:

@@ -1,36 +1,37 @@
-"""Which places of a graph a pass acts on: regions, their ports, and the sites of a rule. Reads graphs, changes none."""
+"""Where a pass acts on a graph: the sites of its rules, all found before any edit. Reads graphs, changes none."""
 
 from __future__ import annotations
 
-import difflib
-import inspect
-import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
 from torch import fx, nn
 
-from . import ops, targets
-from .errors import ClashError, MatchError, did_you_mean
-from .module import TracedModule, class_names
-from .paths import Port, identifier, is_pattern, parse_port, select
-from .spec import Match, Pass, Rule
-
-SHOWN = 5  # so many examples are listed in a message
+from .errors import ClashError, MatchError, SpecError
+from .misses import misses
+from .module import TracedModule
+from .networks import input_name, joined, local, own_inputs
+from .paths import SLICE, Port, compile_pattern, identifier, is_pattern, parse_port, parse_relative, select
+from .places import SHOWN, Hit, Regions, each, find_input, find_output, hits, is_exact, listed, operations, source
+from .places import members as port_members
+from .rules import Pass, Rule
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value that a block will be given: its address, and what it was when traced."""
+    """A value that a block will be given: its address, and what it was when traced.
+
+    `members` holds the Values of one that has members (a tuple, a record by name), in its structure.
+    """
 
     address: str
     shape: tuple[int, ...] = ()
     dtype: Any = None
+    members: Any = None
 
     def __str__(self) -> str:
         return f"{self.address} {list(self.shape)}"
@@ -42,7 +43,8 @@ class Site:
 
     `path` is the region (`blocks.0.attn`, `path@1` for a second call), `module` its module or what stands for it, `caught`
     what `{i}` was, `port` the value that is changed, `args` the values the block is called with; `x` and `y` are the
-    region's first argument and its result, None where the region has none or several.
+    region's first argument and its result, None where the region has none or several. `root` is the traced module. `stacked`
+    says that an earlier pass has replaced the region: a second replacement then combines with that.
     """
 
     path: str
@@ -56,6 +58,8 @@ class Site:
     x: Value | None = None
     y: Value | None = None
     node: str = ""  # the node, where the rule matches an operation
+    root: nn.Module = field(repr=False, compare=False, default_factory=nn.Module)
+    stacked: bool = False
 
     @property
     def name(self) -> str:
@@ -66,156 +70,20 @@ class Site:
         operation = self.node.removeprefix(identifier(self.path)).strip("_") if self.node else ""
         return ".".join(filter(None, [path, operation]))
 
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter that a block with place 'param' maps, with its values."""
+        if self.port.side != "param":
+            raise SpecError("it maps no parameter: its rule must say 'place: param'")
+        found = self.module._parameters[str(self.port.keys[0])]
+        assert found is not None
+        return found
+
     def __str__(self) -> str:
         shape = f"{list(self.x.shape) if self.x else '?'} -> {list(self.y.shape) if self.y else '?'}"
         caught = "  " + ", ".join(f"{k}={v}" for k, v in self.caught.items()) if self.caught else ""
-        return f"{self.node or self.path or '(model)'}  {self.classes[0]}  {shape}{caught}"
-
-
-@dataclass
-class Region:
-    """One call of one module in one graph: the nodes at its edges."""
-
-    key: str
-    leaf: fx.Node | None = None
-    inputs: list[tuple[Port, int, fx.Node]] = field(default_factory=list)
-    outputs: list[tuple[Port, fx.Node]] = field(default_factory=list)
-    nodes: list[fx.Node] = field(default_factory=list)
-
-    @property
-    def path(self) -> str:
-        return self.key.partition("@")[0]
-
-
-class Regions:
-    """The regions of one graph in the order they ran, found in one walk."""
-
-    def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
-        self.root = root
-        self._classes: dict[str, tuple[str, ...]] = {}
-        self._passes = {entry["name"] for entry in getattr(root, "meta", {}).get("passes", [])}
-        self.by_key: dict[str, Region] = {"": Region("")}
-        for node in graph.nodes:
-            if "pass" in node.meta:
-                continue
-            stack = node.meta.get("nn_module_stack")
-            if not stack:
-                continue
-            key = next(reversed(stack))
-            port = node.meta.get("port")
-            region = self.region(port.path if port is not None else key)
-            if node.op == "call_module" and port is not None:
-                region.leaf = node
-            elif port is not None and port.side == "in":
-                region.inputs.append((port, node.meta["index"], node))
-            elif port is not None:
-                region.outputs.append((port, node))
-            elif node.op in ("call_function", "call_method") and getattr(node.target, "__module__", "") != ops.__name__:
-                region.nodes.append(node)
-
-    def region(self, key: str) -> Region:
-        if key not in self.by_key:
-            self.by_key[key] = Region(key)
-        return self.by_key[key]
-
-    def in_ports(self, region: Region) -> list[tuple[Port, int, fx.Node]]:
-        """The tensors that enter a region: their ports, the position of the argument, and the node that reads it."""
-        if region.leaf is None:
-            return region.inputs
-        names = _argument_names(self.root.get_submodule(region.path))
-        found = []
-        for index, value in enumerate([*region.leaf.args, *region.leaf.kwargs.values()]):
-            positional = index < len(region.leaf.args)
-            keyword = None if positional else list(region.leaf.kwargs)[index - len(region.leaf.args)]
-            name = keyword or (names[index] if index < len(names) else f"arg{index}")
-            if isinstance(value, fx.Node) and "shape" in value.meta:
-                found.append((Port(region.key, "in", (name,)), index, region.leaf))
-        return found
-
-    def out_ports(self, region: Region) -> list[tuple[Port, fx.Node]]:
-        """The tensors that leave a region: their ports and nodes."""
-        if region.leaf is None:
-            return region.outputs
-        if "shape" in region.leaf.meta:
-            return [(Port(region.key, "out"), region.leaf)]
-        return list(_members(region.leaf, region.key, ()))
-
-    @cached_property
-    def ran(self) -> list[str]:
-        """Every region that ran, without the model itself."""
-        return [key for key in self.by_key if key]
-
-    def classes(self, path: str) -> tuple[str, ...]:
-        """The names of a module's class and of its bases."""
-        if path not in self._classes:
-            self._classes[path] = class_names(self.root.get_submodule(path))
-        return self._classes[path]
-
-    def inserted(self, path: str) -> bool:
-        """Whether a pass put this module in."""
-        return path.partition(".")[0] in self._passes
-
-
-def _members(node: fx.Node, key: str, keys: tuple[int | str, ...]) -> Iterator[tuple[Port, fx.Node]]:
-    for user in node.users:
-        if user.op == "call_function" and user.target is operator.getitem and user.args[0] is node:
-            inner = (*keys, user.args[1])
-            if "shape" in user.meta:
-                yield Port(key, "out", inner), user  # type: ignore[arg-type]
-            else:
-                yield from _members(user, key, inner)  # type: ignore[arg-type]
-
-
-def _argument_names(module: nn.Module) -> list[str]:
-    return list(inspect.signature(module.forward).parameters)
-
-
-def source(regions: Regions, port: Port) -> fx.Node:
-    """The node whose value is at a port. Raises MatchError that names what ports there are."""
-    region = regions.by_key.get(port.path)
-    if region is None:
-        raise MatchError(_no_region(regions, port.path))
-    if port.side == "param":
-        raise MatchError(f"'{port}': parameters are read by 'place: param' only")
-    if port.side == "in":
-        hit = find_input(regions, region, port)
-        return input_value(hit, region)
-    return find_output(regions, region, port)
-
-
-def find_input(regions: Regions, region: Region, port: Port) -> tuple[Port, int, fx.Node]:
-    """The input that `in`, `in[1]` or `in.name` means; without a key the first tensor."""
-    ports = regions.in_ports(region)
-    if not ports:
-        raise MatchError(f"'{region.key or 'the model'}' takes no tensor, so it has no '{port}'")
-    if not port.keys:
-        return ports[0]
-    head, rest = port.keys[0], port.keys[1:]
-    for found in ports:
-        if (found[1] == head if isinstance(head, int) else found[0].keys[0] == head) and found[0].keys[1:] == rest:
-            return found
-    listed = ", ".join(f"'{found[0]}'" for found in ports)
-    raise MatchError(f"'{port}' is no input of '{region.key or 'the model'}'; there are {listed}")
-
-
-def find_output(regions: Regions, region: Region, port: Port) -> fx.Node:
-    ports = regions.out_ports(region)
-    if not ports:
-        raise MatchError(f"'{region.key or 'the model'}' returns no tensor, so it has no '{port}'")
-    for found, node in ports:
-        if found.keys == port.keys:
-            return node
-    listed = ", ".join(f"'{found}'" for found, _ in ports)
-    raise MatchError(f"'{region.key or 'the model'}' has no single result '{port}'; there are {listed}: name one")
-
-
-def input_value(found: tuple[Port, int, fx.Node], region: Region) -> fx.Node:
-    port, index, node = found
-    if region.leaf is None:
-        return node
-    value = [*node.args, *node.kwargs.values()][index]
-    assert isinstance(value, fx.Node)
-    return value
+        name = str(self.port) if self.port.side == "param" else self.node or self.path or "(model)"
+        return f"{name}  {self.classes[0]}  {shape}{caught}"
 
 
 def find(gm: TracedModule, p: Pass) -> list[Site]:
@@ -224,11 +92,16 @@ def find(gm: TracedModule, p: Pass) -> list[Site]:
     Raises MatchError when a rule matches another number of places than it expects, with the nearest misses; ClashError
     when two rules of the pass want the same place; SpecError for an address that cannot be read.
     """
+    return sites_of(joined(gm, p), p)
+
+
+def sites_of(gm: TracedModule, p: Pass) -> list[Site]:
+    """The sites of a pass whose inputs and networks are in the graph already."""
     views = [Regions(graph, gm) for graph in gm.graphs.values()]
     sites: list[Site] = []
     for rule in p.rules:
         found: dict[tuple[str, str], Site] = {}
-        by_mode = [_Finder(regions, p, rule).sites() for regions in views]
+        by_mode = [_Finder(regions, gm, p, rule).sites() for regions in views]
         for site in chain(*by_mode):
             found.setdefault((str(site.port), site.node), site)
         counts = [Counter(site.path for site in here if site.node) for here in by_mode]
@@ -245,157 +118,232 @@ def find(gm: TracedModule, p: Pass) -> list[Site]:
     return sites
 
 
-@dataclass
-class Hit:
-    """A region that a match admits: what its path caught, the port that the pattern names, and which pattern it was."""
+@dataclass(frozen=True)
+class _Place:
+    """One value that a rule changes, before its arguments are known."""
 
-    key: str
-    caught: dict[str, str]
+    hit: Hit
     port: Port
-    pattern: int
-
-
-def hits(regions: Regions, match: Match) -> list[Hit]:
-    """The regions that a match admits, in the order of its patterns and of the run. `op` is not looked at."""
-    found: dict[tuple[str, Port], Hit] = {}
-    for number, pattern in enumerate(match.patterns):
-        port = parse_port(pattern)
-        by_call = "@" in port.path
-        names = {k: k if by_call else regions.by_key[k].path for k in regions.ran}
-        if match.op and port.path == "**":
-            names = {"": "", **names}  # the model's own operations
-        caught = select(port.path, dict.fromkeys(names.values())) if port.path else {}
-        if not port.path:
-            names, caught = {"": ""}, {"": {}}
-        for key, name in names.items():
-            if name in caught and _is_a(regions, name, match.module):
-                found.setdefault((key, port), Hit(key, caught[name], replace(port, path=key), number))
-    return list(found.values())
-
-
-def _is_a(regions: Regions, name: str, classes: Sequence[str | type]) -> bool:
-    known = regions.classes(name.partition("@")[0])
-    return not classes or any((c if isinstance(c, str) else c.__name__) in known for c in classes)
-
-
-def operations(region: Region, match: Match) -> list[fx.Node]:
-    """The operations of a region that `op` names: by short name, as function or method, or by public name."""
-    wanted = {op if isinstance(op, str) else targets.short_name(op) for op in match.op or ()}
-    return [n for n in region.nodes if targets.short_name(n.target) in wanted or targets.names().get(n.target) in wanted]
+    node: fx.Node | None = None
 
 
 class _Finder:
     """The sites of one rule in one graph."""
 
-    def __init__(self, regions: Regions, p: Pass, rule: Rule) -> None:
+    def __init__(self, regions: Regions, gm: TracedModule, p: Pass, rule: Rule) -> None:
         self.regions = regions
         self.rule = rule
-        self.pass_name = p.name
-        self.given = {*p.inputs, *(r.name for r in p.rules if r.name)}
-        self.hits = hits(regions, rule.match)
+        self.p = p
+        self.inputs = {name: input_name(gm, p, name) for name in own_inputs(gm, p)}
+        self.kept = {r.name for r in p.rules if r.name}
 
     def sites(self) -> list[Site]:
         try:
-            paired = self.paired()
-            found = []
-            for order, hit in enumerate(self.hits):
-                region = self.regions.by_key[hit.key]
-                if self.rule.match.op:
-                    found += [self.site(hit, order, paired, node) for node in operations(region, self.rule.match)]
-                elif region.leaf is not None or region.inputs or region.outputs:
-                    found.append(self.site(hit, order, paired, None))
-            return found
+            places = [place for hit in hits(self.regions, self.rule.match) for place in self.places(hit)]
+            if any(parse.each for parse in map(self.wanted, places)):
+                places.sort(key=lambda place: self.order(place.port))
+            paired = self.paired(places)
+            return [self.site(place, order, paired) for order, place in enumerate(places)]
         except MatchError as error:
-            raise MatchError(f"{_at(self.rule, self.pass_name)}{error}") from None
+            raise MatchError(f"{_at(self.rule, self.p.name)}{error}") from None
 
-    def site(self, hit: Hit, order: int, paired: dict[int, list[str]], node: fx.Node | None) -> Site:
+    # --- the values that are changed
+
+    def wanted(self, place: _Place) -> Port:
+        return self.named(place.hit) if self.rule.place != "param" and place.node is None else place.port
+
+    def places(self, hit: Hit) -> list[_Place]:
+        region = self.regions.by_key[hit.key]
         before = self.rule.place == "before"
+        if self.rule.match.op:
+            found = operations(region, self.rule.match)
+            return [_Place(hit, Port(hit.key, "in" if before else "out", (node.name,)), node) for node in found]
+        if self.rule.place == "param":
+            return [_Place(hit, port) for port in self.parameters(hit)]
+        if region.leaf is None and not region.inputs and not region.outputs:
+            return []
+        port = self.named(hit)
+        if port.each:
+            return [_Place(hit, one) for one in each(self.regions, port)]
+        if port.whole:
+            port_members(self.regions, port)
+            return [_Place(hit, port)]
+        if port.side == "in":
+            return [_Place(hit, find_input(self.regions, region, port)[0])]
+        find_output(self.regions, region, port)
+        return [_Place(hit, port)]
+
+    def named(self, hit: Hit) -> Port:
+        """The port that a rule names in its path or as its `port`; else the first input or the result."""
+        side = "in" if self.rule.place == "before" else "out"
+        pattern = self.rule.match.patterns[hit.pattern]
+        explicit = str(parse_port(pattern)) != str(parse_port(pattern).path) or pattern.endswith(":out")
+        if explicit and hit.port.side != side:
+            place = {"in": "before", "out": "after"}.get(hit.port.side, "param")
+            kind = {"in": "the input", "out": "the output"}.get(hit.port.side, "a parameter")
+            raise MatchError(
+                f"'{hit.port}' is {kind} of a region, which place '{self.rule.place}' does not change; write place: {place}"
+            )
+        relative = parse_relative(self.rule.port, hit.key) if self.rule.port else None
+        return relative if relative is not None and not (explicit and hit.port.keys) else replace(hit.port, side=side)
+
+    def parameters(self, hit: Hit) -> list[Port]:
+        path = self.regions.by_key[hit.key].path
+        named = hit.port.side == "param"
+        if not named and ":" in self.rule.match.patterns[hit.pattern].removeprefix("re:").partition("{")[0]:
+            raise MatchError(f"'{hit.port}' is no parameter; write '{path}:param.weight', or only the path and a port")
+        if len(hit.port.keys) > 1:
+            raise MatchError(f"'{hit.port}': a parameter has one name, such as '{path}:param.weight'")
+        pattern = str(hit.port.keys[0]) if named and hit.port.keys else self.rule.port or "weight"
+        names = self.regions.parameters(path, pattern)
+        if not names and is_exact(self.rule.match):
+            there = self.regions.parameters(path, "*")
+            raise MatchError(
+                f"'{path or 'the model'}' ({self.regions.classes(path)[0]}) has no parameter '{pattern}'; "
+                f"it has {', '.join(there) or 'none of its own'}"
+            )
+        read = self.regions.by_key[hit.key].leaf is not None
+        found = [n for n in names if read or reads(self.regions, path, n, mapped=True)]
+        if names and not found and is_exact(self.rule.match):
+            raise MatchError(f"the model never reads '{path}.{names[0]}', so nothing would change")
+        return [Port(path, "param", (name,)) for name in found]
+
+    def order(self, port: Port) -> fx.Node:
+        """When the value at a port was computed: nodes compare by their place in the graph."""
+        node = source(self.regions, port if not port.whole else _first(port_members(self.regions, port)))
+        region = self.regions.by_key[port.path]
+        if port.side == "in" and region.leaf is None:
+            given = node.args[0]
+            assert isinstance(given, fx.Node)
+            return given
+        return node
+
+    # --- sites
+
+    def site(self, place: _Place, order: int, paired: dict[int, list[str]]) -> Site:
+        hit, port, node = place.hit, place.port, place.node
+        values: dict[str, Value | None]
         if node is not None:
             x = next((a for a in node.all_input_nodes if "shape" in a.meta), None)
-            port = Port(hit.key, "in" if before else "out", (node.name,))
             values = {"x": _value("x", x), "y": _value("y", node)}
         else:
-            port = self.port(hit)
             values = {side: self.edge(hit.key, side, port) for side in ("x", "y")}
-        values["value"] = values["x" if before else "y"]
+        values["value"] = values["x" if self.rule.place == "before" else "y"]
         path = self.regions.by_key[hit.key].path
+        module = self.regions.module(path)
+        if port.side == "param":
+            parameter = module._parameters[str(port.keys[0])]
+            assert parameter is not None
+            values["value"] = Value(str(port), tuple(parameter.shape), parameter.dtype)
+        elif port.whole:
+            values["value"] = self.read(str(port), port)
         return Site(
             path=hit.key,
-            module=self.regions.root.get_submodule(path),
+            module=module,
             classes=self.regions.classes(path),
             caught=dict(hit.caught),
             rule=self.rule,
-            pass_name=self.pass_name,
+            pass_name=self.p.name,
             port=port,
-            args=tuple(self.argument(hit, i, order, paired, values) for i in range(len(self.rule.args))),
+            args=tuple(self.argument(place, i, order, paired, values) for i in range(len(self.rule.args))),
             x=values["x"],
             y=values["y"],
             node=node.name if node is not None else "",
+            root=self.regions.root,
+            stacked=node is None and path in self.regions.replaced,
         )
-
-    def port(self, hit: Hit) -> Port:
-        """The value that the rule changes: what its pattern names, else the first input or the result."""
-        side = "in" if self.rule.place == "before" else "out"
-        named = ":" in self.rule.match.patterns[hit.pattern].removeprefix("re:")
-        if named and hit.port.side != side:
-            place = "before" if hit.port.side == "in" else "after"
-            raise MatchError(
-                f"'{hit.port}' is the {hit.port.side}put of a region, which place '{self.rule.place}' does not change; "
-                f"write place: {place}"
-            )
-        wanted = replace(hit.port, side=side)
-        if side == "in":
-            return find_input(self.regions, self.regions.by_key[hit.key], wanted)[0]
-        find_output(self.regions, self.regions.by_key[hit.key], wanted)
-        return wanted
 
     def edge(self, key: str, name: str, port: Port) -> Value | None:
         """x or y of a region: the port that is changed, else its first input and its only result, if there is one."""
         side = "in" if name == "x" else "out"
-        chosen = port if port.side == side else Port(key, side)
+        chosen = port if port.side == side and not port.whole else Port(key, side)
         try:
             return _value(str(chosen), source(self.regions, chosen))
         except MatchError:
             return None
 
+    # --- arguments
+
     def argument(
-        self, hit: Hit, index: int, order: int, paired: dict[int, list[str]], values: dict[str, Value | None]
+        self, place: _Place, index: int, order: int, paired: dict[int, list[str]], values: dict[str, Value | None]
     ) -> Value:
-        item = self.rule.args[index]
+        hit, item = place.hit, self.rule.args[index]
         text = item[hit.pattern] if isinstance(item, tuple) else item
         if text in values:
             value = values[text]
             if value is None:
                 raise MatchError(f"'{hit.key}' has no single tensor '{text}'; name a port, such as '{hit.key}:out[0]'")
             return value
-        if text in self.given or fill(text, hit.caught) in {fill(g, hit.caught) for g in self.given}:
+        if text in self.inputs:
+            port = Port("", "in", (self.inputs[text],))
+            found = _value(str(port), source(self.regions, port))
+            assert found is not None
+            return found
+        if text in self.kept or fill(text, hit.caught) in {fill(g, hit.caught) for g in self.kept}:
             return Value(fill(text, hit.caught))
+        if place.node is not None and (relative := parse_relative(text)) is not None:
+            return self.operand(place.node, text, relative)
         address = paired[index][order] if index in paired else fill(text, hit.caught)
-        found = _value(address, source(self.regions, parse_port(address)))
+        relative = parse_relative(address, hit.key)
+        return self.read(address, relative or parse_port(local(address, self.p)))
+
+    def operand(self, node: fx.Node, text: str, port: Port) -> Value:
+        """`x[1]` of an operation: its second tensor."""
+        given = [a for a in node.all_input_nodes if "shape" in a.meta]
+        if port.side == "out" or len(port.keys) != 1 or not isinstance(port.keys[0], int) or port.keys[0] >= len(given):
+            raise MatchError(f"'{node.name}' has no '{text}'; it reads {len(given)} tensors, x[0] to x[{len(given) - 1}]")
+        found = _value(text, given[port.keys[0]])
         assert found is not None
         return found
 
-    def paired(self) -> dict[int, list[str]]:
-        """Arguments that are patterns of their own: the regions they match, which pair with the sites by order."""
-        named = {name for pattern in self.rule.match.patterns for name in NAMES.findall(pattern)}
+    def read(self, address: str, port: Port) -> Value:
+        if port.side == "param":
+            names = self.regions.parameters(port.path, str(port.keys[0])) if len(port.keys) == 1 else []
+            if not names:
+                raise MatchError(f"'{address}' is no parameter")
+            return Value(str(port), tuple(self.regions.module(port.path)._parameters[names[0]].shape))  # type: ignore[union-attr]
+        if port.whole:
+            return Value(str(port), members=_values(self.regions, port_members(self.regions, port)))
+        found = _value(str(port), source(self.regions, port))
+        assert found is not None
+        return found
+
+    def paired(self, places: list[_Place]) -> dict[int, list[str]]:
+        """Arguments that are patterns of their own: the values they find, which pair with the sites by order."""
+        named = {name for pattern in self.rule.match.patterns for name in compile_pattern(parse_port(pattern).path).groupindex}
         found: dict[int, list[str]] = {}
         for index, item in enumerate(self.rule.args):
-            if not isinstance(item, str) or item in ("x", "y", "value") or item in self.given:
+            if not isinstance(item, str) or item == "value" or item in self.inputs or item in self.kept:
                 continue
-            if not item.startswith("re:") and "*" not in item and set(NAMES.findall(item)) <= named:
+            relative = parse_relative(item)
+            port = relative or parse_port(local(item, self.p))
+            names = set(NAMES.findall(_unsliced(port.path))) <= named
+            if not port.each and (relative or (names and not is_pattern(NAMES.sub("", port.path)))):
                 continue
-            port = parse_port(item)
-            found[index] = [str(replace(port, path=path)) for path in select(port.path, self.regions.ran)]
-            if len(found[index]) != len(self.hits):
+            if relative is not None:
+                raise MatchError(f"'{item}' in args: name the region, as each of its values goes to another site")
+            paths = [port.path]
+            if is_pattern(NAMES.sub("", port.path)) or not names:
+                paths = list(select(port.path, self.regions.candidates(port.path)))
+            ports = [replace(port, path=path) for path in paths]
+            if port.each:
+                ports = [one for p in ports for one in each(self.regions, p)]
+            found[index] = list(map(str, ports))
+            if len(found[index]) != len(places):
+                targets = [str(p.port) if p.port.keys else p.hit.key for p in places]
                 raise MatchError(
-                    f"'{item}' is {len(found[index])} places and '{self.rule.match.path}' is {len(self.hits)}; they are "
-                    f"paired by order, so there must be as many\n  from: {_list(found[index])}\n"
-                    f"  to:   {_list([h.key for h in self.hits])}"
+                    f"'{item}' is {len(found[index])} places and '{self.rule.match.path}' is {len(places)}; they are "
+                    f"paired by order, so there must be as many\n  from: {listed(found[index])}\n  to:   {listed(targets)}"
                 )
         return found
 
 
-NAMES = re.compile(r"\{(\w+)\}")
+NAMES = re.compile(r"\{([^\W\d]\w*)\}")
+
+
+def _unsliced(pattern: str) -> str:
+    """A pattern with `{i=0:12}` as `{i}`, and without the slices that catch nothing."""
+    return SLICE.sub(lambda found: f"{{{found['name']}}}" if found["name"] else "0", pattern)
 
 
 def fill(text: str, caught: Mapping[str, str]) -> str:
@@ -403,18 +351,84 @@ def fill(text: str, caught: Mapping[str, str]) -> str:
     return NAMES.sub(lambda found: caught.get(found[1], found[0]), text)
 
 
+def reads(regions: Regions, path: str, name: str, mapped: bool = False) -> list[tuple[fx.Node, fx.Node]]:
+    """Where a graph itself reads a module's parameter: the node of the value and the one that uses it.
+
+    A block that maps the parameter is no such use, unless `mapped` asks for them too. A tied parameter has several names; a
+    use belongs to the module in whose code it stands, else to the first name.
+    """
+    module = regions.module(path)
+    wanted = module._parameters[name]
+    names = regions.names[id(wanted)] if regions.readers else []
+    found = []
+    for node in (node for n in names for node in regions.readers.get(n, ())):
+        for user in node.users:
+            if "behind" in user.meta and not mapped:
+                continue
+            if user.meta.get("behind") == f"param:{path}.{name}":
+                found.append((node, user))
+                continue
+            owner = _owner(user, node, names)
+            if owner == (f"{path}.{name}" if path else name):
+                found.append((node, user))
+    return found
+
+
+def _owner(user: fx.Node, node: fx.Node, names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    stack = user.meta.get("nn_module_stack") or {"": ("", "")}
+    rows = [row[0] for row in stack.values()]
+    port = user.meta.get("port")
+    if port is not None and port.side == "in" and len(rows) > 1:
+        rows = rows[:-1]  # an argument is read by the caller
+    return next((n for n in names if n.rpartition(".")[0] == rows[-1]), str(node.target))
+
+
 def _value(address: str, node: fx.Node | None) -> Value | None:
     return None if node is None else Value(address, tuple(node.meta.get("shape", ())), node.meta.get("dtype"))
 
 
-def _list(items: Sequence[str]) -> str:
-    shown = ", ".join(items[: 2 * SHOWN])
-    return shown + (f", ... ({len(items)})" if len(items) > 2 * SHOWN else "") if items else "none"
+def _values(regions: Regions, ports: Any) -> Any:
+    if isinstance(ports, Port):
+        return _value(str(ports), source(regions, ports))
+    if isinstance(ports, dict):
+        return type(ports)({k: _values(regions, v) for k, v in ports.items()})
+    return tuple(_values(regions, p) for p in ports) if isinstance(ports, tuple) else ports  # constants as they are
+
+
+def _first(ports: Any) -> Port:
+    if isinstance(ports, Port):
+        return ports
+    rows = ports.values() if isinstance(ports, Mapping) else ports
+    return next(_first(p) for p in rows if p is not None)
+
+
+def _wrong_count(regions: Regions, p: Pass, rule: Rule, found: list[Site]) -> str:
+    match = rule.match
+    what = f"'{match.path}'" if isinstance(match.path, str) else str(list(match.path))
+    op, count = rule.expect
+    head = f"{_at(rule, p.name)}{what} matched {len(found)} place{'s' * (len(found) != 1)}, expected {op}{count}"
+    if found:
+        more = [f"  ... {len(found) - 2 * SHOWN} more"] if len(found) > 2 * SHOWN else []
+        return "\n".join([head, *(f"  {s.node or s.path}" for s in found[: 2 * SHOWN]), *more])
+    if rule.place == "param" and (near := hits(regions, match)):
+        rows = [f"    {regions.by_key[h.key].path}: {', '.join(_own(regions, h)) or 'none'}" for h in near[:SHOWN]]
+        return "\n".join([head, f"  none of {len(near)} regions has a parameter '{rule.port or 'weight'}'; they have", *rows])
+    return "\n".join([head, *misses(regions, match)])
+
+
+def _own(regions: Regions, hit: Hit) -> list[str]:
+    return regions.parameters(regions.by_key[hit.key].path, "*")
+
+
+def _at(rule: Rule, name: str) -> str:
+    return f"{rule.where}: {name}: " if str(rule.where) else f"{name}: "
 
 
 def _clashes(sites: Sequence[Site]) -> None:
     taken: dict[tuple[str, str], Site] = {}
-    gone = {site.path: site for site in sites if site.rule.place == "replace"}
+    gone = {site.path: site for site in sites if site.rule.place == "replace" and not site.node}
     for site in sites:
         first, parts = taken.setdefault((str(site.port), site.node), site), site.path.split(".")
         around = (".".join(parts[:n]) for n in range(1, len(parts) + (site.rule.place != "replace")))
@@ -428,73 +442,3 @@ def _clashes(sites: Sequence[Site]) -> None:
             raise ClashError(f"{site.pass_name}: {what}{f' ({lines})' if lines else ''}; narrow one of them")
 
 
-# --- why nothing matched
-
-
-def _at(rule: Rule, name: str) -> str:
-    return f"{rule.where}: {name}: " if str(rule.where) else f"{name}: "
-
-
-def _no_region(regions: Regions, path: str) -> str:
-    modules = dict(regions.root.named_modules(remove_duplicate=False))
-    if path in modules and not regions.inserted(path):
-        for name, place in _replaced(regions.root):
-            if f"{path}.".startswith(f"{place}."):
-                return f"'{path}' is gone: pass '{name}' replaced '{place}'"
-        inner = [k for k in regions.ran if k.startswith(f"{path}.")]
-        inside = f"; regions inside it: {_list(inner)}" if inner else ""
-        return f"'{path}' ({class_names(modules[path])[0]}) is never called by the model, so it is no region{inside}"
-    return f"no region '{path}'{did_you_mean(path, regions.ran)}"
-
-
-def _replaced(root: nn.Module) -> Iterator[tuple[str, str]]:
-    for entry in getattr(root, "meta", {}).get("passes", []):
-        yield from ((entry["name"], s["path"].partition("@")[0]) for s in entry["sites"] if s["place"] == "replace")
-
-
-def _wrong_count(regions: Regions, p: Pass, rule: Rule, found: list[Site]) -> str:
-    match = rule.match
-    what = f"'{match.path}'" if isinstance(match.path, str) else str(list(match.path))
-    op, count = rule.expect
-    head = f"{_at(rule, p.name)}{what} matched {len(found)} place{'s' * (len(found) != 1)}, expected {op}{count}"
-    if found:
-        more = [f"  ... {len(found) - 2 * SHOWN} more"] if len(found) > 2 * SHOWN else []
-        return "\n".join([head, *(f"  {s.node or s.path}" for s in found[: 2 * SHOWN]), *more])
-    return "\n".join([head, *_misses(regions, match)])
-
-
-def _misses(regions: Regions, match: Match) -> list[str]:
-    """Which condition failed, and what comes nearest."""
-    by_path = [h.key for h in hits(regions, Match(match.path))]
-    by_class = [h.key for h in hits(regions, Match("**", match.module))] if match.module else []
-    if match.module and not by_class:
-        classes = sorted({regions.classes(regions.by_key[k].path)[0] for k in regions.ran})
-        wanted = [c if isinstance(c, str) else c.__name__ for c in match.module]
-        hint = "".join(did_you_mean(w, classes) for w in wanted)
-        return [f"  nothing here is a {' or '.join(wanted)}{hint}; the classes here are {', '.join(classes)}"]
-    if not by_path:
-        return [line for pattern in match.patterns for line in _near_paths(regions, pattern, by_class)]
-    if match.module and not set(by_path) & set(by_class):
-        rows = [f"    {k} ({regions.classes(regions.by_key[k].path)[0]})" for k in by_path[:SHOWN]]
-        what = f"  the class is what fails: {len(by_path)} place{'s' * (len(by_path) != 1)} meet the path, for example"
-        return [what, *rows, f"  of the wanted class there are: {_list(by_class)}"]
-    everywhere = [n for r in regions.by_key.values() for n in operations(r, match)]
-    if everywhere:
-        return [f"  the path is what fails: the operation is found at {_list([n.name for n in everywhere])}"]
-    known = sorted({targets.short_name(n.target) for r in regions.by_key.values() for n in r.nodes})
-    names = [op if isinstance(op, str) else targets.short_name(op) for op in match.op or ()]
-    return [f"  no operation {', '.join(names)} here{did_you_mean(names[0], known)}; there are {', '.join(known)}"]
-
-
-def _near_paths(regions: Regions, pattern: str, by_class: list[str]) -> list[str]:
-    path = parse_port(pattern).path
-    if not is_pattern(path):
-        return [f"  {_no_region(regions, path)}"]
-    modules = [name for name, _ in regions.root.named_modules(remove_duplicate=False)]
-    uncalled = list(select(path, [m for m in modules if m and not regions.inserted(m)]))
-    if uncalled:
-        return [f"  {_no_region(regions, uncalled[0])}"]
-    pool = by_class or regions.ran
-    near = difflib.get_close_matches(path.removeprefix("re:"), pool, n=SHOWN, cutoff=0.0)
-    why = f"the path is what fails: {len(pool)} places meet the other conditions" if by_class else f"{len(pool)} regions ran"
-    return [f"  {why}, for example", *(f"    {k}" for k in near)]

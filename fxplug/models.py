@@ -6,7 +6,7 @@ import inspect
 import itertools
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 
 from .config import SUFFIXES, Config, InputSpec, ModelSpec, TensorSpec, Value, WeightsSpec, resolved
 from .errors import FxplugError, SpecError, did_you_mean
+from .module import TracedModule
 from .paths import select
 from .spec import import_target
 
@@ -343,14 +344,17 @@ def _on_meta(model: nn.Module) -> bool:
 # --- example inputs
 
 
-def example_inputs(config: Config, model: nn.Module, *, device: str | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def example_inputs(
+    config: Config, model: nn.Module, *, device: str | None = None, later: Collection[str] = ()
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments for one call of the model, as `inputs` says; random numbers come from the run's seed.
 
     Without `inputs` a timm model gets an image of the size it was made for; another model's parameters are named
-    in the SpecError.
+    in the SpecError. `later` names inputs that passes will add: they are left out.
     """
     parameters = inspect.signature(model.forward).parameters
-    specs = config.inputs or _default_inputs(config, model)
+    given = {name: spec for name, spec in config.inputs.items() if name not in later or name in parameters}
+    specs = given or _default_inputs(config, model)
     free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     for name in specs:
         if name not in parameters and not free:
@@ -363,6 +367,24 @@ def example_inputs(config: Config, model: nn.Module, *, device: str | None = Non
             raise SpecError(finding, path=("inputs",), where=config.where("inputs"))
     kwargs = _Filler(config, torch_device(config, device)).mapping(specs)
     return (), kwargs
+
+
+def added_inputs(config: Config, module: TracedModule, *, device: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Example values for the inputs that passes added, and what `inputs` would say to have them.
+
+    Each is as `inputs` says, else random, of the shape it was given in the graph; one with a default is left to that.
+    """
+    said: dict[str, Any] = {}
+    specs: dict[str, InputSpec] = {}
+    for node in (n for n in module.graph.nodes if n.op == "placeholder" and "pass" in n.meta):
+        name = str(node.target)
+        if name in config.inputs:
+            specs[name] = config.inputs[name]
+        elif node.args[0] is None and "shape" in node.meta:
+            shape, dtype = node.meta["shape"], str(node.meta["dtype"]).removeprefix("torch.")
+            said[name] = {"shape": list(shape), "dtype": dtype}
+            specs[name] = TensorSpec(tuple(shape), dtype)
+    return _Filler(config, torch_device(config, device)).mapping(specs), said
 
 
 def default_inputs(config: Config, model: nn.Module) -> dict[str, Any]:

@@ -30,7 +30,8 @@ def guard(value: Any, expected: Any, message: str) -> None:
 def same(values: tuple[Any, ...], expected: tuple[Any, ...], names: tuple[str, ...]) -> None:
     """Hold the arguments that are no tensors to the values they were traced with. Raises GuardError."""
     for value, old, name in zip(values, expected, names, strict=True):
-        if isinstance(value, torch.Tensor) or type(value) is not type(old) or value != old:
+        alike = type(value) is type(old) or any(isinstance(value, k) and isinstance(old, k) for k in (list, dict))  # FX's own
+        if isinstance(value, torch.Tensor) or not alike or value != old:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             raise GuardError(
                 f"argument '{name}' was {old!r} when the model was traced and is part of the graph; "
@@ -118,3 +119,24 @@ class Record(dict[str, Any]):
     def to_tuple(self) -> tuple[Any, ...]:
         """The fields that are not None, in their order."""
         return tuple(value for value in self.values() if value is not None)
+
+
+def check_added(
+    value: Any, name: str, expected: tuple[Any, ...] | None, text: str, required: bool, dtype: Any, like: Any
+) -> Any:
+    """Hold an input that a pass added to its shape: numbers, or (input, dimension, factor) where another input says it.
+
+    A number becomes a tensor of this dtype, on the device of the input `like`. Raises GuardError; of a compiled program only
+    what is missing is checked, as its own operations fail on other sizes.
+    """
+    if value is None and required:
+        raise GuardError(f"the rewritten model needs the input '{name}' {text}: give it by name, {name}=...")
+    if isinstance(value, (bool, int, float)) and dtype is not None:
+        value = torch.full((), value, dtype=dtype, device=like.device if isinstance(like, torch.Tensor) else None)
+    if expected is None or not isinstance(value, torch.Tensor) or torch.compiler.is_compiling():
+        return value
+    sizes = [e[0].shape[e[1]] * e[2] if isinstance(e, tuple) else e for e in expected]
+    if value.dim() != len(sizes) or any(s is not None and s != n for s, n in zip(sizes, value.shape, strict=True)):
+        shown = ["any" if s is None else int(s) for s in sizes]
+        raise GuardError(f"input '{name}' must have the shape {text}, here {shown}; it has {list(value.shape)}")
+    return value

@@ -11,17 +11,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .errors import SpecError
+from .errors import MatchError, SpecError
 
 SLOW_PATTERN_SECONDS = 2.0
+EACH = "*"  # a key that stands for each member of a value
+WHOLE = ":"  # a last key that stands for the whole value, with all its members
 
 
 @dataclass(frozen=True)
 class Port:
     """One value at the edge of a region.
 
-    `side` is "in", "out" or "param"; `keys` walks into nested values: positions and names, outermost first.
-    The empty path is the model itself; `path@1` is the second call of the same module.
+    `side` is "in", "out" or "param"; `keys` walks into nested values: positions and names, outermost first. A last key
+    `:` is the whole value with its members, a key `*` each of its members. The empty path is the model itself; `path@1`
+    is the second call of the same module.
     """
 
     path: str
@@ -32,11 +35,27 @@ class Port:
         text = self.path
         if self.side != "out" or self.keys or not self.path:
             text += f":{self.side}"
-        return text + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.keys)
+        return text + "".join(f"[{key}]" if isinstance(key, int) or key in (EACH, WHOLE) else f".{key}" for key in self.keys)
+
+    @property
+    def whole(self) -> bool:
+        """Whether this stands for a value with all its members."""
+        return self.keys[-1:] == (WHOLE,)
+
+    @property
+    def each(self) -> bool:
+        """Whether this stands for several values."""
+        return EACH in self.keys
 
 
-ADDRESS = re.compile(r"^(?P<path>.*?)(?::(?P<side>in|out|param)(?P<keys>(?:\[[^\[\]]+\]|\.[^.\[\]]+)*))?$")
+KEYS = r"(?:\[[^\[\]]+\]|\.[^.\[\]]+)*"
+ADDRESS = re.compile(rf"^(?P<path>.*?)(?::(?P<side>in|out|param)(?P<keys>{KEYS}))?$")
 KEY = re.compile(r"\[([^\[\]]+)\]|\.([^.\[\]]+)")
+RELATIVE = re.compile(rf"^(?P<side>x|y)(?P<keys>{KEYS})$")
+PARTS = re.compile(r"(\*\*\.|\*\*|\*|\?|\{[^{}]*\})")
+HIDDEN = "slice__"  # the groups of slices without a name of their own
+BRACES = re.compile(r"\{[^{}]*\}")
+SLICE = re.compile(r"\{(?:(?P<name>[^\W\d]\w*)=)?(?P<slice>-?\d+|(?:-?\d+)?:(?:-?\d+)?(?::(?:-?\d+)?)?)\}")
 
 
 def parse_port(text: str) -> Port:
@@ -45,21 +64,28 @@ def parse_port(text: str) -> Port:
     Raises SpecError when the part behind the colon is none of these.
     """
     if text.startswith("re:"):
-        split = re.match(r"^(re:.*?)(:(?:in|out|param)(?:\[[^\[\]]+\]|\.[^.\[\]]+)*)?$", text)
+        split = re.match(rf"^(re:.*?)(:(?:in|out|param){KEYS})?$", text)
         assert split is not None
         path, rest = split.group(1), split.group(2) or ""
         inner = parse_port("x" + rest)
         return Port(path, inner.side, inner.keys)
     found = ADDRESS.match(text)
-    if found is None or ":" in found["path"]:
+    if found is None or ":" in BRACES.sub("", found["path"]):
         raise SpecError(
             f"'{text}' is no address of a value: write 'path', 'path:in', 'path:in[1]', 'path:in.name', "
             "'path:out[1][0]' or 'path:param.weight'"
         )
-    keys = tuple(
-        int(index) if index.lstrip("-").isdigit() else (index or name) for index, name in KEY.findall(found["keys"] or "")
-    )
-    return Port(found["path"], found["side"] or "out", keys)
+    return Port(found["path"], found["side"] or "out", _keys(found["keys"] or ""))
+
+
+def parse_relative(text: str, path: str = "") -> Port | None:
+    """Read `x`, `y`, `x[1]`, `y.sample`, `x[:]`: an argument or the result of the region at `path`; None for anything else."""
+    found = RELATIVE.match(text)
+    return Port(path, "in" if found["side"] == "x" else "out", _keys(found["keys"])) if found else None
+
+
+def _keys(text: str) -> tuple[int | str, ...]:
+    return tuple(int(index) if index.lstrip("-").isdigit() else (index or name) for index, name in KEY.findall(text))
 
 
 def identifier(text: str) -> str:
@@ -77,9 +103,9 @@ def is_pattern(text: str) -> bool:
 def compile_pattern(text: str) -> re.Pattern[str]:
     """A path pattern as a regular expression: exact, glob with `*` `**` `{i}`, or `re:`.
 
-    `*` stays inside one dotted part, `**` crosses dots, `{name}` catches one part and gives it a name. Behind
-    `re:` stands a Python regular expression that must match from the start of the path, as `re.match` does.
-    Raises SpecError for an expression that does not compile.
+    `*` stays inside one dotted part, `**` crosses dots, `{name}` catches one part and gives it a name, `{0:12}` and `{-1}`
+    are a number (`select` holds it to the slice). Behind `re:` stands a Python regular expression that must match from
+    the start of the path, as `re.match` does. Raises SpecError for an expression that does not compile.
     """
     if text.startswith("re:"):
         try:
@@ -89,8 +115,10 @@ def compile_pattern(text: str) -> re.Pattern[str]:
             raise SpecError(f"'{text}' is not a regular expression: {error.msg}{place}") from None
     out = []
     seen: set[str] = set()
-    for part in re.split(r"(\*\*\.|\*\*|\*|\?|\{\w+\})", text):
-        if part == "**.":
+    for number, part in enumerate(PARTS.split(text)):
+        if slice_ := SLICE.fullmatch(part):
+            out.append(rf"(?P<{slice_['name'] or f'{HIDDEN}{number}'}>\d+)")
+        elif part == "**.":
             out.append(r"(?:.+\.)?")
         elif part == "**":
             out.append(r".*")
@@ -100,6 +128,10 @@ def compile_pattern(text: str) -> re.Pattern[str]:
             out.append(r"[^.]")
         elif part.startswith("{") and part.endswith("}"):
             name = part[1:-1]
+            if not name.isidentifier():
+                raise SpecError(
+                    f"'{part}' in '{text}' catches nothing: write {{i}}, a position {{-1}}, a slice {{0:12}}, or {{i=0:12}}"
+                )
             out.append(rf"(?P={name})" if name in seen else rf"(?P<{name}>[^.]+)")
             seen.add(name)
         else:
@@ -110,13 +142,52 @@ def compile_pattern(text: str) -> re.Pattern[str]:
 def select(pattern: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
     """The names that `pattern` matches, each with what its groups caught.
 
-    Matching takes bounded time: an expression that backtracks without end raises SpecError.
+    Matching takes bounded time: an expression that backtracks without end raises SpecError. A slice that ends beyond what
+    there is raises MatchError.
     """
     regex = compile_pattern(pattern)
     risky = pattern.startswith("re:") and backtracks(pattern[3:])
     if risky:
         return _select_bounded(pattern, list(names))
+    if not pattern.startswith("re:") and SLICE.search(pattern):
+        return _select_sliced(pattern, regex, list(names))
     return {name: found.groupdict() for name in names if (found := regex.match(name))}
+
+
+def _select_sliced(pattern: str, regex: re.Pattern[str], names: list[str]) -> dict[str, dict[str, str]]:
+    slices = {}
+    for number, part in enumerate(PARTS.split(pattern)):
+        if found := SLICE.fullmatch(part):
+            slices[found["name"] or f"{HIDDEN}{number}"] = (part, found["slice"])
+    counts: dict[str, int] = {}  # how many numbers there are behind a prefix
+    for name in names:
+        parts = name.split(".")
+        for at, part in enumerate(parts):
+            if part.isdigit():
+                prefix = ".".join(parts[:at])
+                counts[prefix] = max(counts.get(prefix, 0), int(part) + 1)
+    chosen = {}
+    for name in names:
+        match = regex.match(name)
+        if match and all(
+            int(match[group]) in _numbers(pattern, *text, name[: match.start(group)].rstrip("."), counts)
+            for group, text in slices.items()
+        ):
+            chosen[name] = {k: v for k, v in match.groupdict().items() if not k.startswith(HIDDEN)}
+    return chosen
+
+
+def _numbers(pattern: str, part: str, text: str, prefix: str, counts: dict[str, int]) -> range:
+    count = counts[prefix]
+    if ":" not in text:
+        number = int(text) + (count if int(text) < 0 else 0)
+        return range(number, number + 1)
+    start, stop, step = (int(n) if n else None for n in (*text.split(":"), "")[:3])
+    if step == 0:
+        raise SpecError(f"'{part}' in '{pattern}': the step of a slice cannot be 0")
+    if stop is not None and stop > count:
+        raise MatchError(f"'{part}' in '{pattern}' goes up to {stop}, but '{prefix}' has {count} (0 to {count - 1})")
+    return range(count)[slice(start, stop, step)]
 
 
 def backtracks(expression: str) -> bool:

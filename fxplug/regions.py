@@ -15,7 +15,9 @@ from .errors import TraceError
 from .nodes import Frame
 from .paths import Port, identifier
 from .recording import Recording
-from .structure import children, map_leaves, put_back
+from .structure import children, leaves, map_leaves, put_back
+
+CONSTANTS = (bool, int, float, str)  # arguments that an edge remembers
 
 
 class Regions:
@@ -106,6 +108,9 @@ class Regions:
             )
             for index, (name, value) in enumerate([*zip(names, args, strict=True), *kwargs.items()])
         ]
+        edges = [t._fxplug for t in leaves(new) if isinstance(t, torch.Tensor) and hasattr(t, "_fxplug")]
+        if edges:  # what a hook on the module would see: its positional arguments
+            edges[0].meta["call"] = tuple(value if isinstance(value, CONSTANTS) else None for value in args)
         return new[: len(args)], dict(zip(kwargs, new[len(args) :], strict=True))
 
     def leave(self, key: str, out: Any) -> Any:

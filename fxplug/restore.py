@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
 
 from .errors import TraceError
 
@@ -56,6 +56,7 @@ class _State:
         self.tensors: list[torch.Tensor] = []
         self.caches: list[Any] = []
         self.spaces = {type(m).__module__ for m in model.modules()}
+        self.own = {id(m) for m in model.modules()}
         for module in model.modules():
             self.walk(module)
         done: set[str] = set()
@@ -72,6 +73,8 @@ class _State:
             return
         if isinstance(value, (str, int, float, type, FunctionType, ModuleType, type(None))) or id(value) in self.seen:
             return
+        if isinstance(value, fx.GraphModule) and id(value) not in self.own:
+            return  # a graph that lies about, such as this model's of an earlier trace: no code of the model changes it
         if isinstance(value, CONTAINERS):
             self.keep(value)
             for member in list(value.values() if isinstance(value, dict) else value):

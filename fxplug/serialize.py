@@ -377,8 +377,9 @@ def _write_meta(node: fx.Node, stacks: list[Any], known: dict[str, int]) -> dict
         meta["shape"] = [int(s) for s in node.meta["shape"]]
     if "dtype" in node.meta:
         meta["dtype"] = str(node.meta["dtype"]).removeprefix("torch.")
-    if node.meta.get("pass") is not None:
-        meta["pass"] = encode(node.meta["pass"])
+    for key in ("pass", "call"):
+        if node.meta.get(key) is not None:
+            meta[key] = encode(node.meta[key])
     stack = node.meta.get("nn_module_stack")
     if stack is not None:
         rows = [[key, path, kind if isinstance(kind, str) else kind.__qualname__] for key, (path, kind) in stack.items()]
@@ -465,7 +466,7 @@ class GraphReader:
         return target
 
     def _meta(self, record: Any) -> dict[str, Any]:
-        only_keys(record, [*PLAIN_META, "port", "shape", "dtype", "pass", "stack"], "the meta of a node")
+        only_keys(record, [*PLAIN_META, "port", "shape", "dtype", "pass", "call", "stack"], "the meta of a node")
         meta: dict[str, Any] = {}
         if "stack" in record:
             meta["nn_module_stack"] = self.stacks[_int(record["stack"])]
@@ -483,8 +484,7 @@ class GraphReader:
             meta["shape"] = tuple(_int(s) for s in record["shape"])
         if "dtype" in record:
             meta["dtype"] = decode({"dtype": record["dtype"]})
-        if "pass" in record:
-            meta["pass"] = decode(record["pass"])
+        meta.update({key: decode(record[key]) for key in ("pass", "call") if key in record})
         return meta
 
 

@@ -1,12 +1,11 @@
-"""Passes as data: YAML files and Python values become frozen dataclasses. Imports no torch."""
+"""Passes as files: YAML or mappings, with parameters filled in, become rules. Imports no torch."""
 
 from __future__ import annotations
 
-import operator
 import pkgutil
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from keyword import iskeyword
 from pathlib import Path
@@ -14,235 +13,12 @@ from types import ModuleType
 from typing import Any
 
 from .errors import SpecError, did_you_mean
-from .source import NOWHERE, Source, read_yaml, shown
-from .source import Where as Where
+from .rules import COMMON, Match, Pass, Rule, check_common, check_name, check_target, is_target
+from .source import NOWHERE, Source, Where, read_yaml, shown
 
 HERE = Path(__file__).resolve().parent
-PLACES = ("before", "after", "replace", "param")
-COMMON = ("name", "lr", "weight_decay", "train")  # settings that every pass takes beside its own parameters
 REQUIRED = "$required"
-_COUNTS: dict[str, Callable[[int, int], bool]] = {
-    "==": operator.eq,
-    ">=": operator.ge,
-    "<=": operator.le,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-}
-_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
-
-
-@dataclass(frozen=True, init=False)
-class Match:
-    """Which regions a rule acts on: every condition that is given must hold.
-
-    `path` is an exact path, a glob (`*`, `**`, `{i}`) or `re:...`, or several of them; `module` names
-    classes (or is classes); `op` names functions or methods (or is them). Raises SpecError.
-    """
-
-    path: str | tuple[str, ...] = "**"
-    module: tuple[str | type, ...] = ()
-    op: tuple[str | Callable[..., Any], ...] | None = None
-
-    def __init__(
-        self,
-        path: str | Sequence[str] = "**",
-        module: str | type | Sequence[str | type] | None = (),
-        op: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
-    ) -> None:
-        patterns = path if isinstance(path, str) else tuple(_many(path, "path", "a path"))
-        classes = tuple(_many(() if module is None else module, "module", "a class name", type))
-        ops = tuple(_many(() if op is None else op, "op", "a function name", Callable))
-        for pattern in (patterns,) if isinstance(patterns, str) else patterns:
-            _check_pattern(pattern)
-        if not isinstance(patterns, str) and not patterns:
-            raise SpecError("needs at least one path", path=("path",))
-        _set(self, path=patterns, module=classes, op=ops or None)
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """The path patterns as a tuple, also when there is only one."""
-        return (self.path,) if isinstance(self.path, str) else self.path
-
-
-@dataclass(frozen=True, init=False)
-class Rule:
-    """Which regions (`match`), which block (`use`), put where (`place`), fed with what (`args`).
-
-    `use` is `"package.module:Class"` or a class. `args` holds `x`, `y` or port addresses; an item that is
-    a list has one address for each path pattern of the match. `expect` is `(operator, count)`. Raises
-    SpecError.
-    """
-
-    match: Match
-    use: str | type
-    place: str
-    args: tuple[str | tuple[str, ...], ...]
-    options: dict[str, Any] = field(hash=False)
-    expect: tuple[str, int]
-    name: str | None
-    where: Where = field(compare=False)
-
-    def __init__(
-        self,
-        match: Match,
-        use: str | type,
-        place: str = "after",
-        args: Sequence[str | Sequence[str]] | None = None,
-        options: Mapping[str, Any] | None = None,
-        expect: str | int | tuple[str, int] = ">=1",
-        name: str | None = None,
-        where: Where = NOWHERE,
-    ) -> None:
-        try:
-            if not isinstance(match, Match):
-                raise SpecError(f"must be a Match, not {shown(match)}", path=("match",))
-            if place not in PLACES:
-                found = f"no place {shown(place)}{did_you_mean(place, PLACES)}"
-                raise SpecError(f"{found}; one of {', '.join(PLACES)}", path=("place",))
-            if not isinstance(use, type):
-                check_target(use, "use")
-            options = {} if options is None else options
-            if not isinstance(options, Mapping):
-                raise SpecError(f"must be a mapping, not {shown(options)}", path=("options",))
-            if name is not None and (not isinstance(name, str) or not name):
-                raise SpecError(f"must be text, not {shown(name)}", path=("name",))
-            if args is None:
-                args = ("x",) if place == "before" else ("x", "y")
-            addresses = _check_args(args, match)
-            count = _check_expect(expect)
-        except SpecError as error:
-            raise SpecError(error.finding, path=error.path, where=where) from None
-        _set(self, match=match, use=use, place=place, args=addresses, options=dict(options))
-        _set(self, expect=count, name=name, where=where)
-
-    def admits(self, count: int) -> bool:
-        """Whether `expect` allows this many sites."""
-        return _COUNTS[self.expect[0]](count, self.expect[1])
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A named list of rules; `params` are the values its parameters got. Raises SpecError.
-
-    `lr`, `weight_decay` and `train` say how the parameters of its blocks are trained. Its `name` is the
-    first part of their keys.
-    """
-
-    name: str
-    rules: Sequence[Rule]
-    about: str = ""
-    params: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    inputs: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    networks: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    lr: float | None = None
-    weight_decay: float | None = None
-    train: bool = True
-    where: Where = field(default=NOWHERE, compare=False)
-
-    def __post_init__(self) -> None:
-        check_common({key: getattr(self, key) for key in COMMON})
-        if not isinstance(self.about, str):
-            raise SpecError(f"must be text, not {shown(self.about)}", path=("about",))
-        if not isinstance(self.rules, (list, tuple)) or not self.rules:
-            found = "an empty list" if self.rules in ([], ()) else shown(self.rules)
-            raise SpecError(f"must be a list of rules, not {found}", path=("rules",))
-        for index, rule in enumerate(self.rules):
-            if not isinstance(rule, Rule):
-                raise SpecError(f"must be a Rule, not {shown(rule)}", path=("rules", index))
-        _set(self, rules=tuple(self.rules))
-        for key in ("params", "inputs", "networks"):
-            value = getattr(self, key)
-            if key == "inputs" and isinstance(value, (list, tuple)):
-                value = dict.fromkeys(value)
-            if not isinstance(value, Mapping):
-                raise SpecError(f"must be a mapping, not {shown(value)}", path=(key,))
-            for name in value:
-                _check_name(name, key)
-            _set(self, **{key: dict(value)})
-
-
-def check_common(settings: Mapping[str, Any]) -> None:
-    """Check those of `name`, `lr`, `weight_decay` and `train` that are given; SpecError names the key."""
-    if "name" in settings:
-        _check_name(settings["name"], "name")
-        if iskeyword(settings["name"]):
-            raise SpecError(f"'{settings['name']}' is a word of Python's own", path=("name",))
-    for key in ("lr", "weight_decay"):
-        value = settings.get(key)
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value is not None and not (number and value >= 0):
-            raise SpecError(f"must be a number, 0 or more, not {shown(value)}", path=(key,))
-    if not isinstance(settings.get("train", True), bool):
-        raise SpecError(f"must be true or false, not {shown(settings['train'])}", path=("train",))
-
-
-def _set(self: object, **values: Any) -> None:
-    for key, value in values.items():
-        object.__setattr__(self, key, value)
-
-
-def _many(value: Any, key: str, what: str, also: Any = ()) -> list[Any]:
-    """One value or a list of values, each a text or an instance of `also`, as a list."""
-    single = isinstance(value, str) or (also and isinstance(value, also))
-    items = [value] if single else value
-    if not isinstance(items, (list, tuple)):
-        raise SpecError(f"must be {what} or a list of them, not {shown(value)}", path=(key,))
-    for index, item in enumerate(items):
-        if not (isinstance(item, str) or (also and isinstance(item, also))):
-            raise SpecError(f"must be {what}, not {shown(item)}", path=(key, index))
-    return list(items)
-
-
-def _check_pattern(pattern: str) -> None:
-    if not pattern.startswith("re:"):
-        return
-    try:
-        re.compile(pattern[3:])
-    except (re.error, OverflowError, RecursionError) as error:
-        at = getattr(error, "pos", None) or 0
-        finding = f"'{pattern}' is not a regular expression: {getattr(error, 'msg', error)} at position {at}"
-        raise SpecError(f"{finding}\n  {pattern[3:]}\n  {' ' * at}^", path=("path",)) from None
-
-
-def check_target(text: Any, *path: str) -> None:
-    """Raise SpecError, with this path, unless `text` looks like `package.module:Name`."""
-    if not isinstance(text, str) or not _TARGET.fullmatch(text):
-        raise SpecError(f"must look like 'package.module:Name', not {shown(text)}", path=path)
-
-
-def _check_name(name: Any, *path: str) -> None:
-    if not isinstance(name, str) or not name.isidentifier():
-        finding = f"must be a name of letters, digits and '_', not {shown(name)}"
-        raise SpecError(finding, path=path)
-
-
-def _check_args(args: Any, match: Match) -> tuple[str | tuple[str, ...], ...]:
-    if not isinstance(args, (list, tuple)):
-        raise SpecError(f"must be a list of ports, not {shown(args)}", path=("args",))
-    addresses: list[str | tuple[str, ...]] = []
-    for index, item in enumerate(args):
-        if isinstance(item, str):
-            addresses.append(item)
-            continue
-        if not isinstance(item, (list, tuple)) or not all(isinstance(part, str) for part in item):
-            finding = f"must be a port or a list of ports, not {shown(item)}; constants go to 'options'"
-            raise SpecError(finding, path=("args", index))
-        if len(item) != len(match.patterns):
-            finding = f"{len(item)} ports for {len(match.patterns)} path patterns; they pair up in order"
-            lists = f"\n  path: {list(match.patterns)}\n  args[{index}]: {list(item)}"
-            raise SpecError(finding + lists, path=("args", index))
-        addresses.append(tuple(item))
-    return tuple(addresses)
-
-
-def _check_expect(expect: Any) -> tuple[str, int]:
-    text = "".join(map(str, expect)) if isinstance(expect, tuple) else str(expect)
-    found = re.fullmatch(r"\s*(==|>=|<=|!=|>|<|)\s*(\d+)\s*", text, re.ASCII)
-    if not found or isinstance(expect, bool):
-        forms = ", ".join(f"{sign}N" for sign in _COUNTS)
-        raise SpecError(f"{shown(expect)} is not a count; write one of {forms}", path=("expect",))
-    return found[1] or "==", int(found[2])
+PAGE_KEYS = ("help", "example")  # for the page about a pass: what each parameter is, and a model to show it on
 
 
 def folder(kind: str) -> Path:
@@ -314,14 +90,14 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
         read = read_yaml(find_file(source, "passes", Path(base) if base else None))
     else:
         raise SpecError(f"a pass is a name, a path, a mapping or a Pass, not {shown(source)}")
-    read.keys([f.name for f in fields(Pass) if f.name != "where"], ["rules"])
+    read.keys([*(f.name for f in fields(Pass) if f.name != "where"), *PAGE_KEYS], ["rules"])
     rules = read.data["rules"]
     if not isinstance(rules, (list, tuple)) or not rules:
         found = "an empty list" if rules in ([], ()) else shown(rules)
         raise read.error(f"must be a list of rules, not {found}", "rules")
     for index in range(len(rules)):
         known = [f.name for f in fields(Rule) if f.name != "where"]
-        read.keys(known, ["match", "use"], "rules", index)
+        read.keys(known, ["match"], "rules", index)
         read.keys([f.name for f in fields(Match)], [], "rules", index, "match")
     if not isinstance(read.data.get("params", {}), Mapping):
         raise read.error(f"must be a mapping, not {shown(read.data['params'])}", "params")
@@ -329,7 +105,7 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
         if key in (*COMMON, "base", "allow"):
             raise read.error(f"parameter '{key}' has the name of a common setting", "params", key=key)
         with read.inside("params"):
-            _check_name(key)
+            check_name(key)
     name = re.sub(r"\W", "_", Path(read.file).stem)
     return Draft(read, name if name.isidentifier() and not iskeyword(name) else f"pass_{name}")
 
@@ -372,19 +148,34 @@ class Draft:
         rules = []
         for index, raw in enumerate(data["rules"]):
             rule = _fill(raw, values, used, source, ("rules", index))
+            if rule["match"].get("path") == []:
+                continue  # a parameter that names no places leaves its rule out
             with source.inside("rules", index, "match"):
                 match = Match(**rule.pop("match"))
             with source.inside("rules", index):
                 rules.append(Rule(match, **rule, where=source.where("rules", index)))
             at = source.where("rules", index, "use")
             _check_allowed(rules[-1].use, allow, at, ("rules", index, "use"))
+            _check_options(rules[-1].options, allow, source.where("rules", index), ("rules", index, "options"))
+        for name, network in (data.get("networks") or {}).items():
+            if isinstance(network, Mapping):
+                where, path = source.where("networks", name), ("networks", name)
+                given = _fill({k: network.get(k) for k in ("use", "options")}, values, used, source, path)
+                if is_target(given["use"]):
+                    module, _, attribute = given["use"].partition(":")  # of a classmethod it is the class that must be allowed
+                    owner = f"{module}:{attribute.rpartition('.')[0] or attribute}"
+                    _check_allowed(owner, None if allow is None else (*allow, "diffusers"), where, path)
+                _check_options(given["options"], allow, where, path)
         for key in ("inputs", "networks"):
             data = {**data, key: _fill(data.get(key, {}), values, used, source, (key,))}
+        if not rules:
+            raise source.error("every rule is left out: the parameters name no places", "rules")
         unused = [key for key in values if key not in used]
         if unused:
             raise source.error(f"parameter '{unused[0]}' is used nowhere", "params", key=unused[0])
         if not source.file and "name" not in {**data, **common}:
             raise SpecError("a pass without a file needs a 'name'")
+        data = {key: value for key, value in data.items() if key not in PAGE_KEYS}
         settings = {"name": self.name, **data, **common, "params": values, "rules": rules}
         with source.inside():
             return Pass(**settings, where=Where(source.file))
@@ -420,8 +211,10 @@ def _fill(
 
 def _wanted(default: Any, value: Any) -> str:
     """What `value` should have been to agree with `default`; an empty text when it does."""
-    if default is None or default == REQUIRED:
+    if default is None or default == REQUIRED or (default in ([], {}) and isinstance(value, (Mapping, list, tuple))):
         return ""
+    if isinstance(default, str) and is_target(default) and not isinstance(value, (bool, int, float, list, tuple)):
+        return ""  # what an import path gives may be given itself
     if isinstance(default, bool) or isinstance(value, bool):
         agree = isinstance(default, bool) and isinstance(value, bool)
     elif isinstance(default, (str, list, tuple)):
@@ -437,9 +230,9 @@ def _wanted(default: Any, value: Any) -> str:
 
 
 def _check_allowed(
-    use: str | type, allow: Sequence[str] | None, at: Where, path: Sequence[str | int]
+    use: str | type | None, allow: Sequence[str] | None, at: Where, path: Sequence[str | int]
 ) -> None:
-    if allow is None:
+    if allow is None or use is None:
         return
     module, _, name = use.partition(":") if isinstance(use, str) else (use.__module__, "", use.__name__)
     roots = ("fxplug", *allow)
@@ -448,6 +241,17 @@ def _check_allowed(
         raise SpecError(f"module '{module}' is not allowed; allowed are {listed}", path=path, where=at)
     if "." in name:  # the modules that an allowed module imports are attributes of it
         raise SpecError(f"'{name}' must be one name: its module is what is allowed", path=path, where=at)
+
+
+def _check_options(value: Any, allow: Sequence[str] | None, at: Where, path: Sequence[str | int]) -> None:
+    """Hold classes that options name, such as the plugin of a driver, to what is allowed."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _check_options(item, allow, at, path)
+    elif allow is not None and is_target(value):
+        _check_allowed(value, (*allow, "torch.nn"), at, path)
 
 
 def import_target(text: str, where: Where = NOWHERE) -> object:

@@ -104,10 +104,11 @@ def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:
 def _record(
     model: nn.Module, call: Any, leaves: set[str], real: bool | None, training: bool | None, results: Results
 ) -> _Traced:
-    on_meta = any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    inputs = [t for t in values(call) if isinstance(t, torch.Tensor)]
+    on_meta = any(t.is_meta for t in [*model.parameters(), *model.buffers(), *inputs])
     if real:
         if on_meta:
-            raise TraceError("real=True needs weights with values, but some are on the meta device: load them first")
+            raise TraceError("real=True needs weights and inputs with values, but some are on the meta device: load them first")
         return _run(model, call, leaves, False, True, training, results)
     try:
         return _run(model, call, leaves, True, False, training, results)
@@ -117,8 +118,8 @@ def _record(
         if real is not False and not on_meta:
             pass
         elif isinstance(error, NeedsValues):
-            way = "" if real is False else " (its weights are on the meta device: load them, and it is traced on real tensors)"
-            raise TraceError(f"{error}{way}") from error
+            way = " (its weights or inputs are on the meta device: with values it is traced on real tensors)"
+            raise TraceError(f"{error}{'' if real is False else way}") from error
         else:
             raise
     gc.collect()  # fake tensors of the first try

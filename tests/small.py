@@ -54,6 +54,26 @@ def unet() -> Traced:
     return traced(case.build(), *args, **kwargs)
 
 
+def unet_xl() -> Traced:
+    """A UNet in the style of SDXL with three levels."""
+    import unets
+
+    return unets.sdxl()
+
+
+def features(gm: nn.Module, adapter_type: str = "full_adapter") -> nn.Module:
+    """A T2I-Adapter for one of these UNets."""
+    from diffusers import T2IAdapter
+
+    channels = list(gm.config.block_out_channels)
+    xl = adapter_type == "full_adapter_xl"
+    network = T2IAdapter(3, [*channels, channels[-1]] if xl else channels, 1, 16 if xl else 8, adapter_type).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(2)  # loud, so that training has something to lower
+    return network
+
+
 @cache
 def lite() -> Traced:
     """EfficientNet-Lite0: timm's Conv2dSame, depthwise convolutions, batch norm."""

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
+from fxplug.spec import shipped
 
 
 class Net(nn.Module):
@@ -136,7 +137,7 @@ def test_show():
 
 def test_passes():
     text = run("passes")
-    assert [line.split()[0] for line in text.splitlines()] == ["lora", "replace", "scale", "skip"]
+    assert [line.split()[0] for line in text.splitlines()] == list(shipped("passes"))
     text = run("passes", "replace")
     assert text.splitlines()[0].startswith("Another module") and "  with      required" in text
     Path("mine.yaml").write_text("params: {at: a}\nrules: [{match: {path: $at}, use: 'a:B'}]")

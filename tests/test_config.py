@@ -228,7 +228,7 @@ def load_where():
         ("model: m\npasses:\n- lora: 3", "c.yaml:3: passes[0].lora: must be a mapping of parameters, not 3"),
         (
             "model: m\npasses:\n- lora:\n    at: a\n    ranks: 3",
-            "c.yaml:5: passes[0].lora: no parameter 'ranks' (did you mean 'rank'?); it has at, rank, alpha",
+            "c.yaml:5: passes[0].lora: no parameter 'ranks' (did you mean 'rank'?); it has at, within, rank",
         ),
         (
             "model: m\npasses:\n- lora:\n    rank: a",
@@ -401,7 +401,7 @@ def test_schema_knows_the_shipped_passes():
     made = schema()
     json.dumps(made)
     one = made["properties"]["passes"]["items"]["anyOf"][1]["properties"]
-    assert set(one) == set(shipped("passes"))
+    assert set(one) == {*shipped("passes"), "blitz"}
     assert one["lora"]["properties"]["rank"] == {"type": "integer", "default": 8}
     assert one["skip"]["required"] == ["from", "to"] and "_source" not in made["properties"]
     assert made["required"] == ["model"] and made["additionalProperties"] is False

@@ -14,6 +14,7 @@ from torch import nn
 
 import fxplug
 from fxplug.blocks import Block, Lora, Scale, Skip
+from fxplug.module import without_edges
 from fxplug.spec import Match, Pass, Rule
 
 
@@ -59,7 +60,7 @@ def same(a, b):
 
 
 def added(new, old):
-    return len(new.graph.nodes) - len(old.graph.nodes)
+    return len(without_edges(new.graph).nodes) - len(without_edges(old.graph).nodes)
 
 
 def call(module, traced):

@@ -12,7 +12,7 @@ from test_match import Net, one
 from torch import nn
 
 import fxplug
-from fxplug.blocks import Block
+from fxplug.blocks import Block, Scale
 from fxplug.spec import Match, Pass, Rule
 
 
@@ -206,7 +206,8 @@ MISTAKES = {
     "an option that is unknown": (
         one("fxplug.blocks:Lora", path="head", args=["x", "y"], options={"rnk": 3}),
         fxplug.SpecError,
-        "p: head: Lora takes no option 'rnk' (did you mean 'rank'?); it takes rank, alpha, dropout",
+        "p: head: Lora takes no option 'rnk' (did you mean 'rank'?); it takes rank, alpha, dropout, bias, rslora, "
+        "alpha_auto_scale",
     ),
     "a rank of none": (
         lora(at="head", rank=0),
@@ -234,10 +235,16 @@ MISTAKES = {
         "'re:(((.+)+)+)+!' backtracks without end on these paths (stopped after 2 s): it repeats something that is "
         "itself a repeat; write it without the inner one",
     ),
-    "a place that is not known yet": (
-        one(path="head", place="param"),
-        fxplug.SpecError,
-        "p: place 'param' is not known to this version",
+    "a parameter that is not there": (
+        one(path="head", place="param", port="wieght"),
+        fxplug.MatchError,
+        "p: 'head' (Linear) has no parameter 'wieght'; it has weight, bias",
+    ),
+    "a parameter that no region has": (
+        one(path="blocks.*", place="param", port="gamma"),
+        fxplug.MatchError,
+        "p: 'blocks.*' matched 0 places, expected >=1\n  none of 2 regions has a parameter 'gamma'; they have\n"
+        "    blocks.0: none\n    blocks.1: none",
     ),
     "the name of a module": (
         one(Add, "head", path="blocks.0.mlp"),
@@ -263,15 +270,19 @@ def test_lists_of_unequal_length_are_refused_when_read():
         skip(["blocks.0"], ["blocks.1", "head"])
 
 
-def test_a_replaced_region_is_not_extended_and_an_extended_one_not_replaced(net):
+def test_a_region_is_replaced_once_and_an_extended_one_not_at_all(net):
     replaced = fxplug.apply(net.gm, one(Add, path="blocks.0.mlp", place="replace"))
-    after = one(Add, "q", path="blocks.*.mlp")
+    again = one(Add, "q", path="blocks.*.mlp", place="replace")
     with pytest.raises(fxplug.ClashError) as caught:
-        fxplug.apply(replaced, after)
+        fxplug.apply(replaced, again)
     assert str(caught.value) == (
-        "q: 'blocks.0.mlp' has a block of pass 'p' (replace) and cannot be extended, since it was replaced: "
-        "narrow one of the two passes"
+        "q: 'blocks.0.mlp' is replaced by pass 'p' already: narrow one of the two passes, or say in the rule what both give, "
+        "combine: sum (their sum) or combine: chain (one after the other)"
     )
+    scaled = fxplug.apply(replaced, one(Scale, "q", path="blocks.*.mlp", args=["y"]))  # its place is there
+    assert [s["path"] for s in scaled.meta["passes"][-1]["sites"]] == ["blocks.0.mlp", "blocks.1.mlp"]
+    with pytest.raises(fxplug.MatchError, match="the class is what fails"):
+        fxplug.find(replaced, one(Scale, "q", path="blocks.0.mlp", module="Sequential"))
     gone = fxplug.apply(net.gm, one(Add, path="blocks.0.mlp", place="replace", args=["x"]))
     with pytest.raises(fxplug.MatchError) as caught:
         fxplug.apply(gone, lora(at="blocks.0.mlp.0"))

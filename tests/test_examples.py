@@ -22,7 +22,8 @@ def output(name, capsys):
 
 def test_every_example_is_tried_and_is_one_screen():
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
-        "own_block.py", "quickstart.py", "trained_lora.py", "unet_in_pipeline.py"
+        "controlnet.py", "hcp_plugins.py", "own_block.py", "quickstart.py", "trained_lora.py", "unet_in_pipeline.py",
+        "zhijian_mlp.py",
     }  # fmt: skip
     assert all(len(p.read_text().splitlines()) <= 60 for p in EXAMPLES.glob("*.py"))
 
@@ -45,10 +46,24 @@ def test_unet_in_pipeline(capsys):
     )
 
 
+def test_controlnet(capsys):
+    text = output("controlnet.py", capsys)
+    assert "8 places, new inputs cond, strength, start, end" in text and "graphs that were compiled: 1\n" in text
+    away = [float(line.split()[-1]) if line.startswith("strength") else float(line.rpartition(":  ")[2].split()[0])
+            for line in text.splitlines()[1:-1]]  # fmt: skip
+    assert away[0] == away[1] == away[4] == 0 < away[2] < away[3]
+
+
 def test_own_block(capsys):
     text = output("own_block.py", capsys)
     assert "outputs are torch.equal (mixer)" in text
     assert "+mixer_blocks_0_mlp_TokenMixer = mixer.blocks.0.mlp.TokenMixer(blocks_0_mlp_drop2)" in text
+
+
+def test_hcp_plugins(capsys):
+    text = output("hcp_plugins.py", capsys)
+    assert "12 skips, same output while new: True\na gradient through one compiled graph: True\n" in text
+    assert "count: the attribute 'self.calls' is read before this call has written it" in text
 
 
 def test_trained_lora(capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import small
 import torch
@@ -109,7 +111,7 @@ LINEARS = [f"blocks.{i}.{name}" for i in (0, 1) for name in ("attn.qkv", "attn.p
         ({"path": "blocks.*:in.mask", "place": "before"}, ["blocks.0", "blocks.1"]),
         ({"path": "blocks.*:out[1][1].deep"}, ["blocks.0", "blocks.1"]),
     ],
-    ids=str,
+    ids=lambda value: re.sub(r" at 0x\w+", "", str(value)),
 )
 def test_a_match_finds(net, match, found):
     if found is None:
@@ -135,7 +137,7 @@ def test_a_match_finds(net, match, found):
         {"path": "head", "op": "softmax"},
         {"path": "act@2"},
     ],
-    ids=str,
+    ids=lambda value: re.sub(r" at 0x\w+", "", str(value)),
 )
 def test_a_match_does_not_find(net, match):
     assert paths(net, **match) == []

@@ -2,12 +2,14 @@
 
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
 import fxplug
+from fxplug.blocks import Block
 from fxplug.spec import Match, Pass, Rule
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -42,3 +44,71 @@ def test_replacing_costs_as_much_among_a_thousand():
         return min(trace.timed(lambda: fxplug.apply(gm, relu))[1] for _ in range(3))
 
     assert seconds(1000) < 3 * 10 * seconds(100)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(self.fc(x)), (x,)
+
+
+class Stack(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)[0] + x
+        return x
+
+
+class Whole(Block):
+    inline: ClassVar[bool] = True
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    @classmethod
+    def at(cls, site):
+        return cls()
+
+    def forward(self, xs, ys):
+        return ys[0] + self.linear(xs[0]), ys[1]
+
+
+class First(Block):
+    @classmethod
+    def at(cls, site):
+        return cls()
+
+    def forward(self, value, *others):
+        return value + 1
+
+
+KINDS = {
+    "a parameter": Rule(Match("layers.*.fc"), First, "param"),
+    "a pair": Rule(Match("layers.*.act"), First, args=["value", "layers.*.fc"]),
+    "layers below": Rule(Match("layers.{i}", within="Linear"), First, args=["y"]),
+    "a traced block": Rule(Match("layers.*"), Whole, port="y[:]", args=["x[:]", "y[:]"]),
+    "each value": Rule(Match("layers.*"), First, port="y[1][*]", args=["value"]),
+    "an operation": Rule(Match("**", op="add"), First, "replace", args=["x[0]", "x[1]"]),
+    "no block": Rule(Match("layers.*.act"), args=["x"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_to_attach_costs_as_much_among_a_thousand(kind):
+    gms = {count: fxplug.trace(Stack(count), torch.ones(1, 4)) for count in (50, 500)}
+    made = Pass("p", [KINDS[kind]])
+
+    def seconds(count):
+        return min(trace.timed(lambda: fxplug.apply(gms[count], made))[1] for _ in range(2))
+
+    assert len(fxplug.find(gms[500], made)) == 500
+    assert seconds(500) < 2 * 10 * seconds(50)

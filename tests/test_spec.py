@@ -164,7 +164,7 @@ def test_match_takes_one_or_many():
 
 def test_arguments_by_place():
     assert Rule(Match(), Gate, place="before").args == ("x",)
-    assert Rule(Match(), Gate, place="param").args == ("x", "y")
+    assert Rule(Match(), Gate, place="param").args == ("value",)
     assert Rule(Match(path=["a", "b"]), Gate, args=["y", ["c", "d"]]).args == ("y", ("c", "d"))
 
 
@@ -242,7 +242,7 @@ def test_refused_in_python(make, expected):
 TEMPLATE = """\
 about: An example.
 params: {at: "**", rank: 8, alpha: null, more: [1], which: a, must: $required}
-inputs: {image: $which}
+inputs: {image: {dtype: $which}}
 rules:
   - match: {path: $at, module: Linear}
     use: "blocks_$which:C"
@@ -257,7 +257,7 @@ rules:
 def test_parameters_are_filled_in_and_keep_their_type():
     made = load_pass(write(TEMPLATE), which="before", must="q", more=[2], rank=4, lr=1, name="n")
     (rule,) = made.rules
-    assert made.name == "n" and made.lr == 1 and made.inputs == {"image": "before"}
+    assert made.name == "n" and made.lr == 1 and made.inputs["image"]["dtype"] == "before"
     assert made.params == {"at": "**", "rank": 4, "alpha": None, "more": [2], "which": "before", "must": "q"}
     assert rule.use == "blocks_before:C" and rule.place == "before"
     assert rule.args == ("x", "p.{i}.before", "q") and rule.name == "kept{i}"
@@ -336,7 +336,7 @@ def test_parameters_agree_with_their_default(default, good, bad):
         (f"rules: [{RULE}]\ninputs: {{a b: 1}}", "p.yaml:2: inputs: must be a name of letters"),
         (f"rules:\n  - {RULE}\n  - 3", "p.yaml:3: rules[1]: must be a mapping, not 3"),
         ("rules:\n  - use: m:C", "p.yaml:2: rules[0]: missing key 'match'"),
-        ("rules:\n  - match: {path: a}", "p.yaml:2: rules[0]: missing key 'use'"),
+        ("rules:\n  - match: {path: a}", "p.yaml:2: rules[0]: a rule without 'use' puts one value there: it has one of 'args'"),
         (
             "rules:\n  - use: m:C\n    match: {modul: Linear}",
             "p.yaml:3: rules[0].match: unknown key 'modul' (did you mean 'module'?)",
@@ -477,13 +477,10 @@ def test_folders_hold_yaml_only():
 
 @pytest.mark.parametrize("name", shipped("passes"))
 def test_shipped_passes(name):
-    required = {
-        key: "a"
-        for key, value in (parse_yaml(shipped("passes")[name].read_text()).data.get("params") or {}).items()
-        if value == "$required"
-    }
-    made = load_pass(name, allow=[], **required)
-    assert made.name == name and made.about.endswith(".")
+    data = parse_yaml(shipped("passes")[name].read_text()).data
+    required = {key: "a" for key, value in (data.get("params") or {}).items() if value == "$required"}
+    made = load_pass(name, allow=[], **{**required, **(data.get("example") or {}).get("with", {})})
+    assert made.name == name.rpartition("/")[2] and made.about.endswith(".")
 
 
 def test_pairs_of_a_skip():

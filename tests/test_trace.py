@@ -842,3 +842,33 @@ def test_errors_name_the_line_of_the_model_and_not_of_its_caller():
     with pytest.raises(ValueError, match="its own") as caught:
         fxplug.trace(Raising(), torch.randn(2, 3))
     assert 'raise ValueError("its own")' in caught.value.__notes__[0]
+
+
+def test_a_constant_list_is_held_in_eager_and_in_an_interpreter():
+    class Picks(nn.Module):
+        def forward(self, x, picks):
+            return sum(x[i] for group in picks for i in group)
+
+    x, picks = torch.arange(4.0), [[1], [2, 3]]
+    gm = fxplug.trace(Picks(), (x, picks))
+    assert fxplug.verify(gm, gm, (x, picks), compile=False).ok
+    assert torch.equal(gm(x, [[1], [2, 3]]), torch.tensor(6.0))
+    with pytest.raises(fxplug.GuardError, match=r"argument 'picks' was \[\[1\], \[2, 3\]\]"):
+        gm(x, [[1], [2]])
+
+
+def test_sizes_that_depend_on_data_are_not_propagated_and_verify_says_so():
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x, mask):
+            return self.fc(x[mask])
+
+    x, mask = torch.randn(3, 4), torch.tensor([True, False, True])
+    gm = fxplug.trace(Chosen(), (x, mask))
+    new = fxplug.apply(gm, fxplug.load_pass("lora", rank=2))
+    status = {c.name: (c.status, c.detail) for c in fxplug.verify(gm, new, (x, mask), compile=False).checks}
+    assert status["shapes"] == ("skipped", "the model's sizes depend on its data, which fake tensors do not have")
+    assert status["neutral"][0] == "ok" and torch.equal(new(x, ~mask), gm(x, ~mask))

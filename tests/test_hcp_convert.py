@@ -1,0 +1,345 @@
+"""`fxplug convert hcp`: what HCP-Diffusion's files become, and what it lets pass in silence is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hcp_guide import LoraBlock
+from test_hcp import CONTROLNET, LORA, PRELU, SKIP
+from typer.testing import CliRunner
+
+import fxplug
+from fxplug.__main__ import app
+from fxplug.compat.entries import asked_for
+from fxplug.compat.hcp import SinglePluginBlock
+from fxplug.compat.hcp_config import convert, read_input
+from fxplug.compat.layers import places, read_layer, read_layers
+from fxplug.errors import SpecError
+from fxplug.source import parse_yaml
+
+NET = "test_hcp:Net"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(text, top="plugin_unet:\n"):
+    Path("plugin.yaml").write_text(top + text)
+    return "plugin.yaml"
+
+
+def entries(text, top="plugin_unet:\n", **how):
+    return parse_yaml(convert(write(text, top), **how).text).data["passes"]
+
+
+def one(text, **how):
+    (entry,) = entries(text, **how)
+    ((name, given),) = entry.items()
+    return name, given
+
+
+def refused(text, top="plugin_unet:\n", **how):
+    with pytest.raises(SpecError) as error:
+        convert(write(text, top), **how)
+    assert "plugin.yaml:" in str(error.value)
+    return str(error.value)
+
+
+# --- layers
+
+
+@pytest.mark.parametrize(
+    "text, path, regex, pre_hook, kind",
+    [
+        ("conv_in", "conv_in", False, False, None),
+        ("pre_hook:", "", False, True, None),
+        ("prehook:conv_in", "conv_in", False, True, None),
+        (r"prehook:re:.*\.ff$", r".*\.ff$", True, True, None),
+        (r"re:pre_hook:.*\.ff$", r".*\.ff$", True, True, None),
+        ("re:(?:a|b):c$", "(?:a|b):c$", True, False, None),
+        ("cls(Linear):re:.*attn", ".*attn", True, False, "Linear"),
+    ],
+)
+def test_a_layer_is_read(text, path, regex, pre_hook, kind):
+    layer = read_layer(text)
+    assert (layer.path, layer.regex, layer.pre_hook, layer.kind) == (path, regex, pre_hook, kind)
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("prehok:conv_in", r"no prefix 'prehok:' \(did you mean 'prehook'\?\)"),
+        ("pre-hook:re:a", r"no prefix 'pre-hook:' \(did you mean 'prehook'\?\)"),
+        ("re:(a", "not a regular expression: missing"),
+        (3, "a layer is a text, not 3"),
+    ],
+)
+def test_a_layer_that_cannot_be_read(text, found):
+    with pytest.raises(SpecError, match=found):
+        read_layer(text)
+
+
+MODULES = {"": "Net", "a": "Block", "a.x": "Linear", "a.y": "Linear", "b": "Block", "b.x": "Linear"}
+
+
+def found(*texts):
+    return [(p.path, p.pre_hook) for p in places(read_layers(list(texts), "layers"), MODULES)]
+
+
+def test_places_are_those_of_hcp_diffusion():
+    assert found("re:.*x$", "a") == [("a.x", False), ("b.x", False), ("a", False)]
+    assert found("b.x", "re:.*x$") == [("b.x", False), ("a.x", False)]  # each once, where it is first
+    assert found("re:a") == [("a", False), ("a.x", False), ("a.y", False)]  # anchored on the left alone
+    assert found("cls(Linear):a", "cls(Linear):b.x") == [("a.x", False), ("a.y", False), ("b.x", False)]
+    assert found("pre_hook:") == [("", True)]
+
+
+@pytest.mark.parametrize(
+    "texts, message",
+    [
+        (["re:.*z$"], r"'re:.*z\$' matches none of 6 modules"),
+        (["a.xx"], r"no module 'a.xx' \(did you mean 'a.x'\?\)"),
+        (["a", "pre_hook:a"], "'a' and 'pre_hook:a' both name 'a'"),
+        (["a", "a"], "a layer stands once in a list"),
+        (["cls(Conv2d):a"], "no Conv2d there"),
+        ([], "must be a list of layers"),
+    ],
+)
+def test_what_is_dropped_in_silence_there_is_an_error(texts, message):
+    with pytest.raises(SpecError, match=message):
+        found(*texts)
+
+
+# --- whole files
+
+
+def test_the_guides_lora_entry():
+    name, given = one(LORA.format(wrap="", first=r"re:.*\.attn.?$", second=r"re:.*\.ff$"))
+    assert name == "hcp/single"
+    assert given == {
+        "name": "lora1", "lr": 1e-4, "plugin": "hcp_guide:LoraBlock", "options": {"alpha": 0.5, "rank": 4},
+        "layers": [r"re:.*\.attn.?$", r"re:.*\.ff$"],
+    }  # fmt: skip
+
+
+def test_defaults_that_differ_are_written_down():
+    _, given = one("  a: {_target_: hcp_guide.LoraBlock, rank: 2, layers: [x], train: false}")
+    assert given["lr"] == 1e-5 and given["train"] is False  # HCP-Diffusion's default; fxplug's pass has none of its own
+    _, given = one("  a: {_target_: hcp_guide.LoraBlock, rank: 2, layers: ['re:.*']}")
+    assert given["layers"] == ["", "re:.*"]  # the model itself is among its modules there
+
+
+def test_the_guides_other_entries():
+    name, given = one(SKIP.format(kind="Skip", prefix="prehook:"))
+    assert name == "hcp/pair_before" and given["to"] == "re:.*proj_out$"
+    assert given["args"] == ["re:.*proj_in$:in[:]", "re:.*proj_in$:out[:]", "x[:]"]
+    shape = {"cond": ["n", 3, "8*h", "8*w"], "sample": ["n", "c", "h", "w"]}
+    name, given = one(CONTROLNET, inputs=shape)
+    assert name == "hcp/multi" and given["feeds"] == ["cond"] and list(given["inputs"]) == ["sample", "cond"]
+    assert given["values"][:4] == [":in[:]", "conv_in:in[:]", "down_blocks.0:in[:]", "down_blocks.0:out[:]"]
+    assert given["values"][-2:] == ["up_blocks.3.resnets.2:in[:]", "cond"]
+    assert given["after_values"][-1] == "plugin:out[4][:]" and given["before_values"] == ["plugin:out[5][:]"]
+    name, given = one(PRELU.format(name="prelu", wrap=".wrap_model", p=0.2, layers=""))
+    assert name == "hcp/patch" and given["within"] == ["SiLU"] and given["wrap"] and given["layers"] == [""]
+
+
+def test_the_guides_exclude_key_is_kept():
+    _, given = one("  a: {_target_: hcp_guide.LoraBlock.wrap_model, rank: 2, layers: ['']}")
+    assert given["exclude_key"] == "lora_block_" and given["within"] == ["Linear", "Conv2d"]
+
+
+class Narrow(LoraBlock):
+    @classmethod
+    def wrap_model(cls, name, host, **kwargs):
+        return super(LoraBlock, cls).wrap_model(name, host, exclude_key="body", **kwargs)
+
+
+def test_layers_that_wrap_model_leaves_out():
+    text = "  a: {_target_: test_hcp_convert.Narrow.wrap_model, rank: 2, layers: ['']}"
+    _, given = one(text, model=NET)
+    assert given["layers"] == ["conv", "twice", "head"] and "within" not in given
+    _, given = one(text)
+    from test_hcp import Net
+
+    gm = fxplug.trace(Net().eval(), torch.randn(2, 3, 4, 4))
+    with pytest.raises(SpecError, match=r"wrap_model leaves out 'body.0.proj_in' \(exclude_key 'body'\).*--model"):
+        fxplug.apply(gm, fxplug.load_pass("hcp/single", **given))
+
+
+def test_with_the_model_pairs_and_lists_are_looked_up():
+    text = "  s: {_target_: hcp_guide.Skip, from_layer: ['re:.*proj_in$', conv], to_layer: ['re:.*proj_out$', head]}"
+    name, given = one(text, model=NET)
+    assert name == "hcp/pair" and given["to"] == ["body.0.proj_out", "body.1.proj_out", "head"]
+    assert given["args"][0] == ["body.0.proj_in:in[:]", "body.1.proj_in:in[:]", "conv:in[:]"]
+    mixed = "  s: {_target_: hcp_guide.Skip, from_layer: [conv, twice], to_layer: [head, 'pre_hook:act']}"
+    assert [list(e) for e in entries(mixed)] == [["hcp/pair"], ["hcp/pair_before"]]
+    assert [g["name"] for e in entries(mixed) for g in e.values()] == ["s", "s_2"]
+    multi = "  m: {_target_: fxplug.compat.samples.Mean, from_layers: ['re:.*proj_in$'], to_layers: [head]}"
+    assert one(multi, model=NET)[1]["from_layers"] == ["body.0.proj_in", "body.1.proj_in"]
+    assert "--model" in refused(multi)
+
+
+def test_unequal_lists_show_both():
+    text = "  s: {_target_: hcp_guide.Skip, from_layer: [a, b, c], to_layer: [d, e]}"
+    message = refused(text)
+    assert "from_layer is 3 layers and to_layer is 2" in message and "from: a, b, c" in message and "to:   d, e" in message
+    text = "  s: {_target_: hcp_guide.Skip, from_layer: ['re:.*proj_in$'], to_layer: ['re:.*proj_(in|out)$']}"
+    message = refused(text, model=NET)
+    assert "from_layer is 2 layers and to_layer is 4" in message and "body.1.proj_out" in message
+    text = "  s: {_target_: hcp_guide.Skip, from_layer: ['re:.*proj_in$'], to_layer: [a, b]}"
+    assert "--model" in refused(text)
+
+
+@pytest.mark.parametrize(
+    "entry, message",
+    [
+        ("{_target_: hcp_guide.LoraBlock, rank: 1, layrs: [a]}", "missing key 'layers' (did you mean 'layrs'?)"),
+        ("{_target_: hcp_guide.Skip, layers: [a]}", "missing key 'from_layer'"),
+        ("{_target_: hcp_guide.LoraBlock, rank: 1, layers: [a], to_layer: [b]}", "takes no 'to_layer'"),
+        ("{_target_: hcp_guide.LoraBlock, rank: 1, layers: [a], trian: false}", "takes no 'trian' (did you mean 'train'?)"),
+        ("{_target_: hcp_guide.ControlNetPlugin, from_layers: [a], to_layers: [b], depth: 2}", "takes no 'depth'"),
+        ("{_target_: hcp_guide.LoraBlock, rank: 1, layers: ['pre_hook:a']}", "has no pre_hook"),
+        ("{_target_: hcp_guide.LoraBlock, rank: 1, layers: ['${x}']}", "expression of OmegaConf"),
+        ("{_target_: hcp_guide.LoraBlock, _partial_: false, layers: [a]}", "must be true"),
+        ("{_target_: hcp_guide.Nothing, layers: [a]}", "module 'hcp_guide' has no attribute 'Nothing'"),
+        ("{_target_: hcp_guide.LowRank, layers: [a]}", "is no plugin class of fxplug.compat.hcp"),
+        ("{_target_: no_such.Plugin, layers: [a]}", "no module named 'no_such'"),
+        ("{_target_: hcp_guide.Skip.wrap_model, from_layer: [a], to_layer: [b]}", "Skip has no wrap_model"),
+        ("{_target_: hcp_guide.ControlNetPlugin, from_layers: [a], to_layers: [b]}", "--input cond="),
+        ("{_target_: hcpdiff.models.dreamartist.Other, layers: [a]}", "no equal among fxplug's passes"),
+        ("{_target_: hcpdiff.models.controlnet.ControlNetPlugin, from_layers: [a], to_layers: [b]}", "is wired for ["),
+        ("{layers: [a]}", "must be the path of a class"),
+        ("3", "must be a mapping with '_target_'"),
+    ],
+)
+def test_what_is_wrong_in_an_entry(entry, message):
+    assert message in refused(f"  a: {entry}")
+
+
+def test_a_plugin_that_still_imports_hcpdiff(tmp_path, monkeypatch):
+    Path("old_plugin.py").write_text("from hcpdiff.models.plugin import SinglePluginBlock\nclass A(SinglePluginBlock): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = refused("  a: {_target_: old_plugin.A, layers: [x]}")
+    assert "`from fxplug.compat.hcp import ...`" in message
+    assert "hcpdiff.models.plugin" in message
+
+
+def test_what_no_layer_matches_with_the_model_is_told_now():
+    assert "matches none of" in refused("  a: {_target_: hcp_guide.LoraBlock, rank: 1, layers: ['re:.*attn$']}", model=NET)
+    assert "did you mean 'head'" in refused("  a: {_target_: hcp_guide.LoraBlock, rank: 1, layers: [heat]}", model=NET)
+
+
+def test_other_sections_are_told():
+    top = "_base_: [cfgs/train/tuning_base.yaml]\ntrain: {steps: 3}\nmodel: {unet: null}\nseed: null\nplugin_unet:\n"
+    entry = "  a: {_target_: hcp_guide.LoraBlock, rank: 1, layers: [x]}\n"
+    notes = convert(write(entry + "plugin_TE:\n" + entry, top)).notes
+    assert [n for n in notes if "tuning_base.yaml" in n and "not read" in n]
+    assert [n for n in notes if n.endswith("train, model")] and [n for n in notes if "plugin_TE" in n and "--part TE" in n]
+    assert "# Note: " in convert("plugin.yaml").text
+    assert convert("plugin.yaml", part="TE").text.count("hcp/single") == 1
+    assert "unknown key 'plugin_unt' (did you mean 'plugin_unet'?)" in refused(entry, "plugin_unt:\n")
+    assert "--part TE" in refused(entry, "plugin_TE:\n")
+    with pytest.raises(SpecError, match="no part 'te'"):
+        convert("plugin.yaml", part="te")
+
+
+def test_lora_unet_is_fxplugs_lora():
+    text = "  - {lr: 1e-4, rank: 8, layers: ['re:.*proj_in$', twice]}\n"
+    (entry,) = entries(text, "lora_unet:\n")
+    given = entry["hcp/lora"]
+    assert given["alpha"] == 1.0 and given["name"] == "lora_block_0" and given["dropout"] == 0.0
+    from test_hcp import Net
+
+    net = Net().eval()
+    gm = fxplug.trace(net, torch.randn(2, 3, 4, 4))
+    new = fxplug.apply(gm, fxplug.load_pass("hcp/lora", **given))
+    assert sorted({s.path for s in fxplug.find(gm, fxplug.load_pass("hcp/lora", **given))}) == [
+        "body.0.proj_in", "body.1.proj_in", "twice", "twice@1"
+    ]  # fmt: skip
+    block = new.get_submodule("lora_block_0.twice.Lora")
+    assert block.scale == 1 / 8 and new.meta["passes"][0]["lr"] == 1e-4
+    scaled = "  - {rank: 4, alpha: 2.0, alpha_auto_scale: false, dropout: 0.1, layers: [a]}\n"
+    done = convert(write(scaled, "lora_unet:\n"))
+    assert parse_yaml(done.text).data["passes"][0]["hcp/lora"]["alpha"] == 8.0 and "dropout" in done.notes[0]
+    for wrong, message in {
+        "rank: 0.5": "share of each layer's width", "bias: true": "no 'bias'", "svd_init: true": "no 'svd_init'",
+        "type: loha_group": "no pass for the type 'loha_group'", "ranc: 3": "unknown key 'ranc' (did you mean 'rank'?)",
+    }.items():  # fmt: skip
+        assert message in refused(f"  - {{layers: [a], {wrong}}}\n", "lora_unet:\n")
+
+
+def test_hcp_diffusions_own_plugins_are_fxplugs_passes():
+    stock = CONTROLNET.replace("hcp_guide", "hcpdiff.models.controlnet")
+    (entry,) = entries(stock.replace("    block_out_channels: [8, 16, 16, 16]\n", ""))
+    given = entry["controlnet"]
+    assert given["name"] == "controlnet1" and given["lr"] == 1e-4 and given["channels"] == 3
+    assert given["options"] == {"conditioning_channels": 3, "conditioning_embedding_out_channels": [8, 8]}
+    assert [n for n in convert(write(stock)).notes if "block_out_channels is left out" in n]
+    assert "wired for" in refused(stock.replace("'down_blocks.3'", "'down_blocks.2.resnets.0'"))
+    (entry,) = entries("  a: {_target_: hcpdiff.models.lora_layers.LoraLayer.wrap_model, rank: 4, layers: [body.0]}\n")
+    assert entry["hcp/lora"] == {"name": "a", "lr": 1e-5, "at": ["body.0"], "rank": 4, "alpha": 1.0, "dropout": 0.0}
+    loha = "  - {type: loha, rank: 8, alpha: 4.0, layers: ['re:body.0$', head]}\n"
+    (entry,) = entries(loha, "lora_unet:\n")
+    assert entry["hcp/loha"]["at"] == ["re:body.0$", "head"]
+    assert (entry["hcp/loha"]["rank"], entry["hcp/loha"]["alpha"]) == (4, 2.0)  # 4.0 / 8 there is 2.0 / 4 here
+    assert "two factors" in refused(loha.replace("rank: 8", "rank: 9"), "lora_unet:\n")
+    assert "matches none" in refused(loha.replace("body", "boddy"), "lora_unet:\n", model=NET)
+
+
+class Asks(SinglePluginBlock):
+    def feed_input_data(self, data):
+        self.a, self.b = data["cond"], data.get("timesteps")
+
+
+def test_what_a_plugin_asks_for():
+    assert asked_for(Asks) == ["cond", "timesteps"] and asked_for(LoraBlock) == []
+    _, given = one("  a: {_target_: test_hcp_convert.Asks, layers: [x]}", inputs={"cond": ["n", 3]})
+    assert given["args"] == ["x[:]", "y[:]", "cond", ":in.timestep"] and given["feeds"] == ["cond", "timesteps"]
+    assert given["inputs"] == {"cond": {"shape": ["n", 3]}}
+    with pytest.raises(SpecError, match="'other' is asked for by no plugin"):
+        convert("plugin.yaml", inputs={"cond": ["n", 3], "other": [1]})
+    assert read_input("cond=n,3,8*h,8*w") == ("cond", ["n", 3, "8*h", "8*w"])
+    with pytest.raises(SpecError, match="write NAME=SIZES"):
+        read_input("cond")
+
+
+# --- the command
+
+
+def run(*args, code=0):
+    result = CliRunner().invoke(app, ["convert", *args], prog_name="fxplug")
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_the_command_and_a_rewrite_with_its_result():
+    text = LORA.format(wrap="", first="conv", second=r"re:.*proj_in$") + PRELU.format(name="p", wrap="", p=0.3, layers="act")
+    Path("model.yaml").write_text(f"model: {NET}\ninputs: {{x: [2, 3, 4, 4]}}\n")
+    result = run("hcp", write(text), "-o", "out.yaml", "--model", "model.yaml")
+    assert "saved in out.yaml" in result.stdout
+    done = fxplug.rewrite("out.yaml", verify=False)
+    assert {name: [s.path for s in sites] for name, sites in done.sites.items()} == {
+        "lora1": ["conv", "body.0.proj_in", "body.1.proj_in"], "p": ["act"]
+    }  # fmt: skip
+    assert [entry["lr"] for entry in done.module.meta["passes"]] == [1e-4, 1e-4]
+
+
+def test_without_a_model_its_place_is_marked():
+    result = run("hcp", write("  a: {_target_: hcp_guide.LoraBlock, rank: 1, layers: [x]}\n"), "-o", "out.yaml")
+    assert "its model is left to write" in result.stdout
+    text = Path("out.yaml").read_text()
+    assert "model: REPLACE_ME" in text and "# REPLACE_ME: write the model" in text
+    with pytest.raises(SpecError, match="REPLACE_ME"):
+        fxplug.rewrite("out.yaml")
+
+
+def test_a_mistake_is_one_message_and_writes_nothing():
+    write("  a: {_target_: hcp_guide.LoraBlock, layers: ['prehok:x']}\n")
+    result = run("hcp", "plugin.yaml", "-o", "out.yaml", code=1)
+    assert "plugin.yaml:2: plugin_unet.a.layers[0]: 'prehok:x': no prefix" in result.stderr
+    assert not Path("out.yaml").exists() and "Traceback" not in result.output
+    assert "did you mean 'hcp'" in run("hpc", "plugin.yaml", "-o", "out.yaml", code=1).stderr

@@ -1,0 +1,27 @@
+"""The pages about the shipped passes say what the passes do: `make pages` writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fxplug.pages import COMMON, page
+from fxplug.spec import open_pass, shipped
+
+PAGES = Path(__file__).parent.parent / "examples" / "passes"
+
+
+@pytest.mark.parametrize("name", shipped("passes"))
+def test_the_page_that_is_kept_is_the_one_that_is_made(name):
+    assert (PAGES / f"{name}.md").read_text() == page(name)
+
+
+@pytest.mark.parametrize("name", shipped("passes"))
+def test_every_parameter_is_explained(name):
+    data = open_pass(name).source.data
+    assert [key for key in data.get("params", {}) if key not in {**COMMON, **data.get("help", {})}] == []
+
+
+def test_there_is_a_page_for_every_pass_and_no_other():
+    assert sorted(p.relative_to(PAGES).with_suffix("").as_posix() for p in PAGES.rglob("*.md")) == sorted(shipped("passes"))

@@ -1,0 +1,170 @@
+"""Every two shipped passes on one model, in both orders: they work together, or the second says why not."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import small
+import torch
+import unets
+from test_passes import TOME_ON_VIT, needed
+
+import fxplug
+from fxplug.spec import open_pass, shipped
+from fxplug.structure import leaves
+
+MLP, ATTN = "blocks.*.mlp.*", "blocks.*.attn"
+# Where the places of the passes meet. A pass without an entry takes its example, else its defaults, on the ViT; on the UNet
+# it takes part when it has one.
+ON_VIT = {
+    "lora": {"at": "blocks.*.mlp.fc1", "rank": 2},
+    "lora_weight": {"at": "blocks.*.mlp.fc1", "rank": 2},
+    "dora": {"at": MLP, "rank": 2},
+    "loha": {"at": MLP, "rank": 2},
+    "lokr": {"at": MLP, "rank": 2},
+    "oft": {"at": MLP, "block_size": 8},
+    "boft": {"at": MLP},
+    "weight_norm": {"at": MLP},
+    "spectral_norm": {"at": MLP},
+    "adapter": {"bottleneck": 4},
+    "parallel_adapter": {"at": "blocks.*.mlp", "bottleneck": 4},
+    "vpt": {"tokens": 3},
+    "replace": {"at": "blocks.*.mlp.act", "module": "GELU", "with": "PReLU"},
+    "scale": {"at": MLP},
+    "skip": {"from": "blocks.0.mlp.act", "to": "blocks.1.mlp.act"},
+    "tome": TOME_ON_VIT,
+}
+MIDDLE = "mid_block.attentions.0.transformer_blocks.0"
+LAYERS = {"at": f"{MIDDLE}.attn1.to_q", "rank": 2}
+ON_UNET = {
+    **dict.fromkeys(["lora", "lora_weight", "dora", "loha", "lokr", "hcp/lora", "hcp/loha"], LAYERS),
+    **dict.fromkeys(["weight_norm", "spectral_norm", "bitfit", "ssf"], {"at": f"{MIDDLE}.ff.net.2"}),
+    "oft": {"at": LAYERS["at"], "block_size": 4},
+    "boft": {"at": LAYERS["at"], "block_size": 4},
+    "ia3": {"at": LAYERS["at"]},
+    "adapter": {"at": f"{MIDDLE}.ff", "bottleneck": 2},
+    "parallel_adapter": {"at": f"{MIDDLE}.ff", "bottleneck": 2},
+    "replace": {"at": "mid_block.resnets.0.nonlinearity", "module": "SiLU", "with": "PReLU"},
+    "scale": {"at": f"{MIDDLE}.ff"},
+    "skip": {"from": "mid_block.resnets.0.conv1", "to": "mid_block.resnets.1.conv1"},
+    "tome": {},
+    "hcp/single": {"layers": LAYERS["at"]},
+    "hcp/param": {"layers": LAYERS["at"]},
+    "hcp/patch": {"layers": "mid_block.resnets.1.nonlinearity"},
+    "hcp/patch_after": {"layers": f"{MIDDLE}.ff"},
+    "hcp/patch_before": {"layers": f"{MIDDLE}.ff"},
+    "hcp/pair": {"to": f"{MIDDLE}.attn1.to_v", "args": [f"{LAYERS['at']}:in[:]", f"{LAYERS['at']}:out[:]", "x[:]", "y[:]"]},
+    "hcp/pair_before": {"to": f"{MIDDLE}.attn1.to_v", "args": [f"{LAYERS['at']}:in[:]", f"{LAYERS['at']}:out[:]", "x[:]"]},
+    "hcp/multi": {
+        "from_layers": [f"pre_hook:{MIDDLE}"],
+        "to_layers": [f"{MIDDLE}.ff"],
+        "values": [f"{MIDDLE}:in[:]", f"{MIDDLE}.ff:in[:]", f"{MIDDLE}.ff:out[:]"],
+        "after": [f"{MIDDLE}.ff"],
+        "after_values": ["plugin:out[0][:]"],
+        "before": [],
+        "before_values": [],
+    },
+    "controlnet": {},
+    "t2i_adapter": {},
+    "ip_adapter": {"image": ["n", 3, 12]},
+    "freeu": {},
+}
+NEED_A_UNET = ["controlnet", "t2i_adapter", "t2i_adapter_xl", "ip_adapter", "freeu"]
+REFUSED = {  # pairs that cannot be, and why
+    ("scale", "replace"): "replace: 'blocks.0.mlp.act' has a block of pass 'scale' \\(after\\) and cannot be replaced",
+    ("skip", "replace"): "replace: 'blocks.1.mlp.act' has a block of pass 'skip' \\(after\\) and cannot be replaced",
+    ("scale", "hcp/patch"): "hcp_patch: 'blocks.0.mlp.act' has a block of pass 'scale' \\(after\\) and cannot be replaced",
+    ("skip", "hcp/patch"): "hcp_patch: 'blocks.1.mlp.act' has a block of pass 'skip' \\(after\\) and cannot be replaced",
+    ("hcp/patch", "replace"): "nothing here is a GELU; the classes here are .*PatchPlugin",
+    ("vpt", "tome"): "7 tokens are no grid of patches of a picture of 32 x 32; is 'prefix' right",
+    ("tome", "vpt"): "7 tokens are no grid of patches of a picture of 32 x 32; is 'prefix' right",
+}
+PASSES = sorted(shipped("passes"))
+
+
+def check(base, first, second, begun=None):
+    """Two passes on a traced model: it runs, is what it was where both are neutral, and gradients reach what they added."""
+    new = fxplug.apply(base.gm, first, second) if begun is None else fxplug.apply(begun, second)
+    extra = needed(new)
+    entries = new.meta["passes"]
+    assert [entry["name"] for entry in entries] == [first.name, second.name] and all(entry["sites"] for entry in entries)
+    with torch.no_grad():
+        ours, before = (leaves(m(*base.args, **base.kwargs, **more)) for m, more in ((new, extra), (base.gm, {})))
+    assert all(t.isfinite().all() for t in ours)
+    if all(entry["neutral"] for entry in entries):
+        assert all(map(torch.equal, ours, before))
+    elif not any(entry["neutral"] for entry in entries):
+        assert not all(map(torch.equal, ours, before))
+    sum(t.square().mean() for t in leaves(new(*base.args, **base.kwargs, **extra))).backward()
+    base.model.zero_grad()
+    added = {k: p for k, p in new.named_parameters() if k.startswith((f"{first.name}.", f"{second.name}."))}
+    assert [k for k, p in added.items() if p.grad is None] == []
+
+
+def of(name, params):
+    given = (open_pass(name).source.data.get("example") or {}).get("with") or {}
+    if name.startswith("hcp/"):  # two of them have the names of other passes
+        return fxplug.load_pass(name, name=name.replace("/", "_"), **{**given, **params.get(name, {})})
+    return fxplug.load_pass(name, **params.get(name, given))
+
+
+@pytest.mark.parametrize("first", [p for p in PASSES if p not in NEED_A_UNET])
+def test_each_two_passes_on_a_vit(first):
+    for second in PASSES:
+        if second in NEED_A_UNET or second == first:
+            continue
+        passes = of(first, ON_VIT), of(second, ON_VIT)
+        if (first, second) in REFUSED:
+            with pytest.raises(fxplug.FxplugError, match=REFUSED[first, second]):
+                check(small.vit(), *passes)
+        else:
+            check(small.vit(), *passes)
+
+
+@cache
+def on_unet(name, xl):
+    """A pass on the UNet: networks are made once, with weights of which no result is zero."""
+    base = small.unet_xl() if xl else unets.sd15()
+    given = dict(ON_UNET.get(name, {}))
+    if name.startswith("t2i_adapter"):
+        given["network"] = small.seeded(lambda: small.features(base.gm, "full_adapter_xl" if xl else "full_adapter"))
+    if name == "t2i_adapter" and xl:
+        given["at"] = open_pass("t2i_adapter_xl").params["at"]
+    if name == "controlnet":
+        given["network"] = small.seeded(lambda: unets.control(base.model))
+    if name == "ip_adapter":
+        given["image"] = ["n", 3, base.model.config.cross_attention_dim]
+    return of(name, {name: given})
+
+
+@cache
+def applied(name, xl):
+    """A UNet with one pass on it."""
+    base = small.unet_xl() if xl else unets.sd15()
+    return small.Traced(base.model, fxplug.apply(base.gm, on_unet(name, xl)), base.args, base.kwargs)
+
+
+def others(first):
+    for second in PASSES:
+        known = second in ON_UNET or second in ("vpt", "t2i_adapter_xl")
+        if known and second != first and not (second in NEED_A_UNET and second < first):
+            yield second, "t2i_adapter_xl" in (first, second)
+
+
+@pytest.mark.parametrize("first", NEED_A_UNET)
+def test_a_pass_for_a_unet_and_then_any_other(first):
+    for second, xl in others(first):
+        if second == "vpt":
+            with pytest.raises(fxplug.MatchError, match=r"vpt: 'blocks.\{0\}' matched 0 places"):
+                fxplug.apply(applied(first, xl).gm, on_unet(second, xl))
+        else:
+            check(small.unet_xl() if xl else unets.sd15(), on_unet(first, xl), on_unet(second, xl), applied(first, xl).gm)
+
+
+@pytest.mark.slow  # the network is traced anew for each pair
+@pytest.mark.parametrize("second", NEED_A_UNET)
+def test_any_other_pass_and_then_one_for_a_unet(second):
+    for first, xl in others(second):
+        if first != "vpt":
+            check(small.unet_xl() if xl else unets.sd15(), on_unet(first, xl), on_unet(second, xl))
