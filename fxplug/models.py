@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import SUFFIXES, Config, InputSpec, ModelSpec, TensorSpec, Value, WeightsSpec, resolved
+from .config import Config, resolved
 from .errors import FxplugError, SpecError, did_you_mean
 from .module import TracedModule
 from .paths import select
+from .sections import SUFFIXES, InputSpec, ModelSpec, TensorSpec, Value, WeightsSpec
 from .spec import import_target
 
 SHOWN = 4  # so many keys of each kind are listed when weights do not fit

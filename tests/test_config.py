@@ -9,8 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxplug.config import ModelSpec, TensorSpec, Value, load_config, resolved, schema
+from fxplug.config import load_config, resolved, schema
 from fxplug.errors import SpecError
+from fxplug.sections import ModelSpec, TensorSpec, Value
 from fxplug.spec import shipped
 
 
@@ -49,7 +50,8 @@ passes:
   - ./own/gate.yaml
   - scale: {at: [blocks.0, blocks.1], weight_decay: 0}
 mode: train
-train: {steps: 5}
+train: {task: classify, steps: 5, optimizer: {sgd: {momentum: 0.9}}}
+data: {classes: pictures, test: others}
 """
 GATE = "params: {at: '**'}\nrules: [{match: {path: $at}, use: 'gates:Gate'}]"
 
@@ -129,6 +131,22 @@ def load_where():
         ("model: m\nleaf:\n- a\n- 3", "c.yaml:4: leaf[1]: must be text, not 3"),
         ("model: m\nleaf: a", "c.yaml:2: leaf: must be a list, not 'a'"),
         ("model: m\ntrain: 5", "c.yaml:2: train: must be a mapping, not 5"),
+            ("model: m\ntrain: {steps: 5}", "c.yaml:2: train: missing key 'task'"),
+            ("model: m\ntrain: {task: classify}", "c.yaml:2: train: needs one of 'steps' and 'epochs'; found neither"),
+            ("model: m\ntrain:\n  task: a\n  stpes: 5", "c.yaml:4: train: unknown key 'stpes' (did you mean 'steps'?)"),
+            ("model: m\ntrain:\n  task: {a: 1, b: 2}\n  steps: 5", "c.yaml:3: train.task: must be a name, or one name with"),
+            ("model: m\ntrain:\n  task: a\n  steps: 0", "c.yaml:4: train.steps: must be 1 or more, not 0"),
+            ("model: m\ntrain:\n  task: a\n  lr: high", "c.yaml:4: train.lr: must be a number, not 'high'"),
+            ("model: m\ntrain: {task: a, steps: 1, ema: 1}", "c.yaml:2: train.ema: must be below 1.0, not 1"),
+            (
+                "model: m\ntrain:\n  task: a\n  precision: bf8",
+                "c.yaml:4: train.precision: must be one of fp32, fp16, bf16, not 'bf8'",
+            ),
+            ("model: m\ntrain:\n  task: a\n  save:\n    evry: 1", "c.yaml:5: train.save: unknown key 'evry' (did you mean"),
+            ("model: m\ntrain:\n  task: a\n  plugins:\n  - 3", "c.yaml:5: train.plugins[0]: must be a name, or one name"),
+            ("model: m\ndata: {}", "c.yaml:2: data: needs one of 'images', 'classes', 'dataset', 'call'; found none"),
+            ("model: m\ndata:\n  images: a\n  size: [3]", "c.yaml:4: data.size: must be a side in pixels or [height, width]"),
+            ("model: m\ndata:\n  images: a\n  test: {crp: 1}", "c.yaml:4: data.test: unknown key 'crp' (did you mean 'crop'?)"),
         # model
         ("model: 3", "c.yaml:1: model: must be text or a mapping, not 3"),
         ("model:\n  tim: m", "c.yaml:2: model: unknown key 'tim' (did you mean 'timm'?)"),
@@ -308,8 +326,11 @@ def test_weights_are_looked_for_when_used():
         ("passes=[]", lambda c: c.passes == []),
         ("model=resnet18", lambda c: c.model.target == "resnet18"),
         ("model.options.depth=3", lambda c: c.model.options == {"img_size": 32, "depth": 3}),
-        ("train.lr=1e-4", lambda c: c.train == {"steps": 5, "lr": 1e-4}),
-        ("data.root=x=y", lambda c: c.data == {"root": "x=y"}),
+        ("train.lr=1e-4", lambda c: (c.train.steps, c.train.lr) == (5, 1e-4)),
+        ("train.save.every=3", lambda c: c.train.save.every == 3),
+        ("train.optimizer.sgd.momentum=0.5", lambda c: c.train.optimizer == ("sgd", {"momentum": 0.5})),
+        ("data.classes=x=y", lambda c: c.data.classes == "x=y"),
+        ("data.buckets.step=8", lambda c: c.data.buckets.step == 8),
         ("inputs.x.0=2", lambda c: c.inputs["x"].shape == (2, 3, 32, 32)),
         ("weights=null", lambda c: c.weights is None),
     ],
@@ -335,7 +356,7 @@ def test_set(item, read):
         ("passes.0.lora.rank=x", "passes[0].lora.rank: must be a whole number, not 'x'"),
         ("dtype.x=3", "leads nowhere: 'dtype' is 'bfloat16', it has no 'x'"),
         ("device.x=3", "leads nowhere: 'device' is null, it has no 'x'"),
-        ("train.optim.lr=3", "leads nowhere: 'train' has no 'optim'; it has steps"),
+        ("train.optim.lr=3", "leads nowhere: 'train' has no 'optim' (did you mean 'optimizer'?); it has task, steps"),
         ("export.a.b=3", "leads nowhere: 'export' has no 'a'; it is empty"),
         ("model.optoins.x=3", "leads nowhere: 'model' has no 'optoins' (did you mean 'options'?)"),
         ("seed", "must look like path=value, for example seed=1"),
@@ -350,8 +371,8 @@ def test_set_refused(item, expected):
 
 
 def test_set_leaves_a_mapping_as_it_was():
-    data = {"model": "m", "train": {"steps": 1}}
-    assert load_config(data, ["train.steps=2"]).train == {"steps": 2} and data["train"] == {"steps": 1}
+    data = {"model": "m", "train": {"task": "denoise", "steps": 1}}
+    assert load_config(data, ["train.steps=2"]).train.steps == 2 and data["train"]["steps"] == 1
 
 
 def test_resolved_can_be_loaded_again():
@@ -378,6 +399,18 @@ trees = st.recursive(
 )
 
 
+trains = st.fixed_dictionaries(
+    {"task": st.sampled_from(["classify", "a.b:C", {"denoise": {"snr_gamma": 5.0}}]), "epochs": st.integers(1, 9)},
+    optional={
+        "lr": st.floats(0, 1),
+        "optimizer": st.sampled_from(["sgd", {"adamw": {"betas": [0.5, 0.9]}}]),
+        "checkpointing": st.sampled_from([True, "blocks.*", ["a", "b"]]),
+        "plugins": st.lists(st.sampled_from(["a.b.C", {"a:D": {"x": 1}}]), max_size=2),
+        "save": st.sampled_from([{}, {"every": 5}, {"keep": 3, "on_full_disk": "continue"}]),
+    },
+)
+
+
 @given(
     st.fixed_dictionaries(
         {"model": st.sampled_from(["m", "a.b:c"])},
@@ -386,7 +419,8 @@ trees = st.recursive(
             "passes": st.lists(st.sampled_from(["lora", {"scale": {"at": "a", "lr": 0.5}}]), unique_by=str),
             "seed": st.integers(0, 2**64),
             "mode": st.sampled_from(["eval", "train"]),
-            "train": st.dictionaries(st.text(), constants | st.lists(constants), max_size=3),
+            "train": trains,
+            "data": st.sampled_from([{"images": "a"}, {"dataset": "b", "size": [8, 9], "buckets": {"step": 8}, "test": "c"}]),
         },
     )
 )

@@ -1,0 +1,1 @@
+"""Training a rewritten module: data, tasks, plugins and the loop."""

@@ -1,0 +1,1 @@
+"""Samples from folders, data sets and import paths, in batches of a fixed order."""

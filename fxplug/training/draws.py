@@ -1,0 +1,57 @@
+"""The random numbers of a step: the same whatever the number of processes, and whether the run was resumed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Draws:
+    """Random numbers that depend on the seed, the step and the order of the draws alone.
+
+    Each draw is made for the global batch, on the CPU, and gives this process's rows of it: process `rank` of `world` has
+    rows `rank * b` up to `(rank + 1) * b`. The first size of every shape is the batch `b` of this process.
+    """
+
+    def __init__(
+        self, seed: int, step: int, micro: int = 0, *, rank: int = 0, world: int = 1, device: torch.device | str = "cpu"
+    ) -> None:
+        self.seed, self.rank, self.world, self.device = seed, rank, world, torch.device(device)
+        self._generator = torch.Generator().manual_seed(_mixed(seed, step, micro))
+
+    def normal(self, *shape: int) -> Tensor:
+        """Standard normal float32 numbers of this shape."""
+        return self._rows(torch.randn(self._all(shape), generator=self._generator), shape)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """float32 numbers of this shape, at least 0 and below 1."""
+        return self._rows(torch.rand(self._all(shape), generator=self._generator), shape)
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        """int64 numbers of this shape, at least 0 and below `high`."""
+        return self._rows(torch.randint(high, self._all(shape), generator=self._generator), shape)
+
+    def like(self, x: Tensor) -> Tensor:
+        """Standard normal numbers of the shape, dtype and device of `x`."""
+        return self.normal(*x.shape).to(x)
+
+    def once(self) -> torch.Generator:
+        """A CPU generator for what is drawn once a batch; it is equal on all processes."""
+        return self._generator
+
+    def _all(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (shape[0] * self.world, *shape[1:])
+
+    def _rows(self, drawn: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return drawn[self.rank * shape[0] : (self.rank + 1) * shape[0]].to(self.device)
+
+
+def _mixed(*numbers: int) -> int:
+    """One 63-bit seed of several numbers, spread so that neighbouring steps are unrelated (splitmix64, Steele 2014)."""
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed ^ number) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 31
+    return mixed >> 1
