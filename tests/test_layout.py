@@ -22,6 +22,7 @@ ORDER = """
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
     compat.drivers compat.builtin compat.entries compat.hcp_config
     training.draws
+    compat.everydream training.hooks training.local training.loading training.plugins
     __main__
 """.split()
 EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_with", "replace_input_with", "update_arg"}

@@ -1,0 +1,39 @@
+"""The base class of EveryDream2trainer's plugins.
+
+A class written for `from plugins.plugins import BasePlugin` is used as it is: where a run loads its plugins, that import gives
+this module unless the run's own `plugins` folder has a `plugins.py`. The names are those of `plugins/plugins.py`
+(github.com/victorchall/EveryDream2trainer); the data that its trainer gives to each hook come under the same names, see
+fxplug/training/hooks.py. A method that a class does not override is never called.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class BasePlugin:
+    """All hooks, doing nothing."""
+
+    def on_model_load(self, **kwargs: Any) -> None: ...
+
+    def on_training_start(self, **kwargs: Any) -> None: ...
+
+    def on_training_end(self, **kwargs: Any) -> None: ...
+
+    def on_epoch_start(self, **kwargs: Any) -> None: ...
+
+    def on_epoch_end(self, **kwargs: Any) -> None: ...
+
+    def on_step_start(self, **kwargs: Any) -> None: ...
+
+    def on_step_end(self, **kwargs: Any) -> None: ...
+
+    def on_backpropagation(self, **kwargs: Any) -> None: ...
+
+    def on_model_save(self, **kwargs: Any) -> None: ...
+
+    def transform_caption(self, caption: Any) -> Any:
+        return caption
+
+    def transform_pil_image(self, img: Any) -> Any:
+        return img
