@@ -23,6 +23,7 @@ ORDER = """
     compat.drivers compat.builtin compat.entries compat.hcp_config
     training.draws
     compat.everydream training.hooks training.local training.loading training.plugins
+    training.table training.pictures training.records training.watch
     __main__
 """.split()
 EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_with", "replace_input_with", "update_arg"}

@@ -1,0 +1,111 @@
+"""Pictures of a run as PNG files: grids of samples, a sheet of the grids, and the curves."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+SHEET = 12  # grids on a sheet at most: the first, the last and those evenly between
+
+
+def grid(images: Tensor) -> Tensor:
+    """Images [n, c, h, w] in [0, 1], c being 1 or 3, as one uint8 image [3, h, w] with up to 8 of them in a row."""
+    from torchvision.utils import make_grid
+
+    clean = torch.nan_to_num(images.detach().float().cpu()).clamp(0, 1)
+    rows = math.ceil(len(clean) / 8)
+    whole: Tensor = make_grid(clean, nrow=math.ceil(len(clean) / max(rows, 1)), padding=2)
+    return (whole * 255).round().to(torch.uint8)
+
+
+def save_picture(picture: Tensor, path: Path) -> None:
+    """A uint8 image [3, h, w] as PNG. Raises OSError, and leaves no half a file, when the disk is full."""
+    image = Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
+    _save(path, lambda beside: image.save(beside, format="png"))
+
+
+def save_sheet(folder: Path, path: Path) -> bool:
+    """The sample grids `step-*.png` of a folder under each other, as one PNG; False if there is none."""
+    files = sorted(folder.glob("step-*.png"))
+    if len(files) > SHEET:
+        files = [files[round(index * (len(files) - 1) / (SHEET - 1))] for index in range(SHEET)]
+    if not files:
+        return False
+    from matplotlib.figure import Figure
+
+    pictures = []
+    for file in files:
+        with Image.open(file) as image:
+            pictures.append(image.convert("RGB"))
+    width = max(picture.width for picture in pictures)
+    inches = 8.0
+    heights = [inches * picture.height / width + 0.3 for picture in pictures]
+    figure = Figure(figsize=(inches, sum(heights)), dpi=max(width / inches, 60), layout="constrained")
+    axes = figure.subplots(len(files), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, file, picture in zip(axes, files, pictures, strict=True):
+        axis.imshow(picture, interpolation="nearest")
+        axis.set_title(f"step {int(file.stem.removeprefix('step-'))}", fontsize=9, loc="left")
+        axis.set_axis_off()
+    _save(path, lambda beside: figure.savefig(beside, format="png"))
+    return True
+
+
+def save_curves(history: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[str, Any]], path: Path) -> bool:
+    """The loss of every step and its running mean, the learning rate, and what the tests gave, as PNG; False without steps."""
+    losses = [(r["step"], r["loss"]) for r in history if isinstance(r.get("loss"), (int, float)) and math.isfinite(r["loss"])]
+    rates = [(r["step"], r["lr"]) for r in history if isinstance(r.get("lr"), (int, float))]
+    names = sorted({name for test in tests for name in test["test"]})
+    if not losses:
+        return False
+    from matplotlib.figure import Figure
+
+    count = 1 + bool(rates) + bool(names)
+    figure = Figure(figsize=(8, 1.6 + 2.2 * count), layout="constrained")
+    axes = figure.subplots(count, 1, squeeze=False, sharex=True, height_ratios=[2, *[1] * (count - 1)])[:, 0]
+    steps, values = zip(*losses, strict=True)
+    axes[0].plot(steps, values, color="tab:blue", alpha=0.35, linewidth=0.8, label="loss")
+    axes[0].plot(steps, smoothed(values), color="tab:blue", linewidth=1.8, label="running mean")
+    axes[0].set_ylabel("loss")
+    axes[0].legend(loc="upper right", frameon=False)
+    if rates:
+        axes[1].plot(*zip(*rates, strict=True), color="tab:gray")
+        axes[1].set_ylabel("lr")
+    for name in names:
+        given = [(test["step"], test["test"][name]) for test in tests if isinstance(test["test"].get(name), (int, float))]
+        if given:
+            axes[-1].plot(*zip(*given, strict=True), marker="o", markersize=3, label=name)
+    if names:
+        axes[-1].set_ylabel("test")
+        axes[-1].legend(frameon=False)
+    axes[-1].set_xlabel("step")
+    for axis in axes:
+        axis.grid(alpha=0.25)
+    _save(path, lambda beside: figure.savefig(beside, format="png", dpi=110))
+    return True
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """The exponential running mean over about a twentieth of the values, without its bias to the first."""
+    keep = 1 - 1 / max(1.0, len(values) / 20)
+    total, weight, means = 0.0, 0.0, []
+    for value in values:
+        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        means.append(total / weight)
+    return means
+
+
+def _save(path: Path, write: Callable[[Path], None]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".tmp")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,43 @@
+"""ZhiJian's table of epochs (github.com/zhangyikaii/LAMDA-ZhiJian): its columns, widths and lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+TRAINING = ("Loss", "LR")
+
+
+def header(columns: tuple[str, ...]) -> str:
+    """The names of the columns; of a long name what fits."""
+    return "".join(f"{name[:10]:>11}" for name in ("Epoch", "GPU Mem.", "Time", *columns))
+
+
+def training_row(epoch: int, epochs: int, memory: float, seconds: float, loss: float, lr: float) -> str:
+    """A row under `header(TRAINING)`. `epoch` counts from 0, `memory` is in bytes, `seconds` and `loss` are means of a step."""
+    return f"{_first(epoch, epochs, memory)}{seconds:11.4g}{loss:11.4g}{lr:11.5g}"
+
+
+def testing_row(epoch: int, epochs: int, memory: float, seconds: float, metrics: Mapping[str, float]) -> str:
+    """A row under `header(titles(metrics))`; `seconds` is the mean of a batch."""
+    return f"{_first(epoch, epochs, memory)}{seconds:11.4g}" + "".join(f"{value:11.4g}" for value in metrics.values())
+
+
+def _first(epoch: int, epochs: int, memory: float) -> str:
+    return f"{f'{epoch + 1}/{epochs}':>11}{f'{memory / 1e9:.3g}G':>11}"
+
+
+def titles(metrics: Mapping[str, float]) -> tuple[str, ...]:
+    """`acc1` as `Acc@1`; other names as they are."""
+    return tuple(re.sub(r"^acc(\d+)$", r"Acc@\1", name) for name in metrics)
+
+
+def best_line(best: Mapping[str, float]) -> str:
+    """`***   Best results: [Acc@1: 1.87], [Acc@5: 7.93]`"""
+    return "***   Best results: " + ", ".join(f"[{t}: {v}]" for t, v in zip(titles(best), best.values(), strict=True))
+
+
+def parameters_line(trainable: int, total: int) -> str:
+    """`Trainable/total parameters of the model: 0.03M / 38.64M (0.08843%)`"""
+    share = trainable / max(total, 1) * 100
+    return f"Trainable/total parameters of the model: {trainable / 1e6:.2f}M / {total / 1e6:.2f}M ({share:.5f}%)"

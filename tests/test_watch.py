@@ -1,0 +1,315 @@
+"""What a person sees of a run: ZhiJian's table, the log, the pictures, and that none of it ends a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import time
+
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+from torch import nn
+
+from fxplug.settings import Train
+from fxplug.training import table
+from fxplug.training.pictures import grid, save_curves, save_sheet, smoothed
+from fxplug.training.records import Lines
+from fxplug.training.watch import Watch
+
+MODULE = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 5, bias=False))
+MODULE[0].weight.requires_grad = False
+
+
+def watch(out, *, steps=8, epochs=2, terminal=False, quiet=False, by_steps=False, **log):
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
+    length = {"steps": steps} if by_steps else {"epochs": epochs}
+    settings = Train(task="classify", batch=4, log=log, **length)
+    return Watch(out, settings, steps=steps, epochs=epochs, steps_per_epoch=steps // epochs, console=console, quiet=quiet)
+
+
+def record(step, **more):
+    return {"step": step, "epoch": (step - 1) // 4, "loss": 4.0 / step, "lr": 1e-3 * step, "seconds": 0.25, **more}
+
+
+def run(w, first=1, last=8):
+    w.rewind(first - 1)
+    w.start(MODULE)
+    for step in range(first, last + 1):
+        w.step(record(step))
+    w.close([record(step) for step in range(1, last + 1)])
+    return w.console.file.getvalue()
+
+
+def steps(out):
+    return [r["step"] for r in Lines(out / "log.jsonl").read() if "loss" in r]
+
+
+# ZhiJian's table
+
+
+def test_the_lines_of_zhijians_table():
+    """Its own manual's output, character by character."""
+    assert table.header(table.TRAINING) == "      Epoch   GPU Mem.       Time       Loss         LR"
+    assert table.header(("Acc@1", "Acc@5")) == "      Epoch   GPU Mem.       Time      Acc@1      Acc@5"
+    assert table.training_row(0, 5, 0.589e9, 0.1355, 4.602, 0.001) == "        1/5     0.589G     0.1355      4.602      0.001"
+    second = table.training_row(1, 5, 0.784e9, 0.1016, 4.538, 0.00090451)
+    assert second == "        2/5     0.784G     0.1016      4.538 0.00090451"
+    last = table.training_row(4, 5, 0.784e9, 0.0936, 4.431, 9.5492e-05)
+    assert last == "        5/5     0.784G     0.0936      4.431 9.5492e-05"
+    found = table.testing_row(2, 5, 0.784e9, 0.02688, {"acc1": 2.3785828, "acc5": 10.161226})
+    assert found == "        3/5     0.784G    0.02688      2.379      10.16"
+    best = {"acc1": 1.8710191082802548, "acc5": 7.931926751592357}
+    assert table.best_line(best) == "***   Best results: [Acc@1: 1.8710191082802548], [Acc@5: 7.931926751592357]"
+    line = "Trainable/total parameters of the model: 0.03M / 38.64M (0.08843%)"
+    assert table.parameters_line(34171, 38641865) == line
+
+
+def test_a_file_gets_the_rows_only(tmp_path):
+    w = watch(tmp_path)
+    w.rewind(0)
+    w.start(MODULE, (3000, 600000))
+    for step in range(1, 9):
+        w.step(record(step))
+        if step % 4 == 0:
+            w.test(step // 4, {"acc1": 10.0 * step, "acc5": 90.0}, 0.5, {"acc1": 80.0, "acc5": 90.0})
+    w.close()
+    text = w.console.file.getvalue()
+    assert "\x1b" not in text and "\r" not in text
+    memory = r" +[\d.]+G"
+    lines = [
+        rf"Log files are recorded in: {re.escape(str(tmp_path))}",
+        r"Trainable/total parameters of the model: 0\.00M / 0\.60M \(0\.50000%\)",
+        "",
+        r"      Epoch   GPU Mem\.       Time       Loss         LR",
+        rf"        1/2{memory}       0\.25      2\.083      0\.004",
+        "",
+        r"      Epoch   GPU Mem\.       Time      Acc@1      Acc@5",
+        rf"        1/2{memory}        0\.5         40         90",
+        r"\*\*\*   Best results: \[Acc@1: 80\.0\], \[Acc@5: 90\.0\]",
+        "",
+        r"      Epoch   GPU Mem\.       Time       Loss         LR",
+        rf"        2/2{memory}       0\.25     0\.6345      0\.008",
+        "",
+        r"      Epoch   GPU Mem\.       Time      Acc@1      Acc@5",
+        rf"        2/2{memory}        0\.5         80         90",
+        r"\*\*\*   Best results: \[Acc@1: 80\.0\], \[Acc@5: 90\.0\]",
+        "",
+    ]
+    assert len(lines) == len(text.split("\n"))
+    for found, line in zip(text.split("\n"), lines, strict=True):
+        assert re.fullmatch(line, found), (found, line)
+
+
+def test_parameters_are_counted_if_nobody_did(tmp_path):
+    assert "model: 0.00M / 0.00M (33.33333%)" in run(watch(tmp_path))
+
+
+def test_a_terminal_gets_a_bar_with_loss_speed_memory_and_time_left(tmp_path):
+    w = watch(tmp_path, terminal=True)
+    w.rewind(0)
+    w.start(MODULE)
+    for step in range(1, 5):
+        w._shown = 0.0
+        w.step(record(step))
+        time.sleep(0.002)
+    text = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", w.console.file.getvalue())
+    w.close()
+    assert re.search(r"training [━╺╸]+ \d+/8 loss [\d.]+ +[\d.e+]+ steps/s +[\d.e+]+ samples/s +[\d.]+G +00:00 left", text)
+    assert re.search(r" +1/2 +[\d.]+G +0\.25 +2\.083 +0\.004", text)  # rows of the table stay above it
+
+
+def test_a_run_of_steps_has_few_rows(tmp_path):
+    w = watch(None, steps=1000, epochs=500, by_steps=True)
+    text = run(w, last=1000)
+    assert text.count("/500 ") == 50 and "    500/500" in text
+
+
+def test_quiet_shows_notes_only(tmp_path):
+    w = watch(tmp_path, quiet=True, terminal=True)
+    assert run(w) == ""
+    w.note("three images were skipped")
+    assert w.console.file.getvalue() == "three images were skipped\n"
+    assert Lines(tmp_path / "log.jsonl").read()[-1] == {"step": 8, "note": "three images were skipped"}
+
+
+# the log
+
+
+def test_every_step_has_a_line_and_tensorboard_every_so_many(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(watch(tmp_path, every=4))
+    assert Lines(tmp_path / "log.jsonl").read() == [record(step) for step in range(1, 9)]
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(1, 4.0), (4, 1.0), (8, 0.5)]
+    assert {"train/loss", "train/lr", "train/seconds"} == set(events.Tags()["scalars"])
+
+
+def test_nothing_is_written_without_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    w = watch(None)
+    w.samples(1, torch.rand(4, 1, 8, 8))
+    run(w)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_tensorboard(tmp_path):
+    run(watch(tmp_path, tensorboard=False))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "loss.png"]
+
+
+def test_a_resumed_run_goes_on_without_duplicates(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    w = watch(tmp_path)
+    w.rewind(0)
+    w.start(MODULE)
+    for step in range(1, 7):
+        w.step(record(step))
+        w.samples(step, torch.zeros(2, 1, 8, 8))
+        w.note(f"after {step}")
+    with open(tmp_path / "log.jsonl", "a") as file:
+        file.write('{"step": 7, "lo')  # killed here; the last checkpoint was that of step 4
+    again = watch(tmp_path)
+    assert again.rewind(4) == [record(step) for step in range(1, 5)]
+    again.start(MODULE)
+    for step in range(5, 9):
+        again.step(record(step))
+    again.close()
+    w.close()
+    assert steps(tmp_path) == list(range(1, 9))
+    notes = [r["note"] for r in Lines(tmp_path / "log.jsonl").read() if "note" in r]
+    assert notes == [f"after {step}" for step in range(1, 5)]
+    assert len(list((tmp_path / "samples").iterdir())) == 4
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == list(range(1, 9))
+
+
+def test_a_new_run_drops_what_an_earlier_one_left(tmp_path):
+    first = watch(tmp_path)
+    first.samples(8, torch.zeros(2, 1, 8, 8))
+    run(first)
+    run(watch(tmp_path), last=2)
+    assert steps(tmp_path) == [1, 2] and not list((tmp_path / "samples").iterdir())
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
+def test_numbers_that_json_lacks(tmp_path):
+    lines = Lines(tmp_path / "log.jsonl")
+    lines.write({"step": 1, "loss": math.nan, "norm": torch.tensor(math.inf), "more": {"a": [torch.tensor(2), object]}})
+    json.loads((tmp_path / "log.jsonl").read_text(), parse_constant=pytest.fail)
+    (found,) = lines.read()
+    assert math.isnan(found["loss"]) and found["norm"] == math.inf and found["more"]["a"][0] == 2
+    lines.rewind(1)
+    json.loads((tmp_path / "log.jsonl").read_text(), parse_constant=pytest.fail)
+
+
+# a full disk
+
+
+def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    w = watch(tmp_path)
+    w.rewind(0)
+    w.start(MODULE)
+    w.step(record(1))
+    with monkeypatch.context() as patch:
+        patch.setattr("fxplug.training.records.open", full, raising=False)
+        patch.setattr("fxplug.training.pictures.os.replace", full)
+        for step in range(2, 6):
+            w.step(record(step))
+            w.samples(step, torch.zeros(2, 1, 8, 8))
+    for step in range(6, 9):
+        w.step(record(step))
+    w.close()
+    said = [line for line in w.console.file.getvalue().splitlines() if "cannot be written" in line]
+    assert [line.partition(" ")[0] for line in said] == ["log.jsonl", "tensorboard", "samples"]
+    assert all(line.endswith("No space left on device; the run goes on") for line in said)
+    assert steps(tmp_path) == [1, 6, 7, 8]  # there was room again
+    assert not list((tmp_path / "samples").iterdir())
+
+
+def test_half_a_line_is_taken_back(tmp_path, monkeypatch):
+    class Short(io.FileIO):
+        def write(self, data):
+            return super().write(data[:5])
+
+    lines = Lines(tmp_path / "log.jsonl")
+    lines.write({"step": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr("fxplug.training.records.open", lambda path, mode, buffering: Short(path, "ab"), raising=False)
+        with pytest.raises(OSError, match="No space left"):
+            lines.write({"step": 2})
+    lines.write({"step": 3})
+    assert lines.read() == [{"step": 1}, {"step": 3}]
+
+
+# pictures
+
+
+def test_sample_grids_and_the_sheet(tmp_path):
+    w = watch(tmp_path)
+    w.rewind(0)
+    w.start(MODULE)
+    for step in range(1, 21):
+        w.samples(step, torch.full((10, 1, 8, 8), step / 20))
+    w.close()
+    with Image.open(tmp_path / "samples" / "step-00000010.png") as image:
+        assert image.mode == "RGB" and image.size == (52, 22)  # two rows of five
+        assert image.getpixel((5, 5)) == (128, 128, 128)
+    with Image.open(tmp_path / "samples.png") as sheet:
+        assert sheet.size[0] >= 400 and sheet.size[1] > sheet.size[0] / 2
+
+
+def test_a_grid_takes_what_a_model_may_give():
+    wild = torch.full((3, 3, 4, 4), math.nan, dtype=torch.bfloat16, requires_grad=True)
+    assert grid(wild).unique().tolist() == [0]
+    assert grid(torch.full((1, 1, 4, 4), 7.0)).max() == 255
+
+
+def test_the_curves(tmp_path):
+    tests = [{"step": 50, "test": {"acc1": 40.0}}, {"step": 100, "test": {"acc1": 60.0, "loss": math.nan}}]
+    history = [{"step": step, "loss": 1 / step, "lr": 1e-3} for step in range(1, 101)] + [{"step": 101, "loss": math.nan}]
+    assert save_curves(history, tests, tmp_path / "loss.png")
+    with Image.open(tmp_path / "loss.png") as image:
+        assert image.size[0] > 600 and len(image.convert("RGB").getcolors(1 << 20)) > 20
+    assert not save_curves([], [], tmp_path / "none.png") and not save_sheet(tmp_path / "samples", tmp_path / "none.png")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["loss.png"]
+
+
+def test_the_curves_have_the_steps_before_a_resume(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("fxplug.training.watch.save_curves", lambda history, tests, path: drawn.append((history, tests)))
+    w = watch(tmp_path)
+    run(w, last=4)
+    w = watch(tmp_path)
+    w.rewind(4)
+    w.start(MODULE)
+    w.step(record(5))
+    w.test(1, {"acc1": 3.0}, 0.1)
+    w.close([record(5)])
+    assert [r["step"] for r in drawn[-1][0]] == [1, 2, 3, 4, 5] and drawn[-1][1][0]["test"] == {"acc1": 3.0}
+
+
+def test_smoothing_has_no_bias_to_the_first():
+    assert smoothed([2.0] * 50) == pytest.approx([2.0] * 50)
+    assert smoothed([10.0] + [0.0] * 99)[-1] < 0.1
+
+
+def test_a_step_of_watching_costs_little(tmp_path):
+    w = watch(tmp_path, steps=2000, epochs=2)
+    w.rewind(0)
+    w.start(MODULE)
+    begun = time.perf_counter()
+    for step in range(1, 1001):
+        w.step(record(step))
+    each = (time.perf_counter() - begun) / 1000 * 1e6
+    w.close()
+    print(f"watching costs {each:.0f} us a step")
+    assert each < 2000
