@@ -17,7 +17,7 @@ class Draws:
         self, seed: int, step: int, micro: int = 0, *, rank: int = 0, world: int = 1, device: torch.device | str = "cpu"
     ) -> None:
         self.seed, self.rank, self.world, self.device = seed, rank, world, torch.device(device)
-        self._generator = torch.Generator().manual_seed(_mixed(seed, step, micro))
+        self._generator = torch.Generator().manual_seed(mixed(seed, step, micro))
 
     def normal(self, *shape: int) -> Tensor:
         """Standard normal float32 numbers of this shape."""
@@ -46,7 +46,7 @@ class Draws:
         return drawn[self.rank * shape[0] : (self.rank + 1) * shape[0]].to(self.device)
 
 
-def _mixed(*numbers: int) -> int:
+def mixed(*numbers: int) -> int:
     """One 63-bit seed of several numbers, spread so that neighbouring steps are unrelated (splitmix64, Steele 2014)."""
     mixed = 0
     for number in numbers:
