@@ -75,7 +75,7 @@ def test_a_file_gets_the_rows_only(tmp_path):
     for step in range(1, 9):
         w.step(record(step))
         if step % 4 == 0:
-            w.test(step // 4, {"acc1": 10.0 * step, "acc5": 90.0}, 0.5, {"acc1": 80.0, "acc5": 90.0})
+            w.test(step // 4, {"acc1": 10.0 * step, "acc5": 90.0, "loss": 1.5}, 0.5, {"acc1": 80.0, "acc5": 90.0, "loss": 1.0})
     w.close()
     text = w.console.file.getvalue()
     assert "\x1b" not in text and "\r" not in text
@@ -102,6 +102,13 @@ def test_a_file_gets_the_rows_only(tmp_path):
     assert len(lines) == len(text.split("\n"))
     for found, line in zip(text.split("\n"), lines, strict=True):
         assert re.fullmatch(line, found), (found, line)
+
+
+def test_a_test_without_accuracies_shows_what_it_has(tmp_path):
+    w = watch(tmp_path)
+    w.test(1, {"loss": 0.25}, 0.5)
+    header, row = w.console.file.getvalue().strip("\n").split("\n")
+    assert header.endswith("       Time       loss") and row.endswith("        0.5       0.25")
 
 
 def test_parameters_are_counted_if_nobody_did(tmp_path):

@@ -29,7 +29,7 @@ class Hooks:
     def on_model_load(
         self, module: nn.Module, config: dict[str, Any], project_name: str, log_folder: Path, data_root: str | None
     ) -> None:
-        """The rewritten model is made and its weights are there; no optimizer has its parameters yet."""
+        """The rewritten model is there, with the weights it starts from; on a resume the checkpoint is read next."""
 
     @hook
     def on_training_start(

@@ -27,6 +27,11 @@ def _first(epoch: int, epochs: int, memory: float) -> str:
     return f"{f'{epoch + 1}/{epochs}':>11}{f'{memory / 1e9:.3g}G':>11}"
 
 
+def columns(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The accuracies, which are what the table shows of a classifier; all metrics of anything else."""
+    return {name: value for name, value in metrics.items() if re.fullmatch(r"acc\d+", name)} or dict(metrics)
+
+
 def titles(metrics: Mapping[str, float]) -> tuple[str, ...]:
     """`acc1` as `Acc@1`; other names as they are."""
     return tuple(re.sub(r"^acc(\d+)$", r"Acc@\1", name) for name in metrics)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..settings import Train
 from .pictures import grid, save_curves, save_picture, save_sheet
 from .records import Events, Lines
-from .table import TRAINING, best_line, header, parameters_line, testing_row, titles, training_row
+from .table import TRAINING, best_line, columns, header, parameters_line, testing_row, titles, training_row
 
 ROWS = 50  # of a run that is given in steps: with small data it has very many epochs
 
@@ -84,9 +84,8 @@ class Watch:
             self._print(f"Log files are recorded in: {self.out}")
         self._print(parameters_line(*counts))
         if self.console.is_terminal and not self.quiet:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
             self._progress = Progress(
-                *columns,
+                *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")),
                 console=self.console,
                 transient=True,
                 auto_refresh=False,  # its thread may hold a lock while a worker process is forked
@@ -142,9 +141,10 @@ class Watch:
         self._log({"step": self._step, "epoch": epoch, "test": numbers, "seconds": seconds})
         if self._events:
             self._try("tensorboard", self._events.scalars, "test", numbers, self._step)
-        self._row(titles(numbers), testing_row(epoch - 1, self.epochs, self.memory(), seconds, numbers))
+        shown = columns(numbers)
+        self._row(titles(shown), testing_row(epoch - 1, self.epochs, self.memory(), seconds, shown))
         if best:
-            self._print(best_line(best))
+            self._print(best_line(columns(best)))
 
     def samples(self, step: int, images: Tensor) -> None:
         """Pictures that the model made after a step: [n, c, h, w] in [0, 1], c being 1 or 3."""
@@ -177,10 +177,10 @@ class Watch:
         """Bytes that torch holds on the GPU, or that the process has in memory."""
         return torch.cuda.memory_reserved() if self._on_gpu else int(psutil.Process().memory_info().rss)
 
-    def _row(self, columns: tuple[str, ...], row: str) -> None:
-        if columns != self._columns:
-            self._print("\n" + header(columns))
-            self._columns = columns
+    def _row(self, names: tuple[str, ...], row: str) -> None:
+        if names != self._columns:
+            self._print("\n" + header(names))
+            self._columns = names
         self._print(row)
 
     def _print(self, text: str, always: bool = False) -> None:
