@@ -23,6 +23,8 @@ ORDER = """
     compat.drivers compat.builtin compat.entries compat.hcp_config
     training.draws
     compat.everydream training.hooks training.local training.loading training.plugins
+    training.tasks.calling training.tasks.task training.tasks.conditioning training.tasks.noise training.tasks.denoise
+    training.tasks.classify
     __main__
 """.split()
 EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_with", "replace_input_with", "update_arg"}
