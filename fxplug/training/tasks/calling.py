@@ -94,7 +94,7 @@ class Call:
 
     def __call__(self, module: nn.Module, values: Mapping[str, Any]) -> Tensor:
         given = {name: self._value(source, values, self.inputs[name].dtype) for name, source in self.mapping.items()}
-        constants = {name: i.value for name, i in self.inputs.items() if i.fixed and i.value is not None}
+        constants = {name: i.value for name, i in self.inputs.items() if i.fixed}
         return first_tensor(module(**given, **constants))
 
     def _value(self, source: Any, values: Mapping[str, Any], dtype: torch.dtype | None) -> Any:
@@ -103,7 +103,8 @@ class Call:
         if not isinstance(source, str):
             return source
         if source not in values:
-            raise SpecError(f"the data has no '{source}', which the model is to be called with; it has {', '.join(values)}")
+            found = f"the data has no '{source}', which the model is to be called with{did_you_mean(source, values)}"
+            raise SpecError(f"{found}; there is {', '.join(values)}", path=("data",))
         value = values[source]
         floats = isinstance(value, Tensor) and value.is_floating_point() and dtype is not None and dtype.is_floating_point
         return value.to(dtype) if floats else value
@@ -117,10 +118,9 @@ def _sources(source: Any) -> set[str]:
 
 def _check_sources(source: Any, known: Collection[str], path: tuple[str, ...]) -> None:
     for name in _sources(source):
-        # a name may also be a column of the data, which is known with the first batch
-        near = did_you_mean(name, known)
-        if name not in known and (near or "." in name):
-            raise SpecError(f"there is no value '{name}'{near}; there are {', '.join(known)}, and what the data has", path=path)
+        # another name may be a column of the data, which is known with the first batch
+        if name not in known and "." in name:
+            raise SpecError(f"there is no value '{name}'{did_you_mean(name, known)}; there are {', '.join(known)}", path=path)
 
 
 def listed(inputs: Mapping[str, Input]) -> str:
