@@ -268,6 +268,9 @@ def test_guidance_and_the_loop_are_those_of_a_pipeline():
     torch.testing.assert_close(pictures, (x / 2 + 0.5).clamp(0, 1), rtol=1e-4, atol=1e-5)
     torch.rand(3)
     assert torch.equal(task.samples(module), pictures)
+    again = task.generate(module, {"label": torch.tensor([7])}, steps=4, guidance=3.0, seed=1)
+    torch.testing.assert_close(again, pictures[1:], rtol=1e-4, atol=1e-5)
+    assert not torch.equal(task.generate(module, {"label": torch.tensor([7])}, guidance=1.0, seed=1), again)
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' Euler on a new numpy
@@ -460,6 +463,14 @@ def test_labels_that_the_model_does_not_know_are_said():
         ready(module, dropout=0.1, classes=[str(n) for n in range(11)])
     with pytest.raises(SpecError, match="the data has no captions"):
         ready(traced(text=8), text="test_denoise:words").loss(traced(text=8), batch(), Draws(0, 7))
+
+
+def test_the_size_is_that_of_the_images_where_nothing_says_it():
+    one = Denoise()
+    one.setup(traced(), TaskInfo((0, 0)))
+    assert one.shape == (3, SIDE, SIDE)  # of the trace
+    one.setup(traced(), TaskInfo((0, 0), examples=lambda n: batch(n, 8)))
+    assert one.shape == (3, 8, 8)
 
 
 def test_inputs_are_read_off_the_graph():

@@ -13,6 +13,11 @@ from torch import Tensor, fx, nn
 from ... import ops
 from ...errors import SpecError, did_you_mean
 
+# the names that diffusers' models and their relatives have
+NOISY = ("sample", "hidden_states", "x", "latents", "noisy")
+TIME = ("timestep", "timesteps", "t", "time")
+LABEL = ("class_labels", "y", "labels", "label")
+
 
 @dataclass(frozen=True)
 class Input:
@@ -121,6 +126,20 @@ def _check_sources(source: Any, known: Collection[str], path: tuple[str, ...]) -
         # another name may be a column of the data, which is known with the first batch
         if name not in known and "." in name:
             raise SpecError(f"there is no value '{name}'{did_you_mean(name, known)}; there are {', '.join(known)}", path=path)
+
+
+def default_call(inputs: Mapping[str, Input], texts: Mapping[str, Tensor]) -> dict[str, str]:
+    """What a denoising model is called with, by the names of its inputs. SpecError where they say nothing."""
+    free = [name for name, i in inputs.items() if not i.fixed]
+    found = {name: f"text.{name}" for name in free if name in texts}
+    for names, value in ((NOISY, "noisy"), (TIME, "time"), (LABEL, "label")):
+        name = next((name for name in names if name in free and name not in found), None)
+        if name is not None:
+            found[name] = value
+        elif value != "label":
+            hint = f"write call: {{NAME: {value}, ...}}"
+            raise SpecError(f"no input of the model has a name that says '{value}'; {hint}; {listed(inputs)}", path=("call",))
+    return found | {n: "condition" for n in free if inputs[n].added and (n == "cond" or n.endswith("_cond"))}
 
 
 def listed(inputs: Mapping[str, Input]) -> str:

@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from ...errors import SpecError
 from ...settings import read_use
 from ..draws import Draws
-from .calling import Call, Input, check_labels, embedding_rows, inputs_of, listed
+from .calling import Call, Input, check_labels, default_call, embedding_rows, inputs_of, listed
 from .conditioning import Text, Vae, open_text
 from .noise import open_noise, positions, read_density
 from .task import Batch, Task, TaskInfo, Totals
 
-NOISY = ("sample", "hidden_states", "x", "latents", "noisy")
-TIME = ("timestep", "timesteps", "t", "time")
-LABEL = ("class_labels", "y", "labels", "label")
 TESTED = (0.125, 0.375, 0.625, 0.875)  # the places in the schedule at which a test takes the loss
 
 
@@ -113,26 +110,38 @@ class Denoise(Task):
                 total, count = total + float(losses.double().sum()), count + len(losses)
         return {"loss": (total, count)}
 
-    @torch.no_grad()
     def samples(self, module: nn.Module, draw: Draws | None = None) -> Tensor | None:
-        """Images by the scheduler's own loop; the noise of image i is that of seed i, whatever else is drawn."""
-        batch, count = self._sample_batch()
-        if count == 0 or (self.call.uses("condition") and "condition" not in batch):
+        """Images of what the option `samples` says; the same noise whenever they are made."""
+        batch = self._sample_batch()
+        if not batch["caption"] or (self.call.uses("condition") and "condition" not in batch):
             return None
-        seeds = [torch.Generator().manual_seed(n) for n in range(count)]
+        return self.generate(module, batch)
+
+    @torch.no_grad()
+    def generate(
+        self, module: nn.Module, given: Batch, *, guidance: float | None = None, steps: int | None = None, seed: int = 0
+    ) -> Tensor:
+        """Images float32 [n, c, h, w] in [0, 1], by the scheduler's own loop, for the n captions, labels or conditions given.
+
+        The noise of image i is that of the seed `seed` + i, whatever else is drawn. `guidance` and `steps` are the task's
+        where they are not given. Further inputs go to the module itself: `functools.partial(module, strength=0.5)`.
+        """
+        count, scale = len(next(iter(given.values()))), self.guidance if guidance is None else guidance
+        seeds = [torch.Generator().manual_seed(seed + n) for n in range(count)]
         noise = torch.stack([torch.randn(self.shape, generator=seed) for seed in seeds]).to(self.info.device)
+        given = {k: v.to(self.info.device) if isinstance(v, Tensor) else v for k, v in given.items()}
         nothing = torch.ones(count, dtype=torch.bool, device=self.info.device)
-        given = self._conditions(batch, ~nothing)
-        without = self._conditions(batch, nothing) if self.guidance != 1 else {}
+        wanted = self._conditions(given, ~nothing)
+        unwanted = self._conditions(given, nothing) if scale != 1 else {}
 
         def denoise(x: Tensor, time: Tensor) -> Tensor:
-            predicted = self._predict(module, x, time, given)
-            if self.guidance == 1:
+            predicted = self._predict(module, x, time, wanted)
+            if scale == 1:
                 return predicted
-            free = self._predict(module, x, time, without)
-            return free + self.guidance * (predicted - free)
+            free = self._predict(module, x, time, unwanted)
+            return free + scale * (predicted - free)
 
-        x = self.noise.sample(denoise, noise, self.sample_steps)
+        x = self.noise.sample(denoise, noise, steps or self.sample_steps, seed)
         return ((self.vae.decode(x) if self.vae is not None else x) / 2 + 0.5).clamp(0, 1)
 
     def _losses(self, module: nn.Module, batch: Batch, draw: Any, position: Tensor, dropout: float) -> Tensor:
@@ -196,20 +205,22 @@ class Denoise(Task):
         return found
 
     def _shape(self, inputs: Mapping[str, Input]) -> tuple[int, ...]:
-        """Channels, height and width of what the model sees."""
+        """Channels, height and width of what the model sees; where nothing says the size, that of the first image."""
+        seen = next(inputs[name].shape for name, source in self.call.mapping.items() if source == "noisy") or ()
+        size: tuple[int, ...] = self.info.size
+        if not all(size) and self.info.examples is not None:
+            size = tuple(self.info.examples(1)["image"].shape[2:])
         if self.vae is not None:
             channels = getattr(getattr(self.vae.module, "config", None), "in_channels", 3)
-            empty = torch.zeros(1, channels, *self.info.size, device=self.info.device)
+            empty = torch.zeros(1, channels, *size, device=self.info.device)
             return tuple(self.vae.encode(empty, Draws(0, 0, device=self.info.device)).shape[1:])
-        seen = next(inputs[name].shape for name, source in self.call.mapping.items() if source == "noisy")
-        return (seen[1] if seen and len(seen) == 4 else 3, *self.info.size)
+        return (seen[1] if len(seen) == 4 else 3, *(size if all(size) else seen[2:]))
 
-    def _sample_batch(self) -> tuple[Batch, int]:
+    def _sample_batch(self) -> Batch:
         """What the sample images are of: the listed captions or labels, else the first of the data, else each class."""
         count = self.wanted if isinstance(self.wanted, int) else len(self.wanted)
         batch = self.info.examples(count) if self.info.examples is not None and count else {}
-        if batch:
-            count = min(count, len(batch["image"]))
+        count = min(count, len(batch["image"])) if batch else count
         if isinstance(self.wanted, list):
             label = all(isinstance(item, int) for item in self.wanted)
             listed = self.wanted[:count]
@@ -217,22 +228,7 @@ class Denoise(Task):
         elif "condition" not in batch and self.call.uses("label"):
             known = len(self.info.classes or ()) or max(1, (self.rows or 1) - (self.null_label is not None))
             batch = {**batch, "label": torch.arange(count) % known}
-        batch.setdefault("caption", [""] * count)
-        return {k: v.to(self.info.device) if isinstance(v, Tensor) else v for k, v in batch.items()}, count
-
-
-def default_call(inputs: Mapping[str, Input], texts: Mapping[str, Tensor]) -> dict[str, str]:
-    """What goes where by the names that diffusers' models and their relatives have. SpecError where they say nothing."""
-    free = [name for name, i in inputs.items() if not i.fixed]
-    found = {name: f"text.{name}" for name in free if name in texts}
-    for names, value in ((NOISY, "noisy"), (TIME, "time"), (LABEL, "label")):
-        name = next((name for name in names if name in free and name not in found), None)
-        if name is not None:
-            found[name] = value
-        elif value != "label":
-            hint = f"write call: {{NAME: {value}, ...}}"
-            raise SpecError(f"no input of the model has a name that says '{value}'; {hint}; {listed(inputs)}", path=("call",))
-    return found | {n: "condition" for n in free if inputs[n].added and (n == "cond" or n.endswith("_cond"))}
+        return {"caption": [""] * count, **batch}
 
 
 class _Fixed:
