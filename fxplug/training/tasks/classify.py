@@ -1,0 +1,243 @@
+"""The task of image classifiers: cross entropy on labels, timm's augmentations and mixing, Acc@1 and Acc@5."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import timm
+import timm.data
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from ...errors import SpecError, did_you_mean
+from ...settings import Use, read_use
+from ...spec import import_target
+from ..draws import Draws
+from .calling import Call, check_labels, inputs_of
+from .task import Batch, Task, TaskInfo, Totals, check_options, construct
+
+PREPROCESS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+
+
+class Classify(Task):
+    """Learns the label of each image.
+
+    smoothing: of the labels (arXiv 1512.00567). mixup, cutmix: their alphas, 0 for none (arXiv 1710.09412, 1905.04899); with
+    both each batch takes one of them. augment: auto for timm's defaults, none, or options of timm's create_transform.
+    preprocess: the name of a timm model whose mean, std, interpolation and crop are taken, or these as a mapping; the model's
+    own without it. criterion: instead of cross entropy a function (outputs [b, k], labels), a class of such, an import path
+    or {path: options}; labels are int64 [b], or float32 [b, k] where they are mixed.
+    """
+
+    best: ClassVar[str | None] = "acc1"
+
+    def __init__(
+        self,
+        smoothing: float = 0.0,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        augment: str | Mapping[str, Any] = "auto",
+        preprocess: str | Mapping[str, Any] | None = None,
+        criterion: Any = None,
+        call: Mapping[str, Any] | None = None,
+    ) -> None:
+        for name, value, top in (("smoothing", smoothing, 1.0), ("mixup", mixup, None), ("cutmix", cutmix, None)):
+            if value < 0 or (top is not None and value >= top):
+                text = "at least 0" + ("" if top is None else f" and below {top:g}")
+                raise SpecError(f"must be {text}, not {value}", path=(name,))
+        self.smoothing, self.mixup, self.cutmix = smoothing, mixup, cutmix
+        self.augment, self.preprocess = _augmentation(augment), _preprocessing(preprocess)
+        self.criterion = _criterion(criterion)
+        if self.criterion is not None and smoothing:
+            raise SpecError("is of cross entropy; with a 'criterion' give it to that", path=("smoothing",))
+        self.mapping = call
+
+    def setup(self, module: nn.Module, info: TaskInfo) -> None:
+        inputs = inputs_of(module)
+        image = next((name for name, i in inputs.items() if not i.fixed), None)
+        if image is None:
+            raise SpecError("the model has no inputs")
+        mapping = self.mapping if self.mapping is not None else {image: "image"}
+        self.call = Call(mapping, inputs, ("image", "label", "condition"))
+        shape, self.info = inputs[image].shape, info
+        self.channels = shape[1] if shape is not None and len(shape) == 4 else 3
+        self.settings = _settings(info.timm, getattr(module, "pretrained_cfg", None), self.channels, self.preprocess)
+
+    def transform(self, train: bool) -> Callable[[Any, tuple[int, int]], Tensor]:
+        options = {**self.settings, **(self.augment if train else {})}
+        return Transform(options, self.channels, train)
+
+    def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor:
+        image, label = batch["image"], self._labels(batch)
+        mixed = self._mix(draw, image.shape) if self.mixup or self.cutmix else None
+        if mixed is not None:
+            image = mixed.images(image)
+        outputs = self._outputs(module, {**batch, "image": image}).float()
+        check_labels(batch, outputs.shape[1], self.info.classes, "outputs")
+        if mixed is not None:
+            label = mixed.labels(F.one_hot(label, outputs.shape[1]).float())
+        return self._compared(outputs, label, self.smoothing)
+
+    @torch.no_grad()
+    def test(self, module: nn.Module, batches: Iterable[Batch]) -> Totals:
+        """Acc@1 and Acc@5 in percent (of fewer classes the best k that there are), and the mean of the criterion."""
+        sums, count = torch.zeros(3, dtype=torch.float64), 0
+        for batch in batches:
+            label = self._labels(batch)
+            outputs = self._outputs(module, batch).float()
+            check_labels(batch, outputs.shape[1], self.info.classes, "outputs")
+            hits = outputs.topk(min(5, outputs.shape[1])).indices == label[:, None]
+            loss = self._compared(outputs, label) * len(label)
+            sums += torch.stack([100 * hits[:, 0].sum(), 100 * hits.sum(), loss]).double().cpu()
+            count += len(label)
+        return {name: (float(total), count) for name, total in zip(("acc1", "acc5", "loss"), sums, strict=True)}
+
+    def _labels(self, batch: Batch) -> Tensor:
+        if "label" not in batch:
+            raise SpecError(f"the data has no labels; it has {', '.join(batch)}", path=("data",))
+        label: Tensor = batch["label"]
+        if label.dim() != 1 or label.is_floating_point():
+            raise SpecError(f"a label is a whole number, not {label.dtype} {list(label.shape[1:])}", path=("data",))
+        return label
+
+    def _outputs(self, module: nn.Module, batch: Batch) -> Tensor:
+        outputs = self.call(module, batch)
+        if outputs.dim() != 2:
+            raise SpecError(f"the model returns {list(outputs.shape)}; a classifier returns [batch, classes]")
+        return outputs
+
+    def _compared(self, outputs: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
+        if self.criterion is None:
+            return F.cross_entropy(outputs, labels, label_smoothing=smoothing)
+        loss: Tensor = self.criterion(outputs, labels)
+        return loss.mean()
+
+    def _mix(self, draw: Draws, shape: torch.Size) -> Mix:
+        if shape[0] % 2:
+            raise SpecError(f"mixup and cutmix mix pairs, and a batch of {shape[0]} is odd", path=("train", "batch"))
+        rng = np.random.default_rng(int(torch.randint(2**62, (), generator=draw.once())))
+        if self.cutmix and (not self.mixup or rng.random() < 0.5):
+            return cut(rng, rng.beta(self.cutmix, self.cutmix), shape[-2], shape[-1])
+        return Mix(rng.beta(self.mixup, self.mixup))
+
+
+@dataclass(frozen=True)
+class Mix:
+    """One mixing of a batch, as timm's Mixup with mode="batch" has it, but of neighbours: rows 0 and 1, 2 and 3.
+
+    timm mixes first with last. Neighbours stay together when a batch is divided among processes. `part` is what each row
+    keeps of itself; `box` (top, bottom, left, right) is what it takes of its neighbour, else the images are blended.
+    """
+
+    part: float
+    box: tuple[int, int, int, int] | None = None
+
+    def images(self, x: Tensor) -> Tensor:
+        """Mixed images of the shape [b, c, h, w] of those given, which stay as they are."""
+        other = _neighbours(x)
+        if self.box is None:
+            return x * self.part + other * (1 - self.part)
+        top, bottom, left, right = self.box
+        mixed = x.clone()
+        mixed[..., top:bottom, left:right] = other[..., top:bottom, left:right]
+        return mixed
+
+    def labels(self, x: Tensor) -> Tensor:
+        """Mixed one-hot labels [b, k]."""
+        return x * self.part + _neighbours(x) * (1 - self.part)
+
+
+def _neighbours(x: Tensor) -> Tensor:
+    return x[torch.arange(len(x), device=x.device) ^ 1]
+
+
+def cut(rng: np.random.Generator, part: float, height: int, width: int) -> Mix:
+    """A CutMix with a box of about 1 - `part` of the image; what is kept is what the box, cut at the borders, leaves."""
+    h, w = (int(side * (1 - part) ** 0.5) for side in (height, width))
+    y, x = int(rng.integers(height)), int(rng.integers(width))
+    top, bottom = max(0, y - h // 2), min(height, y + (h + 1) // 2)
+    left, right = max(0, x - w // 2), min(width, x + (w + 1) // 2)
+    return Mix(1 - (bottom - top) * (right - left) / (height * width), (top, bottom, left, right))
+
+
+class Transform:
+    """timm's transform of a PIL image to a float32 tensor [c, h, w] of the wanted size; it can be sent to other processes."""
+
+    def __init__(self, options: Mapping[str, Any], channels: int, train: bool) -> None:
+        self.options, self.channels, self.train = dict(options), channels, train
+        self.made: dict[tuple[int, int], Any] = {}
+
+    def __call__(self, image: Image.Image, size: tuple[int, int]) -> Tensor:
+        if size not in self.made:
+            shape = (self.channels, *size)
+            self.made[size] = timm.data.create_transform(shape, is_training=self.train, **self.options)
+        tensor: Tensor = self.made[size](image.convert("L" if self.channels == 1 else "RGB"))
+        return tensor
+
+
+def _settings(name: str | None, own: Any, channels: int, given: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """mean, std, interpolation and crop: those given, else of the timm model, else of images in [-1, 1]."""
+    if isinstance(given, str):
+        name, given = given, {}
+    found = timm.get_pretrained_cfg(name) if name else None
+    if name and found is None:
+        hint = did_you_mean(name.partition(".")[0], timm.list_models())
+        raise SpecError(f"timm has no model '{name}'{hint}", path=("preprocess",))
+    known = found.to_dict() if found is not None else own
+    if not isinstance(known, Mapping):
+        known = {"mean": (0.5,), "std": (0.5,), "crop_pct": 1.0}
+    made = timm.data.resolve_data_config({"in_chans": 3}, pretrained_cfg={**known, **(given or {})})
+    settings = {key: made[key] for key in PREPROCESS}
+    for key in ("mean", "std"):
+        values = tuple(settings[key])
+        if len(values) not in (1, channels) and channels != 1:
+            raise SpecError(f"has {len(values)} numbers, and the model sees {channels} channels", path=("preprocess", key))
+        # a model made for one channel sees the mean of the three
+        settings[key] = (sum(values) / len(values),) * channels if len(values) != channels else values
+    return settings
+
+
+def _augmentation(given: Any) -> dict[str, Any]:
+    if given in ("auto", "none"):
+        return {} if given == "auto" else {"no_aug": True}
+    if not isinstance(given, Mapping):
+        raise SpecError(f"must be auto, none, or options of timm's create_transform, not {given!r}", path=("augment",))
+    parameters = list(inspect.signature(timm.data.create_transform).parameters)
+    known = parameters[parameters.index("no_aug") : parameters.index("tf_preprocessing")]
+    known = [name for name in known if name not in PREPROCESS or name == "interpolation"]
+    for key in given:
+        if key not in known:
+            hint = f"{did_you_mean(key, known)}; it takes {', '.join(known)}"
+            raise SpecError(f"create_transform has no option '{key}'{hint}", path=("augment",), key=key)
+    return dict(given)
+
+
+def _preprocessing(given: Any) -> str | dict[str, Any] | None:
+    if given is None or isinstance(given, str):
+        return given
+    if not isinstance(given, Mapping):
+        raise SpecError(f"must be the name of a timm model or a mapping, not {given!r}", path=("preprocess",))
+    for key in given:
+        if key not in PREPROCESS:
+            hint = f"{did_you_mean(key, PREPROCESS)}; it takes {', '.join(PREPROCESS)}"
+            raise SpecError(f"no option '{key}'{hint}", path=("preprocess",), key=key)
+    return dict(given)
+
+
+def _criterion(given: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
+    if given is None or (callable(given) and not isinstance(given, type)):
+        return given
+    use = Use(given.__name__, {}) if isinstance(given, type) else read_use(given)
+    target: Any = given if isinstance(given, type) else import_target(use.name)
+    if isinstance(target, type):
+        made: Callable[[Tensor, Tensor], Tensor] = construct(target, use, ("criterion",))
+        return made
+    check_options(target, use.options, use.name, ("criterion",), given=2)
+    return functools.partial(target, **use.options)

@@ -1,0 +1,246 @@
+"""The task of diffusion and flow-matching models: to tell the noise in an image, or in its latents, from the image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import SpecError
+from ...settings import read_use
+from ..draws import Draws
+from .calling import Call, Input, check_labels, default_call, embedding_rows, inputs_of, listed
+from .conditioning import Text, Vae, open_text
+from .noise import open_noise, positions, read_density
+from .task import Batch, Task, TaskInfo, Totals
+
+TESTED = (0.125, 0.375, 0.625, 0.875)  # the places in the schedule at which a test takes the loss
+
+
+class Denoise(Task):
+    """Adds noise to a batch and learns what the scheduler's prediction says: epsilon, v, the sample, or the flow.
+
+    scheduler: a class of diffusers, with its options below it, or a folder with scheduler_config.json. prediction: epsilon,
+    v_prediction, sample or flow where it is not the scheduler's own. vae: what `model` is elsewhere; without it the model
+    works on pixels. text: a function of captions or a folder of transformers (`conditioning.open_text`). dropout: the share
+    of samples that are trained without their caption or label, for guidance; without a label is `null_label`, else the last
+    row of the model's embedding. snr_gamma: min-SNR weights (arXiv 2303.09556). density: how often each amount of noise is
+    drawn: uniform, logit_normal or mode. weighting, time_scale: of flow matching (`noise.Flow`; Flux takes times below 1,
+    time_scale: 0.001). call: what the model is called with, where the names of its inputs do not say it. samples: how many
+    sample images, or a list of their captions or labels; guidance (arXiv 2207.12598) and sample_steps are theirs.
+
+    `call` gives inputs the values noisy, time, text (text.NAME of several), label, condition, and whatever else the data
+    has. The condition of a pass such as ControlNet goes where that pass wants it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any = "DDPMScheduler",
+        prediction: str | None = None,
+        vae: Any = None,
+        text: Any = None,
+        dropout: float = 0.0,
+        null_label: int | None = None,
+        snr_gamma: float | None = None,
+        density: Any = "uniform",
+        weighting: str = "none",
+        time_scale: float = 1.0,
+        call: Mapping[str, Any] | None = None,
+        samples: int | list[str] | list[int] = 8,
+        guidance: float = 1.0,
+        sample_steps: int = 20,
+    ) -> None:
+        if not 0 <= dropout < 1:
+            raise SpecError(f"must be at least 0 and below 1, not {dropout}", path=("dropout",))
+        if snr_gamma is not None and snr_gamma <= 0:
+            raise SpecError(f"must be above 0, not {snr_gamma}", path=("snr_gamma",))
+        if sample_steps < 1:
+            raise SpecError(f"must be 1 or more, not {sample_steps}", path=("sample_steps",))
+        self.scheduler, self.density = read_use(scheduler), read_density(read_use(density))
+        self.prediction, self.snr_gamma, self.weighting, self.time_scale = prediction, snr_gamma, weighting, time_scale
+        self.vae_spec, self.text_spec, self.mapping = vae, text, call
+        self.dropout, self.null_label, self.guidance, self.sample_steps = dropout, null_label, guidance, sample_steps
+        self.wanted = samples
+
+    def setup(self, module: nn.Module, info: TaskInfo) -> None:
+        self.info = info
+        self.noise = open_noise(
+            self.scheduler,
+            info.base,
+            prediction=self.prediction,
+            latents=self.vae_spec is not None,
+            snr_gamma=self.snr_gamma,
+            weighting=self.weighting,
+            time_scale=self.time_scale,
+        )
+        self.vae = Vae(self.vae_spec, info.base, info.device) if self.vae_spec is not None else None
+        self.text: Text | None = open_text(self.text_spec, info.base, info.device) if self.text_spec is not None else None
+        texts = self.text([""]) if self.text is not None else {}
+        values = ["noisy", "time", *(["text"] if texts else []), *(f"text.{name}" for name in texts), "label", "condition"]
+        inputs = inputs_of(module)
+        self.call = Call(self.mapping if self.mapping is not None else default_call(inputs, texts), inputs, values)
+        self._check_inputs(inputs)
+        label = next((name for name, source in self.call.mapping.items() if source == "label"), None)
+        self.rows = embedding_rows(module, label) if label else None
+        if label and (self.dropout or self.guidance != 1) and self.null_label is None:
+            self.null_label = self._null_label()
+        if texts and not any(self.call.uses(name) for name in ("text", *(f"text.{name}" for name in texts))):
+            found = f"the model is called with no text; there is {', '.join(texts)}"
+            raise SpecError(f"{found}; {listed(inputs)}", path=("text",))
+        for option, idle in (("dropout", 0), ("guidance", 1)):
+            if getattr(self, option) != idle and self.text is None and not label:
+                raise SpecError(f"{option} needs captions or labels, and the model is called with none", path=(option,))
+        self.shape = self._shape(inputs)
+
+    def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor:
+        position = positions(self.density, len(batch["image"]), draw)
+        return self._losses(module, batch, draw, position, self.dropout).mean()
+
+    @torch.no_grad()
+    def test(self, module: nn.Module, batches: Iterable[Batch]) -> Totals:
+        """The mean loss at fixed amounts of noise, each sample with noise of its own that is the same in every test."""
+        total, count = 0.0, 0
+        for batch in batches:
+            for place in TESTED:
+                draw = _Fixed(batch, self.info.device)
+                position = torch.full((len(batch["image"]),), place, device=self.info.device)
+                losses = self._losses(module, batch, draw, position, 0.0)
+                total, count = total + float(losses.double().sum()), count + len(losses)
+        return {"loss": (total, count)}
+
+    def samples(self, module: nn.Module, draw: Draws | None = None) -> Tensor | None:
+        """Images of what the option `samples` says; the same noise whenever they are made."""
+        batch = self._sample_batch()
+        if not batch["caption"] or (self.call.uses("condition") and "condition" not in batch):
+            return None
+        return self.generate(module, batch)
+
+    @torch.no_grad()
+    def generate(
+        self, module: nn.Module, given: Batch, *, guidance: float | None = None, steps: int | None = None, seed: int = 0
+    ) -> Tensor:
+        """Images float32 [n, c, h, w] in [0, 1], by the scheduler's own loop, for the n captions, labels or conditions given.
+
+        The noise of image i is that of the seed `seed` + i, whatever else is drawn. `guidance` and `steps` are the task's
+        where they are not given. Further inputs go to the module itself: `functools.partial(module, strength=0.5)`.
+        """
+        count, scale = len(next(iter(given.values()))), self.guidance if guidance is None else guidance
+        seeds = [torch.Generator().manual_seed(seed + n) for n in range(count)]
+        noise = torch.stack([torch.randn(self.shape, generator=seed) for seed in seeds]).to(self.info.device)
+        given = {k: v.to(self.info.device) if isinstance(v, Tensor) else v for k, v in given.items()}
+        nothing = torch.ones(count, dtype=torch.bool, device=self.info.device)
+        wanted = self._conditions(given, ~nothing)
+        unwanted = self._conditions(given, nothing) if scale != 1 else {}
+
+        def denoise(x: Tensor, time: Tensor) -> Tensor:
+            predicted = self._predict(module, x, time, wanted)
+            if scale == 1:
+                return predicted
+            free = self._predict(module, x, time, unwanted)
+            return free + scale * (predicted - free)
+
+        x = self.noise.sample(denoise, noise, steps or self.sample_steps, seed)
+        return ((self.vae.decode(x) if self.vae is not None else x) / 2 + 0.5).clamp(0, 1)
+
+    def _losses(self, module: nn.Module, batch: Batch, draw: Any, position: Tensor, dropout: float) -> Tensor:
+        """The weighted loss float32 [b] of each sample."""
+        image = batch["image"]
+        x = self.vae.encode(image, draw) if self.vae is not None else image
+        noise = draw.like(x)
+        index = (position * self.noise.steps).long().clamp(0, self.noise.steps - 1)
+        dropped = draw.uniform(len(x)) < dropout
+        noisy, target = self.noise.noisy(x, noise, index), self.noise.target(x, noise, index)
+        predicted = self._predict(module, noisy, self.noise.time(index), self._conditions(batch, dropped))
+        if predicted.shape != target.shape:
+            found = f"the model returns {list(predicted.shape)} for {list(x.shape)}"
+            raise SpecError(f"{found}; what it predicts has the shape of what it is given")
+        losses = (predicted.float() - target.float()).square().flatten(1).mean(1)
+        return losses * self.noise.weight(index)
+
+    def _predict(self, module: nn.Module, x: Tensor, time: Tensor, conditions: Mapping[str, Any]) -> Tensor:
+        found = self.call(module, {"noisy": x, "time": time, **conditions})
+        # the second half of twice the channels is a learned variance (arXiv 2102.09672), which has another loss
+        return found[:, : x.shape[1]] if found.dim() == x.dim() and found.shape[1] == 2 * x.shape[1] else found
+
+    def _conditions(self, batch: Batch, dropped: Tensor) -> dict[str, Any]:
+        """What the model is given beside noise and time; samples that are `dropped` [b] lose caption and label."""
+        values = {name: value for name, value in batch.items() if name not in ("image", "caption")}
+        if "label" in batch and self.call.uses("label"):
+            if self.rows is not None:
+                check_labels(batch, self.rows, self.info.classes, "rows for classes")
+            if self.null_label is not None:
+                values["label"] = torch.where(dropped, self.null_label, batch["label"])
+        if self.text is not None:
+            if "caption" not in batch:
+                raise SpecError("the data has no captions, and the task has 'text'", path=("data",))
+            captions = ["" if out else text for text, out in zip(batch["caption"], dropped.tolist(), strict=True)]
+            texts = self.text(captions)
+            values |= {"text": next(iter(texts.values())), **{f"text.{name}": value for name, value in texts.items()}}
+        return values
+
+    def _check_inputs(self, inputs: Mapping[str, Input]) -> None:
+        if not self.call.uses("noisy"):
+            raise SpecError(f"nothing in 'call' is 'noisy'; {listed(inputs)}", path=("call",))
+        for name, source in self.call.mapping.items():
+            if source == "time" and inputs[name].shape == ():
+                raise SpecError(
+                    f"'{name}' was traced without dimensions, and in a batch each sample has a time of its own: "
+                    f"write inputs: {{{name}: {{shape: [2], dtype: int64, high: 1000}}}} with the batch of the other inputs",
+                    path=("inputs", name),
+                )
+
+    def _null_label(self) -> int:
+        classes = len(self.info.classes) if self.info.classes is not None else None
+        if self.rows is not None and classes is not None and self.rows <= classes:
+            raise SpecError(
+                f"to train without a label the model needs a row for that, and it has {self.rows} for {classes} classes: "
+                f"make it with {classes + 1}",
+                path=("dropout",),
+            )
+        found = self.rows - 1 if self.rows is not None else classes
+        if found is None:
+            raise SpecError("the label that stands for none is not known: give 'null_label'", path=("dropout",))
+        return found
+
+    def _shape(self, inputs: Mapping[str, Input]) -> tuple[int, ...]:
+        """Channels, height and width of what the model sees; where nothing says the size, that of the first image."""
+        seen = next(inputs[name].shape for name, source in self.call.mapping.items() if source == "noisy") or ()
+        size: tuple[int, ...] = self.info.size
+        if not all(size) and self.info.examples is not None:
+            size = tuple(self.info.examples(1)["image"].shape[2:])
+        if self.vae is not None:
+            channels = getattr(getattr(self.vae.module, "config", None), "in_channels", 3)
+            empty = torch.zeros(1, channels, *size, device=self.info.device)
+            return tuple(self.vae.encode(empty, Draws(0, 0, device=self.info.device)).shape[1:])
+        return (seen[1] if len(seen) == 4 else 3, *(size if all(size) else seen[2:]))
+
+    def _sample_batch(self) -> Batch:
+        """What the sample images are of: the listed captions or labels, else the first of the data, else each class."""
+        count = self.wanted if isinstance(self.wanted, int) else len(self.wanted)
+        batch = self.info.examples(count) if self.info.examples is not None and count else {}
+        count = min(count, len(batch["image"])) if batch else count
+        if isinstance(self.wanted, list):
+            label = all(isinstance(item, int) for item in self.wanted)
+            listed = self.wanted[:count]
+            batch = {**batch, **({"label": torch.tensor(listed)} if label else {"caption": list(map(str, listed))})}
+        elif "condition" not in batch and self.call.uses("label"):
+            known = len(self.info.classes or ()) or max(1, (self.rows or 1) - (self.null_label is not None))
+            batch = {**batch, "label": torch.arange(count) % known}
+        return {"caption": [""] * count, **batch}
+
+
+class _Fixed:
+    """Draws that depend on the sample alone, by its place in the data: the same in every batch and process."""
+
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        places = batch["index"].tolist() if "index" in batch else range(len(batch["image"]))
+        self.generators = [torch.Generator().manual_seed(int(place)) for place in places]
+        self.device = device
+
+    def like(self, x: Tensor) -> Tensor:
+        return torch.stack([torch.randn(x.shape[1:], generator=g) for g in self.generators]).to(x)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.stack([torch.rand(shape[1:], generator=g) for g in self.generators]).to(self.device)

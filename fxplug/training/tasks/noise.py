@@ -1,0 +1,274 @@
+"""Noise and what is learnt from it: diffusers schedulers as targets, weights, times and a loop that makes samples."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor
+
+from ...errors import SpecError, did_you_mean
+from ...settings import Use
+from ...source import no_such_file
+from ..draws import Draws
+
+PREDICTIONS = ("epsilon", "v_prediction", "sample", "flow")
+FILE = "scheduler_config.json"
+Denoiser = Callable[[Tensor, Tensor], Tensor]
+
+
+class Noise(ABC):
+    """A way between data and noise in `steps` steps, and what a model predicts there.
+
+    `index` int64 [b] is a step in the order of the scheduler: DDPM counts from little noise, flow matching from much.
+    """
+
+    prediction: str
+    steps: int
+
+    @abstractmethod
+    def time(self, index: Tensor) -> Tensor:
+        """The timesteps [b] that the model is given."""
+
+    @abstractmethod
+    def noisy(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
+        """Data with noise, of the shape of both."""
+
+    @abstractmethod
+    def target(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
+        """What the model is to predict."""
+
+    @abstractmethod
+    def weight(self, index: Tensor) -> Tensor:
+        """The weight float32 [b] of each sample's loss."""
+
+    @abstractmethod
+    def sampler(self) -> Any:
+        """A new diffusers scheduler that makes samples."""
+
+    def sample(self, denoise: Denoiser, noise: Tensor, steps: int, seed: int = 0) -> Tensor:
+        """What becomes of pure noise [n, c, h, w] in so many steps; `denoise(x, time)` is the model's prediction."""
+        scheduler = self.sampler()
+        tokens = noise.shape[-1] * noise.shape[-2] // 4
+        options = {"mu": self._shift(scheduler.config, tokens)} if scheduler.config.get("use_dynamic_shifting") else {}
+        scheduler.set_timesteps(steps, **options)
+        # what the loop itself draws, image by image
+        own = [torch.Generator().manual_seed(seed + n) for n in range(len(noise))]
+        drawn = {"generator": own} if "generator" in inspect.signature(scheduler.step).parameters else {}
+        x = noise * scheduler.init_noise_sigma if hasattr(scheduler, "init_noise_sigma") else noise
+        for t in scheduler.timesteps:
+            given = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
+            predicted = denoise(given, self.scaled(t.to(x.device)).expand(len(x)))
+            x = scheduler.step(predicted, t, x, **drawn).prev_sample.to(noise.dtype)
+        return x
+
+    def scaled(self, time: Tensor) -> Tensor:
+        return time
+
+    @staticmethod
+    def _shift(config: Mapping[str, Any], tokens: int) -> float:
+        """The shift for so many tokens (Stable Diffusion 3, arXiv 2403.03206; diffusers' pipelines)."""
+        slope = (config["max_shift"] - config["base_shift"]) / (config["max_image_seq_len"] - config["base_image_seq_len"])
+        return float(config["base_shift"] + slope * (tokens - config["base_image_seq_len"]))
+
+
+class Diffusion(Noise):
+    """Noise by the betas of DDPM (arXiv 2006.11239) and its relatives; predicts epsilon, v (arXiv 2202.00512) or the sample.
+
+    Min-SNR weights (arXiv 2303.09556) where `snr_gamma` is given.
+    """
+
+    def __init__(self, kind: type, config: dict[str, Any], prediction: str | None, snr_gamma: float | None) -> None:
+        self.prediction = prediction or config.get("prediction_type", "epsilon")
+        own = kind.from_config(config).config  # type: ignore[attr-defined]
+        config = {**_shared(kind, own), "prediction_type": self.prediction}
+        if config.get("rescale_betas_zero_snr") and self.prediction == "epsilon":
+            raise SpecError(
+                "rescale_betas_zero_snr makes the last step pure noise, from which epsilon says nothing about the image: "
+                "take prediction: v_prediction or sample (arXiv 2305.08891)",
+                path=("prediction",),
+            )
+        # every scheduler of this family has the noise of these betas, but only DDPM's adds it without a loop set up first
+        self.scheduler: Any = diffusers.DDPMScheduler.from_config(_shared(diffusers.DDPMScheduler, config))
+        self.kind, self.config, self.snr_gamma = kind, config, snr_gamma
+        self.steps = int(self.scheduler.config.num_train_timesteps)
+        self.sampler()
+
+    def time(self, index: Tensor) -> Tensor:
+        return index
+
+    def noisy(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
+        made: Tensor = self.scheduler.add_noise(x, noise, index)
+        return made
+
+    def target(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
+        if self.prediction == "v_prediction":
+            velocity: Tensor = self.scheduler.get_velocity(x, noise, index)
+            return velocity
+        return noise if self.prediction == "epsilon" else x
+
+    def weight(self, index: Tensor) -> Tensor:
+        if self.snr_gamma is None:
+            return torch.ones(len(index), device=index.device)
+        kept: Tensor = self.scheduler.alphas_cumprod.to(index.device, torch.float32)[index]
+        snr = kept / (1 - kept)
+        if self.prediction == "epsilon":
+            return (self.snr_gamma / snr).clamp(max=1.0)
+        clamped = snr.clamp(max=self.snr_gamma)
+        return clamped / (snr + 1) if self.prediction == "v_prediction" else clamped
+
+    def sampler(self) -> Any:
+        if self.kind is not diffusers.DDPMScheduler:
+            return self.kind.from_config(self.config)  # type: ignore[attr-defined]
+        # DDIM takes few steps where DDPM takes all; with "trailing" the first is the last of the training (arXiv 2305.08891)
+        config = {**self.config, "timestep_spacing": "trailing"}
+        return diffusers.DDIMScheduler.from_config(_shared(diffusers.DDIMScheduler, config))
+
+
+class Flow(Noise):
+    """Straight lines from data to noise, whose slope is predicted (arXiv 2210.02747, 2209.03003).
+
+    `weighting` is that of Stable Diffusion 3 (arXiv 2403.03206): none, sigma_sqrt or cosmap.
+    """
+
+    prediction = "flow"
+
+    def __init__(self, kind: type, config: dict[str, Any], weighting: str, time_scale: float) -> None:
+        self.kind, self.config, self.weighting, self.time_scale = kind, config, weighting, time_scale
+        scheduler = self.sampler()
+        self.sigmas: Tensor = scheduler.sigmas.clone()
+        self.times: Tensor = scheduler.timesteps.clone()
+        self.steps = len(self.times)
+
+    def time(self, index: Tensor) -> Tensor:
+        return self.scaled(self.times.to(index.device)[index])
+
+    def scaled(self, time: Tensor) -> Tensor:
+        return time * self.time_scale
+
+    def sigma(self, index: Tensor, like: Tensor) -> Tensor:
+        return self.sigmas.to(index.device, like.dtype)[index].reshape(-1, *[1] * (like.dim() - 1))
+
+    def noisy(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
+        sigma = self.sigma(index, x)
+        return (1.0 - sigma) * x + sigma * noise
+
+    def target(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
+        return noise - x
+
+    def weight(self, index: Tensor) -> Tensor:
+        sigma = self.sigmas.to(index.device, torch.float32)[index]
+        if self.weighting == "sigma_sqrt":
+            return sigma**-2.0
+        if self.weighting == "cosmap":
+            return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma**2))
+        return torch.ones_like(sigma)
+
+    def sampler(self) -> Any:
+        return self.kind.from_config(self.config)  # type: ignore[attr-defined]
+
+
+DENSITIES: dict[str, dict[str, float]] = {"uniform": {}, "logit_normal": {"mean": 0.0, "std": 1.0}, "mode": {"scale": 1.29}}
+
+
+def read_density(use: Use) -> Use:
+    """How often each amount of noise is drawn, with all its numbers. SpecError for what there is not."""
+    if use.name not in DENSITIES:
+        hint = f"{did_you_mean(use.name, DENSITIES)}; there are {', '.join(DENSITIES)}"
+        raise SpecError(f"no density '{use.name}'{hint}", path=("density",))
+    for key, value in use.options.items():
+        if key not in DENSITIES[use.name]:
+            known = DENSITIES[use.name]
+            hint = f"{did_you_mean(key, known)}; it takes {', '.join(known) or 'none'}"
+            raise SpecError(f"{use.name} has no option '{key}'{hint}", path=("density",), key=key)
+        if not isinstance(value, (int, float)):
+            raise SpecError(f"must be a number, not {value!r}", path=("density", use.name, key))
+    return Use(use.name, {**DENSITIES[use.name], **use.options})
+
+
+def positions(density: Use, count: int, draw: Draws) -> Tensor:
+    """Places float32 [count] from 0 to 1 in the order of a scheduler, as Stable Diffusion 3 draws them (arXiv 2403.03206)."""
+    if density.name == "logit_normal":
+        return torch.sigmoid(draw.normal(count) * density.options["std"] + density.options["mean"])
+    u = draw.uniform(count)
+    if density.name == "mode":
+        u = 1 - u - density.options["scale"] * (torch.cos(math.pi * u / 2) ** 2 - 1 + u)
+    return u
+
+
+def open_noise(
+    use: Use, base: Path, *, prediction: str | None, latents: bool, snr_gamma: float | None, weighting: str, time_scale: float
+) -> Noise:
+    """The noise of a diffusers scheduler: a class with options, or a folder with scheduler_config.json. Raises SpecError."""
+    kind, config = _scheduler(use, base)
+    flow = hasattr(kind, "scale_noise")
+    name = kind.__name__
+    if not flow and not {"beta_schedule", "prediction_type"} <= inspect.signature(kind).parameters.keys():
+        raise SpecError(
+            f"{name} has no betas and no sigmas to train on; DDPMScheduler and its relatives have, and "
+            "FlowMatchEulerDiscreteScheduler",
+            path=("scheduler",),
+        )
+    given = str(config.get("prediction_type", "epsilon"))
+    if flow and prediction not in (None, "flow"):
+        text = f"{name} is of flow matching, whose prediction is 'flow' (noise - x0), not '{prediction}'"
+        raise SpecError(f"{text}; DDPMScheduler has '{prediction}'", path=("prediction",))
+    if not flow and (prediction or given) not in PREDICTIONS[:3]:
+        text = f"{name} has the predictions {', '.join(PREDICTIONS[:3])}, not '{prediction or given}'"
+        if "flow" in (prediction or given):
+            text += "; flow matching needs FlowMatchEulerDiscreteScheduler"
+        raise SpecError(text, path=("prediction",))
+    if latents and "clip_sample" in inspect.signature(kind).parameters:
+        config.setdefault("clip_sample", False)  # clipping is for pixels in [-1, 1]
+    if not flow:
+        for key, value, wanted in (("weighting", weighting, "none"), ("time_scale", time_scale, 1.0)):
+            if value != wanted:
+                raise SpecError(f"{key} is for flow matching; {name} has min-SNR weights, snr_gamma", path=(key,))
+        return Diffusion(kind, config, prediction, snr_gamma)
+    if snr_gamma is not None:
+        raise SpecError(f"min-SNR is for epsilon, v_prediction and sample; {name} has 'weighting'", path=("snr_gamma",))
+    if weighting not in ("none", "sigma_sqrt", "cosmap"):
+        known = ("none", "sigma_sqrt", "cosmap")
+        raise SpecError(f"no weighting '{weighting}'{did_you_mean(weighting, known)}; {', '.join(known)}", path=("weighting",))
+    return Flow(kind, config, weighting, time_scale)
+
+
+def _scheduler(use: Use, base: Path) -> tuple[type, dict[str, Any]]:
+    """The class of a scheduler, and its configuration."""
+    name, config = use.name, {}
+    folder = base / use.name
+    if "/" in name or folder.is_dir():
+        file = next((f for f in (folder / FILE, folder / "scheduler" / FILE) if f.is_file()), None)
+        if file is None:
+            missing = f"has no {FILE}" if folder.is_dir() else no_such_file(folder)
+            raise SpecError(f"'{use.name}': {missing}", path=("scheduler",))
+        config = diffusers.DDPMScheduler.load_config(file)
+        name = str(config.get("_class_name"))
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
+        known = [n for n in dir(diffusers) if n.endswith("Scheduler")]
+        raise SpecError(f"diffusers has no scheduler '{name}'{did_you_mean(name, known)}", path=("scheduler",))
+    options = list(inspect.signature(kind).parameters)
+    for key in use.options:
+        if key not in options:
+            hint = f"{did_you_mean(key, options)}; it takes {', '.join(options)}"
+            raise SpecError(f"{name} has no option '{key}'{hint}", path=("scheduler", use.name), key=key)
+    config = {**{k: v for k, v in config.items() if k in options}, **use.options}
+    try:
+        kind.from_config(config)  # type: ignore[attr-defined]
+    except Exception as error:
+        text = f"{name} cannot be made of these options: {type(error).__name__}: {error}"
+        raise SpecError(text, path=("scheduler", use.name)) from None
+    return kind, config
+
+
+def _shared(kind: type, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Those options that another scheduler has as well."""
+    known = inspect.signature(kind).parameters
+    return {key: value for key, value in config.items() if key in known}

@@ -1,0 +1,129 @@
+"""What a task is: the one class that a user writes to train something else."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import SpecError, did_you_mean
+from ...settings import Use, read_use
+from ...source import NOWHERE, Where
+from ...spec import import_target
+from ..draws import Draws
+
+Batch = dict[str, Any]
+# a sum and what it is a sum of: processes add up both, and the metric is their quotient
+Totals = dict[str, tuple[float, float]]
+NAMES = {"classify": "fxplug.training.tasks.classify:Classify", "denoise": "fxplug.training.tasks.denoise:Denoise"}
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """What a task is told before the training.
+
+    `size` is height and width of the images; `classes` the names of the data's classes, None where it has none; `timm` the
+    name of the model when it is one of timm's; `base` the folder that paths are relative to. `examples(n)` gives the first n
+    items of the test data, else of the training data, as a batch on the device; None where there is no data yet.
+    """
+
+    size: tuple[int, int]
+    device: torch.device = torch.device("cpu")
+    classes: list[str] | None = None
+    timm: str | None = None
+    base: Path = Path()
+    examples: Callable[[int], Batch] | None = None
+
+
+class Task:
+    """What is learnt from a batch. A task of one's own is a subclass with a `loss`; the options are its constructor's.
+
+    A batch is a dict: `image` float32 [b, c, h, w], and what the data has of `caption` (list of text), `label` int64 [b],
+    `condition` float32 [b, c, h, w] in [0, 1], `index` int64 [b], `name` (list of text) and further keys. The module may be
+    compiled, outlined or wrapped for several processes, so a task calls it, by keywords, and does nothing else with it.
+    Whatever is random comes from the `draw` of the step: then runs resume exactly, and processes agree.
+    """
+
+    best: ClassVar[str | None] = None  # the metric of `test` of which the highest is the best
+
+    def setup(self, module: nn.Module, info: TaskInfo) -> None:
+        """Called once, with the module as it was rewritten, before anything else. Raises SpecError for what does not fit."""
+
+    def transform(self, train: bool) -> Callable[[Any, tuple[int, int]], Tensor] | None:
+        """What makes a tensor [c, h, w] of a PIL image and a size; None is the loader's own, in [-1, 1]."""
+        return None
+
+    def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor | tuple[Tensor, Mapping[str, float | Tensor]]:
+        """The mean loss of a batch, a scalar in float32; numbers to be logged may come with it."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method 'loss(module, batch, draw)'")
+
+    def test(self, module: nn.Module, batches: Iterable[Batch]) -> Totals:
+        """For each metric a sum over the batches, and what it is a sum of; `means` makes the metrics of it.
+
+        The module is in evaluation and no gradients are kept. Several processes see a part of the test data each and add
+        their totals up. Empty where the task has no test.
+        """
+        return {}
+
+    def samples(self, module: nn.Module, draw: Draws) -> Tensor | None:
+        """Pictures float32 [n, c, h, w] in [0, 1] of what the module can do, with fixed seeds; None where there are none."""
+        return None
+
+
+def means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """The metrics that totals stand for."""
+    return {name: float(total) / float(count) if count else float("nan") for name, (total, count) in totals.items()}
+
+
+def make_task(spec: Any, where: Where = NOWHERE) -> Task:
+    """A task by its name, by import path, or as a mapping of either to its options. Raises SpecError."""
+    if isinstance(spec, Task):
+        return spec
+    use = read_use(spec)
+    if ":" not in use.name and use.name not in NAMES:
+        hint = did_you_mean(use.name, NAMES) or f"; there are {', '.join(NAMES)}, or 'package.module:Class' for one of your own"
+        raise SpecError(f"no task '{use.name}'{hint}", path=("train", "task"), where=where)
+    kind = import_target(NAMES.get(use.name, use.name), where)
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
+        raise SpecError(f"'{use.name}' is no subclass of fxplug.Task", path=("train", "task"), where=where)
+    task: Task = construct(kind, use, ("train", "task"), where)
+    return task
+
+
+def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = (), where: Where = NOWHERE, given: int = 0) -> Any:
+    """What `kind` makes of the options; the first `given` parameters are left to later calls.
+
+    SpecError for an option that it does not take, with the nearest one, and for one that is missing.
+    """
+    path = (*path, use.name) if use.options else path
+    check_options(kind, use.options, use.name, path, where, given)
+    try:
+        return kind(**use.options)
+    except SpecError as error:
+        raise SpecError(error.finding, path=(*path, *error.path), key=error.key, where=where) from None
+
+
+def check_options(
+    kind: Callable[..., Any],
+    options: Mapping[str, Any],
+    name: str,
+    path: tuple[str, ...] = (),
+    where: Where = NOWHERE,
+    given: int = 0,
+) -> None:
+    """SpecError where a callable takes no such options, or needs more; its first `given` parameters are none."""
+    parameters = dict(list(inspect.signature(kind).parameters.items())[given:])
+    known = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for key in options:
+        if key not in known and not free:
+            hint = f"{did_you_mean(key, known)}; it takes {', '.join(known) or 'none'}"
+            raise SpecError(f"{name} has no option '{key}'{hint}", path=path, key=key, where=where)
+    for key in known:
+        if parameters[key].default is inspect.Parameter.empty and key not in options:
+            raise SpecError(f"{name} needs the option '{key}'", path=path, where=where)
