@@ -1,0 +1,199 @@
+"""From a request to a batch: what runs in the workers, or in the training process when there are none."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from ...errors import FxplugError, TrainError
+from ...settings import Data
+from .items import Items
+from .order import Request
+from .own import condition_function
+from .placing import Place, pixels, placed
+from .reading import Unreadable, as_pil, prepared
+from .seeding import mixed, random_state_kept, seed_all
+
+Size = tuple[int, int]
+Transform = Callable[[Image.Image, Size], Tensor]
+
+
+class Hooks(Protocol):
+    """What plugins do to a sample, before anything else does."""
+
+    def transform_caption(self, caption: str) -> str: ...
+
+    def transform_pil_image(self, img: Image.Image) -> Image.Image: ...
+
+
+class Fetched(NamedTuple):
+    """A batch, the images it had to go without, and the error that ends the run."""
+
+    batch: dict[str, Any] | None
+    skipped: dict[str, str]
+    error: FxplugError | None = None
+
+
+class Fetch:
+    """Makes batches; picklable when items, transform and hooks are.
+
+    Every sample starts from random numbers seeded with (seed, epoch, index). When training, the place of an unreadable image
+    is taken by the next sample of its group, in the order of the data; in tests the batch is smaller.
+    """
+
+    def __init__(
+        self,
+        items: Items,
+        spec: Data,
+        groups: Sequence[Sequence[int]],
+        sizes: Sequence[Size | None],
+        *,
+        seed: int,
+        train: bool,
+        transform: Transform | None,
+        hooks: Hooks | None,
+    ) -> None:
+        self.items, self.spec, self.seed, self.train, self.transform, self.hooks = items, spec, seed, train, transform, hooks
+        self.groups, self.sizes = groups, sizes
+        named = spec.conditions is not None and ":" in spec.conditions.name
+        self.condition = condition_function(spec.conditions) if named and spec.conditions else None
+        self._tensors = transform is None and hooks is None and self.condition is None  # PIL can be left out
+
+    def __call__(self, request: Request) -> Fetched:
+        skipped: dict[str, str] = {}
+        with random_state_kept():
+            try:
+                samples = []
+                for index in request.indices:
+                    sample = self._readable(index, request, skipped)
+                    if len(skipped) > self.spec.max_corrupt:  # the loader counts them, and stops
+                        return Fetched(None, skipped)
+                    samples += [] if sample is None else [sample]
+                return Fetched(collate(samples) if samples else None, skipped)
+            except FxplugError as error:
+                return Fetched(None, skipped, error)
+
+    def _readable(self, index: int, request: Request, skipped: dict[str, str]) -> dict[str, Any] | None:
+        for candidate in self._candidates(index, request.group):
+            seed_all(mixed(self.seed, request.epoch, candidate))
+            try:
+                return self._sample(candidate, self.sizes[request.group])
+            except Unreadable as error:
+                skipped[error.name] = error.why
+                if len(skipped) > self.spec.max_corrupt:
+                    return None
+        if self.train:
+            raise TrainError(f"no image of a group of {len(self.groups[request.group])} can be read: {too_many(skipped)}")
+        return None
+
+    def _candidates(self, index: int, group: int) -> Iterator[int]:
+        yield index
+        if self.train:
+            members = self.groups[group]
+            at = members.index(index)
+            yield from (*members[at + 1 :], *members[:at])
+
+    def _sample(self, index: int, size: Size | None) -> dict[str, Any]:
+        random_place = self.train and self.spec.crop == "random"
+        x, y, coin = random.random(), random.random(), random.random()
+        place = Place(*((x, y) if random_place else (0.5, 0.5)), flip=self.train and self.spec.flip and coin < 0.5)
+        item = self.items[index]
+        if self.hooks is not None and "caption" in item:
+            item["caption"] = self.hooks.transform_caption(item["caption"])
+        image, condition = item.get("image"), item.get("condition")
+        if isinstance(condition, Tensor) and condition.dtype == torch.uint8:
+            item["condition"] = as_pil(condition)
+        if isinstance(image, Tensor) and image.dtype == torch.uint8:
+            if self._tensors and condition is None and size in (None, tuple(image.shape[1:])):
+                return {**item, "image": image.flip(-1) if place.flip else image, "index": index}
+            image = as_pil(image)
+        if isinstance(image, Image.Image):
+            if self.hooks is not None:
+                image = prepared(self.hooks.transform_pil_image(image), self.spec.channels)
+            self._put(item, image, size or (image.height, image.width), place)
+        elif isinstance(image, Tensor):
+            if size is not None and image.shape[1:] != size:
+                finding = f"{item['name']} is a float image of {image.shape[1]}x{image.shape[2]}, which is used as it is"
+                raise TrainError(f"{finding}; the size is to be {size[0]}x{size[1]}")
+            self._put_condition(item, (image.shape[1], image.shape[2]), Place())
+        item["index"] = index
+        return item
+
+    def _put(self, item: dict[str, Any], image: Image.Image, size: Size, place: Place) -> None:
+        """Put the image into its item as a tensor. A task's transform crops by itself, unless a condition must match."""
+        if self.condition is not None or "condition" in item:
+            if isinstance(condition := item.get("condition"), Image.Image):
+                _same_shape(image, condition, item["name"])
+            image = placed(image, size, place)
+            if self.condition is not None:
+                item["condition"] = pixels(placed(self.condition(image), size, Place()))
+            else:
+                self._put_condition(item, size, place)
+        elif self.transform is None:
+            image = placed(image, size, place)
+        item["image"] = pixels(image) if self.transform is None else self.transform(image, size)
+
+    def _put_condition(self, item: dict[str, Any], size: Size, place: Place) -> None:
+        if isinstance(condition := item.get("condition"), Image.Image):
+            item["condition"] = pixels(placed(condition, size, place))
+        elif self.condition is not None and "condition" not in item:
+            raise TrainError(f"{item['name']}: a condition function needs a PIL or uint8 image, not a float tensor")
+
+
+def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One dict of the samples' values.
+
+    `image` and `condition` are stacked to float32 [b, c, h, w]; uint8 becomes [-1, 1] and [0, 1]. Text becomes a list,
+    `label` and `index` int64 [b], the rest what torch's default_collate makes of it. Raises TrainError for samples that do
+    not go together.
+    """
+    first = samples[0]
+    for sample in samples[1:]:
+        if sample.keys() != first.keys():
+            key = sorted(map(str, sample.keys() ^ first.keys()))[0]
+            has, lacks = (sample, first) if key in sample else (first, sample)
+            raise TrainError(f"{has['name']} has '{key}' and {lacks['name']} has not")
+    return {key: _collated(key, [sample[key] for sample in samples], samples) for key in first}
+
+
+def _collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) -> Any:
+    if isinstance(values[0], str):
+        return values
+    if key in ("label", "index"):
+        return torch.tensor(values, dtype=torch.int64)
+    if key in ("image", "condition") and isinstance(values[0], Tensor):
+        for value, sample in zip(values, samples, strict=True):
+            if value.shape != values[0].shape or value.dtype != values[0].dtype:
+                one, two = (f"{s['name']} ({_described(v)})" for v, s in ((values[0], samples[0]), (value, sample)))
+                raise TrainError(f"the {key}s of a batch must be of one size and kind: {one}, {two}; 'size' makes them so")
+        stacked = torch.stack(values)
+        if stacked.dtype == torch.uint8:
+            return stacked.float().div_(127.5).sub_(1) if key == "image" else stacked.float().div_(255)
+        return stacked
+    try:
+        return default_collate(values)
+    except Exception as error:
+        raise TrainError(f"the values of '{key}' make no batch: {error}; samples from {samples[0]['name']}") from error
+
+
+def _described(value: Tensor) -> str:
+    return "x".join(map(str, value.shape)) + f" {str(value.dtype).removeprefix('torch.')}"
+
+
+def _same_shape(image: Image.Image, condition: Image.Image, name: str) -> None:
+    ratio = image.width * condition.height / (image.height * condition.width)
+    if not 0.98 < ratio < 1.02:
+        sizes = f"{image.height}x{image.width}, its condition {condition.height}x{condition.width}"
+        raise TrainError(f"{name} is {sizes}: they must have one shape to be cropped alike")
+
+
+def too_many(skipped: dict[str, str]) -> str:
+    """The first of the images that were skipped, each with the reason."""
+    shown = [f"{name} ({why})" for name, why in list(skipped.items())[:5]]
+    return "; ".join(shown) + (f"; and {len(skipped) - 5} more" if len(skipped) > 5 else "")

@@ -1,0 +1,143 @@
+"""Batches of an epoch, in an order that several processes and a resumed run agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from ...errors import SpecError, TrainError
+from ...settings import Data
+from .buckets import assign, bucket_sizes
+from .fetching import Fetch, Fetched, Hooks, Size, Transform, too_many
+from .items import Items
+from .order import Order, Request
+from .reading import Unreadable
+
+
+class Loader:
+    """The batches of `items` for one process of `world`.
+
+    A batch is a dict: `image` float32 [b, c, h, w], `caption` list of str, `label` int64 [b], `condition` float32 [b, c, h, w],
+    `index` int64 [b], `name` list of str, and what else the items hold. What `Order` and `Fetch` say decides them: seed, epoch
+    and index alone, so neither the number of workers or processes, nor a resumed epoch, nor random numbers drawn elsewhere.
+
+    transform: (PIL image, (h, w)) -> tensor [c, h, w]. None: crop to the shape of the size, resize, flip as `spec` says,
+        values in [-1, 1]; a transform does all that itself, but where there are condition images it gets the image cropped
+        and flipped already.
+    hooks: changes captions and PIL images before anything else does.
+
+    `skipped` has the unreadable images with the reason; more than `spec.max_corrupt` are a TrainError. `buckets` has the
+    number of images of each size, `left_out` how many samples an epoch goes without. Raises TrainError for a batch larger
+    than the data, SpecError for buckets that cannot be.
+    """
+
+    def __init__(
+        self,
+        items: Items,
+        spec: Data,
+        batch: int,
+        *,
+        seed: int = 0,
+        rank: int = 0,
+        world: int = 1,
+        train: bool = True,
+        transform: Transform | None = None,
+        hooks: Hooks | None = None,
+    ) -> None:
+        self.items, self.spec, self.skipped = items, spec, dict[str, str]()
+        size = (spec.size, spec.size) if isinstance(spec.size, int) else spec.size
+        groups: list[Sequence[int]] = [range(len(items))]
+        sizes: list[Size | None] = [size]
+        if spec.buckets is not None:
+            grouped = self._bucketed(size, batch * world if train else 1)
+            groups, sizes = list(grouped.values()), list(grouped)
+        total = sum(map(len, groups))
+        self.order = Order(groups, batch, seed=seed, rank=rank, world=world, train=train, shuffle=spec.shuffle and train)
+        self.steps = len(self.order)
+        self.buckets = {bucket: len(group) for bucket, group in zip(sizes, groups, strict=True) if bucket is not None}
+        self.left_out = sum(len(group) % (batch * world) for group in groups) if train else 0
+        if not self.steps and train:
+            batches = f"a batch of {batch}" + (f" in each of {world} processes" if world > 1 else "")
+            raise TrainError(f"{batches} is larger than the data: {total} samples")
+        self._fetch = Fetch(items, spec, groups, sizes, seed=seed, train=train, transform=transform, hooks=hooks)
+        self._requests = list[Request]()
+        self._pool: DataLoader[Any] | None = None
+
+    def epoch(self, number: int, start: int = 0) -> Iterator[dict[str, Any]]:
+        """The batches of epoch `number` from the `start`-th on. Raises TrainError for data that cannot be used."""
+        requests = self.order.requests(number)[start:]
+        for fetched in self._pooled(requests) if self.spec.workers else map(self._fetch, requests):
+            self._count(fetched.skipped)
+            if (error := fetched.error) is not None:
+                try:
+                    raise error
+                finally:  # or the error's traceback, this frame and the error are a cycle that keeps the workers alive
+                    del fetched, error
+            if fetched.batch is not None:
+                yield fetched.batch
+
+    def close(self) -> None:
+        """End the workers; a later epoch starts new ones."""
+        self._pool = None
+
+    def _pooled(self, requests: list[Request]) -> Iterator[Fetched]:
+        self._requests[:] = requests
+        if self._pool is None:
+            self._pool = DataLoader(
+                _Requested(self._fetch),
+                batch_size=None,
+                sampler=self._requests,
+                collate_fn=_same,
+                num_workers=self.spec.workers,
+                persistent_workers=True,
+                generator=torch.Generator(),  # or it would draw from the global one
+            )
+        return iter(self._pool)
+
+    def _count(self, skipped: dict[str, str]) -> None:
+        self.skipped.update(skipped)
+        if len(self.skipped) > self.spec.max_corrupt:
+            found = f"{len(self.skipped)} images cannot be read, 'max_corrupt' is {self.spec.max_corrupt}"
+            raise TrainError(f"{found}: {too_many(self.skipped)}")
+
+    def _bucketed(self, size: Size | None, fill: int) -> dict[Size, Sequence[int]]:
+        """The samples of each bucket; those without a readable header are skipped here already, so in every process."""
+        images = self.items.sizes
+        if size is None or images is None or self.spec.buckets is None:
+            missing = "the size of each image; give the data set 'sizes' [(h, w), ...]"
+            missing = "a 'size', whose area they have" if size is None else missing
+            raise SpecError(f"buckets need {missing}", path=("data", "buckets"))
+        for i, image in enumerate(images):
+            if not all(image):
+                self._count(_reason(self.items, i))
+        known = [i for i, image in enumerate(images) if all(image)]
+        chosen = assign([images[i] for i in known], bucket_sizes(size, self.spec.buckets), fill)
+        groups: dict[Size, list[int]] = {}
+        for i, bucket in zip(known, chosen, strict=True):
+            groups.setdefault(bucket, []).append(i)
+        return dict(sorted(groups.items()))
+
+
+class _Requested(Dataset[Any]):
+    """torch's workers index a data set with what the sampler gives: here a whole batch."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self.fetch = fetch
+
+    def __getitem__(self, request: Request) -> Fetched:
+        return self.fetch(request)
+
+
+def _same(fetched: Any) -> Any:
+    return fetched
+
+
+def _reason(items: Items, i: int) -> dict[str, str]:
+    try:
+        items[i]
+    except Unreadable as error:
+        return {error.name: error.why}
+    return {f"image {i}": "its header does not tell its size"}

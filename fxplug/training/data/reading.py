@@ -1,0 +1,119 @@
+"""Images as PIL reads them: upright, in one mode, or with the reason why they cannot be read."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from ...errors import TrainError
+
+_ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 lie on their side
+_LEADING, _TRAILING = "[c, h, w] or [h, w]", "[h, w, c] or [h, w]"
+
+
+class Unreadable(Exception):
+    """One image that cannot be read. The loader names it and goes on without it."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(name, why)
+        self.name, self.why = name, why
+
+
+def read_image(source: Path | bytes, name: str, channels: int = 3) -> Image.Image:
+    """The image in a file or its bytes, decoded, upright, in mode RGB or L. Raises Unreadable."""
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            image.load()
+            return prepared(image, channels)
+    except Exception as error:  # decoders raise whatever they like for broken data
+        raise Unreadable(name, _why(source, error)) from error
+
+
+def read_size(source: Path | bytes) -> tuple[int, int]:
+    """(h, w) of the upright image, from its header; (0, 0) for one that cannot be read."""
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            w, h = image.size
+            return (w, h) if _orientation(image) > 4 else (h, w)
+    except Exception:
+        return (0, 0)
+
+
+def prepared(image: Image.Image, channels: int) -> Image.Image:
+    """The image upright, in mode RGB (3 channels) or L (1). 16-bit grey keeps its upper 8 bits; transparency is dropped."""
+    if _orientation(image) > 1:
+        image = ImageOps.exif_transpose(image)
+    mode = "RGB" if channels == 3 else "L"
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image).clip(0, 0xFFFF) >> 8).astype(np.uint8))
+    elif image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image if image.mode == mode else image.convert(mode)
+
+
+def as_image(value: Any, name: str, channels: int = 3) -> Image.Image | Tensor:
+    """An image of a data set as the loader takes it.
+
+    PIL images, and uint8 arrays and tensors [c, h, w], get this many channels. A float array or tensor is an image that is
+    ready: it becomes float32 [c, h, w] and is otherwise left as it is, so its values must be those the task works with.
+    Tensors are [c, h, w] or [h, w], numpy arrays (and lists) [h, w, c] or [h, w]. Raises TrainError for anything else, and
+    Unreadable for a PIL image that does not decode.
+    """
+    if isinstance(value, Image.Image):
+        try:
+            return prepared(value, channels)
+        except Exception as error:
+            raise Unreadable(name, _why(b"...", error)) from error
+    if isinstance(value, (bytes, bytearray)):
+        return read_image(bytes(value), name, channels)
+    layout = _LEADING if isinstance(value, Tensor) else _TRAILING
+    array = torch.from_numpy(np.ascontiguousarray(value)) if isinstance(value, (np.ndarray, list)) else value
+    if not isinstance(array, Tensor):
+        raise TrainError(f"{name}: an image must be a PIL image, a tensor or a numpy array, not a {type(value).__name__}")
+    if layout == _TRAILING and array.ndim == 3:
+        array = array.permute(2, 0, 1)
+    array = array[None] if array.ndim == 2 else array
+    if array.ndim != 3 or (array.dtype == torch.uint8 and len(array) not in (1, 3, 4)):
+        found = "x".join(map(str, np.shape(value)))
+        kind = f"an image that is a {type(value).__name__} must be {layout} with 1, 3 or 4 channels"
+        raise TrainError(f"{name}: {kind}, not {found}")
+    if array.is_floating_point():
+        return array.float().contiguous()
+    if array.dtype != torch.uint8:
+        if isinstance(value, list) and 0 <= int(array.min()) <= int(array.max()) <= 255:
+            array = array.to(torch.uint8)  # a list has no dtype
+        else:
+            raise TrainError(f"{name}: image values must be uint8 or float, not {str(array.dtype).removeprefix('torch.')}")
+    return array if len(array) == channels else prepared(as_pil(array), channels)
+
+
+def as_pil(image: Tensor) -> Image.Image:
+    """A uint8 tensor [c, h, w] of 1, 3 or 4 channels as a PIL image."""
+    last = image[0] if len(image) == 1 else image.permute(1, 2, 0)
+    return Image.fromarray(last.contiguous().numpy())
+
+
+def _orientation(image: Image.Image) -> int:
+    if image.format == "PNG" and not {"exif", "Raw profile type exif"} & image.info.keys():
+        return 1  # PIL would decode the whole image to look behind it
+    with contextlib.suppress(Exception):  # broken EXIF data does not make an image unreadable
+        return int(image.getexif().get(_ORIENTATION, 1))
+    return 1
+
+
+def _why(source: Path | bytes, error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        size = len(source) if isinstance(source, bytes) else source.stat().st_size
+        return "not an image" if size else "an empty file"
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
+    if isinstance(error, Image.DecompressionBombError):
+        return f"too many pixels, as in a decompression bomb: {error}"
+    return str(error) or type(error).__name__
