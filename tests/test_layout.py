@@ -45,7 +45,7 @@ LONG = {"serialize"}  # files of more than 500 lines: to be split, none to be ad
 """.split()
 EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_with", "replace_input_with", "update_arg"}
 # the rewrite layer; nodes writes the graph while a model runs, exporting readies a copy for torch.export
-EDITORS = {"edit", "slots", "grafting", "networks", "nodes", "exporting"}
+EDITORS = {"edit", "slots", "grafting", "networks", "nodes", "exporting", "cutting", "outlining", "batchnorms"}
 LONG = {"config", "serialize"}  # files of more than 500 lines: to be split, none to be added
 
 
