@@ -12,13 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from fxplug.errors import SpecError, TrainError
 from fxplug.settings import Buckets, Data
 from fxplug.training.data.buckets import assign, bucket_sizes
 from fxplug.training.data.items import open_items
-from fxplug.training.data.loader import Loader
+from fxplug.training.data.loader import Loader, loader_of
 from fxplug.training.data.order import Order
 from fxplug.training.data.placing import Place, placed
 from fxplug.training.data.seeding import random_state_kept
@@ -97,6 +98,10 @@ class Faulty(Toy):
 
 def dark(image, level=128):
     return image.convert("L").point(lambda v: 255 * (v >= level))
+
+
+def inverted(image):
+    return 255 - np.asarray(image)
 
 
 def crash(image):
@@ -297,10 +302,23 @@ def test_columns_are_named_where_features_do_not_tell(saved):
         ),
         ({"dataset": "splits", "split": "tset"}, r"data.split: no split 'tset' \(did you mean 'test'\?\); .* has train, test"),
         ({"dataset": "one", "split": "train"}, "data.split: '.*one' has no splits"),
+        ({"dataset": "one", "columns": {"label": "img"}}, "data.columns.label: column 'img' is no label: it has image"),
         ({"dataset": "."}, "data.dataset: '.*' is no data set written by save_to_disk"),
     ):
         with pytest.raises(SpecError, match=said):
             opened(saved, **spec)
+
+
+def test_rows_without_a_caption(tmp_path):
+    import datasets
+
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    rows = {"image": [picture(0), picture(1)], "text": ["a", None]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path))
+    with pytest.raises(TrainError, match=r"dataset\[1\] has no caption; give it one, or say 'captions: optional'"):
+        loaded(tmp_path, dataset=".")
+    assert sorted(loaded(tmp_path, dataset=".", captions="optional")[0]["caption"]) == ["", "a"]
+    assert "caption" not in loaded(tmp_path, dataset=".", captions="none")[0]
 
 
 def test_a_data_set_by_import_path(tmp_path):
@@ -331,9 +349,9 @@ def test_float_images_are_used_as_they_are(tmp_path):
         (f"{__name__}:Tyo", r"data.call: .*no attribute 'Tyo' \(did you mean 'Toy'\?\)"),
         ("nowhere.at_all:X", "data.call: no module named 'nowhere'"),
         ({TOY: {"coutn": 4}}, "raised TypeError: .*unexpected keyword argument 'coutn'"),
-        ({TOY: {"count": 0}}, "gave a data set without samples"),
-        (f"{__name__}:Stream", "gave a Stream, not a map-style data set: an order that can be repeated"),
-        (f"{__name__}:picture", "gave a Image, not a map-style data set"),
+        ({TOY: {"count": 0}}, "data.call: what '.*Toy' gives has no samples"),
+        (f"{__name__}:Stream", "what '.*:Stream' gives is a Stream, not a map-style data set: an order that can be repeated"),
+        (f"{__name__}:picture", "what '.*:picture' gives is a Image, not a map-style data set"),
     ],
 )
 def test_import_paths_that_are_no_data_set(tmp_path, call, said):
@@ -389,6 +407,8 @@ def test_condition_functions_see_the_image_as_the_model_does(tmp_path):
         (batch,) = loaded(tmp_path, 4, conditions=call, **how)
         back = Image.fromarray(((batch["image"][0] + 1) * 127.5).round().byte().permute(1, 2, 0).numpy())
         assert torch.equal(batch["condition"][0, 0], torch.from_numpy(np.array(dark(back, level))) / 255)
+    array = loaded(tmp_path, 4, conditions=f"{__name__}:inverted", **how)[0]
+    assert torch.allclose(array["condition"] * 2 - 1, -array["image"], atol=1e-6)
     with pytest.raises(ZeroDivisionError, match="oops"):
         loaded(tmp_path, 4, conditions=f"{__name__}:crash", **how)
     with pytest.raises(SpecError, match=r"data.conditions: .*no attribute 'drak' \(did you mean 'dark'\?\)"):
@@ -582,6 +602,12 @@ def test_a_batch_larger_than_the_data(tmp_path):
 class Louder:
     """Plugins of two hooks; stateless, so that workers may have it."""
 
+    def __init__(self, hooks=("transform_caption", "transform_pil_image")):
+        self.hooks = hooks
+
+    def has(self, hook):
+        return hook in self.hooks
+
     def transform_caption(self, caption):
         return caption.upper()
 
@@ -602,6 +628,89 @@ def test_hooks_come_before_the_transform(tmp_path):
     assert [s[:2] for s in seen] == [("RGB", (8, 8))] * 2 and seen[0][2] != seen[1][2]
     (batch,) = loaded(tmp_path, images=".", loader={"hooks": Louder()})
     assert torch.equal(batch["image"][:, 0], batch["image"][:, 1])
+
+
+def test_plugins_without_data_hooks_cost_nothing(tmp_path):
+    how = {"call": TOY, "flip": True}
+    same(loaded(tmp_path, **how, loader={"hooks": Louder(())}), loaded(tmp_path, **how))
+
+
+def test_the_first_samples_and_a_transform_that_comes_later(tmp_path):
+    folder(tmp_path, 4)
+    items, spec = opened(tmp_path, images=".", size=8, crop="random", workers=1)
+    loader = Loader(items, spec, 2, hooks=Louder())
+    assert loader.size == (8, 8) and loader.classes is None and loader.root == str(tmp_path)
+    first = loader.first(3)
+    assert first["name"] == ["0.png", "1.png", "2.png"] and first["caption"][0] == "picture 0"
+    assert first["image"].shape == (3, 3, 8, 8)
+    next(loader.epoch(0))
+    loader.transform = halves
+    assert loader.transform is halves and {float(b["image"].mean()) for b in loader.epoch(0)} == {0.5}
+    same([loader.first(3)], [first])
+
+
+def halves(image, size):
+    return torch.full((3, *size), 0.5)
+
+
+# what Python has
+
+
+def test_loaders_of_what_python_has(tmp_path):
+    items, spec = opened(tmp_path, call=TOY)
+    ours = Loader(items, spec, 3, seed=4)
+    assert loader_of(ours, 7) is ours
+    same(list(loader_of(Toy(), 3, seed=4).epoch(1)), list(ours.epoch(1)))
+    same(list(loader_of(items, 3, seed=4).epoch(1)), list(ours.epoch(1)))
+    listed = loader_of([(picture(i), i) for i in range(4)], 2, train=False)
+    assert [b["label"].tolist() for b in listed.epoch(0)] == [[0, 1], [2, 3]] and listed.classes is None
+    with pytest.raises(SpecError, match="the data is a Stream, not a map-style data set"):
+        loader_of(Stream(), 2)
+    with pytest.raises(SpecError, match="the data is a int, not a map-style"):
+        loader_of(5, 2)
+
+
+@pytest.mark.parametrize("workers, own", [(0, False), (0, True), (2, False)])
+def test_a_data_loader_is_taken_as_it_is(workers, own):
+    generator = torch.Generator().manual_seed(3) if own else None
+    given = loader_of(DataLoader(Toy(), 4, shuffle=True, num_workers=workers, generator=generator), 99, seed=1)
+    assert given.steps == 3 and given.classes == ["even", "odd"] and given.size is None and given.skipped == {}
+    before = torch.get_rng_state(), random.getstate()
+    epochs = [list(given.epoch(number)) for number in range(2)]
+    torch.rand(3)
+    random.random()
+    same(list(given.epoch(1, 1)), epochs[1][1:])
+    same(list(given.epoch(0)), epochs[0])
+    assert not torch.equal(*(e[0]["image"] for e in epochs))
+    image = epochs[0][0]["image"]
+    assert image.shape == (4, 3, 4, 4) and image.min() >= -1 and image.max() <= 1 and image.dtype == torch.float32
+    assert epochs[0][2]["name"] == ["batch 2[0]", "batch 2[1]"] and epochs[0][0]["label"].dtype == torch.int64
+    assert given.first(3)["caption"] == ["number 0", "number 1", "number 2"]
+    torch.set_rng_state(before[0])
+    random.setstate(before[1])
+    next(given.epoch(0))
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    pairs = loader_of(DataLoader(Toy(kind="tuple"), 5), 1)
+    assert [b["label"].tolist() for b in pairs.epoch(0)] == [[0, 1, 0, 1, 0], [1, 0, 1, 0, 1]]
+    assert next(loader_of(DataLoader(Toy(kind="caption"), 5), 1).epoch(0))["caption"] == ["a"] * 5
+
+
+def test_data_loaders_that_cannot_be_taken():
+    with pytest.raises(TrainError, match="the DataLoader has no length"):
+        loader_of(DataLoader(Stream()), 1)
+    with pytest.raises(TrainError, match="the DataLoader has no batches"):
+        loader_of(DataLoader(Toy(2), 4, drop_last=True), 1)
+    with pytest.raises(
+        TrainError, match="2 processes would train on the same batches: give the DataLoader a DistributedSampler"
+    ):
+        loader_of(DataLoader(Toy(), 4), 1, world=2)
+    with pytest.raises(TrainError, match="a plugin's transform_caption cannot reach into a DataLoader"):
+        loader_of(DataLoader(Toy(), 4), 1, hooks=Louder())
+    with pytest.raises(TrainError, match=r"batch 0 must be a mapping or a tuple \(image, label\), not a Tensor"):
+        next(loader_of(DataLoader(Toy(kind="image"), 4), 1).epoch(0))
+    sampler = DistributedSampler(Toy(), num_replicas=2, rank=1, shuffle=True)
+    given = loader_of(DataLoader(Toy(), 5, sampler=sampler), 1, world=2)
+    assert not torch.equal(*(next(given.epoch(number))["image"] for number in range(2)))
 
 
 def test_samples_that_do_not_go_together():

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -13,19 +14,22 @@ from torch.utils.data import default_collate
 
 from ...errors import FxplugError, TrainError
 from ...settings import Data
+from ..draws import mixed
 from .items import Items
 from .order import Request
 from .own import condition_function
 from .placing import Place, pixels, placed
-from .reading import Unreadable, as_pil, prepared
-from .seeding import mixed, random_state_kept, seed_all
+from .reading import Unreadable, as_image, as_pil, prepared
+from .seeding import random_state_kept, seed_all
 
 Size = tuple[int, int]
 Transform = Callable[[Image.Image, Size], Tensor]
 
 
 class Hooks(Protocol):
-    """What plugins do to a sample, before anything else does."""
+    """What plugins do to a sample, before anything else does; `has` says whether one of them has a hook."""
+
+    def has(self, hook: str) -> bool: ...
 
     def transform_caption(self, caption: str) -> str: ...
 
@@ -63,7 +67,7 @@ class Fetch:
         self.groups, self.sizes = groups, sizes
         named = spec.conditions is not None and ":" in spec.conditions.name
         self.condition = condition_function(spec.conditions) if named and spec.conditions else None
-        self._tensors = transform is None and hooks is None and self.condition is None  # PIL can be left out
+        self._hooked = {hook for hook in ("transform_caption", "transform_pil_image") if hooks is not None and hooks.has(hook)}
 
     def __call__(self, request: Request) -> Fetched:
         skipped: dict[str, str] = {}
@@ -78,6 +82,11 @@ class Fetch:
                 return Fetched(collate(samples) if samples else None, skipped)
             except FxplugError as error:
                 return Fetched(None, skipped, error)
+
+    @property
+    def _plain(self) -> bool:
+        """Whether nobody asks for a PIL image."""
+        return self.transform is None and self.condition is None and "transform_pil_image" not in self._hooked
 
     def _readable(self, index: int, request: Request, skipped: dict[str, str]) -> dict[str, Any] | None:
         for candidate in self._candidates(index, request.group):
@@ -104,17 +113,17 @@ class Fetch:
         x, y, coin = random.random(), random.random(), random.random()
         place = Place(*((x, y) if random_place else (0.5, 0.5)), flip=self.train and self.spec.flip and coin < 0.5)
         item = self.items[index]
-        if self.hooks is not None and "caption" in item:
+        if self.hooks is not None and "transform_caption" in self._hooked and "caption" in item:
             item["caption"] = self.hooks.transform_caption(item["caption"])
         image, condition = item.get("image"), item.get("condition")
         if isinstance(condition, Tensor) and condition.dtype == torch.uint8:
             item["condition"] = as_pil(condition)
         if isinstance(image, Tensor) and image.dtype == torch.uint8:
-            if self._tensors and condition is None and size in (None, tuple(image.shape[1:])):
+            if self._plain and condition is None and size in (None, tuple(image.shape[1:])):
                 return {**item, "image": image.flip(-1) if place.flip else image, "index": index}
             image = as_pil(image)
         if isinstance(image, Image.Image):
-            if self.hooks is not None:
+            if self.hooks is not None and "transform_pil_image" in self._hooked:
                 image = prepared(self.hooks.transform_pil_image(image), self.spec.channels)
             self._put(item, image, size or (image.height, image.width), place)
         elif isinstance(image, Tensor):
@@ -132,12 +141,23 @@ class Fetch:
                 _same_shape(image, condition, item["name"])
             image = placed(image, size, place)
             if self.condition is not None:
-                item["condition"] = pixels(placed(self.condition(image), size, Place()))
+                item["condition"] = self._made(image, size, item["name"])
             else:
                 self._put_condition(item, size, place)
         elif self.transform is None:
             image = placed(image, size, place)
         item["image"] = pixels(image) if self.transform is None else self.transform(image, size)
+
+    def _made(self, image: Image.Image, size: Size, name: str) -> Tensor:
+        """What the condition function makes of an image: PIL in any mode (grey stays grey), or what `as_image` takes."""
+        made = self.condition(image) if self.condition else image
+        if not isinstance(made, Image.Image):
+            made = as_image(made, f"the condition of {name}", 1 if np.ndim(made) == 2 else 3)
+        elif made.mode != "L":
+            made = prepared(made, 1 if made.mode == "1" else 3)
+        if isinstance(made, Tensor) and made.dtype == torch.uint8:
+            made = as_pil(made)
+        return pixels(placed(made, size, Place())) if isinstance(made, Image.Image) else made
 
     def _put_condition(self, item: dict[str, Any], size: Size, place: Place) -> None:
         if isinstance(condition := item.get("condition"), Image.Image):
@@ -172,14 +192,18 @@ def _collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) ->
             if value.shape != values[0].shape or value.dtype != values[0].dtype:
                 one, two = (f"{s['name']} ({_described(v)})" for v, s in ((values[0], samples[0]), (value, sample)))
                 raise TrainError(f"the {key}s of a batch must be of one size and kind: {one}, {two}; 'size' makes them so")
-        stacked = torch.stack(values)
-        if stacked.dtype == torch.uint8:
-            return stacked.float().div_(127.5).sub_(1) if key == "image" else stacked.float().div_(255)
-        return stacked
+        return rescaled(key, torch.stack(values))
     try:
         return default_collate(values)
     except Exception as error:
         raise TrainError(f"the values of '{key}' make no batch: {error}; samples from {samples[0]['name']}") from error
+
+
+def rescaled(key: str, images: Tensor) -> Tensor:
+    """uint8 images as float32 in [-1, 1], conditions in [0, 1]; floats as they are."""
+    if images.dtype != torch.uint8:
+        return images
+    return images.float().div_(127.5).sub_(1) if key == "image" else images.float().div_(255)
 
 
 def _described(value: Tensor) -> str:

@@ -29,7 +29,7 @@ class FileItems:
         classes: list[str] | None = None,
         conditions: list[Path] | None = None,
     ) -> None:
-        self.top, self.names, self.values, self.channels = top, names, values, channels
+        self.top, self.root, self.names, self.values, self.channels = top, str(top), names, values, channels
         self.classes, self.conditions = classes, conditions
 
     def __len__(self) -> int:

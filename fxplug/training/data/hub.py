@@ -28,6 +28,7 @@ class HubItems:
     ) -> None:
         self.dataset, self.columns, self.channels, self.captions = dataset, columns, spec.channels, spec.captions
         self.classes, self.numbers = classes, numbers
+        self.root: str | None = None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -100,7 +101,9 @@ def open_dataset(spec: Data, base: Path, split: str = "train") -> HubItems:
         elif features[label] == "text":
             classes = sorted(set(dataset[label]))
             numbers = {name: i for i, name in enumerate(classes)}
-    return HubItems(dataset, columns, spec, classes, numbers)
+    items = HubItems(dataset, columns, spec, classes, numbers)
+    items.root = str(folder)
+    return items
 
 
 def _columns(features: dict[str, str], spec: Data, folder: Path) -> dict[str, str]:

@@ -25,6 +25,10 @@ class Items(Protocol):
         """(h, w) of each image, found without decoding it, (0, 0) for one that is unreadable; None when unknown."""
 
     @property
+    def root(self) -> str | None:
+        """The folder that holds them, if one does."""
+
+    @property
     def classes(self) -> list[str] | None:
         """The names of the labels; None when they have none."""
 

@@ -9,11 +9,13 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ...errors import SpecError, TrainError
-from ...settings import Data
+from ...settings import Data, Use
 from .buckets import assign, bucket_sizes
 from .fetching import Fetch, Fetched, Hooks, Size, Transform, too_many
+from .given import Given
 from .items import Items
 from .order import Order, Request
+from .own import own_items
 from .reading import Unreadable
 
 
@@ -29,6 +31,7 @@ class Loader:
         and flipped already.
     hooks: changes captions and PIL images before anything else does.
 
+    `size` is (h, w), or None where images stay as they are; `classes` are the names of the labels, `root` is the data's folder.
     `skipped` has the unreadable images with the reason; more than `spec.max_corrupt` are a TrainError. `buckets` has the
     number of images of each size, `left_out` how many samples an epoch goes without. Raises TrainError for a batch larger
     than the data, SpecError for buckets that cannot be.
@@ -62,9 +65,30 @@ class Loader:
         if not self.steps and train:
             batches = f"a batch of {batch}" + (f" in each of {world} processes" if world > 1 else "")
             raise TrainError(f"{batches} is larger than the data: {total} samples")
+        self.size: Size | None = size
+        self.classes, self.root = items.classes, items.root
         self._fetch = Fetch(items, spec, groups, sizes, seed=seed, train=train, transform=transform, hooks=hooks)
+        self._plain = Fetch(items, spec, groups, sizes, seed=seed, train=False, transform=None, hooks=None)
         self._requests = list[Request]()
         self._pool: DataLoader[Any] | None = None
+
+    @property
+    def transform(self) -> Transform | None:
+        """What makes a tensor of an image; may be set between epochs."""
+        return self._fetch.transform
+
+    @transform.setter
+    def transform(self, transform: Transform | None) -> None:
+        self._fetch.transform = transform
+        self.close()
+
+    def first(self, count: int) -> dict[str, Any]:
+        """The first `count` samples (of the fullest bucket) as a batch, without shuffling, plugins and transform."""
+        number = max(range(len(self._plain.groups)), key=lambda n: len(self._plain.groups[n]))
+        fetched = self._plain(Request(0, number, list(self._plain.groups[number][:count])))
+        if fetched.error is not None:
+            raise fetched.error
+        return fetched.batch or {}
 
     def epoch(self, number: int, start: int = 0) -> Iterator[dict[str, Any]]:
         """The batches of epoch `number` from the `start`-th on. Raises TrainError for data that cannot be used."""
@@ -119,6 +143,21 @@ class Loader:
         for i, bucket in zip(known, chosen, strict=True):
             groups.setdefault(bucket, []).append(i)
         return dict(sorted(groups.items()))
+
+
+def loader_of(
+    data: Any, batch: int, *, seed: int = 0, rank: int = 0, world: int = 1, train: bool = True, hooks: Hooks | None = None
+) -> Loader | Given:
+    """Batches of what Python has: a Loader is taken as it is, a torch DataLoader too (see `Given`), a map-style data set gets a
+    Loader that leaves the size of its images alone. Raises SpecError or TrainError for anything else.
+    """
+    if isinstance(data, (Loader, Given)):
+        return data
+    if isinstance(data, DataLoader):
+        return Given(data, seed=seed, world=world, hooks=hooks)
+    spec = Data(call=Use(type(data).__name__, {}))
+    items = own_items(data, spec, "the data")
+    return Loader(items, spec, batch, seed=seed, rank=rank, world=world, train=train, hooks=hooks)
 
 
 class _Requested(Dataset[Any]):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .seeding import mixed
+from ..draws import mixed
 
 
 class Request(NamedTuple):
@@ -30,7 +30,15 @@ class Order:
     def __init__(
         self, groups: Sequence[Sequence[int]], batch: int, *, seed: int, rank: int, world: int, train: bool, shuffle: bool
     ) -> None:
-        self.groups, self.batch, self.seed, self.rank, self.world, self.train, self.shuffle = groups, batch, seed, rank, world, train, shuffle
+        self.groups, self.batch, self.seed, self.rank, self.world, self.train, self.shuffle = (
+            groups,
+            batch,
+            seed,
+            rank,
+            world,
+            train,
+            shuffle,
+        )
 
     def __len__(self) -> int:
         """The batches of this process in an epoch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -28,6 +29,7 @@ class OwnItems:
         self.dataset, self.columns, self.channels, self.captions = dataset, spec.columns, spec.channels, spec.captions
         classes = getattr(dataset, "classes", None)
         self.classes: list[str] | None = [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
+        self.root: str | None = None
         self.sizes: list[tuple[int, int]] | None = getattr(dataset, "sizes", None)
 
     def __len__(self) -> int:
@@ -38,13 +40,15 @@ class OwnItems:
         name = f"dataset[{i}]"
         try:
             sample = self.dataset[i]
+        except Unreadable:
+            raise
         except OSError as error:
             raise Unreadable(name, str(error) or type(error).__name__) from error
         except Exception as error:
             at = traceback.extract_tb(error.__traceback__)[-1]
             finding = f"{name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
             raise TrainError(finding) from error
-        item = self._keyed(sample, name)
+        item = keyed(sample, name, self.columns)
         name = item.setdefault("name", name)
         for key in ("image", "condition"):
             if key in item:
@@ -54,24 +58,6 @@ class OwnItems:
         if "caption" in item and self.captions == "none":
             del item["caption"]
         return item
-
-    def _keyed(self, sample: Any, name: str) -> dict[str, Any]:
-        if isinstance(sample, Mapping):
-            item = dict(sample)
-            for key, column in self.columns.items():
-                if column not in item:
-                    found = ", ".join(map(str, item))
-                    raise TrainError(f"{name} has no '{column}'{did_you_mean(column, item)}, it has {found}")
-                item[key] = item.pop(column)
-            for key, others in NAMES.items():
-                for other in others:
-                    if key not in item and other in item:
-                        item[key] = item.pop(other)
-            return item
-        if isinstance(sample, (tuple, list)) and len(sample) == 2:
-            return {"image": sample[0], "caption" if isinstance(sample[1], str) else "label": sample[1]}
-        kind = f"a {type(sample).__name__}" + (f" of {len(sample)}" if isinstance(sample, (tuple, list)) else "")
-        raise TrainError(f"{name} must be a mapping or a tuple (image, label), not {kind}")
 
     def _label(self, label: Any, name: str) -> int:
         if isinstance(label, str) and self.classes is not None:
@@ -83,6 +69,38 @@ class OwnItems:
         except (AttributeError, RuntimeError, ValueError):
             finding = f"{name}: a label must be a whole number, not {label!r}; text needs the data set to have 'classes'"
             raise TrainError(finding) from None
+
+
+def keyed(sample: Any, name: str, columns: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """A sample, or a batch, with the keys of an item. Raises TrainError for one that is neither a mapping nor a pair."""
+    if isinstance(sample, Mapping):
+        item = dict(sample)
+        for key, column in columns.items():
+            if column not in item:
+                found = ", ".join(map(str, item))
+                raise TrainError(f"{name} has no '{column}'{did_you_mean(column, item)}, it has {found}")
+            item[key] = item.pop(column)
+        for key, others in NAMES.items():
+            for other in others:
+                if key not in item and other in item:
+                    item[key] = item.pop(other)
+        return item
+    if isinstance(sample, (tuple, list)) and len(sample) == 2:
+        second = sample[1]
+        text = isinstance(second, str) or (isinstance(second, (tuple, list)) and second and isinstance(second[0], str))
+        return {"image": sample[0], "caption" if text else "label": second}
+    kind = f"a {type(sample).__name__}" + (f" of {len(sample)}" if isinstance(sample, (tuple, list)) else "")
+    raise TrainError(f"{name} must be a mapping or a tuple (image, label), not {kind}")
+
+
+def own_items(dataset: Any, spec: Data, name: str) -> OwnItems:
+    """The items of a data set that is called `name`. Raises SpecError for one without length or numbers, or without samples."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        why = "an order that can be repeated and resumed needs samples that have a length and numbers"
+        raise SpecError(f"{name} is a {type(dataset).__name__}, not a map-style data set: {why}", path=("call",))
+    if not len(dataset):
+        raise SpecError(f"{name} has no samples", path=("call",))
+    return OwnItems(dataset, spec)
 
 
 def open_call(spec: Data) -> OwnItems:
@@ -99,13 +117,7 @@ def open_call(spec: Data) -> OwnItems:
     except Exception as error:
         finding = f"'{use.name}' raised {type(error).__name__}: {error}"
         raise SpecError(finding, path=("call", use.name)) from error
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        kind = type(dataset).__name__
-        why = "an order that can be repeated and resumed needs samples that have a length and numbers"
-        raise SpecError(f"'{use.name}' gave a {kind}, not a map-style data set: {why}", path=("call",))
-    if not len(dataset):
-        raise SpecError(f"'{use.name}' gave a data set without samples", path=("call",))
-    return OwnItems(dataset, spec)
+    return own_items(dataset, spec, f"what '{use.name}' gives")
 
 
 def condition_function(use: Use) -> Any:
