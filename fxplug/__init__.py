@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from .rules import Match, Pass, Rule
     from .spec import load_pass
     from .tracing import trace
+    from .training.run import Run, train
+    from .training.tasks.task import Task
+    from .training.trainer import Trainer
 
 __all__ = [
     "ArtifactError",
@@ -47,10 +50,13 @@ __all__ = [
     "Pass",
     "Result",
     "Rule",
+    "Run",
     "Site",
     "SpecError",
+    "Task",
     "TraceError",
     "TrainError",
+    "Trainer",
     "VerifyError",
     "apply",
     "blitz",
@@ -64,6 +70,7 @@ __all__ = [
     "save",
     "show",
     "trace",
+    "train",
     "verify",
 ]
 
@@ -81,6 +88,9 @@ _HOME = {
     "rules": ["Match", "Pass", "Rule"],
     "spec": ["load_pass"],
     "tracing": ["trace"],
+    "training.run": ["Run", "train"],
+    "training.tasks.task": ["Task"],
+    "training.trainer": ["Trainer"],
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""The command line: `fxplug rewrite | sites | diff | show | passes | schema | export | convert`.
+"""The command line: `fxplug rewrite | train | sites | diff | show | passes | schema | export | convert`.
 
 torch is imported by the verbs that need it, when they run: `--help`, `passes` and `schema` answer at once.
 """
@@ -117,6 +117,33 @@ def rewrite(
         print(f"{name}: {len(sites)} site{'s' * (len(sites) != 1)}")
     print(result.report or f"{_parameters(result)}\nnot verified")
     print(f"saved in {out}" if out else "not saved: --out DIR saves it")
+
+
+@app.command()
+def train(
+    config: ConfigArg,
+    out: Annotated[Path | None, typer.Option("--out", help="The folder of the run; out/NAME-TIME otherwise.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
+    start: Annotated[
+        Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Go on from this checkpoint, or another run's newest.")
+    ] = None,
+    set: Set = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Rewrite a model and train what its passes added, as the sections train and data say."""
+    from .config import load_config
+
+    read = load_config(config, set or [])  # what is wrong in the file is said before torch is imported
+    from .training.run import train as run
+
+    name = Path(config).stem
+    done = run(read, out=out, name=name, resume=start or resume, quiet=quiet, progress=_progress)
+    last = f", loss {done.history[-1]['loss']:.4g}" if done.history else ""
+    print(f"{len(done.history)} steps{last}")
+    for key, value in done.metrics.items():
+        print(f"{key} {value:.4g}")
+    print(f"saved in {done.out}")
 
 
 @app.command()

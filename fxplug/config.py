@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -22,7 +23,7 @@ from .blitz_pass import blitz_entry, blitz_schema
 from .errors import SpecError, did_you_mean, dotted
 from .rules import COMMON, Pass, check_common
 from .sections import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs, read_model, read_weights
-from .settings import Data, Train
+from .settings import Data, Section, Train
 from .source import Source, Where, parse_yaml, read_yaml, shown
 from .spec import REQUIRED, find_file, open_pass, shipped
 
@@ -120,6 +121,16 @@ class Config(BaseModel):
         """The file and line of a value, as in `config.where("train", "steps")`."""
         return self._source.where(*path)
 
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Give a SpecError about a value of this configuration, raised while it is used, the file and line of the value."""
+        try:
+            yield
+        except SpecError as error:
+            if error.located or not error.path or error.path[0] not in Config.model_fields:
+                raise
+            raise self._source.error(error.finding, *error.path, key=error.key) from error.__cause__
+
 
 def load_config(
     source: str | Path | Mapping[str, Any], set: Sequence[str] = (), *, base: str | Path | None = None
@@ -166,7 +177,15 @@ def _plain(value: Any, path: tuple[str | int, ...]) -> Any:
     raise SpecError(f"must be a plain value, not {shown(value)}", path=path)
 
 
-def _translated(error: ValidationError, source: Source) -> SpecError:
+def check_settings(section: type[Section], given: Mapping[str, Any], name: str) -> Any:
+    """A section of Python values instead of a file's; wrong ones are told as a configuration tells them."""
+    try:
+        return section.model_validate(given)
+    except ValidationError as error:
+        raise _translated(error, Source({name: given}), name) from None
+
+
+def _translated(error: ValidationError, source: Source, *before: str) -> SpecError:
     """pydantic's findings in the words and the form of all other errors."""
     wanted = {
         "bool_type": "true or false",
@@ -180,7 +199,7 @@ def _translated(error: ValidationError, source: Source) -> SpecError:
     bounds = {"greater_than_equal": "{} or more", "greater_than": "above {}", "less_than": "below {}"}
     findings = []
     for item in error.errors():
-        path, kind, value = item["loc"], item["type"], item["input"]
+        path, kind, value = (*before, *item["loc"]), item["type"], item["input"]
         if kind == "spec":
             findings.append(source.error(item["ctx"]["finding"], *path, *item["ctx"]["path"]))
         elif kind == "extra_forbidden":

@@ -15,7 +15,7 @@ class SpecError(FxplugError):
 
     The text is `where: path: finding`; `path` is the way through the data (`rules[0].match`), `key` the
     key below it that is at fault. All but `where` stay readable, so that a caller who knows the file and
-    line can say it again.
+    line can say it again; `located` tells whether one did.
     """
 
     def __init__(
@@ -25,6 +25,7 @@ class SpecError(FxplugError):
         self.finding = finding
         self.path = tuple(path)
         self.key = key
+        self.located = bool(str(where))
 
 
 class TraceError(FxplugError):

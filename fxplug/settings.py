@@ -193,9 +193,9 @@ class Data(Section):
     captions: Literal["required", "optional", "none"] = "required"
     conditions: Maybe = None
     channels: Literal[1, 3] = 3
-    size: Annotated[
-        int | tuple[int, int] | None, _checked(_size), WithJsonSchema({"type": ["integer", "array", "null"]})
-    ] = None
+    size: Annotated[int | tuple[int, int] | None, _checked(_size), WithJsonSchema({"type": ["integer", "array", "null"]})] = (
+        None
+    )
     buckets: Buckets | None = None
     crop: Literal["center", "random"] = "center"
     flip: bool = False

@@ -18,35 +18,26 @@ ORDER = """
     module nodes recording regions modes entry restore tracing printing
     grafting places networks misses match making slots
     blocks weights rotations norms adapters conditions merging frequencies
-    edit checks
+    edit checks cutting choosing outlining sharding batchnorms
     manifest folders serialize rebuild artifact exporting models flow pages
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
-    compat.drivers compat.builtin compat.entries compat.hcp_config
+    compat.drivers compat.builtin compat.entries compat.hcp_config compat.everydream
     training.draws
-    compat.everydream training.hooks training.local training.loading training.plugins
+    training.hooks training.local training.loading training.plugins
     training.table training.pictures training.records training.watch
     training.tasks.calling training.tasks.task training.tasks.conditioning training.tasks.noise training.tasks.denoise
     training.tasks.classify
     training.data.reading training.data.seeding training.data.metadata training.data.files training.data.hub
     training.data.own training.data.items training.data.buckets training.data.order training.data.placing
     training.data.fetching training.data.given training.data.loader
+    training.groups training.ema training.checkpoint training.diagnosis training.launch training.stepping training.keeping
+    training.trainer training.run
     __main__
 """.split()
 EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_with", "replace_input_with", "update_arg"}
 # the rewrite layer; nodes writes the graph while a model runs, exporting readies a copy for torch.export
-EDITORS = {"edit", "slots", "grafting", "networks", "nodes", "exporting"}
-LONG = {"serialize"}  # files of more than 500 lines: to be split, none to be added
-    errors source structure ops paths rules spec blitz_line blitz_pass config targets wording sizes fakes module nodes
-    recording regions modes entry restore tracing printing grafting places networks misses match making slots blocks weights
-    rotations norms adapters conditions merging frequencies edit checks cutting choosing outlining
-    sharding batchnorms manifest folders serialize rebuild artifact exporting models flow pages
-    compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples
-    compat.making compat.drivers compat.builtin compat.entries compat.hcp_config __main__
-""".split()
-EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_with", "replace_input_with", "update_arg"}
-# the rewrite layer; nodes writes the graph while a model runs, exporting readies a copy for torch.export
 EDITORS = {"edit", "slots", "grafting", "networks", "nodes", "exporting", "cutting", "outlining", "batchnorms"}
-LONG = {"config", "serialize"}  # files of more than 500 lines: to be split, none to be added
+LONG = {"serialize"}  # files of more than 500 lines: to be split, none to be added
 
 
 def calls(name):

@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 from ..errors import SpecError, TrainError, did_you_mean
+from ..settings import Train
 from .hooks import PROJECT, Hooks
 from .loading import OFFERED, hook_methods, load
 from .local import Local
@@ -213,6 +214,14 @@ class Plugins:
         self._places, self._tally = state["places"], state["tally"]
         self.common, self.note = {}, logging.getLogger(__name__).warning
         self._register()
+
+
+def open_plugins(settings: Train, base: str | Path | None = None) -> Plugins:
+    """The plugins of a run. Raises SpecError with the way to the one that is wrong."""
+    try:
+        return Plugins(settings.plugins, base=base, on_error=settings.on_plugin_error)
+    except SpecError as error:
+        raise SpecError(error.finding, path=("train", "plugins", *error.path), key=error.key) from error.__cause__
 
 
 def _count(row: np.ndarray[Any, Any], seconds: float) -> None:

@@ -1,0 +1,140 @@
+"""Checkpoints of a run: written whole or not at all, the oldest removed, read without unpickling."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..errors import TrainError
+from ..folders import replaced
+
+FORMAT = 1
+PREFIX = "step-"
+
+
+@dataclass
+class Checkpoint:
+    """All that a run needs to go on: `weights` and `ema` by name, `state` (optimizer, scheduler, scaler), `random` of each
+    process, and `progress` (plain values: how far the run is, and what it was a run of)."""
+
+    weights: dict[str, Tensor]
+    progress: dict[str, Any]
+    state: dict[str, Any] = field(default_factory=dict)
+    ema: dict[str, Tensor] = field(default_factory=dict)
+    random: list[dict[str, Any]] = field(default_factory=list)
+
+
+def write(folder: Path, made: Checkpoint, keep: int) -> Path:
+    """Write `folder/step-00000100` and remove all but the newest `keep`. A crash at any moment leaves whole ones only."""
+    target = folder / f"{PREFIX}{made.progress['step']:08}"
+    with replaced(target) as work:
+        save_file(_contiguous(made.weights), work / "weights.safetensors")
+        if made.ema:
+            save_file(_contiguous(made.ema), work / "ema.safetensors")
+        torch.save({"state": made.state, "random": made.random}, work / "state.pt")
+        text = json.dumps({"format": FORMAT, **made.progress}, indent=1)
+        (work / "progress.json").write_text(text, "utf-8")
+    for old in found(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def found(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the oldest first."""
+    return sorted(path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit())
+
+
+def newest(source: Path) -> Path:
+    """The checkpoint that `source` is, or the newest below it. Raises TrainError when there is none."""
+    for path in (source, *reversed(found(source / "checkpoints")), *reversed(found(source))):
+        if (path / "progress.json").is_file():
+            return path
+    raise TrainError(f"'{source}' has no checkpoint to resume from")
+
+
+def read(folder: Path) -> Checkpoint:
+    """A checkpoint on the CPU. Nothing is unpickled but tensors and plain values. Raises TrainError for one that is damaged."""
+    try:
+        progress = json.loads((folder / "progress.json").read_text("utf-8"))
+        if progress.pop("format") != FORMAT:
+            raise TrainError(f"'{folder}' is of another format than {FORMAT}; it was written by another version of fxplug")
+        weights = load_file(folder / "weights.safetensors")
+        ema = load_file(folder / "ema.safetensors") if (folder / "ema.safetensors").is_file() else {}
+        rest = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        return Checkpoint(weights, progress, rest["state"], ema, rest["random"])
+    except TrainError:
+        raise
+    except Exception as error:
+        raise TrainError(f"'{folder}' cannot be read: {type(error).__name__}: {error}; resume from another one") from error
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every generator that this process draws from, in plain values and tensors."""
+    version, numbers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Put `random_state` back."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Every generator of this process seeded inside, and where it was again after."""
+    before = random_state()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        set_random_state(before)
+
+
+def differences(then: Any, now: Any, path: str = "", words: tuple[str, str] = ("then", "now")) -> list[str]:
+    """What differs between two trees of plain values, a line each: `passes.lora.rank: 8 then, 16 now`."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        keys = list(dict.fromkeys([*then, *now]))
+        missing = "nothing"
+        below = [differences(then.get(k, missing), now.get(k, missing), f"{path}.{k}".lstrip("."), words) for k in keys]
+        return [line for lines in below for line in lines]
+    if isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
+        below = [differences(a, b, f"{path}[{index}]", words) for index, (a, b) in enumerate(zip(then, now, strict=True))]
+        return [line for lines in below for line in lines]
+    same = json.loads(json.dumps(then)) == json.loads(json.dumps(now))
+    return [] if same else [f"{path}: {_short(then)} {words[0]}, {_short(now)} {words[1]}"]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}

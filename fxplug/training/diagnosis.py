@@ -1,0 +1,110 @@
+"""Where a run went wrong: the first region of the model whose values are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..module import TracedModule, without_edges
+from ..structure import leaves
+
+
+class _NotFinite(Exception):
+    pass
+
+
+class _Watched(fx.Interpreter):
+    """Runs a graph node by node and stops at the first value that is not finite."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n.op not in ("output", "get_attr"):
+            for part in leaves(value):
+                if isinstance(part, Tensor) and part.is_floating_point() and not part.isfinite().all():
+                    raise _NotFinite(_described(n, part, self.env))
+        return value
+
+
+class Finder(nn.Module):
+    """Stands in for a module in one diagnostic forward, and keeps in `finding` where values first stopped being finite.
+
+    Non-finite arguments and parameters come before the graph: they are named as the cause.
+    """
+
+    def __init__(self, module: TracedModule) -> None:
+        super().__init__()
+        self.watched = module
+        self.finding: str | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.watched
+        if self.finding is None:
+            self.finding = _bad(dict(module.named_parameters()), "parameter") or _bad(kwargs, "input") or _bad(
+                {str(index): value for index, value in enumerate(args)}, "argument"
+            )
+        if self.finding is None:
+            graph = without_edges(module.graph)
+            names = [n for n in graph.nodes if n.op == "placeholder"]
+            try:
+                given = bound(names, args, kwargs)
+                _Watched(module, garbage_collect_values=True, graph=graph).run(*given, enable_io_processing=False)
+            except _NotFinite as found:
+                self.finding = str(found)
+        return module(*args, **kwargs)
+
+
+def bound(placeholders: list[fx.Node], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The value of each placeholder in a call that the module itself accepts."""
+    given = list(args)
+    for node in placeholders[len(args) :]:
+        name = str(node.target)
+        if name.startswith("**"):
+            known = {str(n.target) for n in placeholders}
+            given.append({key: value for key, value in kwargs.items() if key not in known})
+        elif name.startswith("*"):
+            given.append(())
+        else:
+            given.append(kwargs[name] if name in kwargs else node.args[0])
+    return given
+
+
+def _bad(values: Mapping[str, Any], what: str) -> str | None:
+    for name, value in values.items():
+        for part in leaves(value):
+            if isinstance(part, Tensor) and part.is_floating_point() and not part.isfinite().all():
+                return f"{what} '{name}' has {_counted(part)}"
+    return None
+
+
+def _counted(value: Tensor) -> str:
+    nan, inf = int(value.isnan().sum()), int(value.isinf().sum())
+    return " and ".join(f"{count} {word}" for count, word in ((nan, "NaN"), (inf, "Inf")) if count) + f" of {value.numel()}"
+
+
+def _described(node: fx.Node, value: Tensor, env: Mapping[fx.Node, Any]) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    region = next((path for path, _ in reversed(list(stack.values())) if path), "")
+    if node.op == "call_module":
+        region = str(node.target)
+    operation = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    sizes = [t.abs().max().item() for n in node.all_input_nodes for t in leaves(env.get(n)) if _floating(t)]
+    largest = f"; its largest input is {max(sizes):.3g}" if sizes else ""
+    where = f"region '{region}'" if region else "the model's own forward"
+    return f"{where} went non-finite first: {operation} gave {_counted(value)}{largest}"
+
+
+def _floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 0
+
+
+@torch.no_grad()
+def bad_gradients(named: Mapping[str, Tensor], shown: int = 3) -> str | None:
+    """The first parameters whose gradient is not finite, in the order of the model."""
+    names = [name for name, p in named.items() if p.grad is not None and not p.grad.isfinite().all()]
+    if not names:
+        return None
+    more = f" and {len(names) - shown} more" * (len(names) > shown)
+    return f"the gradient of {', '.join(names[:shown])}{more} is not finite"

@@ -1,0 +1,185 @@
+"""What a run leaves on disk, and how it is taken up again."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+from ..artifact import save
+from ..errors import TrainError
+from ..settings import written
+from ..sharding import full_state
+from .checkpoint import Checkpoint, differences, found, random_state, read, set_random_state, write
+from .launch import gathered
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def keep(trainer: Trainer) -> None:
+    """Write a checkpoint of this moment. A full disk is reported, and ends the run when the settings say so."""
+    if trainer.out is None:
+        return
+    made = _snapshot(trainer)
+    place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.step}
+    if trainer.first:
+        with _reported(trainer, f"checkpoint of step {trainer.progress.step}"):
+            path = write(trainer.out / "checkpoints", made, trainer.settings.save.keep)
+            trainer.plugins.call("on_model_save", path=path, **place)
+
+
+def export(trainer: Trainer) -> None:
+    """Write the trained module, and the one with averaged weights, as artifacts: `module/` and `ema/`."""
+    if trainer.sharded is not None:  # the module itself still has the weights it began with
+        _fill(dict(trainer.module.named_parameters()), _weights(trainer))
+    if trainer.out is None or not trainer.first:
+        return
+    config = {**trainer.config, "inputs": trainer.config.get("inputs", {})}
+    with _reported(trainer, "trained module"):
+        trainer.module.eval()
+        save(trainer.module, trainer.out / "module", config=config)
+        if trainer.ema is not None:
+            with trainer.ema.applied():
+                save(trainer.module, trainer.out / "ema", config=config)
+        place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.step}
+        trainer.plugins.call("on_model_save", path=trainer.out / "module", **place)
+
+
+def restore(trainer: Trainer, path: Path) -> None:
+    """Put a run back to a checkpoint. TrainError, with what differs, for one of another model, pass list or data."""
+    kept = read(path)
+    lines = differences(kept.progress["run"], _identity(trainer))
+    if lines:
+        listed = "\n  ".join(lines)
+        raise TrainError(f"'{path}' is a checkpoint of another run:\n  {listed}")
+    held = {**dict(trainer.module.named_buffers()), **_parameters(trainer)}
+    if trainer.sharded is not None:
+        raise TrainError("a sharded run cannot be resumed yet: resume it without 'shard'")
+    _fill(held, kept.weights)
+    if trainer.ema is not None:
+        trainer.ema.average = {name: kept.ema[name].to(old) for name, old in trainer.ema.average.items()}
+        trainer.ema.steps = kept.progress["ema_steps"]
+    trainer.optimizer.load_state_dict(kept.state["optimizer"])
+    trainer.scheduler.load_state_dict(kept.state["scheduler"])
+    if trainer.accelerator.scaler is not None and "scaler" in kept.state:
+        trainer.accelerator.scaler.load_state_dict(kept.state["scaler"])
+    for key, value in kept.progress["progress"].items():
+        setattr(trainer.progress, key, value)
+    trainer.take_step.checked = True
+    if len(kept.random) == trainer.accelerator.num_processes:
+        set_random_state(kept.random[trainer.accelerator.process_index])
+
+
+def _snapshot(trainer: Trainer) -> Checkpoint:
+    accelerator, ema = trainer.accelerator, trainer.ema
+    if trainer.sharded is None:
+        optimizer = trainer.optimizer.state_dict()
+    else:
+        optimizer = get_optimizer_state_dict(trainer.sharded, trainer.optimizer.optimizer, options=WHOLE)
+    state = {"optimizer": optimizer, "scheduler": trainer.scheduler.state_dict()}
+    if accelerator.scaler is not None:
+        state["scaler"] = accelerator.scaler.state_dict()
+    progress = {
+        "step": trainer.progress.step,
+        "progress": asdict(trainer.progress),
+        "ema_steps": ema.steps if ema else 0,
+        "run": _identity(trainer),
+    }
+    changed = {n: b for n, b in trainer.module.named_buffers() if b._version != trainer.buffers.get(n)}
+    weights = {**_weights(trainer), **changed}
+    return Checkpoint(weights, progress, state, ema.average if ema else {}, gathered(accelerator, random_state()))
+
+
+def _identity(trainer: Trainer) -> dict[str, Any]:
+    """What must be the same when a run is taken up again. More steps, other rates and other logs are fine."""
+    settings = trainer.settings
+    return {
+        "model": trainer.config.get("model"),
+        "passes": {
+            entry["name"]: {**entry["params"], "sites": len(entry["sites"])} for entry in trainer.module.meta.get("passes", [])
+        },
+        "trained": {name: list(p.shape) for name, p in _parameters(trainer).items()},
+        "task": written(settings.task),
+        "optimizer": type(trainer.optimizer.optimizer).__name__,
+        "scheduler": type(trainer.scheduler).__name__,
+        "ema": settings.ema is not None,
+        "samples of a step": settings.batch * settings.accumulate * trainer.accelerator.num_processes,
+        "samples": len(trainer.data.items),  # type: ignore[arg-type]  # a map-style data set has a length
+        "seed": trainer.seed,
+    }
+
+
+def _parameters(trainer: Trainer) -> dict[str, Tensor]:
+    named = dict(trainer.module.named_parameters())
+    return {name: named[name] for group in trainer.groups for name in group["names"]}
+
+
+def _weights(trainer: Trainer) -> dict[str, Tensor]:
+    """The weights that train; those of a sharded module are gathered from all processes."""
+    if trainer.sharded is None:
+        return {name: p.detach() for name, p in _parameters(trainer).items()}
+    whole = full_state(trainer.sharded)
+    return {name: whole[name] for name in _parameters(trainer)}
+
+
+@torch.no_grad()
+def _fill(held: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    for name, value in values.items():
+        held[name].copy_(value)
+
+
+@contextmanager
+def _reported(trainer: Trainer, what: str) -> Iterator[None]:
+    """Tell a disk that is full from other errors: the run stops with what is still there, or goes on, as told."""
+    try:
+        yield
+    except Exception as error:
+        if not _is_full(error):
+            raise
+        kept = found(trainer.out / "checkpoints") if trainer.out else []
+        last = f"the newest checkpoint is '{kept[-1]}'" if kept else "there is no checkpoint yet"
+        text = f"the {what} could not be written, the disk is full ({error}); {last}"
+        if trainer.settings.save.on_full_disk == "stop":
+            raise TrainError(f"{text}; make room and resume, or set save.on_full_disk: continue") from error
+        trainer.watch.note(f"{text}; the run goes on")
+
+
+def _is_full(error: Exception) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    # safetensors and torch write with code of their own, which gives the system's error as text
+    return any(f"os error {number}" in str(error) for number in FULL) or "PytorchStreamWriter failed" in str(error)
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """A list that gets the number of the first SIGINT or SIGTERM; the second one interrupts at once."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,130 @@
+"""One configuration from its model to trained weights: rewrite, open the data, train, test, save."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..config import Config, load_config, resolved
+from ..errors import SpecError
+from ..flow import Step, rewrite
+from ..module import TracedModule
+from ..settings import Data
+from .checkpoint import found
+from .data.items import open_items
+from .data.loader import Loader
+from .launch import check_agreement, gathered, launched
+from .plugins import open_plugins
+from .tasks.task import make_task
+from .trainer import Trainer
+
+
+@dataclass
+class Run:
+    """What a training gave: the trained `module`, the `history` (a dict a step: step, epoch, loss, lr, seconds and more), the
+    folder `out`, the last test's `metrics`, and the `trainer`."""
+
+    module: TracedModule
+    history: list[dict[str, Any]]
+    out: Path
+    metrics: dict[str, float]
+    trainer: Trainer
+
+
+def train(
+    source: str | Path | Mapping[str, Any] | Config,
+    *,
+    out: str | Path | None = None,
+    set: Sequence[str] = (),
+    resume: bool | str | Path = False,
+    name: str | None = None,
+    quiet: bool = False,
+    progress: Step | None = None,
+) -> Run:
+    """Do all that a configuration says: rewrite its model, train the passes on its data, test, and save.
+
+    `source` and `set` are those of `load_config`. `out` is a folder for what the run leaves (`out/<name>-<time>` when none is
+    given, `name` being that of the configuration): config.yaml, log.jsonl, tensorboard/, checkpoints/, samples/, pictures, and
+    module/, an artifact that `fxplug.load` reads. `resume` True goes on from the newest checkpoint in `out`; a path is a
+    checkpoint, or another run's folder. Raises SpecError for what the configuration has wrong, TrainError when the run cannot
+    start or go on.
+    """
+    config = source if isinstance(source, Config) else load_config(source, set)
+    if config.train is None:
+        raise SpecError("there is no 'train' section; it says the task, epochs or steps, and lr", where=config.where())
+    if config.data is None:
+        raise SpecError("there is no 'data' section; it says where the samples are", where=config.where())
+    with config.located():
+        device = config.device if "device" in config.model_fields_set else None
+        accelerator = launched(config.train.precision, device)
+        plain = resolved(config)
+        check_agreement(accelerator, plain)
+        folder = gathered(accelerator, _folder(name or _name(source), out, resume))[0]
+        start = _start(folder, resume)
+        if accelerator.is_main_process:
+            _written(folder, plain)
+        task = make_task(config.train.task)
+        plugins = open_plugins(config.train, config.base)
+        common = {
+            "seed": config.seed,
+            "rank": accelerator.process_index,
+            "world": accelerator.num_processes,
+            "batch": config.train.batch,
+        }
+        data = Loader(open_items(config.data, config.base), config.data, hooks=plugins, **common)
+        tests: Data | None = config.data.test
+        test = Loader(open_items(tests, config.base), tests, train=False, **common) if tests else None
+        checked = config.verify and accelerator.is_main_process
+        module = rewrite(config, verify=checked, progress=progress).module
+        trainer = Trainer(
+            module,
+            task,
+            data,
+            test,
+            out=folder,
+            seed=config.seed,
+            base=config.base,
+            config=plain,
+            timm=str(config.model.target) if config.model.kind == "timm" else None,
+            settings=config.train,
+            accelerator=accelerator,
+            plugins=plugins,
+            quiet=quiet,
+        )
+        history = trainer.fit(resume=start)
+    return Run(module, history, folder, trainer.metrics, trainer)
+
+
+def _name(source: Any) -> str:
+    return Path(str(source)).stem if isinstance(source, (str, Path)) else "train"
+
+
+def _folder(name: str, out: str | Path | None, resume: bool | str | Path) -> Path:
+    """The folder of a run: the one given, that of the checkpoint, or a new one."""
+    if out is not None:
+        return Path(out)
+    if resume is True:
+        raise SpecError("resume goes on with the run in a folder: say which, with out (--out)")
+    if resume:
+        path = Path(resume)
+        return path.parent.parent if path.parent.name == "checkpoints" else path
+    return Path("out") / f"{name}-{time.strftime('%m%d-%H%M%S')}-{time.time_ns() // 10**6 % 1000:03}"
+
+
+def _start(folder: Path, resume: bool | str | Path) -> Path | None:
+    """What to resume from. SpecError for a folder that has a run already, which is not to be resumed."""
+    if resume:
+        return folder if resume is True else Path(resume)
+    if found(folder / "checkpoints"):
+        raise SpecError(f"'{folder}' holds a run: resume it (--resume), or give another folder")
+    return None
+
+
+def _written(folder: Path, plain: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), "utf-8")

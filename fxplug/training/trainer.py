@@ -1,0 +1,336 @@
+"""The loop: epochs of batches to steps, with checkpoints, tests, pictures and plugins around them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ..config import check_settings
+from ..errors import TrainError
+from ..module import TracedModule
+from ..outlining import originals
+from ..settings import Train
+from .checkpoint import newest, seeded
+from .data.loader import loader_of
+from .draws import Draws, mixed
+from .ema import Ema
+from .groups import choose, make_optimizer, make_scheduler
+from .keeping import export, interruptible, keep, restore
+from .launch import gathered, launched, prepared, set_mode
+from .plugins import Plugins, open_plugins
+from .stepping import Batch, Stepper
+from .tasks.task import TaskInfo, make_task, means
+from .watch import Watch
+
+
+@dataclass
+class Progress:
+    """How far a run is: optimizer steps, the epoch at hand, micro batches done in it and the sum of its losses; best tests."""
+
+    step: int = 0
+    epoch: int = 0
+    done: int = 0
+    total: float = 0.0
+    best: dict[str, float] = field(default_factory=dict)
+
+
+class Trainer:
+    """Trains a traced module: `fit()`, `test()`.
+
+    `task` is a name, an import path, one of them with options, or a Task; `data` and `test` are torch Datasets, DataLoaders
+    or Loaders. The other settings are those of a configuration's `train` section (`epochs=5, batch=32, lr=1e-3`). A given
+    `optimizer` takes the place of the settings' one; a given `scheduler` is stepped once an epoch. The module keeps its
+    Parameter objects: what passes added and what `trainable` names is trained in place, nothing else of it is written.
+    Without `out` nothing is written to disk.
+
+    Raises SpecError and TrainError for what cannot be trained.
+    """
+
+    def __init__(
+        self,
+        module: TracedModule,
+        task: Any,
+        data: Any,
+        test: Any = None,
+        *,
+        out: str | Path | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        seed: int = 0,
+        device: str | None = None,
+        quiet: bool = False,
+        base: str | Path | None = None,
+        config: Mapping[str, Any] | None = None,
+        timm: str | None = None,
+        settings: Train | None = None,
+        accelerator: Accelerator | None = None,
+        plugins: Plugins | None = None,
+        **train: Any,
+    ) -> None:
+        if not isinstance(module, TracedModule):
+            kind = type(module).__name__
+            raise TrainError(f"a trainer takes a traced module, not {kind}: fxplug.trace(model, inputs) makes one")
+        self.module, self.seed, self.quiet, self.out = module, seed, quiet, Path(out) if out else None
+        self.task = make_task(task)
+        self.settings = settings or _settings(self.task, train)
+        self.config = dict(config or {"model": module.classes[0], "train": self.settings.model_dump(mode="json")})
+        self.accelerator = accelerator or launched(self.settings.precision, device)
+        self.first = self.accelerator.is_main_process
+        self.plugins = plugins or open_plugins(self.settings, base)
+        self.groups = choose(module, self.settings)
+        module.to(self.accelerator.device)
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        common = {"batch": self.settings.batch, "seed": seed, "rank": rank, "world": world}
+        self.data = loader_of(data, train=True, hooks=self.plugins, **common)
+        self.tests = None if test is None else loader_of(test, train=False, hooks=None, **common)
+        self._set_up(Path(base or Path.cwd()), timm)
+        self.per_epoch = self.data.steps // self.settings.accumulate
+        if self.per_epoch == 0:
+            needed, has = self.settings.accumulate, self.data.steps
+            raise TrainError(f"a step takes {needed} batches and an epoch has {has}: lower 'accumulate' or 'batch'")
+        self.steps = self.settings.steps or self.per_epoch * (self.settings.epochs or 1)
+        self.epochs = -(-self.steps // self.per_epoch)
+        self.progress = Progress()
+        self.history: list[dict[str, Any]] = []
+        self.metrics: dict[str, float] = {}
+        self._make(optimizer, scheduler)
+        self.watch = self._watch()
+
+    def _set_up(self, base: Path, timm: str | None) -> None:
+        """Tell the task what there is, and the loaders what the task makes of an image."""
+        loader, sizes = self.tests or self.data, self.data.size or (0, 0)
+        info = TaskInfo(
+            size=sizes,
+            device=self.accelerator.device,
+            classes=self.data.classes,
+            timm=timm,
+            base=base,
+            examples=lambda count: self._moved(loader.first(count)),
+        )
+        self.task.setup(self.module, info)
+        for one, train in ((self.data, True), (self.tests, False)):
+            if one is not None and one.transform is None:
+                one.transform = self.task.transform(train)
+
+    def _make(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
+        """What runs, the optimizer and its scheduler, the average of the weights, and what takes steps."""
+        names = {name for group in self.groups for name in group["names"]}
+        frozen = {name for name, _ in self.module.named_parameters()} - names
+        self.runner, self.sharded = prepared(self.module, self.settings, frozen, self.accelerator)
+        if self.sharded is not None:
+            held = originals(self.sharded)
+            for group in self.groups:
+                group["params"] = [held[name] for name in group["names"]]
+        made = optimizer or make_optimizer(self.settings.optimizer, self.groups)
+        self.scheduler, self.by_epoch = scheduler, scheduler is not None
+        if scheduler is None:
+            self.scheduler, self.by_epoch = make_scheduler(self.settings.scheduler, made, self.steps, self.per_epoch)
+        self.optimizer: Any = self.accelerator.prepare_optimizer(made, device_placement=False)
+        trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
+        self.ema = Ema(trained, self.settings.ema) if self.settings.ema else None
+        self.buffers = {name: buffer._version for name, buffer in self.module.named_buffers()}
+        parts = self.module, self.runner, self.task, self.groups, self.optimizer
+        self.take_step = Stepper(self.accelerator, *parts, self.settings, self.plugins, self.seed)
+
+    def _watch(self) -> Watch:
+        watch = Watch(
+            self.out if self.first else None,
+            self.settings,
+            steps=self.steps,
+            epochs=self.epochs,
+            steps_per_epoch=self.per_epoch,
+            quiet=self.quiet or not self.first,
+        )
+        self.take_step.note = self.plugins.note = watch.note
+        folder = self.out or Path.cwd()
+        self.plugins.common = {
+            "module": self.module,
+            "project_name": folder.absolute().name,
+            "log_folder": folder,
+            "data_root": self.data.root,
+        }
+        return watch
+
+    # --- training
+
+    def fit(self, resume: str | Path | None = None) -> list[dict[str, Any]]:
+        """Train to the end and give the history: for each step a dict of step, epoch, loss, lr, seconds, grad_norm and more.
+
+        `resume` is a checkpoint, or the folder of a run, of which the newest one is taken. On a CPU a resumed run goes on as
+        if it had never stopped, to the bit. An interrupt (SIGINT, SIGTERM) ends the run after the step at hand, with a
+        checkpoint. Raises TrainError; the checkpoints written so far stay.
+        """
+        with seeded(mixed(self.seed, self.accelerator.process_index)):
+            return self._fit(None if resume is None else newest(Path(resume)))
+
+    def _fit(self, start: Path | None) -> list[dict[str, Any]]:
+        self.plugins.call("on_model_load", config=self.config)
+        if start is not None:
+            restore(self, start)
+        self.history = self.watch.rewind(self.progress.step)
+        self.watch.start(self.module, self.counts())
+        begun = time.perf_counter()
+        self.plugins.call(
+            "on_training_start",
+            optimizer=self.optimizer,
+            config=self.config,
+            steps=self.steps,
+            epochs=self.epochs,
+            global_step=self.progress.step,
+        )
+        try:
+            with interruptible() as interrupt:
+                while self.progress.step < self.steps and not interrupt:
+                    self._epoch(interrupt)
+            if interrupt:
+                keep(self)
+                raise KeyboardInterrupt(f"stopped after step {self.progress.step}")
+            self._finish()
+        finally:
+            self.watch.close(self.history)
+        self.plugins.call("on_training_end", global_step=self.progress.step)
+        for line in self.plugins.summary(time.perf_counter() - begun):
+            self.watch.note(line)
+        return self.history
+
+    def counts(self) -> tuple[int, int]:
+        """Parameters that train, and all."""
+        named = dict(self.module.named_parameters())
+        trained = sum(named[name].numel() for group in self.groups for name in group["names"])
+        return trained, sum(p.numel() for p in named.values())
+
+    def _epoch(self, interrupt: list[int]) -> None:
+        progress, accumulate = self.progress, self.settings.accumulate
+        whole = self.per_epoch * accumulate
+        self.plugins.call("on_epoch_start", epoch=progress.epoch, global_step=progress.step, epoch_length=self.per_epoch)
+        set_mode(self.runner, self.module, self.settings.mode)
+        batches = self.data.epoch(progress.epoch, start=progress.done)
+        before = time.perf_counter()
+        while progress.done < whole and progress.step < self.steps and not interrupt:
+            taken = [self._moved(batch) for batch in itertools.islice(batches, accumulate)]
+            record = self._step(taken)
+            after = time.perf_counter()
+            self._after({**record, "seconds": after - before}, taken[-1])
+            before = time.perf_counter()
+        if progress.done >= whole:
+            self._end_epoch()
+
+    def _step(self, batches: list[Batch]) -> dict[str, Any]:
+        progress = self.progress
+        place = {"epoch": progress.epoch, "global_step": progress.step}
+        local = progress.done // self.settings.accumulate
+        self.plugins.call("on_step_start", local_step=local, batch=batches[0], **place)
+        lr = self.optimizer.param_groups[0]["lr"]
+        report = self.take_step(batches, progress.step + 1, place)
+        if self.ema:
+            self.ema.update()
+        if not self.by_epoch:
+            self._schedule(report["loss"])
+        progress.step += 1
+        progress.done += len(batches)
+        progress.total += report["loss"]
+        return {"step": progress.step, "epoch": progress.epoch, "loss": report.pop("loss"), "lr": lr, **report}
+
+    def _schedule(self, loss: float) -> None:
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step(loss)
+        else:
+            self.scheduler.step()
+
+    def _after(self, record: dict[str, Any], batch: Batch) -> None:
+        """What follows a step: its record, the plugins, pictures, a checkpoint."""
+        progress, settings = self.progress, self.settings
+        self.history.append(record)
+        self.watch.step(record)
+        self.plugins.call(
+            "on_step_end",
+            epoch=progress.epoch,
+            global_step=progress.step - 1,
+            local_step=progress.done // settings.accumulate - 1,
+            batch=batch,
+            **{key: record[key] for key in ("loss", "lr", "seconds")},
+        )
+        if progress.step < self.steps:
+            if settings.log.samples and progress.step % settings.log.samples == 0:
+                self._pictures()
+            if settings.save.every and progress.step % settings.save.every == 0:
+                keep(self)
+
+    def _end_epoch(self) -> None:
+        progress, every = self.progress, self.settings.test.every
+        epoch, loss = progress.epoch, progress.total / self.per_epoch
+        progress.epoch, progress.done, progress.total = epoch + 1, 0, 0.0
+        if self.by_epoch:
+            self._schedule(loss)
+        last = progress.step >= self.steps
+        metrics = self.test() if self.tests and ((every and progress.epoch % every == 0) or last) else {}
+        self.plugins.call("on_epoch_end", epoch=epoch, global_step=progress.step, loss=loss, metrics=metrics)
+
+    def _finish(self) -> None:
+        """Pictures, the last checkpoint and the trained module."""
+        if self.tests and self.progress.done:  # the run ended within an epoch
+            self.test()
+        self._pictures()
+        keep(self)
+        export(self)
+        self.module.eval()
+
+    # --- looking at what was learnt
+
+    def test(self) -> dict[str, float]:
+        """The task's metrics on the test data, over all processes; the average of the weights is tested when there is one."""
+        if self.tests is None:
+            raise TrainError("there is nothing to test on: give 'test' in the data section, or test=...")
+        begun = time.perf_counter()
+        with self._evaluating() as module:
+            totals = self.task.test(module, map(self._moved, self.tests.epoch(0)))
+        parts = gathered(self.accelerator, {name: (float(a), float(b)) for name, (a, b) in totals.items()})
+        metrics = means({name: (sum(p[name][0] for p in parts), sum(p[name][1] for p in parts)) for name in parts[0]})
+        best, chosen = self.progress.best, self.task.best
+        if metrics and (chosen is None or chosen not in best or metrics[chosen] >= best[chosen]):
+            self.progress.best = dict(metrics)
+        self.metrics, epoch = metrics, self.progress.epoch or 1
+        self.watch.test(epoch, metrics, time.perf_counter() - begun, self.progress.best)
+        return metrics
+
+    def _pictures(self) -> None:
+        with self._evaluating() as module:
+            images = self.task.samples(module, Draws(self.seed, 0, device=self.accelerator.device))
+        if images is not None:
+            self.watch.samples(self.progress.step, images)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[nn.Module]:
+        """The module for tests and pictures: in evaluation, with averaged weights; the run's own random numbers stay as they
+        are."""
+        module = self.sharded or self.module
+        device = self.accelerator.device
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.no_grad(),
+            self.ema.applied() if self.ema else nullcontext(),
+            self.accelerator.autocast(),
+        ):
+            module.eval()
+            yield module
+        set_mode(self.runner, self.module, self.settings.mode)
+
+    def _moved(self, batch: Batch) -> Batch:
+        device = self.accelerator.device
+        return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+
+def _settings(task: Any, given: Mapping[str, Any]) -> Train:
+    """The `train` section of keyword arguments. SpecError for what a configuration would not take either."""
+    known = {"task": type(task).__name__, "epochs": None if "steps" in given else 1, **given}
+    made: Train = check_settings(Train, known, "train")
+    return made

@@ -1,0 +1,78 @@
+"""Small training runs on real digits, for the tests of the trainer."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import Dataset
+
+import fxplug
+
+
+class Digits(Dataset[Any]):
+    """scikit-learn's 8 x 8 digits at 16 x 16, in [-1, 1]: (image [3, 16, 16], label)."""
+
+    classes = [str(digit) for digit in range(10)]
+
+    def __init__(self, train: bool = True, count: int = 96, spoil: int | None = None) -> None:
+        read = load_digits()
+        start = 0 if train else 1000
+        images = torch.tensor(read.images[start : start + count], dtype=torch.float32) / 8 - 1
+        self.images = images.repeat_interleave(2, 1).repeat_interleave(2, 2)[:, None].expand(-1, 3, -1, -1).contiguous()
+        self.labels = read.target[start : start + count]
+        if spoil is not None:
+            self.images[spoil, 0, 0, 0] = float("nan")
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.images[index], int(self.labels[index])
+
+
+VIT = {"timm": "vit_tiny_patch16_224", "options": {"img_size": 16, "patch_size": 8, "depth": 2, "num_classes": 10}}
+CONFIG: dict[str, Any] = {
+    "model": VIT,
+    "passes": [{"lora": {"at": "blocks.*.attn.*", "rank": 4, "dropout": 0.1}}],
+    "train": {
+        "task": {"classify": {"augment": "none"}},
+        "steps": 8,
+        "batch": 16,
+        "lr": 3e-3,
+        "trainable": ["head"],
+        "save": {"every": 3, "keep": 9},
+        "log": {"tensorboard": False},
+    },
+    "data": {"call": "runs:Digits"},
+    "device": "cpu",
+    "verify": False,
+}
+
+
+def config(**changed: Any) -> dict[str, Any]:
+    """CONFIG with some values replaced: `config(train__steps=4, data__test=...)`."""
+    made = copy.deepcopy(CONFIG)
+    for key, value in changed.items():
+        section, _, name = key.partition("__")
+        if name:
+            made.setdefault(section, {})[name] = value
+        else:
+            made[section] = value
+    if "epochs" in made["train"]:
+        made["train"].pop("steps", None)
+    return made
+
+
+def run(out, resume=False, **changed: Any):
+    return fxplug.train(config(**changed), out=out, resume=resume, quiet=True)
+
+
+def trained(module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -1,0 +1,407 @@
+"""Runs end to end: what they leave, that they go on where they stopped, and what stops them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from runs import VIT, Digits, config, run, same, trained
+from torch import nn
+
+import fxplug
+from fxplug.training.checkpoint import found
+
+HERE = Path(__file__).parent
+ENV = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+
+
+def losses(history):
+    return [record["loss"] for record in history]
+
+
+def message(error, *args, **kwargs):
+    with pytest.raises(error) as caught:
+        run(*args, **kwargs)
+    return str(caught.value)
+
+
+# --- what a run does and leaves
+
+
+def test_a_run_learns_and_leaves_all_that_it_says(tmp_path):
+    done = run(
+        tmp_path / "run",
+        train__epochs=12,
+        train__log={"tensorboard": True},
+        train__ema=0.9,
+        data__test={"call": {"runs:Digits": {"train": False}}},
+        verify=True,
+    )
+    assert [set(r) >= {"step", "epoch", "loss", "lr", "seconds", "grad_norm"} for r in done.history] == [True] * 72
+    assert sum(losses(done.history)[-6:]) < 0.6 * sum(losses(done.history)[:6])
+    assert done.metrics["acc1"] > 45 and done.metrics["acc5"] > done.metrics["acc1"]
+    out = done.out
+    assert yaml.safe_load((out / "config.yaml").read_text())["train"]["batch"] == 16
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [line["loss"] for line in lines if "loss" in line and "step" in line and "lr" in line] == losses(done.history)
+    assert (out / "loss.png").stat().st_size > 1000 and list((out / "tensorboard").iterdir())
+    again = fxplug.load(out / "module")
+    assert same(trained(done.module), {n: p for n, p in again.named_parameters() if n in trained(done.module)})
+    images = torch.stack([Digits()[i][0] for i in range(4)])
+    with torch.no_grad():
+        assert torch.equal(done.module.eval()(images), again.eval()(images))
+    averaged = dict(fxplug.load(out / "ema").named_parameters())
+    assert not same(trained(done.module), {n: averaged[n] for n in trained(done.module)})
+    assert (out / "module" / "lora.safetensors").is_file()
+
+
+def test_the_base_keeps_every_bit(tmp_path):
+    config_ = fxplug.load_config(config(train__trainable=[]))
+    base = fxplug.rewrite(config_).module.state_dict()
+    done = run(tmp_path, train__trainable=[])
+    state = done.module.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in base.items() if not name.startswith("lora."))
+    assert any(not torch.equal(state[name], value) for name, value in base.items() if name.startswith("lora."))
+    assert not any(p.requires_grad for n, p in done.module.named_parameters() if not n.startswith("lora."))
+
+
+def test_batch_norms_of_a_frozen_base_keep_their_statistics(tmp_path):
+    changed = {
+        "model": {"timm": "tf_efficientnet_lite0", "options": {"num_classes": 10}},
+        "inputs": {"x": [2, 3, 32, 32]},
+        "passes": [{"lora": {"at": "re:blocks.*conv_pwl?$", "rank": 2}}],
+        "train__trainable": [],
+        "train__steps": 2,
+    }
+    base = fxplug.rewrite(fxplug.load_config(config(**changed))).module.state_dict()
+    state = run(tmp_path, **changed).module.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in base.items() if not name.startswith("lora."))
+
+
+def test_groups_have_the_rates_of_their_passes(tmp_path):
+    passes = [
+        {"lora": {"at": "blocks.0.attn.qkv", "lr": 1e-2, "weight_decay": 0.1}},
+        {"scale": {"at": "blocks.1", "name": "gate", "train": False}},
+        {"lora": {"at": "blocks.1.attn.qkv", "name": "late"}},
+    ]
+    trainer = run(tmp_path, passes=passes, train__steps=1, train__trainable=["head", "blocks.{-1}.norm?"]).trainer
+    groups = {g["name"]: (g["lr"], g["weight_decay"], len(g["params"])) for g in trainer.optimizer.param_groups}
+    assert groups == {"lora": (1e-2, 0.1, 2), "late": (3e-3, 0.0, 2), "base": (3e-3, 0.0, 6)}
+
+
+@pytest.mark.parametrize(
+    "optimizer, scheduler, first, last",
+    [
+        ("sgd", None, 3e-3, 3e-3),
+        ({"AdamW": {"betas": [0.8, 0.9]}}, {"cosine": {"warmup": 2}}, 1.5e-3, None),
+        ("torch.optim:RMSprop", {"linear": {"floor": 0.5}}, 3e-3, 3e-3 * (0.5 + 0.5 / 8)),
+        ("adagrad", {"CosineAnnealingLR": {"per": "epoch"}}, 3e-3, 3e-3 / 2),
+        ("adam", "OneCycleLR", 3e-3 / 25, None),
+        ("adam", {"steplr": {"step_size": 4}}, 3e-3, 3e-4),
+        ("adam", {"ReduceLROnPlateau": {"patience": 0, "threshold": 10.0}}, 3e-3, None),
+    ],
+)
+def test_any_optimizer_and_scheduler(tmp_path, optimizer, scheduler, first, last):
+    done = run(tmp_path, train__optimizer=optimizer, train__scheduler=scheduler, train__steps=8)
+    rates = [record["lr"] for record in done.history]
+    assert rates[0] == pytest.approx(first) and (last is None or rates[-1] == pytest.approx(last))
+    assert scheduler is None or len(set(rates)) > 1
+
+
+def test_accumulated_steps_are_those_of_the_large_batch(tmp_path):
+    plain = [{"lora": {"at": "blocks.*.attn.*", "rank": 4}}]
+    whole = run(tmp_path / "a", passes=plain, train__batch=16, data__shuffle=False)
+    parts = run(tmp_path / "b", passes=plain, train__batch=4, train__accumulate=4, data__shuffle=False)
+    assert losses(whole.history) == pytest.approx(losses(parts.history), rel=1e-5)
+
+
+def test_bf16_trains_float32_weights(tmp_path):
+    done = run(tmp_path, train__precision="bf16", dtype="bfloat16", train__trainable=[], train__steps=6)
+    assert {p.dtype for p in trained(done.module).values()} == {torch.float32}
+    assert {p.dtype for n, p in done.module.named_parameters() if not n.startswith("lora.")} == {torch.bfloat16}
+    assert losses(done.history)[-1] < losses(done.history)[0]
+
+
+@pytest.mark.parametrize("how", ["compile", "checkpointing"])
+def test_lowered_runs_give_the_same_losses(tmp_path, how):
+    plain = {"passes": [{"lora": {"at": "blocks.*.attn.*", "rank": 4}}], "train__steps": 4}
+    expected = losses(run(tmp_path / "a", **plain).history)
+    found = losses(run(tmp_path / "b", **plain, **{f"train__{how}": True}).history)
+    assert found == (expected if how == "checkpointing" else pytest.approx(expected, rel=1e-4))
+
+
+def test_the_python_trainer_takes_loaders_and_objects(tmp_path):
+    """As in ZhiJian's tutorial: model, loaders, optimizer, scheduler and criterion are the user's own."""
+    new = fxplug.rewrite(fxplug.load_config(config())).module
+    loader = torch.utils.data.DataLoader(Digits(), batch_size=32, shuffle=True)
+    tests = torch.utils.data.DataLoader(Digits(train=False), batch_size=32)
+    parameters = [p for n, p in new.named_parameters() if n.startswith(("lora.", "head."))]
+    optimizer = torch.optim.Adam(parameters, lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4, eta_min=1e-4)
+    given = {"optimizer": optimizer, "scheduler": scheduler, "epochs": 4, "trainable": ["head"]}
+    trainer = fxplug.Trainer(new, "classify", loader, tests, **given, device="cpu", quiet=True)
+    history = trainer.fit()
+    assert len(history) == 12 and len({record["lr"] for record in history}) == 4
+    assert trainer.test()["acc1"] > 15 and not list(tmp_path.iterdir())
+
+
+class Mean(fxplug.Task):
+    """A task of one's own: the mean of the outputs is to be `value`."""
+
+    def __init__(self, value: float = 3.0) -> None:
+        self.value = value
+
+    def loss(self, module, batch, draw):
+        mean = module(batch["image"]).mean()
+        return (mean - self.value) ** 2, {"mean": mean}
+
+
+def test_a_task_of_ones_own(tmp_path):
+    done = run(tmp_path, train__task={"test_trainer:Mean": {"value": 2.0}}, train__steps=30, train__lr=0.01)
+    assert abs(done.history[-1]["mean"] - 2) < 0.5
+
+
+# --- not losing work
+
+
+def test_a_resumed_run_goes_on_to_the_bit(tmp_path):
+    common = {"train__ema": 0.9, "train__scheduler": "cosine", "train__task": {"classify": {"augment": "none", "mixup": 0.5}}}
+    whole = run(tmp_path / "a", **common)
+    first = run(tmp_path / "b", **common)  # the same, of which everything after step 3 is lost
+    for path in found(tmp_path / "b" / "checkpoints")[1:]:
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+    again = run(tmp_path / "b", resume=True, **common)
+    assert losses(first.history) == losses(whole.history) == losses(again.history)
+    assert same(trained(again.module), trained(whole.module))
+    assert all(torch.equal(again.trainer.ema.average[n], v) for n, v in whole.trainer.ema.average.items())
+    logged = [json.loads(line) for line in (tmp_path / "b" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged if "lr" in line] == list(range(1, 9))
+
+
+def test_a_run_can_be_made_longer(tmp_path):
+    whole = run(tmp_path / "a", train__steps=10)
+    run(tmp_path / "b", train__steps=6)
+    longer = run(tmp_path / "b", resume=True, train__steps=10)
+    assert losses(longer.history) == losses(whole.history) and same(trained(longer.module), trained(whole.module))
+
+
+KILLED = """
+    import os, signal, sys
+    sys.path.insert(0, {here!r})
+    from runs import run
+
+    class Kill:
+        def {hook}(self, global_step, **kwargs):
+            if global_step == {step}:
+                os.kill(os.getpid(), signal.{signal})
+
+    run({out!r}, train__plugins=["__main__:Kill"])
+"""
+
+
+def killed(tmp_path, hook, step, how="SIGKILL"):
+    script = textwrap.dedent(KILLED.format(here=str(HERE), hook=hook, step=step, signal=how, out=str(tmp_path)))
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=HERE, env=ENV)
+
+
+@pytest.mark.parametrize("hook, step, kept", [("on_step_end", 4, [3]), ("on_model_save", 6, [3, 6])])
+def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path, hook, step, kept):
+    done = killed(tmp_path / "run", hook, step)
+    assert done.returncode == -signal.SIGKILL
+    assert [int(path.name.removeprefix("step-")) for path in found(tmp_path / "run" / "checkpoints")] == kept
+    again = run(tmp_path / "run", resume=True)
+    whole = run(tmp_path / "whole")
+    assert losses(again.history) == losses(whole.history) and same(trained(again.module), trained(whole.module))
+
+
+def test_an_interrupt_ends_the_run_after_the_step_with_a_checkpoint(tmp_path):
+    done = killed(tmp_path / "run", "on_step_end", 4, "SIGINT")
+    assert done.returncode != 0 and "KeyboardInterrupt" in done.stderr
+    assert [path.name for path in found(tmp_path / "run" / "checkpoints")] == ["step-00000003", "step-00000005"]
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_the_one_before(tmp_path, monkeypatch):
+    run(tmp_path, train__steps=3)
+    from fxplug.training import checkpoint
+
+    def dies(*args):
+        raise SystemExit
+
+    monkeypatch.setattr(checkpoint, "save_file", lambda tensors, path: (Path(path).write_bytes(b"half"), dies()))
+    with pytest.raises(SystemExit):
+        run(tmp_path, resume=True, train__steps=6)
+    monkeypatch.undo()
+    assert [path.name for path in found(tmp_path / "checkpoints")] == ["step-00000003"]
+    assert len(run(tmp_path, resume=True, train__steps=6).history) == 6
+
+
+def test_checkpoints_rotate(tmp_path):
+    run(tmp_path, train__save={"every": 1, "keep": 2})
+    assert [path.name for path in found(tmp_path / "checkpoints")] == ["step-00000007", "step-00000008"]
+
+
+@pytest.mark.parametrize("told", ["stop", "continue"])
+def test_a_full_disk(tmp_path, told, monkeypatch):
+    """The file system refuses what is larger than a limit, as it does when there is no room."""
+    script = f"""
+        import resource, signal, sys
+        sys.path.insert(0, {str(HERE)!r})
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        from runs import run
+
+        class Fill:
+            def on_step_end(self, global_step, **kwargs):
+                if global_step == 3:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (6000, resource.RLIM_INFINITY))
+                if global_step == 6:
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+        save = {{"every": 3, "keep": 9, "on_full_disk": {told!r}}}
+        done = run({str(tmp_path)!r}, train__plugins=["__main__:Fill"], train__save=save)
+        print(len(done.history))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, cwd=HERE, env=ENV)
+    steps = [path.name for path in found(tmp_path / "checkpoints")]
+    if told == "continue":
+        assert done.stdout.split()[-1] == "8" and steps == ["step-00000003", "step-00000008"], done.stderr[-2000:]
+    else:
+        assert done.returncode == 1 and steps == ["step-00000003"]
+        assert "checkpoint of step 6 could not be written, the disk is full" in done.stderr
+        assert "newest checkpoint is" in done.stderr and "step-00000003" in done.stderr
+
+
+# --- what stops a run
+
+
+def test_a_nan_names_step_batch_and_region(tmp_path):
+    text = message(fxplug.TrainError, tmp_path, data__call={"runs:Digits": {"spoil": 5}}, data__shuffle=False)
+    assert "step 1: the loss is nan" in text and "input 'x'" in text and "1 NaN of" in text
+    assert "dataset[5]" in text
+
+
+class Overflow(nn.Module):
+    """Two layers, the second of which overflows once the first has grown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(768, 16), nn.Linear(16, 16), nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x.flatten(1))
+        return self.last(self.second(h.double().mul(1e30).pow(8).float()).relu())
+
+
+def test_an_overflow_names_the_first_region_and_keeps_the_weights(tmp_path):
+    text = message(
+        fxplug.TrainError,
+        tmp_path,
+        model="test_trainer:Overflow",
+        inputs={"x": [2, 3, 16, 16]},
+        passes=[{"lora": {"at": "first"}}],
+        train__trainable=[],
+    )
+    assert "step 1: the loss is nan" in text and "went non-finite first" in text and "float gave" in text
+    assert not (tmp_path / "module").exists()
+
+
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(768, 10), nn.Linear(768, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.flatten(1)
+        return self.used(x) + self.unused(x).detach()
+
+
+def test_a_block_without_gradient_is_named(tmp_path):
+    text = message(
+        fxplug.TrainError,
+        tmp_path,
+        model="test_trainer:Detached",
+        inputs={"x": [2, 3, 16, 16]},
+        passes=["lora"],
+        train__trainable=[],
+    )
+    assert text.startswith("no gradient reached lora.unused.Lora in the first step")
+
+
+def test_a_checkpoint_of_another_run_says_what_differs(tmp_path):
+    run(tmp_path / "a", train__steps=3)
+    text = message(
+        fxplug.TrainError,
+        tmp_path / "b",
+        resume=tmp_path / "a",
+        passes=[{"lora": {"at": "blocks.*.attn.qkv", "rank": 2, "dropout": 0.1}}],
+        train__batch=8,
+    )
+    assert "is a checkpoint of another run" in text
+    assert "passes.lora.rank: 4 then, 2 now" in text and "samples of a step: 16 then, 8 now" in text
+    assert "trained.lora.blocks.0.attn.proj.Lora.down.weight: [4, 192] then, nothing now" in text
+    other = message(fxplug.TrainError, tmp_path / "c", resume=tmp_path / "a", model={**VIT, "timm": "vit_small_patch16_224"})
+    assert "model.timm: vit_tiny_patch16_224 then, vit_small_patch16_224 now" in other
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
+    run(tmp_path, train__steps=1)
+    assert "holds a run: resume it" in message(fxplug.SpecError, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed, expected",
+    [
+        ({"passes": [], "train__trainable": []}, "nothing trains: there is no pass"),
+        (
+            {"passes": [{"lora": {"train": False}}], "train__trainable": []},
+            "nothing trains: lora has train: false; 'trainable' names parameters of the base",
+        ),
+        ({"train__trainable": ["haed"]}, "train.trainable[0]: 'haed' names no parameter of the base (did you mean 'head'?)"),
+        ({"train__optimizer": "adamww"}, "train.optimizer: torch has no optimizer 'adamww' (did you mean 'AdamW'?)"),
+        ({"train__optimizer": {"sgd": {"momentun": 0.9}}}, "sgd has no option 'momentun' (did you mean 'momentum'?)"),
+        ({"train__scheduler": "cosin"}, "train.scheduler: torch has no scheduler 'cosin' (did you mean 'cosine'?)"),
+        ({"train__scheduler": {"cosine": {"warmpu": 3}}}, "cosine has no option 'warmpu' (did you mean 'warmup'?)"),
+        ({"train__scheduler": {"StepLR": {}}}, "train.scheduler: StepLR cannot be made"),
+        ({"train__task": "clasify"}, "train.task: no task 'clasify' (did you mean 'classify'?)"),
+        ({"train__batch": 97}, "a batch of 97 is larger than the data: 96 samples"),
+        ({"train__accumulate": 9}, "a step takes 9 batches and an epoch has 6"),
+        ({"train__precision": "fp16"}, "fp16 needs a GPU"),
+        ({"train__shard": True}, "shard needs several processes"),
+        ({"train__plugins": ["os.path.Joiner"]}, "train.plugins[0]:"),
+    ],
+)
+def test_bad_settings_are_told_before_anything_is_written(tmp_path, changed, expected):
+    text = message(fxplug.FxplugError, tmp_path / "run", **changed)
+    assert expected in text
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_an_error_about_a_setting_has_the_line_of_the_file(tmp_path):
+    file = tmp_path / "c.yaml"
+    made = config(train__optimizer="adamww")
+    file.write_text(yaml.safe_dump(made, sort_keys=False))
+    line = file.read_text().splitlines().index("  optimizer: adamww") + 1
+    with pytest.raises(fxplug.SpecError, match=rf"c\.yaml:{line}: train\.optimizer: torch has no optimizer"):
+        fxplug.train(file, out=tmp_path / "run", quiet=True)
+
+
+def test_a_plugin_that_raises_stops_the_run_or_not(tmp_path):
+    plugin = {"train__plugins": ["test_trainer:Raises"]}
+    text = message(fxplug.TrainError, tmp_path / "a", **plugin)
+    assert text.startswith("plugin Raises raised in on_step_end (epoch 0, global_step 2): ValueError: no")
+    assert len(run(tmp_path / "b", **plugin, train__on_plugin_error="continue").history) == 8
+
+
+class Raises:
+    def on_step_end(self, global_step):
+        if global_step >= 2:
+            raise ValueError("no")
