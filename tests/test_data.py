@@ -313,12 +313,16 @@ def test_rows_without_a_caption(tmp_path):
     import datasets
 
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
-    rows = {"image": [picture(0), picture(1)], "text": ["a", None]}
+    rows = {"image": [picture(0), picture(1), None], "text": ["a", None, "c"]}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path))
     with pytest.raises(TrainError, match=r"dataset\[1\] has no caption; give it one, or say 'captions: optional'"):
-        loaded(tmp_path, dataset=".")
-    assert sorted(loaded(tmp_path, dataset=".", captions="optional")[0]["caption"]) == ["", "a"]
-    assert "caption" not in loaded(tmp_path, dataset=".", captions="none")[0]
+        loaded(tmp_path, 3, dataset=".")
+    items, spec = opened(tmp_path, dataset=".", captions="optional", size=16, buckets={"step": 8})
+    assert items.sizes == [(20, 24), (20, 24), (0, 0)]
+    loader = Loader(items, spec, 2)
+    assert sorted(next(loader.epoch(0))["caption"]) == ["", "a"] and loader.skipped == {"dataset[2]": "no image"}
+    (batch,) = loaded(tmp_path, 3, dataset=".", captions="none")
+    assert "caption" not in batch and sorted(batch["index"].tolist()) == [0, 0, 1]
 
 
 def test_a_data_set_by_import_path(tmp_path):
