@@ -21,6 +21,7 @@ from fxplug.training.data.buckets import assign, bucket_sizes
 from fxplug.training.data.items import open_items
 from fxplug.training.data.loader import Loader, loader_of
 from fxplug.training.data.order import Order
+from fxplug.training.data.own import OwnItems
 from fxplug.training.data.placing import Place, placed
 from fxplug.training.data.seeding import random_state_kept
 
@@ -419,6 +420,19 @@ def test_condition_functions_see_the_image_as_the_model_does(tmp_path):
         opened(tmp_path, conditions=f"{__name__}:drak", **how)
     with pytest.raises(TrainError, match="a condition function needs a PIL or uint8 image, not a float tensor"):
         loaded(tmp_path, call=f"{__name__}:Floats", conditions=f"{__name__}:dark")
+
+
+def test_what_float_tensors_cannot_have():
+    with pytest.raises(TrainError, match=r"dataset\[0\]: a label must be a whole number, not 0.5; text needs"):
+        next(loader_of([(picture(), 0.5)], 1).epoch(0))
+    with pytest.raises(TrainError, match=r"dataset\[0\]: a label must be a whole number, not tensor\(\[0.5000, 0.5000\]\)"):
+        next(loader_of([(picture(), torch.full((2,), 0.5))], 1).epoch(0))
+    with pytest.raises(TrainError, match="is a float image: a plugin's transform_pil_image needs PIL or uint8"):
+        next(loader_of(Floats(), 1, hooks=Louder()).epoch(0))
+    sample = {"image": picture(0, (8, 8)), "condition": torch.zeros(3, 8, 8)}
+    assert next(loader_of([sample], 1).epoch(0))["condition"].shape == (1, 3, 8, 8)
+    with pytest.raises(TrainError, match="its condition is a float tensor, which cannot be cropped and mirrored with it"):
+        next(Loader(OwnItems([sample], spec := Data(call="x", size=4)), spec, 1).epoch(0))
 
 
 def test_condition_images_that_do_not_fit(tmp_path):
