@@ -21,6 +21,7 @@ from fxplug.training.data.buckets import assign, bucket_sizes
 from fxplug.training.data.items import open_items
 from fxplug.training.data.loader import Loader, loader_of
 from fxplug.training.data.order import Order
+from fxplug.training.data.own import OwnItems
 from fxplug.training.data.placing import Place, placed
 from fxplug.training.data.seeding import random_state_kept
 
@@ -313,12 +314,16 @@ def test_rows_without_a_caption(tmp_path):
     import datasets
 
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
-    rows = {"image": [picture(0), picture(1)], "text": ["a", None]}
+    rows = {"image": [picture(0), picture(1), None], "text": ["a", None, "c"]}
     datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path))
     with pytest.raises(TrainError, match=r"dataset\[1\] has no caption; give it one, or say 'captions: optional'"):
-        loaded(tmp_path, dataset=".")
-    assert sorted(loaded(tmp_path, dataset=".", captions="optional")[0]["caption"]) == ["", "a"]
-    assert "caption" not in loaded(tmp_path, dataset=".", captions="none")[0]
+        loaded(tmp_path, 3, dataset=".")
+    items, spec = opened(tmp_path, dataset=".", captions="optional", size=16, buckets={"step": 8})
+    assert items.sizes == [(20, 24), (20, 24), (0, 0)]
+    loader = Loader(items, spec, 2)
+    assert sorted(next(loader.epoch(0))["caption"]) == ["", "a"] and loader.skipped == {"dataset[2]": "no image"}
+    (batch,) = loaded(tmp_path, 3, dataset=".", captions="none")
+    assert "caption" not in batch and sorted(batch["index"].tolist()) == [0, 0, 1]
 
 
 def test_a_data_set_by_import_path(tmp_path):
@@ -415,6 +420,19 @@ def test_condition_functions_see_the_image_as_the_model_does(tmp_path):
         opened(tmp_path, conditions=f"{__name__}:drak", **how)
     with pytest.raises(TrainError, match="a condition function needs a PIL or uint8 image, not a float tensor"):
         loaded(tmp_path, call=f"{__name__}:Floats", conditions=f"{__name__}:dark")
+
+
+def test_what_float_tensors_cannot_have():
+    with pytest.raises(TrainError, match=r"dataset\[0\]: a label must be a whole number, not 0.5; text needs"):
+        next(loader_of([(picture(), 0.5)], 1).epoch(0))
+    with pytest.raises(TrainError, match=r"dataset\[0\]: a label must be a whole number, not tensor\(\[0.5000, 0.5000\]\)"):
+        next(loader_of([(picture(), torch.full((2,), 0.5))], 1).epoch(0))
+    with pytest.raises(TrainError, match="is a float image: a plugin's transform_pil_image needs PIL or uint8"):
+        next(loader_of(Floats(), 1, hooks=Louder()).epoch(0))
+    sample = {"image": picture(0, (8, 8)), "condition": torch.zeros(3, 8, 8)}
+    assert next(loader_of([sample], 1).epoch(0))["condition"].shape == (1, 3, 8, 8)
+    with pytest.raises(TrainError, match="its condition is a float tensor, which cannot be cropped and mirrored with it"):
+        next(Loader(OwnItems([sample], spec := Data(call="x", size=4)), spec, 1).epoch(0))
 
 
 def test_condition_images_that_do_not_fit(tmp_path):

@@ -130,6 +130,8 @@ class Fetch:
             if size is not None and image.shape[1:] != size:
                 finding = f"{item['name']} is a float image of {image.shape[1]}x{image.shape[2]}, which is used as it is"
                 raise TrainError(f"{finding}; the size is to be {size[0]}x{size[1]}")
+            if "transform_pil_image" in self._hooked:
+                raise TrainError(f"{item['name']} is a float image: a plugin's transform_pil_image needs PIL or uint8")
             self._put_condition(item, (image.shape[1], image.shape[2]), Place())
         item["index"] = index
         return item
@@ -139,6 +141,10 @@ class Fetch:
         if self.condition is not None or "condition" in item:
             if isinstance(condition := item.get("condition"), Image.Image):
                 _same_shape(image, condition, item["name"])
+            elif condition is not None and (place.flip or not size == (image.height, image.width) == condition.shape[1:]):
+                raise TrainError(
+                    f"{item['name']}: its condition is a float tensor, which cannot be cropped and mirrored with it"
+                )
             image = placed(image, size, place)
             if self.condition is not None:
                 item["condition"] = self._made(image, size, item["name"])

@@ -56,9 +56,12 @@ class HubItems:
     @cached_property
     def sizes(self) -> list[tuple[int, int]] | None:
         """(h, w) of each image, from the headers; None where images are arrays."""
-        column = self.dataset.select_columns([self.columns["image"]])
-        values = [column[i][self.columns["image"]] for i in range(len(column))]
-        return [read_size(_source(value)) for value in values] if values and isinstance(values[0], dict) else None
+        name = self.columns["image"]
+        if type(self.dataset.features[name]).__name__ != "Image":
+            return None
+        rows = self.dataset.select_columns([name])
+        values = (rows[i][name] for i in range(len(rows)))
+        return [(0, 0) if value is None else read_size(_source(value)) for value in values]
 
 
 def open_dataset(spec: Data, base: Path, split: str = "train") -> HubItems:

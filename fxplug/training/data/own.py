@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import traceback
 from collections.abc import Mapping
 from functools import partial
@@ -65,8 +66,8 @@ class OwnItems:
                 raise TrainError(f"{name}: no class '{label}'{did_you_mean(label, self.classes)}")
             return self.classes.index(label)
         try:
-            return int(label.item() if hasattr(label, "item") else label.__index__())
-        except (AttributeError, RuntimeError, ValueError):
+            return operator.index(label.item() if hasattr(label, "item") else label)
+        except (TypeError, RuntimeError, ValueError):
             finding = f"{name}: a label must be a whole number, not {label!r}; text needs the data set to have 'classes'"
             raise TrainError(finding) from None
 

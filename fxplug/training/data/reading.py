@@ -66,6 +66,8 @@ def as_image(value: Any, name: str, channels: int = 3) -> Image.Image | Tensor:
     Tensors are [c, h, w] or [h, w], numpy arrays (and lists) [h, w, c] or [h, w]. Raises TrainError for anything else, and
     Unreadable for a PIL image that does not decode.
     """
+    if value is None:
+        raise Unreadable(name, "no image")
     if isinstance(value, Image.Image):
         try:
             return prepared(value, channels)
