@@ -29,7 +29,7 @@ ORDER = """
     training.tasks.classify
     training.data.reading training.data.seeding training.data.metadata training.data.files training.data.hub
     training.data.own training.data.items training.data.buckets training.data.order training.data.placing
-    training.data.fetching training.data.loader
+    training.data.fetching training.data.given training.data.loader
     __main__
 """.split()
 EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_with", "replace_input_with", "update_arg"}
