@@ -39,9 +39,10 @@ pages: install  ## write examples/passes: a page about each pass
 zoo: install  ## trace the model zoo and print what is exact
 	$(BIN)/python benchmarks/exactness.py
 
-bench: install  ## measure tracing, and ControlNet in one graph
+bench: install  ## measure tracing, ControlNet in one graph, and a training step
 	$(BIN)/python benchmarks/trace.py
 	$(BIN)/python benchmarks/controlnet.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/train_step.py
 
 clean:  ## remove what the targets above made, except .venv
 	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

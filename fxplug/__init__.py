@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     )
     from .exporting import export
     from .flow import Result, rewrite
+    from .fusing import fuse
     from .match import Site, find
     from .printing import diff, show
     from .rules import Match, Pass, Rule
@@ -63,6 +64,7 @@ __all__ = [
     "diff",
     "export",
     "find",
+    "fuse",
     "load",
     "load_config",
     "load_pass",
@@ -83,6 +85,7 @@ _HOME = {
     "errors": [name for name in __all__ if name.endswith("Error")],
     "exporting": ["export"],
     "flow": ["Result", "rewrite"],
+    "fusing": ["fuse"],
     "match": ["Site", "find"],
     "printing": ["diff", "show"],
     "rules": ["Match", "Pass", "Rule"],

@@ -151,10 +151,12 @@ class Lora(Block):
         if self.same_padding:
             x = self.pad(x, y)
         if self.kind == "Embedding":
-            update = self.up(F.dropout(self.down(x), self.dropout, self.training))
+            hidden = F.dropout(self.down(x), self.dropout, self.training)
         else:
-            update = self.up(self.down(F.dropout(x, self.dropout, self.training)))
-        return torch.add(y, update * self.scale)
+            hidden = self.down(F.dropout(x, self.dropout, self.training))
+        if self.bias:
+            return torch.add(y, self.up(hidden) * self.scale)
+        return torch.add(y, self.up(hidden * self.scale))  # scaled where it is small: no pass over all of y, or its gradient
 
     def pad(self, x: Tensor, y: Tensor) -> Tensor:
         """x with zeros around it, the odd one behind, so that `down` gives the size of y."""

@@ -54,7 +54,10 @@ def _apply(gm: TracedModule, p: Pass) -> TracedModule:
     tree = shell(gm)
     owners: dict[Any, Any] = {}
     first = next((t for t in gm.parameters() if t.is_floating_point()), None)
-    blocks = {id(site): make_block(tree, site, p, owners, first) for site in sites if site.rule.use is not None}
+    # in the order of the model's modules, as other libraries make theirs: one seed draws the same weights
+    order = {name: index for index, (name, _) in enumerate(gm.named_modules(remove_duplicate=False))}
+    made = sorted(sites, key=lambda site: order.get(site.path.partition("@")[0], len(order)))
+    blocks = {id(site): make_block(tree, site, p, owners, first) for site in made if site.rule.use is not None}
     modes, traces = dict(gm.graphs), Traces()
     try:
         graphs = _edited(modes, tree, gm, p, traces, sites, blocks)

@@ -18,7 +18,7 @@ ORDER = """
     module nodes recording regions modes entry restore tracing printing
     grafting places networks misses match making slots
     blocks weights rotations norms adapters conditions merging frequencies
-    edit checks cutting choosing outlining sharding batchnorms
+    edit products fusing checks cutting choosing outlining sharding batchnorms
     manifest folders serialize rebuild artifact exporting models flow pages
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
     compat.drivers compat.builtin compat.entries compat.hcp_config compat.everydream
@@ -36,7 +36,7 @@ ORDER = """
 """.split()
 EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_with", "replace_input_with", "update_arg"}
 # the rewrite layer; nodes writes the graph while a model runs, exporting readies a copy for torch.export
-EDITORS = {"edit", "slots", "grafting", "networks", "nodes", "exporting", "cutting", "outlining", "batchnorms"}
+EDITORS = {"edit", "fusing", "slots", "grafting", "networks", "nodes", "exporting", "cutting", "outlining", "batchnorms"}
 LONG = {"serialize"}  # files of more than 500 lines: to be split, none to be added
 
 

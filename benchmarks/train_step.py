@@ -1,0 +1,251 @@
+"""One training step with LoRA of rank 16 on all attention: fxplug's graph and PEFT's modules, in one run.
+
+python benchmarks/train_step.py [--json FILE] [--turns N] [--only vit|unet] [--eager] [--dtype fp32|bf16|fp16] [--batch N]
+
+vit   timm's ViT-S/16 at 224, on attn.qkv and attn.proj
+unet  a UNet in the style of Stable Diffusion: 128, 256 and 256 channels, latents of 32x32, 77 words of width 768, on
+      to_q, to_k, to_v and to_out.0
+A step is forward, backward and torch.optim.AdamW, on the same weights and data. The ways take turns, and a ratio is over
+PEFT's step, eager or compiled, of the same turn: in time of this process on a CPU, by CUDA's events on a GPU.
+
+fxplug   the graph as `apply` leaves it
+fused    the same after `fuse`
+blas     fused, with torch's own matrix products in the place of oneDNN's (CPU only)
+*_last   PEFT and fused with the base's convolutions in channels_last (UNet only)
+
+Memory is of a process (on a CPU) or a phase (on a GPU) of its own: `saved` what autograd keeps for the backward pass without
+parameters, `peak` what three steps need at most beyond what lay there before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import timm
+import torch
+import torch.nn.functional as F
+from diffusers import UNet2DConditionModel
+from record import write
+from torch import Tensor, nn
+
+import fxplug
+from fxplug import products
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TARGETS = {"vit": ["attn.qkv", "attn.proj"], "unet": ["to_q", "to_k", "to_v", "to_out.0"]}
+BATCH = {"vit": 4, "unet": 2} if DEVICE == "cpu" else {"vit": 64, "unet": 32}
+EAGER = {"vit": ["peft", "fxplug", "fused", "blas"], "unet": ["peft", "fxplug", "fused", "blas", "peft_last", "fused_last"]}
+COMPILED = ["peft", "fxplug", "fused"]
+Step = Callable[[], Tensor]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--turns", type=int, default=11)
+    parser.add_argument("--only", choices=list(TARGETS))
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="autocast's, with float32 parameters")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--memory", help=argparse.SUPPRESS)  # a way: what a process of its own measures
+    options = parser.parse_args()
+    if options.memory:
+        print(json.dumps(memory(options.only, options.memory, options)))
+        return
+    rows = {kind: measure(kind, options) for kind in ([options.only] if options.only else TARGETS)}
+    if options.json:
+        write(options.json, {"dtype": options.dtype, "rows": rows})
+
+
+def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    row: dict[str, Any] = {"batch": options.batch or BATCH[kind]}
+    for how, ways in (("eager", EAGER[kind]), ("compiled", [] if options.eager else COMPILED)):
+        steps, first = {}, {}
+        for way in ways:
+            if way == "blas" and DEVICE != "cpu":
+                continue
+            steps[way] = step_of(kind, way, how == "compiled", options)
+            begun = time.perf_counter()
+            steps[way]()
+            first[way] = time.perf_counter() - begun
+        row[how] = turns(steps, options.turns) if steps else {}
+        for way, found in row[how].items():
+            found["first_step_seconds"] = first[way]
+            if how == "eager":
+                found.update(apart(kind, way, options))
+                found.update({f"{k}_ratio": found[k] / row[how]["peft"][k] for k in ("saved", "peak")})
+            ratio = "{median:.3f} ({low:.3f} to {high:.3f})".format(**found["ratio"])
+            needs = "  saved x{saved_ratio:.3f}  peak x{peak_ratio:.3f}".format(**found) if how == "eager" else ""
+            print(f"{kind}  {how:8}  {way:10}  {found['milliseconds']:8.1f} ms  x{ratio}{needs}", flush=True)
+    return row
+
+
+# --- the models
+
+
+def step_of(kind: str, way: str, compiled: bool, options: argparse.Namespace) -> Step:
+    torch.manual_seed(0)
+    batch = options.batch or BATCH[kind]
+    module, last = base(kind).train(), way.endswith("_last")
+    if last:
+        module = module.to(memory_format=torch.channels_last)
+    inputs, target = example(kind, batch)
+    if last:
+        inputs["sample"] = inputs["sample"].to(memory_format=torch.channels_last)
+    if way.startswith("peft"):
+        config = peft.LoraConfig(r=16, lora_alpha=16, target_modules=TARGETS[kind])
+        module = peft.get_peft_model(module, config).to(DEVICE).train()
+    else:
+        module = ours(kind, module, inputs, way != "fxplug")
+    call = torch.compile(module, fullgraph=True) if compiled else module
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, 1e-3)
+
+    def step() -> Tensor:
+        products.ONEDNN = way != "blas" and torch.backends.mkldnn.is_available()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(DEVICE, DTYPES[options.dtype], enabled=options.dtype != "fp32"):
+            out = call(**inputs)
+        loss = F.cross_entropy(out, target) if kind == "vit" else F.mse_loss(out[0].float(), target)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def ours(kind: str, module: nn.Module, inputs: dict[str, Any], fused: bool) -> nn.Module:
+    names = "|".join(name.replace(".", r"\.") for name in TARGETS[kind])
+    made = fxplug.load_pass("lora", at=rf"re:.*\.({names})$", rank=16)
+    new = fxplug.apply(fxplug.trace(module, kwargs=inputs), made)
+    for key, parameter in new.named_parameters():
+        parameter.requires_grad_(key.startswith("lora."))
+    new = new.to(DEVICE).train()
+    return fxplug.fuse(new) if fused else new
+
+
+def base(kind: str) -> nn.Module:
+    if kind == "vit":
+        return timm.create_model("vit_small_patch16_224", num_classes=10)
+    return UNet2DConditionModel(
+        sample_size=32,
+        block_out_channels=(128, 256, 256),
+        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=768,
+    )
+
+
+def example(kind: str, batch: int) -> tuple[dict[str, Any], Tensor]:
+    if kind == "vit":
+        return {"x": torch.randn(batch, 3, 224, 224, device=DEVICE)}, torch.arange(batch, device=DEVICE) % 10
+    inputs = {
+        "sample": torch.randn(batch, 4, 32, 32, device=DEVICE),
+        "timestep": torch.randint(0, 1000, (batch,), device=DEVICE),
+        "encoder_hidden_states": torch.randn(batch, 77, 768, device=DEVICE),
+        "return_dict": False,
+    }
+    return inputs, torch.randn(batch, 4, 32, 32, device=DEVICE)
+
+
+# --- time
+
+
+def turns(steps: dict[str, Step], count: int) -> dict[str, Any]:
+    """Milliseconds of each way in turn, who begins alternating, and ratios over PEFT's of the same turn."""
+    times: list[dict[str, float]] = []
+    for index in range(count + 2):
+        names = list(steps) if index % 2 else list(reversed(steps))
+        found = {name: milliseconds(steps[name]) for name in names}
+        if index > 1:  # the first two warm up
+            times.append(found)
+    rows = {}
+    for name in steps:
+        ratios = sorted(found[name] / found["peft"] for found in times)
+        spread = {"median": statistics.median(ratios), "low": ratios[0], "high": ratios[-1]}
+        rows[name] = {"milliseconds": statistics.median(found[name] for found in times), "ratio": spread}
+    return rows
+
+
+def milliseconds(step: Step) -> float:
+    if DEVICE == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end)
+    begun = time.process_time()
+    step()
+    return 1000 * (time.process_time() - begun)
+
+
+# --- memory
+
+
+def apart(kind: str, way: str, options: argparse.Namespace) -> dict[str, int]:
+    """`memory` in a process of its own, so that what others left there does not count."""
+    if DEVICE == "cuda":
+        return memory(kind, way, options)
+    command = [sys.executable, __file__, "--only", kind, "--memory", way, "--dtype", options.dtype]
+    command += ["--batch", str(options.batch or BATCH[kind])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def memory(kind: str, way: str, options: argparse.Namespace) -> dict[str, int]:
+    """Bytes that autograd keeps for one backward pass, parameters apart, and the most that three steps take."""
+    step = step_of(kind, way, False, options)
+    step()
+    gc.collect()
+    own = {t.untyped_storage().data_ptr() for t in gc.get_objects() if isinstance(t, nn.Parameter)}
+    kept: dict[int, Tensor] = {}  # the tensors stay alive, so that no memory is counted twice
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = tensor.detach()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step()
+    saved = sum(t.untyped_storage().nbytes() for t in kept.values())
+    kept.clear()
+    gc.collect()
+    before = reset_peak()
+    for _ in range(3):
+        step()
+    return {"saved": saved, "peak": peak() - before}
+
+
+def reset_peak() -> int:
+    """Let the peak begin anew; what is in use now."""
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak() -> int:
+    return torch.cuda.max_memory_allocated() if DEVICE == "cuda" else _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    rows = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(row.split()[1]) for row in rows if row.startswith(name))
+
+
+if __name__ == "__main__":
+    main()
