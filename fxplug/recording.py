@@ -19,7 +19,7 @@ from .errors import TraceError
 from .nodes import SMALL, Nodes
 from .sizes import KINDS, Number
 from .structure import children
-from .wording import describe, shortened, source_line
+from .wording import decides_layout_only, describe, shortened, source_line, user_frame
 
 CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
 SIZES = {"size", "stride", "numel", "nelement", "storage_offset", "__len__"}
@@ -277,8 +277,10 @@ class Recording(Nodes):
         """Python needs the plain value of a number: hold it by a guard."""
         if not isinstance(number, Number):
             return number
-        if number.recorder is self:
-            self.guard(number.fx_node, number.value)
+        if number.recorder is self and number.fx_node not in self.guards:
+            frame = user_frame()
+            if frame is None or not decides_layout_only(frame):
+                self.guard(number.fx_node, number.value)
         return number.value
 
     def guard(self, node: fx.Node, expected: Any, message: str | None = None) -> None:

@@ -267,3 +267,33 @@ def test_numbers_of_an_earlier_trace_are_plain_in_the_next() -> None:
     fxplug.trace(model, image(*TRACED))
     gm = fxplug.trace(model, image(2, 3, 4))
     assert torch.equal(gm(image(2, 3, 5)), image(2, 3, 5) * 6 + 30)
+
+
+@pytest.mark.parametrize("traced, called", [(2, 64), (64, 2)])
+def test_a_batch_above_64_goes_through_diffusers_upsampling(traced, called):
+    """Its `if hidden_states.shape[0] >= 64` only makes a tensor contiguous, so it decides nothing."""
+    from diffusers.models.upsampling import Upsample2D
+
+    model = Upsample2D(4, use_conv=True)
+    gm = fxplug.trace(model, torch.randn(traced, 4, 3, 3))
+    x = torch.randn(called, 4, 5, 5)
+    assert torch.equal(gm(x), model(x))
+
+
+class Branches(torch.nn.Module):
+    def forward(self, x):
+        if x.shape[0] >= 4:
+            x = x.contiguous()
+            x = x + 1
+        if x.shape[1] >= 4:
+            y = x.contiguous()
+            return y
+        return x
+
+
+def test_an_if_that_does_more_than_a_layout_is_held():
+    gm = fxplug.trace(Branches(), torch.randn(2, 3))
+    with pytest.raises(fxplug.GuardError, match=r"shape\[0\] >= 4"):
+        gm(torch.randn(4, 3))
+    with pytest.raises(fxplug.GuardError, match=r"shape\[1\] >= 4"):
+        gm(torch.randn(2, 4))
