@@ -23,6 +23,7 @@ from . import __version__
 from .errors import FxplugError, SpecError, did_you_mean
 
 if TYPE_CHECKING:
+    from .config import Config
     from .flow import Result
     from .module import TracedModule
 
@@ -132,13 +133,10 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Rewrite a model and train what its passes added, as the sections train and data say."""
-    from .config import load_config
-
-    read = load_config(config, set or [])  # what is wrong in the file is said before torch is imported
+    read = _read(config, set)
     from .training.run import train as run
 
-    name = Path(config).stem
-    done = run(read, out=out, name=name, resume=start or resume, quiet=quiet, progress=_progress)
+    done = run(read, out=out, name=Path(config).stem, resume=start or resume, quiet=quiet, progress=_progress)
     last = f", loss {done.history[-1]['loss']:.4g}" if done.history else ""
     print(f"{len(done.history)} steps{last}")
     for key, value in done.metrics.items():
@@ -283,10 +281,17 @@ def convert(
     print(f"saved in {out}" if model else f"saved in {out}; its model is left to write")
 
 
-def _run(config: str, set: list[str] | None, **how: Any) -> Result:
+def _read(config: str, set: list[str] | None) -> Config:
+    """A configuration, read before torch is imported. What it imports may lie beside it, as with a script."""
     from .config import load_config
 
-    read = load_config(config, set or [])  # what is wrong in the file is said before torch is imported
+    read = load_config(config, set or [])
+    sys.path.insert(0, str(read.base.absolute()))
+    return read
+
+
+def _run(config: str, set: list[str] | None, **how: Any) -> Result:
+    read = _read(config, set)
     from .flow import rewrite as run
 
     return run(read, progress=_progress, **how)

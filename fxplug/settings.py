@@ -150,6 +150,7 @@ class Train(Section):
     scheduler: Maybe = None
     clip: float | None = Field(default=None, gt=0)
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
+    fuse: bool = True
     compile: bool = False
     checkpointing: Patterns = False
     shard: Patterns = False
@@ -207,10 +208,11 @@ class Data(Section):
     @model_validator(mode="before")
     @classmethod
     def _inherited(cls, value: Any) -> Any:
-        """Test data has the settings of the training data that it does not give itself; `buckets: false` is none."""
+        """Test data has the settings of the training data that it does not give itself; `buckets: true` has the defaults."""
         if not isinstance(value, Mapping):
             return value
-        value = {**value, "buckets": value.get("buckets") or None}
+        buckets = value.get("buckets")
+        value = {**value, "buckets": {} if buckets is True else None if buckets is False else buckets}
         test = value.get("test")
         kinds = [kind for kind in KINDS if value.get(kind) is not None]
         if isinstance(test, str) and len(kinds) == 1:

@@ -39,6 +39,7 @@ def launched(tmp_path, changed, second=None, processes=2):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(here=str(HERE)))
     answer = tmp_path / "losses.json"
+    answer.unlink(missing_ok=True)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     args = [str(script), json.dumps(changed), json.dumps(second or {}), str(tmp_path / "run"), str(answer)]
     env = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}

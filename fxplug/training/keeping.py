@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
 
 from ..artifact import save
 from ..errors import TrainError
 from ..settings import written
-from ..sharding import full_state
 from .checkpoint import Checkpoint, differences, found, random_state, read, set_random_state, write
 from .launch import gathered
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def keep(trainer: Trainer) -> None:
@@ -43,19 +42,22 @@ def keep(trainer: Trainer) -> None:
 
 def export(trainer: Trainer) -> None:
     """Write the trained module, and the one with averaged weights, as artifacts: `module/` and `ema/`."""
+    named = dict(trainer.module.named_parameters())
+    trained, averages = tree_map(_whole, (trainer.trained, trainer.ema.average if trainer.ema else {}))
     if trainer.sharded is not None:  # the module itself still has the weights it began with
-        _fill(dict(trainer.module.named_parameters()), _weights(trainer))
+        _fill(named, trained)
     if trainer.out is None or not trainer.first:
         return
-    config = {**trainer.config, "inputs": trainer.config.get("inputs", {})}
+    trainer.module.eval()
+    kept = {name: named[name].detach().clone() for name in averages}
     with _reported(trainer, "trained module"):
-        trainer.module.eval()
-        save(trainer.module, trainer.out / "module", config=config)
-        if trainer.ema is not None:
-            with trainer.ema.applied():
-                save(trainer.module, trainer.out / "ema", config=config)
-        place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.step}
-        trainer.plugins.call("on_model_save", path=trainer.out / "module", **place)
+        save(trainer.module, trainer.out / "module", config=trainer.config)
+        if averages:
+            _fill(named, averages)
+            save(trainer.module, trainer.out / "ema", config=trainer.config)
+    _fill(named, kept)
+    place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.step}
+    trainer.plugins.call("on_model_save", path=trainer.out / "module", **place)
 
 
 def restore(trainer: Trainer, path: Path) -> None:
@@ -65,14 +67,15 @@ def restore(trainer: Trainer, path: Path) -> None:
     if lines:
         listed = "\n  ".join(lines)
         raise TrainError(f"'{path}' is a checkpoint of another run:\n  {listed}")
-    held = {**dict(trainer.module.named_buffers()), **_parameters(trainer)}
-    if trainer.sharded is not None:
-        raise TrainError("a sharded run cannot be resumed yet: resume it without 'shard'")
-    _fill(held, kept.weights)
+    _fill({**dict(trainer.module.named_buffers()), **trainer.trained}, kept.weights)
     if trainer.ema is not None:
-        trainer.ema.average = {name: kept.ema[name].to(old) for name, old in trainer.ema.average.items()}
+        _fill(trainer.ema.average, kept.ema)
         trainer.ema.steps = kept.progress["ema_steps"]
-    trainer.optimizer.load_state_dict(kept.state["optimizer"])
+    state = kept.state["optimizer"]
+    for index, parameter in enumerate(trainer.trained.values()):
+        of = state["state"].get(index, {})
+        of.update({key: _spread(value, parameter) for key, value in of.items()})
+    trainer.optimizer.load_state_dict(state)
     trainer.scheduler.load_state_dict(kept.state["scheduler"])
     if trainer.accelerator.scaler is not None and "scaler" in kept.state:
         trainer.accelerator.scaler.load_state_dict(kept.state["scaler"])
@@ -85,11 +88,7 @@ def restore(trainer: Trainer, path: Path) -> None:
 
 def _snapshot(trainer: Trainer) -> Checkpoint:
     accelerator, ema = trainer.accelerator, trainer.ema
-    if trainer.sharded is None:
-        optimizer = trainer.optimizer.state_dict()
-    else:
-        optimizer = get_optimizer_state_dict(trainer.sharded, trainer.optimizer.optimizer, options=WHOLE)
-    state = {"optimizer": optimizer, "scheduler": trainer.scheduler.state_dict()}
+    state = {"optimizer": tree_map(_whole, trainer.optimizer.state_dict()), "scheduler": trainer.scheduler.state_dict()}
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler.state_dict()
     progress = {
@@ -99,8 +98,8 @@ def _snapshot(trainer: Trainer) -> Checkpoint:
         "run": _identity(trainer),
     }
     changed = {n: b for n, b in trainer.module.named_buffers() if b._version != trainer.buffers.get(n)}
-    weights = {**_weights(trainer), **changed}
-    return Checkpoint(weights, progress, state, ema.average if ema else {}, gathered(accelerator, random_state()))
+    weights, averages = tree_map(_whole, (trainer.trained, ema.average if ema else {}))
+    return Checkpoint({**weights, **changed}, progress, state, averages, gathered(accelerator, random_state()))
 
 
 def _identity(trainer: Trainer) -> dict[str, Any]:
@@ -111,7 +110,7 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
         "passes": {
             entry["name"]: {**entry["params"], "sites": len(entry["sites"])} for entry in trainer.module.meta.get("passes", [])
         },
-        "trained": {name: list(p.shape) for name, p in _parameters(trainer).items()},
+        "trained": {name: list(p.shape) for name, p in trainer.trained.items()},
         "task": written(settings.task),
         "optimizer": type(trainer.optimizer.optimizer).__name__,
         "scheduler": type(trainer.scheduler).__name__,
@@ -122,23 +121,22 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _parameters(trainer: Trainer) -> dict[str, Tensor]:
-    named = dict(trainer.module.named_parameters())
-    return {name: named[name] for group in trainer.groups for name in group["names"]}
+def _whole(value: Any) -> Any:
+    """A sharded tensor gathered from all processes; anything else as it is."""
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value
 
 
-def _weights(trainer: Trainer) -> dict[str, Tensor]:
-    """The weights that train; those of a sharded module are gathered from all processes."""
-    if trainer.sharded is None:
-        return {name: p.detach() for name, p in _parameters(trainer).items()}
-    whole = full_state(trainer.sharded)
-    return {name: whole[name] for name in _parameters(trainer)}
+def _spread(value: Any, like: Tensor) -> Any:
+    """A whole tensor as `like` has it: on its device and, where that is sharded and of its shape, sharded."""
+    if not isinstance(value, Tensor) or not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
 
 
 @torch.no_grad()
-def _fill(held: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+def _fill(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
     for name, value in values.items():
-        held[name].copy_(value)
+        held[name].copy_(_spread(value, held[name]))
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..batchnorms import hold_norms
 from ..errors import TrainError
+from ..fusing import fuse
 from ..module import TracedModule
 from ..outlining import outline
 from ..settings import Train
@@ -71,10 +72,12 @@ def prepared(
 ) -> tuple[nn.Module, TracedModule | None]:
     """What runs in training, on shared weights, and the sharded module when there is one.
 
-    Batch norms whose parameters are frozen keep their statistics. `checkpointing` and `shard` outline regions, `compile`
+    Linear layers are fused with their low-rank updates unless `fuse` is off, and batch norms whose parameters are frozen keep
+    their statistics. `checkpointing` and `shard` outline regions, `compile`
     compiles the whole as one graph, and several processes are put under DDP when nothing is sharded.
     """
-    lowered = hold_norms(module, frozen)
+    lowered = fuse(module) if settings.fuse else module
+    lowered = hold_norms(lowered, frozen)
     if settings.checkpointing or settings.shard:
         chosen = next((s for s in (settings.shard, settings.checkpointing) if not isinstance(s, bool)), None)
         lowered = outline(lowered, chosen, checkpoint=bool(settings.checkpointing))

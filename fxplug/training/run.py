@@ -78,7 +78,7 @@ def train(
         }
         data = Loader(open_items(config.data, config.base), config.data, hooks=plugins, **common)
         tests: Data | None = config.data.test
-        test = Loader(open_items(tests, config.base), tests, train=False, **common) if tests else None
+        test = Loader(open_items(tests, config.base, test=True), tests, train=False, **common) if tests else None
         checked = config.verify and accelerator.is_main_process
         module = rewrite(config, verify=checked, progress=progress).module
         trainer = Trainer(

@@ -135,8 +135,8 @@ class Trainer:
         if scheduler is None:
             self.scheduler, self.by_epoch = make_scheduler(self.settings.scheduler, made, self.steps, self.per_epoch)
         self.optimizer: Any = self.accelerator.prepare_optimizer(made, device_placement=False)
-        trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
-        self.ema = Ema(trained, self.settings.ema) if self.settings.ema else None
+        self.trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
+        self.ema = Ema(self.trained, self.settings.ema) if self.settings.ema else None
         self.buffers = {name: buffer._version for name, buffer in self.module.named_buffers()}
         parts = self.module, self.runner, self.task, self.groups, self.optimizer
         self.take_step = Stepper(self.accelerator, *parts, self.settings, self.plugins, self.seed)
@@ -196,7 +196,7 @@ class Trainer:
                 raise KeyboardInterrupt(f"stopped after step {self.progress.step}")
             self._finish()
         finally:
-            self.watch.close(self.history)
+            self._close()
         self.plugins.call("on_training_end", global_step=self.progress.step)
         for line in self.plugins.summary(time.perf_counter() - begun):
             self.watch.note(line)
@@ -204,9 +204,7 @@ class Trainer:
 
     def counts(self) -> tuple[int, int]:
         """Parameters that train, and all."""
-        named = dict(self.module.named_parameters())
-        trained = sum(named[name].numel() for group in self.groups for name in group["names"])
-        return trained, sum(p.numel() for p in named.values())
+        return sum(p.numel() for p in self.trained.values()), sum(p.numel() for p in self.module.parameters())
 
     def _epoch(self, interrupt: list[int]) -> None:
         progress, accumulate = self.progress, self.settings.accumulate
@@ -239,6 +237,16 @@ class Trainer:
         progress.done += len(batches)
         progress.total += report["loss"]
         return {"step": progress.step, "epoch": progress.epoch, "loss": report.pop("loss"), "lr": lr, **report}
+
+    def _close(self) -> None:
+        """End the workers, say what they could not read, and finish what is watched."""
+        for loader in (self.data, self.tests) if self.tests else (self.data,):
+            loader.close()
+            if loader.skipped:
+                shown = ", ".join(f"{name} ({why})" for name, why in list(loader.skipped.items())[:5])
+                more = f" and {len(loader.skipped) - 5} more" * (len(loader.skipped) > 5)
+                self.watch.note(f"{len(loader.skipped)} images could not be read: {shown}{more}")
+        self.watch.close(self.history)
 
     def _schedule(self, loss: float) -> None:
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
