@@ -39,9 +39,10 @@ pages: install  ## write examples/passes: a page about each pass
 zoo: install  ## trace the model zoo and print what is exact
 	$(BIN)/python benchmarks/exactness.py
 
-bench: install  ## measure tracing, and ControlNet in one graph
+bench: install  ## measure tracing, ControlNet in one graph, and checkpointing
 	$(BIN)/python benchmarks/trace.py
 	$(BIN)/python benchmarks/controlnet.py
+	$(BIN)/python benchmarks/checkpointing.py
 
 clean:  ## remove what the targets above made, except .venv
 	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
