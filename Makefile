@@ -39,10 +39,13 @@ pages: install  ## write examples/passes: a page about each pass
 zoo: install  ## trace the model zoo and print what is exact
 	$(BIN)/python benchmarks/exactness.py
 
-bench: install  ## measure tracing, ControlNet in one graph, and a training step
+<<<<<<< HEAD
+bench: install  ## measure tracing, ControlNet in one graph, and training steps
 	$(BIN)/python benchmarks/trace.py
 	$(BIN)/python benchmarks/controlnet.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/train_step.py
+	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python benchmarks/checkpointing.py
+	$(BIN)/python benchmarks/train_loop.py
 
 clean:  ## remove what the targets above made, except .venv
 	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

@@ -36,7 +36,7 @@ def choose(graph: fx.Graph, members: Mapping[str, list[fx.Node]], root: nn.Modul
     Regions are repeated when the same operations run in them in the same order, whatever their names and sizes are and
     whatever passes put in. Of all choices the one with the smallest estimate of saved memory is taken: what leaves the
     regions, what lies outside them, and the largest inside of one, as that is computed again (Chen et al. 2016, arXiv
-    1604.06174). A region that would save less than half of its inside is not worth its second run. Sizes are those of the
+    1604.06174). A region that would save less than two thirds of its inside is not worth a second run. Sizes are those of the
     trace. Raises MatchError when nothing is repeated.
     """
     tree = _nesting(graph, members)
@@ -58,7 +58,7 @@ def choose(graph: fx.Graph, members: Mapping[str, list[fx.Node]], root: nn.Modul
             row = rows[key]
             inner = [cost[k] for k in row.inner]
             cost[key] = row.own + sum(c for c, _ in inner), []
-            if row.can and row.inside <= limit and 2 * row.leaving <= cost[key][0] and cost[key][0] > SMALL * rows[""].inside:
+            if row.can and row.inside <= limit and 3 * row.leaving <= cost[key][0] and cost[key][0] > SMALL * rows[""].inside:
                 cost[key] = row.leaving, [key]
             else:
                 cost[key] = cost[key][0], [k for _, chosen in inner for k in chosen]

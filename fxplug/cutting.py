@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ unflatten ravel chunk split tensor_split unbind squeeze unsqueeze expand expand_
 bfloat16 double type_as detach narrow select t adjoint diagonal unfold as_strided real imag view_as_real view_as_complex
 dropout dropout1d dropout2d dropout3d alpha_dropout""".split()  # noqa: SIM905
 ALIASING_MODULES = (nn.Identity, nn.modules.dropout._DropoutNd, nn.Flatten, nn.Unflatten)
+REGION = "region_graph"  # key in the meta of a node that calls a region: the region's own graph
 
 
 @dataclass
@@ -49,8 +50,8 @@ def members(graph: fx.Graph) -> dict[str, list[fx.Node]]:
         if stack and not added(node):
             stacks.setdefault(next(reversed(stack)), tuple(stack))
     for node in graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr"):
-            continue
+        if node.op in ("placeholder", "output", "get_attr") or node.target is ops.device_of:
+            continue  # the device stands at the head, whichever region asked for it
         stack = node.meta.get("nn_module_stack", {})
         if added(node):
             site = str(node.meta["pass"].get("site", ""))
@@ -68,9 +69,14 @@ def members(graph: fx.Graph) -> dict[str, list[fx.Node]]:
 def plan(key: str, nodes: list[fx.Node], root: nn.Module) -> Cut | str:
     """How a region is cut out of its graph, or why it cannot be: in words that go on after "'path' ".
 
-    Nodes that a pass put in between are taken along where the region needs them and they need it.
+    Nodes that a pass put in between are taken along where the region needs them and they need it. Those that a pass put in
+    long before the region begins, to change what enters it, stay where they are.
     """
+    first = next((n for n in nodes if not added(n)), nodes[0])
+    early = [n for n in nodes if n < first]
     inside = set(nodes)
+    if early and any(n not in inside and n.op != "get_attr" for n in _between([*early, first])):
+        inside -= set(early)
     while True:
         nodes = sorted(inside)
         between = [n for n in _between(nodes) if n not in inside]
@@ -109,7 +115,7 @@ def extract(cut: Cut, target: str, name: str, stack: dict[str, Any]) -> Graph:
     own.output(result).meta["nn_module_stack"] = stack
     with graph.inserting_before(cut.nodes[0]):
         call = graph.create_node("call_module", target, tuple(cut.inputs), {}, name=name)
-        call.meta["nn_module_stack"] = stack
+        call.meta.update(nn_module_stack=stack, **{REGION: own})
         parts = [call] if len(outputs) == 1 else [graph.call_function(operator.getitem, (call, i)) for i in range(len(outputs))]
     for old, new in zip(cut.outputs, parts, strict=True):
         new.meta.update({k: old.meta[k] for k in ("shape", "dtype") if k in old.meta}, nn_module_stack=stack)
@@ -119,7 +125,7 @@ def extract(cut: Cut, target: str, name: str, stack: dict[str, Any]) -> Graph:
     return own
 
 
-def _between(nodes: list[fx.Node]) -> Iterable[fx.Node]:
+def _between(nodes: list[fx.Node]) -> Iterator[fx.Node]:
     node, last = nodes[0], nodes[-1]
     while node is not last:
         node = node.next
@@ -156,6 +162,8 @@ def _named(nodes: list[fx.Node]) -> str:
 
 def is_random(node: fx.Node, root: nn.Module) -> bool:
     """Whether a node may draw random numbers."""
+    if REGION in node.meta:
+        return any(is_random(n, root) for n in node.meta[REGION].nodes)
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return any(isinstance(m, nn.modules.dropout._DropoutNd) or getattr(m, "is_block", False) for m in module.modules())
@@ -164,6 +172,10 @@ def is_random(node: fx.Node, root: nn.Module) -> bool:
 
 def written(node: fx.Node, root: nn.Module) -> list[fx.Node]:
     """The values that a node changes in place: tensors of the graph, or reads of buffers."""
+    if REGION in node.meta:
+        nodes = node.meta[REGION].nodes
+        changes = changed_input(nodes, [n for n in nodes if n.op == "placeholder"], root)
+        return node.all_input_nodes if changes else []
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
         return node.all_input_nodes[:1] if getattr(module, "inplace", False) else []
@@ -189,7 +201,8 @@ def updates(node: fx.Node) -> bool:
 def aliases(node: fx.Node, root: nn.Module) -> bool:
     """Whether a node's result may be the memory of its first argument."""
     if node.op == "call_module":
-        return isinstance(root.get_submodule(str(node.target)), ALIASING_MODULES) or bool(written(node, root))
+        whole = REGION not in node.meta and isinstance(root.get_submodule(str(node.target)), ALIASING_MODULES)
+        return whole or bool(written(node, root))
     name = targets.short_name(node.target)
     return node.op != "get_attr" and (name in ALIASING or bool(written(node, root)))
 
@@ -207,21 +220,25 @@ def changed_input(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], root: nn.
 
 def _reordered(nodes: list[fx.Node], before: list[fx.Node], after: list[fx.Node], root: nn.Module) -> str | None:
     """Whether calling the region as one would put operations into another order whose order counts."""
+    if not any(n.op != "get_attr" for n in before) and not after:
+        return None
+    order = [n for n in nodes if n.target in SWITCHES or is_random(n, root) or written(n, root)]
+    early = set(before)
     for other in before + after:
-        passed = [n for n in nodes if (n < other) == (other in before)]
-        if other in before and other.op == "get_attr":
+        if other.op == "get_attr":
             continue
-        random = is_random(other, root)
-        for node in passed:
-            switch = next((n for n in (other, node) if n.target in SWITCHES), None)
-            if switch is not None:
-                return f"cannot be moved past '{switch.name}' in {_named([switch])}, which switches gradients or autocast"
-            if random and is_random(node, root):
-                return f"draws random numbers in turn with {_named([other])}"
+        alone = other.target not in SWITCHES and not written(other, root)
+        for node in order if alone else nodes:
+            if (node < other) != (other in early):
+                continue  # they stay as they are
             for one, two in ((other, node), (node, other)):
+                if one.target in SWITCHES:
+                    return f"cannot be moved past '{one.name}' in {_named([one])}, which switches gradients or autocast"
                 values = written(one, root)
                 if any(v.op != "get_attr" or any(v.target == a.target for a in two.all_input_nodes) for v in values):
                     return f"cannot be moved past '{one.name}' in {_named([one])}, which changes a tensor in place"
+            if is_random(other, root) and is_random(node, root):
+                return f"draws random numbers in turn with {_named([other])}"
     return None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from .choosing import choose
-from .cutting import Cut, changed_input, extract, members, plan, unique_names, written
+from .cutting import REGION, Cut, changed_input, extract, members, plan, unique_names, written
 from .errors import MatchError, SpecError
 from .misses import misses
 from .module import Container, TracedModule, class_names, copy_graph, shell
@@ -68,8 +68,10 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
 def originals(outlined: TracedModule) -> dict[str, Tensor]:
     """Parameters and buffers of an outlined module under the names they have in the module it was made from.
 
-    Those that stand under several names are there once. After `shard` they are what the module holds then: DTensors.
+    Those that stand under several names are there once. After `shard` they are what the module holds then: DTensors. Raises
+    SpecError for a module that is not outlined.
     """
+    check_outlined(outlined, "originals")
     found = {}
     for name, now in outlined.meta["originals"].items():
         owner, _, last = now.rpartition(".")
@@ -78,13 +80,19 @@ def originals(outlined: TracedModule) -> dict[str, Tensor]:
     return found  # type: ignore[return-value]
 
 
+def check_outlined(module: Any, caller: str) -> None:
+    """Raises SpecError for anything that `outline` did not make."""
+    if not isinstance(module, TracedModule) or "regions" not in module.meta:
+        raise SpecError(f"{caller} takes an outlined module, not {type(module).__name__}: outline(module) makes one")
+
+
 class Checkpointed(nn.Module):
     """A region whose activations are computed again in the backward pass when it trains.
 
     `written` names its buffers that training writes: the second run sees them as the first did, and leaves them as they are.
     """
 
-    def __init__(self, region: nn.Module, written: Sequence[str] = ()) -> None:
+    def __init__(self, region: TracedModule, written: Sequence[str] = ()) -> None:
         super().__init__()
         self.region, self.written = region, tuple(written)
         self.training = region.training
@@ -95,21 +103,15 @@ class Checkpointed(nn.Module):
         if torch.compiler.is_compiling():  # a compiled program changes buffers once and its inputs never
             return checkpointed(self.region, *args, use_reentrant=False)
         buffers = [self.region.get_buffer(name) for name in self.written]
-        return checkpointed(self.region, *args, use_reentrant=False, context_fn=lambda: _contexts(args, buffers))
+        return checkpointed(self.region, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _as_before(buffers)))
 
 
-def _contexts(args: Any, buffers: list[Tensor]) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What the first and the second run of a checkpointed region happen in."""
-    versions = [(x, x._version) for x in args if isinstance(x, Tensor)]
+def _as_before(buffers: list[Tensor]) -> AbstractContextManager[None]:
+    """A context in which buffers are what they are now; afterwards they are what they were when it was entered."""
     before = [b.clone() for b in buffers]
 
     @contextmanager
     def again() -> Iterator[None]:
-        if any(x._version != version for x, version in versions):
-            raise SpecError(
-                "an input of a checkpointed region was changed in place after the region read it, so that its activations "
-                "cannot be computed again: outline a region around both, or leave it out of the regions"
-            )
         after = [b.clone() for b in buffers]
         _put(buffers, before)
         try:
@@ -117,7 +119,7 @@ def _contexts(args: Any, buffers: list[Tensor]) -> tuple[AbstractContextManager[
         finally:
             _put(buffers, after)
 
-    return nullcontext(), again()
+    return again()
 
 
 @torch.no_grad()
@@ -177,6 +179,7 @@ def _assembled(
     tree = shell(gm)
     for graph in graphs.values():
         for node in reversed(graph.nodes):
+            node.meta.pop(REGION, None)
             if node.op == "get_attr" and not node.users:
                 graph.erase_node(node)
         graph.lint()

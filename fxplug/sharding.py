@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from .cutting import changed_input
 from .errors import SpecError
 from .module import TracedModule
-from .outlining import Checkpointed, originals
+from .outlining import Checkpointed, check_outlined, originals
 
 
 def shard(outlined: TracedModule, mesh: Any = None, **options: Any) -> TracedModule:
@@ -27,14 +27,13 @@ def shard(outlined: TracedModule, mesh: Any = None, **options: Any) -> TracedMod
     """
     from torch.distributed.fsdp import fully_shard
 
-    if not isinstance(outlined, TracedModule) or "regions" not in outlined.meta:
-        raise SpecError("shard takes an outlined module: outline(module) makes one")
+    check_outlined(outlined, "shard")
     if not torch.distributed.is_initialized():
         raise SpecError("sharding needs several processes: start with torchrun or accelerate launch")
-    units = {path: outlined.get_submodule(path) for path in outlined.meta["regions"].values()}
-    uses = Counter(id(p) for unit in units.values() for p in unit.parameters())
-    uses.update(_used_by_rest(outlined, units))
-    for unit in units.values():
+    units = [outlined.get_submodule(path) for path in outlined.meta["regions"].values()]
+    uses = Counter(id(p) for unit in units for p in unit.parameters())
+    uses.update(_held_by_rest(outlined, units))
+    for unit in units:
         if all(uses[id(p)] == 1 for p in unit.parameters()) and not _changes_input(unit):
             fully_shard(unit, mesh=mesh, **options)
     fully_shard(outlined, mesh=mesh, **options)
@@ -45,7 +44,9 @@ def full_state(outlined: TracedModule, trainable: bool = True) -> dict[str, Tens
     """Parameters of an outlined module, sharded or not, whole and under the names they have in the module it was made from.
 
     `trainable` leaves out frozen parameters and buffers. Every process of the mesh must call it, and gets everything.
+    Raises SpecError for a module that is not outlined.
     """
+    check_outlined(outlined, "full_state")
     found = {}
     for name, tensor in originals(outlined).items():
         if not trainable or (isinstance(tensor, nn.Parameter) and tensor.requires_grad):
@@ -54,13 +55,14 @@ def full_state(outlined: TracedModule, trainable: bool = True) -> dict[str, Tens
     return found
 
 
-def _used_by_rest(outlined: TracedModule, units: Mapping[str, nn.Module]) -> set[int]:
-    """The ids of the parameters that stand or are used outside the regions."""
-    inside = {id(module) for unit in units.values() for module in unit.modules()}
-    found = {id(p) for module in outlined.modules() if id(module) not in inside for p in module._parameters.values()}
-    for node in (node for graph in outlined.graphs.values() for node in graph.nodes):
-        if node.op == "call_module" and node.target not in units:
-            found |= {id(p) for p in outlined.get_submodule(str(node.target)).parameters()}
+def _held_by_rest(outlined: TracedModule, units: Sequence[nn.Module]) -> set[int]:
+    """The ids of the parameters that stand outside the regions too."""
+    found: set[int] = set()
+    todo: list[nn.Module] = [outlined]
+    while todo:
+        module = todo.pop()
+        found |= {id(p) for p in module._parameters.values()}
+        todo += [child for child in module.children() if child not in units]
     return found
 
 
