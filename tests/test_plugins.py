@@ -132,6 +132,7 @@ def test_plugins_chain_in_the_written_order(folder):
     assert Plugins([tags, Upper, AddMore]).transform_caption("cat, a, b") == "CAT, B, A, More"
     assert Plugins([AddMore, Upper, tags]).transform_caption("cat, a, b") == "CAT, MORE, B, A"
     assert Plugins([]).transform_caption("cat") == "cat"
+    assert Plugins([Upper]).transforms and not Plugins([type("Empty", (BasePlugin,), {})]).transforms
 
 
 def test_an_image_plugin(folder):

@@ -95,6 +95,11 @@ class Plugins:
         """Whether a plugin has this hook, so that its data need not be made for nobody."""
         return bool(self._calls[hook])
 
+    @property
+    def transforms(self) -> bool:
+        """Whether any plugin changes what is loaded; a loader needs the others not."""
+        return any(calls for hook, calls in self._calls.items() if hook.startswith("transform_"))
+
     def call(self, hook: str, **data: Any) -> None:
         """Tell every plugin that has the hook, in the written order.
 
