@@ -39,7 +39,6 @@ pages: install  ## write examples/passes: a page about each pass
 zoo: install  ## trace the model zoo and print what is exact
 	$(BIN)/python benchmarks/exactness.py
 
-<<<<<<< HEAD
 bench: install  ## measure tracing, ControlNet in one graph, and training steps
 	$(BIN)/python benchmarks/trace.py
 	$(BIN)/python benchmarks/controlnet.py
