@@ -117,7 +117,7 @@ class Section(BaseModel):
 class Save(Section):
     """Checkpoints: one every so many `every` steps (0: only at the end), of which the last `keep` stay."""
 
-    every: int = Field(default=0, ge=0)
+    every: int = Field(default=500, ge=0)
     keep: int = Field(default=2, ge=1)
     on_full_disk: Stop = "stop"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from ..errors import TrainError
 from ..folders import replaced
+from .data.seeding import random_state, random_state_kept, seed_all, set_random_state
 
 FORMAT = 1
 PREFIX = "step-"
@@ -79,42 +79,33 @@ def read(folder: Path) -> Checkpoint:
         raise TrainError(f"'{folder}' cannot be read: {type(error).__name__}: {error}; resume from another one") from error
 
 
-def random_state() -> dict[str, Any]:
+def plain_random_state() -> dict[str, Any]:
     """The state of every generator that this process draws from, in plain values and tensors."""
-    version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
-        "numpy": [kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-    }
+    python, numpy, torchs = random_state()
+    kind, keys, *rest = numpy
+    state = {"python": [python[0], list(python[1]), python[2]], "torch": torchs}
+    state["numpy"] = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put `random_state` back."""
+def set_plain_random_state(state: Mapping[str, Any]) -> None:
+    """Put `plain_random_state` back."""
     version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
+    kind, keys, *rest = state["numpy"]
+    set_random_state(((version, tuple(numbers), gauss), (kind, keys.numpy().astype(np.uint32), *rest), state["torch"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Every generator of this process seeded inside, and where it was again after."""
-    before = random_state()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    try:
+    """Every generator of this process seeded inside; those of the CPU are where they were again after."""
+    with random_state_kept():
+        torch.manual_seed(seed)
+        seed_all(seed)
         yield
-    finally:
-        set_random_state(before)
 
 
 def differences(then: Any, now: Any, path: str = "", words: tuple[str, str] = ("then", "now")) -> list[str]:

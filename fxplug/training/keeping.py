@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from ..artifact import save
 from ..errors import TrainError
 from ..settings import written
-from .checkpoint import Checkpoint, differences, found, random_state, read, set_random_state, write
+from .checkpoint import Checkpoint, differences, found, plain_random_state, read, set_plain_random_state, write
 from .launch import gathered
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def restore(trainer: Trainer, path: Path) -> None:
         setattr(trainer.progress, key, value)
     trainer.take_step.checked = True
     if len(kept.random) == trainer.accelerator.num_processes:
-        set_random_state(kept.random[trainer.accelerator.process_index])
+        set_plain_random_state(kept.random[trainer.accelerator.process_index])
 
 
 def _snapshot(trainer: Trainer) -> Checkpoint:
@@ -99,7 +99,7 @@ def _snapshot(trainer: Trainer) -> Checkpoint:
     }
     changed = {n: b for n, b in trainer.module.named_buffers() if b._version != trainer.buffers.get(n)}
     weights, averages = tree_map(_whole, (trainer.trained, ema.average if ema else {}))
-    return Checkpoint({**weights, **changed}, progress, state, averages, gathered(accelerator, random_state()))
+    return Checkpoint({**weights, **changed}, progress, state, averages, gathered(accelerator, plain_random_state()))
 
 
 def _identity(trainer: Trainer) -> dict[str, Any]:
