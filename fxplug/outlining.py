@@ -28,7 +28,7 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
     results and gradients stay the same, bit for bit. A region's module lies at `outlined.meta["regions"][path]`, and
     `originals` gives parameters and buffers under the names they have in `gm`.
 
-    With `checkpoint` each region's activations are computed again in the backward pass, in training mode (Chen et al. 2016,
+    With `checkpoint` each region's activations are computed again in the backward pass, in either mode (Chen et al. 2016,
     arXiv 1604.06174): random numbers are drawn as before, and buffers that it writes are written once.
 
     Raises MatchError for a pattern that matches nothing and when there is nothing repeated to choose; SpecError for a named
@@ -87,7 +87,7 @@ def check_outlined(module: Any, caller: str) -> None:
 
 
 class Checkpointed(nn.Module):
-    """A region whose activations are computed again in the backward pass when it trains.
+    """A region whose activations are computed again in the backward pass. Without gradients it just runs.
 
     `written` names its buffers that training writes: the second run sees them as the first did, and leaves them as they are.
     """
@@ -98,7 +98,7 @@ class Checkpointed(nn.Module):
         self.training = region.training
 
     def forward(self, *args: Any) -> Any:
-        if not (self.training and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():  # not by the mode: blocks may train in a base that computes as in evaluation
             return self.region(*args)
         if torch.compiler.is_compiling():  # a compiled program changes buffers once and its inputs never
             return checkpointed(self.region, *args, use_reentrant=False)
