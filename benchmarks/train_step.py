@@ -13,18 +13,16 @@ fused    the same after `fuse`
 blas     fused, with torch's own matrix products in the place of oneDNN's (CPU only)
 *_last   PEFT and fused with the base's convolutions in channels_last (UNet only)
 
-Memory is of a process (on a CPU) or a phase (on a GPU) of its own: `saved` what autograd keeps for the backward pass without
-parameters, `peak` what three steps need at most beyond what lay there before.
+Memory: `saved` is what autograd keeps for the backward pass without parameters, `peak` the most that a step takes beyond what
+lay there before it, as torch's allocator counts (what the resident set grows by depends on what malloc kept of the last step).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
+import itertools
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,11 +56,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="autocast's, with float32 parameters")
     parser.add_argument("--batch", type=int)
-    parser.add_argument("--memory", help=argparse.SUPPRESS)  # a way: what a process of its own measures
     options = parser.parse_args()
-    if options.memory:
-        print(json.dumps(memory(options.only, options.memory, options)))
-        return
     rows = {kind: measure(kind, options) for kind in ([options.only] if options.only else TARGETS)}
     if options.json:
         write(options.json, {"dtype": options.dtype, "rows": rows})
@@ -82,11 +76,10 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         row[how] = turns(steps, options.turns) if steps else {}
         for way, found in row[how].items():
             found["first_step_seconds"] = first[way]
-            if how == "eager":
-                found.update(apart(kind, way, options))
-                found.update({f"{k}_ratio": found[k] / row[how]["peft"][k] for k in ("saved", "peak")})
+            found.update(memory(steps[way]))
+            found.update({f"{k}_ratio": found[k] / row[how]["peft"][k] for k in ("saved", "peak")})
             ratio = "{median:.3f} ({low:.3f} to {high:.3f})".format(**found["ratio"])
-            needs = "  saved x{saved_ratio:.3f}  peak x{peak_ratio:.3f}".format(**found) if how == "eager" else ""
+            needs = "  saved x{saved_ratio:.3f}  peak x{peak_ratio:.3f}".format(**found)
             print(f"{kind}  {how:8}  {way:10}  {found['milliseconds']:8.1f} ms  x{ratio}{needs}", flush=True)
     return row
 
@@ -194,20 +187,8 @@ def milliseconds(step: Step) -> float:
 # --- memory
 
 
-def apart(kind: str, way: str, options: argparse.Namespace) -> dict[str, int]:
-    """`memory` in a process of its own, so that what others left there does not count."""
-    if DEVICE == "cuda":
-        return memory(kind, way, options)
-    command = [sys.executable, __file__, "--only", kind, "--memory", way, "--dtype", options.dtype]
-    command += ["--batch", str(options.batch or BATCH[kind])]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
-
-
-def memory(kind: str, way: str, options: argparse.Namespace) -> dict[str, int]:
-    """Bytes that autograd keeps for one backward pass, parameters apart, and the most that three steps take."""
-    step = step_of(kind, way, False, options)
-    step()
+def memory(step: Step) -> dict[str, int]:
+    """Bytes that autograd keeps for a backward pass, parameters apart, and the most that a step takes beyond what lay there."""
     gc.collect()
     own = {t.untyped_storage().data_ptr() for t in gc.get_objects() if isinstance(t, nn.Parameter)}
     kept: dict[int, Tensor] = {}  # the tensors stay alive, so that no memory is counted twice
@@ -222,29 +203,19 @@ def memory(kind: str, way: str, options: argparse.Namespace) -> dict[str, int]:
         step()
     saved = sum(t.untyped_storage().nbytes() for t in kept.values())
     kept.clear()
-    gc.collect()
-    before = reset_peak()
-    for _ in range(3):
-        step()
-    return {"saved": saved, "peak": peak() - before}
+    return {"saved": saved, "peak": peak(step)}
 
 
-def reset_peak() -> int:
-    """Let the peak begin anew; what is in use now."""
+def peak(step: Step) -> int:
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def peak() -> int:
-    return torch.cuda.max_memory_allocated() if DEVICE == "cuda" else _status("VmHWM")
-
-
-def _status(name: str) -> int:
-    rows = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(row.split()[1]) for row in rows if row.startswith(name))
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
 
 
 if __name__ == "__main__":

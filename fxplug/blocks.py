@@ -98,6 +98,7 @@ class Lora(Block):
         self.bias, self.rslora, self.alpha_auto_scale = bias, rslora, alpha_auto_scale
         self.down: nn.Module
         self.up: nn.Module
+        self.scale: Tensor
         if kind in CONVOLUTIONS:
             groups = self.geometry.get("groups", 1)
             within = (in_features // groups) * math.prod(self.geometry["kernel_size"])

@@ -62,23 +62,29 @@ def _called(tree: nn.Module, node: fx.Node, kind: type[nn.Module]) -> Any:
 
 def _reads(lora: fx.Node, layer: fx.Node) -> bool:
     """Whether a Lora's x and y are what the layer gets and gives."""
-    values = [*lora.args, layer.args[0]]
-    while any(moved := [isinstance(v, fx.Node) and v.target is ops.edge for v in values]):
-        values = [v.args[0] if edge else v for v, edge in zip(values, moved, strict=True)]
+    values = [_inside(value) for value in (*lora.args, layer.args[0])]
     return len(values) == 3 and values[0] is values[2] and values[1] is layer
 
 
+def _inside(value: Any) -> Any:
+    """A value before the edges of regions that it crosses."""
+    while isinstance(value, fx.Node) and value.target is ops.edge:
+        value = value.args[0]
+    return value
+
+
 def _replace(graph: Graph, tree: nn.Module, old: fx.Node, layer: fx.Node, function: Any, more: list[str]) -> None:
-    """A call of `function` in the place of `old`, with the weights of the layer that `layer` calls and `more` that `old` has."""
+    """A call of `function` in the place of `old`, with the weights of what `layer` calls and `more` of what `old` calls."""
     stack = layer.meta["nn_module_stack"]
-    weights = []
+    weights: list[fx.Node | None] = []
     with graph.inserting_before(old):
         for name in [f"{layer.target}.weight", f"{layer.target}.bias", *(f"{old.target}.{key}" for key in more)]:
             owner, _, key = name.rpartition(".")
             tensor = getattr(tree.get_submodule(owner), key)
-            weights.append(None if tensor is None else graph.create_node("get_attr", name))
-            if tensor is not None:
-                weights[-1].meta.update(nn_module_stack=stack, shape=tuple(tensor.shape), dtype=tensor.dtype)
+            read = None if tensor is None else graph.create_node("get_attr", name)
+            if read is not None:
+                read.meta.update(nn_module_stack=stack, shape=tuple(tensor.shape), dtype=tensor.dtype)
+            weights.append(read)
         new = graph.call_function(function, (layer.args[0], *weights))
     new.meta.update({**old.meta, "nn_module_stack": stack})
     old.replace_all_uses_with(new)

@@ -11,26 +11,29 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
-ONEDNN = torch.backends.mkldnn.is_available()
-LIBRARY = torch.library.Library("fxplug", "FRAGMENT")
-LIBRARY.define("product(Tensor a, Tensor b, Tensor? bias) -> Tensor")
+ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+LIBRARY = torch.library.Library("fxplug", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY.define("product(Tensor a, Tensor b, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    if not (a.numel() and b.numel()):  # which oneDNN refuses
+        return F.linear(a, b, bias)
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 # the compiler takes oneDNN's own operator only where the second factor is a constant
-LIBRARY.impl("product", _onednn, "CPU")
-LIBRARY.impl("product", lambda a, b, bias: a.new_empty(a.shape[0], b.shape[0]), "Meta")
+LIBRARY.impl("product", _onednn, "CPU")  # type: ignore[no-untyped-call]
+LIBRARY.impl("product", lambda a, b, bias: a.new_empty(a.shape[0], b.shape[0]), "Meta")  # type: ignore[no-untyped-call]
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a @ b.T + bias, for a (rows, inner), b (columns, inner) and bias (columns,) of one dtype; autograd does not see it."""
     if ONEDNN and a.device.type == "cpu" and a.dtype == torch.float32:
-        return (torch.ops.fxplug.product if torch.compiler.is_compiling() else _onednn)(a, b, bias)  # type: ignore[no-any-return]
+        compiling = torch.compiler.is_compiling()
+        return torch.ops.fxplug.product(a, b, bias) if compiling else _onednn(a, b, bias)
     return F.linear(a, b, bias)
 
 
@@ -44,7 +47,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x, weight, bias = _cast(x, weight, bias)
     if not _fits(x, weight) or torch.compiler.is_exporting():
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
 
 
 def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor) -> Tensor:
@@ -55,7 +58,7 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
     if not _fits(x, weight, down, up) or torch.compiler.is_exporting():
         return F.linear(x, weight, bias) + F.linear(F.linear(x, down) * scale, up)
-    return _LoraLinear.apply(x, weight, bias, down, up, scale)  # type: ignore[no-any-return, no-untyped-call]
+    return _LoraLinear.apply(x, weight, bias, down, up, scale)  # type: ignore[no-any-return]
 
 
 def _cast(x: Tensor, *rest: Any) -> tuple[Any, ...]:
@@ -73,16 +76,16 @@ def _fits(x: Tensor, *weights: Tensor) -> bool:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx | Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return product(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], -1)
+        return product(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @once_differentiable  # type: ignore[no-untyped-call, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         flat = g.flatten(0, -2)
-        gx = product(flat, weight.t()).view(*g.shape[:-1], -1) if ctx.needs_input_grad[0] else None
+        gx = product(flat, weight.t()).view(*g.shape[:-1], weight.shape[1]) if ctx.needs_input_grad[0] else None
         return gx, *_base_gradients(ctx, x, flat)
 
 
@@ -93,10 +96,10 @@ class _LoraLinear(torch.autograd.Function):
         hidden = product(flat, down) * scale
         ctx.save_for_backward(x, weight, down, up, scale, hidden)
         y = product(flat, weight, bias)
-        return plus(y, hidden, up).view(*x.shape[:-1], -1)
+        return plus(y, hidden, up).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @once_differentiable  # type: ignore[no-untyped-call, untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, down, up, scale, hidden = ctx.saved_tensors
         flat, rows = g.flatten(0, -2), x.flatten(0, -2)
