@@ -218,9 +218,12 @@ class Data(Section):
         if isinstance(test, str) and len(kinds) == 1:
             test = {kinds[0]: test}
         if isinstance(test, Mapping):
-            kept = {k: v for k, v in value.items() if k not in (*KINDS, "test", "split", "conditions", "shuffle")}
-            own = {} if any(kind in test for kind in KINDS) else {kind: value[kind] for kind in kinds}
-            value["test"] = {**own, **kept, "shuffle": False, "flip": False, "crop": "center", **test}
+            own = ["test", "split", "shuffle"]
+            if ":" not in str(value.get("conditions")):  # a folder, no function
+                own.append("conditions")
+            kept = {k: v for k, v in value.items() if k not in (*KINDS, *own)}
+            source = {} if any(kind in test for kind in KINDS) else {kind: value[kind] for kind in kinds}
+            value["test"] = {**source, **kept, "shuffle": False, "flip": False, "crop": "center", **test}
         return value
 
     @model_validator(mode="after")

@@ -101,8 +101,8 @@ def set_mode(runner: nn.Module, module: TracedModule, mode: str) -> None:
     runner.train()
     if mode == "eval":
         runner.eval()
-        passes = tuple(entry["name"] for entry in module.meta.get("passes", []))
-        for name, part in runner.named_modules():
-            if getattr(part, "is_block", False) or name.split(".")[0] in passes:
+        passes = {entry["name"] for entry in module.meta.get("passes", [])}
+        for name, part in runner.named_modules():  # a compiled, outlined or wrapped module has its names below others
+            if getattr(part, "is_block", False) or passes.intersection(name.split(".")):
                 part.train()
 

@@ -76,7 +76,8 @@ def train(
             "world": accelerator.num_processes,
             "batch": config.train.batch,
         }
-        data = Loader(open_items(config.data, config.base), config.data, hooks=plugins, **common)
+        hooks = plugins if plugins.transforms else None
+        data = Loader(open_items(config.data, config.base), config.data, hooks=hooks, **common)
         tests: Data | None = config.data.test
         test = Loader(open_items(tests, config.base, test=True), tests, train=False, **common) if tests else None
         checked = config.verify and accelerator.is_main_process

@@ -90,7 +90,7 @@ class Trainer:
         module.to(self.accelerator.device)
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         common = {"batch": self.settings.batch, "seed": seed, "rank": rank, "world": world}
-        self.data = loader_of(data, train=True, hooks=self.plugins, **common)
+        self.data = loader_of(data, train=True, hooks=self.plugins if self.plugins.transforms else None, **common)
         self.tests = None if test is None else loader_of(test, train=False, hooks=None, **common)
         self._set_up(Path(base or Path.cwd()), timm)
         self.per_epoch = self.data.steps // self.settings.accumulate
@@ -307,7 +307,8 @@ class Trainer:
         if metrics and (chosen is None or chosen not in best or metrics[chosen] >= best[chosen]):
             self.progress.best = dict(metrics)
         self.metrics, epoch = metrics, self.progress.epoch or 1
-        self.watch.test(epoch, metrics, time.perf_counter() - begun, self.progress.best)
+        seconds = (time.perf_counter() - begun) / max(1, self.tests.steps)
+        self.watch.test(epoch, metrics, seconds, self.progress.best)
         return metrics
 
     def _pictures(self) -> None:
