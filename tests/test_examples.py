@@ -22,8 +22,8 @@ def output(name, capsys):
 
 def test_every_example_is_tried_and_is_one_screen():
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
-        "controlnet.py", "hcp_plugins.py", "own_block.py", "quickstart.py", "trained_lora.py", "unet_in_pipeline.py",
-        "zhijian_mlp.py",
+        "controlnet.py", "efficientnet_adapters.py", "hcp_plugins.py", "own_block.py", "quickstart.py", "trained_lora.py",
+        "unet_in_pipeline.py", "zhijian_mlp.py", "zhijian_trainer.py",
     }  # fmt: skip
     assert all(len(p.read_text().splitlines()) <= 60 for p in EXAMPLES.glob("*.py"))
 
@@ -70,6 +70,22 @@ def test_trained_lora(capsys):
     pytest.importorskip("skimage")
     text = output("trained_lora.py", capsys)
     assert "base weights untouched: True" in text and "loaded again, same answers: True" in text
+
+
+def test_efficientnet_adapters(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["efficientnet_adapters.py", "--steps", "2", "--digits", "50", "LoRA", "full"])
+    heading, lora, full = output("efficientnet_adapters.py", capsys).splitlines()
+    assert heading.split() == ["method", "accuracy", "trainable", "CPU", "time", "of", "a", "step"]
+    assert lora.split()[3:] == ["295,158", "1.0"] and full.split()[3] == "3,383,818"
+
+
+def test_zhijian_trainer(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["zhijian_trainer.py", "1", "60"])
+    runpy.run_path(str(EXAMPLES / "zhijian_trainer.py"), run_name="__main__")
+    text = capsys.readouterr().err
+    for counts in ("0.01M / 38.61M (0.02858%)", "0.16M / 22.21M (0.70625%)"):
+        assert f"Trainable/total parameters of the model: {counts}" in text
+    assert text.count("Acc@1      Acc@5") == 2 and text.count("***   Best results: [Acc@1: ") == 4
 
 
 @pytest.mark.parametrize("name", shipped("configs"))
