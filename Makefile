@@ -3,7 +3,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint pages zoo bench clean
+.PHONY: help install demo test test-slow test-gpu lint pages zoo bench clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -31,6 +31,10 @@ test: lint  ## lint, then all tests but the slow and the GPU ones
 test-slow: export HF_HUB_OFFLINE = 1
 test-slow: install  ## the tests that take minutes
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+test-gpu: export HF_HUB_OFFLINE = 1
+test-gpu: install  ## the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu
 
 pages: export HF_HUB_OFFLINE = 1
 pages: install  ## write examples/passes: a page about each pass
