@@ -13,7 +13,7 @@ fused    the same after `fuse`
 blas     fused, with torch's own matrix products in the place of oneDNN's (CPU only)
 *_last   PEFT and fused with the base's convolutions in channels_last (UNet only)
 
-Memory: `saved` is what autograd keeps for the backward pass without parameters, `peak` the most that a step takes beyond what
+Memory: `saved` is what autograd keeps for an eager backward pass without parameters, `peak` the most that a step takes beyond what
 lay there before it, as torch's allocator counts (what the resident set grows by depends on what malloc kept of the last step).
 """
 
@@ -76,11 +76,14 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         row[how] = turns(steps, options.turns) if steps else {}
         for way, found in row[how].items():
             found["first_step_seconds"] = first[way]
-            found.update(memory(steps[way]))
-            found.update({f"{k}_ratio": found[k] / row[how]["peft"][k] for k in ("saved", "peak")})
+            found["peak"] = peak(steps[way])
+            if how == "eager":
+                found["saved"] = saved(steps[way])
+            needs = {k: found[k] / row[how]["peft"][k] for k in ("peak", "saved") if k in found}
+            found.update({f"{k}_ratio": value for k, value in needs.items()})
             ratio = "{median:.3f} ({low:.3f} to {high:.3f})".format(**found["ratio"])
-            needs = "  saved x{saved_ratio:.3f}  peak x{peak_ratio:.3f}".format(**found)
-            print(f"{kind}  {how:8}  {way:10}  {found['milliseconds']:8.1f} ms  x{ratio}{needs}", flush=True)
+            shown = "".join(f"  {k} x{value:.3f}" for k, value in needs.items())
+            print(f"{kind}  {how:8}  {way:10}  {found['milliseconds']:8.1f} ms  x{ratio}{shown}", flush=True)
     return row
 
 
@@ -187,10 +190,10 @@ def milliseconds(step: Step) -> float:
 # --- memory
 
 
-def memory(step: Step) -> dict[str, int]:
-    """Bytes that autograd keeps for a backward pass, parameters apart, and the most that a step takes beyond what lay there."""
+def saved(step: Step) -> int:
+    """Bytes that autograd keeps for one backward pass, parameters apart."""
     gc.collect()
-    own = {t.untyped_storage().data_ptr() for t in gc.get_objects() if isinstance(t, nn.Parameter)}
+    own = {t.untyped_storage().data_ptr() for t in gc.get_objects() if type(t) is nn.Parameter}
     kept: dict[int, Tensor] = {}  # the tensors stay alive, so that no memory is counted twice
 
     def pack(tensor: Tensor) -> Tensor:
@@ -201,12 +204,11 @@ def memory(step: Step) -> dict[str, int]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         step()
-    saved = sum(t.untyped_storage().nbytes() for t in kept.values())
-    kept.clear()
-    return {"saved": saved, "peak": peak(step)}
+    return sum(t.untyped_storage().nbytes() for t in kept.values())
 
 
 def peak(step: Step) -> int:
+    """The most bytes that a step takes beyond what lay there before it."""
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
