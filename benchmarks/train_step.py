@@ -13,8 +13,8 @@ fused    the same after `fuse`
 blas     fused, with torch's own matrix products in the place of oneDNN's (CPU only)
 *_last   PEFT and fused with the base's convolutions in channels_last (UNet only)
 
-Memory: `saved` is what autograd keeps for an eager backward pass without parameters, `peak` the most that a step takes beyond what
-lay there before it, as torch's allocator counts (what the resident set grows by depends on what malloc kept of the last step).
+Memory: `saved` is what autograd keeps for an eager backward pass, parameters apart; `peak` the most that a step takes beyond
+what lay there before it, as torch's allocator counts: what the resident set grows by depends on what malloc kept.
 """
 
 from __future__ import annotations
