@@ -183,14 +183,15 @@ def _made(kind: Any, use: Use, what: str, *args: Any) -> Any:
         raise SpecError(f"{use.name} cannot be made: {type(error).__name__}: {error}", path=("train", what)) from error
 
 
-def check_gradients(module: nn.Module, groups: list[dict[str, Any]]) -> list[str]:
+def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[str]:
     """After the first backward pass: TrainError for a block that no gradient reached; gives blocks whose gradient is all zero.
 
-    A block is where a pass put one (`lora.blocks.0.attn.qkv.Lora`); a parameter of the base counts as one itself. Some
-    parameters of a new block have a zero gradient by design (LoRA's `down`), a whole block seldom has.
+    A block is where a pass put one (`lora.blocks.0.attn.qkv.Lora`), or a pass's network; a parameter of the base is one
+    itself. Some parameters of a new block have a zero gradient by design (LoRA's `down`), a whole block seldom has.
     """
     blocks: dict[str, list[nn.Parameter]] = {}
     holders = {name for name, part in module.named_modules() if getattr(part, "is_block", False)}
+    holders |= {f"{entry['name']}.{network}" for entry in module.meta.get("passes", []) for network in entry["networks"]}
     for group in groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             holder = next((name[:end] for end in _dots(name) if name[:end] in holders), name)
