@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -22,8 +23,8 @@ def output(name, capsys):
 
 def test_every_example_is_tried_and_is_one_screen():
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
-        "controlnet.py", "efficientnet_adapters.py", "hcp_plugins.py", "own_block.py", "quickstart.py", "trained_lora.py",
-        "unet_in_pipeline.py", "zhijian_mlp.py", "zhijian_trainer.py",
+        "controlnet.py", "efficientnet_adapters.py", "fashion.py", "hcp_plugins.py", "own_block.py",
+        "quickstart.py", "trained_lora.py", "unet_in_pipeline.py", "zhijian_mlp.py", "zhijian_trainer.py",
     }  # fmt: skip
     assert all(len(p.read_text().splitlines()) <= 60 for p in EXAMPLES.glob("*.py"))
 
@@ -86,6 +87,18 @@ def test_zhijian_trainer(capsys, monkeypatch):
     for counts in ("0.01M / 38.61M (0.02858%)", "0.16M / 22.21M (0.70625%)"):
         assert f"Trainable/total parameters of the model: {counts}" in text
     assert text.count("Acc@1      Acc@5") == 2 and text.count("***   Best results: [Acc@1: ") == 4
+
+
+def test_fashion(tmp_path):
+    """Two steps of each training, then what the trained weights beside it are worth, on a few images."""
+    command = [sys.executable, str(EXAMPLES / "fashion.py"), "--quick", "--out", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES.parent)
+    assert run.returncode == 0, run.stderr
+    share = {title: float(value) for title, value in re.findall(r"^  (.*): ([\d.]+)% recognised", run.stdout, re.M)}
+    assert share["base, unseen classes"] < 20 and min(share["base"], share["LoRA"], share["LoRA, the old classes"]) > 70
+    off, on = (float(value) for value in re.findall(r"F1 ([\d.]+)", run.stdout))
+    assert on > off + 0.1
+    assert (tmp_path / "samples.png").is_file()
 
 
 @pytest.mark.parametrize("name", shipped("configs"))
