@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import fxplug
+from fxplug.compat.hcp_config import convert
+from fxplug.source import parse_yaml, read_yaml
 from fxplug.spec import shipped
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -23,7 +25,7 @@ def output(name, capsys):
 
 def test_every_example_is_tried_and_is_one_screen():
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
-        "controlnet.py", "efficientnet_adapters.py", "fashion.py", "hcp_plugins.py", "own_block.py",
+        "controlnet.py", "efficientnet_adapters.py", "fashion.py", "hcp_and_everydream.py", "hcp_plugins.py", "own_block.py",
         "quickstart.py", "trained_lora.py", "unet_in_pipeline.py", "zhijian_mlp.py", "zhijian_trainer.py",
     }  # fmt: skip
     assert all(len(p.read_text().splitlines()) <= 60 for p in EXAMPLES.glob("*.py"))
@@ -65,6 +67,21 @@ def test_hcp_plugins(capsys):
     text = output("hcp_plugins.py", capsys)
     assert "12 skips, same output while new: True\na gradient through one compiled graph: True\n" in text
     assert "count: the attribute 'self.calls' is read before this call has written it" in text
+
+
+def test_hcp_and_everydream(tmp_path, monkeypatch):
+    """A few steps of it: the plugins of both kinds are there, and the passes are those of HCP-Diffusion's file."""
+    parts = EXAMPLES / "hcp_and_everydream"
+    monkeypatch.syspath_prepend(str(parts))
+    converted = convert(parts / "hcp.yaml", model=str(parts / "train.yaml"), out=parts / "out.yaml")
+    assert parse_yaml(converted.text).data["passes"] == read_yaml(parts / "train.yaml").data["passes"]
+    less = ["train.steps=3", "train.log.samples=0"]
+    command = [sys.executable, str(EXAMPLES / "hcp_and_everydream.py"), str(tmp_path / "out"), *less]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES.parent)
+    assert run.returncode == 0, run.stderr
+    assert "epoch 0 of out begins at step 0" in run.stderr and "recognised: " in run.stdout
+    again = fxplug.load(tmp_path / "out" / "module", allow=["blocks"])
+    assert {"skip", "lora_block_0"} <= {name.partition(".")[0] for name, _ in again.named_parameters()}
 
 
 def test_trained_lora(capsys):
