@@ -47,8 +47,8 @@ def _apply(gm: TracedModule, p: Pass) -> TracedModule:
             f"pass '{p.name}' is already applied here; give the second one a name of its own (name: {p.name}_2) "
             "if both are wanted"
         )
-    if hasattr(gm, p.name) and p.name in dict(gm.named_children()):
-        raise ClashError(f"the model has a module '{p.name}' of its own; give the pass another name (name: ...)")
+    if p.name in dict(gm.named_children()) or hasattr(TracedModule, p.name):
+        raise ClashError(f"the model has a module or method '{p.name}' of its own; give the pass another name (name: ...)")
     gm = joined(gm, p)
     sites = sites_of(gm, p)
     tree = shell(gm)

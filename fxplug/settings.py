@@ -123,7 +123,7 @@ class Save(Section):
 
 
 class Log(Section):
-    """What is written while training: a line every so many steps, TensorBoard, and sample grids (0: only at the end)."""
+    """TensorBoard events every so many steps, and sample grids (0: only at the end). log.jsonl has every step anyway."""
 
     every: int = Field(default=1, ge=1)
     tensorboard: bool = True

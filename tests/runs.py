@@ -63,7 +63,7 @@ def config(**changed: Any) -> dict[str, Any]:
             made[section] = value
     if "epochs" in made["train"]:
         made["train"].pop("steps", None)
-    return made
+    return {key: value for key, value in made.items() if value is not None}
 
 
 def run(out, resume=False, **changed: Any):

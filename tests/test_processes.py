@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from runs import run, trained
 
 import fxplug
+from fxplug.training.checkpoint import found
 
 HERE = Path(__file__).parent
 SCRIPT = """
@@ -29,7 +31,7 @@ except Exception as error:
     print(f"rank {{rank}}: {{type(error).__name__}}: {{error}}", file=sys.stderr)
     sys.exit(3)
 if rank == 0:
-    json.dump([record["loss"] for record in done.history], open(sys.argv[4], "w"))
+    json.dump([[record["loss"], record["grad_norm"]] for record in done.history], open(sys.argv[4], "w"))
 torch.distributed.destroy_process_group()
 """
 
@@ -47,6 +49,11 @@ def launched(tmp_path, changed, second=None, processes=2):
     return done, json.loads(answer.read_text()) if answer.is_file() else None
 
 
+def pairs(done):
+    """Losses and norms of the gradients; the norms show a scale that AdamW does not."""
+    return [pytest.approx([record["loss"], record["grad_norm"]], rel=1e-5) for record in done.history]
+
+
 PLAIN = {"passes": [{"lora": {"at": "blocks.*.attn.*", "rank": 4}}], "train__steps": 6}
 
 
@@ -54,8 +61,17 @@ PLAIN = {"passes": [{"lora": {"at": "blocks.*.attn.*", "rank": 4}}], "train__ste
     "changed",
     [
         {"train__batch": 8, "train__clip": 0.5, "train__save": {"every": 3}},
-        {"train__batch": 4, "train__accumulate": 2, "train__task": {"classify": {"augment": "none", "mixup": 0.5}}},
-        {"train__batch": 8, "train__shard": True, "train__checkpointing": True, "train__ema": 0.9, "train__save": {"every": 3}},
+        pytest.param(
+            {"train__batch": 4, "train__accumulate": 2, "train__task": {"classify": {"augment": "none", "mixup": 0.5}}},
+            marks=pytest.mark.slow,
+        ),
+        {
+            "train__batch": 8,
+            "train__shard": True,
+            "train__checkpointing": True,
+            "train__ema": 0.9,
+            "data__test": {"call": {"runs:Digits": {"count": 17}}},  # a batch more in one process than in the other
+        },
     ],
     ids=["ddp", "accumulated", "sharded"],
 )
@@ -64,12 +80,13 @@ def test_two_processes_give_the_losses_of_one(tmp_path, changed):
     whole = run(tmp_path / "one", **PLAIN, **single)
     done, losses = launched(tmp_path, {**PLAIN, **changed})
     assert losses is not None, done.stderr[-3000:]
-    assert losses == pytest.approx([record["loss"] for record in whole.history], rel=1e-5)
+    assert losses == pairs(whole)
     again = fxplug.load(tmp_path / "run" / "module")
     for name, value in trained(whole.module).items():
         assert (dict(again.named_parameters())[name] - value).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_a_sharded_run_is_resumed_by_one_process_and_the_other_way(tmp_path):
     common = {**PLAIN, "train__ema": 0.9}
     shard = {**common, "train__batch": 8, "train__shard": True}
@@ -83,7 +100,21 @@ def test_a_sharded_run_is_resumed_by_one_process_and_the_other_way(tmp_path):
         assert losses, done.stderr[-3000:]
     done, losses = launched(tmp_path, {**shard, "resume": True})
     assert losses is not None, done.stderr[-3000:]
-    assert losses == pytest.approx([record["loss"] for record in whole.history], rel=1e-5)
+    assert losses == pairs(whole)
+
+
+def test_an_interrupt_of_one_process_stops_both(tmp_path):
+    """Rank 1 alone is told to stop; rank 0 stops after the same step, and a checkpoint is there."""
+    plugin = {"train__plugins": ["test_processes:StopsOne"]}
+    done, losses = launched(tmp_path, {**PLAIN, **plugin, "train__batch": 8, "device": None})
+    assert losses is None and "KeyboardInterrupt" in done.stderr
+    assert [path.name for path in found(tmp_path / "run" / "checkpoints")] == ["step-00000003", "step-00000004"]
+
+
+class StopsOne:
+    def on_step_start(self, global_step):
+        if global_step == 3 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_processes_with_different_configurations_say_what_differs(tmp_path):

@@ -17,7 +17,7 @@ from runs import VIT, Digits, config, run, same, trained
 from torch import nn
 
 import fxplug
-from fxplug.training.checkpoint import found
+from fxplug.training.checkpoint import found, read
 
 HERE = Path(__file__).parent
 ENV = {**os.environ, "PYTHONPATH": str(HERE.parent)}
@@ -117,25 +117,33 @@ def test_any_optimizer_and_scheduler(tmp_path, optimizer, scheduler, first, last
 
 
 def test_accumulated_steps_are_those_of_the_large_batch(tmp_path):
-    plain = [{"lora": {"at": "blocks.*.attn.*", "rank": 4}}]
-    whole = run(tmp_path / "a", passes=plain, train__batch=16, data__shuffle=False)
-    parts = run(tmp_path / "b", passes=plain, train__batch=4, train__accumulate=4, data__shuffle=False)
+    plain = {"passes": [{"lora": {"at": "blocks.*.attn.*", "rank": 4}}], "data__shuffle": False, "train__optimizer": "sgd"}
+    whole = run(tmp_path / "a", **plain, train__batch=16)
+    parts = run(tmp_path / "b", **plain, train__batch=4, train__accumulate=4)
     assert losses(whole.history) == pytest.approx(losses(parts.history), rel=1e-5)
+    norms = [[record["grad_norm"] for record in done.history] for done in (whole, parts)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
 def test_bf16_trains_float32_weights(tmp_path):
     done = run(tmp_path, train__precision="bf16", dtype="bfloat16", train__trainable=[], train__steps=6)
-    assert {p.dtype for p in trained(done.module).values()} == {torch.float32}
-    assert {p.dtype for n, p in done.module.named_parameters() if not n.startswith("lora.")} == {torch.bfloat16}
     assert losses(done.history)[-1] < losses(done.history)[0]
+    kept = read(found(tmp_path / "checkpoints")[-1]).weights
+    assert {p.dtype for p in kept.values()} == {torch.float32}
+    assert {p.dtype for p in done.module.parameters()} == {torch.bfloat16}  # and can be called, here and loaded
+    image = torch.randn(2, 3, 16, 16, dtype=torch.bfloat16)
+    assert torch.equal(done.module(image), fxplug.load(tmp_path / "module").eval()(image))
 
 
 @pytest.mark.parametrize("how", ["compile", "checkpointing"])
 def test_lowered_runs_give_the_same_losses(tmp_path, how):
     plain = {"passes": [{"lora": {"at": "blocks.*.attn.*", "rank": 4}}], "train__steps": 4}
     expected = losses(run(tmp_path / "a", **plain).history)
-    found = losses(run(tmp_path / "b", **plain, **{f"train__{how}": True}).history)
+    again = run(tmp_path / "b", **plain, **{f"train__{how}": True})
+    found = losses(again.history)
     assert found == (expected if how == "checkpointing" else pytest.approx(expected, rel=1e-4))
+    parts = [type(part).__name__ for part in again.trainer.runner.modules()]
+    assert {"compile": "OptimizedModule", "checkpointing": "Checkpointed"}[how] in parts
 
 
 def test_the_python_trainer_takes_loaders_and_objects(tmp_path):
@@ -186,6 +194,27 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path):
     assert all(torch.equal(again.trainer.ema.average[n], v) for n, v in whole.trainer.ema.average.items())
     logged = [json.loads(line) for line in (tmp_path / "b" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in logged if "lr" in line] == list(range(1, 9))
+
+
+def test_trained_batch_norms_are_resumed_with_their_statistics(tmp_path):
+    changed = {
+        "model": {"timm": "resnet10t", "options": {"num_classes": 10}},
+        "inputs": {"x": [2, 3, 16, 16]},
+        "passes": [],
+        "train__trainable": ["**"],
+        "train__ema": 0.5,
+    }
+    whole = run(tmp_path / "a", **changed, train__steps=2).module.state_dict()
+    run(tmp_path / "b", **changed, train__steps=1)
+    again = run(tmp_path / "b", resume=True, **changed, train__steps=2).module.state_dict()
+    assert [name for name, value in whole.items() if not torch.equal(value, again[name])] == []
+
+
+def test_a_resume_gives_up_what_came_after(tmp_path):
+    run(tmp_path, train__save={"every": 1, "keep": 9}, train__steps=5)
+    first = found(tmp_path / "checkpoints")[1]
+    run(tmp_path, resume=first, train__save={"every": 9, "keep": 1}, train__steps=4)
+    assert [path.name for path in found(tmp_path / "checkpoints")] == ["step-00000004"]
 
 
 def test_a_run_can_be_made_longer(tmp_path):
@@ -333,7 +362,7 @@ def test_a_block_without_gradient_is_named(tmp_path):
         passes=["lora"],
         train__trainable=[],
     )
-    assert text.startswith("no gradient reached lora.unused.Lora in the first step")
+    assert text.startswith("no gradient reached lora.unused.Lora.down.weight, lora.unused.Lora.up.weight in the first step")
 
 
 def test_a_checkpoint_of_another_run_says_what_differs(tmp_path):
@@ -350,6 +379,140 @@ def test_a_checkpoint_of_another_run_says_what_differs(tmp_path):
     assert "trained.lora.blocks.0.attn.proj.Lora.down.weight: [4, 192] then, nothing now" in text
     other = message(fxplug.TrainError, tmp_path / "c", resume=tmp_path / "a", model={**VIT, "timm": "vit_small_patch16_224"})
     assert "model.timm: vit_tiny_patch16_224 then, vit_small_patch16_224 now" in other
+
+
+@pytest.mark.parametrize(
+    "first, then, expected",
+    [
+        ({}, {"train__lr": 1e-5}, "groups.lora[0]: 0.003 then, 1e-05 now"),
+        ({}, {"seed": 1}, "frozen weights: "),
+        ({"train__scheduler": "OneCycleLR"}, {"train__scheduler": "OneCycleLR", "train__steps": 3}, "steps: 1 then, 3 now"),
+        ({}, {"dtype": "float64"}, "dtype: None then, float64 now"),
+    ],
+)
+def test_what_else_must_be_the_same(tmp_path, first, then, expected):
+    run(tmp_path / "a", train__steps=1, **first)
+    then = {"train__steps": 2, **then}
+    assert expected in message(fxplug.TrainError, tmp_path / "b", resume=tmp_path / "a", **then)
+
+
+def python_trainer(**given):
+    new = fxplug.rewrite(fxplug.load_config(config())).module
+    common = {"steps": 2, "batch": 8, "trainable": ["head"], "device": "cpu", "quiet": True}
+    return new, lambda **more: fxplug.Trainer(new, {"classify": {"augment": "none"}}, Digits(), **{**common, **given, **more})
+
+
+def test_an_optimizer_that_lacks_what_trains_is_refused():
+    new, trainer = python_trainer()
+    optimizer = torch.optim.Adam(new.get_submodule("head").parameters(), 1e-3)
+    with pytest.raises(fxplug.TrainError, match="the optimizer does not have 'lora.blocks.0.attn.qkv.Lora.down.weight', which"):
+        trainer(optimizer=optimizer)
+    with pytest.raises(fxplug.SpecError, match="Closed computes the loss several times a step"):
+        trainer(optimizer="test_trainer:Closed")
+
+
+class Closed(torch.optim.SGD):
+    def step(self, closure):
+        return super().step(closure)
+
+
+def test_names_stand_for_optimizer_and_scheduler_in_python_too():
+    _, trainer = python_trainer()
+    made = trainer(optimizer="sgd", scheduler={"linear": {"warmup": 1}})
+    assert len(made.fit()) == 2 and made.fit() is made.history
+    assert type(made.optimizer.optimizer).__name__ == "SGD" and not made.by_epoch
+
+
+class Looks:
+    """A plugin that looks at a layer by a hook."""
+
+    seen = 0
+
+    def on_model_load(self, module):
+        def look(*args):
+            Looks.seen += 1
+
+        module.get_submodule("blocks.0.attn.proj").register_forward_hook(look)
+
+
+def test_a_hook_that_a_plugin_registers_is_called():
+    Looks.seen = 0
+    _, trainer = python_trainer(plugins=["test_trainer:Looks"])
+    trainer().fit()
+    assert Looks.seen == 2
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(768, 10)
+        self.head = nn.Linear(768, 10)
+        self.head.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x.flatten(1)) + self.head(x.flatten(1))
+
+
+def test_a_tied_parameter_trains_under_either_name(tmp_path):
+    common = {"model": "test_trainer:Tied", "inputs": {"x": [2, 3, 16, 16]}, "passes": [], "train__steps": 1}
+    done = run(tmp_path, **common, train__trainable=["head.weight"])
+    assert list(done.trainer.trained) == ["first.weight"]
+
+
+class Trap(nn.Module):
+    """Is not a number in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.head = nn.Dropout(0.5), nn.Linear(768, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.head(self.drop(x.flatten(1)))
+        return torch.log(-y.abs()) if self.training else y
+
+
+def test_the_diagnosis_is_of_training(tmp_path):
+    common = {"model": "test_trainer:Trap", "inputs": {"x": [2, 3, 16, 16]}, "passes": ["lora"], "train__trainable": []}
+    assert "went non-finite first: log gave" in message(fxplug.TrainError, tmp_path, **common)
+
+
+class HalfLost(nn.Module):
+    """A LoRA-like block of which one half takes no part."""
+
+    is_block = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.lost = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+    @classmethod
+    def at(cls, site):
+        return cls()
+
+    def forward(self, x, y):
+        return y * self.used + self.lost.detach()
+
+
+def test_half_a_block_without_gradient_is_named(tmp_path):
+    half = fxplug.Pass("part", rules=[fxplug.Rule(fxplug.Match(path="blocks.0"), use=HalfLost)])
+    base = fxplug.rewrite(fxplug.load_config(config(passes=[]))).module
+    trainer = fxplug.Trainer(fxplug.apply(base, half), "classify", Digits(), steps=1, device="cpu", quiet=True)
+    with pytest.raises(fxplug.TrainError, match=r"no gradient reached part\.blocks\.0\.HalfLost\.lost in the first step"):
+        trainer.fit()
+
+
+def test_best_results_are_those_of_the_task_s_own_metric(tmp_path):
+    left = [3.0, 1.0]
+
+    class Falls(Mean):
+        def test(self, module, batches):
+            list(batches)
+            return {"loss": (left.pop(), 1)}
+
+    new, _ = python_trainer()
+    trainer = fxplug.Trainer(new, Falls(), Digits(), Digits(), steps=2, batch=96, device="cpu", quiet=True)
+    trainer.fit()
+    assert trainer.progress.best == {} and trainer.metrics == {"loss": 1.0}
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):

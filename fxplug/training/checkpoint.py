@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -106,6 +107,15 @@ def seeded(seed: int) -> Iterator[None]:
         torch.manual_seed(seed)
         seed_all(seed)
         yield
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """A short text that differs between sets of weights: a hash of names, shapes and the first values of each."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        first = [] if tensor.is_meta else tensor.detach().flatten()[:4].double().tolist()
+        digest.update(f"{name} {tuple(tensor.shape)} {first}".encode())
+    return digest.hexdigest()[:16]
 
 
 def differences(then: Any, now: Any, path: str = "", words: tuple[str, str] = ("then", "now")) -> list[str]:

@@ -29,6 +29,7 @@ def choose(module: TracedModule, settings: Train) -> list[dict[str, Any]]:
     nothing trains, SpecError for a pattern that names no parameter.
     """
     named = dict(module.named_parameters())
+    canonical = {id(parameter): name for name, parameter in named.items()}
     entries = module.meta.get("passes", [])
     owner = {name: entry["name"] for entry in entries for name in named if name.startswith(f"{entry['name']}.")}
     groups = []
@@ -36,8 +37,8 @@ def choose(module: TracedModule, settings: Train) -> list[dict[str, Any]]:
         names = [name for name in named if owner.get(name) == entry["name"] and named[name].is_floating_point()]
         if names and entry["train"]:
             groups.append(_group(entry["name"], names, entry["lr"], entry["weight_decay"], settings))
-    base = [name for name in named if name not in owner and named[name].is_floating_point()]
-    chosen = _chosen(settings.trainable, base)
+    aliases = {name: canonical[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if p.is_floating_point()}
+    chosen = _chosen(settings.trainable, {alias: name for alias, name in aliases.items() if name not in owner})
     if chosen:
         groups.append(_group("base", chosen, None, None, settings))
     if not groups:
@@ -62,8 +63,8 @@ def _group(name: str, names: list[str], lr: float | None, weight_decay: float | 
     }
 
 
-def _chosen(patterns: list[str], base: list[str]) -> list[str]:
-    """The base parameters that a pattern names, itself or by a module around them."""
+def _chosen(patterns: list[str], base: Mapping[str, str]) -> list[str]:
+    """The base parameters that a pattern names, itself or by a module around them; `base` has each under all its names."""
     around = {name: [name[:end] for end in [*_dots(name), len(name)]] for name in base}
     known = {part for parts in around.values() for part in parts}
     chosen: set[str] = set()
@@ -72,8 +73,8 @@ def _chosen(patterns: list[str], base: list[str]) -> list[str]:
         if not hits:
             finding = f"'{pattern}' names no parameter of the base{did_you_mean(pattern, known)}"
             raise SpecError(finding, path=("train", "trainable", index))
-        chosen.update(name for name, parts in around.items() if hits.intersection(parts))
-    return [name for name in base if name in chosen]
+        chosen.update(base[name] for name, parts in around.items() if hits.intersection(parts))
+    return [name for name in dict.fromkeys(base.values()) if name in chosen]
 
 
 def _dots(name: str) -> list[int]:
@@ -103,7 +104,20 @@ def make_optimizer(use: Use, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     made = _made(kind, use, "optimizer", given)
     if not isinstance(made, torch.optim.Optimizer):
         raise SpecError(f"'{use.name}' made a {type(made).__name__}, no torch optimizer", path=("train", "optimizer"))
+    if inspect.signature(made.step).parameters["closure"].default is inspect.Parameter.empty:
+        finding = f"{use.name} computes the loss several times a step, which a step here does not do: take another one"
+        raise SpecError(finding, path=("train", "optimizer"))
     return made
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """TrainError for an optimizer, made elsewhere, that lacks a parameter which trains."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for group in groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            if id(parameter) not in held:
+                finding = f"the optimizer does not have '{name}', which trains"
+                raise TrainError(f"{finding}: make it of the rewritten module's parameters, or leave it to the settings")
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -184,23 +198,30 @@ def _made(kind: Any, use: Use, what: str, *args: Any) -> Any:
 
 
 def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[str]:
-    """After the first backward pass: TrainError for a block that no gradient reached; gives blocks whose gradient is all zero.
+    """After the first backward pass: TrainError for a block with a parameter that no gradient reached.
 
-    A block is where a pass put one (`lora.blocks.0.attn.qkv.Lora`), or a pass's network; a parameter of the base is one
-    itself. Some parameters of a new block have a zero gradient by design (LoRA's `down`), a whole block seldom has.
+    Gives what of networks and of the base no gradient reached, and blocks whose gradient is all zero.
+
+    A block is where a pass put one (`lora.blocks.0.attn.qkv.Lora`). A pass's network counts as a whole, since some have layers
+    that their model never uses; so does each parameter of the base. Some parameters of a new block have a zero gradient by
+    design (LoRA's `down`), a whole block seldom has.
     """
-    blocks: dict[str, list[nn.Parameter]] = {}
-    holders = {name for name, part in module.named_modules() if getattr(part, "is_block", False)}
-    holders |= {f"{entry['name']}.{network}" for entry in module.meta.get("passes", []) for network in entry["networks"]}
+    blocks = {name for name, part in module.named_modules() if getattr(part, "is_block", False)}
+    networks = {f"{entry['name']}.{network}" for entry in module.meta.get("passes", []) for network in entry["networks"]}
+    held: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for group in groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
-            holder = next((name[:end] for end in _dots(name) if name[:end] in holders), name)
-            blocks.setdefault(holder, []).append(parameter)
-    lost = [name for name, parameters in blocks.items() if all(p.grad is None for p in parameters)]
-    if lost:
-        more = f" and {len(lost) - 5} more" * (len(lost) > 5)
+            holder = next((name[:end] for end in _dots(name) if name[:end] in blocks | networks), name)
+            held.setdefault(holder, []).append((name, parameter))
+    lost = {holder: [name for name, p in inside if p.grad is None] for holder, inside in held.items()}
+    whole = {holder for holder, inside in held.items() if len(lost[holder]) == len(inside)}
+    wrong = whole if len(whole) == len(held) else {holder for holder in held if holder in blocks or holder in networks & whole}
+    bad = [name for holder in held if holder in wrong for name in lost[holder]]
+    if bad:
+        more = f" and {len(bad) - 5} more" * (len(bad) > 5)
         raise TrainError(
-            f"no gradient reached {', '.join(lost[:5])}{more} in the first step: what they compute does not reach the loss; "
+            f"no gradient reached {', '.join(bad[:5])}{more} in the first step: what they compute does not reach the loss; "
             "narrow the pass, or give it train: false"
         )
-    return [name for name, parameters in blocks.items() if not any(p.grad is not None and p.grad.any() for p in parameters)]
+    zero = [h for h, inside in held.items() if not lost[h] and not any(p.grad is not None and p.grad.any() for _, p in inside)]
+    return [*(name for names in lost.values() for name in names), *zero]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map
 from ..artifact import save
 from ..errors import TrainError
 from ..settings import written
-from .checkpoint import Checkpoint, differences, found, plain_random_state, read, set_plain_random_state, write
+from .checkpoint import PREFIX, Checkpoint, differences, found, plain_random_state, read, set_plain_random_state, write
 from .launch import gathered
 
 if TYPE_CHECKING:
@@ -46,16 +47,21 @@ def export(trainer: Trainer) -> None:
     trained, averages = tree_map(_whole, (trainer.trained, trainer.ema.average if trainer.ema else {}))
     if trainer.sharded is not None:  # the module itself still has the weights it began with
         _fill(named, trained)
+    for name, dtype in trainer.dtypes.items():  # so that the module is of one dtype again, and can be called
+        named[name].data = named[name].data.to(dtype)
+    trainer.module.eval()
     if trainer.out is None or not trainer.first:
         return
-    trainer.module.eval()
-    kept = {name: named[name].detach().clone() for name in averages}
     with _reported(trainer, "trained module"):
         save(trainer.module, trainer.out / "module", config=trainer.config)
-        if averages:
-            _fill(named, averages)
-            save(trainer.module, trainer.out / "ema", config=trainer.config)
-    _fill(named, kept)
+    if averages:
+        kept = {name: named[name].detach().clone() for name in averages}
+        _fill(named, averages)
+        try:
+            with _reported(trainer, "module with averaged weights"):
+                save(trainer.module, trainer.out / "ema", config=trainer.config)
+        finally:
+            _fill(named, kept)
     place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.step}
     trainer.plugins.call("on_model_save", path=trainer.out / "module", **place)
 
@@ -84,6 +90,12 @@ def restore(trainer: Trainer, path: Path) -> None:
     trainer.take_step.checked = True
     if len(kept.random) == trainer.accelerator.num_processes:
         set_plain_random_state(kept.random[trainer.accelerator.process_index])
+    else:
+        trainer.watch.note("another number of processes than before: dropout draws other numbers from here on")
+    if trainer.out is not None and trainer.first:  # later ones are of a line of the run that is given up
+        for later in found(trainer.out / "checkpoints"):
+            if int(later.name.removeprefix(PREFIX)) > trainer.progress.step:
+                shutil.rmtree(later)
 
 
 def _snapshot(trainer: Trainer) -> Checkpoint:
@@ -97,24 +109,29 @@ def _snapshot(trainer: Trainer) -> Checkpoint:
         "ema_steps": ema.steps if ema else 0,
         "run": _identity(trainer),
     }
-    changed = {n: b for n, b in trainer.module.named_buffers() if b._version != trainer.buffers.get(n)}
+    changed = {n: b for n, b in trainer.module.named_buffers() if not torch.equal(b, trainer.buffers[n].to(b.device))}
     weights, averages = tree_map(_whole, (trainer.trained, ema.average if ema else {}))
     return Checkpoint({**weights, **changed}, progress, state, averages, gathered(accelerator, plain_random_state()))
 
 
 def _identity(trainer: Trainer) -> dict[str, Any]:
-    """What must be the same when a run is taken up again. More steps, other rates and other logs are fine."""
-    settings = trainer.settings
+    """What must be the same when a run is taken up again. More steps and other logs are fine."""
+    settings, config = trainer.settings, trainer.config
+    fixed = isinstance(trainer.scheduler, torch.optim.lr_scheduler.LambdaLR)
     return {
-        "model": trainer.config.get("model"),
+        **{key: config.get(key) for key in ("model", "weights", "dtype", "leaf")},
+        "frozen weights": trainer.fingerprint,
         "passes": {
             entry["name"]: {**entry["params"], "sites": len(entry["sites"])} for entry in trainer.module.meta.get("passes", [])
         },
         "trained": {name: list(p.shape) for name, p in trainer.trained.items()},
         "task": written(settings.task),
-        "optimizer": type(trainer.optimizer.optimizer).__name__,
-        "scheduler": type(trainer.scheduler).__name__,
-        "ema": settings.ema is not None,
+        "optimizer": [type(trainer.optimizer.optimizer).__name__, written(settings.optimizer)],
+        "groups": {group["name"]: [group["lr"], group["weight_decay"]] for group in trainer.groups},
+        "scheduler": [type(trainer.scheduler).__name__, written(settings.scheduler)],
+        "steps": None if fixed else trainer.steps,  # what the other schedulers keep of their length is not changed
+        "precision": settings.precision,
+        "ema": settings.ema,
         "samples of a step": settings.batch * settings.accumulate * trainer.accelerator.num_processes,
         "samples": len(trainer.data.items),  # type: ignore[arg-type]  # a map-style data set has a length
         "seed": trainer.seed,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ..batchnorms import hold_norms
-from ..errors import TrainError
+from ..errors import SpecError, TrainError
 from ..fusing import fuse
 from ..module import TracedModule
 from ..outlining import outline
@@ -26,15 +28,20 @@ PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 def launched(precision: str, device: str | None = None) -> Accelerator:
     """accelerate's view of this process: alone, or one of those that `accelerate launch` or torchrun started.
 
-    `device` None leaves the choice to accelerate: a GPU when there is one. Raises TrainError for fp16 on a CPU.
+    `device` None leaves the choice to accelerate: a GPU when there is one. Raises TrainError for fp16 on a CPU, and when
+    processes that were started together would each train alone.
     """
     if PartialState._shared_state and PartialState().num_processes == 1:
         PartialState._reset_state()  # accelerate keeps the settings of a process's first run for all later ones
     AcceleratorState._reset_state()
-    on_cpu = device is not None and torch.device(device).type == "cpu"
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    on_cpu = torch.device(device).type == "cpu" if device else processes > 1 and not torch.accelerator.is_available()
     if device is not None and torch.device(device).index is not None:
         torch.cuda.set_device(device)
     accelerator = Accelerator(mixed_precision=PRECISIONS[precision], cpu=on_cpu)
+    if accelerator.num_processes != processes:
+        found = f"{accelerator.num_processes} of the {processes} processes that were started work together"
+        raise TrainError(f"{found}: say on which device they are to train (device: cpu, for example)")
     if precision == "fp16" and accelerator.device.type == "cpu":
         raise TrainError("fp16 needs a GPU, where the loss is scaled; on a CPU use precision: bf16 or fp32")
     return accelerator
@@ -63,8 +70,9 @@ def mean(accelerator: Accelerator, values: list[float]) -> list[float]:
     """The mean of each number over the processes, which all have as many samples."""
     if accelerator.num_processes == 1:
         return values
-    columns = zip(*gathered(accelerator, values), strict=True)
-    return [sum(column) / accelerator.num_processes for column in columns]
+    summed = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
+    torch.distributed.all_reduce(summed)
+    return [value / accelerator.num_processes for value in summed.tolist()]
 
 
 def prepared(
@@ -79,7 +87,10 @@ def prepared(
     lowered = fuse(module) if settings.fuse else module
     lowered = hold_norms(lowered, frozen)
     if settings.checkpointing or settings.shard:
-        chosen = next((s for s in (settings.shard, settings.checkpointing) if not isinstance(s, bool)), None)
+        named = [patterns for patterns in (settings.shard, settings.checkpointing) if not isinstance(patterns, bool)]
+        if len(named) == 2 and named[0] != named[1]:
+            raise SpecError("'shard' and 'checkpointing' must name the same regions", path=("train", "shard"))
+        chosen = named[0] if named else None
         lowered = outline(lowered, chosen, checkpoint=bool(settings.checkpointing))
     runner: nn.Module = lowered
     sharded = None
@@ -88,6 +99,7 @@ def prepared(
             raise TrainError("shard needs several processes: start the run with torchrun or accelerate launch")
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
         runner = sharded = shard(lowered, mesh)
+        module.to("cpu")  # which frees the whole weights on this device: the sharded module has its part of each
     if settings.compile:
         runner = torch.compile(runner, fullgraph=True)  # type: ignore[assignment]
     if accelerator.num_processes > 1 and sharded is None:
@@ -102,7 +114,12 @@ def set_mode(runner: nn.Module, module: TracedModule, mode: str) -> None:
     if mode == "eval":
         runner.eval()
         passes = {entry["name"] for entry in module.meta.get("passes", [])}
-        for name, part in runner.named_modules():  # a compiled, outlined or wrapped module has its names below others
-            if getattr(part, "is_block", False) or passes.intersection(name.split(".")):
+        for name, part in runner.named_modules():
+            if getattr(part, "is_block", False) or _below_wrappers(name).split(".")[0] in passes:
                 part.train()
+
+
+def _below_wrappers(name: str) -> str:
+    """A module's name in what was traced: without what DDP, torch.compile and outlining put before it."""
+    return re.sub(r"^(?:module\.|_orig_mod\.)*(?:regions\.[^.]+\.(?:region\.)?)?", "", name)
 

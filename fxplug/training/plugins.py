@@ -19,7 +19,6 @@ import torch
 from PIL import Image
 
 from ..errors import SpecError, TrainError, did_you_mean
-from ..settings import Train
 from .hooks import PROJECT, Hooks
 from .loading import OFFERED, hook_methods, load
 from .local import Local
@@ -221,10 +220,10 @@ class Plugins:
         self._register()
 
 
-def open_plugins(settings: Train, base: str | Path | None = None) -> Plugins:
+def open_plugins(specs: Sequence[Any], on_error: Literal["stop", "continue"], base: str | Path | None = None) -> Plugins:
     """The plugins of a run. Raises SpecError with the way to the one that is wrong."""
     try:
-        return Plugins(settings.plugins, base=base, on_error=settings.on_plugin_error)
+        return Plugins(specs, base=base, on_error=on_error)
     except SpecError as error:
         raise SpecError(error.finding, path=("train", "plugins", *error.path), key=error.key) from error.__cause__
 

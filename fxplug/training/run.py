@@ -66,10 +66,8 @@ def train(
         check_agreement(accelerator, plain)
         folder = gathered(accelerator, _folder(name or _name(source), out, resume))[0]
         start = _start(folder, resume)
-        if accelerator.is_main_process:
-            _written(folder, plain)
         task = make_task(config.train.task)
-        plugins = open_plugins(config.train, config.base)
+        plugins = open_plugins(config.train.plugins, config.train.on_plugin_error, config.base)
         common = {
             "seed": config.seed,
             "rank": accelerator.process_index,
@@ -97,6 +95,8 @@ def train(
             plugins=plugins,
             quiet=quiet,
         )
+        if accelerator.is_main_process:
+            _written(folder, plain)
         history = trainer.fit(resume=start)
     return Run(module, history, folder, trainer.metrics, trainer)
 

@@ -12,13 +12,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..batchnorms import hold_norms
 from ..errors import TrainError
 from ..module import TracedModule
 from ..settings import Train
 from .diagnosis import Finder, bad_gradients
 from .draws import Draws
 from .groups import check_gradients
-from .launch import mean
+from .launch import mean, set_mode
 from .plugins import Plugins
 from .tasks.task import Task
 
@@ -45,7 +46,10 @@ class Stepper:
         self.groups, self.optimizer, self.settings, self.plugins = groups, optimizer, settings, plugins
         self.seed = seed
         self.note: Callable[[str], object] = print
-        self.parameters = [p for group in groups for p in group["params"]]
+        self.asked: Callable[[], bool] = lambda: False  # whether this process was told to stop
+        self.stop = False  # whether any was; all know it after the same step
+        self.trained = {name: p for group in groups for name, p in zip(group["names"], group["params"], strict=True)}
+        self.frozen = {name for name, _ in module.named_parameters()} - self.trained.keys()
         self.checked, self.overflows = False, 0
 
     def __call__(self, batches: Sequence[Batch], step: int, context: dict[str, Any]) -> dict[str, float]:
@@ -68,9 +72,17 @@ class Stepper:
             if not math.isfinite(reports[-1]["loss"]):
                 raise TrainError(self._diagnosed(step, micro, batch, f"the loss is {reports[-1]['loss']}"))
         norm = self._finished(step, batches)
-        keys = list(reports[0])
-        means = mean(self.accelerator, [sum(report[key] for report in reports) / len(reports) for key in keys])
-        return {**dict(zip(keys, means, strict=True)), "grad_norm": norm}
+        keys = sorted({key for report in reports for key in report})
+        own = [[report[key] for report in reports if key in report] for key in keys]
+        *means, asked = mean(self.accelerator, [*(sum(v) / len(v) for v in own), float(self.asked())])
+        self.stop = asked > 0
+        skipped = {"skipped": 1.0} if self.skipped else {}
+        return {**dict(zip(keys, means, strict=True)), "grad_norm": norm, **skipped}
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step changed nothing, because its gradients overflowed in fp16."""
+        return bool(self.optimizer.step_was_skipped)
 
     def _unsynchronised(self, accumulating: bool) -> Any:
         ddp = isinstance(self.runner, DistributedDataParallel)
@@ -91,9 +103,9 @@ class Stepper:
             found = self.task.loss(runner, batch, draws)
         loss, report = found if isinstance(found, tuple) else (found, {})
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             name = type(self.task).__name__
-            raise TrainError(f"{name}.loss must give one number, the mean over the batch; it gave one {shape}")
+            raise TrainError(f"{name}.loss must give a tensor of one number, the mean over the batch; it gave {got}")
         return loss, {key: float(v.detach() if isinstance(v, Tensor) else v) for key, v in report.items()}
 
     def _finished(self, step: int, batches: Sequence[Batch]) -> float:
@@ -102,11 +114,11 @@ class Stepper:
             zero = check_gradients(self.module, self.groups)
             if zero:
                 more = f" and {len(zero) - 5} more" * (len(zero) > 5)
-                self.note(f"the gradient of {', '.join(zero[:5])}{more} is exactly zero in the first step")
+                self.note(f"{', '.join(zero[:5])}{more} got no gradient, or one that is exactly zero, in the first step")
             self.checked = True
         self.accelerator.unscale_gradients(self.optimizer)
         limit = self.settings.clip or float("inf")
-        whole: Any = torch.nn.utils.clip_grad_norm_(self.parameters, limit)
+        whole: Any = torch.nn.utils.clip_grad_norm_(self.trained.values(), limit)
         norm = float(whole.full_tensor() if hasattr(whole, "full_tensor") else whole)
         if not math.isfinite(norm):
             self._overflowed(step, batches)
@@ -121,15 +133,18 @@ class Stepper:
         self.overflows += 1
         if self.accelerator.scaler is not None and self.overflows < OVERFLOWS:
             return
-        finding = bad_gradients(dict(self.module.named_parameters())) or "the norm of the gradient is not finite"
+        finding = bad_gradients(self.trained) or "the norm of the gradient is not finite"
         raise TrainError(self._diagnosed(step, len(batches) - 1, batches[-1], finding))
 
     def _diagnosed(self, step: int, micro: int, batch: Batch, finding: str) -> str:
-        """The finding with the batch and the first region that went non-finite, by one forward of the module itself."""
-        finder = Finder(self.module)
-        with torch.no_grad():
-            self._loss(finder, batch, step, micro)
+        """The finding with the batch and the first region that went non-finite, by one forward as in training."""
+        cause = "a sharded run does not say in which region: one process without 'shard' does"
+        if not self.settings.shard:
+            finder = Finder(hold_norms(self.module, self.frozen))
+            set_mode(finder.watched, self.module, self.settings.mode)
+            with torch.no_grad():
+                self._loss(finder, batch, step, micro)
+            cause = finder.finding or "every value in the forward is finite: the loss itself, or the backward pass, is not"
         names = [str(name) for name in batch.get("name", [])]
         shown = f"{', '.join(names[:8])}{' ...' * (len(names) > 8)}" if names else "of one without names"
-        cause = finder.finding or "every value in the forward is finite: the loss itself, or the backward pass, is not"
         return f"step {step}: {finding}\n  batch: {shown}\n  {cause}\n  a lower lr, 'clip', or a wider precision may help"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +19,11 @@ from ..errors import TrainError
 from ..module import TracedModule
 from ..outlining import originals
 from ..settings import Train
-from .checkpoint import newest, seeded
+from .checkpoint import fingerprint, newest, seeded
 from .data.loader import loader_of
 from .draws import Draws, mixed
 from .ema import Ema
-from .groups import choose, make_optimizer, make_scheduler
+from .groups import check_optimizer, choose, make_optimizer, make_scheduler
 from .keeping import export, interruptible, keep, restore
 from .launch import gathered, launched, prepared, set_mode
 from .plugins import Plugins, open_plugins
@@ -63,7 +63,7 @@ class Trainer:
         test: Any = None,
         *,
         out: str | Path | None = None,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Any = None,
         scheduler: Any = None,
         seed: int = 0,
         device: str | None = None,
@@ -73,7 +73,7 @@ class Trainer:
         timm: str | None = None,
         settings: Train | None = None,
         accelerator: Accelerator | None = None,
-        plugins: Plugins | None = None,
+        plugins: Plugins | Sequence[Any] | None = None,
         **train: Any,
     ) -> None:
         if not isinstance(module, TracedModule):
@@ -81,18 +81,35 @@ class Trainer:
             raise TrainError(f"a trainer takes a traced module, not {kind}: fxplug.trace(model, inputs) makes one")
         self.module, self.seed, self.quiet, self.out = module, seed, quiet, Path(out) if out else None
         self.task = make_task(task)
+        for key, given in (("optimizer", optimizer), ("scheduler", scheduler)):
+            if isinstance(given, (str, Mapping)):
+                train[key] = given
+        optimizer, scheduler = (None if isinstance(given, (str, Mapping)) else given for given in (optimizer, scheduler))
         self.settings = settings or _settings(self.task, train)
         self.config = dict(config or {"model": module.classes[0], "train": self.settings.model_dump(mode="json")})
         self.accelerator = accelerator or launched(self.settings.precision, device)
         self.first = self.accelerator.is_main_process
-        self.plugins = plugins or open_plugins(self.settings, base)
+        if not isinstance(plugins, Plugins):
+            specs = self.settings.plugins if plugins is None else plugins
+            plugins = open_plugins(specs, self.settings.on_plugin_error, base)
+        self.plugins = plugins
+        before = {name: p.dtype for name, p in module.named_parameters()}
         self.groups = choose(module, self.settings)
+        self.dtypes = {name: before[name] for group in self.groups for name in group["names"]}
         module.to(self.accelerator.device)
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         common = {"batch": self.settings.batch, "seed": seed, "rank": rank, "world": world}
         self.data = loader_of(data, train=True, hooks=self.plugins if self.plugins.transforms else None, **common)
         self.tests = None if test is None else loader_of(test, train=False, hooks=None, **common)
         self._set_up(Path(base or Path.cwd()), timm)
+        folder = self.out or Path.cwd()
+        self.plugins.common = {
+            "module": module,
+            "project_name": folder.absolute().name,
+            "log_folder": folder,
+            "data_root": self.data.root,
+        }
+        self.plugins.call("on_model_load", config=self.config)  # before the module is lowered: hooks it registers are kept
         self.per_epoch = self.data.steps // self.settings.accumulate
         if self.per_epoch == 0:
             needed, has = self.settings.accumulate, self.data.steps
@@ -130,14 +147,17 @@ class Trainer:
             held = originals(self.sharded)
             for group in self.groups:
                 group["params"] = [held[name] for name in group["names"]]
+        if optimizer is not None:
+            check_optimizer(optimizer, self.groups)
         made = optimizer or make_optimizer(self.settings.optimizer, self.groups)
         self.scheduler, self.by_epoch = scheduler, scheduler is not None
         if scheduler is None:
             self.scheduler, self.by_epoch = make_scheduler(self.settings.scheduler, made, self.steps, self.per_epoch)
         self.optimizer: Any = self.accelerator.prepare_optimizer(made, device_placement=False)
         self.trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
+        self.fingerprint = fingerprint({n: p for n, p in self.module.named_parameters() if n in frozen})
         self.ema = Ema(self.trained, self.settings.ema) if self.settings.ema else None
-        self.buffers = {name: buffer._version for name, buffer in self.module.named_buffers()}
+        self.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
         parts = self.module, self.runner, self.task, self.groups, self.optimizer
         self.take_step = Stepper(self.accelerator, *parts, self.settings, self.plugins, self.seed)
 
@@ -151,13 +171,6 @@ class Trainer:
             quiet=self.quiet or not self.first,
         )
         self.take_step.note = self.plugins.note = watch.note
-        folder = self.out or Path.cwd()
-        self.plugins.common = {
-            "module": self.module,
-            "project_name": folder.absolute().name,
-            "log_folder": folder,
-            "data_root": self.data.root,
-        }
         return watch
 
     # --- training
@@ -169,11 +182,12 @@ class Trainer:
         if it had never stopped, to the bit. An interrupt (SIGINT, SIGTERM) ends the run after the step at hand, with a
         checkpoint. Raises TrainError; the checkpoints written so far stay.
         """
+        if self.history and self.progress.step >= self.steps:
+            return self.history
         with seeded(mixed(self.seed, self.accelerator.process_index)):
             return self._fit(None if resume is None else newest(Path(resume)))
 
     def _fit(self, start: Path | None) -> list[dict[str, Any]]:
-        self.plugins.call("on_model_load", config=self.config)
         if start is not None:
             restore(self, start)
         self.history = self.watch.rewind(self.progress.step)
@@ -188,10 +202,11 @@ class Trainer:
             global_step=self.progress.step,
         )
         try:
-            with interruptible() as interrupt:
-                while self.progress.step < self.steps and not interrupt:
-                    self._epoch(interrupt)
-            if interrupt:
+            with interruptible() as asked:
+                self.take_step.asked = lambda: bool(asked)
+                while self.progress.step < self.steps and not self.take_step.stop:
+                    self._epoch()
+            if self.take_step.stop:
                 keep(self)
                 raise KeyboardInterrupt(f"stopped after step {self.progress.step}")
             self._finish()
@@ -206,18 +221,21 @@ class Trainer:
         """Parameters that train, and all."""
         return sum(p.numel() for p in self.trained.values()), sum(p.numel() for p in self.module.parameters())
 
-    def _epoch(self, interrupt: list[int]) -> None:
+    def _epoch(self) -> None:
         progress, accumulate = self.progress, self.settings.accumulate
         whole = self.per_epoch * accumulate
-        self.plugins.call("on_epoch_start", epoch=progress.epoch, global_step=progress.step, epoch_length=self.per_epoch)
+        if progress.done < whole:  # else the checkpoint is of the moment before the end of an epoch
+            place = {"epoch": progress.epoch, "global_step": progress.step}
+            self.plugins.call("on_epoch_start", epoch_length=self.per_epoch, **place)
         set_mode(self.runner, self.module, self.settings.mode)
         batches = self.data.epoch(progress.epoch, start=progress.done)
         before = time.perf_counter()
-        while progress.done < whole and progress.step < self.steps and not interrupt:
+        while progress.done < whole and progress.step < self.steps and not self.take_step.stop:
             taken = [self._moved(batch) for batch in itertools.islice(batches, accumulate)]
             record = self._step(taken)
             after = time.perf_counter()
             self._after({**record, "seconds": after - before}, taken[-1])
+            self.take_step.stop |= self.accelerator.num_processes == 1 and self.take_step.asked()
             before = time.perf_counter()
         if progress.done >= whole:
             self._end_epoch()
@@ -229,10 +247,11 @@ class Trainer:
         self.plugins.call("on_step_start", local_step=local, batch=batches[0], **place)
         lr = self.optimizer.param_groups[0]["lr"]
         report = self.take_step(batches, progress.step + 1, place)
-        if self.ema:
-            self.ema.update()
-        if not self.by_epoch:
-            self._schedule(report["loss"])
+        if not self.take_step.skipped:
+            if self.ema:
+                self.ema.update()
+            if not self.by_epoch:
+                self._schedule(report["loss"])
         progress.step += 1
         progress.done += len(batches)
         progress.total += report["loss"]
@@ -290,7 +309,7 @@ class Trainer:
         self._pictures()
         keep(self)
         export(self)
-        self.module.eval()
+        self.accelerator.wait_for_everyone()  # a process that ended while the first one writes would take it with it
 
     # --- looking at what was learnt
 
@@ -299,17 +318,26 @@ class Trainer:
         if self.tests is None:
             raise TrainError("there is nothing to test on: give 'test' in the data section, or test=...")
         begun = time.perf_counter()
+        most = max(gathered(self.accelerator, self.tests.steps))
         with self._evaluating() as module:
-            totals = self.task.test(module, map(self._moved, self.tests.epoch(0)))
+            totals, count = self._tested(module, self.tests.epoch(0))
+            for _ in range(most - count if self.sharded else 0):
+                self._tested(module, iter([self.tests.first(1)]))  # all processes of a sharded module call it as often
         parts = gathered(self.accelerator, {name: (float(a), float(b)) for name, (a, b) in totals.items()})
         metrics = means({name: (sum(p[name][0] for p in parts), sum(p[name][1] for p in parts)) for name in parts[0]})
         best, chosen = self.progress.best, self.task.best
-        if metrics and (chosen is None or chosen not in best or metrics[chosen] >= best[chosen]):
+        if chosen in metrics and (chosen not in best or metrics[chosen] >= best[chosen]):
             self.progress.best = dict(metrics)
         self.metrics, epoch = metrics, self.progress.epoch or 1
         seconds = (time.perf_counter() - begun) / max(1, self.tests.steps)
         self.watch.test(epoch, metrics, seconds, self.progress.best)
         return metrics
+
+    def _tested(self, module: nn.Module, batches: Iterator[Batch]) -> tuple[dict[str, tuple[float, float]], int]:
+        """What the task's test gives for batches, and how many they were."""
+        counted = itertools.count()
+        taken = (self._moved(batch) for batch, _ in zip(batches, counted, strict=False))
+        return self.task.test(module, taken), next(counted)
 
     def _pictures(self) -> None:
         with self._evaluating() as module:
@@ -323,6 +351,9 @@ class Trainer:
         are."""
         module = self.sharded or self.module
         device = self.accelerator.device
+        if self.accelerator.num_processes > 1:
+            for buffer in module.buffers():  # statistics that each process took of its own samples
+                torch.distributed.broadcast(buffer, 0)
         with (
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             torch.no_grad(),
