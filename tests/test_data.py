@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from fxplug.errors import SpecError, TrainError
 from fxplug.settings import Buckets, Data
 from fxplug.training.data.buckets import assign, bucket_sizes
-from fxplug.training.data.items import open_items
+from fxplug.training.data.items import open_items, with_classes
 from fxplug.training.data.loader import Loader, loader_of
 from fxplug.training.data.order import Order
 from fxplug.training.data.own import OwnItems
@@ -795,3 +795,20 @@ def test_a_file_that_vanished(tmp_path):
     loader = Loader(items, spec, 3)
     list(loader.epoch(0))
     assert loader.skipped == {"1.png": "no such file"}
+
+
+def test_test_labels_have_the_numbers_of_the_training_classes(tmp_path):
+    for name in ("ape", "bee", "cat"):
+        folder(tmp_path / "train" / name, 1, captions=False)
+    for name in ("bee", "cat"):
+        folder(tmp_path / "test" / name, 1, captions=False)
+    train, _ = opened(tmp_path, classes="train")
+    test, spec = opened(tmp_path, classes="test")
+    assert [test[i]["label"] for i in range(2)] == [0, 1]
+    same = with_classes(test, train.classes)
+    assert [same[i]["label"] for i in range(2)] == [1, 2] and same.classes == train.classes and same.root == test.root
+    (batch,) = Loader(same, spec, 2, train=False).epoch(0)
+    assert batch["label"].tolist() == [1, 2]
+    (tmp_path / "test" / "cat").rename(tmp_path / "test" / "cta")
+    with pytest.raises(SpecError, match=r"data\.test: the class 'cta' is not among the 3 of .* \(did you mean 'cat'\?\)"):
+        with_classes(opened(tmp_path, classes="test")[0], train.classes)

@@ -16,7 +16,7 @@ from ..flow import Step, rewrite
 from ..module import TracedModule
 from ..settings import Data
 from .checkpoint import found
-from .data.items import open_items
+from .data.items import open_items, with_classes
 from .data.loader import Loader
 from .launch import check_agreement, gathered, launched
 from .plugins import open_plugins
@@ -77,7 +77,10 @@ def train(
         hooks = plugins if plugins.transforms else None
         data = Loader(open_items(config.data, config.base), config.data, hooks=hooks, **common)
         tests: Data | None = config.data.test
-        test = Loader(open_items(tests, config.base, test=True), tests, train=False, **common) if tests else None
+        test = None
+        if tests is not None:
+            found_tests = with_classes(open_items(tests, config.base, test=True), data.classes)
+            test = Loader(found_tests, tests, train=False, **common)
         checked = config.verify and accelerator.is_main_process
         module = rewrite(config, verify=checked, progress=progress).module
         trainer = Trainer(

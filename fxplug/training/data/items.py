@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...errors import SpecError
+from ...errors import SpecError, did_you_mean
 from ...settings import Data
 from .files import open_classes, open_images
 from .hub import open_dataset
@@ -61,3 +61,42 @@ def open_items(spec: Data, base: Path, *, test: bool = False) -> Items:
         if error.path or error.finding == str(error):
             raise SpecError(error.finding, path=(*(("data", "test") if test else ("data",)), *error.path)) from error.__cause__
         raise
+
+
+class Renumbered:
+    """Items whose labels have the numbers of other `classes` of the same names."""
+
+    def __init__(self, items: Items, classes: list[str]) -> None:
+        self.items, self.classes = items, classes
+        self._number = [classes.index(name) for name in items.classes or []]
+
+    @property
+    def sizes(self) -> list[tuple[int, int]] | None:
+        return self.items.sizes
+
+    @property
+    def root(self) -> str | None:
+        return self.items.root
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        item = self.items[i]
+        return {**item, "label": self._number[item["label"]]} if "label" in item else item
+
+
+def with_classes(items: Items, classes: list[str] | None) -> Items:
+    """Test items with the label numbers of the training data, which may have more classes and so another order.
+
+    Raises SpecError for a class that the training data do not have.
+    """
+    if classes is None or items.classes is None or items.classes == classes:
+        return items
+    unknown = [name for name in items.classes if name not in classes]
+    if unknown:
+        hint = did_you_mean(unknown[0], classes)
+        more = f" and {len(unknown) - 1} more" * (len(unknown) > 1)
+        finding = f"the class '{unknown[0]}'{more} is not among the {len(classes)} of the training data{hint}"
+        raise SpecError(finding, path=("data", "test"))
+    return Renumbered(items, classes)
