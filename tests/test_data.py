@@ -88,6 +88,16 @@ class Stream(IterableDataset):
         return iter(())
 
 
+class Short(IterableDataset):
+    """Fewer samples than it says."""
+
+    def __iter__(self):
+        return iter([Toy()[0]] * 4)
+
+    def __len__(self):
+        return 6
+
+
 class Faulty(Toy):
     def __getitem__(self, i):
         if i == 3:
@@ -729,6 +739,12 @@ def test_data_loaders_that_cannot_be_taken():
     sampler = DistributedSampler(Toy(), num_replicas=2, rank=1, shuffle=True)
     given = loader_of(DataLoader(Toy(), 5, sampler=sampler), 1, world=2)
     assert not torch.equal(*(next(given.epoch(number))["image"] for number in range(2)))
+
+
+def test_a_data_loader_that_ends_early_is_said():
+    with pytest.raises(TrainError, match="the DataLoader says that it has 3 batches and ended after 2: the length of"):
+        list(loader_of(DataLoader(Short(), 2), 1).epoch(0))
+    assert len(list(loader_of(DataLoader(Short(), 2), 1, train=False).epoch(0))) == 2
 
 
 def test_samples_that_do_not_go_together():

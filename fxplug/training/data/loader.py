@@ -154,7 +154,7 @@ def loader_of(
     if isinstance(data, (Loader, Given)):
         return data
     if isinstance(data, DataLoader):
-        return Given(data, seed=seed, world=world, hooks=hooks)
+        return Given(data, seed=seed, world=world, train=train, hooks=hooks)
     spec = Data(call=Use(type(data).__name__, {}))
     items = own_items(data, spec, "the data")
     return Loader(items, spec, batch, seed=seed, rank=rank, world=world, train=train, hooks=hooks)
