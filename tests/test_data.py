@@ -782,6 +782,21 @@ def test_unreadable_images_are_named_and_replaced(broken, workers, buckets):
     assert sum(kept, []) == [0, 2, 5, 6, 7]
 
 
+def test_the_first_samples_are_the_first_that_can_be_read(broken):
+    items, spec = opened(broken, images=".", max_corrupt=3)
+    loader = Loader(items, spec, 2)
+    assert loader.first(0) == {} and loader.first(1)["index"].tolist() == [0] and not loader.skipped
+    assert loader.first(3)["index"].tolist() == [0, 2, 5] and list(loader.skipped) == ["1.jpg", "3.jpg", "4.jpg"]
+    assert loader.first(9)["index"].tolist() == [0, 2, 5, 6, 7]
+    (broken / "0.jpg").write_text("text")
+    with pytest.raises(TrainError, match=r"4 images cannot be read, 'max_corrupt' is 3: 0.jpg \(not an image\)"):
+        Loader(items, spec, 2).first(2)
+    for name in (2, 5, 6, 7):
+        (broken / f"{name}.jpg").write_text("text")
+    with pytest.raises(TrainError, match=r"no image of 8 can be read: 0.jpg \(not an image\)"):
+        Loader(items, Data(images=".", max_corrupt=9), 2).first(1)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_too_many_unreadable_images(broken, workers):
     with pytest.raises(TrainError, match=r"3 images cannot be read, 'max_corrupt' is 2: 1.jpg \(not an image\); 3.jpg"):
