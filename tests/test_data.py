@@ -88,6 +88,16 @@ class Stream(IterableDataset):
         return iter(())
 
 
+class Short(IterableDataset):
+    """Fewer samples than it says."""
+
+    def __iter__(self):
+        return iter([Toy()[0]] * 4)
+
+    def __len__(self):
+        return 6
+
+
 class Faulty(Toy):
     def __getitem__(self, i):
         if i == 3:
@@ -731,6 +741,12 @@ def test_data_loaders_that_cannot_be_taken():
     assert not torch.equal(*(next(given.epoch(number))["image"] for number in range(2)))
 
 
+def test_a_data_loader_that_ends_early_is_said():
+    with pytest.raises(TrainError, match="the DataLoader says that it has 3 batches and ended after 2: the length of"):
+        list(loader_of(DataLoader(Short(), 2), 1).epoch(0))
+    assert len(list(loader_of(DataLoader(Short(), 2), 1, train=False).epoch(0))) == 2
+
+
 def test_samples_that_do_not_go_together():
     from fxplug.training.data.fetching import collate
 
@@ -764,6 +780,21 @@ def test_unreadable_images_are_named_and_replaced(broken, workers, buckets):
     assert "truncated" in loader.skipped["3.jpg"] and len(loader.skipped) == 3
     kept = [b["index"].tolist() for b in Loader(items, spec, 2, train=False).epoch(0)]
     assert sum(kept, []) == [0, 2, 5, 6, 7]
+
+
+def test_the_first_samples_are_the_first_that_can_be_read(broken):
+    items, spec = opened(broken, images=".", max_corrupt=3)
+    loader = Loader(items, spec, 2)
+    assert loader.first(0) == {} and loader.first(1)["index"].tolist() == [0] and not loader.skipped
+    assert loader.first(3)["index"].tolist() == [0, 2, 5] and list(loader.skipped) == ["1.jpg", "3.jpg", "4.jpg"]
+    assert loader.first(9)["index"].tolist() == [0, 2, 5, 6, 7]
+    (broken / "0.jpg").write_text("text")
+    with pytest.raises(TrainError, match=r"4 images cannot be read, 'max_corrupt' is 3: 0.jpg \(not an image\)"):
+        Loader(items, spec, 2).first(2)
+    for name in (2, 5, 6, 7):
+        (broken / f"{name}.jpg").write_text("text")
+    with pytest.raises(TrainError, match=r"no image of 8 can be read: 0.jpg \(not an image\)"):
+        Loader(items, Data(images=".", max_corrupt=9), 2).first(1)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

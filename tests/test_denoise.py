@@ -473,6 +473,24 @@ def test_the_size_is_that_of_the_images_where_nothing_says_it():
     assert one.shape == (3, 8, 8)
 
 
+def test_there_are_as_many_samples_as_asked_for_however_few_the_data():
+    more = {"bounds": [torch.arange(2)] * 3, "about": {"maker": ["c", "d"]}}
+    some = {"examples": lambda n: batch(2, caption=["a", "b"], **more) if n else {}, "sample_steps": 1}
+    module = traced(classes=11)
+    known = [str(i) for i in range(10)]
+    listed = ready(module, classes=known, null_label=10, samples=[3, 1, 4, 1, 5], **some)
+    images = listed.samples(module)
+    assert images.shape == (5, 3, SIDE, SIDE)
+    assert torch.equal(images, listed.generate(module, {"label": torch.tensor([3, 1, 4, 1, 5])}))
+    assert len(ready(module, classes=known, null_label=10, samples=12, **some).samples(module)) == 12
+    spoken = traced(text=8)
+    task = ready(spoken, text="test_denoise:words", samples=5, **some)
+    given = {"caption": ["a", "b", "a", "b", "a"]}
+    assert torch.equal(task.samples(spoken), task.generate(spoken, given))
+    assert len(ready(traced(), samples=["x", "y", "z"], **some).samples(traced())) == 3
+    assert ready(traced(), samples=0, **some).samples(traced()) is None
+
+
 def test_a_run_of_a_configuration_makes_pictures(tmp_path):
     """Class conditions, LoRA and the whole flow: losses, a test, and the grid of samples."""
     model = dict(unet(3, classes=11).config)

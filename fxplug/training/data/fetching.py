@@ -69,12 +69,15 @@ class Fetch:
         self.condition = condition_function(spec.conditions) if named and spec.conditions else None
         self._hooked = {hook for hook in ("transform_caption", "transform_pil_image") if hooks is not None and hooks.has(hook)}
 
-    def __call__(self, request: Request) -> Fetched:
+    def __call__(self, request: Request, enough: int | None = None) -> Fetched:
+        """The batch of a request; `enough` is after how many samples it ends."""
         skipped: dict[str, str] = {}
         with random_state_kept():
             try:
                 samples = []
                 for index in request.indices:
+                    if len(samples) == enough:
+                        break
                     sample = self._readable(index, request, skipped)
                     if len(skipped) > self.spec.max_corrupt:  # the loader counts them, and stops
                         return Fetched(None, skipped)

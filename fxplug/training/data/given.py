@@ -28,7 +28,9 @@ class Given:
     processes, one whose sampler does not share the samples among them.
     """
 
-    def __init__(self, loader: DataLoader[Any], *, seed: int = 0, world: int = 1, hooks: Hooks | None = None) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], *, seed: int = 0, world: int = 1, train: bool = True, hooks: Hooks | None = None
+    ) -> None:
         try:
             self.steps = len(loader)
         except TypeError:
@@ -42,7 +44,7 @@ class Given:
         for hook in ("transform_caption", "transform_pil_image"):
             if hooks is not None and hooks.has(hook):
                 raise TrainError(f"a plugin's {hook} cannot reach into a DataLoader: give its data set instead")
-        self.loader, self.items, self.seed, self.sampler = loader, loader.dataset, seed, sampler
+        self.loader, self.items, self.seed, self.train, self.sampler = loader, loader.dataset, seed, train, sampler
         self.size: Size | None = None
         classes = getattr(loader.dataset, "classes", None)
         self.classes: list[str] | None = [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
@@ -66,7 +68,7 @@ class Given:
         return {key: value[:count] if isinstance(value, (Tensor, list)) else value for key, value in batch.items()}
 
     def epoch(self, number: int, start: int = 0) -> Iterator[dict[str, Any]]:
-        """The batches of epoch `number` from the `start`-th on."""
+        """The batches of epoch `number` from the `start`-th on. Raises TrainError where training gets fewer."""
         if isinstance(self.sampler, DistributedSampler):
             self.sampler.set_epoch(number)
         with random_state_kept():
@@ -80,6 +82,9 @@ class Given:
                 batch = next(batches, None)
                 states = random_state()
             if batch is None:
+                if self.train:
+                    found = f"the DataLoader says that it has {self.steps} batches and ended after {index}"
+                    raise TrainError(f"{found}: the length of its data set, or of its sampler, is wrong")
                 return
             if index >= start:
                 yield self._batch(batch, index)

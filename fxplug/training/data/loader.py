@@ -83,11 +83,18 @@ class Loader:
         self.close()
 
     def first(self, count: int) -> dict[str, Any]:
-        """The first `count` samples (of the fullest bucket) as a batch, without shuffling, plugins and transform."""
+        """The first `count` readable samples (of the fullest bucket) as a batch, without shuffling, plugins and transform.
+
+        Those that cannot be read are counted as in an epoch. Raises TrainError where none can.
+        """
         number = max(range(len(self._plain.groups)), key=lambda n: len(self._plain.groups[n]))
-        fetched = self._plain(Request(0, number, list(self._plain.groups[number][:count])))
+        group = self._plain.groups[number]
+        fetched = self._plain(Request(0, number, group), enough=count)
+        self._count(fetched.skipped)
         if fetched.error is not None:
             raise fetched.error
+        if fetched.batch is None and count:
+            raise TrainError(f"no image of {len(group)} can be read: {too_many(fetched.skipped)}")
         return fetched.batch or {}
 
     def epoch(self, number: int, start: int = 0) -> Iterator[dict[str, Any]]:
@@ -154,7 +161,7 @@ def loader_of(
     if isinstance(data, (Loader, Given)):
         return data
     if isinstance(data, DataLoader):
-        return Given(data, seed=seed, world=world, hooks=hooks)
+        return Given(data, seed=seed, world=world, train=train, hooks=hooks)
     spec = Data(call=Use(type(data).__name__, {}))
     items = own_items(data, spec, "the data")
     return Loader(items, spec, batch, seed=seed, rank=rank, world=world, train=train, hooks=hooks)

@@ -15,7 +15,7 @@ class Request(NamedTuple):
 
     epoch: int
     group: int
-    indices: list[int]
+    indices: Sequence[int]
 
 
 class Order:

@@ -217,18 +217,30 @@ class Denoise(Task):
         return (seen[1] if len(seen) == 4 else 3, *(size if all(size) else seen[2:]))
 
     def _sample_batch(self) -> Batch:
-        """What the sample images are of: the listed captions or labels, else the first of the data, else each class."""
+        """What the sample images are of: the listed captions or labels, else the first of the data, else each class.
+
+        What else the model is called with comes from the first of the data, over and over where there are fewer.
+        """
         count = self.wanted if isinstance(self.wanted, int) else len(self.wanted)
         batch = self.info.examples(count) if self.info.examples is not None and count else {}
-        count = min(count, len(batch["image"])) if batch else count
+        if batch:
+            batch = _rows(batch, [row % len(batch["image"]) for row in range(count)])
         if isinstance(self.wanted, list):
             label = all(isinstance(item, int) for item in self.wanted)
-            listed = self.wanted[:count]
-            batch = {**batch, **({"label": torch.tensor(listed)} if label else {"caption": list(map(str, listed))})}
+            batch |= {"label": torch.tensor(self.wanted)} if label else {"caption": list(map(str, self.wanted))}
         elif "condition" not in batch and self.call.uses("label"):
             known = len(self.info.classes or ()) or max(1, (self.rows or 1) - (self.null_label is not None))
-            batch = {**batch, "label": torch.arange(count) % known}
+            batch["label"] = torch.arange(count) % known
         return {"caption": [""] * count, **batch}
+
+
+def _rows(values: Any, rows: list[int]) -> Any:
+    """Some rows of a batch, as often as they are named."""
+    if isinstance(values, Mapping):
+        return {name: _rows(value, rows) for name, value in values.items()}
+    if isinstance(values, (list, tuple)) and not isinstance(values[0], str):  # of samples that hold lists
+        return [_rows(value, rows) for value in values]
+    return values[rows] if isinstance(values, Tensor) else [values[row] for row in rows]
 
 
 class _Fixed:
