@@ -74,7 +74,7 @@ class Fetch:
         skipped: dict[str, str] = {}
         with random_state_kept():
             try:
-                samples = []
+                samples: list[dict[str, Any]] = []
                 for index in request.indices:
                     if len(samples) == enough:
                         break
