@@ -202,6 +202,13 @@ def test_what_does_not_fit_is_said(text):
         ready(**WRONG[text])
 
 
+def test_data_without_images_are_said():
+    text = "data: the data has no 'image' (did you mean 'images'?), it has images, label; name it with columns: {image"
+    b = batch()
+    with pytest.raises(SpecError, match=re.escape(text)):
+        ready().loss(small.vit().gm, {"images": b.pop("image"), **b}, Draws(0, 1))
+
+
 class Mine(Task):
     def __init__(self, weight: float, power: int = 2) -> None:
         self.weight, self.power = weight, power

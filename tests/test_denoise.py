@@ -473,6 +473,19 @@ def test_the_size_is_that_of_the_images_where_nothing_says_it():
     assert one.shape == (3, 8, 8)
 
 
+def test_data_without_images_are_said():
+    text = re.escape("data: the data has no 'image', it has pixel_values; name it with columns: {image: ...}")
+    task, b = ready(traced()), {"pixel_values": batch()["image"], "index": torch.arange(4)}
+    with pytest.raises(SpecError, match=text):
+        task.loss(traced(), b, Draws(0, 7))
+    with pytest.raises(SpecError, match=text):
+        task.test(traced(), [b])
+    with pytest.raises(SpecError, match=text):
+        ready(traced(), examples=lambda n: b, sample_steps=1).samples(traced())
+    with pytest.raises(SpecError, match=text):
+        Denoise().setup(traced(), TaskInfo((0, 0), examples=lambda n: b))
+
+
 def test_there_are_as_many_samples_as_asked_for_however_few_the_data():
     more = {"bounds": [torch.arange(2)] * 3, "about": {"maker": ["c", "d"]}}
     some = {"examples": lambda n: batch(2, caption=["a", "b"], **more) if n else {}, "sample_steps": 1}

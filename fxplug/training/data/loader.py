@@ -32,7 +32,8 @@ class Loader:
     hooks: changes captions and PIL images before anything else does.
 
     `size` is (h, w), or None where images stay as they are; `classes` are the names of the labels, `root` is the data's folder.
-    `skipped` has the unreadable images with the reason; more than `spec.max_corrupt` are a TrainError. `buckets` has the
+    `skipped` has the unreadable images with the reason; more than `spec.max_corrupt` in this process, since it
+    started, are a TrainError: each process, and each resume, counts from none. `buckets` has the
     number of images of each size, `left_out` how many samples an epoch goes without. Raises TrainError for a batch larger
     than the data, SpecError for buckets that cannot be.
     """

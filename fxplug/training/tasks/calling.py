@@ -178,6 +178,16 @@ def embedding_rows(module: nn.Module, name: str) -> int | None:
     return None
 
 
+def image_of(batch: Mapping[str, Any]) -> Tensor:
+    """The images of a batch. SpecError for data that has none by that name."""
+    if "image" not in batch:
+        found = ", ".join(name for name in batch if name not in ("index", "name")) or "nothing"
+        hint = "name it with columns: {image: ...}, or call it 'image' in the data set"
+        raise SpecError(f"the data has no 'image'{did_you_mean('image', batch)}, it has {found}; {hint}", path=("data",))
+    image: Tensor = batch["image"]
+    return image
+
+
 def check_labels(batch: Mapping[str, Any], count: int, classes: Collection[str] | None, what: str) -> None:
     """SpecError naming the first sample whose label is none of 0 to `count` - 1; `what` says what the model has of those.
 

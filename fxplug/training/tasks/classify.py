@@ -20,7 +20,7 @@ from ...errors import SpecError, did_you_mean
 from ...settings import Use, read_use
 from ...spec import import_target
 from ..draws import Draws
-from .calling import Call, check_labels, inputs_of
+from .calling import Call, check_labels, image_of, inputs_of
 from .task import Batch, Task, TaskInfo, Totals, check_options, construct
 
 PREPROCESS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
@@ -75,7 +75,7 @@ class Classify(Task):
         return Transform(options, self.channels, train)
 
     def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor:
-        image, label = batch["image"], self._labels(batch)
+        image, label = image_of(batch), self._labels(batch)
         mixed = self._mix(draw, image.shape) if self.mixup or self.cutmix else None
         if mixed is not None:
             image = mixed.images(image)

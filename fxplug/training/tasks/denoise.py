@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...errors import SpecError
 from ...settings import read_use
 from ..draws import Draws
-from .calling import Call, Input, check_labels, default_call, embedding_rows, inputs_of, listed
+from .calling import Call, Input, check_labels, default_call, embedding_rows, image_of, inputs_of, listed
 from .conditioning import Text, Vae, open_text
 from .noise import open_noise, positions, read_density
 from .task import Batch, Task, TaskInfo, Totals
@@ -95,7 +95,7 @@ class Denoise(Task):
         self.shape = self._shape(inputs)
 
     def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor:
-        position = positions(self.density, len(batch["image"]), draw)
+        position = positions(self.density, len(image_of(batch)), draw)
         return self._losses(module, batch, draw, position, self.dropout).mean()
 
     @torch.no_grad()
@@ -105,7 +105,7 @@ class Denoise(Task):
         for batch in batches:
             for place in TESTED:
                 draw = _Fixed(batch, self.info.device)
-                position = torch.full((len(batch["image"]),), place, device=self.info.device)
+                position = torch.full((len(image_of(batch)),), place, device=self.info.device)
                 losses = self._losses(module, batch, draw, position, 0.0)
                 total, count = total + float(losses.double().sum()), count + len(losses)
         return {"loss": (total, count)}
@@ -209,7 +209,7 @@ class Denoise(Task):
         seen = next(inputs[name].shape for name, source in self.call.mapping.items() if source == "noisy") or ()
         size: tuple[int, ...] = self.info.size
         if not all(size) and self.info.examples is not None:
-            size = tuple(self.info.examples(1)["image"].shape[2:])
+            size = tuple(image_of(self.info.examples(1)).shape[2:])
         if self.vae is not None:
             channels = getattr(getattr(self.vae.module, "config", None), "in_channels", 3)
             empty = torch.zeros(1, channels, *size, device=self.info.device)
@@ -224,7 +224,7 @@ class Denoise(Task):
         count = self.wanted if isinstance(self.wanted, int) else len(self.wanted)
         batch = self.info.examples(count) if self.info.examples is not None and count else {}
         if batch:
-            batch = _rows(batch, [row % len(batch["image"]) for row in range(count)])
+            batch = _rows(batch, [row % len(image_of(batch)) for row in range(count)])
         if isinstance(self.wanted, list):
             label = all(isinstance(item, int) for item in self.wanted)
             batch |= {"label": torch.tensor(self.wanted)} if label else {"caption": list(map(str, self.wanted))}
@@ -247,7 +247,7 @@ class _Fixed:
     """Draws that depend on the sample alone, by its place in the data: the same in every batch and process."""
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
-        places = batch["index"].tolist() if "index" in batch else range(len(batch["image"]))
+        places = batch["index"].tolist() if "index" in batch else range(len(image_of(batch)))
         self.generators = [torch.Generator().manual_seed(int(place)) for place in places]
         self.device = device
 
