@@ -542,6 +542,8 @@ def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
         ({"train__precision": "fp16"}, "fp16 needs a GPU"),
         ({"train__shard": True}, "shard needs several processes"),
         ({"train__plugins": ["os.path.Joiner"]}, "train.plugins[0]:"),
+        ({"data__flip": True}, "data.flip: has no effect: the task crops and flips by itself"),
+        ({"train__task": {"classify": {"preprocess": "vit_tny"}}}, "train.task.classify"),
     ],
 )
 def test_bad_settings_are_told_before_anything_is_written(tmp_path, changed, expected):
@@ -550,12 +552,18 @@ def test_bad_settings_are_told_before_anything_is_written(tmp_path, changed, exp
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-def test_an_error_about_a_setting_has_the_line_of_the_file(tmp_path):
+@pytest.mark.parametrize(
+    "changed, text, expected",
+    [
+        ({"train__optimizer": "adamww"}, "  optimizer: adamww", r"train\.optimizer: torch has no optimizer"),
+        ({"train__task": {"classify": {"preprocess": "vit_tny"}}}, "      preprocess: vit_tny", r"train\.task\.classify"),
+    ],
+)
+def test_an_error_about_a_setting_has_the_line_of_the_file(tmp_path, changed, text, expected):
     file = tmp_path / "c.yaml"
-    made = config(train__optimizer="adamww")
-    file.write_text(yaml.safe_dump(made, sort_keys=False))
-    line = file.read_text().splitlines().index("  optimizer: adamww") + 1
-    with pytest.raises(fxplug.SpecError, match=rf"c\.yaml:{line}: train\.optimizer: torch has no optimizer"):
+    file.write_text(yaml.safe_dump(config(**changed), sort_keys=False))
+    line = file.read_text().splitlines().index(text) + 1
+    with pytest.raises(fxplug.SpecError, match=rf"c\.yaml:{line}: {expected}"):
         fxplug.train(file, out=tmp_path / "run", quiet=True)
 
 

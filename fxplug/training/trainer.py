@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..config import check_settings
-from ..errors import TrainError
+from ..errors import SpecError, TrainError
 from ..module import TracedModule
 from ..outlining import originals
 from ..settings import Train
@@ -133,10 +133,20 @@ class Trainer:
             base=base,
             examples=lambda count: self._moved(loader.first(count)),
         )
-        self.task.setup(self.module, info)
+        try:
+            self.task.setup(self.module, info)
+        except SpecError as error:
+            if error.located or error.path[:1] in (("train",), ("data",)):
+                raise
+            path = ("train", "task", self.settings.task.name, *error.path)
+            raise SpecError(error.finding, path=path, key=error.key) from error.__cause__
         for one, train in ((self.data, True), (self.tests, False)):
             if one is not None and one.transform is None:
                 one.transform = self.task.transform(train)
+                spec = getattr(one, "spec", None)
+                if one.transform and spec and not spec.conditions and (spec.flip or spec.crop == "random"):
+                    finding = "has no effect: the task crops and flips by itself (classify: augment)"
+                    raise SpecError(finding, path=("data", "flip" if spec.flip else "crop"))
 
     def _make(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
         """What runs, the optimizer and its scheduler, the average of the weights, and what takes steps."""
