@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from PIL import Image
@@ -31,6 +31,7 @@ from fxplug.settings import Data
 from fxplug.training.data.items import open_items
 from fxplug.training.data.loader import Loader
 from fxplug.training.plugins import Plugins
+from fxplug.training.stepping import Stepper
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH = 64 if DEVICE == "cuda" else 8
@@ -95,9 +96,9 @@ def measured(folder: Path, steps: int) -> dict[str, Any]:
         quiet=True,
         log={"tensorboard": False},
     )
-    taken = timed(trainer)
+    trainer.take_step.__class__ = Timed
     history = trainer.fit()
-    step = statistics.median(taken[2:])
+    step = statistics.median(Timed.taken[2:])
     whole = statistics.median(record["seconds"] for record in history[2:])
     return {
         "batch": BATCH,
@@ -110,20 +111,18 @@ def measured(folder: Path, steps: int) -> dict[str, Any]:
     }
 
 
-def timed(trainer: Any) -> list[float]:
-    """A list that gets the seconds of the part of each step that is forward, backward and optimizer."""
-    inner, taken = trainer.take_step, []
+class Timed(Stepper):
+    """Notes the seconds of the part of each step that is forward, backward and optimizer."""
 
-    def take_step(*args: Any) -> Any:
+    taken: ClassVar[list[float]] = []
+
+    def __call__(self, *args: Any) -> dict[str, float]:
         synchronise()
         before = time.perf_counter()
-        report = inner(*args)
+        report = super().__call__(*args)
         synchronise()
-        taken.append(time.perf_counter() - before)
+        self.taken.append(time.perf_counter() - before)
         return report
-
-    trainer.take_step = take_step
-    return taken
 
 
 def loading(folder: Path, workers: int, wait: float = 0.0) -> float:
