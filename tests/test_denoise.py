@@ -455,6 +455,15 @@ def test_a_time_without_dimensions_is_said_at_once():
         ready(base.gm, text={"test_denoise:words": {"width": 12}})
 
 
+def test_channels_that_the_model_does_not_take_are_said():
+    vae = {"diffusers": {"_class_name": "AutoencoderTiny", "latent_channels": 4, "encoder_block_out_channels": [8, 8, 8, 8],
+                         "decoder_block_out_channels": [8, 8, 8, 8]}}  # fmt: skip
+    with pytest.raises(SpecError, match="vae: AutoencoderTiny makes latents of 4 channels, and the model was traced with 3"):
+        ready(traced(), vae=vae)
+    with pytest.raises(SpecError, match="the images have 1 channels, and the model was traced with 3: 'channels' says how"):
+        ready(traced()).loss(traced(), batch(channels=1), Draws(0, 7))
+
+
 def test_labels_that_the_model_does_not_know_are_said():
     module = traced(classes=11)
     with pytest.raises(SpecError, match="'2.png' has the label 11, and the model has 11 rows for classes, 0 to 10"):

@@ -148,6 +148,10 @@ class Denoise(Task):
         """The weighted loss float32 [b] of each sample."""
         image = batch["image"]
         x = self.vae.encode(image, draw) if self.vae is not None else image
+        if x.dim() == 4 and x.shape[1] != self.shape[0]:
+            finding = f"the images have {x.shape[1]} channels, and the model was traced with {self.shape[0]}"
+            hint = "'channels' says how they are read, 'vae' makes latents of them"
+            raise SpecError(f"{finding}: {hint}", path=("data", "channels"))
         noise = draw.like(x)
         index = (position * self.noise.steps).long().clamp(0, self.noise.steps - 1)
         dropped = draw.uniform(len(x)) < dropout
@@ -213,7 +217,12 @@ class Denoise(Task):
         if self.vae is not None:
             channels = getattr(getattr(self.vae.module, "config", None), "in_channels", 3)
             empty = torch.zeros(1, channels, *size, device=self.info.device)
-            return tuple(self.vae.encode(empty, Draws(0, 0, device=self.info.device)).shape[1:])
+            latents = tuple(self.vae.encode(empty, Draws(0, 0, device=self.info.device)).shape[1:])
+            if len(seen) == 4 and latents[0] != seen[1]:
+                kind = type(self.vae.module).__name__
+                finding = f"{kind} makes latents of {latents[0]} channels, and the model was traced with {seen[1]}"
+                raise SpecError(finding, path=("vae",))
+            return latents
         return (seen[1] if len(seen) == 4 else 3, *(size if all(size) else seen[2:]))
 
     def _sample_batch(self) -> Batch:
