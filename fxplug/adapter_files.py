@@ -1,0 +1,1 @@
+"""Adapter files of any common layout, read into low-rank updates by layer."""

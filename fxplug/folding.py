@@ -1,0 +1,1 @@
+"""The merge lowering: passes folded into a copy of the weights, and back."""

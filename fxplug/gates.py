@@ -1,0 +1,1 @@
+"""How much of which slot each sample takes: the network that passes with slots bring."""

@@ -1,0 +1,1 @@
+"""Triton kernels as torch.library operators, with fake and CPU implementations."""

@@ -1,0 +1,1 @@
+"""The lowerings together: merge, pack, fuse, outline."""

@@ -1,0 +1,1 @@
+"""Repeated regions as nested compile regions: each kind is compiled once."""

@@ -1,0 +1,1 @@
+"""AOTInductor packages: a module compiled ahead of time, whose adapters stay live."""

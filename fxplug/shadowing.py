@@ -1,0 +1,1 @@
+"""The live merge: layers read shadow weights, which are rebuilt when a slot changes."""

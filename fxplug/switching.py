@@ -1,0 +1,1 @@
+"""Adapters that come and go in the slots of a module: load, use, unload."""
