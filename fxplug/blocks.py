@@ -39,6 +39,15 @@ def check_rank(rank: Any) -> int:
     return rank
 
 
+def check_slots(slots: Any, **refused: Any) -> None:
+    """Raises SpecError unless `slots` is a whole number, 0 or more; with slots, for an option that has no place in them."""
+    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 0:
+        raise SpecError(f"slots must be a whole number, 0 or more, not {slots!r}")
+    for name, value in refused.items():
+        if slots and value:
+            raise SpecError(f"{name} and slots do not go together: an adapter in a slot has no {name} of its own")
+
+
 def scaling(rank: int, alpha: float | None, rslora: bool = False, alpha_auto_scale: bool = True) -> float:
     """What a low-rank update is multiplied by: alpha / rank; no alpha means rank.
 
@@ -64,6 +73,10 @@ class Lora(Block):
     output: (..., features) for Linear, (batch, channels, *space) for convolutions, integer indices and (..., features) for
     Embedding. A grouped convolution gets an update in each group, of at most the rank that a group's weight can have, so
     that it can be merged.
+
+    With `slots` it is a bank for that many adapters of up to this rank: one low-rank update of rank slots * rank, in whose
+    inner channels the slots follow each other (within each group of a convolution), and whose inner values are multiplied by
+    `rows` instead of `scale`: float32 (batch, slots * rank), what `gates.Gates` gives. It begins as zeros and is not trained.
     """
 
     neutral = True
@@ -81,34 +94,43 @@ class Lora(Block):
         bias: bool = False,
         rslora: bool = False,
         alpha_auto_scale: bool = True,
+        slots: int = 0,
+        batch_dim: int = 0,
     ) -> None:
         """`kind` is Linear, Conv1d, Conv2d, Conv3d or Embedding; `geometry` holds a convolution's own arguments.
 
         `same_padding` pads the input so that the output is as large as the layer's, whatever the layer does for it; `bias`
-        gives `up` a bias, which is scaled as the rest of the update. Raises SpecError for a rank below 1, a dropout outside
-        [0, 1), or what `scaling` refuses.
+        gives `up` a bias, which is scaled as the rest of the update. `batch_dim` is where the samples of x are, 0 or 1; only
+        slots need it. Raises SpecError for a rank below 1, a dropout outside [0, 1), slots with a bias or with dropout, or
+        what `scaling` refuses.
         """
         super().__init__()
         check_rank(rank)
         if not 0 <= dropout < 1:
             raise SpecError(f"dropout must be at least 0 and below 1, not {dropout!r}")
+        check_slots(slots, bias=bias, dropout=dropout)
         self.kind, self.in_features, self.out_features, self.rank = kind, in_features, out_features, rank
+        self.slots, self.batch_dim = slots, batch_dim
         self.alpha = rank if alpha is None else alpha
         self.geometry, self.same_padding = dict(geometry or {}), same_padding
         self.bias, self.rslora, self.alpha_auto_scale = bias, rslora, alpha_auto_scale
         self.down: nn.Module
         self.up: nn.Module
         self.scale: Tensor
+        inner = rank * max(slots, 1)
         if kind in CONVOLUTIONS:
             groups = self.geometry.get("groups", 1)
-            within = (in_features // groups) * math.prod(self.geometry["kernel_size"])
-            channels = groups * (rank if groups == 1 else min(rank, within, out_features // groups))
+            channels = groups * self.rank_within(groups) * max(slots, 1)
             self.down = CONVOLUTIONS[kind](in_features, channels, bias=False, **self.geometry)
             self.up = CONVOLUTIONS[kind](channels, out_features, 1, groups=groups, bias=bias)
         else:
-            self.down = nn.Embedding(in_features, rank) if kind == "Embedding" else nn.Linear(in_features, rank, bias=False)
-            self.up = nn.Linear(rank, out_features, bias=bias)
+            self.down = nn.Embedding(in_features, inner) if kind == "Embedding" else nn.Linear(in_features, inner, bias=False)
+            self.up = nn.Linear(inner, out_features, bias=bias)
         self.dropout = dropout
+        if slots:
+            for parameter in self.parameters():
+                nn.init.zeros_(parameter.requires_grad_(False))
+            return
         factor = scaling(rank, alpha, rslora, alpha_auto_scale)
         self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
         for parameter in self.up.parameters():
@@ -126,8 +148,13 @@ class Lora(Block):
         bias: bool = False,
         rslora: bool = False,
         alpha_auto_scale: bool = True,
+        slots: int = 0,
+        rank_max: int | None = None,
     ) -> Lora:
-        """An update for a Linear, Conv1d, Conv2d, Conv3d or Embedding, or a layer derived from one."""
+        """An update for a Linear, Conv1d, Conv2d, Conv3d or Embedding, or a layer derived from one.
+
+        With `slots`, `rank_max` is the highest rank of the adapters to come; None is `rank`.
+        """
         layer: Any = site.module
         kind = next((k for k in ("Linear", "Embedding", *CONVOLUTIONS) if k in site.classes), None)
         if kind is None:
@@ -135,6 +162,8 @@ class Lora(Block):
             raise SpecError(f"{site.path} is a {site.classes[0]}; a low-rank update fits {known} and layers derived from them")
         common: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout, "bias": bias}
         common.update(rslora=rslora, alpha_auto_scale=alpha_auto_scale)
+        if slots:
+            common.update(slots=slots, rank=rank if rank_max is None else rank_max, batch_dim=_batch_dim(site, kind))
         if kind == "Linear":
             return cls(kind, layer.in_features, layer.out_features, **common)
         if kind == "Embedding":
@@ -148,9 +177,16 @@ class Lora(Block):
             geometry.update(padding=0, padding_mode="zeros")
         return cls(kind, layer.in_channels, layer.out_channels, geometry=geometry, same_padding=same, **common)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def rank_within(self, groups: int) -> int:
+        """The rank of one update in each of the groups of a convolution."""
+        within = (self.in_features // groups) * math.prod(self.geometry["kernel_size"])
+        return self.rank if groups == 1 else min(self.rank, within, self.out_features // groups)
+
+    def forward(self, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Tensor:
         if self.same_padding:
             x = self.pad(x, y)
+        if rows is not None:
+            return torch.add(y, self.up(self.gated(self.down(x), rows)))
         if self.kind == "Embedding":
             hidden = F.dropout(self.down(x), self.dropout, self.training)
         else:
@@ -158,6 +194,27 @@ class Lora(Block):
         if self.bias:
             return torch.add(y, self.up(hidden) * self.scale)
         return torch.add(y, self.up(hidden * self.scale))  # scaled where it is small: no pass over all of y, or its gradient
+
+    def gated(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """The inner values of a bank, each times what its sample takes of its slot; samples follow each other in `batch_dim`.
+
+        A value without samples, such as one made from positions alone, takes what all samples have in common.
+        """
+        batch, channels_last = rows.shape[0], self.kind not in CONVOLUTIONS
+        groups = self.geometry.get("groups", 1)
+        if groups > 1:
+            within = rows.view(batch, self.slots, -1)[..., : self.rank_within(groups)].flatten(1)
+            rows = within.repeat(1, groups)
+        space = 0 if channels_last else len(self.geometry["kernel_size"])
+        if hidden.dim() < 2 + space or hidden.shape[self.batch_dim] % batch:
+            same = torch.where((rows == rows[:1]).all(), rows[0], torch.nan)
+            return (hidden * same.view(-1, *[1] * space)).to(hidden.dtype)
+        if self.batch_dim:
+            rows = rows.view(batch, *[1] * (hidden.dim() - 3), -1)
+            return (hidden * rows).to(hidden.dtype)
+        gates = rows[:, None] if channels_last else rows.view(batch, 1, -1, *[1] * space)
+        split = (batch, -1, hidden.shape[-1]) if channels_last else (batch, -1, *hidden.shape[1:])
+        return (hidden.reshape(split) * gates).to(hidden.dtype).view(hidden.shape)
 
     def pad(self, x: Tensor, y: Tensor) -> Tensor:
         """x with zeros around it, the odd one behind, so that `down` gives the size of y."""
@@ -170,7 +227,16 @@ class Lora(Block):
         return F.pad(x, around)
 
     def extra_repr(self) -> str:
-        return f"{self.kind}, {self.in_features}, {self.out_features}, rank={self.rank}, alpha={self.alpha:g}"
+        of = f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}"
+        return f"{self.kind}, {self.in_features}, {self.out_features}, rank={self.rank}, {of}"
+
+
+def _batch_dim(site: Site, kind: str) -> int:
+    """Which of the first two dimensions of a layer's input has the samples of the model's batch, as traced."""
+    shape, batch = (() if site.x is None else site.x.shape), site.args[-1].shape[0]
+    if kind in CONVOLUTIONS or len(shape) < 3 - (kind == "Embedding") or shape[1] != batch:
+        return 0
+    return int(shape[0] % batch != 0 or (batch == 1 and shape[0] > 1))
 
 
 def _output_size(size: tuple[int, ...], geometry: Mapping[str, Any]) -> tuple[int, ...]:

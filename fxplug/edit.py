@@ -49,7 +49,7 @@ def _apply(gm: TracedModule, p: Pass) -> TracedModule:
         )
     if p.name in dict(gm.named_children()) or hasattr(TracedModule, p.name):
         raise ClashError(f"the model has a module or method '{p.name}' of its own; give the pass another name (name: ...)")
-    gm = joined(gm, p)
+    gm, p = joined(gm, p)
     sites = sites_of(gm, p)
     tree = shell(gm)
     owners: dict[Any, Any] = {}

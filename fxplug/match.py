@@ -92,7 +92,7 @@ def find(gm: TracedModule, p: Pass) -> list[Site]:
     Raises MatchError when a rule matches another number of places than it expects, with the nearest misses; ClashError
     when two rules of the pass want the same place; SpecError for an address that cannot be read.
     """
-    return sites_of(joined(gm, p), p)
+    return sites_of(*joined(gm, p))
 
 
 def sites_of(gm: TracedModule, p: Pass) -> list[Site]:

@@ -222,6 +222,7 @@ class TracedModule(fx.GraphModule):
         code = super().recompile()
         self.__dict__.setdefault("_codes", {})[self.__dict__.get("_graph_mode")] = self._code
         cls = type(self)
+        del cls.__call__  # FX's own reports an error by code that a compiler cannot take, which hides the error
         if any(node.target in MODES for node in self._graph.nodes if node.op == "call_function"):
             cls.forward = _unwound(cls.forward)
         if self.__dict__.get("_twin") is not None:

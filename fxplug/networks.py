@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,43 @@ from .places import Regions, each, members, source
 from .rules import Pass, is_target
 from .spec import import_target
 
+GATES = "gates"  # the network that a pass with slots brings
 TRIES = [8, 4, 2, 16, 1, 32]  # what a size that nothing binds may be: how much larger a condition is than a latent
 
 
-def joined(gm: TracedModule, p: Pass) -> TracedModule:
+def _with_gates(gm: TracedModule, p: Pass) -> Pass:
+    """A pass with slots as one whose network `gates` says what each sample takes of them; each block gets its result.
+
+    Raises SpecError where the pass's banks differ in their rank, or the model has no input with samples.
+    """
+    if not p.slots or GATES in p.networks:
+        return p
+    ranks = {rule.options.get("rank_max") or rule.options.get("rank", 8) for rule in p.rules}
+    if len(ranks) > 1:
+        raise SpecError(f"the rules of a pass with slots have one rank, not {sorted(ranks)}", where=p.where)
+    rank = ranks.pop()
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise SpecError(f"{p.name}: rank_max must be a whole number, 1 or more, not {rank!r}", where=p.where)
+    samples = next((str(port) for port, _, node in Regions(gm.graph, gm).by_key[""].inputs if node.meta.get("shape")), None)
+    if samples is None:
+        raise SpecError(f"{p.name}: no input of the model is a tensor with samples, and slots are chosen by sample")
+    gates = {"use": "fxplug.gates:Gates.of", "options": {"slots": p.slots, "rank": rank}, "args": [samples], "neutral": True}
+    rules = []
+    for rule in p.rules:
+        part = 1 if rule.place == "param" else 0
+        rules.append(replace(rule, args=(*rule.args, f"{GATES}:out[{part}]")))
+    return replace(p, networks={**p.networks, GATES: gates}, rules=rules)
+
+
+def joined(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
     """`gm` with the inputs and networks of a pass in its graph and module tree; `gm` itself when the pass has none.
 
-    Raises SpecError, MatchError or TraceError for an input or network that does not fit the model.
+    The pass comes back with the network that its slots need. Raises SpecError, MatchError or TraceError for an input or
+    network that does not fit the model.
     """
+    p = _with_gates(gm, p)
     if not p.inputs and not p.networks:
-        return gm
+        return gm, p
     modules = {name: _module(gm, p, name, spec) for name, spec in p.networks.items()}
     failed: TraceError | None = None
     tried = []
@@ -42,7 +70,7 @@ def joined(gm: TracedModule, p: Pass) -> TracedModule:
     for sizes in itertools.islice(_sizes(gm, p), 1 if differences else None):  # of another architecture: no size will do
         try:
             with quiet():
-                return _joined(gm, p, modules, sizes)
+                return _joined(gm, p, modules, sizes), p
         except (MatchError, SpecError) as error:
             raise type(error)(f"{p.name}: {getattr(error, 'finding', error)}") from None
         except TraceError as error:

@@ -143,7 +143,7 @@ class Pass:
     """A named list of rules; `params` are the values its parameters got. Raises SpecError.
 
     `lr`, `weight_decay` and `train` say how the parameters of its blocks are trained. Its `name` is the
-    first part of their keys.
+    first part of their keys. With `slots` its blocks are banks for that many adapters, which come and go without a new graph.
     """
 
     name: str
@@ -152,6 +152,7 @@ class Pass:
     params: Mapping[str, Any] = field(default_factory=dict, hash=False)
     inputs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     networks: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    slots: int = 0
     lr: float | None = None
     weight_decay: float | None = None
     train: bool = True
@@ -161,6 +162,8 @@ class Pass:
         check_common({key: getattr(self, key) for key in COMMON})
         if not isinstance(self.about, str):
             raise SpecError(f"must be text, not {shown(self.about)}", path=("about",))
+        if not isinstance(self.slots, int) or isinstance(self.slots, bool) or self.slots < 0:
+            raise SpecError(f"must be a whole number, 0 or more, not {shown(self.slots)}", path=("slots",))
         if not isinstance(self.rules, (list, tuple)) or not self.rules:
             found = "an empty list" if self.rules in ([], ()) else shown(self.rules)
             raise SpecError(f"must be a list of rules, not {found}", path=("rules",))

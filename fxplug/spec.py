@@ -166,8 +166,8 @@ class Draft:
                     owner = f"{module}:{attribute.rpartition('.')[0] or attribute}"
                     _check_allowed(owner, None if allow is None else (*allow, "diffusers"), where, path)
                 _check_options(given["options"], allow, where, path)
-        for key in ("inputs", "networks"):
-            data = {**data, key: _fill(data.get(key, {}), values, used, source, (key,))}
+        for key, nothing in (("inputs", {}), ("networks", {}), ("slots", 0)):
+            data = {**data, key: _fill(data.get(key, nothing), values, used, source, (key,))}
         if not rules:
             raise source.error("every rule is left out: the parameters name no places", "rules")
         unused = [key for key in values if key not in used]

@@ -7,13 +7,13 @@ functions of a block's mathematics know nothing of the kind of layer: a weight i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .blocks import Block, check_rank, scaling
+from .blocks import Block, check_rank, check_slots, scaling
 from .errors import SpecError
 
 if TYPE_CHECKING:
@@ -44,21 +44,48 @@ def low_rank(up: Tensor, down: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Update(Block):
-    """A scaled update of a parameter: what LoRA, LoHa and LoKr have in common. `scale` is a float32 buffer."""
+    """A scaled update of a parameter: what LoRA, LoHa and LoKr have in common. `scale` is a float32 buffer.
+
+    With `slots` it is a bank for that many: each parameter has them as its first dimension, begins as zeros and is not
+    trained, and `forward` takes, instead of the scale, the float32 (slots,) that `gates.Gates` gives for all samples.
+    """
 
     neutral = True
     scale: Tensor
 
     def __init__(
-        self, shape: Sequence[int], rank: int, alpha: float | None, rslora: bool, alpha_auto_scale: bool
+        self, shape: Sequence[int], rank: int, alpha: float | None, rslora: bool, alpha_auto_scale: bool, slots: int = 0
     ) -> None:
         """`shape` is the parameter's, two or more dimensions. Raises SpecError for a rank below 1 and as `scaling` does."""
         super().__init__()
-        self.shape, self.rank = list(shape), check_rank(rank)
+        check_slots(slots)
+        self.shape, self.rank, self.slots = list(shape), check_rank(rank), slots
         self.alpha = rank if alpha is None else alpha
         self.rslora, self.alpha_auto_scale = rslora, alpha_auto_scale
-        factor = scaling(rank, alpha, rslora, alpha_auto_scale)
-        self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
+        if not slots:
+            factor = scaling(rank, alpha, rslora, alpha_auto_scale)
+            self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
+
+    def banked(self) -> None:
+        """Give each parameter its slots."""
+        for name, parameter in self._parameters.items() if self.slots else ():
+            assert parameter is not None
+            self._parameters[name] = nn.Parameter(parameter.new_zeros(self.slots, *parameter.shape), requires_grad=False)
+
+    def forward(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
+        return self.updated(value, uniform).to(value.dtype)
+
+    def updated(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
+        """The parameter with the update added, or with those of all slots."""
+        if uniform is None:
+            return value + self.scale * self.update(dict(self.named_parameters()))
+        for slot in range(self.slots):
+            value = value + uniform[slot] * self.update({name: bank[slot] for name, bank in self.named_parameters()})
+        return value
+
+    def update(self, own: Mapping[str, Tensor]) -> Tensor:
+        """What parameters of these names make together, in the shape of the parameter that is updated, not scaled yet."""
+        raise NotImplementedError
 
 
 class LoraWeight(Update):
@@ -76,12 +103,14 @@ class LoraWeight(Update):
         alpha: float | None = None,
         rslora: bool = False,
         alpha_auto_scale: bool = True,
+        slots: int = 0,
     ) -> None:
         """As Update."""
-        super().__init__(shape, rank, alpha, rslora, alpha_auto_scale)
+        super().__init__(shape, rank, alpha, rslora, alpha_auto_scale, slots)
         self.down = nn.Parameter(torch.empty(rank, *self.shape[1:]))
         self.up = nn.Parameter(torch.zeros(self.shape[0], rank, *[1] * (len(self.shape) - 2)))
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
+        self.banked()
 
     @classmethod
     def at(
@@ -91,19 +120,18 @@ class LoraWeight(Update):
         alpha: float | None = None,
         rslora: bool = False,
         alpha_auto_scale: bool = True,
+        slots: int = 0,
+        rank_max: int | None = None,
     ) -> LoraWeight:
-        """An update for any parameter of two or more dimensions."""
-        return cls(weight_at(site, "a low-rank update").shape, rank, alpha, rslora, alpha_auto_scale)
+        """An update for any parameter of two or more dimensions; with `slots`, of adapters of ranks up to `rank_max`."""
+        rank = rank_max if slots and rank_max is not None else rank
+        return cls(weight_at(site, "a low-rank update").shape, rank, alpha, rslora, alpha_auto_scale, slots)
 
-    def forward(self, value: Tensor) -> Tensor:
-        return self.updated(value).to(value.dtype)
-
-    def updated(self, value: Tensor) -> Tensor:
-        """The weight with the update added."""
-        return value + self.scale * low_rank(self.up, self.down, self.shape)
+    def update(self, own: Mapping[str, Tensor]) -> Tensor:
+        return low_rank(own["up"], own["down"], self.shape)
 
     def extra_repr(self) -> str:
-        return f"{self.shape}, rank={self.rank}, alpha={self.alpha:g}"
+        return f"{self.shape}, rank={self.rank}, " + (f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}")
 
 
 def norm_except(value: Tensor, dim: int) -> Tensor:
@@ -145,7 +173,7 @@ class Dora(LoraWeight):
         self.magnitude = nn.Parameter(torch.ones(*around, self.shape[dim], *[1] * (len(self.shape) - 2)))
 
     @classmethod
-    def at(
+    def at(  # type: ignore[override]  # an adapter of this kind cannot be one of several
         cls,
         site: Site,
         rank: int = 8,
@@ -160,7 +188,7 @@ class Dora(LoraWeight):
         block.magnitude.data = norm_except(value.detach(), block.dim).reshape(block.magnitude.shape)
         return block
 
-    def forward(self, value: Tensor) -> Tensor:
+    def forward(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
         changed = self.updated(value)
         norm = norm_except(changed.detach().to(value.dtype), self.dim)
         return (changed * over_norm(self.magnitude.reshape(norm.shape), norm)).to(value.dtype)
@@ -203,9 +231,10 @@ class Loha(Update):
         tucker: bool = False,
         rslora: bool = False,
         alpha_auto_scale: bool = True,
+        slots: int = 0,
     ) -> None:
         """As Update."""
-        super().__init__(shape, rank, alpha, rslora, alpha_auto_scale)
+        super().__init__(shape, rank, alpha, rslora, alpha_auto_scale, slots)
         self.tucker = tucker
         out, inner, *kernel = self.shape
         self.cores = tucker and math.prod(kernel) > 1
@@ -220,6 +249,7 @@ class Loha(Update):
         for parameter in self.parameters():
             nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
         nn.init.zeros_(self.hada_w2_b)
+        self.banked()
 
     @classmethod
     def at(
@@ -230,20 +260,22 @@ class Loha(Update):
         tucker: bool = False,
         rslora: bool = False,
         alpha_auto_scale: bool = True,
+        slots: int = 0,
+        rank_max: int | None = None,
     ) -> Loha:
-        """An update for any parameter of two or more dimensions."""
-        return cls(weight_at(site, "a Hadamard product").shape, rank, alpha, tucker, rslora, alpha_auto_scale)
+        """An update for any parameter of two or more dimensions; with `slots`, of adapters of ranks up to `rank_max`."""
+        rank = rank_max if slots and rank_max is not None else rank
+        return cls(weight_at(site, "a Hadamard product").shape, rank, alpha, tucker, rslora, alpha_auto_scale, slots)
 
-    def forward(self, value: Tensor) -> Tensor:
+    def update(self, own: Mapping[str, Tensor]) -> Tensor:
         if self.cores:
-            first = tucker_weight(self.hada_t1, self.hada_w1_a, self.hada_w1_b)
-            update = first * tucker_weight(self.hada_t2, self.hada_w2_a, self.hada_w2_b)
-        else:
-            update = hadamard(self.hada_w1_a, self.hada_w1_b, self.hada_w2_a, self.hada_w2_b).reshape(self.shape)
-        return (value + self.scale * update).to(value.dtype)
+            first = tucker_weight(own["hada_t1"], own["hada_w1_a"], own["hada_w1_b"])
+            return first * tucker_weight(own["hada_t2"], own["hada_w2_a"], own["hada_w2_b"])
+        return hadamard(own["hada_w1_a"], own["hada_w1_b"], own["hada_w2_a"], own["hada_w2_b"]).reshape(self.shape)
 
     def extra_repr(self) -> str:
-        return f"{self.shape}, rank={self.rank}, alpha={self.alpha:g}{', tucker' if self.cores else ''}"
+        of = f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}"
+        return f"{self.shape}, rank={self.rank}, {of}{', tucker' if self.cores else ''}"
 
 
 # --- Kronecker product
@@ -299,13 +331,14 @@ class Lokr(Update):
         full_matrix: bool = False,
         rslora: bool = False,
         alpha_auto_scale: bool = True,
+        slots: int = 0,
     ) -> None:
         """`shape` is that of the parameter, two or more dimensions. `full_matrix` decomposes nothing, whatever the rank.
 
         Raises SpecError for a rank below 1, for a factor that is no number above 0 or -1 or that divides neither width, and
         as `scaling` does.
         """
-        super().__init__(shape, rank, alpha, rslora, alpha_auto_scale)
+        super().__init__(shape, rank, alpha, rslora, alpha_auto_scale, slots)
         self.factor, self.decompose_both, self.tucker, self.full_matrix = factor, decompose_both, tucker, full_matrix
         out, inner, *kernel = self.shape
         check_factor(factor, out, inner)
@@ -326,8 +359,9 @@ class Lokr(Update):
             self.register_parameter(f"lokr_{name}", parameter)
         nn.init.zeros_(self.lokr_w2_b if split_2 else self.lokr_w2)
         self.split_1, self.split_2 = split_1, split_2
-        if not split_1 and not split_2:
+        if not split_1 and not split_2 and not slots:
             self.scale.fill_(1.0)
+        self.banked()
 
     @classmethod
     def at(
@@ -341,22 +375,26 @@ class Lokr(Update):
         full_matrix: bool = False,
         rslora: bool = False,
         alpha_auto_scale: bool = True,
+        slots: int = 0,
+        rank_max: int | None = None,
     ) -> Lokr:
-        """An update for any parameter of two or more dimensions."""
+        """An update for any parameter of two or more dimensions; with `slots`, of adapters of ranks up to `rank_max`."""
         shape = weight_at(site, "a Kronecker product").shape
-        return cls(shape, rank, alpha, factor, decompose_both, tucker, full_matrix, rslora, alpha_auto_scale)
+        rank = rank_max if slots and rank_max is not None else rank
+        return cls(shape, rank, alpha, factor, decompose_both, tucker, full_matrix, rslora, alpha_auto_scale, slots)
 
-    def forward(self, value: Tensor) -> Tensor:
-        w1 = self.lokr_w1_a @ self.lokr_w1_b if self.split_1 else self.lokr_w1
+    def update(self, own: Mapping[str, Tensor]) -> Tensor:
+        w1 = own["lokr_w1_a"] @ own["lokr_w1_b"] if self.split_1 else own["lokr_w1"]
         if self.core:
-            w2 = tucker_weight(self.lokr_t2, self.lokr_w2_a, self.lokr_w2_b)
+            w2 = tucker_weight(own["lokr_t2"], own["lokr_w2_a"], own["lokr_w2_b"])
         else:
-            w2 = self.lokr_w2_a @ self.lokr_w2_b if self.split_2 else self.lokr_w2
-        return (value + self.scale * kronecker(w1, w2, self.shape)).to(value.dtype)
+            w2 = own["lokr_w2_a"] @ own["lokr_w2_b"] if self.split_2 else own["lokr_w2"]
+        return kronecker(w1, w2, self.shape)
 
     def extra_repr(self) -> str:
         parts = [name.removeprefix("lokr_") for name, _ in self.named_parameters()]
-        return f"{self.shape}, rank={self.rank}, alpha={self.alpha:g}, factor={self.factor}, {' '.join(parts)}"
+        of = f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}"
+        return f"{self.shape}, rank={self.rank}, {of}, factor={self.factor}, {' '.join(parts)}"
 
 
 def check_factor(factor: Any, out: int, inner: int) -> None:

@@ -15,13 +15,13 @@ FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 # A module imports only from modules to its left.
 ORDER = """
     errors source structure ops paths rules spec blitz_line blitz_pass sections settings config targets wording sizes fakes
-    adapter_files switching
+    updates fitting adapter_files switching
     module nodes recording regions modes entry restore tracing printing
     grafting places networks misses match making slots
     blocks gates weights rotations norms adapters conditions merging frequencies
-    edit kernels products forms fusing remerging packing checks folding shadowing
-    cutting choosing outlining nesting caching sharding batchnorms tuning lowering
-    manifest folders serialize rebuild artifact exporting packages models flow pages
+    edit kernels products forms fusing remerging checks absorbing folding shadowing
+    cutting packing choosing outlining nesting slicing caching sharding batchnorms tuning lowering
+    manifest folders serialize rebuild artifact packages exporting models flow pages
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
     compat.drivers compat.builtin compat.entries compat.hcp_config compat.everydream
     training.draws
@@ -39,7 +39,7 @@ ORDER = """
 EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_with", "replace_input_with", "update_arg"}
 # the rewrite layer; nodes writes the graph while a model runs, exporting readies a copy for torch.export
 EDITORS = {"edit", "slots", "grafting", "networks", "nodes", "exporting", "fusing", "cutting", "outlining", "batchnorms",
-    "remerging", "packing", "folding", "shadowing", "nesting", "caching"}
+    "remerging", "packing", "folding", "shadowing", "nesting", "slicing", "caching"}
 LONG = {"serialize"}  # files of more than 500 lines: to be split, none to be added
 
 

@@ -1,0 +1,1 @@
+"""What blocks in a graph make of weights."""

@@ -1,0 +1,1 @@
+"""What an adapter file holds, layer by layer."""
