@@ -77,11 +77,14 @@ def delta(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
     """What a `Lora` adds to its layer's weight, in the weight's shape; `gates` is (slots,), None without slots."""
     down, up = _weight(block.down).to(dtype), _weight(block.up).to(dtype)
     bank = 1 if block.kind == "Embedding" else 0
-    scale = block.scale.to(dtype) if gates is None else gates.to(dtype).repeat_interleave(down.shape[bank] // len(gates))
+    groups = block.geometry.get("groups", 1)
+    if gates is None:
+        scale = block.scale.to(dtype)
+    else:  # the slots follow each other within each group
+        scale = gates.to(dtype).repeat_interleave(down.shape[bank] // groups // len(gates)).repeat(groups)
     if bank == 1:
         return (down * scale) @ up.T
     down = down * scale.view(-1, *[1] * (down.dim() - 1))
-    groups = block.geometry.get("groups", 1)
     parts = up.reshape(groups, up.shape[0] // groups, -1) @ down.reshape(groups, down.shape[0] // groups, -1)
     return parts.reshape(up.shape[0], *down.shape[1:])
 
@@ -131,7 +134,8 @@ class Reader:
     """One graph: where its parameters are read, and through which blocks of these passes.
 
     `uses` are the places, `gone` gives for each block that is folded what its users get then, `biases` the names of those
-    that products need then and have not, and `refused` the blocks that cannot be folded, with the reason.
+    that products need then and have not, `named` those of weights that a product reads by the name of another layer's, and
+    `refused` the blocks that cannot be folded, with the reason.
     """
 
     def __init__(self, graph: fx.Graph, tree: nn.Module, passes: set[str]) -> None:
@@ -139,6 +143,7 @@ class Reader:
         self.uses: list[Use] = []
         self.gone: dict[fx.Node, Any] = {}
         self.biases: dict[fx.Node, str] = {}
+        self.named: dict[fx.Node, str] = {}
         self.refused: list[tuple[fx.Node, str]] = []
 
     def refuse(self, node: fx.Node, reason: str) -> None:
@@ -170,6 +175,10 @@ class Reader:
                     name, steps, _ = self.mapped(node)
                     if name:
                         self.note(Use(name, "", "", user, steps))
+
+    def tensor(self, name: str) -> Any:
+        owner, _, last = name.rpartition(".")
+        return self.tree.get_submodule(owner)._parameters.get(last)
 
     def note(self, use: Use) -> None:
         """Keep a use, with those of its steps that concern its part."""
@@ -204,6 +213,10 @@ class Reader:
         if not name:
             return
         around = self.around(node, kind, None, rest)
+        path = next(reversed((node.meta.get("nn_module_stack") or {"": ("", "")}).values()))[0]
+        own = f"{path}.weight"
+        if (first or around) and not rest and own != name and self.tensor(own) is self.tensor(name):  # tied: the layer's own name
+            name = self.named[node] = own
         self.note(Use(name, "weight", kind, node, (*first, *around)))
         if bias_at < 0:
             return
@@ -345,8 +358,7 @@ class Reader:
         if shape is None:
             return "its input is no tensor of a known shape"
         probe = noise(block)
-        slots: int = getattr(probe, "slots", 0)
-        gates = torch.ones(slots) if slots else None
+        gates = torch.ones(probe.slots) if probe.slots else None
         weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
         given = {weight: delta(probe, gates, torch.float64)}
         if bias is not None:
@@ -412,7 +424,7 @@ def between(node: fx.Node) -> set[fx.Node]:
         for value in todo.pop().all_input_nodes:
             if value.op == "placeholder":
                 raise Unfoldable(f"it depends on the input '{value.target}'")
-            if value not in found and value.op != "get_attr" and value.meta.get("behind") != tag:
+            if value not in found and not gated(value) and value.op != "get_attr" and value.meta.get("behind") != tag:
                 found.add(value)
                 todo.append(value)
     return found
@@ -428,6 +440,11 @@ def inner(node: fx.Node) -> fx.Node:
     if not found:
         raise Unfoldable("it does not read the parameter")
     return found[0]
+
+
+def gated(node: fx.Node) -> bool:
+    """Whether a node tells how much of each slot is taken."""
+    return bool(node.meta.get("pass", {}).get("block") == "Gates")
 
 
 def evaluate(node: fx.Node, tree: nn.Module, given: Mapping[fx.Node, Any], dtype: torch.dtype) -> Any:

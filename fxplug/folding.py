@@ -10,9 +10,24 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from . import ops
-from .absorbing import BEHIND, LAYERS, PRODUCTS, Reader, Use, accumulator, changed, evaluate, inner, result_read
+from .absorbing import (
+    BEHIND,
+    LAYERS,
+    PRODUCTS,
+    Reader,
+    Use,
+    accumulator,
+    argument,
+    changed,
+    evaluate,
+    gated,
+    inner,
+    result_read,
+)
 from .errors import SpecError, did_you_mean
+from .gates import Table
 from .module import Graph, TracedModule, copy_graph, shell
+from .networks import GATES
 from .paths import Port, identifier
 from .places import Regions, added, listed
 
@@ -31,7 +46,7 @@ def merge(gm: TracedModule, passes: Sequence[str] | None = None) -> TracedModule
     """
     _check(gm, "merge")
     wanted = _named(gm, passes)
-    plan = Plan(gm, set(wanted), {})
+    plan = Plan(gm, set(wanted), {name: uniform(gm, name) for name in wanted if name in slotted(gm)})
     new = plan.module(plan.values())
     new.meta["unmerged"] = gm
     return new
@@ -83,6 +98,25 @@ def _named(gm: TracedModule, passes: Sequence[str] | None) -> list[str]:
     return known if passes is None else list(passes)
 
 
+def slotted(gm: TracedModule) -> list[str]:
+    """The names of the passes whose blocks have slots."""
+    names = [entry["name"] for entry in gm.meta.get("passes", []) if GATES in entry["networks"]]
+    return [name for name in names if isinstance(getattr(gm.get_submodule(f"{name}.{GATES}"), "table", None), Table)]
+
+
+def uniform(gm: nn.Module, name: str) -> Tensor:
+    """What a whole batch takes of each slot of a pass, float32 (slots,). Raises SpecError where samples differ."""
+    table = gm.get_submodule(f"{name}.{GATES}.table")
+    assert isinstance(table, Table)
+    weights = table.weights.float()
+    if not torch.equal(weights[: max(int(table.entries), 1)], weights[:1].expand(max(int(table.entries), 1), -1)):
+        raise SpecError(
+            f"the samples of a batch use different adapters of '{name}', and one weight cannot hold both: "
+            "use one choice for all, adapters.use(name), or keep the un-merged module for mixed batches"
+        )
+    return weights[0].clone()
+
+
 class Plan:
     """How the blocks of passes go into weights: found on copies of a module's graphs, which are edited on the way.
 
@@ -107,8 +141,9 @@ class Plan:
                 self.uses.setdefault((id(self.tree.get_submodule(owner)), last), []).append(use)
         self.check_alike()
         for graph, reader in zip(self.graphs.values(), readers, strict=True):
-            for node, name in reader.biases.items():
-                with_bias(graph, node, name)
+            for at, names in ((1, reader.named), (2, reader.biases)):
+                for node, name in names.items():
+                    read(graph, node, at, name)
             for node, value in reader.gone.items():
                 while value in reader.gone:
                     value = reader.gone[value]
@@ -149,8 +184,8 @@ class Plan:
             made_by = node.meta.get("pass")
             name = str(node.target).partition(".")[0] if node.op in ("call_module", "get_attr") else ""
             if made_by is not None and made_by["name"] in self.passes and (added(node) or self.networked(node)):
-                close_by = made_by.get("block") in [kind.__name__ for kind in BEHIND]
-                self.refused(node, "it does not stand directly at a layer" if close_by else "it is no function of weights alone")
+                beside = made_by.get("block") in [kind.__name__ for kind in BEHIND]
+                self.refused(node, "it does not stand directly at a layer" if beside else "it is no function of weights alone")
             elif name in self.passes:
                 self.reasons[name].setdefault("it", f"'{node.name}' reads its weights")
         close(graph, self.gm, self.tree, self.passes)
@@ -206,7 +241,8 @@ class Plan:
         for step in use.steps:
             if step.place == "param":
                 node = self.before[step.block]
-                value = evaluate(node, self.tree, {inner(node): value}, dtype)
+                taken = {v: self.gates[v.meta["pass"]["name"]].to(dtype) for v in node.all_input_nodes if gated(v)}
+                value = evaluate(node, self.tree, {inner(node): value, **taken}, dtype)
             else:
                 gates = self.gates.get(step.block.partition(".")[0])
                 via = self.tree.get_submodule(step.via) if step.via else None
@@ -247,17 +283,20 @@ def replace(graph: Graph, node: fx.Node, value: Any) -> None:
     graph.erase_node(node)
 
 
-def with_bias(graph: Graph, node: fx.Node, name: str) -> None:
-    """Let a product that adds no bias add one."""
+def read(graph: Graph, node: fx.Node, part: int, name: str) -> None:
+    """Let a product read a parameter of its layer: the weight (part 1) or the bias (2)."""
     with graph.inserting_before(node):
-        bias = graph.create_node("get_attr", name, name=identifier(name))
-    bias.meta.update({k: node.meta[k] for k in ("nn_module_stack", "pass", "dtype") if k in node.meta})
-    bias.meta["shape"] = (node.meta["shape"][-1 if node.target is F.linear else 1],)
-    at = PRODUCTS[node.target][2]
+        value = graph.create_node("get_attr", name, name=identifier(name))
+    value.meta.update({k: node.meta[k] for k in ("nn_module_stack", "pass", "dtype") if k in node.meta})
+    _, weight_at, bias_at = PRODUCTS[node.target]
+    at, key = (weight_at, "weight") if part == 1 else (bias_at, "bias")
+    old = argument(node, at, key)
+    out = node.meta["shape"][-1 if node.target is F.linear else 1]
+    value.meta["shape"] = old.meta["shape"] if isinstance(old, fx.Node) else (out,)
     if len(node.args) > at:
-        node.args = (*node.args[:at], bias, *node.args[at + 1 :])
+        node.args = (*node.args[:at], value, *node.args[at + 1 :])
     else:
-        node.kwargs = {**node.kwargs, "bias": bias}
+        node.kwargs = {**node.kwargs, key: value}
 
 
 def close(graph: Graph, gm: TracedModule, tree: nn.Module, passes: set[str]) -> None:
@@ -285,6 +324,7 @@ def close(graph: Graph, gm: TracedModule, tree: nn.Module, passes: set[str]) -> 
         made_by = [n.meta.get("pass", {}) for n in inside]
         if not all(m.get("region") and m["name"] in passes and m["site"] == region.key for m in made_by):
             continue
+        inside -= {n for n in inside if n is not product and not inside.issuperset(n.users)}  # others read it too
         with graph.inserting_before(product):
             leaf = graph.create_node("call_module", region.path, (entry.args[0],), {}, name=identifier(region.key))
         leaf.meta.update({k: leave.meta[k] for k in ("shape", "dtype") if k in leave.meta})
