@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
-from torch.func import functional_call
+from torch import fx, nn
 
 from . import ops
 from .adapters import Ssf
 from .blocks import CONVOLUTIONS, Lora, Scale
+from .deltas import Step, Use, delta, in_dtype, weight_of
 from .errors import FxplugError
 from .module import shell
 from .places import added
@@ -37,94 +36,8 @@ BEHIND = (Lora, Scale, Ssf)  # blocks that change a layer's result as other weig
 SIZES = (7, 8)  # of the images on which a layer's own padding is compared with an update's
 
 
-@dataclass(frozen=True)
-class Step:
-    """A block that is folded: its path; whether it is a parameter's, stands before a layer, or behind it; its node.
-
-    `via` is the path of a scale before the layer, where an update reads what that gives.
-    """
-
-    block: str
-    place: str
-    node: fx.Node = field(compare=False)
-    via: str = ""
-
-
-@dataclass
-class Use:
-    """A place where a parameter is read: the nodes of a layer, and the blocks on the way that are folded into it."""
-
-    name: str
-    part: str
-    kind: str
-    node: fx.Node
-    steps: tuple[Step, ...] = ()
-
-
 class Unfoldable(Exception):
     """Why a block cannot go into a weight."""
-
-
-# --- what blocks make of weights
-
-
-def accumulator(weight: Tensor) -> torch.dtype:
-    """The dtype in which updates of a weight are summed: float32, or float64 where the weight is that."""
-    return torch.promote_types(weight.dtype, torch.float32)
-
-
-def delta(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What a `Lora` adds to its layer's weight, in the weight's shape; `gates` is (slots,), None without slots."""
-    down, up = _weight(block.down).to(dtype), _weight(block.up).to(dtype)
-    bank = 1 if block.kind == "Embedding" else 0
-    groups = block.geometry.get("groups", 1)
-    if gates is None:
-        scale = block.scale.to(dtype)
-    else:  # the slots follow each other within each group
-        scale = gates.to(dtype).repeat_interleave(down.shape[bank] // groups // len(gates)).repeat(groups)
-    if bank == 1:
-        return (down * scale) @ up.T
-    down = down * scale.view(-1, *[1] * (down.dim() - 1))
-    parts = up.reshape(groups, up.shape[0] // groups, -1) @ down.reshape(groups, down.shape[0] // groups, -1)
-    return parts.reshape(up.shape[0], *down.shape[1:])
-
-
-def _weight(layer: nn.Module) -> Tensor:
-    found = layer.weight
-    assert isinstance(found, Tensor)
-    return found
-
-
-def changed(
-    value: Tensor, block: nn.Module, step: Step, use: Use, gates: Tensor | None, via: nn.Module | None = None
-) -> Tensor:
-    """A layer's weight or bias in its accumulator's dtype, with a block before or behind the layer folded in."""
-    dtype, part, kind = value.dtype, use.part, use.kind
-    if step.place == "before":
-        return _columns(value, block)
-    whole = part == "bias" or kind == "Embedding"  # what is added to the result is added to this
-    if isinstance(block, Lora):
-        if part == "weight":
-            update = delta(block, gates, dtype)
-            value = value + (update if via is None else _columns(update, via))
-        if block.bias and whole:
-            value = value + block.up.bias.to(dtype) * block.scale.to(dtype)  # type: ignore[operator]
-        return value
-    assert isinstance(block, (Scale, Ssf))
-    scale = (block.weight if isinstance(block, Scale) else block.scale).to(dtype)
-    value = value * (scale if kind == "Embedding" else scale.view(-1, *[1] * (value.dim() - 1)))
-    return value + block.shift.to(dtype) if isinstance(block, Ssf) and whole else value
-
-
-def _columns(weight: Tensor, scale: nn.Module) -> Tensor:
-    return weight * _weight(scale).to(weight.dtype).view(1, -1, *[1] * (weight.dim() - 2))
-
-
-def in_dtype(block: nn.Module, dtype: torch.dtype, *args: Any) -> Any:
-    """A block's result in evaluation with all its tensors in this dtype; the block itself is left as it is."""
-    rows = [*block.named_parameters(), *block.named_buffers()]
-    state = {name: t.detach().to(dtype) if t.is_floating_point() else t.clone() for name, t in rows}
-    return functional_call(shell(block).eval(), state, args)
 
 
 # --- reading a graph
@@ -215,8 +128,8 @@ class Reader:
         around = self.around(node, kind, None, rest)
         path = next(reversed((node.meta.get("nn_module_stack") or {"": ("", "")}).values()))[0]
         own = f"{path}.weight"
-        if (first or around) and not rest and own != name and self.tensor(own) is self.tensor(name):  # tied: the layer's own name
-            name = self.named[node] = own
+        if (first or around) and not rest and own != name and self.tensor(own) is self.tensor(name):
+            name = self.named[node] = own  # tied: it is changed under the layer's own name
         self.note(Use(name, "weight", kind, node, (*first, *around)))
         if bias_at < 0:
             return
@@ -374,7 +287,7 @@ class Reader:
                 return f"'{node.name}' reads other values than it"
             except (FxplugError, RuntimeError):  # a size that the model does not take
                 continue
-            rows = [] if gates is None else [torch.ones(1, _weight(probe.up).shape[1], dtype=torch.float64)]
+            rows = [] if gates is None else [torch.ones(1, weight_of(probe.up).shape[1], dtype=torch.float64)]
             try:
                 theirs = probe(image, torch.zeros_like(ours), *rows)
             except RuntimeError:

@@ -10,20 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from . import ops
-from .absorbing import (
-    BEHIND,
-    LAYERS,
-    PRODUCTS,
-    Reader,
-    Use,
-    accumulator,
-    argument,
-    changed,
-    evaluate,
-    gated,
-    inner,
-    result_read,
-)
+from .absorbing import BEHIND, LAYERS, PRODUCTS, Reader, argument, evaluate, inner, result_read
+from .deltas import Step, Use, accumulator, changed, mapped
 from .errors import SpecError, did_you_mean
 from .gates import Table
 from .module import Graph, TracedModule, copy_graph, shell
@@ -44,10 +32,11 @@ def merge(gm: TracedModule, passes: Sequence[str] | None = None) -> TracedModule
     `passes` names those to fold, None is all. Raises SpecError for a name that is no pass here and, with the reasons, for
     passes that are not functions of weights.
     """
-    _check(gm, "merge")
+    check_unlowered(gm, "merge")
     wanted = _named(gm, passes)
-    plan = Plan(gm, set(wanted), {name: uniform(gm, name) for name in wanted if name in slotted(gm)})
-    new = plan.module(plan.values())
+    gates = {name: uniform(gm, name) for name in slotted(gm) if name in wanted}
+    plan = Plan(gm, set(wanted))
+    new = plan.module(plan.values(gates))
     new.meta["unmerged"] = gm
     return new
 
@@ -57,7 +46,8 @@ def unmerge(merged: TracedModule) -> TracedModule:
 
     Raises SpecError for a module that was not merged, was merged and loaded from a file, or got passes after that.
     """
-    _check(merged, "unmerge")
+    if not isinstance(merged, TracedModule):
+        raise SpecError(f"unmerge takes a merged module, not {type(merged).__name__}")
     before = merged.meta.get("unmerged")
     if not isinstance(before, TracedModule):
         raise SpecError(
@@ -76,12 +66,14 @@ def unmerge(merged: TracedModule) -> TracedModule:
     return before
 
 
-def _check(gm: Any, caller: str) -> None:
+def check_unlowered(gm: Any, caller: str) -> None:
+    """Raises SpecError for what is no traced module, and for one that is lowered or outlined already."""
     if not isinstance(gm, TracedModule):
         raise SpecError(f"{caller} takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
-    inner = any(isinstance(module, TracedModule) for module in gm.modules() if module is not gm)
-    if "source" in gm.meta or inner:
-        raise SpecError(f"this module is lowered already: {caller} the one it was made from (meta['source'])")
+    if "source" in gm.meta:
+        raise SpecError(f"this module is lowered already: {caller} takes the one it was made from, meta['source']")
+    if any(isinstance(module, TracedModule) for module in gm.modules() if module is not gm):
+        raise SpecError(f"this module has regions as modules of their own: {caller} takes the one it was made from")
 
 
 def _named(gm: TracedModule, passes: Sequence[str] | None) -> list[str]:
@@ -120,11 +112,11 @@ def uniform(gm: nn.Module, name: str) -> Tensor:
 class Plan:
     """How the blocks of passes go into weights: found on copies of a module's graphs, which are edited on the way.
 
-    `gates` gives for a pass with slots the weights (slots,) of them.
+    Raises SpecError for passes that cannot, with the reasons.
     """
 
-    def __init__(self, gm: TracedModule, passes: set[str], gates: Mapping[str, Tensor]) -> None:
-        self.gm, self.passes, self.gates = gm, passes, gates
+    def __init__(self, gm: TracedModule, passes: set[str]) -> None:
+        self.gm, self.passes = gm, passes
         self.tree = shell(gm)
         self.graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
         self.uses: dict[tuple[int, str], list[Use]] = {}
@@ -216,23 +208,32 @@ class Plan:
 
     # --- the result
 
+    def changed(self) -> list[Use]:
+        """One use of each parameter that blocks are folded into."""
+        return [uses[0] for uses in self.uses.values() if uses[0].steps]
+
+    def path(self, step: Step) -> str:
+        """The path of a step's block."""
+        return str(self.before[step.block].target) if step.place == "param" else step.block
+
     @torch.no_grad()
-    def values(self) -> dict[str, Tensor]:
-        """The folded parameters by name, in the dtype of those they take the place of."""
+    def values(self, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The folded parameters by name, in the dtype of those they take the place of.
+
+        `gates` gives for a pass with slots the weights (slots,) of them.
+        """
         made: dict[Any, Tensor] = {}
         found: dict[str, Tensor] = {}
-        for uses in self.uses.values():
-            use = uses[0]
-            if use.steps:
-                owner, _, last = use.name.rpartition(".")
-                old = self.tree.get_submodule(owner)._parameters.get(last)
-                key = (id(old) if old is not None else use.name, use.part, use.steps)  # what was tied stays so
-                if key not in made:
-                    made[key] = self.value(use, old)
-                found[use.name] = made[key]
+        for use in self.changed():
+            owner, _, last = use.name.rpartition(".")
+            old = self.tree.get_submodule(owner)._parameters.get(last)
+            key = (id(old) if old is not None else use.name, use.part, use.steps)  # what was tied stays so
+            if key not in made:
+                made[key] = self.value(use, old, gates)
+            found[use.name] = made[key]
         return found
 
-    def value(self, use: Use, old: Tensor | None) -> Tensor:
+    def value(self, use: Use, old: Tensor | None, gates: Mapping[str, Tensor]) -> Tensor:
         """One parameter with its blocks folded in; `old` is None for a bias that a layer did not have."""
         like = self.tree.get_submodule(use.name.rpartition(".")[0])._parameters["weight"] if old is None else old
         assert like is not None
@@ -241,12 +242,15 @@ class Plan:
         for step in use.steps:
             if step.place == "param":
                 node = self.before[step.block]
-                taken = {v: self.gates[v.meta["pass"]["name"]].to(dtype) for v in node.all_input_nodes if gated(v)}
-                value = evaluate(node, self.tree, {inner(node): value, **taken}, dtype)
+                name = node.meta["pass"]["name"]
+                if name in gates:
+                    value = mapped(value, self.tree.get_submodule(str(node.target)), gates[name])
+                else:
+                    value = evaluate(node, self.tree, {inner(node): value}, dtype)
             else:
-                gates = self.gates.get(step.block.partition(".")[0])
                 via = self.tree.get_submodule(step.via) if step.via else None
-                value = changed(value, self.tree.get_submodule(step.block), step, use, gates, via)
+                own = gates.get(step.block.partition(".")[0])
+                value = changed(value, self.tree.get_submodule(step.block), step, use, own, via)
         return value.to(like.dtype)
 
     def module(self, values: Mapping[str, Tensor]) -> TracedModule:
