@@ -34,12 +34,12 @@ def check(how: str) -> None:
         raise SpecError(f"fuse has no form {how!r}{did_you_mean(str(how), known)}; it has {', '.join(known)}")
 
 
-def case_of(node: fx.Node, layer: nn.Linear, block: Any) -> tuple[Case]:
+def case_of(node: fx.Node, layer: nn.Linear, block: Any) -> Case:
     """The case of a linear layer that `node` calls, with the `Lora` behind it."""
-    weight = layer.weight
+    outer, inner = layer.weight.shape
     rows = math.prod((node.meta.get("shape") or (0,))[:-1])
-    return (Case(weight.device.type, str(weight.dtype).removeprefix("torch."), int(rows), weight.shape[1], weight.shape[0],
-                 block.rank, block.slots),)
+    dtype = str(layer.weight.dtype).removeprefix("torch.")
+    return Case(layer.weight.device.type, dtype, int(rows), inner, outer, block.rank, block.slots)
 
 
 def choose(case: Case) -> str:

@@ -51,7 +51,7 @@ def _fuse(graph: Graph, tree: nn.Module, how: str) -> dict[str, str]:
         if layer.lora is None:
             replace(graph, tree, node, node, products.linear, [])
             continue
-        form = how if how != "auto" else forms.choose(*forms.case_of(layer.node, layer.module, layer.block))
+        form = how if how != "auto" else forms.choose(forms.case_of(layer.node, layer.module, layer.block))
         chosen[str(node.target)] = form
         if form == "remerge":
             remerge_linear(graph, tree, layer)
@@ -159,7 +159,7 @@ def uniform(graph: Graph, lora: fx.Node) -> fx.Node:
 def replace(
     graph: Graph, tree: nn.Module, old: fx.Node, layer: fx.Node, function: Any, more: list[str], *rest: Any
 ) -> fx.Node:
-    """A call of `function` in the place of `old`, with the weights of what `layer` calls, `more` of what `old` calls, `rest`."""
+    """A call of `function` in the place of `old`, with the weights of what `layer` calls, `more` of what `old` calls."""
     stack = layer.meta["nn_module_stack"]
     weights: list[fx.Node | None] = []
     with graph.inserting_before(old):

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+GATES = torch.float32  # the dtype of what gates give
 MIXED = (
     "the samples of this batch take different adapters, and this graph adds them to the weights, which all samples share: "
     "keep the side path (lower without merge) for mixed batches"
@@ -60,7 +61,7 @@ def pays(rows: int, weight: Tensor) -> bool:
 
 def _lora(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor) -> Tensor:
     if pays(x.shape[0], weight):
-        return _eager(x, torch.addmm(weight, up * scale, down), bias)
+        return _eager(x, torch.addmm(weight, (up * scale).to(up.dtype), down), bias)
     return _eager(x, weight, bias).addmm_(_eager(x, down).mul_(scale), up.t())
 
 
@@ -72,7 +73,7 @@ def _taken(down: Tensor, up: Tensor, take: list[float]) -> tuple[Tensor, Tensor,
         if weight:  # NaN is taken too
             inner = down.narrow(0, slot * rank, rank)
             used = int(inner.any(1).nonzero().max()) + 1 if inner.any() else 1
-            parts.append((inner[:used], up.narrow(1, slot * rank, used), down.new_full((used,), weight)))
+            parts.append((inner[:used], up.narrow(1, slot * rank, used), down.new_full((used,), weight, dtype=GATES)))
     if len(parts) < 2:
         return parts[0] if parts else None
     downs, ups, gates = zip(*parts, strict=True)
@@ -114,7 +115,7 @@ def _remerged(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor
     if any(math.isnan(value) for value in take):
         raise ValueError(MIXED)
     taken = _taken(down, up, take)
-    return weight.clone() if taken is None else torch.addmm(weight, taken[1] * taken[2], taken[0])
+    return weight.clone() if taken is None else torch.addmm(weight, (taken[1] * taken[2]).to(weight.dtype), taken[0])
 
 
 LIBRARY.impl("lora", _lora, "CPU")  # type: ignore[no-untyped-call]
@@ -183,10 +184,10 @@ def bank_linear(
     with a weight cost time. The bank gets no gradient.
     """
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
-    if x.device.type == "cpu" and _fits(x, weight, down, up) and not torch.compiler.is_exporting():
-        if not trains(x, weight, bias, down, up):
-            call = torch.ops.fxplug.bank if torch.compiler.is_compiling() else _bank
-            return call(x, weight, bias, down, up, rows, slots, batch_dim)  # type: ignore[no-any-return]
+    plain = torch.compiler.is_exporting() or trains(x, weight, bias, down, up) or not _fits(x, weight, down, up)
+    if x.device.type == "cpu" and not plain:
+        call = torch.ops.fxplug.bank if torch.compiler.is_compiling() else _bank
+        return call(x, weight, bias, down, up, rows, slots, batch_dim)
     return torch.add(linear(x, weight, bias), F.linear(gated(F.linear(x, down), rows, batch_dim), up))
 
 
@@ -208,7 +209,7 @@ def remerged(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
     """
     if weight.device.type == "cpu" and gates.dim() and not torch.compiler.is_exporting():
         call = torch.ops.fxplug.remerged if torch.compiler.is_compiling() else _remerged
-        return call(weight, down, up, gates)  # type: ignore[no-any-return]
+        return call(weight, down, up, gates)
     return added(weight, down, up, gates)
 
 
