@@ -151,23 +151,19 @@ class _Reader:
     def read(self, state: Mapping[str, Any], adapter: str | None) -> AdapterFile:
         self.state = {str(key).replace("_orig_mod.", ""): value for key, value in state.items()}
         gates = {m["owner"]: key for key in self.state if (m := _GATES.match(key)) and m["name"] == "names"}
-        layers: dict[str, _Layer] = {}
         adapters: set[str] = set()
-        rest = {}
-        for key in self.state:
-            found = self.place(key, adapter, adapters)
-            if found is None:
-                if not _GATES.match(key):
-                    rest[key] = self.state[key]
-                continue
-            if not found.name and not found.keys:
-                continue  # another adapter's
+        placed = {key: self.place(key, adapter, adapters) for key in self.state if not _GATES.match(key)}
+        if adapter is None and len(adapters) > 1:
+            raise ArtifactError(f"{self.where} has several adapters: give adapter= one of {', '.join(sorted(adapters))}")
+        layers: dict[str, _Layer] = {}
+        for found in placed.values():
+            if found is None or not found.keys:
+                continue  # no layer's, or another adapter's
             layer = layers.setdefault(found.name, found)
             for role, at in found.keys.items():
                 if layer.keys.setdefault(role, at) != at:
                     raise ArtifactError(f"{self.where}: '{layer.keys[role]}' and '{at}' are the same of one layer")
-        if adapter is None and len(adapters) > 1:
-            raise ArtifactError(f"{self.where} has several adapters: give adapter= one of {', '.join(sorted(adapters))}")
+        rest = {key: self.state[key] for key, found in placed.items() if found is None}
         if gates:
             self.choose(gates, adapter)
         elif adapter is not None and adapter not in adapters:
@@ -355,20 +351,30 @@ def _rank(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _cut(tensors: Mapping[str, Tensor], slot: int, slots: int, banked: bool) -> dict[str, Tensor] | None:
-    """One slot of a bank, without the rows that only pad it; None if it holds nothing."""
-    if not banked:
-        made = {name: tensor[slot] for name, tensor in tensors.items()}
-        return made if all(bool(tensor.any()) for tensor in made.values()) else None
-    down, up = tensors["down"], tensors["up"]
-    rows = down.dim() == 2 and down.shape[1] == up.shape[1] != down.shape[0]  # an Embedding's
-    down, up = (down.T if rows else down), up.transpose(0, 1)
-    down, up = (bank.reshape(slots, -1, *bank.shape[1:])[slot] for bank in (down, up))
-    if down.shape[0] == up.shape[0]:  # a grouped convolution keeps its padding
-        used = down.flatten(1).any(1) & up.flatten(1).any(1)
-        down, up = down[used], up[used]
-    if not down.any() or not up.any():
+    """One slot of a block's, without what only pads its rank; None if it holds nothing.
+
+    In `blocks.Lora` the slots follow each other in the inner channels, within each group; else they are the first dimension.
+    """
+    if banked:
+        down, up = tensors["down"], tensors["up"]
+        rows = down.dim() == 2 and down.shape[1] == up.shape[1] != down.shape[0]  # an Embedding's
+        down = down.T if rows else down
+        rank = up.shape[1] // slots
+        down = down.reshape(-1, slots, rank, *down.shape[1:])[:, slot]  # (groups, rank, in, *kernel)
+        up = up.reshape(up.shape[0], slots, rank, *up.shape[2:])[:, slot]
+        used = down.transpose(0, 1).flatten(1).any(1) & up.transpose(0, 1).flatten(1).any(1)
+        down, up = down[:, used].flatten(0, 1), up[:, used]
+        return {"down": down.T if rows else down, "up": up} if used.any() else None
+    made = {name: tensor[slot] for name, tensor in tensors.items()}
+    if not all(tensor.any() for tensor in made.values()):
         return None
-    return {"down": down.T if rows else down, "up": up.transpose(0, 1)}
+    if any("_t" in name for name in made):
+        return made
+    for a, b in (("up", "down"), *((f"{n}_a", f"{n}_b") for n in ("hada_w1", "hada_w2", "lokr_w1", "lokr_w2"))):
+        if a in made:
+            used = made[a].transpose(0, 1).flatten(1).any(1) & made[b].flatten(1).any(1)
+            made[a], made[b] = made[a][:, used], made[b][used]
+    return made
 
 
 def _packed(about: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:

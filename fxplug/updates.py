@@ -98,7 +98,7 @@ class Entry:
             down = (down1.unsqueeze(1) * down2.unsqueeze(0)).flatten(0, 1)
         elif self.kind == "lokr":
             (up1, down1), (up2, down2) = (_factors(t, f"lokr_w{n}", f"lokr_t{n}") for n in (1, 2))
-            up, down = torch.kron(up1, up2), torch.kron(down1, down2)
+            up, down = (torch.kron(a.contiguous(), b.contiguous()) for a, b in ((up1, up2), (down1, down2)))
         else:
             raise ArtifactError(f"'{self.name}' is {self.kind}, which is more than a low-rank product: apply it as such")
         tensors = {"down": down.reshape(-1, *shape[1:]), "up": up.reshape(shape[0], -1, *[1] * (len(shape) - 2))}
