@@ -98,7 +98,7 @@ class Entry:
             down = (down1.unsqueeze(1) * down2.unsqueeze(0)).flatten(0, 1)
         elif self.kind == "lokr":
             (up1, down1), (up2, down2) = (_factors(t, f"lokr_w{n}", f"lokr_t{n}") for n in (1, 2))
-            up, down = (torch.kron(a.contiguous(), b.contiguous()) for a, b in ((up1, up2), (down1, down2)))
+            up, down = _kronecker(up1, up2), _kronecker(down1, down2)
         else:
             raise ArtifactError(f"'{self.name}' is {self.kind}, which is more than a low-rank product: apply it as such")
         tensors = {"down": down.reshape(-1, *shape[1:]), "up": up.reshape(shape[0], -1, *[1] * (len(shape) - 2))}
@@ -142,6 +142,11 @@ def _factors(t: Mapping[str, Tensor], name: str, core: str) -> tuple[Tensor, Ten
     if core in t:
         return a.T, torch.einsum("ij...,jr->ir...", t[core], b).flatten(1)
     return a, b.flatten(1)
+
+
+def _kronecker(a: Tensor, b: Tensor) -> Tensor:
+    """torch.kron of two matrices, which fails on some views of one row."""
+    return (a[:, None, :, None] * b[None, :, None]).flatten(2).flatten(0, 1)
 
 
 def _sides(t: Mapping[str, Tensor], name: str, core: str) -> tuple[int, tuple[int, ...]]:
