@@ -126,7 +126,7 @@ _OWN = re.compile(
     r"(?P<name>(?:down|up)(?:\.weight)?|up\.bias|scale|magnitude|hada_\w+|lokr_\w+)$"
 )
 _HALVES = {"A": "down", "down": "down", "B": "up", "up": "up", "mid": "mid"}
-_GATES = re.compile(r"^(?P<owner>.+)\.gates\.(?P<name>weights|entries|names)$")
+_GATES = re.compile(r"^(?P<owner>.+)\.gates\.table\.(?P<name>weights|entries|names)$")
 _NUMBERED = re.compile(r"^(?:\w+:\d+:(?:up|down)|w_[ab]_\d+)$")
 
 
@@ -147,6 +147,7 @@ class _Reader:
         self.configs = {"": dict(config)} if config is not None else _packed(about, where)
         self.state: dict[str, Any] = {}
         self.slots: dict[str, tuple[int, int]] = {}  # pass -> which of how many slots
+        self.kinds: dict[str, str | None] | None = None  # of our blocks, by path
 
     def read(self, state: Mapping[str, Any], adapter: str | None) -> AdapterFile:
         self.state = {str(key).replace("_orig_mod.", ""): value for key, value in state.items()}
@@ -235,19 +236,15 @@ class _Reader:
             need = min(_needs(base), key=lambda n: len(n - tensors.keys()))
             lacks = ", ".join(sorted(need - tensors.keys()))
             raise ArtifactError(f"{self.where}: '{next(iter(keys.values()))}' is half an update: '{layer.name}' has no {lacks}")
+        embedding = self.embedding(layer, tensors)
+        if layer.own and embedding:
+            tensors["down"] = tensors["down"].T
         slot = self.slots.get(layer.group)
         if slot is not None:
             cut = _cut(tensors, *slot, banked=layer.own == "Lora")
             if cut is None:
                 return None
             tensors = cut
-        embedding: bool | None = layer.embedding
-        if layer.own == "Lora" and tensors["down"].dim() == 2:  # of an Embedding the rank comes last
-            down, up = tensors["down"], tensors["up"]
-            square = down.shape[0] == down.shape[1] == up.shape[1]
-            embedding = None if square else down.shape[0] % up.shape[1] != 0 or (down.shape[1] == up.shape[1] != down.shape[0])
-            if embedding:
-                tensors["down"] = down.T
         if "mid" in tensors:  # a core between the two halves is the same as a larger down
             mid, low = tensors.pop("mid"), tensors["down"]
             tensors["down"] = torch.einsum("ij...,jn->in...", mid.float(), low.flatten(1).float()).to(low.dtype)
@@ -259,6 +256,20 @@ class _Reader:
         scale = self.scale(layer, tensors, rank, part_path, slot is not None)
         flat = "." not in layer.name and not layer.own
         return Entry(layer.name, part_path[1], part_path[0], kind, tensors, scale, rank, embedding, flat)
+
+    def embedding(self, layer: _Layer, tensors: Mapping[str, Tensor]) -> bool | None:
+        """Whether it is an Embedding's, in whose `blocks.Lora` the rank is the last dimension of `down`; None: may be."""
+        if layer.own != "Lora" or tensors["down"].dim() != 2:
+            return layer.embedding
+        (rows, columns), rank = tensors["down"].shape, tensors["up"].shape[1]
+        if not rows == columns == rank:
+            return columns == rank
+        if self.kinds is None:  # only what the folder says of the block can tell
+            graph = Path(self.where).parent / "graph.json"
+            modules = _json(graph.read_text(encoding="utf-8"), str(graph)).get("modules", {}) if graph.is_file() else {}
+            self.kinds = {name: of["arguments"].get("kind") for name, of in modules.items() if "arguments" in of}
+        kind = self.kinds.get(layer.keys["down"].removesuffix(".down.weight"))
+        return kind == "Embedding" if kind or layer.group in self.slots else None
 
     def tensor(self, key: str) -> Tensor:
         """The tensor of a key, checked."""
@@ -357,14 +368,11 @@ def _cut(tensors: Mapping[str, Tensor], slot: int, slots: int, banked: bool) -> 
     """
     if banked:
         down, up = tensors["down"], tensors["up"]
-        rows = down.dim() == 2 and down.shape[1] == up.shape[1] != down.shape[0]  # an Embedding's
-        down = down.T if rows else down
         rank = up.shape[1] // slots
         down = down.reshape(-1, slots, rank, *down.shape[1:])[:, slot]  # (groups, rank, in, *kernel)
         up = up.reshape(up.shape[0], slots, rank, *up.shape[2:])[:, slot]
         used = down.transpose(0, 1).flatten(1).any(1) & up.transpose(0, 1).flatten(1).any(1)
-        down, up = down[:, used].flatten(0, 1), up[:, used]
-        return {"down": down.T if rows else down, "up": up} if used.any() else None
+        return {"down": down[:, used].flatten(0, 1), "up": up[:, used]} if used.any() else None
     made = {name: tensor[slot] for name, tensor in tensors.items()}
     if not all(tensor.any() for tensor in made.values()):
         return None

@@ -302,6 +302,58 @@ def test_embeddings_turn_between_the_two_ways_to_hold_them():
     torch.testing.assert_close(up @ down, entry.update((11, 8)))
 
 
+class Square(nn.Module):
+    """Layers whose sizes do not tell what is rank and what is width."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.ff, self.conv = nn.Embedding(8, 8), nn.Linear(8, 8), nn.Conv1d(8, 12, 3, groups=2)
+
+    def forward(self, indices):
+        return self.conv(self.ff(self.words(indices)).mT)
+
+
+def slot_of(block, slot, rank):
+    """The parts of a block's tensors that hold an adapter of that rank, of at most 4."""
+    own = slice(4 * slot, 4 * slot + rank)
+    for key, bank in block.named_parameters():
+        if type(block).__name__ != "Lora":
+            yield bank[slot][:rank] if key.endswith(("_b", "down")) else bank[slot][:, :rank]
+        elif block.kind == "Embedding" or key.startswith("up"):
+            yield bank[:, own]
+        else:
+            yield bank.view(-1, 8, *bank.shape[1:])[:, own]
+
+
+@pytest.mark.parametrize(("name", "block"), [("lora", "Lora"), ("loha", "Loha"), ("lora_weight", "LoraWeight")])
+def test_one_slot_of_a_bank(name, block, tmp_path):
+    """An adapter is as it was put in, without what pads its rank, or layers that it has nothing for."""
+    base = Square()
+    indices = torch.arange(6).view(1, 6)
+    new = fxplug.apply(fxplug.trace(base, (indices,)), fxplug.load_pass(name, at="**", slots=2, rank_max=4, name="style"))
+    table = new.get_submodule("style.gates.table")
+    with torch.no_grad():
+        for slot, (word, paths) in enumerate({"ink": ["ff"], "Öl": ["words", "ff", "conv"]}.items()):
+            table.names[slot, : len(word.encode())] = torch.tensor(list(word.encode()))
+            for path in paths:
+                for part in slot_of(new.get_submodule(f"style.{path}.{block}"), slot, 3):
+                    part.copy_(0.3 * torch.randn_like(part))
+        table.weights[:, 1] = 1
+    fxplug.save(new, tmp_path / "out")
+    with pytest.raises(ArtifactError, match="the pass 'style' has the adapters ink, Öl: give adapter= one of them"):
+        adapter_files.read(tmp_path / "out")
+    assert [entry.path for entry in adapter_files.read(tmp_path / "out", adapter="ink").entries] == ["ff"]
+    shapes = layers(base)
+    found = adapter_files.fit(adapter_files.read(tmp_path / "out", adapter="Öl"), shapes).check()
+    assert set(found.placed) == {"words", "ff", "conv"}
+    assert {entry.rank for entry in found.placed.values()} == {3}
+    with torch.no_grad():
+        wanted = new(indices)
+        for path, entry in found.placed.items():
+            base.get_submodule(path).weight.add_(entry.update(shapes[path]))
+    torch.testing.assert_close(base(indices), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_groups_of_a_convolution():
     gm = fxplug.trace(nn.Sequential(nn.Conv2d(8, 12, 3, groups=4)), (torch.randn(1, 8, 5, 5),))
     new = fxplug.apply(gm, fxplug.load_pass("lora", at="0", rank=2))
