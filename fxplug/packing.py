@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from . import ops, products, targets
+from . import ops, products
 from .blocks import Lora
 from .cutting import SWITCHES, aliases, written
 from .errors import SpecError
@@ -21,20 +21,23 @@ from .structure import leaves
 
 HOME = "packed"  # where the packed weights lie in the module tree
 ALIGNED = 8  # rows of a packed weight: a multiple, so that what is read in part lies on 16 bytes in half precision too
-WIDE = 4096  # columns: with more of them one product was slower than several on a CPU, see `worth`
+WIDE = 1536  # columns, see `worth_it`
 WEIGHTED = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.RNNBase)
 WEIGHTED_FUNCTIONS = (F.linear, F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.multi_head_attention_forward)
 
 
-def pack(gm: TracedModule, worth: Callable[[Group], bool] | None = None) -> TracedModule:
+def pack(gm: TracedModule, worth: Callable[[Group], bool] | None = None, *, across: bool = False) -> TracedModule:
     """The same module in which linear layers that read the same value are one product each, base and low-rank alike.
 
     The layers are found by the graph: in either mode's, several nn.Linear or F.linear of one dtype that read one value, such
     as q, k and v. They stay apart where a layer with weights between them is computed from an earlier one (so that blocks of
     a model keep to themselves), where gradients or autocast are switched or the value is changed in between, where a result
-    is changed in place or leaves the model, and where a layer has a hook or is of a derived class. A `Lora` behind a layer, with
-    slots or without, has its `down` in the same product; one with dropout, a bias or another dtype stays as it is. `worth`
-    says which groups are packed; None is the function of that name.
+    is changed in place or leaves the model, and where a layer has a hook or is of a derived class. A `Lora` behind a layer,
+    with slots or without, has its `down` in the same product; one with dropout, a bias or another dtype stays as it is.
+
+    `worth` says which groups are packed; None is `worth_it`. `across` packs over blocks too, as keys and values of all blocks
+    that read one text: faster for few tokens, but the result of the product lives as long as any block needs a part of it,
+    and blocks are no wholes of their own any more.
 
     Parameters keep their names, values and objects, and are parts of the packed weight's memory from then on, in `gm` too:
     what is written into them in place reaches it, and memory is not taken twice. Moving the result, or loading a state_dict
@@ -50,7 +53,7 @@ def pack(gm: TracedModule, worth: Callable[[Group], bool] | None = None) -> Trac
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     maker = _Maker(tree)
     for mode in sorted(graphs):
-        for group in groups(graphs[mode], tree):
+        for group in groups(graphs[mode], tree, across):
             if (worth or worth_it)(group):
                 maker.put(graphs[mode], group)
         graphs[mode].lint()
@@ -107,18 +110,19 @@ class Group:
 
 
 def worth_it(group: Group) -> bool:
-    """Whether one product is not slower than several; measured on a CPU in float32, see the README's table.
+    """Whether one product is not slower than several.
 
-    On a CPU one product of more than WIDE columns is slower (gate and up of a language model, modulations of all blocks):
-    its result no longer fits the cache. Elsewhere all groups are packed.
+    Through oneDNN it was faster at every shape measured (CPU, float32: x0.72 to x1.00 of the same layers apart, x0.65 to x0.97
+    with updates of rank 16). Through torch's BLAS one of more than WIDE columns was slower, up to x1.10, and is left.
     """
-    return group.device.type != "cpu" or sum(group.widths) <= WIDE
+    direct = products.ONEDNN and group.dtype == torch.float32
+    return group.device.type != "cpu" or direct or sum(group.widths) <= WIDE
 
 
 # --- what may be one product
 
 
-def groups(graph: fx.Graph, tree: nn.Module) -> Iterator[Group]:
+def groups(graph: fx.Graph, tree: nn.Module, across: bool = False) -> Iterator[Group]:
     """The groups of two or more linear layers that can be packed, in the order of the graph."""
     tensors = _named_tensors(tree)
     opened: dict[Any, list[Member]] = {}
@@ -137,7 +141,7 @@ def groups(graph: fx.Graph, tree: nn.Module) -> Iterator[Group]:
             names = {root.target for root in roots if root.op == "get_attr"}
             close(k for k, ms in opened.items() if _root(k[0], tree) in roots or any(m.weight in names for m in ms))
         known = set().union(*(depends.get(given, set()) for given in node.all_input_nodes)) & set(opened)
-        if _weighted(node, tree) and not added(node):
+        if not across and _weighted(node, tree) and not added(node):
             close(known)
             known = set()
         if (member := _member(node, tree, tensors)) is not None and _free(member, tree):
@@ -150,7 +154,8 @@ def groups(graph: fx.Graph, tree: nn.Module) -> Iterator[Group]:
     order = {node: i for i, node in enumerate(graph.nodes)}
     for key, members in sorted(done, key=lambda found: order[found[1][0].node]):
         if len({m.weight for m in members}) > 1:
-            yield Group(*key, members)
+            value, device, dtype, width = key
+            yield Group(value, device, dtype, width, members)
 
 
 def _member(node: fx.Node, tree: nn.Module, tensors: dict[str, Tensor]) -> Member | None:
@@ -176,7 +181,7 @@ def _member(node: fx.Node, tree: nn.Module, tensors: dict[str, Tensor]) -> Membe
     last = node
     while len(last.users) == 1:
         user = next(iter(last.users))
-        lora = _called(tree, user, Lora)
+        lora = _called(tree, user, Lora, Joined)
         if lora is None or lora.kind != "Linear" or lora.bias or lora.dropout or user.kwargs or not 2 <= len(user.args) <= 3:
             break
         down = tensors.get(f"{user.target}.down.weight")
@@ -224,10 +229,10 @@ def _weighted(node: fx.Node, tree: nn.Module) -> bool:
     return node.target in WEIGHTED_FUNCTIONS
 
 
-def _called(tree: nn.Module, node: fx.Node, kind: type[nn.Module]) -> Any:
-    """The module that a node calls, if it is of this very class and has no hooks."""
+def _called(tree: nn.Module, node: fx.Node, *kinds: type[nn.Module]) -> Any:
+    """The module that a node calls, if it is of one of these very classes and has no hooks."""
     module = tree.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return module if type(module) is kind and not any(_hooks(module)) else None
+    return module if module is not None and type(module) in kinds and not any(_hooks(module)) else None
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:
@@ -254,14 +259,15 @@ def _root(value: fx.Node, tree: nn.Module) -> fx.Node:
 def _named_tensors(tree: nn.Module) -> dict[str, Tensor]:
     """What may become a part of a packed weight, by all its names: plain, contiguous parameters whose memory is their own."""
     found = {**dict(tree.named_parameters(remove_duplicate=False)), **dict(tree.named_buffers(remove_duplicate=False))}
+    made = {id(buffer) for module in tree.modules() if isinstance(module, Packed) for buffer in module.buffers()}
     holders: dict[int, set[int]] = {}
-    for tensor in found.values():
+    for tensor in (t for t in found.values() if id(t) not in made):
         if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta:
             holders.setdefault(tensor.data_ptr(), set()).add(id(tensor))
 
     def plain(t: Tensor) -> bool:
-        usual = type(t) is nn.Parameter and t.layout is torch.strided and t.is_contiguous() and not t.is_inference()
-        return usual and t.numel() > 0 and (t.is_meta or len(holders[t.data_ptr()]) == 1)
+        usual = type(t) is nn.Parameter and t.layout is torch.strided and t.is_contiguous()
+        return usual and not t.is_inference() and t.numel() > 0 and (t.is_meta or len(holders[t.data_ptr()]) == 1)
 
     return {name: tensor for name, tensor in found.items() if plain(tensor)}
 
@@ -288,14 +294,14 @@ class Packed(nn.Module):
     def forward(self, x: Tensor, *parts: Tensor) -> Tensor:
         """`parts` are the parameters that `weights` and then `biases` name: read where gradients of them are wanted."""
         weight, bias = self.weight, self.bias
-        if torch.is_grad_enabled():
-            if not any(part.requires_grad for part in parts):
-                return F.linear(x, weight, bias)
+        graded = torch.is_grad_enabled()
+        if graded and any(part.requires_grad for part in parts):
             weight = _joined(weight, list(self.weights.values()), parts[: len(self.weights)])
             if bias is not None:
                 bias = _joined(bias, list(self.biases.values()), parts[len(self.weights) :])
-            return F.linear(x, weight, bias)
-        if torch.compiler.is_exporting() or x.dim() < 2 or x.dtype != weight.dtype or torch.is_autocast_enabled(x.device.type):
+        graded = graded and (x.requires_grad or weight.requires_grad)
+        casts = torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype
+        if graded or casts or x.dim() < 2 or torch.compiler.is_exporting():
             return F.linear(x, weight, bias)
         return products.product(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
@@ -303,6 +309,8 @@ class Packed(nn.Module):
         """Let the parameters, found from `root`, be parts of the packed tensors again, with the values that they have now."""
         for key, names in (("weight", self.weights), ("bias", self.biases)):
             whole = getattr(self, key)
+            if whole is None:
+                continue
             try:
                 parts = {name: root.get_parameter(name) for name in names}
             except AttributeError:
@@ -310,10 +318,12 @@ class Packed(nn.Module):
             kinds = {(part.device, part.dtype) for part in parts.values()}
             if len(kinds) > 1:
                 raise SpecError(f"the packed layers {', '.join(parts)} must be of one dtype and on one device, not {kinds}")
-            if kinds and kinds != {(whole.device, whole.dtype)}:
+            if kinds != {(whole.device, whole.dtype)}:
                 ((device, dtype),) = kinds
                 whole = self._buffers[key] = torch.zeros(whole.shape, device=device, dtype=dtype)
             tie(whole, [(part, names[name]) for name, part in parts.items()])
+            for rows in _between(whole, list(names.values()), list(parts.values())):
+                rows.zero_()  # of layers without a bias
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}, {', '.join(self.weights)}"
@@ -325,23 +335,25 @@ class Joined(Lora):
     def forward(self, x: Tensor, y: Tensor, rows: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
         """x, y and `rows` as for `Lora`; hidden (..., rank) is down(x)."""
         if hidden is None:
-            return super().forward(x, y) if rows is None else super().forward(x, y, rows)  # type: ignore[call-arg]
-        inner = hidden * self.scale if rows is None else self.gated(hidden, rows)  # type: ignore[attr-defined]
+            return super().forward(x, y, rows)
+        inner = hidden * self.scale if rows is None else self.gated(hidden, rows)
         weight = self.up.weight
         if y.dim() < 2 or y.dtype != weight.dtype or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return torch.add(y, self.up(inner))
         # y is a part of a packed product that nobody else reads
-        return y.flatten(0, -2).addmm_(inner.flatten(0, -2), weight.t()).view(y.shape)  # type: ignore[operator, arg-type]
+        return y.flatten(0, -2).addmm_(inner.flatten(0, -2), weight.t()).view(y.shape)  # type: ignore[operator]
 
 
-def _joined(whole: Tensor, starts: list[int], parts: tuple[Tensor, ...]) -> Tensor:
+def _between(whole: Tensor, starts: Sequence[int], parts: Sequence[Tensor]) -> list[Tensor]:
+    """The rows of a packed tensor before each of its parts, and those behind the last."""
+    ends = [0, *(start + part.shape[0] for start, part in zip(starts, parts, strict=True))]
+    return [whole[end:start] for end, start in zip(ends, [*starts, whole.shape[0]], strict=True)]
+
+
+def _joined(whole: Tensor, starts: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
     """A packed tensor put together from its parts, for autograd."""
-    rows: list[Tensor] = []
-    at = 0
-    for start, part in zip(starts, parts, strict=True):
-        rows += [whole[at:start], part]
-        at = start + part.shape[0]
-    return torch.cat([*rows, whole[at:]])
+    *before, last = _between(whole, starts, parts)
+    return torch.cat([rows for pair in zip(before, parts, strict=True) for rows in pair] + [last])
 
 
 @torch.no_grad()
@@ -354,7 +366,7 @@ def tie(whole: Tensor, parts: list[tuple[nn.Parameter, int]]) -> None:
             part.data = rows
 
 
-def _whole(parts: list[tuple[Tensor, int]], rows: int) -> Tensor | None:
+def _whole(parts: Sequence[tuple[Tensor, int]], rows: int) -> Tensor | None:
     """The tensor of so many rows whose parts begin at these rows; None where their memory belongs to something else.
 
     Parameters that are parts of such a tensor already stay where they are.
@@ -400,9 +412,9 @@ class _Maker:
             whole.meta["shape"] = (*shape[:-1], packed.weight.shape[0])
         for member in group.members:
             self.part(graph, whole, member, packed)
-        others = [member.path for member in group.members]
         for member in group.members:
-            self.forms[member.path] = "packed with " + ", ".join(p for p in others if p != member.path)
+            low_rank = ", its low-rank update too" if member.updates else ""
+            self.forms[member.path] = f"one product of {len(group.members)} layers ({self.home}.{name}){low_rank}"
 
     def part(self, graph: Graph, whole: fx.Node, member: Member, packed: Packed) -> None:
         """Put a part of the product in the place of a layer, and parts in the place of its updates' `down`."""
@@ -419,9 +431,10 @@ class _Maker:
                 lora.__class__ = Joined  # this tree's own copy of the module
             with graph.inserting_before(update):
                 hidden = graph.call_function(torch.narrow, (whole, -1, packed.weights[down], rank))
-            hidden.meta.update({k: v for k, v in update.meta.items() if k in ("nn_module_stack", "pass")}, dtype=new.meta.get("dtype"))
-            if "shape" in new.meta:
-                hidden.meta["shape"] = (*new.meta["shape"][:-1], rank)
+            hidden.meta.update({k: v for k, v in update.meta.items() if k in ("nn_module_stack", "pass")})
+            hidden.meta["dtype"] = whole.meta["dtype"]
+            if "shape" in whole.meta:
+                hidden.meta["shape"] = (*whole.meta["shape"][:-1], rank)
             update.update_kwarg("hidden", hidden)
 
     def module(self, group: Group) -> tuple[str, Packed] | None:
@@ -430,7 +443,7 @@ class _Maker:
         weights, rows = self.laid(names)
         layers = {m.weight: m.bias for m in group.members}
         biases = {bias: weights[weight] for weight, bias in layers.items() if bias is not None}
-        home = self.tree._modules.setdefault(self.home, Container(("Packed",)))
+        home = self.tree._modules.get(self.home) or Container(("Packed",))
         for name, known in home._modules.items():
             if isinstance(known, Packed) and (known.weights, known.biases) == (weights, biases):
                 return name, known
@@ -450,6 +463,7 @@ class _Maker:
         packed = Packed(made[0], made[1], weights, biases)  # type: ignore[arg-type]
         packed.training = self.tree.training
         home._modules[name] = packed
+        self.tree._modules[self.home] = home
         return name, packed
 
     def laid(self, names: list[str]) -> tuple[dict[str, int], int]:
