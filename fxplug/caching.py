@@ -6,8 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,18 @@ from .structure import leaves
 TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 GAUGED = ("first", "rest", "short")  # the parts of a gauged policy
 AT_ONCE = 8  # so many calls at one time are told apart
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _eager(function: F) -> F:
+    """What is decided on the host stays there when somebody compiles the whole."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _between(function: F) -> F:
+    """The same for a function that calls graphs, which are then compiled one by one."""
+    return torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call, no-any-return]
+
 
 
 # --- when a step is computed in full
@@ -115,37 +126,46 @@ class StepCache(nn.Module):
         self._cuts = {mode: Slices(graph, module) for mode, graph in module.graphs.items()}
         gauged = all(cut.gauges for cut in self._cuts.values())
         self.policy: Policy = policy if policy is not None else Threshold() if gauged else Every()
-        if getattr(self.policy, "gauged", False):
+        if self.gauged:
             self._check_gauges()
         self._position = self._of_clock(clock)
         self._clock = clock
         self._options: dict[str, Any] | None = None
+        self._parts: dict[str, TracedModule] = {}  # no submodules: they hold what `module` holds
+        for name in self.used:
+            self._part(name)
         self.counts = {"full": 0, "shallow": 0}
         self.reset()
 
     # --- the parts
 
-    @cached_property
+    @property
     def full(self) -> TracedModule:
         return self._part("full")
 
-    @cached_property
+    @property
     def shallow(self) -> TracedModule:
         return self._part("shallow")
 
-    @cached_property
+    @property
     def first(self) -> TracedModule:
         return self._part("first")
 
-    @cached_property
+    @property
     def rest(self) -> TracedModule:
         return self._part("rest")
 
-    @cached_property
+    @property
     def short(self) -> TracedModule:
         return self._part("short")
 
     def _part(self, name: str) -> TracedModule:
+        if name not in self._parts:
+            self._parts[name] = self._made(name)
+        return self._parts[name]
+
+    @_eager
+    def _made(self, name: str) -> TracedModule:
         if name in GAUGED:
             self._check_gauges()
         module = self.module
@@ -164,62 +184,91 @@ class StepCache(nn.Module):
             raise SpecError("no pass has marked a gauge to decide by: first_block_cache does; or take a policy as Every(3)")
 
     @property
+    def gauged(self) -> bool:
+        """Whether the policy is asked behind the first part, for what the gauge says."""
+        return bool(getattr(self.policy, "gauged", False))
+
+    @property
     def used(self) -> tuple[str, ...]:
         """The names of the parts that the policy runs."""
-        return GAUGED if getattr(self.policy, "gauged", False) else ("full", "shallow")
+        return GAUGED if self.gauged else ("full", "shallow")
 
     def map(self, function: Callable[[TracedModule], Any]) -> None:
         """Put `function(part)` in the place of each part that is used, such as a lowering that keeps signature and result."""
         for name in self.used:
-            self.__dict__[name] = function(getattr(self, name))
+            self._parts[name] = function(self._part(name))
 
     def compile(self, **options: Any) -> None:
         """Compile each part, by default with fullgraph=True; the choice between them stays on the host."""
         self._options = {"fullgraph": True, **options}
         for name in self.used:
-            getattr(self, name).compile(**self._options)
+            self._part(name).compile(**self._options)
 
     # --- a run
 
     def reset(self) -> None:
         """Forget what was kept: the next call begins a run."""
-        self._streams: list[_Stream] = []
+        self._streams: dict[int, _Stream] = {}
         self._time: float | None = None
         self._direction = 0.0
         self._number = 0
 
+    @_between
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            raise SpecError("which part of a step cache runs is decided between graphs: compile each of them, cache.compile()")
-        shapes = tuple((x.shape, x.dtype, x.device) for x in leaves((args, kwargs)) if isinstance(x, Tensor))
-        number = self._advance(args, kwargs)
-        old = self._streams[number] if number < len(self._streams) else None
+        number, shapes = self._advance(args, kwargs), _shapes(args, kwargs)
+        old = self._streams.get(number)
         if old is not None and old.shapes != shapes:
             old = None
         gauges: tuple[Tensor, ...] = ()
-        if getattr(self.policy, "gauged", False):
+        if self.gauged:
             gauges, carried = self.first(*args, **kwargs)
-            full = old is None or bool(self.policy(Step(old.index, old.since, _change(gauges, old.gauges))))
-            out = self.rest(**carried) if full else self.short(**carried, **old.kept)  # type: ignore[union-attr]
+            if self._in_full(old, gauges):
+                result, kept = self.rest(**carried)
+                return self._store(number, old, kept, gauges, shapes, result)
+            out = self.short(**carried, **self._taken(old))
+        elif self._in_full(old, gauges):
+            result, kept = self.full(*args, **kwargs)
+            return self._store(number, old, kept, gauges, shapes, result)
         else:
-            full = old is None or bool(self.policy(Step(old.index, old.since)))
-            out = self.full(*args, **kwargs) if full else self.shallow(*args, **kwargs, **old.kept)  # type: ignore[union-attr]
-        self.counts["full" if full else "shallow"] += 1
-        if full:
-            result, kept = out
-            new = _Stream(self._owned(kept), tuple(self._owned(dict(enumerate(gauges))).values()), 0, 0, shapes)
-            new.index = 1 if old is None else old.index + 1
-            self._streams[number : number + 1] = [new]
-            return result
-        assert old is not None
-        old.index, old.since = old.index + 1, old.since + 1
+            out = self.shallow(*args, **kwargs, **self._taken(old))
         return out
+
+    @_eager
+    def _in_full(self, old: _Stream | None, gauges: tuple[Tensor, ...]) -> bool:
+        if old is None:
+            return True
+        change = _change(gauges, old.gauges) if gauges else math.nan
+        return bool(self.policy(Step(old.index, old.since, change)))
+
+    @_eager
+    def _store(
+        self,
+        number: int,
+        old: _Stream | None,
+        kept: Mapping[str, Tensor],
+        gauges: tuple[Tensor, ...],
+        shapes: tuple[Any, ...],
+        result: Any,
+    ) -> Any:
+        self.counts["full"] += 1
+        own = self._owned(dict(enumerate(gauges))).values()
+        index = 1 if old is None else old.index + 1
+        self._streams[number] = _Stream(self._owned(kept), tuple(own), index, 0, shapes)
+        return result
+
+    @_eager
+    def _taken(self, old: _Stream | None) -> dict[str, Tensor]:
+        assert old is not None
+        self.counts["shallow"] += 1
+        old.index, old.since = old.index + 1, old.since + 1
+        return old.kept
 
     def _owned(self, values: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         """Values without their history; those of a CUDA graph as copies, as its next run writes over them."""
         replayed = (self._options or {}).get("mode") in ("reduce-overhead", "max-autotune")
         return {k: v.detach().clone() if replayed else v.detach() for k, v in values.items()}
 
+    @_eager
     def _advance(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """Which of the calls at one time this is; a new time is a new step, one that goes back a new run."""
         if self._clock is None:
@@ -268,9 +317,8 @@ class StepCache(nn.Module):
     def train(self, mode: bool = True) -> StepCache:
         self.training = mode
         self.module.train(mode)
-        for name in ("full", "shallow", *GAUGED):
-            if name in self.__dict__:
-                self.__dict__[name].train(mode)
+        for part in self._parts.values():
+            part.train(mode)
         return self
 
     def _apply(self, function: Any, recurse: bool = True) -> StepCache:
@@ -281,6 +329,11 @@ class StepCache(nn.Module):
     def extra_repr(self) -> str:
         cut = next(iter(self._cuts.values()))
         return f"{self.policy}, shallow: {cut.operations(cut.later)} of {cut.operations(cut.flow.nodes)} operations"
+
+
+@_eager
+def _shapes(*call: Any) -> tuple[Any, ...]:
+    return tuple((x.shape, x.dtype, x.device) for x in leaves(call) if isinstance(x, Tensor))
 
 
 def _change(now: Iterable[Tensor], then: Iterable[Tensor]) -> float:

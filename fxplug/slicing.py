@@ -130,7 +130,8 @@ class _Flow:
             shares = bool(given) and node.op not in ("placeholder", "output") and aliases(node, root)
             self.memory[node] = str(node.target) if node.op == "get_attr" else self.memory[given[0]] if shares else node
             places = [self.memory[g] for g in given]
-            self.needs.add_edges_from((w, node) for place in places for w in self.writers.get(place, ()))
+            pairs = zip(given, places, strict=True)  # what was written before a value was made is in what that value needs
+            self.needs.add_edges_from((w, node) for g, place in pairs for w in self.writers.get(place, ()) if w > g)
             for place in {self.memory[v] for v in written(node, root)}:
                 self.late.extend((reader, node) for reader in readers.get(place, ()))
                 self.writers.setdefault(place, []).append(node)

@@ -92,7 +92,7 @@ CASES = {
     "sd15-branch-4": (unets.sd15, "deepcache", {"branch": 4}),
     "sdxl": (unets.sdxl, "deepcache", {}),
     "own": (own, "deepcache", {"at": "**", "branch": 0}),
-    "own-added": (own, "deepcache", {"at": "**", "op": "iadd"}),
+    "own-added": (own, "deepcache", {"at": "**", "op": "add_"}),
     "pixart": (pixart, "first_block_cache", {}),
     "sd3": (sd3, "first_block_cache", PICTURE),
     "flux": (flux, "first_block_cache", PICTURE | {"last": "single_transformer_blocks.{-1}:out[1]"}),
