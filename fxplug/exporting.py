@@ -57,11 +57,12 @@ def export(
 
     `path` is a file, or a folder, which gets `model.pt2` or `model.aoti.pt2`. The first is for `torch.export.load`; the second
     is for `fxplug.load_package`, is compiled by AOTInductor for the device that the module is on, and keeps what passes added
-    apart from its code, so that adapters can be changed in it. `options` are inductor's, for aoti only. Every dimension of the example tensors is free if the program allows
-    it; otherwise the first ones are, and at last none: the result says which. `free` is where to start: "all", "batch" or
-    "none"; proving that many dimensions are free can take torch minutes. Parameters and buffers keep their names in the
-    program's `state_dict`. A result class becomes a dict of its fields that are not None, a NamedTuple a tuple, so that the
-    file needs no library of the model's.
+    apart from its code, so that adapters can be changed in it. `options` are inductor's, for aoti only.
+
+    Every dimension of the example tensors is free if the program allows it; otherwise the first ones are, and at last none: the
+    result says which. `free` is where to start: "all", "batch" or "none"; proving that many dimensions are free can take torch
+    minutes. Parameters and buffers keep their names in the program's `state_dict`. A result class becomes a dict of its fields
+    that are not None, a NamedTuple a tuple, so that the file needs no library of the model's.
 
     Raises FxplugError when the program cannot be exported at all, with the reason of each try, and for aoti where there is no
     compiler.
@@ -75,26 +76,25 @@ def export(
     start = time.perf_counter()
     target = _target(Path(path), to)
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-    kwargs = dict(kwargs or {})
+    named = dict(kwargs or {})
     if to == "aoti":
-        check_compiler(_device(module, (args, kwargs)))
+        check_compiler(_device(module, (args, named)))
         # compiled code reads an input's memory in the order in which the example's lay
-        args, kwargs = map_leaves((args, kwargs), lambda t, _: t.contiguous())
+        args, named = map_leaves((args, named), lambda t, _: t.contiguous())
     plain, notes = _program(module)
     parameters = inspect.signature(plain.forward).parameters
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _beside(target) as name:
 
-        def finish(program: ExportedProgram) -> list[str]:
+    def finish(program: ExportedProgram) -> list[str]:
+        with _beside(target) as name:
             if to == "aoti":
                 return write(program, parameters, name, _live(module), _facts(module), options)
             _write_out_rounding(program.graph)
             program.graph_module.recompile()
             with _quiet():
                 torch.export.save(program, name)
-            return []
+        return []
 
-        program, kept, failures, more = _export(plain, args, kwargs, free, finish)
+    program, kept, failures, more = _export(plain, args, named, free, finish)
     seconds = time.perf_counter() - start
     return Exported(target, dynamic_dims(program), kept, seconds, (*notes, *failures, *more))
 
@@ -166,7 +166,7 @@ def _export(
     free: str,
     finish: Callable[[ExportedProgram], list[str]],
 ) -> tuple[ExportedProgram, str, list[str], list[str]]:
-    """The program with as many free sizes as go through export and `finish`, how many, why not more, and the notes of `finish`."""
+    """The program with as many free sizes as go through export and `finish`; how many, why not more, and what `finish` gave."""
     levels = list(FREE)[list(FREE).index(free) :]
     tries = [(level, (args, kwargs)) for level in levels]
     if any(t.dim() and t.shape[0] == 1 for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
@@ -254,6 +254,7 @@ def _fixed(size: int | torch.SymInt) -> bool:
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[str]:
     """The name of a file to write beside the target, which takes its place then: a reader sees the old or the whole new one."""
+    target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{target.stem}.", suffix=target.suffix, dir=target.parent)
     os.close(handle)
     try:

@@ -12,8 +12,8 @@ import contextlib
 import inspect
 import json
 import os
+import platform
 import sys
-import tempfile
 import threading
 import warnings
 import zipfile
@@ -29,12 +29,11 @@ from torch.export import ExportedProgram
 
 from . import __version__
 from .errors import ArtifactError, FxplugError, did_you_mean
-from .manifest import HEADER_LIMIT
 from .signatures import Json, Signature, describe
 
 FORMAT = 1
 MANIFEST, TENSORS = "data/fxplug/manifest.json", "data/fxplug/adapters.safetensors"
-LOADER: Any = torch._C._aoti.AOTIModelPackageLoader  # type: ignore[attr-defined]
+LOADER: Any = torch._C._aoti.AOTIModelPackageLoader
 # what inductor does to constants otherwise: those of one value are worked out at compile time and whatever they feed with
 # them (a new adapter's zeros, and all that is multiplied by them), those of few numbers are written into the code, and weights
 # are laid out anew. An adapter that is loaded later would have no effect, or on some layers only.
@@ -88,7 +87,8 @@ def write(
         aoti_compile_and_package(program, package_path=file, inductor_configs={**(options or {}), **LIVE})
     loader = LOADER(file, "model", False, 1, -1)
     constants = set(loader.get_constant_fqns())
-    live = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if name in constants}
+    # names of adapters and the like are part of the state, and no part of the program
+    live = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     used = set(program.graph_signature.inputs_to_parameters.values()) | set(program.graph_signature.inputs_to_buffers.values())
     lost = sorted(_read_by(program, used) & set(tensors) - constants)
     if lost:
@@ -185,7 +185,8 @@ class Package:
         self._loader, self.manifest, self.tensors, self.device = loader, manifest, tensors, device
         self._signature = Signature(manifest["signature"], device)
         self._turns = _Turns()
-        loader.load_constants(tensors, False, False, True)
+        self.program_reads = frozenset(loader.get_constant_fqns())
+        loader.load_constants({k: t for k, t in tensors.items() if k in self.program_reads}, False, False, True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the module, without gradients; result classes are dicts of their fields.
@@ -197,14 +198,14 @@ class Package:
             try:
                 out = self._loader.boxed_run(flat)
             except RuntimeError as error:
-                raise FxplugError(f"the package failed in this call; its own words are on stderr ({_first(error)})") from error
+                raise FxplugError(f"the package failed in this call: {_first(error)}") from error
         return self._signature.unflatten(out)
 
     def state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """The constants of the program: their names, dtypes and shapes."""
-        return {
-            name: (getattr(torch, entry["dtype"]), tuple(entry["shape"])) for name, entry in self.manifest["constants"].items()
-        }
+        """The constants of the program and the tensors of the passes: their names, dtypes and shapes."""
+        constants = self.manifest["constants"].items()
+        own = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
+        return {**{name: (getattr(torch, entry["dtype"]), tuple(entry["shape"])) for name, entry in constants}, **own}
 
     def update(self, source: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> None:
         """Write other values into constants: adapters, or any weights.
@@ -255,11 +256,11 @@ def load_package(path: str | os.PathLike[str], *, device: torch.device | str | N
         raise FxplugError(f"runners must be a whole number, 1 or more, not {runners!r}")
     try:
         loader = LOADER(str(file.absolute()), "model", False, runners, where.index if where.index is not None else -1)
-        missing = sorted(set(tensors) - set(loader.get_constant_fqns()))
+        missing = sorted(set(manifest["constants"]) - set(loader.get_constant_fqns()))
     except RuntimeError as error:
         raise ArtifactError(f"the program in {file} cannot be loaded: {_first(error)}") from error
     if missing:
-        raise ArtifactError(f"{file}: the program does not know {missing[0]}, which the file has weights for")
+        raise ArtifactError(f"{file}: the program does not know {missing[0]}, which its manifest lists")
     return Package(loader, manifest, {name: tensor.to(where) for name, tensor in tensors.items()}, where)
 
 
@@ -329,11 +330,9 @@ def _check_machine(file: Path, manifest: Json, device: torch.device) -> None:
             f"{file} was compiled by torch {made}, and this is torch {here}: its code holds for that version only; "
             "export it again with this one"
         )
-    system = (manifest.get("platform"), manifest.get("machine"))
-    import platform
-
-    if system != (sys.platform, platform.machine()):
-        raise ArtifactError(f"{file} was compiled for {' '.join(map(str, system))}, not for {sys.platform} {platform.machine()}")
+    system, this = f"{manifest.get('platform')} {manifest.get('machine')}", f"{sys.platform} {platform.machine()}"
+    if system != this:
+        raise ArtifactError(f"{file} was compiled for {system}, and this is {this}")
     has = dict(torch.cpu.get_capabilities()) if hasattr(torch.cpu, "get_capabilities") else {}
     lacking = [name for name in manifest.get("features", []) if has and name in FEATURES and not has.get(FEATURES[name])]
     if lacking:
@@ -350,7 +349,7 @@ def _check_machine(file: Path, manifest: Json, device: torch.device) -> None:
 
 def _read_file(file: Path) -> dict[str, torch.Tensor]:
     try:
-        return load_file(file)
+        return dict(load_file(file))
     except Exception as error:
         raise ArtifactError(f"{file} cannot be read as safetensors: {type(error).__name__}: {_first(error)}") from error
 

@@ -55,7 +55,7 @@ def describe(program: ExportedProgram, parameters: Mapping[str, inspect.Paramete
 
     `parameters` are those of the exported module's `forward`.
     """
-    args, kwargs = program.example_inputs  # type: ignore[misc]
+    args, kwargs = program.example_inputs
     flat, spec = pytree.tree_flatten((args, kwargs))
     names = list(program.graph_signature.user_inputs)
     if len(names) != len(flat):
@@ -106,7 +106,7 @@ def _result(program: ExportedProgram) -> Any:
             flat.append(spec.arg.value if hasattr(spec.arg, "value") else _Slot(len(flat), "number" if number else "tensor"))
         elif spec.kind.name not in ("BUFFER_MUTATION", "TOKEN"):
             raise FxplugError(f"a program with the result {i} of kind {spec.kind.name} cannot be packed")
-    return pytree.tree_unflatten(flat, program.call_spec.out_spec)  # type: ignore[arg-type]
+    return pytree.tree_unflatten(flat, program.call_spec.out_spec)
 
 
 def _guards(program: ExportedProgram, arguments: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -176,8 +176,8 @@ class Signature:
                 _fill(entry["value"], bound[name], name, flat)
             elif "default" in entry and entry["default"] != entry["value"]:
                 raise FxplugError(
-                    f"{name} is not given; this package was compiled with {_text(entry['value'])} for it and holds for no other "
-                    "call: give it, or export it again with example inputs that leave it out"
+                    f"{name} is not given; this package was compiled with {_text(entry['value'])} for it: give it, or export "
+                    "it again with example inputs that leave it out"
                 )
         self._check(flat, bound)
         # the program reads memory as its example lay there, and looks at no stride
@@ -226,14 +226,15 @@ class Signature:
             low, high = self.ranges.get(name, (None, None))
             # torch.export gives every free size 2 as its least, and means none by that
             if (low is not None and low > 2 and size < low) or (high is not None and size > high) or size == 0:
-                limits = " and ".join([f"{max(low or 0, 1)} or more"] + ([] if high is None else [f"{high} or less"]))
+                limits = f"{low if low is not None and low > 2 else 1} or more"
+                limits += "" if high is None else f" and {high} or less"
                 raise GuardError(f"{place}: the size is {size}, and the package was compiled for {limits}")
 
     def _where(self, index: int) -> str:
         for name, entry in self.parameters.items():
             found = _path(entry.get("value", {}), index)
             if found is not None:
-                return name + found
+                return f"{name}{found}"
         return f"input {index}"
 
 
@@ -349,8 +350,9 @@ def evaluate(tree: ast.expr, arguments: Mapping[str, Any]) -> Any:
         return all(COMPARISONS[type(op)](a, b) for op, a, b in zip(tree.ops, numbers[:-1], numbers[1:], strict=True))
     if isinstance(tree, ast.Subscript) and isinstance(tree.slice, ast.Constant):
         holder = arguments if isinstance(tree.value, ast.Name) and tree.value.id == "L" else value(tree.value)
+        key: Any = tree.slice.value
         if isinstance(holder, (tuple, list, Mapping)):
-            return holder[tree.slice.value]
+            return holder[key]
     if isinstance(tree, ast.Call) and not tree.keywords:
         if isinstance(tree.func, ast.Attribute) and tree.func.attr == "size" and not tree.args:
             tensor = value(tree.func.value)
