@@ -14,12 +14,13 @@ import torch
 from torch import fx, nn
 
 from . import ops
-from .errors import TraceError
+from .errors import SpecError, TraceError
+from .switching import Adapters
 
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype)
 # names that torch's GraphModule and this one use themselves; a model's attribute of that name stays out
 RESERVED = {"meta", "shape_env", "attributes", "graphs", "graph", "code", "classes", "training", "twin_error"}
-OWN_STATE = {"_graph", "_twin", "_extras", "_origin", "_code", "_codes", "_graph_mode"}
+OWN_STATE = {"_graph", "_twin", "_extras", "_origin", "_code", "_codes", "_graph_mode", "_adapters"}
 # a lookup that FX writes for a name such as "0"; or a string or comment, which is left as it is
 LOOKUP = re.compile(
     r'''getattr\((self(?:\.\w+|\[[^\[\]]+\])*), "([^"\\]+)"\)|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*'''
@@ -254,6 +255,11 @@ class TracedModule(fx.GraphModule):
         except AttributeError:
             if name.startswith("__"):
                 raise
+        if name == "adapters":  # not a property: a model may have a module of that name
+            try:
+                return self.__dict__.setdefault("_adapters", Adapters(self))
+            except SpecError as error:
+                raise AttributeError(error.finding) from None
         extras = self.__dict__.get("_extras", {})
         if name in extras:
             return extras[name]

@@ -1,1 +1,167 @@
-"""What an adapter file holds, layer by layer."""
+"""What an adapter changes in one layer: low-rank updates under the names that fxplug's blocks have, and their algebra."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ArtifactError
+
+FACTORS = {"loha": "hada_", "lokr": "lokr_"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one layer gets. Tensors are as the file has them (dtype too), under the names that fxplug's blocks have.
+
+    - "lora": `down` (rank, in, *kernel), `up` (out, rank, *1); of a grouped convolution `down` has groups * rank rows.
+    - "dora": these and `magnitude`, one number per output.
+    - "loha": `hada_w1_a`, `hada_w1_b`, `hada_w2_a`, `hada_w2_b`, and with a core `hada_t1`, `hada_t2` (see weights.Loha).
+    - "lokr": `lokr_w1` or `lokr_w1_a`, `lokr_w1_b`; `lokr_w2` or `lokr_w2_a`, `lokr_w2_b` and maybe `lokr_t2`.
+    - "lora+bias", "loha+dora", "lokr+dora", ...: with a `bias` of `up`, or a `magnitude`, that a plain block cannot hold.
+
+    The update of the layer's weight is `scale` times the product; `embedding` says that `down` reads indices (None: not to be
+    told from the shapes), so that the weight is the product's transpose.
+    """
+
+    name: str  # the layer, as the file has it
+    path: str  # the name without what says which part of a pipeline it is in
+    part: str  # "unet", "text_encoder", the name of a pass, ...; empty when the file does not say
+    kind: str
+    tensors: Mapping[str, Tensor]
+    scale: float
+    rank: int
+    embedding: bool | None = False
+    flat: bool = False  # kohya's names: underscores where the path has dots
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether this is an update of a weight of that shape; sizes of 1 at the end do not count."""
+        if self.embedding is not False:
+            size = self.tensors["down"].shape[0 if self.embedding is None else 1], self.tensors["up"].shape[0]
+            if tuple(shape) == size:
+                return True
+            if self.embedding:
+                return False
+        out, inner = self.sizes()
+        return bool(shape) and out == shape[0] and inner in (_trimmed(shape[1:]), (math.prod(shape[1:]),))
+
+    def shaped(self, shape: Sequence[int]) -> Entry:
+        """The same with the number of dimensions of a weight that it fits: a linear layer may be a 1x1 convolution."""
+        made = dict(self.tensors)
+        if "down" in made and made["down"].dim() != len(shape) and not self.embedding:
+            made["down"] = made["down"].reshape(-1, *shape[1:])
+            made["up"] = made["up"].reshape(shape[0], -1, *[1] * (len(shape) - 2))
+        for name, tensor in made.items():
+            if name == "lokr_w2" and tensor.dim() != len(shape):
+                made[name] = tensor.reshape(*tensor.shape[:2], *(shape[2:] if tensor.dim() > 2 else [1] * (len(shape) - 2)))
+            if name in ("hada_t1", "hada_t2", "lokr_t2") and tensor.dim() != len(shape):
+                made[name] = tensor.reshape(*tensor.shape[:2], *shape[2:])
+        return replace(self, tensors=made)
+
+    def pair(self, kind: str) -> tuple[Tensor, Tensor]:
+        """`down` and `up` as the weights that blocks.Lora of that kind has: for an Embedding, down is (indices, rank)."""
+        down, up = self.tensors["down"], self.tensors["up"]
+        if kind != "Embedding":
+            return (down, up) if not self.embedding else (up.T, down.T)
+        if self.embedding is None:
+            return down, up
+        return (down.T, up) if self.embedding else (up, down.T)
+
+    def update(self, shape: Sequence[int]) -> Tensor:
+        """The update of a weight of that shape, whole, in float32; without magnitude and bias."""
+        entry = self.as_lora(shape)
+        down, up = entry.tensors["down"].flatten(1).float(), entry.tensors["up"].flatten(1).float()
+        if entry.embedding or (entry.embedding is None and up.shape[0] != shape[0]):
+            made = (up @ (down if entry.embedding else down.T)).T
+        else:
+            groups = down.shape[0] // up.shape[1]
+            made = torch.bmm(*(half.reshape(groups, -1, half.shape[1]) for half in (up, down)))
+        return self.scale * made.reshape(*shape)
+
+    def as_lora(self, shape: Sequence[int]) -> Entry:
+        """The same update of a weight of that shape as one of kind "lora", in float32, exact but for rounding.
+
+        A Hadamard product of ranks r and s has rank r * s, and so has a Kronecker product, of which a factor that is not
+        decomposed counts with its shorter side. Raises ArtifactError for a kind with a bias or magnitude.
+        """
+        if self.kind == "lora":
+            return self
+        t = {name: tensor.float() for name, tensor in self.tensors.items()}
+        if self.kind == "loha":
+            (up1, down1), (up2, down2) = (_factors(t, f"hada_w{n}", f"hada_t{n}") for n in (1, 2))
+            up = (up1.unsqueeze(2) * up2.unsqueeze(1)).flatten(1)
+            down = (down1.unsqueeze(1) * down2.unsqueeze(0)).flatten(0, 1)
+        elif self.kind == "lokr":
+            (up1, down1), (up2, down2) = (_factors(t, f"lokr_w{n}", f"lokr_t{n}") for n in (1, 2))
+            up, down = _kronecker(up1, up2), _kronecker(down1, down2)
+        else:
+            raise ArtifactError(f"'{self.name}' is {self.kind}, which is more than a low-rank product: apply it as such")
+        tensors = {"down": down.reshape(-1, *shape[1:]), "up": up.reshape(shape[0], -1, *[1] * (len(shape) - 2))}
+        return replace(self, kind="lora", tensors=tensors, rank=up.shape[1])
+
+    def sizes(self) -> tuple[int, tuple[int, ...]]:
+        """The output width, and the weight's other sizes: (in, *kernel), or their product alone where only that is known."""
+        t = self.tensors
+        if "down" in t:
+            return t["up"].shape[0], _trimmed(t["down"].shape[1:])
+        prefix = FACTORS[self.kind.partition("+")[0]]
+        parts = [_sides(t, f"{prefix}w{n}", f"{prefix}t{n}") for n in (1, 2)]
+        if prefix == "hada_":
+            return parts[0]
+        (a, (c, *_)), (b, (d, *kernel)) = parts
+        return a * b, _trimmed((c * d, *kernel))
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """The layers of an adapter file. `rest` are the tensors that are no low-rank update, by key."""
+
+    source: str
+    entries: tuple[Entry, ...]
+    rest: Mapping[str, Tensor] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)  # what the file or its configuration says of itself
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of a pipeline that the file has layers for."""
+        return tuple(dict.fromkeys(entry.part for entry in self.entries))
+
+
+def _factors(t: Mapping[str, Tensor], name: str, core: str) -> tuple[Tensor, Tensor]:
+    """One factor of a product as (out, rank) @ (rank, in * kernel)."""
+    if name in t:
+        whole = t[name].flatten(1)
+        one = torch.eye(min(whole.shape), dtype=whole.dtype, device=whole.device)
+        return (one, whole) if whole.shape[0] <= whole.shape[1] else (whole, one)
+    a, b = t[f"{name}_a"], t[f"{name}_b"]
+    if core in t:
+        return a.T, torch.einsum("ij...,jr->ir...", t[core], b).flatten(1)
+    return a, b.flatten(1)
+
+
+def _kronecker(a: Tensor, b: Tensor) -> Tensor:
+    """torch.kron of two matrices, which fails on some views of one row."""
+    return (a[:, None, :, None] * b[None, :, None]).flatten(2).flatten(0, 1)
+
+
+def _sides(t: Mapping[str, Tensor], name: str, core: str) -> tuple[int, tuple[int, ...]]:
+    """The sizes of one factor: its output width, and (in, *kernel) or their product."""
+    if name in t:
+        return t[name].shape[0], _trimmed(t[name].shape[1:])
+    a, b = t[f"{name}_a"], t[f"{name}_b"]
+    if core in t:
+        return a.shape[1], _trimmed((b.shape[1], *t[core].shape[2:]))
+    return a.shape[0], _trimmed(b.shape[1:])
+
+
+def _trimmed(sizes: Sequence[int]) -> tuple[int, ...]:
+    """(in, *kernel) without the sizes of 1 at its end: a linear layer and a 1x1 convolution have the same."""
+    made = [int(n) for n in sizes]
+    while len(made) > 1 and made[-1] == 1:
+        made.pop()
+    return tuple(made)

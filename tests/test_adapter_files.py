@@ -1,0 +1,564 @@
+"""Adapter files: what peft, diffusers and LyCORIS write is read as they mean it, and placed on the layers of a graph."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from lycoris import LycorisNetwork, create_lycoris
+from safetensors.torch import save_file
+from torch import nn
+
+import fxplug
+from fxplug import adapter_files
+from fxplug.errors import ArtifactError
+
+ASSETS = Path(__file__).parents[2] / "shared" / "assets" / "adapters"
+NEAR = {"rtol": 1e-4, "atol": 1e-5}
+
+
+class Net(nn.Module):
+    """One layer of each kind that an adapter may change."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"to_q": nn.Linear(8, 8), "ff": nn.Linear(8, 12)}) for _ in range(2))
+        self.conv = nn.Conv2d(12, 6, 3, padding=1)
+        self.point = nn.Conv2d(6, 4, 1)
+
+    def forward(self, indices):
+        x = self.words(indices)
+        for block in self.blocks:
+            x = block["ff"](x + block["to_q"](x))[..., :8] + x
+        x = torch.cat([x, x[..., :4]], -1)
+        return self.point(self.conv(x.movedim(-1, 1)))
+
+
+def layers(model):
+    return {n: tuple(m.weight.shape) for n, m in model.named_modules() if isinstance(getattr(m, "weight", None), nn.Parameter)}
+
+
+SHAPES = layers(Net())
+
+
+def randomised(model, *names):
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in names):
+                parameter.copy_(torch.randn_like(parameter))
+
+
+def pairs(*names, rank=2, shape=(8, 8), form="{}.lora_{}.weight", halves=("A", "B")):
+    """A state dict with a LoRA for each layer."""
+    made = {}
+    for name in names:
+        made[form.format(name, halves[0])] = torch.randn(rank, *shape[1:])
+        made[form.format(name, halves[1])] = torch.randn(shape[0], rank)
+    return made
+
+
+# --- written by others
+
+
+LINEAR = r"blocks\..\.(to_q|ff)|conv"
+TARGETS = f"{LINEAR}|words|point"
+
+
+def peft_config(kind):
+    common = {"target_modules": TARGETS, "r": 4}
+    patterns = {"rank_pattern": {"blocks.0.to_q": 3, "conv": 6}, "alpha_pattern": {"to_q": 5, "^conv": 7}}
+    if kind in ("loha", "loha with cores"):
+        return peft.LoHaConfig(**common | {"target_modules": LINEAR}, alpha=6, use_effective_conv2d="cores" in kind)
+    if kind.startswith("lokr"):
+        made = {"decompose_both": "both" in kind, "use_effective_conv2d": "cores" in kind}
+        return peft.LoKrConfig(**common | {"target_modules": LINEAR, "r": 2}, alpha=6, **patterns, **made)
+    dora = {"target_modules": LINEAR, "use_dora": True} if kind == "dora" else {}
+    return peft.LoraConfig(**common | dora, lora_alpha=9, use_rslora=kind == "rslora", **patterns if kind == "lora" else {})
+
+
+@pytest.mark.parametrize(
+    "kind", ["lora", "rslora", "dora", "loha", "loha with cores", "lokr", "lokr of both", "lokr with cores"]
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's advice on its own options
+def test_a_folder_that_peft_wrote(kind, tmp_path):
+    model = peft.get_peft_model(Net(), peft_config(kind))
+    randomised(model, "lora_", "hada_", "lokr_")
+    model.save_pretrained(tmp_path)
+    found = adapter_files.fit(adapter_files.read(tmp_path), SHAPES).check()
+    tuned = {n.removeprefix("base_model.model."): m for n, m in model.named_modules() if hasattr(m, "get_delta_weight")}
+    assert set(found.placed) == set(tuned) and found.missing == () and not found.others
+    for path, entry in found.placed.items():
+        assert entry.kind == kind.partition(" ")[0].replace("rs", "")
+        torch.testing.assert_close(magnitudeless(entry).update(SHAPES[path]), tuned[path].get_delta_weight("default"), **NEAR)
+        if kind == "dora":
+            magnitude = tuned[path].lora_magnitude_vector["default"].weight
+            assert torch.equal(entry.tensors["magnitude"], magnitude)
+    assert found.placed["conv"].rank == (6 if kind == "lora" else 2 if kind.startswith("lokr") else 4)
+
+
+def magnitudeless(entry):
+    return adapter_files.Entry(**vars(entry) | {"kind": "lora"}) if entry.kind == "dora" else entry
+
+
+def test_peft_adapters_by_name_and_without_a_configuration():
+    model = peft.get_peft_model(Net(), peft.LoraConfig(target_modules=["to_q", "ff"], r=4, lora_alpha=8), adapter_name="ink")
+    model.add_adapter("film", peft.LoraConfig(target_modules=["to_q", "ff"], r=2, lora_alpha=8))
+    state = {key: value for key, value in model.state_dict().items() if "lora_" in key}
+    with pytest.raises(ArtifactError, match="several adapters: give adapter= one of film, ink"):
+        adapter_files.read(state)
+    with pytest.raises(ArtifactError, match=r"names no adapter 'inc' \(did you mean 'ink'\?\); it has film, ink"):
+        adapter_files.read(state, adapter="inc")
+    film = adapter_files.read(state, adapter="film")
+    assert {(e.rank, e.scale) for e in film.entries} == {(2, 1.0)}
+    film = adapter_files.read(state, adapter="film", config=model.peft_config["film"].to_dict())
+    assert {(e.rank, e.scale) for e in film.entries} == {(2, 4.0)}
+    assert len(adapter_files.fit(film, SHAPES).check().placed) == 4
+
+
+ALGOS = {
+    "locon": {"algo": "locon"},
+    "locon with cores": {"algo": "locon", "use_tucker": True},
+    "locon of rs": {"algo": "locon", "rs_lora": True},
+    "dora": {"algo": "locon", "dora_wd": True},
+    "loha": {"algo": "loha"},
+    "loha with cores": {"algo": "loha", "use_tucker": True},
+    "lokr": {"algo": "lokr"},
+    "lokr of both": {"algo": "lokr", "decompose_both": True},
+    "lokr with cores": {"algo": "lokr", "use_tucker": True},
+    "lokr of full matrices": {"algo": "lokr", "full_matrix": True},
+}
+
+
+@pytest.mark.parametrize("kind", ALGOS)
+def test_a_file_that_lycoris_wrote(kind, tmp_path, capsys):
+    model = Net()
+    plain = copy.deepcopy(model)
+    LycorisNetwork.apply_preset({"target_module": ["Linear", "Conv2d"], "target_name": []})
+    rank = 1 if "lokr" in kind else 2
+    options = {"linear_dim": rank, "linear_alpha": 3.0, "conv_dim": rank, "conv_alpha": 5.0}
+    network = create_lycoris(model, 1.0, **options, **ALGOS[kind])
+    network.apply_to()
+    randomised(network, "lora_", "hada_", "lokr_", "dora_scale")
+    network.save_weights(str(tmp_path / "a.safetensors"), torch.float32, {"made": "by lycoris"})
+    found = adapter_files.fit(adapter_files.read(tmp_path / "a.safetensors"), SHAPES).check()
+    assert set(found.placed) == set(SHAPES) - {"words"}
+    for path, entry in found.placed.items():
+        assert entry.kind == kind.partition(" ")[0].replace("locon", "lora")
+        shape, layer = SHAPES[path], plain.get_submodule(path)
+        same = magnitudeless(entry).as_lora(shape)
+        assert same.tensors["down"].shape == (same.rank, *shape[1:]) and same.tensors["up"].shape[:2] == (shape[0], same.rank)
+        with torch.no_grad():
+            weight = layer.weight + magnitudeless(entry).update(shape)
+            if kind == "dora":
+                weight *= entry.tensors["magnitude"] / weight.flatten(1).norm(dim=1).view(-1, *[1] * (len(shape) - 1))
+            layer.weight.copy_(weight)
+        x = torch.randn(2, shape[1], *[5] * (len(shape) - 2))
+        torch.testing.assert_close(model.get_submodule(path)(x), layer(x), **NEAR)
+
+
+def test_files_that_diffusers_wrote(tmp_path):
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, cross_attention_dim=8, attention_head_dim=4,
+        norm_num_groups=4, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+    shapes = layers(model)
+    model.add_adapter(peft.LoraConfig(r=2, lora_alpha=6, target_modules=["to_q", "to_out.0", "conv1"]))
+    randomised(model, "lora_")
+    model.save_lora_adapter(tmp_path)
+    found = adapter_files.fit(adapter_files.read(tmp_path), shapes).check()
+    assert len(found.placed) == sum(path.endswith(("to_q", "to_out.0", "conv1")) for path in shapes) > 10
+    for path, entry in found.placed.items():
+        assert entry.scale == 3.0
+        torch.testing.assert_close(entry.update(shapes[path]), model.get_submodule(path).get_delta_weight("default"), **NEAR)
+
+
+# --- names
+
+
+LAYOUTS = {
+    "peft": pairs("base_model.model.blocks.0.to_q", "base_model.model.blocks.1.to_q"),
+    "peft with adapter": pairs("base_model.model.blocks.0.to_q", form="{}.lora_{}.default.weight"),
+    "compiled": pairs("base_model.model._orig_mod.blocks.0.to_q"),
+    "diffusers": pairs("unet.blocks.0.to_q", "unet.blocks.1.to_q"),
+    "diffusers of peft": pairs("base_model.model.transformer.blocks.0.to_q"),
+    "diffusers layers": pairs("unet.blocks.0.to_q", form="{}.lora.{}.weight", halves=("down", "up")),
+    "diffusers linear layers": pairs("blocks.0.to_q", form="{}.lora_linear_layer.{}.weight", halves=("down", "up")),
+    "processors": pairs("unet.blocks.0.processor.to_q_lora", form="{}.{}.weight", halves=("down", "up")),
+    "kohya": pairs("lora_unet_blocks_0_to_q", form="{}.lora_{}.weight", halves=("down", "up")),
+    "lycoris": pairs("lycoris_blocks_0_to_q", form="{}.lora_{}.weight", halves=("down", "up")),
+    "ai-toolkit": pairs("diffusion_model.blocks.0.to_q"),
+    "of a wrapper": pairs("net.inner.blocks.0.to_q", "net.inner.blocks.1.ff", shape=(8, 8)) | {
+        "net.inner.blocks.1.ff.lora_B.weight": torch.randn(12, 2)
+    },
+    "kohya of a wrapper": pairs("lora_unet_net_inner_blocks_0_to_q", form="{}.lora_{}.weight", halves=("down", "up")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_are_found_by_every_kind_of_name(layout):
+    state = LAYOUTS[layout]
+    found = adapter_files.fit(adapter_files.read(state), SHAPES).check()
+    assert list(found.placed)[0] == "blocks.0.to_q" and len(found.placed) == len(state) // 2
+    down, up = state.values() if len(state) == 2 else list(state.values())[:2]
+    torch.testing.assert_close(found.placed["blocks.0.to_q"].update((8, 8)), up @ down)
+
+
+def test_a_graph_of_a_wrapper_takes_the_file_of_what_it_wraps():
+    shapes = {f"net.{path}": shape for path, shape in SHAPES.items()}
+    found = adapter_files.fit(adapter_files.read(pairs("unet.blocks.0.to_q")), shapes).check()
+    assert list(found.placed) == ["net.blocks.0.to_q"]
+    twice = shapes | {f"other.{path}": shape for path, shape in SHAPES.items()}
+    with pytest.raises(ArtifactError, match=re.escape("may be 'net.blocks.0.to_q' or 'other.blocks.0.to_q'")):
+        adapter_files.fit(adapter_files.read(pairs("unet.blocks.0.to_q")), twice)
+
+
+def test_text_encoders_lie_apart():
+    text = pairs("lora_te_text_model_encoder_layers_0_mlp_fc1", form="{}.lora_{}.weight", halves=("down", "up"))
+    unet = pairs("lora_unet_blocks_0_to_q", form="{}.lora_{}.weight", halves=("down", "up"))
+    file = adapter_files.read(text | unet)
+    assert file.parts == ("text_encoder", "unet")
+    found = adapter_files.fit(file, SHAPES).check()
+    assert list(found.placed) == ["blocks.0.to_q"] and list(found.others) == ["text_encoder"]
+    encoder = {"encoder.layers.0.mlp.fc1": (8, 8), "encoder.layers.0.mlp.fc2": (8, 8)}
+    found = adapter_files.fit(file, encoder, part="text_encoder").check()
+    assert list(found.placed) == ["encoder.layers.0.mlp.fc1"] and list(found.others) == ["unet"]
+    with pytest.raises(ArtifactError, match=r"nothing for 'text_encode' \(did you mean 'text_encoder'\?\); it has text_enc"):
+        adapter_files.fit(file, SHAPES, part="text_encode")
+
+
+def test_two_parts_that_fit_one_graph_are_not_mixed():
+    file = adapter_files.read(pairs("text_encoder.blocks.0.to_q", "text_encoder_2.blocks.0.to_q"))
+    with pytest.raises(ArtifactError, match="both for 'blocks.0.to_q'; give part= one of text_encoder, text_encoder_2"):
+        adapter_files.fit(file, SHAPES)
+    assert adapter_files.fit(file, SHAPES, part="text_encoder_2").check().placed["blocks.0.to_q"].part == "text_encoder_2"
+
+
+def test_kohyas_underscores_do_not_tell_two_layers_apart_unless_the_shape_does():
+    state = pairs("lora_unet_a_b", form="{}.lora_{}.weight", halves=("down", "up"))
+    assert list(adapter_files.fit(adapter_files.read(state), {"a.b": (8, 8), "a_b": (8, 4)}).placed) == ["a.b"]
+    with pytest.raises(ArtifactError, match="'lora_unet_a_b' may be 'a.b' or 'a_b'"):
+        adapter_files.fit(adapter_files.read(state), {"a.b": (8, 8), "a_b": (8, 8)})
+
+
+@pytest.mark.parametrize("kind", ["lora", "loha", "lokr"])
+def test_a_linear_layer_may_be_a_convolution_of_size_1(kind):
+    state = {
+        "lora": pairs("point"),
+        "loha": {f"point.hada_w{n}_{h}": torch.randn(*s) for n in (1, 2) for h, s in (("a", (8, 2)), ("b", (2, 8)))},
+        "lokr": {"point.lokr_w1": torch.randn(2, 2), "point.lokr_w2": torch.randn(4, 4)},
+    }[kind]
+    entry = adapter_files.fit(adapter_files.read(state), {"point": (8, 8, 1, 1)}).check().placed["point"]
+    assert torch.equal(entry.update((8, 8, 1, 1)).flatten(1), adapter_files.read(state).entries[0].update((8, 8)))
+    if kind == "lora":
+        assert entry.tensors["down"].shape == (2, 8, 1, 1) and entry.tensors["up"].shape == (8, 2, 1, 1)
+        back = adapter_files.read({f"point.lora_{h}.weight": entry.tensors[n] for h, n in (("A", "down"), ("B", "up"))})
+        again = adapter_files.fit(back, {"point": (8, 8)}).check().placed["point"]
+        assert again.tensors["down"].shape == (2, 8)
+    if kind == "lokr":
+        assert entry.tensors["lokr_w2"].shape == (4, 4, 1, 1)
+
+
+# --- ours
+
+
+@pytest.mark.parametrize("name", ["lora", "loha", "lokr", "dora", "lora_weight"])
+def test_what_fxplug_saved(name, tmp_path):
+    base = Net()
+    gm = fxplug.trace(base, (torch.arange(6).view(1, 2, 3),))
+    new = fxplug.apply(gm, fxplug.load_pass(name, at="**", rank=3, alpha=2.0, name="style"))
+    randomised(new.style, "down", "up", "hada_", "lokr_")
+    fxplug.save(new, tmp_path / "out")
+    found = adapter_files.fit(adapter_files.read(tmp_path / "out"), SHAPES).check()
+    assert set(found.placed) == set(SHAPES) and set(found.file.parts) == {"style"}
+    block = {"lora": "Lora", "loha": "Loha", "lokr": "Lokr", "dora": "Dora", "lora_weight": "LoraWeight"}[name]
+    for path, entry in found.placed.items():
+        at = new.get_submodule(f"style.{path}.{block}")
+        assert entry.scale == pytest.approx(at.scale.item())
+        if name == "lora":
+            down, up = entry.pair(at.kind)
+            assert torch.equal(down, at.down.weight) and torch.equal(up, at.up.weight)
+            weight = at.up.weight.flatten(1) @ (at.down.weight.T if at.kind == "Embedding" else at.down.weight.flatten(1))
+            wanted = (weight.T if at.kind == "Embedding" else weight).reshape(SHAPES[path]) * at.scale
+        else:
+            wanted = at.updated(torch.zeros(SHAPES[path])) if name in ("dora", "lora_weight") else at(torch.zeros(SHAPES[path]))
+        torch.testing.assert_close(magnitudeless(entry).update(SHAPES[path]), wanted.detach(), **NEAR)
+
+
+def test_embeddings_turn_between_the_two_ways_to_hold_them():
+    state = {"words.lora_embedding_A": torch.randn(3, 11), "words.lora_embedding_B": torch.randn(8, 3)}
+    entry = adapter_files.fit(adapter_files.read(state), SHAPES).check().placed["words"]
+    down, up = entry.pair("Embedding")
+    assert torch.equal(down, state["words.lora_embedding_A"].T) and torch.equal(up, state["words.lora_embedding_B"])
+    down, up = entry.pair("Linear")  # as an update of the weight itself
+    torch.testing.assert_close(up @ down, entry.update((11, 8)))
+
+
+class Square(nn.Module):
+    """Layers whose sizes do not tell what is rank and what is width."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.ff, self.conv = nn.Embedding(8, 8), nn.Linear(8, 8), nn.Conv1d(8, 12, 3, groups=2)
+
+    def forward(self, indices):
+        return self.conv(self.ff(self.words(indices)).mT)
+
+
+def slot_of(block, slot, rank):
+    """The parts of a block's tensors that hold an adapter of that rank, of at most 4."""
+    own = slice(4 * slot, 4 * slot + rank)
+    for key, bank in block.named_parameters():
+        if type(block).__name__ != "Lora":
+            yield bank[slot][:rank] if key.endswith(("_b", "down")) else bank[slot][:, :rank]
+        elif block.kind == "Embedding" or key.startswith("up"):
+            yield bank[:, own]
+        else:
+            yield bank.view(-1, 8, *bank.shape[1:])[:, own]
+
+
+@pytest.mark.parametrize(("name", "block"), [("lora", "Lora"), ("loha", "Loha"), ("lora_weight", "LoraWeight")])
+def test_one_slot_of_a_bank(name, block, tmp_path):
+    """An adapter is as it was put in, without what pads its rank, or layers that it has nothing for."""
+    base = Square()
+    indices = torch.arange(6).view(1, 6)
+    new = fxplug.apply(fxplug.trace(base, (indices,)), fxplug.load_pass(name, at="**", slots=2, rank_max=4, name="style"))
+    table = new.get_submodule("style.gates.table")
+    with torch.no_grad():
+        for slot, (word, paths) in enumerate({"ink": ["ff"], "Öl": ["words", "ff", "conv"]}.items()):
+            table.names[slot, : len(word.encode())] = torch.tensor(list(word.encode()))
+            for path in paths:
+                for part in slot_of(new.get_submodule(f"style.{path}.{block}"), slot, 3):
+                    part.copy_(0.3 * torch.randn_like(part))
+        table.weights[:, 1] = 1
+    fxplug.save(new, tmp_path / "out")
+    with pytest.raises(ArtifactError, match="the pass 'style' has the adapters ink, Öl: give adapter= one of them"):
+        adapter_files.read(tmp_path / "out")
+    assert [entry.path for entry in adapter_files.read(tmp_path / "out", adapter="ink").entries] == ["ff"]
+    shapes = layers(base)
+    found = adapter_files.fit(adapter_files.read(tmp_path / "out", adapter="Öl"), shapes).check()
+    assert set(found.placed) == {"words", "ff", "conv"}
+    assert {entry.rank for entry in found.placed.values()} == {3}
+    with torch.no_grad():
+        wanted = new(indices)
+        for path, entry in found.placed.items():
+            base.get_submodule(path).weight.add_(entry.update(shapes[path]))
+    torch.testing.assert_close(base(indices), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_groups_of_a_convolution():
+    gm = fxplug.trace(nn.Sequential(nn.Conv2d(8, 12, 3, groups=4)), (torch.randn(1, 8, 5, 5),))
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="0", rank=2))
+    randomised(new.lora, "down", "up")
+    state = {key: value for key, value in new.state_dict().items() if key.startswith("lora.")}
+    entry = adapter_files.fit(adapter_files.read(state), {"0": (12, 2, 3, 3)}).check().placed["0"]
+    new.get_submodule("0").bias.data.zero_()
+    x = torch.randn(1, 8, 5, 5)
+    wanted = new(x) - new.get_submodule("0")(x)
+    found = torch.nn.functional.conv2d(x, entry.update((12, 2, 3, 3)), groups=4)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+# --- bad input
+
+
+def no_half(state):
+    del state["blocks.0.to_q.lora_B.weight"]
+
+
+def not_finite(state):
+    state["blocks.0.to_q.lora_B.weight"][0, 0] = torch.nan
+
+
+def whole_numbers(state):
+    state["blocks.0.to_q.lora_B.weight"] = torch.ones(8, 2, dtype=torch.int8)
+
+
+def unequal_ranks(state):
+    state["blocks.0.to_q.lora_B.weight"] = torch.ones(8, 3)
+
+
+def twice(state):
+    state["blocks.0.to_q.lora_up.weight"] = state["blocks.0.to_q.lora_B.weight"]
+
+
+def no_alpha(state):
+    state["blocks.0.to_q.alpha"] = torch.ones(2)
+
+
+def half_a_product(state):
+    state.clear()
+    state.update({f"blocks.0.to_q.{n}": torch.ones(2, 2) for n in ("lokr_w1", "lokr_w2_a")})
+
+
+def alpha_alone(state):
+    state["blocks.1.to_q.alpha"] = torch.tensor(1.0)
+
+
+WRONG = [
+    (no_half, "'blocks.0.to_q.lora_A.weight' is half an update: 'blocks.0.to_q' has no up"),
+    (not_finite, "'blocks.0.to_q.lora_B.weight' has numbers that are not finite"),
+    (whole_numbers, "'blocks.0.to_q.lora_B.weight' holds torch.int8; an adapter's weights are floating point"),
+    (unequal_ranks, "'blocks.0.to_q.lora_A.weight' and 'blocks.0.to_q.lora_B.weight' do not go together: their shapes are"),
+    (twice, "'blocks.0.to_q.lora_B.weight' and 'blocks.0.to_q.lora_up.weight' are the same of one layer"),
+    (no_alpha, "'blocks.0.to_q.alpha' must be one finite number, not tensor"),
+    (half_a_product, "is half an update: 'blocks.0.to_q' has no lokr_w2"),
+    (alpha_alone, "'blocks.1.to_q.alpha' is half an update: 'blocks.1.to_q' has no down, up"),
+    (dict.clear, "it is empty"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), WRONG)
+def test_a_damaged_adapter_says_which_key(spoil, message):
+    state = pairs("blocks.0.to_q")
+    spoil(state)
+    with pytest.raises(ArtifactError, match=f"the state dict.*{re.escape(message)}"):
+        adapter_files.read(state)
+
+
+def test_what_has_no_place_is_said_with_what_is_near():
+    state = pairs("blocks.0.to_q", "blocks.0.to_k", "blocks.1.to_q", "conv")
+    state["norm.weight"] = torch.ones(8)
+    file = adapter_files.read(state)
+    found = adapter_files.fit(file, SHAPES)
+    assert set(found.placed) == {"blocks.0.to_q", "blocks.1.to_q"}
+    with pytest.raises(ArtifactError) as error:
+        found.check()
+    text = str(error.value)
+    assert "1 of 4 layers are not in the graph: 'blocks.0.to_k' (did you mean 'blocks.0.to_q'?)" in text
+    assert "1 layers have other shapes: 'conv' is [6, 12, 3, 3], and 'conv' is for [8, 8]" in text
+    assert "1 tensors are no low-rank update: 'norm.weight'" in text
+
+
+def test_a_file_for_another_model_size_says_so():
+    with pytest.raises(ArtifactError, match=r"1 layers have other shapes: 'blocks.0.to_q' is \[8, 8\].*is for \[16, 16\]"):
+        adapter_files.fit(adapter_files.read(pairs("unet.blocks.0.to_q", shape=(16, 16))), SHAPES).check()
+
+
+def test_files_that_are_none(tmp_path):
+    with pytest.raises(ArtifactError, match="no adapter file or folder .*ink.safetensor'"):
+        adapter_files.read(tmp_path / "ink.safetensor")
+    (tmp_path / "a.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ArtifactError, match=r"a\.safetensors cannot be read"):
+        adapter_files.read(tmp_path)
+    save_file(pairs("blocks.0.to_q"), tmp_path / "b.safetensors")
+    with pytest.raises(ArtifactError, match="has 2 files of weights: give one of a.safetensors, b.safetensors"):
+        adapter_files.read(tmp_path)
+    (tmp_path / "a.txt").write_text("")
+    with pytest.raises(ArtifactError, match="an adapter is a file that ends in .safetensors"):
+        adapter_files.read(tmp_path / "a.txt")
+    torch.save([torch.ones(2)], tmp_path / "a.pt")
+    with pytest.raises(ArtifactError, match="is a list and names no layers"):
+        adapter_files.read(tmp_path / "a.pt")
+    torch.save({"model": nn.Linear(2, 2)}, tmp_path / "b.pt")
+    with pytest.raises(ArtifactError, match="cannot be read as plain tensors"):
+        adapter_files.read(tmp_path / "b.pt")
+    (tmp_path / "ink").mkdir()
+    (tmp_path / "adapter_config.json").write_text("{")
+    torch.save(pairs("blocks.0.to_q"), tmp_path / "adapter_model.bin")
+    with pytest.raises(ArtifactError, match="adapter_config.json is no JSON"):
+        adapter_files.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("unet:12:up", "numbers its layers"),
+        ("w_a_000", "numbers its layers"),
+        ("base_model.model.k_proj.ia3_l", "it is IA3"),
+        ("conv.weight", "its keys are like 'conv.weight'"),
+    ],
+)
+def test_other_files_say_what_they_are(key, message):
+    with pytest.raises(ArtifactError, match=message):
+        adapter_files.read({key: torch.ones(2, 2)})
+
+
+def test_what_a_plain_block_cannot_hold_is_another_kind():
+    state = pairs("blocks.0.to_q") | {"blocks.0.to_q.lora_B.bias": torch.ones(8)}
+    assert adapter_files.read(state).entries[0].kind == "lora+bias"
+    state = {"a.lokr_w1": torch.ones(2, 2), "a.lokr_w2": torch.ones(2, 2), "a.dora_scale": torch.ones(4, 1)}
+    entry = adapter_files.read(state).entries[0]
+    assert entry.kind == "lokr+dora"
+    with pytest.raises(ArtifactError, match="'a' is lokr.dora, which is more than a low-rank product"):
+        entry.as_lora((4, 4))
+
+
+def test_alphas_may_be_numbers_beside_a_state_dict():
+    entry = adapter_files.read({**pairs("unet.blocks.0.to_q"), "unet.blocks.0.to_q.alpha": 8}).entries[0]
+    assert entry.scale == 4.0
+
+
+# --- real files
+
+
+def real(test):
+    """A test that needs the shared folder of real adapters."""
+    return pytest.mark.assets(pytest.mark.skipif(not ASSETS.is_dir(), reason="no shared folder of real adapters")(test))
+
+
+@pytest.fixture(scope="module")
+def sd15():
+    from diffusers import UNet2DConditionModel
+
+    with torch.device("meta"):
+        model = UNet2DConditionModel(cross_attention_dim=768)
+    return layers(model)
+
+
+@real
+@pytest.mark.parametrize("name", ["sd15_attnprocs_noprefix.safetensors", "sd15_attnprocs_noprefix_cuda.bin"])
+def test_attention_processors(name, sd15):
+    found = adapter_files.fit(adapter_files.read(ASSETS / "diffusers" / name), sd15).check()
+    assert len(found.placed) == 128 and {e.rank for e in found.placed.values()} == {4}
+
+
+@real
+def test_early_lokr_splits_kernels_over_both_factors(sd15):
+    file = ASSETS / "kohya_lycoris" / "smart_falcon_4_lokr.safetensors"
+    found = adapter_files.fit(adapter_files.read(file), sd15).check()
+    assert len(found.placed) == 278 and len(found.others["text_encoder"]) == 72
+    path = "down_blocks.1.resnets.0.conv1"
+    t = {name: tensor.float() for name, tensor in found.placed[path].tensors.items()}
+    wanted = torch.kron(t["lokr_w1_a"] @ t["lokr_w1_b"], t["lokr_w2_a"] @ t["lokr_w2_b"]).reshape(sd15[path])
+    entry = found.placed[path]
+    torch.testing.assert_close(entry.update(sd15[path]), wanted, rtol=1e-4, atol=1e-7)
+    assert entry.as_lora(sd15[path]).rank == 16
+
+
+@real
+@pytest.mark.parametrize("file", sorted((ASSETS / "key_lists").glob("*.json")), ids=lambda file: file.stem)
+def test_key_lists(file):
+    """Every key of the lists is a layer's or, of the control LoRA's norms, said to be no update."""
+    shapes = json.loads(file.read_text())["state_dict_keys"]
+    state = {key: torch.zeros(shape, device="meta") if shape else torch.tensor(1.0) for key, shape in shapes.items()}
+    read = adapter_files.read(state)
+    used = sum(len(entry.tensors) for entry in read.entries) + sum(key.endswith(".alpha") for key in state)
+    assert used + len(read.rest) == len(state)
+    assert list(read.rest) == [key for key in state if key.endswith("_norm.scale")]
+    targets = {entry.path: (entry.sizes()[0], *entry.sizes()[1]) for entry in read.entries}
+    found = adapter_files.fit(read, targets, part=read.parts[0])
+    assert len(found.placed) == sum(entry.part == read.parts[0] for entry in read.entries)
+
+
+@real
+@pytest.mark.parametrize("name", ["cloneofsimo/cloneofsimo_lora_disney.safetensors", "vision/samlora_rank4.safetensors"])
+def test_numbered_layers_are_refused(name):
+    with pytest.raises(ArtifactError, match="numbers its layers"):
+        adapter_files.read(ASSETS / name)
+
+
+@real
+def test_peft_folders():
+    file = adapter_files.read(ASSETS / "peft_text" / "peft_opt350m_lora")
+    assert len(file.entries) == 48 and {e.scale for e in file.entries} == {1.0}
+    with pytest.raises(ArtifactError, match="it is IA3"):
+        adapter_files.read(ASSETS / "peft_text" / "peft_opt350m_ia3")
