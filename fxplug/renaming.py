@@ -1,0 +1,1 @@
+"""Names of layers in common files, told from the graph."""
