@@ -15,7 +15,7 @@ FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 # A module imports only from modules to its left.
 ORDER = """
     errors source structure ops paths rules spec blitz_line blitz_pass sections settings config targets wording sizes fakes
-    updates fitting adapter_files switching
+    updates renaming fitting adapter_files switching
     module nodes recording regions modes entry restore tracing printing
     grafting places networks misses match making slots
     blocks gates weights rotations norms adapters conditions merging frequencies
