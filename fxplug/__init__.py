@@ -36,12 +36,14 @@ if TYPE_CHECKING:
     from .printing import diff, show
     from .rules import Match, Pass, Rule
     from .spec import load_pass
+    from .switching import Adapters
     from .tracing import trace
     from .training.run import Run, train
     from .training.tasks.task import Task
     from .training.trainer import Trainer
 
 __all__ = [
+    "Adapters",
     "ArtifactError",
     "ClashError",
     "FxplugError",
@@ -90,6 +92,7 @@ _HOME = {
     "printing": ["diff", "show"],
     "rules": ["Match", "Pass", "Rule"],
     "spec": ["load_pass"],
+    "switching": ["Adapters"],
     "tracing": ["trace"],
     "training.run": ["Run", "train"],
     "training.tasks.task": ["Task"],

@@ -177,6 +177,14 @@ class Lora(Block):
             geometry.update(padding=0, padding_mode="zeros")
         return cls(kind, layer.in_channels, layer.out_channels, geometry=geometry, same_padding=same, **common)
 
+    def bank(self) -> dict[str, Any]:
+        """What tells where an adapter goes in a bank, as plain values; see `switching.Bank`."""
+        groups = self.geometry.get("groups", 1)
+        sizes = (self.in_features, self.out_features) if self.kind == "Embedding" else (self.out_features, self.in_features)
+        shape = [sizes[0], sizes[1] // groups, *self.geometry.get("kernel_size", ())]
+        rank = self.rank_within(groups) if self.geometry else self.rank
+        return {"kind": self.kind, "slots": self.slots, "rank": rank, "shape": shape, "groups": groups}
+
     def rank_within(self, groups: int) -> int:
         """The rank of one update in each of the groups of a convolution."""
         within = (self.in_features // groups) * math.prod(self.geometry["kernel_size"])
@@ -198,7 +206,8 @@ class Lora(Block):
     def gated(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """The inner values of a bank, each times what its sample takes of its slot; samples follow each other in `batch_dim`.
 
-        A value without samples, such as one made from positions alone, takes what all samples have in common.
+        A value without samples, such as one made from positions alone, takes what all samples have in common; where they
+        differ, and an adapter has something for it, it is NaN.
         """
         batch, channels_last = rows.shape[0], self.kind not in CONVOLUTIONS
         groups = self.geometry.get("groups", 1)
@@ -207,8 +216,8 @@ class Lora(Block):
             rows = within.repeat(1, groups)
         space = 0 if channels_last else len(self.geometry["kernel_size"])
         if hidden.dim() < 2 + space or hidden.shape[self.batch_dim] % batch:
-            same = torch.where((rows == rows[:1]).all(), rows[0], torch.nan)
-            return (hidden * same.view(-1, *[1] * space)).to(hidden.dtype)
+            common = hidden * rows[0].view(-1, *[1] * space)
+            return torch.where((rows == rows[:1]).all() | (hidden == 0), common, torch.nan).to(hidden.dtype)
         if self.batch_dim:
             rows = rows.view(batch, *[1] * (hidden.dim() - 3), -1)
             return (hidden * rows).to(hidden.dtype)
@@ -234,9 +243,9 @@ class Lora(Block):
 def _batch_dim(site: Site, kind: str) -> int:
     """Which of the first two dimensions of a layer's input has the samples of the model's batch, as traced."""
     shape, batch = (() if site.x is None else site.x.shape), site.args[-1].shape[0]
-    if kind in CONVOLUTIONS or len(shape) < 3 - (kind == "Embedding") or shape[1] != batch:
+    if kind in CONVOLUTIONS or len(shape) < 3 - (kind == "Embedding"):
         return 0
-    return int(shape[0] % batch != 0 or (batch == 1 and shape[0] > 1))
+    return int(shape[0] != batch == shape[1])
 
 
 def _output_size(size: tuple[int, ...], geometry: Mapping[str, Any]) -> tuple[int, ...]:

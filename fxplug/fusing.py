@@ -1,60 +1,134 @@
-"""The fuse lowering: linear layers, each with its low-rank update, as one product in a training step."""
+"""The fuse lowering: linear layers, each with its low-rank update or its bank of them, as one product."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import fx, nn
 
-from . import ops, products
+from . import forms, ops, products
 from .blocks import Lora
 from .errors import SpecError
 from .module import Graph, TracedModule, copy_graph, shell
 
 
-def fuse(gm: TracedModule) -> TracedModule:
-    """The same module whose linear layers, and `Lora`s behind them, are the functions of `products`: faster steps.
+class Layer(NamedTuple):
+    """A layer's call in a graph, and that of the `Lora` behind it if there is one that can be joined with it."""
+
+    node: fx.Node
+    module: Any
+    lora: fx.Node | None
+    block: Any
+
+
+def fuse(gm: TracedModule, how: str = "auto") -> TracedModule:
+    """The same module whose linear layers, and `Lora`s behind them, are the functions of `products`: faster steps and calls.
 
     Graph and module tree are copied, parameters are shared, so what it trains is trained in `gm`: save and export that one.
     Results and gradients are those of `gm` but for rounding. Second derivatives of the layers are not there. A layer with a
-    hook, of a derived class, or a `Lora` with dropout, a bias, or behind another block, stays as it is.
-    Raises SpecError for what is no traced module.
+    hook, of a derived class, or a `Lora` with dropout, a bias, or behind another block, stays as it is. `how` is a form of
+    `forms.FORMS` for all layers, or `auto`: for each the one that was measured fastest, see `tuning`, and what `products`
+    chooses at each call where nothing was. `meta["forms"]` says which form each layer with a `Lora` has.
+    Raises SpecError for what is no traced module, and an unknown form.
     """
+    check_traced(gm, "fuse")
+    forms.check(how)
+    return lowered(gm, lambda graph, tree: _fuse(graph, tree, how))
+
+
+def _fuse(graph: Graph, tree: nn.Module, how: str) -> dict[str, str]:
+    chosen = {}
+    for node in list(graph.nodes):
+        if node._erased:
+            continue
+        if node.op == "call_function" and node.target is F.linear:
+            node.target = products.linear
+        layer = layer_at(tree, node, (nn.Linear,))
+        if layer is None:
+            continue
+        if layer.lora is None:
+            replace(graph, tree, node, node, products.linear, [])
+            continue
+        form = how if how != "auto" else forms.choose(forms.case_of(layer.node, layer.module, layer.block))
+        chosen[str(node.target)] = form
+        if form == "remerge":
+            remerge_linear(graph, tree, layer)
+        elif form != "stock":
+            _join(graph, tree, layer, form)
+    return chosen
+
+
+def _join(graph: Graph, tree: nn.Module, layer: Layer, form: str) -> None:
+    lora, block = layer.lora, layer.block
+    assert lora is not None
+    function = forms.function(form, bool(block.slots))
+    if block.slots:
+        replace(graph, tree, lora, layer.node, function, WEIGHTS, lora.args[2], block.slots, block.batch_dim)
+    else:
+        replace(graph, tree, lora, layer.node, function, [*WEIGHTS, "scale"])
+    graph.erase_node(layer.node)
+
+
+def remerge_linear(graph: Graph, tree: nn.Module, layer: Layer) -> None:
+    """Put `products.remerged_linear` in the place of a linear layer and its `Lora`."""
+    lora, block = layer.lora, layer.block
+    assert lora is not None
+    if block.slots:
+        replace(graph, tree, lora, layer.node, products.remerged_linear, WEIGHTS, uniform(graph, lora))
+    else:
+        replace(graph, tree, lora, layer.node, products.remerged_linear, [*WEIGHTS, "scale"])
+    graph.erase_node(layer.node)
+
+
+# --- what lowerings of layers have in common
+
+WEIGHTS = ["down.weight", "up.weight"]
+
+
+def check_traced(gm: Any, what: str) -> None:
+    """Raises SpecError unless `gm` is a traced module."""
     if not isinstance(gm, TracedModule):
-        raise SpecError(f"fuse takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+        raise SpecError(f"{what} takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+
+
+def lowered(gm: TracedModule, change: Any) -> TracedModule:
+    """A copy of `gm` on shared parameters, after `change(graph, tree)` of each graph, which gives {layer: form}."""
     tree = shell(gm)
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
+    chosen = dict(gm.meta.get("forms", {}))
     for graph in graphs.values():
-        for node in list(graph.nodes):
-            if not node._erased:
-                _fuse(graph, tree, node)
+        chosen.update(change(graph, tree))
         graph.lint()
     new = TracedModule(tree, graphs, gm._origin, gm._extras)
-    new.twin_error, new.meta = gm.twin_error, dict(gm.meta)
+    new.twin_error, new.meta = gm.twin_error, {**gm.meta, **({"forms": chosen} if chosen else {})}
     return new
 
 
-def _fuse(graph: Graph, tree: nn.Module, node: fx.Node) -> None:
-    if node.op == "call_function" and node.target is F.linear:
-        node.target = products.linear
-        return
-    layer = _called(tree, node, nn.Linear)
-    if layer is None or len(node.args) != 1 or node.kwargs:
-        return
+def layers(graph: Graph, tree: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[Layer]:
+    """The layers of these classes that a graph calls; the graph may change meanwhile."""
+    for node in list(graph.nodes):
+        found = None if node._erased else layer_at(tree, node, kinds)
+        if found is not None:
+            yield found
+
+
+def layer_at(tree: nn.Module, node: fx.Node, kinds: tuple[type[nn.Module], ...]) -> Layer | None:
+    """What a node calls, if it is a layer of one of these very classes; None for another node."""
+    module = _called(tree, node, kinds)
+    if module is None or len(node.args) != 1 or node.kwargs:
+        return None
     user = next(iter(node.users), node)
-    lora = _called(tree, user, Lora) if len(node.users) == 1 else None
-    if lora is not None and lora.kind == "Linear" and not lora.bias and not lora.dropout and _reads(user, node):
-        _replace(graph, tree, user, node, products.lora_linear, ["down.weight", "up.weight", "scale"])
-        graph.erase_node(node)
-    else:
-        _replace(graph, tree, node, node, products.linear, [])
+    block = _called(tree, user, (Lora,)) if len(node.users) == 1 else None
+    fits = block is not None and not block.bias and not block.dropout and block.kind == type(module).__name__
+    return Layer(node, module, *((user, block) if fits and _reads(user, node) else (None, None)))
 
 
-def _called(tree: nn.Module, node: fx.Node, kind: type[nn.Module]) -> Any:
-    """The module that a node calls, if it is of this very class and nobody looks on."""
+def _called(tree: nn.Module, node: fx.Node, kinds: tuple[type[nn.Module], ...]) -> Any:
+    """The module that a node calls, if it is of one of these very classes and nobody looks on."""
     module = tree.get_submodule(str(node.target)) if node.op == "call_module" else None
-    if type(module) is not kind:
+    if module is None or type(module) not in kinds:
         return None
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return None if any(hooks) else module
@@ -62,19 +136,30 @@ def _called(tree: nn.Module, node: fx.Node, kind: type[nn.Module]) -> Any:
 
 def _reads(lora: fx.Node, layer: fx.Node) -> bool:
     """Whether a Lora's x and y are what the layer gets and gives."""
-    values = [_inside(value) for value in (*lora.args, layer.args[0])]
+    values = [inside(value) for value in (*lora.args[:2], layer.args[0])]
     return len(values) == 3 and values[0] is values[2] and values[1] is layer
 
 
-def _inside(value: Any) -> Any:
+def inside(value: Any) -> Any:
     """A value before the edges of regions that it crosses."""
     while isinstance(value, fx.Node) and value.target is ops.edge:
         value = value.args[0]
     return value
 
 
-def _replace(graph: Graph, tree: nn.Module, old: fx.Node, layer: fx.Node, function: Any, more: list[str]) -> None:
-    """A call of `function` in the place of `old`, with the weights of what `layer` calls and `more` of what `old` calls."""
+def uniform(graph: Graph, lora: fx.Node) -> fx.Node:
+    """The node of what all samples take, (slots,), of the gates whose rows a `Lora` reads."""
+    rows = inside(lora.args[2])
+    with graph.inserting_after(rows):
+        node = graph.call_function(rows.target, (rows.args[0], 1))
+    node.meta.update({k: v for k, v in rows.meta.items() if k not in ("shape", "dtype")})
+    return node
+
+
+def replace(
+    graph: Graph, tree: nn.Module, old: fx.Node, layer: fx.Node, function: Any, more: list[str], *rest: Any
+) -> fx.Node:
+    """A call of `function` in the place of `old`, with the weights of what `layer` calls, `more` of what `old` calls."""
     stack = layer.meta["nn_module_stack"]
     weights: list[fx.Node | None] = []
     with graph.inserting_before(old):
@@ -85,7 +170,8 @@ def _replace(graph: Graph, tree: nn.Module, old: fx.Node, layer: fx.Node, functi
             if read is not None:
                 read.meta.update(nn_module_stack=stack, shape=tuple(tensor.shape), dtype=tensor.dtype)
             weights.append(read)
-        new = graph.call_function(function, (layer.args[0], *weights))
+        new = graph.call_function(function, (layer.args[0], *weights, *rest))
     new.meta.update({**old.meta, "nn_module_stack": stack})
     old.replace_all_uses_with(new)
     graph.erase_node(old)
+    return new

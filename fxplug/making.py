@@ -113,10 +113,18 @@ def record(
         "weight_decay": p.weight_decay,
         "train": p.train,
         "neutral": made_new and all(getattr(block, "neutral", False) for _, (_, block) in named),
-        "sites": [{"path": s.node or s.path, "place": s.rule.place, "block": name} for s, (name, _) in named],
+        "sites": [
+            {"path": s.node or s.path, "place": s.rule.place, "block": name, **_bank(block)} for s, (name, block) in named
+        ],
+        "slots": p.slots,
         "inputs": [input_name(gm, p, name) for name in own_inputs(gm, p)],
         "networks": list(p.networks),
     }
+
+
+def _bank(block: nn.Module | None) -> dict[str, Any]:
+    found: Any = block
+    return {"bank": found.bank()} if getattr(block, "slots", 0) else {}
 
 
 def _plain(value: Any) -> Any:

@@ -14,12 +14,13 @@ import torch
 from torch import fx, nn
 
 from . import ops
-from .errors import TraceError
+from .errors import SpecError, TraceError
+from .switching import Adapters
 
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype)
 # names that torch's GraphModule and this one use themselves; a model's attribute of that name stays out
 RESERVED = {"meta", "shape_env", "attributes", "graphs", "graph", "code", "classes", "training", "twin_error"}
-OWN_STATE = {"_graph", "_twin", "_extras", "_origin", "_code", "_codes", "_graph_mode"}
+OWN_STATE = {"_graph", "_twin", "_extras", "_origin", "_code", "_codes", "_graph_mode", "_adapters"}
 # a lookup that FX writes for a name such as "0"; or a string or comment, which is left as it is
 LOOKUP = re.compile(
     r'''getattr\((self(?:\.\w+|\[[^\[\]]+\])*), "([^"\\]+)"\)|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*'''
@@ -245,6 +246,22 @@ class TracedModule(fx.GraphModule):
             self._code = self._codes[mode]
         return self
 
+    def _apply(self, fn: Any, recurse: bool = True) -> TracedModule:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._retie()
+        return self
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().load_state_dict(*args, **kwargs)
+        self._retie()
+        return found
+
+    def _retie(self) -> None:
+        """Let parameters be parts of packed weights again, where they were, after they got memory of their own."""
+        for module in self.modules():
+            if (retie := getattr(type(module), "retie", None)) is not None:
+                retie(module, self)
+
     def __getitem__(self, key: int | str) -> nn.Module:
         return _child(self, key)
 
@@ -254,6 +271,11 @@ class TracedModule(fx.GraphModule):
         except AttributeError:
             if name.startswith("__"):
                 raise
+        if name == "adapters":  # not a property: a model may have a module of that name
+            try:
+                return self.__dict__.setdefault("_adapters", Adapters(self))
+            except SpecError as error:
+                raise AttributeError(error.finding) from None
         extras = self.__dict__.get("_extras", {})
         if name in extras:
             return extras[name]
@@ -281,6 +303,7 @@ class TracedModule(fx.GraphModule):
                 tree.__dict__[key] = copy.deepcopy(value, memo)
         new = TracedModule(tree, {m: copy_graph(g) for m, g in self.graphs.items()}, self._origin, self._extras)
         new.meta = copy.copy(self.meta)
+        new._retie()
         memo[id(self)] = new
         return new
 

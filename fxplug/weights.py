@@ -72,6 +72,11 @@ class Update(Block):
             assert parameter is not None
             self._parameters[name] = nn.Parameter(parameter.new_zeros(self.slots, *parameter.shape), requires_grad=False)
 
+    def bank(self) -> dict[str, Any]:
+        """What tells where an adapter goes in a bank, as plain values; see `switching.Bank`."""
+        names = list(self._parameters)
+        return {"kind": type(self).__name__, "slots": self.slots, "rank": self.rank, "shape": self.shape, "parameters": names}
+
     def forward(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
         return self.updated(value, uniform).to(value.dtype)
 

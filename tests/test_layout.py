@@ -19,9 +19,9 @@ ORDER = """
     module nodes recording regions modes entry restore tracing printing
     grafting places networks misses match making slots
     blocks gates weights rotations norms adapters conditions merging frequencies
-    edit kernels products forms fusing remerging checks absorbing folding shadowing
+    edit kernels products forms fusing remerging checks deltas absorbing folding shadowing
     cutting packing choosing outlining nesting slicing caching sharding batchnorms tuning lowering
-    manifest folders serialize rebuild artifact packages exporting models flow pages
+    manifest folders serialize rebuild artifact signatures packages exporting models flow pages
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
     compat.drivers compat.builtin compat.entries compat.hcp_config compat.everydream
     training.draws

@@ -1,0 +1,426 @@
+"""Adapters in slots: loaded, switched, combined, mixed in a batch, and never a new graph."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import peft
+import pytest
+import timm
+import torch
+from diffusers import UNet2DConditionModel
+from safetensors.torch import save_file
+from torch import nn
+
+import fxplug
+from fxplug.errors import ArtifactError, SpecError
+
+LAYERS = ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"]
+# three adapters of other ranks on other layers
+KINDS = {"ink": (4, LAYERS), "film": (2, ["attn.qkv"]), "clay": (6, ["blocks.1.mlp.fc1", "attn.proj"])}
+
+
+def vit():
+    torch.manual_seed(0)
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=5).eval()
+
+
+def adapter(model, rank, targets, seed, **options):
+    """A PEFT adapter with weights: the wrapped model, and its state dict with the configuration."""
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, **options)
+    wrapped = peft.get_peft_model(copy.deepcopy(model), config).eval()
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name or "lora_embedding_B" in name:
+                parameter.normal_(std=0.2)
+    return wrapped
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Folders that PEFT saved, and what its models give."""
+    model, x = vit(), inputs()
+    made = {}
+    for seed, (name, (rank, targets)) in enumerate(KINDS.items()):
+        wrapped = adapter(model, rank, targets, seed)
+        folder = tmp_path_factory.mktemp(name)
+        wrapped.save_pretrained(folder)
+        with torch.no_grad():
+            made[name] = folder, wrapped(x)
+    return made
+
+
+def inputs(batch=4):
+    return torch.randn(batch, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def traced():
+    model = vit()
+    return model, fxplug.trace(model, (inputs(2),))
+
+
+def slotted(gm, slots=3, rank=8, **options):
+    return fxplug.apply(gm, fxplug.load_pass("lora", at="blocks.**", within=["Linear"], rank=rank, slots=slots, **options))
+
+
+@pytest.fixture
+def loaded(traced, files):
+    new = slotted(traced[1])
+    for name, (folder, _) in files.items():
+        new.adapters.load(name, folder)
+    return new
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_each_adapter_gives_what_peft_gives(traced, loaded, files):
+    model, x = traced[0], inputs()
+    assert torch.equal(loaded(x), model(x))
+    for name, (_, expected) in files.items():
+        loaded.adapters.use(name)
+        assert not torch.allclose(expected, model(x), atol=1e-2)
+        close(loaded(x), expected)
+    loaded.adapters.use(None)
+    assert torch.equal(loaded(x), model(x))
+
+
+@torch.no_grad()
+def test_combined_adapters_are_the_sum_of_their_updates(traced, loaded, files):
+    """As PEFT's `add_weighted_adapter` with `cat`, which is the sum of the weighted updates."""
+    model, x = copy.deepcopy(traced[0]), inputs()
+    weights = {"ink": 0.8, "film": -0.3}
+    for name, weight in weights.items():
+        wrapped = adapter(traced[0], *KINDS[name], list(KINDS).index(name))
+        wrapped.merge_adapter()
+        for key, module in wrapped.base_model.model.named_modules():
+            if hasattr(module, "base_layer"):
+                model.get_submodule(key).weight += weight * (module.base_layer.weight - traced[0].get_submodule(key).weight)
+    loaded.adapters.use(weights)
+    assert loaded.adapters.active == pytest.approx(weights)
+    close(loaded(x), model(x))
+
+
+@torch.no_grad()
+def test_every_sample_has_an_adapter_of_its_own(traced, loaded, files):
+    x = inputs()
+    loaded.adapters.use(["ink", None, "film", {"ink": 1.0}])
+    out = loaded(x)
+    expected = [files["ink"][1][0], traced[0](x)[1], files["film"][1][2], files["ink"][1][3]]
+    close(out, torch.stack(expected))
+    loaded.adapters.use(torch.tensor([0, -1, 1, 0]))
+    assert torch.equal(loaded(x), out)
+    with pytest.raises(RuntimeError, match="one entry per sample"):
+        loaded(x[:3])
+    loaded.adapters.use("ink")
+    close(loaded(x[:3]), files["ink"][1][:3])
+
+
+@torch.no_grad()
+def test_nothing_recompiles(traced, loaded, files):
+    """Calls, scales, switches, combinations, none, another load, a mixed batch, and other batch sizes: one graph."""
+    compiles = []
+
+    def backend(graph, _):
+        compiles.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    call = torch.compile(loaded, fullgraph=True, dynamic=True, backend=backend)
+    x = inputs()
+    for what in (None, "ink", {"ink": 0.5}, "film", "clay", {"ink": 0.8, "film": 0.3}, ["ink", None, "film", "clay"], None):
+        loaded.adapters.use(what)
+        assert torch.equal(call(x), loaded(x))
+    loaded.adapters.unload("film")
+    loaded.adapters.load("other", files["film"][0])
+    loaded.adapters.use("other")
+    close(call(x), files["film"][1])
+    close(call(x[:3]), files["film"][1][:3])
+    assert len(compiles) == 1
+
+
+@torch.no_grad()
+def test_compiled_code_switches(loaded, files):
+    torch._dynamo.reset()
+    call, x = torch.compile(loaded, fullgraph=True, dynamic=True), inputs()
+    for name in ("ink", "clay"):
+        loaded.adapters.use(name)
+        close(call(x), files[name][1])
+    loaded.adapters.use(["ink", "clay"])
+    with pytest.raises(RuntimeError, match="one entry per sample"):
+        call(x)
+
+
+def test_names_and_slots(loaded, files):
+    adapters = loaded.adapters
+    assert adapters.names == ["ink", "film", "clay"] and adapters.slots == 3
+    assert loaded.adapters is adapters
+    with pytest.raises(SpecError, match=r"all 3 slots of pass 'lora' are taken, by ink, film, clay.*slots=4"):
+        adapters.load("more", files["ink"][0])
+    adapters.use("film")
+    adapters.unload("film")
+    assert adapters.names == ["ink", "clay"] and adapters.active == {}
+    banks = [p for name, p in loaded.named_parameters() if name.startswith("lora.") and "up" in name]
+    assert all((bank[:, 8:16] == 0).all() for bank in banks)
+    adapters.load("Tusche 墨", files["ink"][0])
+    assert adapters.names == ["ink", "Tusche 墨", "clay"]
+
+
+@torch.no_grad()
+def test_an_adapter_is_replaced_in_its_slot(loaded, files):
+    x = inputs()
+    loaded.adapters.use("film")
+    with pytest.raises(SpecError, match="loaded already.*replace=True"):
+        loaded.adapters.load("film", files["ink"][0])
+    loaded.adapters.load("film", files["ink"][0], replace=True)
+    close(loaded(x), files["ink"][1])
+    assert loaded.adapters.names == ["ink", "film", "clay"]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("inc", "no adapter 'inc' .did you mean 'ink'"),
+        ({"ink": float("nan")}, "weight of 'ink' must be a finite number"),
+        ({"ink": True}, "must be a finite number"),
+        (["ink", "flim"], "sample 1: no adapter 'flim' .did you mean 'film'"),
+        ([0, 3], "sample 1: there is no adapter at position 3; there are 3: ink, film, clay"),
+        (torch.tensor([0.5]), "whole numbers"),
+        ([], "use takes a name"),
+        (["ink"] * 1025, "up to 1024 samples, not 1025"),
+        (7, "use takes a name"),
+    ],
+)
+def test_what_cannot_be_used_changes_nothing(loaded, what, message):
+    loaded.adapters.use("clay")
+    with pytest.raises(SpecError, match=message):
+        loaded.adapters.use(what)
+    assert loaded.adapters.active == {"clay": 1.0}
+
+
+def test_an_adapter_that_does_not_fit_changes_nothing(traced, files, tmp_path):
+    new = slotted(traced[1], rank=4, slots=2)
+    before = {name: tensor.clone() for name, tensor in new.state_dict().items()}
+    def half(layer, value=1.0, dtype=torch.float32):
+        down = torch.full((2, 192), value).to(dtype)
+        return {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": torch.ones(576, 2)}
+
+    refused = [
+        (files["clay"][0], SpecError, r"3 layers of the adapter have a rank above rank_max=4, the highest is 6.*rank_max=6"),
+        (half("blocks.7.attn.qkv"), ArtifactError, "1 of 1 layers are not in the graph: 'blocks.7.attn.qkv'"),
+        (half("blocks.0.attn.qkv", torch.nan), ArtifactError, "not finite"),
+        (half("blocks.0.attn.qkv", dtype=torch.int32), ArtifactError, "floating point"),
+        (tmp_path / "nothing.safetensors", ArtifactError, "no adapter file"),
+    ]
+    for source, error, message in refused:
+        with pytest.raises(error, match=message):
+            new.adapters.load("bad", source)
+    assert new.adapters.names == []
+    assert all(torch.equal(tensor, before[name]) for name, tensor in new.state_dict().items())
+    for name in ("", "a" * 129, "a\0b", 5):
+        with pytest.raises(SpecError, match="at most 128 bytes"):
+            new.adapters.load(name, files["ink"][0])
+
+
+def test_a_module_without_slots_says_so(traced):
+    with pytest.raises(SpecError, match="no pass here has slots"):
+        fxplug.Adapters(traced[1])
+    with pytest.raises(AttributeError, match="no pass here has slots"):
+        _ = traced[1].adapters
+    with pytest.raises(SpecError, match="dropout and slots do not go together"):
+        slotted(traced[1], dropout=0.1)
+
+
+@torch.no_grad()
+def test_slots_are_saved_with_what_they_hold(loaded, files, tmp_path):
+    loaded.adapters.use({"ink": 1.0})
+    fxplug.save(loaded, tmp_path / "out")
+    again = fxplug.load(tmp_path / "out")
+    assert again.adapters.names == ["ink", "film", "clay"] and again.adapters.active == {"ink": 1.0}
+    close(again(inputs()), files["ink"][1])
+    other = copy.deepcopy(again)
+    other.adapters.use("film")
+    assert again.adapters.active == {"ink": 1.0}
+    close(other(inputs()), files["film"][1])
+
+
+@torch.no_grad()
+def test_bf16_is_as_near_as_peft(traced, files):
+    """Within one unit of what PEFT itself is off by, against float32."""
+    x = inputs()
+    new = slotted(fxplug.trace(copy.deepcopy(traced[0]).bfloat16(), (x.bfloat16(),)))
+    for name, (folder, expected) in files.items():
+        wrapped = adapter(traced[0], *KINDS[name], list(KINDS).index(name)).bfloat16()
+        new.adapters.load(name, folder)
+        new.adapters.use(name)
+        theirs = (wrapped(x.bfloat16()).float() - expected).abs().max()
+        ours = (new(x.bfloat16()).float() - expected).abs().max()
+        assert ours <= theirs + torch.finfo(torch.bfloat16).eps * expected.abs().max()
+
+
+@torch.no_grad()
+def test_memory_of_a_slot_is_the_adapter_padded(traced):
+    def size(slots):
+        named = slotted(traced[1], slots=slots).named_parameters()
+        return sum(p.numel() * p.itemsize for name, p in named if name.startswith("lora."))
+
+    widths = [(192, 576), (192, 192), (192, 768), (768, 192)]
+    assert size(4) - size(3) == 2 * 4 * 8 * sum(a + b for a, b in widths)
+
+
+class Odd(nn.Module):
+    """Layers of every kind, one of which sees no samples, and one whose samples come second."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(20, 16)
+        self.conv = nn.Conv2d(3, 16, 3, stride=2, padding=1)
+        self.group = nn.Conv2d(16, 16, 3, padding=1, groups=4)
+        self.line = nn.Conv1d(16, 16, 3, padding=1)
+        self.positions = nn.Linear(2, 16)
+        self.second = nn.Linear(16, 16)
+        self.windows = nn.Linear(16, 16)
+        self.register_buffer("grid", torch.randn(5, 2))
+
+    def forward(self, x, words):
+        y = self.group(self.conv(x)).flatten(2)
+        y = self.line(y).transpose(1, 2) + self.embed(words)[:, None].mean(2)
+        y = y + self.positions(self.grid).mean(0)
+        y = self.second(y.transpose(0, 1)).transpose(0, 1)
+        b, n, c = y.shape
+        return self.windows(y.reshape(b * 4, n // 4, c)).reshape(b, n, c)
+
+
+@torch.no_grad()
+def test_layers_of_every_kind(tmp_path):
+    torch.manual_seed(0)
+    model, x, words = Odd().eval(), torch.randn(2, 3, 8, 8), torch.randint(0, 20, (2, 3))
+    gm = fxplug.trace(model, (x, words))
+    plain = fxplug.apply(gm, fxplug.load_pass("lora", at="*", rank=4, alpha=6))
+    for name, parameter in plain.named_parameters():
+        if name.startswith("lora."):
+            parameter.normal_(std=0.3)
+    fxplug.save(plain, tmp_path / "out")
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="*", rank=6, slots=2))
+    assert torch.equal(new(x, words), model(x, words))
+    new.adapters.load("a", tmp_path / "out")
+    new.adapters.use("a")
+    close(new(x, words), plain(x, words))
+    x, words = torch.randn(4, 3, 8, 8), torch.randint(0, 20, (4, 3))
+    close(new(x, words), plain(x, words))
+    new.adapters.use(["a", None, "a", "a"])
+    assert new(x, words).isnan().all()  # positions are the same for all samples, so they cannot take an adapter for one
+    kept = {k: v for k, v in plain.state_dict().items() if k.startswith("lora.") and "positions" not in k}
+    new.adapters.load("b", kept)
+    new.adapters.unload("a")
+    for name, parameter in plain.named_parameters():
+        if "positions" in name and name.startswith("lora."):
+            parameter.zero_()
+    new.adapters.use(["b", None, "b", "b"])
+    gates = torch.tensor([1, 0, 1, 1]).bool()[:, None, None]
+    expected = torch.where(gates, plain(x, words), model(x, words))
+    assert not torch.allclose(expected, model(x, words), atol=1e-2)
+    close(new(x, words), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["loha", "lokr", "lora_weight"])
+def test_updates_of_the_weight_in_slots(traced, kind, tmp_path):
+    model, gm = traced
+    x, at = inputs(), {"at": "blocks.**", "within": ["Linear"]}
+    plain = fxplug.apply(gm, fxplug.load_pass(kind, **at, rank=2, alpha=4))
+    for name, parameter in plain.named_parameters():
+        if name.startswith(f"{kind}."):
+            parameter.normal_(std=0.3)
+    fxplug.save(plain, tmp_path / "out")
+    new = fxplug.apply(gm, fxplug.load_pass(kind, **at, rank=2, rank_max=4, slots=2))
+    assert torch.equal(new(x), model(x))
+    new.adapters.load("a", tmp_path / "out")
+    assert torch.equal(new(x), model(x))
+    new.adapters.use("a")
+    close(new(x), plain(x))
+    new.adapters.load("b", tmp_path / "out")
+    new.adapters.use({"a": 0.25, "b": 0.75})
+    close(new(x), plain(x))
+    new.adapters.use(["a", "b", "a", "b"])
+    assert new(x).isnan().all()
+
+
+@torch.no_grad()
+def test_a_loha_goes_into_slots_of_low_rank(traced):
+    from lycoris import LycorisNetwork, create_lycoris
+
+    model, x = copy.deepcopy(traced[0]), inputs()
+    torch.manual_seed(3)
+    LycorisNetwork.apply_preset({"enable_conv": False, "target_module": ["Attention"], "target_name": []})
+    network = create_lycoris(model, 1.0, linear_dim=2, linear_alpha=1.0, algo="loha")
+    network.apply_to()
+    for parameter in network.parameters():
+        parameter.normal_(std=0.4)
+    new = slotted(traced[1])
+    new.adapters.load("loha", network.state_dict())
+    new.adapters.use("loha")
+    assert not torch.allclose(model(x), traced[0](x), atol=1e-2)
+    close(new(x), model(x))
+
+
+@torch.no_grad()
+def test_a_unet_and_a_file_for_a_whole_pipeline(tmp_path):
+    """Diffusers' file has a text encoder's layers beside the UNet's."""
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        sample_size=8, block_out_channels=(32, 64), norm_num_groups=8, cross_attention_dim=16, attention_head_dim=4,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    ).eval()  # fmt: skip
+    kwargs = {"sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([3, 3])}
+    kwargs["encoder_hidden_states"] = torch.randn(2, 7, 16)
+    gm = fxplug.trace(unet, kwargs={**kwargs, "return_dict": False})
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="re:.*(to_[qkv]|to_out\\.0|conv1)$", rank=4, slots=2))
+    wrapped = adapter(unet, 4, ["to_q", "to_k", "to_v", "to_out.0", "conv1"], 0)
+    state = {f"unet.{k}": v for k, v in peft.get_peft_model_state_dict(wrapped).items()}
+    state = {k.replace("base_model.model.", ""): v.contiguous() for k, v in state.items()}
+    state |= {f"text_encoder.layers.0.q_proj.lora_{h}.weight": torch.ones(4, 4) for h in "AB"}
+    state |= {k.replace(".lora_A.weight", ".alpha"): torch.tensor(8.0) for k in state if "lora_A" in k}
+    save_file(state, tmp_path / "ink.safetensors")
+    found = new.adapters.load("ink", tmp_path / "ink.safetensors")
+    assert len(found.placed) == len(state) // 3 - 1 and list(found.others) == ["text_encoder"]
+    new.adapters.use("ink")
+    out = wrapped(**kwargs).sample
+    assert not torch.allclose(out, unet(**kwargs).sample, atol=1e-3)
+    close(new(**kwargs, return_dict=False)[0], out)
+    new.adapters.use(["ink", None])
+    close(new(**kwargs, return_dict=False)[0], torch.stack([out[0], unet(**kwargs).sample[1]]))
+
+
+@torch.no_grad()
+def test_threads_may_switch_between_calls(loaded, files):
+    """A loop that serves while others load and switch: every answer is that of one adapter whole."""
+    x, answers, errors = inputs(1), [], []
+    known = [expected[:1] for _, expected in files.values()]
+    stop = threading.Event()
+
+    def switch():
+        try:
+            for turn in range(12):
+                loaded.adapters.use(list(files)[turn % 2])
+                loaded.adapters.unload("clay")
+                loaded.adapters.load("clay", files["clay"][0])
+        except Exception as error:
+            errors.append(error)
+        finally:
+            stop.set()
+
+    loaded.adapters.use("ink")
+    thread = threading.Thread(target=switch)
+    thread.start()
+    while not stop.is_set():
+        answers.append(loaded(x))
+    thread.join()
+    assert not errors and len(answers) > 1
+    for answer in answers:
+        assert any(torch.allclose(answer, one, atol=1e-4) for one in known[:2])
