@@ -5,6 +5,7 @@ of one model lie in memory together. Adapters are folders in PEFT's layout, whic
 
 vit     timm's ViT-S/16 at 224; LoRA on all linear layers of its blocks and on its head
 unet    in the style of Stable Diffusion: 128, 256 and 256 channels, latents of 32x32, 77 words of width 768
+small   a UNet of the same kind, with 64 and 128 channels and one layer to a block, where only the graph matters
 pixart  PixArt with 28 blocks of width 256 (in full 1152), latents of 32x32 (256 tokens), 120 words of width 512
 sd15, sdxl, pixart-1k, -4k, -16k, flux-1k, -4k, -16k   of full width, for GPUs; `flux` has 4 + 8 blocks in the place of 19 + 38
 But for `vit` LoRA is on to_q, to_k, to_v and to_out.0 of all attention, in `flux` with the words' projections.
@@ -54,7 +55,7 @@ class Subject:
 def subject(kind: str, batch: int | None = None, dtype: torch.dtype = DTYPE, device: str = DEVICE) -> Subject:
     """One of the models above."""
     torch.manual_seed(0)
-    batch = batch or BATCH.get(kind, 1)
+    batch = batch or BATCH.get(kind, 1 if kind in FULL else 2)
     with torch.device(device):
         standard = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -72,11 +73,14 @@ def _vit(kind: str, batch: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _unet(kind: str, batch: int) -> tuple[nn.Module, dict[str, Any]]:
+    small = kind == "small"
+    down = ["CrossAttnDownBlock2D"] * (1 if small else 2) + ["DownBlock2D"]
     module = diffusers.UNet2DConditionModel(
         sample_size=32,
-        block_out_channels=(128, 256, 256),
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
+        block_out_channels=(64, 128) if small else (128, 256, 256),
+        down_block_types=tuple(down),
+        up_block_types=tuple(name.replace("Down", "Up") for name in reversed(down)),
+        layers_per_block=1 if small else 2,
         cross_attention_dim=768,
     )
     return module, denoised(batch, 32, 768)
@@ -145,7 +149,7 @@ def denoised(batch: int, side: int, width: int, words: int = 77) -> dict[str, An
 
 
 MAKERS: dict[str, Callable[[str, int], tuple[nn.Module, dict[str, Any]]]] = {
-    "vit": _vit, "unet": _unet, "pixart": _pixart, "sd15": _sd15, "sdxl": _sdxl, "flux": _flux
+    "vit": _vit, "unet": _unet, "small": _unet, "pixart": _pixart, "sd15": _sd15, "sdxl": _sdxl, "flux": _flux
 }  # fmt: skip
 
 

@@ -3,14 +3,15 @@
 python benchmarks/unmerged.py [--json FILE] [--turns N] [--only KIND ...] [--full] [--ways WAY ...] [--eager] [--compiled] [--batch N]
 
 Models are those of `models.py`: vit, unet and pixart, or with --full those of full width (GPUs). The ways take turns, and a
-ratio is over the plain model of the same turn. `share` is a way's extra time over the plain model as a part of PEFT's.
+ratio is over the plain model of the same turn. `share` is a way's extra time over the plain model as a part of PEFT's;
+`share_own`, of ways whose base too goes to oneDNN on CPUs, is that over `plain_fused`, which leaves oneDNN's gain out.
 `difference` is that of the results from fxplug's as `apply` leaves it, over their largest value.
 
 plain     the model as it is                            plain_fused   traced and fused without LoRA: its products by oneDNN on CPUs
 fxplug    the traced model after `apply`                fused, remerge, packed   the same lowered: fuse, merge="remerge", pack
 slots1    as `fxplug` with one slot                     slots4        with four slots, one of them used
 slots4_fused, slots4_remerge                            the same lowered
-live      lower(merge="live") of four slots             merged        lower(merge="fold")
+live      fxplug.lower(merge="live") of four slots             merged        fxplug.lower(merge="fold")
 live_fused, merged_fused                                the same with fuse="auto", which also takes the base to oneDNN on CPUs
 peft, lycoris, diffusers                                the peers, with the same adapter; peft_merged is PEFT's merge_adapter
 """
@@ -31,7 +32,6 @@ from timing import Call, difference, error_of, shown, turns
 from torch import nn
 
 import fxplug
-from fxplug.lowering import lower
 
 PLAIN = ["plain", "plain_fused"]
 SIDE = ["fxplug", "fused", "remerge", "packed", "slots1", "slots4", "slots4_fused", "slots4_remerge"]
@@ -85,19 +85,23 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
             calls[way] = lambda call=call: call(**of.inputs)
         row[how] = turns(calls, options.turns, "plain")
         for way, found in row[how].items():
-            found["share"] = share(row[how], way)
+            found["share"] = share(row[how], way, "plain")
+            if "plain_fused" in row[how] and way.endswith(("fused", "packed", "remerge")):
+                found["share_own"] = share(row[how], way, "plain_fused")
             found["difference"] = None if way in PLAIN else away[way]
             found["first_call_seconds"] = first[way]
-            tail = "" if way in PLAIN else f"  {100 * found['share']:6.0f} % of PEFT's extra  away {away[way]:.0e}"
+            own = f" ({100 * found['share_own']:.0f} % own)" if "share_own" in found else ""
+            tail = "" if way in PLAIN else f"  {100 * found['share']:6.0f} % of PEFT's extra{own}  away {away[way]:.0e}"
             print(f"{kind:10} {how:8} {way:15} {found['milliseconds']:8.1f} ms  {shown(found['ratio'])}{tail}", flush=True)
     for way, error in row["failed"].items():
         print(f"{kind:10} {way}: {error}", flush=True)
     return row
 
 
-def share(rows: dict[str, Any], way: str) -> float:
-    """The extra time over the plain model as a part of PEFT's."""
-    return (rows[way]["ratio"]["median"] - 1) / (rows["peft"]["ratio"]["median"] - 1)
+def share(rows: dict[str, Any], way: str, over: str) -> float:
+    """The extra time over a plain model as a part of PEFT's over its own."""
+    ratio = {name: found["ratio"]["median"] for name, found in rows.items()}
+    return (ratio[way] - ratio[over]) / (ratio["peft"] - ratio["plain"])  # type: ignore[no-any-return]
 
 
 def modules(of: models.Subject, folder: Path, ways: list[str], failed: dict[str, str]) -> dict[str, nn.Module]:
@@ -140,7 +144,7 @@ def module_of(of: models.Subject, way: str, base: Any, file: Path) -> nn.Module:
         forms["merge"] = "live" if name == "live" else "fold"
     if "remerge" in way:
         forms["merge"] = "remerge"
-    return lower(new, pack=way == "packed", **forms)
+    return fxplug.lower(new, pack=way == "packed", **forms)
 
 
 if __name__ == "__main__":
