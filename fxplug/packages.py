@@ -17,7 +17,7 @@ import sys
 import threading
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,10 @@ FEATURES = {"AVX2": "avx2", "AVX512": "avx512_f", "AVX512_VNNI": "avx512_vnni", 
 # --- writing
 
 
+class Unfit(FxplugError):
+    """A module whose package would not follow its adapters, however many sizes are free."""
+
+
 def check_compiler(device: torch.device) -> None:
     """Raises FxplugError where no package can be compiled for a device."""
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -74,15 +78,13 @@ def write(
     parameters: Mapping[str, inspect.Parameter],
     file: str,
     tensors: Mapping[str, torch.Tensor],
-    must: Set[str],
     facts: Mapping[str, Any],
     options: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Compile an exported program into a package `file`, and give notes about what it does not check.
 
-    `parameters` are those of the exported `forward`, `tensors` what stays live, by name, and `must` those of them that the
-    program has to read; `facts` are more for the manifest, and `options` inductor's own. Raises FxplugError when a tensor
-    that has to be live is not.
+    `parameters` are those of the exported `forward`, `tensors` what stays live, by name, `facts` more for the manifest, and
+    `options` inductor's own. Raises Unfit when a tensor that has to be live is not.
     """
     from torch._inductor import aoti_compile_and_package
 
@@ -92,18 +94,17 @@ def write(
         aoti_compile_and_package(program, package_path=file, inductor_configs={**(options or {}), **LIVE})
     loader = LOADER(file, "model", False, 1, -1)
     constants = set(loader.get_constant_fqns())
-    whole, views = _shared(tensors)
-    # names of adapters and the like are part of the state, and no part of the program
-    live = {name: tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
-    lost = sorted(_read_by(program) & set(whole) - constants)
+    state = _state(program)
+    whole, views = _shared(tensors, {name: tensor for name, tensor in state.items() if name in constants})
+    read = _read_by(program) & set(tensors) | set(facts.get("where", {}).values())
+    lost = sorted(name for name in read if name not in constants and name not in views)
     if lost:
-        raise FxplugError(f"AOTInductor made constants of {', '.join(lost[:3])}{' ...' if lost[3:] else ''}")
-    idle = sorted({views[name]["of"] if name in views else name for name in must} - constants)
-    if idle:
-        raise FxplugError(
-            f"the graph does not read {', '.join(idle[:3])}{' ...' if idle[3:] else ''}, so an adapter would have no effect "
-            "there: export the module that this one was lowered from, module.meta['source']"
+        raise Unfit(
+            f"the compiled program does not read {', '.join(lost[:3])}{' ...' if lost[3:] else ''}, so another adapter would "
+            "have no effect there: export the module that this one was lowered from, module.meta['source']"
         )
+    # names of adapters and the like are part of the state, and no part of the program
+    live = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in whole.items()}
     metadata = loader.get_metadata()
     manifest = {
         "format": FORMAT,
@@ -114,7 +115,7 @@ def write(
         "device": metadata["AOTI_DEVICE_KEY"],
         "features": metadata.get("AOTI_CPU_ISA", "").split(),
         "capability": list(torch.cuda.get_device_capability()) if metadata["AOTI_DEVICE_KEY"] == "cuda" else None,
-        "constants": {name: _facts(tensor) for name, tensor in _state(program).items() if name in constants},
+        "constants": {name: _facts(tensor) for name, tensor in state.items() if name in constants},
         "operators": _operators(program),
         "views": views,
         "signature": signature,
@@ -134,19 +135,31 @@ def _operators(program: ExportedProgram) -> list[str]:
     return sorted({f"{t.namespace}::{t._opname}" for t in targets if t.namespace not in ("aten", "prim", "prims")})
 
 
-def _shared(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
-    """The tensors that have memory of their own, and how the others lie in these."""
+def _shared(
+    tensors: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
+    """The tensors to keep, and how the others lie in these: a bank that is packed is a part of what the program reads."""
     whole: dict[str, torch.Tensor] = {}
     views: dict[str, Json] = {}
-    owners: dict[int, str] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].numel()):
-        owner = owners.setdefault(tensor.untyped_storage().data_ptr(), name) if tensor.numel() else name
+    for name, tensor in tensors.items():
+        around = [key for key, other in constants.items() if key != name and _within(tensor, other)]
+        owner = max(around, key=lambda key: constants[key].numel(), default=name)
         if owner == name:
             whole[name] = tensor
         else:
-            start = tensor.storage_offset() - tensors[owner].storage_offset()
+            start = tensor.storage_offset() - constants[owner].storage_offset()
+            whole[owner] = constants[owner]
             views[name] = {"of": owner, "shape": list(tensor.shape), "stride": list(tensor.stride()), "start": start}
-    return whole, views
+    return {name: tensor for name, tensor in whole.items() if name not in views}, views
+
+
+def _within(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether a tensor is a smaller part of another's memory."""
+    if not part.numel() < whole.numel() or part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+        return False
+    first, start = part.storage_offset(), whole.storage_offset()
+    last = first + sum((n - 1) * step for n, step in zip(part.shape, part.stride(), strict=True))
+    return bool(part.numel() and whole.is_contiguous() and start <= first and last < start + whole.numel())
 
 
 def _state(program: ExportedProgram) -> dict[str, torch.Tensor]:
