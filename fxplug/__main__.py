@@ -324,23 +324,24 @@ def schema(debug: Debug = False) -> None:
 @app.command()
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")],
-    to: Annotated[str, typer.Option("--to", help="The format: pt2.")] = "pt2",
+    to: Annotated[str, typer.Option("--to", help="The format: pt2, or aoti for compiled code.")] = "pt2",
     out: Annotated[Path | None, typer.Option("--out", help="The file to write; DIR.pt2 otherwise.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="Where compiled code will run: cpu or cuda.")] = None,
+    free: Annotated[str, typer.Option("--free", help="Which sizes stay free: all, batch or none.")] = "all",
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Export a saved rewrite with torch.export, for use without fxplug."""
+    """Export a saved rewrite: a program of torch.export's, or an AOTInductor package whose adapters stay live."""
     if not folder.is_dir():
         raise SpecError(f"no folder '{folder}'")
     from .exporting import export as run
     from .flow import saved_inputs
 
     with _progress("load"):
-        module = _load(str(folder), None, allow)
+        module = _load(str(folder), None, allow, device)
         args, kwargs = saved_inputs(folder, module)
-    file = out or folder.parent / f"{folder.name}.{to}"
     with _progress(f"export to {to}"):
-        report = run(module, file, args, kwargs, to=to)
+        report = run(module, out or folder.parent / f"{folder.name}.{to}", args, kwargs, to=to, free=free)
     for name, dims in report.dynamic.items():
         print(f"{name}: {'dimensions ' + ', '.join(map(str, dims)) + ' are free' if dims else 'of fixed size'}")
     for note in report.notes:
@@ -392,12 +393,12 @@ def _run(config: str, set: list[str] | None, **how: Any) -> Result:
     return run(read, progress=_progress, **how)
 
 
-def _load(folder: str, set: list[str] | None, allow: list[str] | None) -> TracedModule:
+def _load(folder: str, set: list[str] | None, allow: list[str] | None, device: str | None = None) -> TracedModule:
     if set:
         raise typer.BadParameter("--set changes a configuration, and this is the folder of a saved rewrite")
     from .artifact import load
 
-    return load(folder, allow=allow or ())
+    return load(folder, allow=allow or (), device=device)
 
 
 def _parameters(result: Result) -> str:
