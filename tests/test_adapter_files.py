@@ -10,6 +10,7 @@ from pathlib import Path
 
 import peft
 import pytest
+import small
 import torch
 from lycoris import LycorisNetwork, create_lycoris
 from safetensors.torch import save_file
@@ -329,6 +330,18 @@ def test_the_first_names_of_a_unet():
     assert list(found.placed) == [path for path in XL.values() if "attentions" in path]
     with pytest.raises(ArtifactError, match="8 of 12 layers are not in the graph: 'lora_unet_input_blocks_0_0', "):
         found.check()
+
+
+def test_slots_take_a_file_with_first_names():
+    traced = small.unet_xl()
+    new = fxplug.apply(traced.gm, fxplug.load_pass("lora", at="re:.*attn2.to_k$", rank=4, slots=2))
+    names = {path: name for name, (path,) in first_names(layers(traced.model)).items() if path.endswith("attn2.to_k")}
+    state = {}
+    for path, name in names.items():
+        out, inner = traced.model.get_submodule(path).weight.shape
+        state[f"lora_unet_{name.replace('.', '_')}.lora_down.weight"] = torch.randn(2, inner)
+        state[f"lora_unet_{name.replace('.', '_')}.lora_up.weight"] = torch.randn(out, 2)
+    assert set(new.adapters.load("ink", state).placed) == set(names) and names
 
 
 @pytest.mark.parametrize("flat", [True, False], ids=["kohya", "ai-toolkit"])
