@@ -205,8 +205,8 @@ class _Reader:
                     return _Layer("")
             layer = key[: found.start()]
             if role == "alpha" and layer in self.state:  # diffusers' network_alphas: of a tensor, not of a layer
-                half = self.place(layer, adapter, adapters)
-                return half and _Layer(half.name, {"alpha": key} if half.keys else {})
+                of = self.place(layer, adapter, adapters)
+                return of and _Layer(of.name, {"alpha": key} if of.keys else {})
             if parts.get("old"):
                 layer = _old_name(layer)
             if parts.get("half"):
