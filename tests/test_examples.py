@@ -26,7 +26,7 @@ def output(name, capsys):
 def test_every_example_is_tried_and_is_one_screen():
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
         "controlnet.py", "efficientnet_adapters.py", "fashion.py", "hcp_and_everydream.py", "hcp_plugins.py", "own_block.py",
-        "quickstart.py", "trained_lora.py", "unet_in_pipeline.py", "zhijian_mlp.py", "zhijian_trainer.py",
+        "quickstart.py", "step_cache.py", "trained_lora.py", "unet_in_pipeline.py", "zhijian_mlp.py", "zhijian_trainer.py",
     }  # fmt: skip
     assert all(len(p.read_text().splitlines()) <= 60 for p in EXAMPLES.glob("*.py"))
 
@@ -47,6 +47,15 @@ def test_unet_in_pipeline(capsys):
     assert output("unet_in_pipeline.py", capsys) == (
         "LoRA on 48 projections\nsame picture while LoRA is new: True\nsame picture once its weights are not zero: False\n"
     )
+
+
+def test_step_cache(capsys):
+    pytest.importorskip("transformers")
+    every, same, third, away, inputs = output("step_cache.py", capsys).splitlines()
+    assert every == "Every(interval=1, start=1), shallow: 35 of 493 operations" and third.startswith("Every(interval=3")
+    assert same == "  9 steps in full, 0 shallow; picture 0.0000 away"
+    assert away.startswith("  3 steps in full, 6 shallow; picture 0.0") and "0.0000" not in away
+    assert inputs.startswith("inputs of a shallow step: sample, timestep, ") and inputs.endswith(", kept")
 
 
 def test_controlnet(capsys):
