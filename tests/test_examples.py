@@ -50,6 +50,15 @@ def test_unet_in_pipeline(capsys):
     )
 
 
+def test_step_cache(capsys):
+    pytest.importorskip("transformers")
+    every, same, third, away, inputs = output("step_cache.py", capsys).splitlines()
+    assert every == "Every(interval=1, start=1), shallow: 35 of 493 operations" and third.startswith("Every(interval=3")
+    assert same == "  9 steps in full, 0 shallow; picture 0.0000 away"
+    assert away.startswith("  3 steps in full, 6 shallow; picture 0.0") and "0.0000" not in away
+    assert inputs.startswith("inputs of a shallow step: sample, timestep, ") and inputs.endswith(", kept")
+
+
 def test_controlnet(capsys):
     text = output("controlnet.py", capsys)
     assert "8 places, new inputs cond, strength, start, end" in text and "graphs that were compiled: 1\n" in text
