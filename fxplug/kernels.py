@@ -195,7 +195,7 @@ def _linear(
         x, down, take, hidden, tokens, inner, slots, rank, *x.stride(), *down.stride(), BM=64, **sizes, num_warps=4
     )
     wrap_triton(_expand)[(batch * triton.cdiv(tokens, bm) * triton.cdiv(outer, bn),)](
-        x, weight, y if bias is None else bias, hidden, up, take, y, tokens, inner, outer, slots, rank, *x.stride(),
+        x, weight, weight if bias is None else bias, hidden, up, take, y, tokens, inner, outer, slots, rank, *x.stride(),
         *weight.stride(), *up.stride(), BIAS=bias is not None, BM=bm, BN=bn, WHOLE=inner % bk == 0, **sizes,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip

@@ -165,7 +165,9 @@ def calls_of(device: torch.device, case: Case) -> dict[str, Callable[[], Any]]:
     if not slots:  # where samples may take slots of their own, none is measured for all of them
         found["remerge"] = lambda: products.remerged_linear(x, weight, bias, down, up, rows)
     if kernels.fits(x, weight, rank=case.rank):
-        found.update({form: call(form) for form in forms.KERNELS})
+        # in float32 without TF32 there are no tensor cores for the large tiles to feed, and they take minutes to compile
+        large = dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
+        found.update({form: call(form) for form in forms.KERNELS[0 if large else -1 :]})
     return found
 
 
