@@ -1,4 +1,4 @@
-"""The command line: `fxplug rewrite | train | sites | diff | show | passes | schema | export | convert`.
+"""The command line: `fxplug rewrite | train | sites | diff | show | adapters | tune | passes | schema | export | convert`.
 
 torch is imported by the verbs that need it, when they run: `--help`, `passes` and `schema` answer at once.
 """
@@ -170,19 +170,123 @@ def show(
     subject: Subject,
     modules: Annotated[bool, typer.Option("--modules", help="The tree of modules instead of the graph.")] = False,
     code: Annotated[bool, typer.Option("--code", help="The generated Python instead of the graph.")] = False,
+    forms: Annotated[bool, typer.Option("--forms", help="Which form each layer takes when it is lowered.")] = False,
+    merge: Annotated[str | None, typer.Option("--merge", help="With --forms: fold, live, remerge or auto.")] = None,
+    pack: Annotated[bool, typer.Option("--pack", help="With --forms: products that read one value become one.")] = False,
     set: Set = None,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Print a rewritten model: its graph, its modules or its code."""
-    if modules and code:
-        raise typer.BadParameter("--modules and --code exclude each other")
+    """Print a rewritten model: its graph, its modules, its code, or the forms of its layers."""
+    if modules + code + forms > 1:
+        raise typer.BadParameter("--modules, --code and --forms exclude each other")
     saved = Path(subject).is_dir()
-    module = _load(subject, set, allow) if saved else _run(subject, set, dry_run=True, verify=False).module
+    dry = not forms  # live merge reads weights
+    module = _load(subject, set, allow) if saved else _run(subject, set, dry_run=dry, verify=False).module
+    if forms:
+        from .lowering import form_table, lower
+
+        print(form_table(lower(module, merge=merge, pack=pack)), end="")
+        return
     from . import printing
 
     text = printing.modules(module) if modules else module.code.strip() + "\n" if code else printing.show(module)
     print(text, end="")
+
+
+adapters = typer.Typer(
+    cls=_Verbs, no_args_is_help=True, help="Load, use and unload the adapters in the slots of a saved rewrite.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+app.add_typer(adapters, name="adapters")
+Saved = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")]
+Named = Annotated[str, typer.Argument(metavar="NAME", help="What the adapter is called.")]
+
+
+@adapters.command("list")
+def list_adapters(folder: Saved, allow: Allow = None, debug: Debug = False) -> None:
+    """List the adapters that are loaded, and how much of each is used."""
+    with _changed(folder, allow, save=False) as module:
+        held = module.adapters
+        rows = held.active if isinstance(held.active, list) else [held.active]
+        for name in held.names:
+            weights = dict.fromkeys(f"{row.get(name, 0.0):g}" for row in rows)
+            print(f"{name}  {', '.join(weights)}{' by sample' if len(rows) > 1 else ''}")
+        print(f"{len(held.names)} of {held.slots} slots are taken")
+
+
+@adapters.command("load")
+def load_adapter(
+    folder: Saved,
+    name: Named,
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="The adapter: a file, or a folder.")],
+    adapter: Annotated[str | None, typer.Option("--adapter", help="Which of several in the file.")] = None,
+    part: Annotated[str | None, typer.Option("--part", help="The part of a pipeline that this model is.")] = None,
+    partial: Annotated[bool, typer.Option("--partial", help="Leave out layers that are not here.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Take the slot of the adapter of that name.")] = False,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Put an adapter into a free slot of a saved rewrite; `adapters use` lets it take part."""
+    with _changed(folder, allow) as module:
+        found = module.adapters.load(name, source, adapter=adapter, part=part, partial=partial, replace=replace)
+    print(f"{name}: {len(found.placed)} layers")
+    for other, entries in found.others.items():
+        print(f"left out: {len(entries)} layers of {other}")
+    if found.missing or found.mismatched:
+        print(f"left out: {len(found.missing) + len(found.mismatched)} layers that are not here")
+
+
+@adapters.command("use")
+def use_adapters(
+    folder: Saved,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME[=WEIGHT] ...]", help="The adapters that take part; none without any.")
+    ] = None,
+    by_sample: Annotated[bool, typer.Option("--by-sample", help="One entry for each sample of a batch; - is none.")] = False,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Say which adapters of a saved rewrite take part, and how much: ink=0.8 film=0.3."""
+    entries = [_weight(text) for text in names or []]
+    with _changed(folder, allow) as module:
+        module.adapters.use([dict([e]) if e[0] != "-" else None for e in entries] if by_sample else dict(entries))
+    print(f"in use: {' '.join(names or []) or 'none'}")
+
+
+@adapters.command("unload")
+def unload_adapter(folder: Saved, name: Named, allow: Allow = None, debug: Debug = False) -> None:
+    """Free the slot of an adapter."""
+    with _changed(folder, allow) as module:
+        module.adapters.unload(name)
+    print(f"{name} is unloaded")
+
+
+@contextmanager
+def _changed(folder: Path, allow: list[str] | None, save: bool = True) -> Iterator[TracedModule]:
+    """A saved rewrite with slots, saved again after it was changed."""
+    if not folder.is_dir():
+        raise SpecError(f"no folder '{folder}': fxplug rewrite CONFIG --out DIR writes one")
+    module = _load(str(folder), None, allow)
+    from .switching import Adapters
+
+    Adapters(module)  # which says so where there are no slots
+    yield module
+    if save:
+        import yaml
+
+        from .artifact import save as write
+
+        config = folder / "config.yaml"
+        write(module, folder, config=yaml.safe_load(config.read_text("utf-8")) if config.is_file() else None)
+
+
+def _weight(text: str) -> tuple[str, float]:
+    name, _, weight = text.partition("=")
+    try:
+        return name, float(weight) if weight else 1.0
+    except ValueError:
+        raise SpecError(f"'{text}': the weight of an adapter is a number, such as {name}=0.8") from None
 
 
 @app.command()
@@ -229,23 +333,24 @@ def schema(debug: Debug = False) -> None:
 @app.command()
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")],
-    to: Annotated[str, typer.Option("--to", help="The format: pt2.")] = "pt2",
+    to: Annotated[str, typer.Option("--to", help="The format: pt2, or aoti for compiled code.")] = "pt2",
     out: Annotated[Path | None, typer.Option("--out", help="The file to write; DIR.pt2 otherwise.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="Where compiled code will run: cpu or cuda.")] = None,
+    free: Annotated[str, typer.Option("--free", help="Which sizes stay free: all, batch or none.")] = "all",
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Export a saved rewrite with torch.export, for use without fxplug."""
+    """Export a saved rewrite: a program of torch.export's, or an AOTInductor package whose adapters stay live."""
     if not folder.is_dir():
         raise SpecError(f"no folder '{folder}'")
     from .exporting import export as run
     from .flow import saved_inputs
 
     with _progress("load"):
-        module = _load(str(folder), None, allow)
+        module = _load(str(folder), None, allow, device)
         args, kwargs = saved_inputs(folder, module)
-    file = out or folder.parent / f"{folder.name}.{to}"
     with _progress(f"export to {to}"):
-        report = run(module, file, args, kwargs, to=to)
+        report = run(module, out or folder.parent / f"{folder.name}.{to}", args, kwargs, to=to, free=free)
     for name, dims in report.dynamic.items():
         print(f"{name}: {'dimensions ' + ', '.join(map(str, dims)) + ' are free' if dims else 'of fixed size'}")
     for note in report.notes:
@@ -297,12 +402,12 @@ def _run(config: str, set: list[str] | None, **how: Any) -> Result:
     return run(read, progress=_progress, **how)
 
 
-def _load(folder: str, set: list[str] | None, allow: list[str] | None) -> TracedModule:
+def _load(folder: str, set: list[str] | None, allow: list[str] | None, device: str | None = None) -> TracedModule:
     if set:
         raise typer.BadParameter("--set changes a configuration, and this is the folder of a saved rewrite")
     from .artifact import load
 
-    return load(folder, allow=allow or ())
+    return load(folder, allow=allow or (), device=device)
 
 
 def _parameters(result: Result) -> str:

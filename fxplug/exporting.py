@@ -1,4 +1,4 @@
-"""A traced module as one file that runs without Python code of anybody's: torch.export's `.pt2`."""
+"""A traced module as one file that runs without Python code of anybody's: torch.export's `.pt2`, or compiled by AOTInductor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,11 @@ from torch.export import Dim, ExportedProgram
 
 from .errors import FxplugError, did_you_mean
 from .module import Container, TracedModule, copy_graph, shell
+from .packages import check_compiler, write
 from .structure import children, leaves, map_leaves
+from .switching import Adapters
 
-FORMATS = ("pt2",)
+FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2"}
 FREE: dict[str, Callable[[torch.Tensor], Any]] = {
     "all": lambda t: dict.fromkeys(range(t.dim()), Dim.AUTO),
     "batch": lambda t: {0: Dim.AUTO} if t.dim() else {},
@@ -50,37 +52,100 @@ def export(
     *,
     to: str = "pt2",
     free: str = "all",
+    options: Mapping[str, Any] | None = None,
 ) -> Exported:
-    """Write the graph of the mode in force with `torch.export` into one file.
+    """Write the graph of the mode in force into one file: an exported program (`to="pt2"`), or compiled code (`to="aoti"`).
 
-    `path` is a file, or a folder, which gets `model.pt2`. Every dimension of the example tensors is free if the program allows
-    it; otherwise the first ones are, and at last none: the result says which. `free` is where to start: "all", "batch" or
-    "none"; proving that many dimensions are free can take torch minutes. Parameters and buffers keep their names in the
-    program's `state_dict`. A result class becomes a dict of its fields that are not None, a NamedTuple a tuple, so that the
-    file needs no library of the model's.
+    `path` is a file, or a folder, which gets `model.pt2` or `model.aoti.pt2`. The first is for `torch.export.load`; the second
+    is for `fxplug.load_package`, is compiled by AOTInductor for the device that the module is on, and keeps what passes added
+    apart from its code, so that adapters can be changed in it. `options` are inductor's, for aoti only.
 
-    Raises FxplugError when the program cannot be exported at all, with the reason of each try.
+    Every dimension of the example tensors is free if the program allows it; otherwise the first ones are, and at last none: the
+    result says which. `free` is where to start: "all", "batch" or "none"; proving that many dimensions are free can take torch
+    minutes. Parameters and buffers keep their names in the program's `state_dict`. A result class becomes a dict of its fields
+    that are not None, a NamedTuple a tuple, so that the file needs no library of the model's.
+
+    Raises FxplugError when the program cannot be exported at all, with the reason of each try, and for aoti where there is no
+    compiler.
     """
     if to not in FORMATS:
         raise FxplugError(f"there is no export to '{to}'{did_you_mean(to, FORMATS)}; there is {', '.join(FORMATS)}")
     if free not in FREE:
         raise FxplugError(f"free is {free!r}{did_you_mean(free, FREE)}: it is one of {', '.join(FREE)}")
+    if options and to != "aoti":
+        raise FxplugError(f"options are inductor's, and {to} is not compiled: leave them out, or export to aoti")
     start = time.perf_counter()
     target = _target(Path(path), to)
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+    named = dict(kwargs or {})
+    facts: dict[str, Any] = {}
+    if to == "aoti":
+        check_compiler(_device(module, (args, named)))
+        facts = _facts(module)
+        # compiled code reads an input's memory in the order in which the example's lay
+        args, named = map_leaves((args, named), lambda t, _: t.contiguous())
     plain, notes = _program(module)
-    program, kept, failures = _export(plain, args, dict(kwargs or {}), free)
-    _write_out_rounding(program.graph)
-    program.graph_module.recompile()
-    _write(program, target)
+    parameters = inspect.signature(plain.forward).parameters
+
+    def finish(program: ExportedProgram) -> list[str]:
+        with _beside(target) as name:
+            if to == "aoti":
+                return write(program, parameters, name, _live(module), set(facts.get("where", {}).values()), facts, options)
+            _write_out_rounding(program.graph)
+            program.graph_module.recompile()
+            with _quiet():
+                torch.export.save(program, name)
+        return []
+
+    program, kept, failures, more = _export(plain, args, named, free, finish)
     seconds = time.perf_counter() - start
-    return Exported(target, dynamic_dims(program), kept, seconds, (*notes, *failures))
+    return Exported(target, dynamic_dims(program), kept, seconds, (*notes, *failures, *more))
 
 
-def _target(path: Path, suffix: str) -> Path:
+def _target(path: Path, to: str) -> Path:
     if path.is_dir():
-        return path / f"model.{suffix}"
-    return path if path.suffix == f".{suffix}" else path.with_name(f"{path.name}.{suffix}")
+        return path / f"model{FORMATS[to]}"
+    return path if path.suffix == ".pt2" else path.with_name(f"{path.name.removesuffix(f'.{to}')}{FORMATS[to]}")
+
+
+# --- for a package
+
+
+def _device(module: nn.Module, inputs: Any) -> torch.device:
+    """The one device of a module and its inputs."""
+    tensors = [*module.parameters(), *module.buffers(), *(t for t in leaves(inputs) if isinstance(t, torch.Tensor))]
+    devices = sorted({str(t.device) for t in tensors})
+    if len(devices) > 1:
+        raise FxplugError(f"a package is for one device, and module and example inputs are on {' and '.join(devices)}")
+    return torch.device(devices[0] if devices else "cpu")
+
+
+def _live(module: TracedModule) -> dict[str, torch.Tensor]:
+    """The tensors of the passes, by the names that they have in this module; and those that they are parts of."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    prefixes = tuple(f"{entry['name']}." for entry in module.meta.get("passes", []))
+    moved = {now for name, now in module.meta.get("originals", {}).items() if name.startswith(prefixes)}
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes) or name in moved}
+    memory = {tensor.untyped_storage().data_ptr() for tensor in own.values() if tensor.numel()}
+    return {**own, **{name: t for name, t in tensors.items() if t.numel() and t.untyped_storage().data_ptr() in memory}}
+
+
+def _facts(module: TracedModule) -> dict[str, Any]:
+    """What the manifest of a package says of a module: where its slots are, above all."""
+    passes = module.meta.get("passes", [])
+    facts: dict[str, Any] = {"module": module.classes[0], "mode": "train" if module.training else "eval"}
+    facts["passes"] = [entry["name"] for entry in passes]
+    if any(entry.get("slots") for entry in passes):
+        adapters = Adapters(module)
+        if adapters.watchers:
+            raise FxplugError(
+                "this module has its adapters merged into its weights, which a package cannot do anew when they change: export "
+                "what it was lowered from, module.meta['source']"
+            )
+        facts["banks"] = {name: [asdict(bank) for bank in banks] for name, banks in adapters.banks.items()}
+        names = [name for banks in adapters.banks.values() for bank in banks for name in adapters._parameters(bank).values()]
+        facts["where"] = {name: adapters.where.get(name, name) for name in names}
+    return facts
 
 
 # --- the program
@@ -114,8 +179,13 @@ def _plain_result(node: fx.Node) -> str:
 
 
 def _export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], free: str
-) -> tuple[ExportedProgram, str, list[str]]:
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    free: str,
+    finish: Callable[[ExportedProgram], list[str]],
+) -> tuple[ExportedProgram, str, list[str], list[str]]:
+    """The program with as many free sizes as go through export and `finish`; how many, why not more, and what `finish` gave."""
     levels = list(FREE)[list(FREE).index(free) :]
     tries = [(level, (args, kwargs)) for level in levels]
     if any(t.dim() and t.shape[0] == 1 for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
@@ -129,7 +199,7 @@ def _export(
         try:
             with _quiet():
                 program = torch.export.export(module, some_args, some_kwargs, dynamic_shapes=shapes, strict=False)
-            return program, kept, failures
+            return program, kept, failures, finish(program)
         except Exception as caught:  # torch.export raises many kinds, and each means that the next try may do
             error = caught
             failures.append(f"with {kept} dimensions free: {_first_line(caught)}")
@@ -200,14 +270,14 @@ def _fixed(size: int | torch.SymInt) -> bool:
 # --- the file
 
 
-def _write(program: ExportedProgram, target: Path) -> None:
-    """Write beside the target and rename, so that a reader sees the old file or the whole new one."""
+@contextlib.contextmanager
+def _beside(target: Path) -> Iterator[str]:
+    """The name of a file to write beside the target, which takes its place then: a reader sees the old or the whole new one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{target.stem}.", suffix=target.suffix, dir=target.parent)
     os.close(handle)
     try:
-        with _quiet():
-            torch.export.save(program, name)
+        yield name
         with open(name, "rb") as file:
             os.fsync(file.fileno())
         mask = os.umask(0o022)

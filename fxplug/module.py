@@ -246,6 +246,22 @@ class TracedModule(fx.GraphModule):
             self._code = self._codes[mode]
         return self
 
+    def _apply(self, fn: Any, recurse: bool = True) -> TracedModule:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._retie()
+        return self
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().load_state_dict(*args, **kwargs)
+        self._retie()
+        return found
+
+    def _retie(self) -> None:
+        """Let parameters be parts of packed weights again, where they were, after they got memory of their own."""
+        for module in self.modules():
+            if (retie := getattr(type(module), "retie", None)) is not None:
+                retie(module, self)
+
     def __getitem__(self, key: int | str) -> nn.Module:
         return _child(self, key)
 
@@ -287,6 +303,7 @@ class TracedModule(fx.GraphModule):
                 tree.__dict__[key] = copy.deepcopy(value, memo)
         new = TracedModule(tree, {m: copy_graph(g) for m, g in self.graphs.items()}, self._origin, self._extras)
         new.meta = copy.copy(self.meta)
+        new._retie()
         memo[id(self)] = new
         return new
 

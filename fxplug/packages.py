@@ -1,1 +1,432 @@
-"""AOTInductor packages: a module compiled ahead of time, whose adapters stay live."""
+"""AOTInductor packages: a module compiled ahead of time, whose adapters stay live.
+
+A package is one `.pt2` file: the machine code that AOTInductor made of a graph, with the weights; the tensors of the passes
+once more, as safetensors; and a manifest, as JSON. It runs without the model's Python code and without a compiler. What the
+passes added stays apart from the rest: the machine code is given tensors of ours to read it from, so an adapter is changed by
+writing into a tensor, and nothing is compiled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import platform
+import sys
+import threading
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import load_file
+from safetensors.torch import save as save_tensors
+from torch.export import ExportedProgram
+
+from . import __version__
+from .adapter_files import AdapterFile, read
+from .errors import ArtifactError, FxplugError, SpecError, did_you_mean
+from .fitting import Fit
+from .signatures import Json, Signature, describe
+from .switching import Adapters, Bank, Source
+
+FORMAT = 1
+MANIFEST, TENSORS = "data/fxplug/manifest.json", "data/fxplug/adapters.safetensors"
+LOADER: Any = torch._C._aoti.AOTIModelPackageLoader
+# what inductor does to constants otherwise: those of one value are worked out at compile time and whatever they feed with
+# them (a new adapter's zeros, and all that is multiplied by them), those of few numbers are written into the code, and weights
+# are laid out anew. An adapter that is loaded later would have no effect, or on some layers only.
+LIVE = {
+    "joint_graph_constant_folding": False,
+    "always_keep_tensor_constants": True,
+    "freezing": False,
+    "aot_inductor.use_runtime_constant_folding": False,
+}
+FEATURES = {"AVX2": "avx2", "AVX512": "avx512_f", "AVX512_VNNI": "avx512_vnni", "AMX_TILE": "amx_tile"}
+
+
+# --- writing
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises FxplugError where no package can be compiled for a device."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    if device.type not in ("cpu", "cuda"):
+        raise FxplugError(f"a package runs on cpu or cuda, and the module is on {device.type}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise FxplugError("a package for cuda is compiled on a machine with such a device, and there is none")
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        raise FxplugError(
+            "no C++ compiler was found, and AOTInductor needs one to make a package (to run one it does not): install g++, "
+            f"or name one in the environment variable CXX ({str(error).strip().splitlines()[0]})"
+        ) from error
+
+
+def write(
+    program: ExportedProgram,
+    parameters: Mapping[str, inspect.Parameter],
+    file: str,
+    tensors: Mapping[str, torch.Tensor],
+    must: Set[str],
+    facts: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Compile an exported program into a package `file`, and give notes about what it does not check.
+
+    `parameters` are those of the exported `forward`, `tensors` what stays live, by name, and `must` those of them that the
+    program has to read; `facts` are more for the manifest, and `options` inductor's own. Raises FxplugError when a tensor
+    that has to be live is not.
+    """
+    from torch._inductor import aoti_compile_and_package
+
+    signature, notes = describe(program, parameters)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        aoti_compile_and_package(program, package_path=file, inductor_configs={**(options or {}), **LIVE})
+    loader = LOADER(file, "model", False, 1, -1)
+    constants = set(loader.get_constant_fqns())
+    whole, views = _shared(tensors)
+    # names of adapters and the like are part of the state, and no part of the program
+    live = {name: tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
+    lost = sorted(_read_by(program) & set(whole) - constants)
+    if lost:
+        raise FxplugError(f"AOTInductor made constants of {', '.join(lost[:3])}{' ...' if lost[3:] else ''}")
+    idle = sorted({views[name]["of"] if name in views else name for name in must} - constants)
+    if idle:
+        raise FxplugError(
+            f"the graph does not read {', '.join(idle[:3])}{' ...' if idle[3:] else ''}, so an adapter would have no effect "
+            "there: export the module that this one was lowered from, module.meta['source']"
+        )
+    metadata = loader.get_metadata()
+    manifest = {
+        "format": FORMAT,
+        "fxplug": __version__,
+        "torch": torch.__version__,
+        "platform": sys.platform,
+        "machine": metadata.get("AOTI_MACHINE", ""),
+        "device": metadata["AOTI_DEVICE_KEY"],
+        "features": metadata.get("AOTI_CPU_ISA", "").split(),
+        "capability": list(torch.cuda.get_device_capability()) if metadata["AOTI_DEVICE_KEY"] == "cuda" else None,
+        "constants": {name: _facts(tensor) for name, tensor in _state(program).items() if name in constants},
+        "views": views,
+        "signature": signature,
+        **facts,
+    }
+    with zipfile.ZipFile(file, "a", zipfile.ZIP_STORED) as archive:
+        root = archive.namelist()[0].partition("/")[0]
+        archive.writestr(f"{root}/{MANIFEST}", json.dumps(manifest, sort_keys=True))
+        archive.writestr(f"{root}/{TENSORS}", save_tensors(live))
+    return notes
+
+
+def _shared(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
+    """The tensors that have memory of their own, and how the others lie in these."""
+    whole: dict[str, torch.Tensor] = {}
+    views: dict[str, Json] = {}
+    owners: dict[int, str] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].numel()):
+        owner = owners.setdefault(tensor.untyped_storage().data_ptr(), name) if tensor.numel() else name
+        if owner == name:
+            whole[name] = tensor
+        else:
+            start = tensor.storage_offset() - tensors[owner].storage_offset()
+            views[name] = {"of": owner, "shape": list(tensor.shape), "stride": list(tensor.stride()), "start": start}
+    return whole, views
+
+
+def _state(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    constants = {name: value for name, value in program.constants.items() if isinstance(value, torch.Tensor)}
+    return {**program.state_dict, **constants}
+
+
+def _facts(tensor: torch.Tensor) -> Json:
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+
+
+def _read_by(program: ExportedProgram) -> set[str]:
+    """The names of the parameters and buffers that a node of the program reads."""
+    signature = program.graph_signature
+    places = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    return {places[n.name] for n in program.graph.nodes if n.op == "placeholder" and n.name in places and n.users}
+
+
+# --- running
+
+
+class Turns:
+    """Many calls at once, or one change: a change waits for the calls that run, and calls wait for a change.
+
+    `with turns.call()` is a call, `with turns` a change; a change within a change of the same thread is part of it.
+    """
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._calls, self._owner, self._depth, self._waiting = 0, 0, 0, 0
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        with self._free:
+            self._free.wait_for(lambda: not self._owner and not self._waiting)
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._free:
+                self._calls -= 1
+                self._free.notify_all()
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        with self._free:
+            if self._owner != me:
+                self._waiting += 1
+                self._free.wait_for(lambda: not self._owner and not self._calls)
+                self._waiting -= 1
+                self._owner = me
+            self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._free:
+            self._depth -= 1
+            if not self._depth:
+                self._owner = 0
+            self._free.notify_all()
+
+
+class PackageAdapters(Adapters):
+    """The adapters of a package, by name: `load`, `use`, `unload` and `names` as those of a module.
+
+    A change waits until the calls of the package that run are done, and later calls wait for it. Files are read before that.
+    """
+
+    def __init__(self, manifest: Json, tensors: dict[str, torch.Tensor], turns: Turns) -> None:
+        self.banks, self.where = _banks(manifest)
+        self.tensors = tensors
+        self.lock = turns  # type: ignore[assignment]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.tensors[self.where.get(name, name)]
+
+    def changed(self, names: Any) -> None:
+        """Nothing is left to do: the program reads the tensors themselves."""
+
+    def load(self, name: str, source: Source, *, adapter: str | None = None, **options: Any) -> Fit:
+        file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter)  # type: ignore[arg-type]
+        return super().load(name, file, **options)
+
+
+class Package:
+    """A compiled module: called as the module was, for inference only.
+
+    `adapters` are what is in the slots of its passes. `tensors` are all tensors of its passes, by name, live: the program reads
+    them at each call; `update` writes into them, and into every other constant. Calls may come from several threads; a change
+    waits until those that run are done, and calls that come later wait for it, so that each call sees one state. On a GPU calls
+    and changes belong to one stream.
+    """
+
+    def __init__(self, loader: Any, manifest: Json, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
+        self._loader, self.manifest, self.tensors, self.device = loader, manifest, tensors, device
+        self._signature = Signature(manifest["signature"], device)
+        self._turns = Turns()
+        self._adapters = PackageAdapters(manifest, tensors, self._turns) if manifest.get("banks") else None
+        # from here on the program reads these tensors where they lie
+        loader.load_constants({k: t for k, t in tensors.items() if k in manifest["constants"]}, False, False, True)
+
+    @property
+    def adapters(self) -> PackageAdapters:
+        """The adapters in the slots of the passes. Raises SpecError for a package of a module without slots."""
+        if self._adapters is None:
+            raise SpecError("no pass of this package has slots: apply one with them, load_pass('lora', slots=4), and export again")
+        return self._adapters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the module, without gradients; result classes are dicts of their fields.
+
+        Raises what `Signature.flatten` does, and FxplugError when the program itself fails.
+        """
+        flat = self._signature.flatten(args, kwargs)
+        with self._turns.call():
+            try:
+                out = self._loader.boxed_run(flat)
+            except RuntimeError as error:
+                raise FxplugError(f"the package failed in this call: {_first(error)}") from error
+        return self._signature.unflatten(out)
+
+    def state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """The constants of the program and the tensors of the passes: their names, dtypes and shapes."""
+        constants = self.manifest["constants"].items()
+        own = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
+        return {**{name: (getattr(torch, entry["dtype"]), tuple(entry["shape"])) for name, entry in constants}, **own}
+
+    def update(self, source: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> None:
+        """Write other values into constants: adapters, or any weights.
+
+        `source` is a dict of tensors or a safetensors file, by the names of `state()`; what it does not name stays. Values are
+        cast to the dtype and moved to the device of the constant. All are checked before the first is written. Raises
+        ArtifactError for a file that cannot be read, FxplugError for an unknown name, another shape, or numbers that are not
+        finite.
+        """
+        given = source if isinstance(source, Mapping) else _read_file(Path(source))
+        known = self.state()
+        ready: dict[str, torch.Tensor] = {}
+        for name, value in given.items():
+            if name not in known:
+                raise FxplugError(f"the package has no constant '{name}'{did_you_mean(name, known)}")
+            dtype, shape = known[name]
+            if tuple(value.shape) != shape:
+                raise FxplugError(f"{name} is {shape} in the package, and {tuple(value.shape)} was given")
+            ready[name] = value.detach().to(self.device, dtype).contiguous()
+            if dtype.is_floating_point and not bool(torch.isfinite(ready[name]).all()):
+                raise FxplugError(f"{name} has values that are not finite")
+        with self._turns, torch.no_grad():
+            for name in self.tensors.keys() & ready.keys():
+                self.tensors[name].copy_(ready.pop(name))
+            if ready:
+                self._loader.load_constants(ready, False, False, False)
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.manifest.get("passes", [])) or "no passes"
+        return f"Package({self.manifest.get('module')}, {names}, on {self.device})"
+
+
+def _banks(manifest: Json) -> tuple[dict[str, list[Bank]], dict[str, str]]:
+    """The slots as `switching` has them, and the names of their tensors here. Raises ArtifactError for other data."""
+    try:
+        banks: dict[str, list[Bank]] = {}
+        for name, entries in manifest["banks"].items():
+            plain: list[dict[str, Any]] = [{k: tuple(v) if isinstance(v, list) else v for k, v in e.items()} for e in entries]
+            banks[name] = [Bank(**entry) for entry in plain]
+        return banks, dict(manifest.get("where", {}))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ArtifactError(f"the slots in the package cannot be read: {error}") from None
+
+
+def load_package(path: str | os.PathLike[str], *, device: torch.device | str | None = None, runners: int = 1) -> Package:
+    """Load a package that `export(..., to="aoti")` wrote.
+
+    A package is machine code: load only what you would also install. Nothing is unpickled, and the model's own Python code and
+    a compiler are not needed. `device` picks one of several GPUs; `runners` is how many calls may run at once, each with
+    memory of its own for what lies between the layers (weights are shared).
+
+    Raises ArtifactError for a file that is damaged or no package of fxplug's, for one that another version of torch compiled,
+    and for one whose device or instructions this machine does not have.
+    """
+    file = Path(path)
+    manifest, tensors = _read(file)
+    where = _device(file, manifest, device)
+    _check_machine(file, manifest, where)
+    if type(runners) is not int or runners < 1:
+        raise FxplugError(f"runners must be a whole number, 1 or more, not {runners!r}")
+    try:
+        loader = LOADER(str(file.absolute()), "model", False, runners, where.index if where.index is not None else -1)
+        missing = sorted(set(manifest["constants"]) - set(loader.get_constant_fqns()))
+    except RuntimeError as error:
+        raise ArtifactError(f"the program in {file} cannot be loaded: {_first(error)}") from error
+    if missing:
+        raise ArtifactError(f"{file}: the program does not know {missing[0]}, which its manifest lists")
+    # what the program does not read, such as names, is read by us alone
+    placed = {name: tensor.to(where) if name in manifest["constants"] else tensor for name, tensor in tensors.items()}
+    for name, view in manifest.get("views", {}).items():
+        placed[name] = placed[view["of"]].as_strided(view["shape"], view["stride"], view["start"])
+    return Package(loader, manifest, placed, where)
+
+
+def _read(file: Path) -> tuple[Json, dict[str, torch.Tensor]]:
+    if not file.is_file():
+        raise ArtifactError(f"there is no file {file}")
+    try:
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip()
+            if bad is not None:
+                raise ArtifactError(f"{file} is damaged: {bad} is not as it was written")
+            names = archive.namelist()
+            root = names[0].partition("/")[0] if names else ""
+            if f"{root}/{MANIFEST}" not in names:
+                raise ArtifactError(f"{file} is no package of fxplug's: {_kind(names)}")
+            manifest = json.loads(archive.read(f"{root}/{MANIFEST}"))
+            _check_format(file, manifest)
+            tensors = load_tensors(archive.read(f"{root}/{TENSORS}"))
+    except ArtifactError:
+        raise
+    except Exception as error:  # zipfile, json and safetensors raise many kinds for bytes that are not theirs
+        raise ArtifactError(f"{file} is damaged or no package: {type(error).__name__}: {_first(error)}") from error
+    return manifest, tensors
+
+
+def _kind(names: list[str]) -> str:
+    if any("/data/aotinductor/" in name for name in names):
+        return "it has compiled code and no manifest; torch._inductor.aoti_load_package reads such files"
+    if any("/models/" in name for name in names):
+        return "it is an exported program without compiled code; torch.export.load reads it, and `--to aoti` writes a package"
+    return f"it has no {MANIFEST}"
+
+
+def _check_format(file: Path, manifest: Any) -> None:
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if type(version) is not int or version < 1:
+        raise ArtifactError(f"{file}: the manifest has the format {version!r}, which is no version")
+    if version > FORMAT:
+        raise ArtifactError(
+            f"{file} has format {version}, written by fxplug {manifest.get('fxplug')}; this version reads up to {FORMAT}: "
+            "update fxplug"
+        )
+    lacking = [key for key in ("torch", "device", "constants", "signature") if key not in manifest]
+    if lacking:
+        raise ArtifactError(f"{file}: the manifest says nothing of {', '.join(lacking)}")
+
+
+def _device(file: Path, manifest: Json, device: torch.device | str | None) -> torch.device:
+    kind = str(manifest["device"])
+    wanted = torch.device(kind if device is None else device)
+    if wanted.type != kind:
+        raise ArtifactError(f"{file} was compiled for {kind} and cannot run on {wanted.type}: export it again from there")
+    if kind != "cuda":
+        return wanted
+    if not torch.cuda.is_available():
+        raise ArtifactError(f"{file} was compiled for cuda, and this machine has no such device")
+    return torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
+
+
+def _check_machine(file: Path, manifest: Json, device: torch.device) -> None:
+    def release(version: str) -> list[str]:
+        return version.partition("+")[0].split(".")[:2]
+
+    made, here = str(manifest["torch"]), torch.__version__
+    if release(made) != release(here):
+        raise ArtifactError(
+            f"{file} was compiled by torch {made}, and this is torch {here}: its code holds for that version only; "
+            "export it again with this one"
+        )
+    system, this = f"{manifest.get('platform')} {manifest.get('machine')}", f"{sys.platform} {platform.machine()}"
+    if system != this:
+        raise ArtifactError(f"{file} was compiled for {system}, and this is {this}")
+    has = dict(torch.cpu.get_capabilities()) if hasattr(torch.cpu, "get_capabilities") else {}
+    lacking = [name for name in manifest.get("features", []) if has and name in FEATURES and not has.get(FEATURES[name])]
+    if lacking:
+        raise ArtifactError(f"{file} was compiled for a processor with {', '.join(lacking)}, which this one does not have")
+    made_for = manifest.get("capability")
+    if device.type == "cuda" and made_for:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major != made_for[0] or minor < made_for[1]:
+            raise ArtifactError(
+                f"{file} was compiled for compute capability {made_for[0]}.{made_for[1]}, and {device} has {major}.{minor}: "
+                "export it again on such a device"
+            )
+
+
+def _read_file(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return dict(load_file(file))
+    except Exception as error:
+        raise ArtifactError(f"{file} cannot be read as safetensors: {type(error).__name__}: {_first(error)}") from error
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -156,7 +156,8 @@ def test_a_file_that_lycoris_wrote(kind, tmp_path, capsys):
         with torch.no_grad():
             weight = layer.weight + magnitudeless(entry).update(shape)
             if kind == "dora":
-                weight *= entry.tensors["magnitude"] / weight.flatten(1).norm(dim=1).view(-1, *[1] * (len(shape) - 1))
+                norm = weight.flatten(1).norm(dim=1)
+                weight *= (entry.tensors["magnitude"].flatten() / norm).view(-1, *[1] * (len(shape) - 1))
             layer.weight.copy_(weight)
         x = torch.randn(2, shape[1], *[5] * (len(shape) - 2))
         torch.testing.assert_close(model.get_submodule(path)(x), layer(x), **NEAR)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
@@ -274,3 +275,36 @@ def test_progress_goes_to_stderr_when_something_takes_longer_than_a_second(capsy
         cli.time.sleep(0.2)
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err == "slow ... 0.2 s\n"
+
+
+def test_adapters_of_a_saved_rewrite():
+    Path("c.yaml").write_text(CONFIG.replace("{rank: 2}", "{rank: 2, slots: 2}"))
+    run("rewrite", "c.yaml", "--out", "out")
+    state = {"one.lora_A.weight": torch.ones(1, 8), "one.lora_B.weight": torch.ones(8, 1)}
+    save_file(state, "ink.safetensors")
+    save_file({**state, "tow.lora_A.weight": torch.ones(1, 8), "tow.lora_B.weight": torch.ones(8, 1)}, "odd.safetensors")
+    assert run("adapters", "load", "out", "ink", "ink.safetensors") == "ink: 1 layers\n"
+    text = refused("adapters", "load", "out", "odd", "odd.safetensors")
+    assert "1 of 2 layers are not in the graph: 'tow' (did you mean 'two'?)" in text
+    text = run("adapters", "load", "out", "odd", "odd.safetensors", "--partial")
+    assert text == "odd: 1 layers\nleft out: 1 layers that are not here\n"
+    assert run("adapters", "use", "out", "ink=0.5", "odd") == "in use: ink=0.5 odd\n"
+    assert run("adapters", "list", "out") == "ink  0.5\nodd  1\n2 of 2 slots are taken\n"
+    run("adapters", "use", "out", "ink", "-", "ink=2", "--by-sample")
+    assert run("adapters", "list", "out").startswith("ink  1, 0, 2 by sample\nodd  0 by sample\n")
+    assert fxplug.load("out").adapters.active == [{"ink": 1.0}, {}, {"ink": 2.0}]
+    assert Path("out/config.yaml").is_file()
+    assert run("adapters", "unload", "out", "ink") == "ink is unloaded\n"
+    text = refused("adapters", "use", "out", "ink")
+    assert "no adapter 'ink'" in text and "there are odd" in text
+    assert "such as odd=0.8" in refused("adapters", "use", "out", "odd=much")
+    Path("d.yaml").write_text(CONFIG)
+    run("rewrite", "d.yaml", "--out", "plain", "--no-verify")
+    assert "no pass here has slots" in refused("adapters", "list", "plain")
+
+
+def test_the_forms_of_a_lowered_model():
+    Path("c.yaml").write_text(CONFIG.replace("{rank: 2}", "{rank: 2, slots: 2}"))
+    text = run("show", "c.yaml", "--forms", "--merge", "live")
+    assert "one" in text and "live" in text
+    assert "did you mean 'live'" in refused("show", "c.yaml", "--forms", "--merge", "lvie")

@@ -15,13 +15,13 @@ FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 # A module imports only from modules to its left.
 ORDER = """
     errors source structure ops paths rules spec blitz_line blitz_pass sections settings config targets wording sizes fakes
-    updates fitting adapter_files switching
+    updates renaming fitting adapter_files switching
     module nodes recording regions modes entry restore tracing printing
     grafting places networks misses match making slots
     blocks gates weights rotations norms adapters conditions merging frequencies
     edit kernels products forms fusing remerging checks deltas absorbing folding shadowing
     cutting packing choosing outlining nesting slicing caching sharding batchnorms tuning lowering
-    manifest folders serialize rebuild artifact packages exporting models flow pages
+    manifest folders serialize rebuild artifact signatures packages exporting models flow pages
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
     compat.drivers compat.builtin compat.entries compat.hcp_config compat.everydream
     training.draws

@@ -95,6 +95,9 @@ CASES = {
     "freeu": [
         ("unet", {}),
     ],
+    "deepcache": [
+        ("unet", {}),
+    ],
     "tome": [
         ("unet", {}),
         ("vit", TOME_ON_VIT),
@@ -115,7 +118,7 @@ CASES = {
     ],
 }
 # Both on one ViT, where their places meet. A pass without an entry takes its defaults.
-NO_PARAMETERS = {"spectral_norm", "freeu", "tome"}
+NO_PARAMETERS = {"spectral_norm", "freeu", "tome", "deepcache", "first_block_cache"}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,343 @@
+"""AOTInductor packages: what was compiled once runs without the model's code, checks its calls, and takes other adapters."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import fxplug
+from fxplug import packages
+from fxplug.errors import ArtifactError, FxplugError, GuardError, SpecError
+from fxplug.exporting import export
+from fxplug.packages import MANIFEST, load_package
+
+QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+class Model(nn.Module):
+    """Every kind of layer that takes an update, a guard, a constant of its own, nested inputs and a nested result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.emb, self.lin = nn.Conv2d(3, 4, 3, padding=1), nn.Embedding(5, 4), nn.Linear(4, 6)
+        self.register_buffer("mean", torch.full((3, 1, 1), 0.5))
+        self.register_buffer("zeros", torch.zeros(1))
+
+    def forward(self, image, ids, more, flag=True, shift=None):
+        if image.shape[0] >= 64 or image.shape[-1] % 2 != 0:
+            raise ValueError("size")
+        x = self.conv(image - self.mean).mean((2, 3)) + self.emb(ids) * more["scale"]
+        y = self.lin(x) + self.zeros
+        y = y if shift is None else y + shift
+        return {"y": y, "none": None, "three": 3, "pair": (more["scale"], [y + 1])}
+
+
+def inputs(batch=2, side=8):
+    return torch.randn(batch, 3, side, side), torch.randint(0, 5, (batch,)), {"scale": torch.rand(batch, 1)}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A rewritten model and its package."""
+    torch.manual_seed(0)
+    gm = fxplug.trace(Model().eval(), inputs(), {"shift": torch.randn(2, 6)})
+    new = fxplug.apply(gm, fxplug.load_pass("lora", rank=2, slots=3))
+    folder = tmp_path_factory.mktemp("package")
+    result = export(new, folder / "model", inputs(), {"shift": torch.randn(2, 6)}, to="aoti", options=QUICK)
+    assert result.path == folder / "model.aoti.pt2" and result.kept == "all" and result.notes == ()
+    assert result.dynamic == {"image": [0, 2, 3], "ids": [0], "more_scale": [0], "shift": [0]}
+    assert [p.name for p in folder.iterdir()] == ["model.aoti.pt2"]
+    return new, result.path
+
+
+@pytest.fixture
+def pair(made):
+    """The model and a package of it in the state in which it was compiled."""
+    module, path = made
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    yield module, load_package(path)
+    module.load_state_dict(state)
+
+
+def same(package, module, batch=3, side=6):
+    args, shift = inputs(batch, side), torch.randn(batch, 6)
+    out, wanted = package(*args, shift=shift), module(*args, shift=shift)
+    torch.testing.assert_close(out["y"], wanted["y"].detach(), **CLOSE)
+    return out
+
+
+def fill(module):
+    """Adapters into all slots, half of the second for everybody; what a package has to be told."""
+    state = {name: tensor for name, tensor in module.state_dict().items() if name.startswith("lora.")}
+    with torch.no_grad():
+        for name, tensor in state.items():
+            if name.endswith("weight"):
+                tensor.normal_(std=0.3)
+        state["lora.gates.table.weights"].copy_(torch.tensor([0.0, 0.5, 1.0]))
+    return state
+
+
+def test_sizes_and_structures(pair):
+    module, package = pair
+    for batch, side in ((1, 8), (2, 6), (5, 10)):
+        out = same(package, module, batch, side)
+    assert out["none"] is None and out["three"] == 3 and type(out["pair"]) is tuple
+    assert torch.equal(out["pair"][1][0], out["y"] + 1)
+    (image, *rest), shift = inputs(2, 8), torch.randn(2, 6)
+    wanted = package(image, *rest, shift=shift)["y"]
+    for other in (image.to(memory_format=torch.channels_last), image.mT.contiguous().mT, image.clone().requires_grad_()):
+        assert torch.equal(package(other, *rest, shift=shift)["y"], wanted)  # whatever way it lies in memory
+    assert not wanted.requires_grad
+
+
+def test_adapters_that_were_zero_are_live(pair):
+    module, package = pair
+    before = same(package, module)["y"]
+    state = fill(module)
+    package.update(state)
+    assert not torch.allclose(same(package, module)["y"], before)
+    state["lora.gates.table.weights"][0] = torch.tensor([1.0, 0.0, 0.0])
+    state["lora.gates.table.entries"].fill_(3)
+    package.update(state)
+    same(package, module, batch=3)
+    with pytest.raises(FxplugError, match="one entry per sample, and the batch has another size"):
+        same(package, module, batch=2)
+
+
+def test_every_constant_can_be_changed(pair, tmp_path):
+    module, package = pair
+    state = module.state_dict()
+    assert set(package.state()) == set(state)
+    for tensor in state.values():
+        if tensor.is_floating_point():
+            tensor.uniform_(0.1, 1)  # small, uniform and zero ones as well: nothing was worked out at compile time
+    package.update({name: state[name] for name in package.state()})
+    same(package, module)
+    save_file({"lin.bias": torch.zeros(6, dtype=torch.float64)}, tmp_path / "bias.safetensors")
+    package.update(tmp_path / "bias.safetensors")
+    state["lin.bias"].zero_()
+    same(package, module)
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"lin.bas": torch.zeros(6)}, r"no constant 'lin.bas' \(did you mean 'lin.bias'\?\)"),
+        ({"lin.bias": torch.zeros(5)}, r"lin.bias is \(6,\) in the package, and \(5,\) was given"),
+        ({"lin.bias": torch.full((6,), torch.nan)}, "lin.bias has values that are not finite"),
+    ],
+)
+def test_wrong_updates_change_nothing(pair, given, message):
+    module, package = pair
+    with pytest.raises(FxplugError, match=message):
+        package.update({"conv.bias": torch.ones(4), **given})
+    same(package, module)
+
+
+def test_wrong_calls(pair):
+    _, package = pair
+    (image, ids, more), shift = inputs(), torch.randn(2, 6)
+    right = {"image": image, "ids": ids, "more": more, "shift": shift}
+    elsewhere = {"scale": shift[:, :1].to("meta")}
+    big, odd = dict(zip(right, (*inputs(64), torch.ones(64, 6)), strict=True)), inputs(2, 7)[0]
+    for error, message, given in [
+        (TypeError, "missing a required argument: 'more'", {"image": image, "ids": ids}),
+        (FxplugError, "shift is not given; .* compiled with a tensor", {"image": image, "ids": ids, "more": more}),
+        (FxplugError, "flag is False; this package was compiled with True", {**right, "flag": False}),
+        (FxplugError, "shift has to be a tensor, not 3", {**right, "shift": 3}),
+        (FxplugError, "more has to be a dict with scale, not {'scal': 1}", {**right, "more": {"scal": 1}}),
+        (FxplugError, r"image is torch.float64; .* for torch.float32", {**right, "image": image.double()}),
+        (FxplugError, "more\\['scale'\\] is on meta; .* on cpu", {**right, "more": elsewhere}),
+        (GuardError, "image has 3 dimensions, not 4", {**right, "image": image[0]}),
+        (GuardError, "image, dimension 1: the size is 2, .* for 3 only", {**right, "image": image[:, :2]}),
+        (GuardError, "size is 3, and image, dimension 0 has 2; the two must be equal", {**right, "shift": torch.ones(3, 6)}),
+        (GuardError, "64, .* for 1 or more and 63 or less", big),
+        (GuardError, r"\(image.shape\[3\] % 2\) == 0; these are image \(2, 3, 7, 7\), ids", {**right, "image": odd}),
+    ]:
+        with pytest.raises(error, match=message):
+            package(**given)
+
+
+def adapter(path, rank, layers=("conv", "emb", "lin")):
+    """An adapter in PEFT's layout, made by hand."""
+    sizes = {"conv": ((rank, 3, 3, 3), (4, rank, 1, 1)), "emb": ((rank, 5), (4, rank)), "lin": ((rank, 4), (6, rank))}
+    state = {}
+    for layer in layers:
+        names = ("lora_embedding_A", "lora_embedding_B") if layer == "emb" else ("lora_A.weight", "lora_B.weight")
+        for name, size in zip(names, sizes[layer], strict=True):
+            state[f"base_model.model.{layer}.{name}"] = torch.randn(size)
+    save_file(state, path)
+    return path
+
+
+def test_adapters_come_and_go(pair, tmp_path):
+    module, package = pair
+    plain = same(package, module)["y"].shape
+    ink, film = adapter(tmp_path / "ink.safetensors", 2), adapter(tmp_path / "film.safetensors", 1, ("lin",))
+    torch.manual_seed(1)
+    for adapters in (module.adapters, package.adapters):
+        adapters.load("ink", ink)
+        adapters.load("film", film)
+        assert adapters.names == ["ink", "film"]
+    outputs = []
+    for what in (None, "ink", {"ink": 0.8, "film": 0.3}, ["ink", None, "film"], "film"):
+        for adapters in (module.adapters, package.adapters):
+            adapters.use(what)
+        assert package.adapters.active == module.adapters.active
+        torch.manual_seed(2)
+        outputs.append(same(package, module)["y"])
+    assert plain == (3, 6) and all(not torch.allclose(a, b) for a, b in itertools.combinations(outputs, 2))
+    for adapters in (module.adapters, package.adapters):
+        adapters.unload("film")
+    torch.manual_seed(2)
+    torch.testing.assert_close(same(package, module)["y"], outputs[0])
+    with pytest.raises(SpecError, match=r"no adapter 'inc' \(did you mean 'ink'\?\)"):
+        package.adapters.use("inc")
+    package.adapters.load("third", adapter(tmp_path / "b.safetensors", 1))
+    package.adapters.load("fourth", adapter(tmp_path / "c.safetensors", 1))
+    with pytest.raises(SpecError, match="all 3 slots of pass 'lora' are taken"):
+        package.adapters.load("fifth", ink)
+    with pytest.raises(SpecError, match="rank_max=3"):
+        package.adapters.load("fourth", adapter(tmp_path / "d.safetensors", 3), replace=True)
+
+
+def test_a_machine_without_model_and_compiler(made, tmp_path):
+    module, path = made
+    args, shift = inputs(), torch.randn(2, 6)
+    torch.save((args, shift, module(*args, shift=shift)["y"].detach()), tmp_path / "call.pt")
+    code = (
+        "import sys, torch; from fxplug.packages import load_package\n"
+        "package = load_package(sys.argv[1]); args, shift, wanted = torch.load(sys.argv[2])\n"
+        "torch.testing.assert_close(package(*args, shift=shift)['y'], wanted, rtol=1e-5, atol=1e-5)\n"
+        "assert not {'fxplug.tracing', 'torch._inductor', 'diffusers', 'timm'} & set(sys.modules)\n"
+    )
+    root = str(Path(fxplug.__file__).parent.parent)
+    env = {"PATH": str(tmp_path), "PYTHONPATH": root, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "-c", code, str(path), str(tmp_path / "call.pt")]
+    done = subprocess.run(run, env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def changed(path, target, **facts):
+    """The package again with other entries in its manifest; `file=None` leaves the manifest out."""
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(target, "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            if name.endswith(MANIFEST):
+                if "file" in facts:
+                    continue
+                data = json.dumps({**json.loads(data), **facts}).encode()
+            new.writestr(name, data)
+    return target
+
+
+@pytest.mark.parametrize(
+    "facts, message",
+    [
+        ({"torch": "1.13.1+cu117"}, r"by torch 1.13.1\+cu117, and this is torch .*: its code holds for that version only"),
+        ({"features": ["AVX512", "AMX_TILE"]}, "for a processor with AMX_TILE, which this one does not have"),
+        ({"machine": "riscv64"}, "was compiled for linux riscv64, and this is linux"),
+        ({"format": 2, "fxplug": "9.9"}, "has format 2, written by fxplug 9.9; this version reads up to 1"),
+        ({"format": "x"}, "the format 'x', which is no version"),
+        ({"signature": {"parameters": 3}}, "the signature in the package cannot be read"),
+        ({"constants": {"gone": {}}}, "the program does not know gone"),
+        ({"file": None}, "it has compiled code and no manifest; torch._inductor.aoti_load_package reads"),
+    ],
+)
+def test_packages_for_elsewhere(made, tmp_path, monkeypatch, facts, message):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_f": True, "avx512_vnni": True})
+    with pytest.raises(ArtifactError, match=message):
+        load_package(changed(made[1], tmp_path / "other.pt2", **facts))
+
+
+def test_files_that_are_no_packages(made, tmp_path, monkeypatch):
+    _, path = made
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ArtifactError, match="was compiled for cpu and cannot run on cuda"):
+        load_package(path, device="cuda")
+    with pytest.raises(ArtifactError, match="was compiled for cuda, and this machine has no such device"):
+        load_package(changed(path, tmp_path / "cuda.pt2", device="cuda"))
+    with pytest.raises(ArtifactError, match="there is no file"):
+        load_package(tmp_path / "none.pt2")
+    with pytest.raises(FxplugError, match="runners must be a whole number, 1 or more, not 0"):
+        load_package(path, runners=0)
+    data = bytearray(path.read_bytes())
+    (tmp_path / "short.pt2").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ArtifactError, match="damaged or no package"):
+        load_package(tmp_path / "short.pt2")
+    data[len(data) // 2] ^= 255
+    (tmp_path / "flipped.pt2").write_bytes(data)
+    with pytest.raises(ArtifactError, match="is damaged: .*so is not as it was written"):
+        load_package(tmp_path / "flipped.pt2")
+    gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4))
+    program = export(gm, tmp_path / "program", torch.randn(2, 4)).path
+    with pytest.raises(ArtifactError, match="it is an exported program without compiled code; torch.export.load reads it"):
+        load_package(program)
+
+
+def test_what_cannot_be_compiled(tmp_path, monkeypatch):
+    gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4))
+    with pytest.raises(FxplugError, match="module and example inputs are on cpu and meta"):
+        export(gm, tmp_path, torch.randn(2, 4, device="meta"), to="aoti")
+    with pytest.raises(FxplugError, match="options are inductor's, and pt2 is not compiled"):
+        export(gm, tmp_path, torch.randn(2, 4), options=QUICK)
+    with pytest.raises(FxplugError, match=r"no export to 'aot' \(did you mean 'aoti'\?\)"):
+        export(gm, tmp_path, torch.randn(2, 4), to="aot")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(FxplugError, match="compiled on a machine with such a device, and there is none"):
+        packages.check_compiler(torch.device("cuda"))
+
+    def none():
+        raise RuntimeError("No working C++ compiler found")
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", none)
+    with pytest.raises(FxplugError, match="no C\\+\\+ compiler was found.* install g\\+\\+.*CXX \\(No working"):
+        export(gm, tmp_path, torch.randn(2, 4), to="aoti")
+    assert not os.listdir(tmp_path)
+
+
+def test_a_change_waits_for_calls_and_calls_for_a_change(pair):
+    _, package = pair
+    turns, order, inside, leave = package._turns, [], threading.Event(), threading.Event()
+
+    def slow_call():
+        with turns.call():
+            inside.set()
+            leave.wait(10)
+            order.append("call")
+
+    def change():
+        with turns, turns:
+            order.append("change")
+
+    def late_call():
+        with turns.call():
+            order.append("late")
+
+    threads = [threading.Thread(target=slow_call)]
+    threads[0].start()
+    assert inside.wait(10)
+    with turns.call():
+        order.append("beside")  # calls run beside each other
+    for target in (change, late_call):
+        threads.append(threading.Thread(target=target))
+        threads[-1].start()
+        if target is change:
+            while not turns._waiting:
+                pass
+    leave.set()
+    for thread in threads:
+        thread.join(10)
+    assert order == ["beside", "call", "change", "late"]
