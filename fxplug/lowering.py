@@ -48,7 +48,6 @@ def lower(
         source = made = _folded(gm, None)
     elif merge == "live":
         made = shadowing.live(made)
-        source = made.meta["source"]
     elif merge == "remerge":
         made = remerging.remerge(made)
     if pack:

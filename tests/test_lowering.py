@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fxplug
 from fxplug.folding import merge
 from fxplug.lowering import form_table, layer_forms, lower
-from fxplug.shadowing import live
+from fxplug.shadowing import live, unlowered
 
 LAYERS = {"table": (11, 12), "conv1": (8, 12, 3), "conv2": (8, 2, 3, 3), "conv3": (4, 1, 2, 2, 2), "out": (5, 4)}
 
@@ -115,7 +115,7 @@ def test_no_drift_and_no_base_weight_is_written():
     assert all(torch.equal(p, wanted[name]) for name, p in made.named_parameters())
     assert all(torch.equal(p, before[name]) for name, p in gm.named_parameters())
     assert storages == {name: p.data_ptr() for name, p in made.named_parameters()}
-    merged = merge(made.meta["source"])
+    merged = merge(unlowered(made))
     assert all(torch.equal(p, made.get_parameter(name)) for name, p in merged.named_parameters())
 
 
@@ -183,6 +183,10 @@ def test_a_lowered_module_is_saved_as_what_it_came_from(tmp_path):
     again = fxplug.load(fxplug.save(made, tmp_path / "live"))
     assert again.adapters.names == ["ink", "film", "third"] and gm.adapters.names == ["ink", "film"]
     assert torch.equal(run(live(again)), run(made))
+    other = copy.deepcopy(made)
+    other.adapters.use("film")
+    assert error(run(other), run(made)) > 1e-3 and made.adapters.active == {"third": 1.0}
+    assert unlowered(other).adapters.active == {"film": 1.0}
     merged = lower(gm, merge="fold")
     again = fxplug.load(fxplug.save(merged, tmp_path / "merged"))
     assert "passes" not in again.meta and error(run(again), run(gm)) < 1e-5
