@@ -115,6 +115,7 @@ def write(
         "features": metadata.get("AOTI_CPU_ISA", "").split(),
         "capability": list(torch.cuda.get_device_capability()) if metadata["AOTI_DEVICE_KEY"] == "cuda" else None,
         "constants": {name: _facts(tensor) for name, tensor in _state(program).items() if name in constants},
+        "operators": _operators(program),
         "views": views,
         "signature": signature,
         **facts,
@@ -124,6 +125,13 @@ def write(
         archive.writestr(f"{root}/{MANIFEST}", json.dumps(manifest, sort_keys=True))
         archive.writestr(f"{root}/{TENSORS}", save_tensors(live))
     return notes
+
+
+def _operators(program: ExportedProgram) -> list[str]:
+    """The operators of libraries other than torch that the program may call."""
+    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    targets = {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    return sorted({f"{t.namespace}::{t._opname}" for t in targets if t.namespace not in ("aten", "prim", "prims")})
 
 
 def _shared(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
@@ -247,7 +255,7 @@ class Package:
     def adapters(self) -> PackageAdapters:
         """The adapters in the slots of the passes. Raises SpecError for a package of a module without slots."""
         if self._adapters is None:
-            raise SpecError("no pass of this package has slots: apply one with them, load_pass('lora', slots=4), and export again")
+            raise SpecError("no pass of this package has slots: apply one with them, load_pass('lora', slots=4), then export")
         return self._adapters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -326,6 +334,7 @@ def load_package(path: str | os.PathLike[str], *, device: torch.device | str | N
     manifest, tensors = _read(file)
     where = _device(file, manifest, device)
     _check_machine(file, manifest, where)
+    _check_operators(file, manifest.get("operators", []))
     if type(runners) is not int or runners < 1:
         raise FxplugError(f"runners must be a whole number, 1 or more, not {runners!r}")
     try:
@@ -423,6 +432,15 @@ def _check_machine(file: Path, manifest: Json, device: torch.device) -> None:
                 f"{file} was compiled for compute capability {made_for[0]}.{made_for[1]}, and {device} has {major}.{minor}: "
                 "export it again on such a device"
             )
+
+
+def _check_operators(file: Path, names: list[str]) -> None:
+    if any(name.startswith("fxplug::") for name in names):
+        from . import kernels, products  # noqa: F401  (which define them)
+    for name in names:
+        library, _, operator = name.partition("::")
+        if not hasattr(getattr(torch.ops, library), operator):
+            raise ArtifactError(f"{file} calls the operator {name}, which is not here: import its library first")
 
 
 def _read_file(file: Path) -> dict[str, torch.Tensor]:
