@@ -170,15 +170,24 @@ def show(
     subject: Subject,
     modules: Annotated[bool, typer.Option("--modules", help="The tree of modules instead of the graph.")] = False,
     code: Annotated[bool, typer.Option("--code", help="The generated Python instead of the graph.")] = False,
+    forms: Annotated[bool, typer.Option("--forms", help="Which form each layer takes when it is lowered.")] = False,
+    merge: Annotated[str | None, typer.Option("--merge", help="With --forms: fold, live, remerge or auto.")] = None,
+    pack: Annotated[bool, typer.Option("--pack", help="With --forms: products that read one value become one.")] = False,
     set: Set = None,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Print a rewritten model: its graph, its modules or its code."""
-    if modules and code:
-        raise typer.BadParameter("--modules and --code exclude each other")
+    """Print a rewritten model: its graph, its modules, its code, or the forms of its layers."""
+    if modules + code + forms > 1:
+        raise typer.BadParameter("--modules, --code and --forms exclude each other")
     saved = Path(subject).is_dir()
-    module = _load(subject, set, allow) if saved else _run(subject, set, dry_run=True, verify=False).module
+    dry = not forms  # live merge reads weights
+    module = _load(subject, set, allow) if saved else _run(subject, set, dry_run=dry, verify=False).module
+    if forms:
+        from .lowering import form_table, lower
+
+        print(form_table(lower(module, merge=merge, pack=pack)), end="")
+        return
     from . import printing
 
     text = printing.modules(module) if modules else module.code.strip() + "\n" if code else printing.show(module)
