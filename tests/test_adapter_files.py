@@ -167,7 +167,7 @@ def test_a_file_that_lycoris_wrote(kind, tmp_path, capsys):
 
 
 def test_files_that_diffusers_wrote(tmp_path):
-    from diffusers import UNet2DConditionModel
+    from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 
     model = UNet2DConditionModel(
         sample_size=8, block_out_channels=(8, 16), layers_per_block=1, cross_attention_dim=8, attention_head_dim=4,
@@ -177,12 +177,20 @@ def test_files_that_diffusers_wrote(tmp_path):
     shapes = layers(model)
     model.add_adapter(peft.LoraConfig(r=2, lora_alpha=6, target_modules=["to_q", "to_out.0", "conv1"]))
     randomised(model, "lora_")
-    model.save_lora_adapter(tmp_path)
-    found = adapter_files.fit(adapter_files.read(tmp_path), shapes).check()
-    assert len(found.placed) == sum(path.endswith(("to_q", "to_out.0", "conv1")) for path in shapes) > 10
-    for path, entry in found.placed.items():
-        assert entry.scale == 3.0
-        torch.testing.assert_close(entry.update(shapes[path]), model.get_submodule(path).get_delta_weight("default"), **NEAR)
+    model.save_lora_adapter(tmp_path / "model")
+    own = peft.get_peft_model_state_dict(model, adapter_name="default")
+    text = {"text_model.encoder.layers.0.mlp.fc1.lora_A.weight": torch.randn(2, 8)}
+    text["text_model.encoder.layers.0.mlp.fc1.lora_B.weight"] = torch.randn(8, 2)
+    about = {"unet_lora_adapter_metadata": {"r": 2, "lora_alpha": 6, "alpha_pattern": {}}}
+    StableDiffusionPipeline.save_lora_weights(tmp_path / "pipe", own, text_encoder_lora_layers=text, **about)
+    for folder in ("model", "pipe"):
+        found = adapter_files.fit(adapter_files.read(tmp_path / folder), shapes).check()
+        assert len(found.placed) == sum(path.endswith(("to_q", "to_out.0", "conv1")) for path in shapes) > 10
+        assert list(found.others) == ([] if folder == "model" else ["text_encoder"])
+        for path, entry in found.placed.items():
+            assert entry.scale == 3.0
+            wanted = model.get_submodule(path).get_delta_weight("default")
+            torch.testing.assert_close(entry.update(shapes[path]), wanted, **NEAR)
 
 
 # --- names
@@ -191,6 +199,7 @@ def test_files_that_diffusers_wrote(tmp_path):
 LAYOUTS = {
     "peft": pairs("base_model.model.blocks.0.to_q", "base_model.model.blocks.1.to_q"),
     "peft with adapter": pairs("base_model.model.blocks.0.to_q", form="{}.lora_{}.default.weight"),
+    "within a wrapped layer": pairs("base_model.model.blocks.0.base_layer.to_q"),
     "compiled": pairs("base_model.model._orig_mod.blocks.0.to_q"),
     "diffusers": pairs("unet.blocks.0.to_q", "unet.blocks.1.to_q"),
     "diffusers of peft": pairs("base_model.model.transformer.blocks.0.to_q"),
@@ -333,7 +342,7 @@ def test_the_first_names_of_a_unet():
 
 
 def test_slots_take_a_file_with_first_names():
-    traced = small.unet_xl()
+    traced = small.unet()
     new = fxplug.apply(traced.gm, fxplug.load_pass("lora", at="re:.*attn2.to_k$", rank=4, slots=2))
     names = {path: name for name, (path,) in first_names(layers(traced.model)).items() if path.endswith("attn2.to_k")}
     state = {}
