@@ -290,6 +290,32 @@ def _weight(text: str) -> tuple[str, float]:
 
 
 @app.command()
+def tune(
+    subject: Subject,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Measure the forms as torch.compile makes them.")] = False,
+    turns: Annotated[int, typer.Option("--turns", help="How often each form is measured.")] = 15,
+    set: Set = None,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Measure which form each layer with an update takes on this device; `lower` then takes the fastest."""
+    from .flow import saved_inputs
+    from .models import example_inputs
+    from .tuning import tune as run
+
+    if Path(subject).is_dir():
+        module = _load(subject, set, allow)
+        args, kwargs = saved_inputs(subject, module)
+    else:
+        result = _run(subject, set, verify=False)
+        module = result.module
+        args, kwargs = example_inputs(_read(subject, set), module)
+    with _progress("measure"):
+        done = run(module, args, kwargs, compiled=compiled, turns=turns)
+    print(done)
+
+
+@app.command()
 def passes(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One pass: its parameters.")] = None,
     page: Annotated[bool, typer.Option("--page", help="All about one pass, as Markdown: also what it changes.")] = False,
