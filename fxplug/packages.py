@@ -235,6 +235,10 @@ class PackageAdapters(Adapters):
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[self.where.get(name, name)]
 
+    def shapes(self) -> dict[str, Any]:
+        """The weights of the whole model are the program's own."""
+        return {}
+
     def changed(self, names: Any) -> None:
         """Nothing is left to do: the program reads the tensors themselves."""
 

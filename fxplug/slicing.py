@@ -184,7 +184,8 @@ class Slices:
         for owner, rows in joins.items():
             branch = max(mark.branch for _, mark in rows)
             if branch >= len(rows):
-                raise SpecError(f"{owner}: there is no branch {branch}: it has marked {len(rows)} joins, 0 to {len(rows) - 1}")
+                counted = f"{len(rows)} joins, counted 0 to {len(rows) - 1} from the end" if len(rows) > 1 else "one, branch 0"
+                raise SpecError(f"{owner}: there is no branch {branch}: it has marked {counted}")
             cuts.append(_Cut(self._deepest(rows[-1 - branch][0]), None, "", owner))
         if not cuts:
             raise SpecError(
