@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import logging
 import os
 import platform
 import sys
@@ -89,8 +90,7 @@ def write(
     from torch._inductor import aoti_compile_and_package
 
     signature, notes = describe(program, parameters)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with _quiet(), torch.no_grad():
         aoti_compile_and_package(program, package_path=file, inductor_configs={**(options or {}), **LIVE})
     loader = LOADER(file, "model", False, 1, -1)
     constants = set(loader.get_constant_fqns())
@@ -126,6 +126,20 @@ def write(
         archive.writestr(f"{root}/{MANIFEST}", json.dumps(manifest, sort_keys=True))
         archive.writestr(f"{root}/{TENSORS}", save_tensors(live))
     return notes
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings, and without the log line that torch found no CUDA, which a package for a CPU has no need of."""
+    log = logging.getLogger("torch.utils.cpp_extension")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def _operators(program: ExportedProgram) -> list[str]:
