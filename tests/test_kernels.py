@@ -157,6 +157,15 @@ def test_plain_updates_go_into_the_weight_where_rows_are_many():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("lowered", [fxplug.fuse, lambda gm: remerging.remerge(gm, everywhere=True)], ids=["fuse", "remerge"])
+def test_lowered_banks_export_without_operators_of_their_own(banks, lowered):
+    take(banks, WEIGHTS["two"])
+    with torch.no_grad():
+        exported = torch.export.export(lowered(banks), (X,))
+        assert not [n for n in exported.graph.nodes if "fxplug" in str(n.target)]
+        close(exported.module()(X), banks(X))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_switching_and_mixing_recompile_nothing(backend):
     made = fxplug.load_pass("lora", at=["first", "second", "across"], rank=3, slots=3)
