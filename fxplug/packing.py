@@ -42,8 +42,8 @@ def pack(gm: TracedModule, worth: Callable[[Group], bool] | None = None, *, acro
 
     Parameters keep their names, values and objects, and are parts of the packed weight's memory from then on, in `gm` too:
     what is written into them in place reaches it, and memory is not taken twice. Moving the result, or loading a state_dict
-    into it, keeps that; move `gm` before. Results are equal to rounding (float32: 1e-5). Where gradients of packed weights
-    are wanted they are right, at the cost of a copy: train `gm`, not this.
+    into it, keeps that; move `gm` before. Layers that another packing holds in other groups stay with that one: pack a
+    deepcopy to have both. Results are equal to rounding (float32: 1e-5). Gradients of packed weights cost a copy: train `gm`.
 
     `meta["forms"]` names the form of each packed layer, `meta["source"]` is what it was made from. Raises SpecError for what
     is no traced module.
