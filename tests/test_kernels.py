@@ -157,6 +157,15 @@ def test_plain_updates_go_into_the_weight_where_rows_are_many():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("lowered", [fxplug.fuse, lambda gm: remerging.remerge(gm, everywhere=True)], ids=["fuse", "remerge"])
+def test_lowered_banks_export_without_operators_of_their_own(banks, lowered):
+    take(banks, WEIGHTS["two"])
+    with torch.no_grad():
+        exported = torch.export.export(lowered(banks), (X,))
+        assert not [n for n in exported.graph.nodes if "fxplug" in str(n.target)]
+        close(exported.module()(X), banks(X))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_switching_and_mixing_recompile_nothing(backend):
     made = fxplug.load_pass("lora", at=["first", "second", "across"], rank=3, slots=3)
@@ -195,12 +204,12 @@ for dtype, close in [(torch.float32, 1e-5), (torch.float16, 1e-2), (torch.bfloat
         expected = plain(*(t.float() if isinstance(t, torch.Tensor) else t for t in given))
         assert found.dtype == dtype and found.isfinite().all()
         assert (found.float() - expected).norm() <= close * expected.norm(), (operator, dtype)
-    shapes = [(2, 40, 24, 36, 3, 5), (1, 70, 64, 132, 1, 16), (3, 1, 16, 16, 2, 1)]
+    shapes = [(2, 40, 24, 36, 3, 5), (1, 70, 64, 132, 1, 16)]
     for batch, tokens, inner, outer, slots, rank in shapes if dtype == torch.float32 else shapes[:1]:
         take = torch.rand(batch, slots)
         take[0, 0] = 0  # some that no sample takes
         x, weight, down, up = new(batch, tokens, inner), new(outer, inner), new(slots * rank, inner), new(outer, slots * rank)
-        for tile, bias in enumerate((None, new(outer), None, new(outer))):
+        for tile, bias in ((0, None), (3, new(outer))):
             check(kernels.linear, kernels._linear_plain, x, weight, bias, down, up, take, tile)
         check(kernels.linear, kernels._linear_plain, new(batch, tokens, outer), weight.t(), None, up.t(), down.t(), take, 3)
         banks = new(slots, outer, rank), new(slots, rank, inner), new(slots, outer, rank), new(slots, rank, inner)
