@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .artifact import load, save
     from .blitz_pass import blitz
+    from .caching import Every, StepCache, Threshold
     from .checks import verify
     from .config import load_config
     from .edit import apply
@@ -31,8 +32,11 @@ if TYPE_CHECKING:
     )
     from .exporting import export
     from .flow import Result, rewrite
+    from .folding import merge, unmerge
     from .fusing import fuse
+    from .lowering import lower
     from .match import Site, find
+    from .packages import Package, load_package
     from .printing import diff, show
     from .rules import Match, Pass, Rule
     from .spec import load_pass
@@ -46,17 +50,21 @@ __all__ = [
     "Adapters",
     "ArtifactError",
     "ClashError",
+    "Every",
     "FxplugError",
     "GuardError",
     "Match",
     "MatchError",
+    "Package",
     "Pass",
     "Result",
     "Rule",
     "Run",
     "Site",
     "SpecError",
+    "StepCache",
     "Task",
+    "Threshold",
     "TraceError",
     "TrainError",
     "Trainer",
@@ -69,26 +77,34 @@ __all__ = [
     "fuse",
     "load",
     "load_config",
+    "load_package",
     "load_pass",
+    "lower",
+    "merge",
     "rewrite",
     "save",
     "show",
     "trace",
     "train",
+    "unmerge",
     "verify",
 ]
 
 _HOME = {
     "artifact": ["load", "save"],
     "blitz_pass": ["blitz"],
+    "caching": ["Every", "StepCache", "Threshold"],
     "checks": ["verify"],
     "config": ["load_config"],
     "edit": ["apply"],
     "errors": [name for name in __all__ if name.endswith("Error")],
     "exporting": ["export"],
     "flow": ["Result", "rewrite"],
+    "folding": ["merge", "unmerge"],
     "fusing": ["fuse"],
+    "lowering": ["lower"],
     "match": ["Site", "find"],
+    "packages": ["Package", "load_package"],
     "printing": ["diff", "show"],
     "rules": ["Match", "Pass", "Rule"],
     "spec": ["load_pass"],

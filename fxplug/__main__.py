@@ -170,15 +170,24 @@ def show(
     subject: Subject,
     modules: Annotated[bool, typer.Option("--modules", help="The tree of modules instead of the graph.")] = False,
     code: Annotated[bool, typer.Option("--code", help="The generated Python instead of the graph.")] = False,
+    forms: Annotated[bool, typer.Option("--forms", help="Which form each layer takes when it is lowered.")] = False,
+    merge: Annotated[str | None, typer.Option("--merge", help="With --forms: fold, live, remerge or auto.")] = None,
+    pack: Annotated[bool, typer.Option("--pack", help="With --forms: products that read one value become one.")] = False,
     set: Set = None,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Print a rewritten model: its graph, its modules or its code."""
-    if modules and code:
-        raise typer.BadParameter("--modules and --code exclude each other")
+    """Print a rewritten model: its graph, its modules, its code, or the forms of its layers."""
+    if modules + code + forms > 1:
+        raise typer.BadParameter("--modules, --code and --forms exclude each other")
     saved = Path(subject).is_dir()
-    module = _load(subject, set, allow) if saved else _run(subject, set, dry_run=True, verify=False).module
+    dry = not forms  # live merge reads weights
+    module = _load(subject, set, allow) if saved else _run(subject, set, dry_run=dry, verify=False).module
+    if forms:
+        from .lowering import form_table, lower
+
+        print(form_table(lower(module, merge=merge, pack=pack)), end="")
+        return
     from . import printing
 
     text = printing.modules(module) if modules else module.code.strip() + "\n" if code else printing.show(module)
@@ -324,23 +333,24 @@ def schema(debug: Debug = False) -> None:
 @app.command()
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")],
-    to: Annotated[str, typer.Option("--to", help="The format: pt2.")] = "pt2",
+    to: Annotated[str, typer.Option("--to", help="The format: pt2, or aoti for compiled code.")] = "pt2",
     out: Annotated[Path | None, typer.Option("--out", help="The file to write; DIR.pt2 otherwise.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="Where compiled code will run: cpu or cuda.")] = None,
+    free: Annotated[str, typer.Option("--free", help="Which sizes stay free: all, batch or none.")] = "all",
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Export a saved rewrite with torch.export, for use without fxplug."""
+    """Export a saved rewrite: a program of torch.export's, or an AOTInductor package whose adapters stay live."""
     if not folder.is_dir():
         raise SpecError(f"no folder '{folder}'")
     from .exporting import export as run
     from .flow import saved_inputs
 
     with _progress("load"):
-        module = _load(str(folder), None, allow)
+        module = _load(str(folder), None, allow, device)
         args, kwargs = saved_inputs(folder, module)
-    file = out or folder.parent / f"{folder.name}.{to}"
     with _progress(f"export to {to}"):
-        report = run(module, file, args, kwargs, to=to)
+        report = run(module, out or folder.parent / f"{folder.name}.{to}", args, kwargs, to=to, free=free)
     for name, dims in report.dynamic.items():
         print(f"{name}: {'dimensions ' + ', '.join(map(str, dims)) + ' are free' if dims else 'of fixed size'}")
     for note in report.notes:
@@ -392,12 +402,12 @@ def _run(config: str, set: list[str] | None, **how: Any) -> Result:
     return run(read, progress=_progress, **how)
 
 
-def _load(folder: str, set: list[str] | None, allow: list[str] | None) -> TracedModule:
+def _load(folder: str, set: list[str] | None, allow: list[str] | None, device: str | None = None) -> TracedModule:
     if set:
         raise typer.BadParameter("--set changes a configuration, and this is the folder of a saved rewrite")
     from .artifact import load
 
-    return load(folder, allow=allow or ())
+    return load(folder, allow=allow or (), device=device)
 
 
 def _parameters(result: Result) -> str:

@@ -204,6 +204,9 @@ class _Reader:
                 if adapter is not None and parts["adapter"] != adapter:
                     return _Layer("")
             layer = key[: found.start()]
+            if role == "alpha" and layer in self.state:  # diffusers' network_alphas: of a tensor, not of a layer
+                of = self.place(layer, adapter, adapters)
+                return of and _Layer(of.name, {"alpha": key} if of.keys else {})
             if parts.get("old"):
                 layer = _old_name(layer)
             if parts.get("half"):
@@ -251,7 +254,12 @@ class _Reader:
         self.check(layer, tensors)
         rank = _rank(tensors)
         part_path = (layer.group, layer.name.partition(".")[2]) if layer.own else split_part(layer.name)[1:]
-        kind = {"lora": "dora"}.get(base, f"{base}+dora") if "magnitude" in tensors else base
+        kind = base
+        if "magnitude" in tensors:
+            kind = {"lora": "dora"}.get(base, f"{base}+dora")
+            if keys["magnitude"].endswith("dora_scale") and tensors["magnitude"].shape[0] == 1 < tensors["magnitude"].numel():
+                kind = f"{kind} by input"  # LyCORIS has both
+            tensors["magnitude"] = tensors["magnitude"].flatten()
         kind = f"{kind}+bias" if "bias" in tensors else kind
         scale = self.scale(layer, tensors, rank, part_path, slot is not None)
         flat = "." not in layer.name and not layer.own
@@ -278,8 +286,10 @@ class _Reader:
             raise ArtifactError(f"{self.where}: '{key}' is a {type(value).__name__}, not a tensor")
         if not value.is_floating_point():
             raise ArtifactError(f"{self.where}: '{key}' holds {value.dtype}; an adapter's weights are floating point")
-        value = value.detach()
-        if not value.is_meta and not torch.isfinite(value if value.itemsize > 1 else value.float()).all():
+        value, wide = value.detach(), torch.float64 if value.dtype == torch.float64 else torch.float32
+        numbers = value if value.itemsize > 1 else value.float()
+        # the sum tells in a seventh of the time, unless it is too large itself
+        if not value.is_meta and not numbers.sum(dtype=wide).isfinite() and not numbers.isfinite().all():
             raise ArtifactError(f"{self.where}: '{key}' has numbers that are not finite (NaN or infinity)")
         return value
 

@@ -38,13 +38,16 @@ def save(
 
     The folder gets `model.safetensors`, one `<pass>.safetensors` for each applied pass, `graph.json`, `graph.txt` for
     reading, `config.yaml` if `config` is given, and `manifest.json` with a hash of each. Saving the same module twice
-    gives the same bytes. A folder that is replaced is swapped whole, so that a crash leaves the old or the new one; what
-    else lay in it stays. Weights on the meta device are saved as shapes.
+    gives the same bytes. Of a lowered module what it was made from is saved, `meta["source"]`, with the weights and adapters
+    that it has now: load it and lower it again. A folder that is replaced is swapped whole, so that a crash leaves the old or
+    the new one; what else lay in it stays. Weights on the meta device are saved as shapes.
 
     Raises ArtifactError for what cannot be saved, and for a folder that holds something else.
     """
     if not isinstance(module, TracedModule):
         raise ArtifactError(f"save takes a traced module, not a {type(module).__name__}: fxplug.trace(model, inputs) makes one")
+    while isinstance(module.meta.get("source"), TracedModule):
+        module = module.meta["source"]
     target = Path(folder).absolute()
     _check_target(target, overwrite)
     document, files = _document(module)

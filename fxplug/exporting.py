@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from .errors import FxplugError, did_you_mean
 from .module import Container, TracedModule, copy_graph, shell
 from .packages import check_compiler, write
 from .structure import children, leaves, map_leaves
+from .switching import Adapters
 
 FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2"}
 FREE: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -77,8 +78,10 @@ def export(
     target = _target(Path(path), to)
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     named = dict(kwargs or {})
+    facts: dict[str, Any] = {}
     if to == "aoti":
         check_compiler(_device(module, (args, named)))
+        facts = _facts(module)
         # compiled code reads an input's memory in the order in which the example's lay
         args, named = map_leaves((args, named), lambda t, _: t.contiguous())
     plain, notes = _program(module)
@@ -87,7 +90,7 @@ def export(
     def finish(program: ExportedProgram) -> list[str]:
         with _beside(target) as name:
             if to == "aoti":
-                return write(program, parameters, name, _live(module), _facts(module), options)
+                return write(program, parameters, name, _live(module), set(facts.get("where", {}).values()), facts, options)
             _write_out_rounding(program.graph)
             program.graph_module.recompile()
             with _quiet():
@@ -118,15 +121,31 @@ def _device(module: nn.Module, inputs: Any) -> torch.device:
 
 
 def _live(module: TracedModule) -> dict[str, torch.Tensor]:
-    """The tensors of the passes, by name."""
-    prefixes = tuple(f"{entry['name']}." for entry in module.meta.get("passes", []))
+    """The tensors of the passes, by the names that they have in this module; and those that they are parts of."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: tensor for name, tensor in tensors.items() if prefixes and name.startswith(prefixes)}
+    prefixes = tuple(f"{entry['name']}." for entry in module.meta.get("passes", []))
+    moved = {now for name, now in module.meta.get("originals", {}).items() if name.startswith(prefixes)}
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes) or name in moved}
+    memory = {tensor.untyped_storage().data_ptr() for tensor in own.values() if tensor.numel()}
+    return {**own, **{name: t for name, t in tensors.items() if t.numel() and t.untyped_storage().data_ptr() in memory}}
 
 
 def _facts(module: TracedModule) -> dict[str, Any]:
-    names = [entry["name"] for entry in module.meta.get("passes", [])]
-    return {"module": module.classes[0], "mode": "train" if module.training else "eval", "passes": names}
+    """What the manifest of a package says of a module: where its slots are, above all."""
+    passes = module.meta.get("passes", [])
+    facts: dict[str, Any] = {"module": module.classes[0], "mode": "train" if module.training else "eval"}
+    facts["passes"] = [entry["name"] for entry in passes]
+    if any(entry.get("slots") for entry in passes):
+        adapters = Adapters(module)
+        if adapters.watchers:
+            raise FxplugError(
+                "this module has its adapters merged into its weights, which a package cannot do anew when they change: export "
+                "what it was lowered from, module.meta['source']"
+            )
+        facts["banks"] = {name: [asdict(bank) for bank in banks] for name, banks in adapters.banks.items()}
+        names = [name for banks in adapters.banks.values() for bank in banks for name in adapters._parameters(bank).values()]
+        facts["where"] = {name: adapters.where.get(name, name) for name in names}
+    return facts
 
 
 # --- the program

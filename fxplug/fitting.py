@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .errors import ArtifactError, did_you_mean
+from .renaming import SWAPPED, first_names
 from .updates import AdapterFile, Entry
 
 # the parts of a pipeline by how their layers' names begin: dotted, or with kohya's underscores
@@ -74,12 +75,19 @@ def _listed(some: Sequence[str], number: int) -> str:
 
 
 
-def fit(file: AdapterFile, layers: Mapping[str, Sequence[int]], part: str | None = None) -> Fit:
+def fit(
+    file: AdapterFile,
+    layers: Mapping[str, Sequence[int]],
+    part: str | None = None,
+    model: Callable[[], Mapping[str, Sequence[int]]] | None = None,
+) -> Fit:
     """Find the layer of each entry among `layers`, which has the weight's shape by path.
 
-    Tried in this order: the path as it is; without what says the part of a pipeline; without further components at its
-    beginning, or with more, if all entries of the part then have a layer; kohya's names, by underscores, in the same way.
-    Parts of which nothing fits are others', once another part fits. `part` names the one to take.
+    Tried in this order: the path as it is; without what says the part of a pipeline, kohya's with underscores; the first names
+    of a diffusers model (see renaming); the path without further components at its beginning, or with more, if all entries
+    of the part then have a layer.
+    Parts of which nothing fits are others', once another part fits. `part` names the one to take. `model` gives all weights
+    of the model by path, where `layers` are only some: blocks are counted for the first names.
 
     Raises ArtifactError for a part that the file has not, and where more than one layer or entry could be meant.
     """
@@ -96,6 +104,10 @@ def fit(file: AdapterFile, layers: Mapping[str, Sequence[int]], part: str | None
     wanted = [p for p in groups if part in (None, p)]
     finder = _Finder(file, shapes, flat)
     found = {p: finder.known(groups[p]) for p in wanted}
+    if not any(hits.named for hits in found.values()):
+        whole = shapes | {path: tuple(shape) for path, shape in (model() if model else {}).items()}
+        groups |= {p: finder.renamed(groups[p], whole) for p in wanted}
+        found = {p: finder.known(groups[p]) for p in wanted}
     if not any(hits.good for hits in found.values()):
         found = {p: max(found[p], finder.deep(groups[p]), key=lambda h: (h.good, h.named)) for p in wanted}
     some = any(hits.good for hits in found.values())
@@ -158,6 +170,24 @@ class _Finder:
             lambda e: self.underscored(e, e.path.replace(".", "_")) if e.flat else None,
         ]
         return max((self.tried(entries, reading) for reading in readings), key=lambda hits: (hits.good, hits.named))
+
+    def renamed(self, entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]]) -> list[Entry]:
+        """Entries under the model's names where they have its first names; of several layers, one entry for each."""
+        names = first_names(shapes)
+        names |= {name.replace(".", "_"): paths for name, paths in names.items()}
+        made = []
+        for entry in entries:
+            paths = names.get(entry.path, ())
+            widths = [shapes[path.removesuffix(SWAPPED)][0] for path in paths]
+            if not paths or sum(widths) != entry.sizes()[0]:
+                paths, widths = paths[:1] or (entry.path,), [0]
+            start = 0
+            for path, width in zip(paths, widths, strict=True):
+                part = entry.outputs(start, width) if len(paths) > 1 else entry
+                part = part.swapped() if path.endswith(SWAPPED) else part
+                made.append(replace(part, path=path.removesuffix(SWAPPED), flat=entry.flat and path == entry.path))
+                start += width
+        return made
 
     def deep(self, entries: Sequence[Entry]) -> _Hits:
         """The first reading under which every entry has a layer that it fits: fewest components taken away, or some added."""

@@ -36,6 +36,7 @@ def merge(gm: TracedModule, passes: Sequence[str] | None = None) -> TracedModule
     wanted = _named(gm, passes)
     gates = {name: uniform(gm, name) for name in slotted(gm) if name in wanted}
     plan = Plan(gm, set(wanted))
+    plan.check()
     new = plan.module(plan.values(gates))
     new.meta["unmerged"] = gm
     return new
@@ -109,11 +110,19 @@ def uniform(gm: nn.Module, name: str) -> Tensor:
     return weights[0].clone()
 
 
-class Plan:
-    """How the blocks of passes go into weights: found on copies of a module's graphs, which are edited on the way.
+def foldable(gm: TracedModule, passes: Sequence[str]) -> list[str]:
+    """Those of the passes that `merge` takes together."""
+    names = list(passes)
+    while names:
+        bad = Plan(gm, set(names)).refused_passes()
+        if not bad:
+            break
+        names = [name for name in names if name not in bad]
+    return names
 
-    Raises SpecError for passes that cannot, with the reasons.
-    """
+
+class Plan:
+    """How the blocks of passes go into weights: found on copies of a module's graphs, which are edited on the way."""
 
     def __init__(self, gm: TracedModule, passes: set[str]) -> None:
         self.gm, self.passes = gm, passes
@@ -142,7 +151,9 @@ class Plan:
                 replace(graph, node, value)
         for graph in self.graphs.values():
             self.clean(graph)
-        self.refuse()
+        for entry in gm.meta["passes"]:
+            if entry["name"] in passes and entry["inputs"]:
+                self.reasons[entry["name"]]["it"] = f"it has inputs of its own: {', '.join(entry['inputs'])}"
 
     # --- finding
 
@@ -184,18 +195,19 @@ class Plan:
         for node in graph.nodes:
             if node.meta.get("pass", {}).get("name") in self.passes:
                 del node.meta["pass"]
-        graph.lint()
 
     def networked(self, node: fx.Node) -> bool:
         """Whether a node belongs to a network of a pass."""
         key = next(reversed(node.meta.get("nn_module_stack") or {"": None}))
         return key.partition(".")[0] in self.passes
 
-    def refuse(self) -> None:
-        for entry in self.gm.meta["passes"]:
-            if entry["name"] in self.passes and entry["inputs"]:
-                self.reasons[entry["name"]]["it"] = f"it has inputs of its own: {', '.join(entry['inputs'])}"
-        bad = {name: rows for name, rows in self.reasons.items() if rows}
+    def refused_passes(self) -> dict[str, dict[str, str]]:
+        """The passes that cannot go into weights: what of them, and why."""
+        return {name: rows for name, rows in self.reasons.items() if rows}
+
+    def check(self) -> None:
+        """Raises SpecError where a pass cannot go into weights."""
+        bad = self.refused_passes()
         if not bad:
             return
         lines = []
@@ -255,6 +267,8 @@ class Plan:
 
     def module(self, values: Mapping[str, Tensor]) -> TracedModule:
         """The module with these parameters, without the passes."""
+        for graph in self.graphs.values():
+            graph.lint()
         new: dict[int, nn.Parameter] = {}
         for name, value in values.items():
             owner, _, last = name.rpartition(".")

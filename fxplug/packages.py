@@ -17,7 +17,7 @@ import sys
 import threading
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,11 @@ from safetensors.torch import save as save_tensors
 from torch.export import ExportedProgram
 
 from . import __version__
-from .errors import ArtifactError, FxplugError, did_you_mean
+from .adapter_files import AdapterFile, read
+from .errors import ArtifactError, FxplugError, SpecError, did_you_mean
+from .fitting import Fit
 from .signatures import Json, Signature, describe
+from .switching import Adapters, Bank, Source
 
 FORMAT = 1
 MANIFEST, TENSORS = "data/fxplug/manifest.json", "data/fxplug/adapters.safetensors"
@@ -71,13 +74,15 @@ def write(
     parameters: Mapping[str, inspect.Parameter],
     file: str,
     tensors: Mapping[str, torch.Tensor],
+    must: Set[str],
     facts: Mapping[str, Any],
     options: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Compile an exported program into a package `file`, and give notes about what it does not check.
 
-    `parameters` are those of the exported `forward`, `tensors` what stays live, by name, `facts` more for the manifest, and
-    `options` inductor's own. Raises FxplugError when a tensor that has to stay live did not.
+    `parameters` are those of the exported `forward`, `tensors` what stays live, by name, and `must` those of them that the
+    program has to read; `facts` are more for the manifest, and `options` inductor's own. Raises FxplugError when a tensor
+    that has to be live is not.
     """
     from torch._inductor import aoti_compile_and_package
 
@@ -87,12 +92,18 @@ def write(
         aoti_compile_and_package(program, package_path=file, inductor_configs={**(options or {}), **LIVE})
     loader = LOADER(file, "model", False, 1, -1)
     constants = set(loader.get_constant_fqns())
+    whole, views = _shared(tensors)
     # names of adapters and the like are part of the state, and no part of the program
-    live = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    used = set(program.graph_signature.inputs_to_parameters.values()) | set(program.graph_signature.inputs_to_buffers.values())
-    lost = sorted(_read_by(program, used) & set(tensors) - constants)
+    live = {name: tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
+    lost = sorted(_read_by(program) & set(whole) - constants)
     if lost:
         raise FxplugError(f"AOTInductor made constants of {', '.join(lost[:3])}{' ...' if lost[3:] else ''}")
+    idle = sorted({views[name]["of"] if name in views else name for name in must} - constants)
+    if idle:
+        raise FxplugError(
+            f"the graph does not read {', '.join(idle[:3])}{' ...' if idle[3:] else ''}, so an adapter would have no effect "
+            "there: export the module that this one was lowered from, module.meta['source']"
+        )
     metadata = loader.get_metadata()
     manifest = {
         "format": FORMAT,
@@ -104,6 +115,7 @@ def write(
         "features": metadata.get("AOTI_CPU_ISA", "").split(),
         "capability": list(torch.cuda.get_device_capability()) if metadata["AOTI_DEVICE_KEY"] == "cuda" else None,
         "constants": {name: _facts(tensor) for name, tensor in _state(program).items() if name in constants},
+        "views": views,
         "signature": signature,
         **facts,
     }
@@ -112,6 +124,21 @@ def write(
         archive.writestr(f"{root}/{MANIFEST}", json.dumps(manifest, sort_keys=True))
         archive.writestr(f"{root}/{TENSORS}", save_tensors(live))
     return notes
+
+
+def _shared(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
+    """The tensors that have memory of their own, and how the others lie in these."""
+    whole: dict[str, torch.Tensor] = {}
+    views: dict[str, Json] = {}
+    owners: dict[int, str] = {}
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].numel()):
+        owner = owners.setdefault(tensor.untyped_storage().data_ptr(), name) if tensor.numel() else name
+        if owner == name:
+            whole[name] = tensor
+        else:
+            start = tensor.storage_offset() - tensors[owner].storage_offset()
+            views[name] = {"of": owner, "shape": list(tensor.shape), "stride": list(tensor.stride()), "start": start}
+    return whole, views
 
 
 def _state(program: ExportedProgram) -> dict[str, torch.Tensor]:
@@ -123,19 +150,21 @@ def _facts(tensor: torch.Tensor) -> Json:
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
 
 
-def _read_by(program: ExportedProgram, names: set[str]) -> set[str]:
-    """Those of the names that a node of the program reads."""
+def _read_by(program: ExportedProgram) -> set[str]:
+    """The names of the parameters and buffers that a node of the program reads."""
     signature = program.graph_signature
     places = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
-    read = {places[n.name] for n in program.graph.nodes if n.op == "placeholder" and n.name in places and n.users}
-    return read & names
+    return {places[n.name] for n in program.graph.nodes if n.op == "placeholder" and n.name in places and n.users}
 
 
 # --- running
 
 
-class _Turns:
-    """Many calls at once, or one change: a change waits for the calls that run, and calls wait for a change."""
+class Turns:
+    """Many calls at once, or one change: a change waits for the calls that run, and calls wait for a change.
+
+    `with turns.call()` is a call, `with turns` a change; a change within a change of the same thread is part of it.
+    """
 
     def __init__(self) -> None:
         self._free = threading.Condition()
@@ -153,8 +182,7 @@ class _Turns:
                 self._calls -= 1
                 self._free.notify_all()
 
-    @contextlib.contextmanager
-    def change(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         me = threading.get_ident()
         with self._free:
             if self._owner != me:
@@ -163,30 +191,64 @@ class _Turns:
                 self._waiting -= 1
                 self._owner = me
             self._depth += 1
-        try:
-            yield
-        finally:
-            with self._free:
-                self._depth -= 1
-                if not self._depth:
-                    self._owner = 0
-                self._free.notify_all()
+
+    def __exit__(self, *error: object) -> None:
+        with self._free:
+            self._depth -= 1
+            if not self._depth:
+                self._owner = 0
+            self._free.notify_all()
+
+
+class PackageAdapters(Adapters):
+    """The adapters of a package, by name: `load`, `use`, `unload` and `names` as those of a module.
+
+    A change waits until the calls of the package that run are done, and later calls wait for it. Files are read before that.
+    """
+
+    def __init__(self, manifest: Json, tensors: dict[str, torch.Tensor], turns: Turns) -> None:
+        self.banks, self.where = _banks(manifest)
+        self.tensors = tensors
+        self.lock = turns  # type: ignore[assignment]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.tensors[self.where.get(name, name)]
+
+    def shapes(self) -> dict[str, Any]:
+        """The weights of the whole model are the program's own."""
+        return {}
+
+    def changed(self, names: Any) -> None:
+        """Nothing is left to do: the program reads the tensors themselves."""
+
+    def load(self, name: str, source: Source, *, adapter: str | None = None, **options: Any) -> Fit:
+        file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter)  # type: ignore[arg-type]
+        return super().load(name, file, **options)
 
 
 class Package:
     """A compiled module: called as the module was, for inference only.
 
-    `tensors` are those of its passes, by name, live: the program reads them at each call. `update` writes into them, and into
-    every other constant. Calls may come from several threads; a change waits until those that run are done, and calls that
-    come later wait for it, so that each call sees one state of the adapters. On a GPU calls and changes belong to one stream.
+    `adapters` are what is in the slots of its passes. `tensors` are all tensors of its passes, by name, live: the program reads
+    them at each call; `update` writes into them, and into every other constant. Calls may come from several threads; a change
+    waits until those that run are done, and calls that come later wait for it, so that each call sees one state. On a GPU calls
+    and changes belong to one stream.
     """
 
     def __init__(self, loader: Any, manifest: Json, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
         self._loader, self.manifest, self.tensors, self.device = loader, manifest, tensors, device
         self._signature = Signature(manifest["signature"], device)
-        self._turns = _Turns()
-        self.program_reads = frozenset(loader.get_constant_fqns())
-        loader.load_constants({k: t for k, t in tensors.items() if k in self.program_reads}, False, False, True)
+        self._turns = Turns()
+        self._adapters = PackageAdapters(manifest, tensors, self._turns) if manifest.get("banks") else None
+        # from here on the program reads these tensors where they lie
+        loader.load_constants({k: t for k, t in tensors.items() if k in manifest["constants"]}, False, False, True)
+
+    @property
+    def adapters(self) -> PackageAdapters:
+        """The adapters in the slots of the passes. Raises SpecError for a package of a module without slots."""
+        if self._adapters is None:
+            raise SpecError("no pass of this package has slots: apply one with them, load_pass('lora', slots=4), and export again")
+        return self._adapters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the module, without gradients; result classes are dicts of their fields.
@@ -227,7 +289,7 @@ class Package:
             ready[name] = value.detach().to(self.device, dtype).contiguous()
             if dtype.is_floating_point and not bool(torch.isfinite(ready[name]).all()):
                 raise FxplugError(f"{name} has values that are not finite")
-        with self._turns.change(), torch.no_grad():
+        with self._turns, torch.no_grad():
             for name in self.tensors.keys() & ready.keys():
                 self.tensors[name].copy_(ready.pop(name))
             if ready:
@@ -236,6 +298,18 @@ class Package:
     def __repr__(self) -> str:
         names = ", ".join(self.manifest.get("passes", [])) or "no passes"
         return f"Package({self.manifest.get('module')}, {names}, on {self.device})"
+
+
+def _banks(manifest: Json) -> tuple[dict[str, list[Bank]], dict[str, str]]:
+    """The slots as `switching` has them, and the names of their tensors here. Raises ArtifactError for other data."""
+    try:
+        banks: dict[str, list[Bank]] = {}
+        for name, entries in manifest["banks"].items():
+            plain: list[dict[str, Any]] = [{k: tuple(v) if isinstance(v, list) else v for k, v in e.items()} for e in entries]
+            banks[name] = [Bank(**entry) for entry in plain]
+        return banks, dict(manifest.get("where", {}))
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ArtifactError(f"the slots in the package cannot be read: {error}") from None
 
 
 def load_package(path: str | os.PathLike[str], *, device: torch.device | str | None = None, runners: int = 1) -> Package:
@@ -261,7 +335,11 @@ def load_package(path: str | os.PathLike[str], *, device: torch.device | str | N
         raise ArtifactError(f"the program in {file} cannot be loaded: {_first(error)}") from error
     if missing:
         raise ArtifactError(f"{file}: the program does not know {missing[0]}, which its manifest lists")
-    return Package(loader, manifest, {name: tensor.to(where) for name, tensor in tensors.items()}, where)
+    # what the program does not read, such as names, is read by us alone
+    placed = {name: tensor.to(where) if name in manifest["constants"] else tensor for name, tensor in tensors.items()}
+    for name, view in manifest.get("views", {}).items():
+        placed[name] = placed[view["of"]].as_strided(view["shape"], view["stride"], view["start"])
+    return Package(loader, manifest, placed, where)
 
 
 def _read(file: Path) -> tuple[Json, dict[str, torch.Tensor]]:

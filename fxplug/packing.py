@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from . import ops, products
 from .blocks import Lora
 from .cutting import SWITCHES, aliases, written
 from .errors import SpecError
+from .fusing import check_traced, inside
 from .module import Container, Graph, TracedModule, copy_graph, shell
 from .paths import identifier
 from .places import added
@@ -47,8 +48,7 @@ def pack(gm: TracedModule, worth: Callable[[Group], bool] | None = None, *, acro
     `meta["forms"]` names the form of each packed layer, `meta["source"]` is what it was made from. Raises SpecError for what
     is no traced module.
     """
-    if not isinstance(gm, TracedModule):
-        raise SpecError(f"pack takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+    check_traced(gm, "pack")
     tree = shell(gm)
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     maker = _Maker(tree)
@@ -146,7 +146,7 @@ def groups(graph: fx.Graph, tree: nn.Module, across: bool = False) -> Iterator[G
             known = set()
         if (member := _member(node, tree, tensors)) is not None and _free(member, tree):
             weight = tensors[member.weight]
-            key = (_inside(node.args[0]), weight.device, weight.dtype, weight.shape[1])
+            key = (inside(node.args[0]), weight.device, weight.dtype, weight.shape[1])
             opened.setdefault(key, []).append(member)
             known = known | {key}
         depends[node] = known
@@ -185,7 +185,7 @@ def _member(node: fx.Node, tree: nn.Module, tensors: dict[str, Tensor]) -> Membe
         if lora is None or lora.kind != "Linear" or lora.bias or lora.dropout or user.kwargs or not 2 <= len(user.args) <= 3:
             break
         down = tensors.get(f"{user.target}.down.weight")
-        if _inside(user.args[0]) is not _inside(node.args[0]) or user.args[1] is not last or down is None:
+        if inside(user.args[0]) is not inside(node.args[0]) or user.args[1] is not last or down is None:
             break
         if down.dtype != first.dtype or down.device != first.device or lora.up.weight.dtype != first.dtype:
             break
@@ -239,13 +239,6 @@ def _hooks(module: nn.Module) -> tuple[Any, ...]:
     return (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
 
 
-def _inside(value: Any) -> Any:
-    """A value before the edges of regions that it crosses."""
-    while isinstance(value, fx.Node) and value.target is ops.edge:
-        value = value.args[0]
-    return value
-
-
 def _root(value: fx.Node, tree: nn.Module) -> fx.Node:
     """The value in whose memory a value may lie."""
     while value.op not in ("placeholder", "get_attr", "output") and (value.target is ops.edge or aliases(value, tree)):
@@ -279,7 +272,7 @@ class Packed(nn.Module):
     """x @ weight.T + bias for several layers at once: x (..., in), the result (..., rows of the packed weight).
 
     `weights` and `biases` name the parameters that are parts of the packed tensors, with the row where each begins, from the
-    module that holds this one.
+    module that holds this one. Without a packed bias, biases are put together at each call.
     """
 
     weight: Tensor
@@ -295,10 +288,11 @@ class Packed(nn.Module):
         """`parts` are the parameters that `weights` and then `biases` name: read where gradients of them are wanted."""
         weight, bias = self.weight, self.bias
         graded = torch.is_grad_enabled()
-        if graded and any(part.requires_grad for part in parts):
+        trained = graded and any(part.requires_grad for part in parts)
+        if trained:
             weight = _joined(weight, list(self.weights.values()), parts[: len(self.weights)])
-            if bias is not None:
-                bias = _joined(bias, list(self.biases.values()), parts[len(self.weights) :])
+        if self.biases and (trained or bias is None):
+            bias = _joined(weight.new_zeros(len(weight)), list(self.biases.values()), parts[len(self.weights) :])
         graded = graded and (x.requires_grad or weight.requires_grad)
         casts = torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype
         if graded or casts or x.dim() < 2 or torch.compiler.is_exporting():
@@ -373,7 +367,7 @@ def _whole(parts: Sequence[tuple[Tensor, int]], rows: int) -> Tensor | None:
     """
     (first, start), size = parts[0], parts[0][0][0].numel()
     shape = (rows, *first.shape[1:])
-    own = [t.is_meta or t.untyped_storage().nbytes() == t.numel() * t.element_size() for t, _ in parts]
+    own = [_alone(tensor) for tensor, _ in parts]
     if all(own):
         return first.new_zeros(shape).detach()
     storage, offset = first.untyped_storage(), first.storage_offset() - start * size
@@ -381,6 +375,10 @@ def _whole(parts: Sequence[tuple[Tensor, int]], rows: int) -> Tensor | None:
     if any(own) or beyond or any(t.data_ptr() != first.data_ptr() + (s - start) * size * t.element_size() for t, s in parts):
         return None
     return first.detach().as_strided(shape, first.stride(), offset)
+
+
+def _alone(tensor: Tensor) -> bool:
+    return tensor.is_meta or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 class _Maker:
@@ -394,6 +392,9 @@ class _Maker:
 
     def put(self, graph: Graph, group: Group) -> None:
         made = self.module(group)
+        if made is None:  # another packing holds some of them
+            group = replace(group, members=[member for member in group.members if self.own(member)])
+            made = self.module(group) if len({m.weight for m in group.members}) > 1 else None
         if made is None:
             return
         name, packed = made
@@ -451,8 +452,8 @@ class _Maker:
         for starts in (weights, biases):
             parts = [(self.tree.get_parameter(name), start) for name, start in starts.items()]
             made.append(_whole(parts, rows) if parts else None)
-            if parts and made[-1] is None:
-                return None
+        if made[0] is None:
+            return None
         for starts, whole in zip((weights, biases), made, strict=True):
             if whole is not None:
                 tie(whole, [(self.tree.get_parameter(name), start) for name, start in starts.items()])
@@ -460,11 +461,15 @@ class _Maker:
         while name in home._modules:
             number += 1
             name = f"{identifier(group.members[0].path)}_{number}"
-        packed = Packed(made[0], made[1], weights, biases)  # type: ignore[arg-type]
+        packed = Packed(made[0], made[1], weights, biases)
         packed.training = self.tree.training
         home._modules[name] = packed
         self.tree._modules[self.home] = home
         return name, packed
+
+    def own(self, member: Member) -> bool:
+        """Whether a layer's weights have memory of their own."""
+        return all(_alone(self.tree.get_parameter(name)) for name in (member.weight, *member.downs))
 
     def laid(self, names: list[str]) -> tuple[dict[str, int], int]:
         """Where each parameter begins in the packed weight, and how many rows that has."""

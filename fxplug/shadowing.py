@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import Lora
-from .deltas import Step, Use, accumulator, changed, mapped
+from .deltas import Step, Use, accumulator, changed, mapped, weight_of
 from .errors import SpecError
 from .folding import Plan, check_unlowered, slotted, uniform
 from .gates import Table
-from .module import TracedModule
+from .module import TracedModule, copy_graph, shell
 from .networks import GATES
 from .weights import Update
 
@@ -30,17 +30,19 @@ def live(gm: TracedModule) -> TracedModule:
     that nothing drifts. That costs memory for one copy of these layers, and while it runs for one layer in float32.
 
     Banks and tables are copies, so `gm`'s adapters and those of the result are switched apart. The base weights are shared
-    and lie below `shadows`. Entries for each sample cannot be in one weight: `use` refuses them. Raises SpecError for a module
-    without slots, a lowered one, and where a block cannot go into a weight, as `folding.merge` says.
+    and lie below `shadows`; `meta["source"]` is the un-merged module with the copied banks. Entries for each sample cannot be
+    in one weight: `use` refuses them. Raises SpecError for a module without slots, a lowered one, and where a block cannot go
+    into a weight, as `folding.merge` says.
     """
     check_unlowered(gm, "a live merge")
     names = slotted(gm)
     if not names:
         raise SpecError("no pass here has slots, so there is nothing to switch: merge='fold' folds what is there for good")
     plan = Plan(gm, set(names))
+    plan.check()
     tree = plan.tree
-    for name in names:
-        tree._modules[name] = copy.deepcopy(gm.get_submodule(name))
+    banks = {name: copy.deepcopy(gm.get_submodule(name)) for name in names}
+    tree._modules.update(banks)
     home = HOME
     while home in tree._modules or hasattr(gm, home):
         home += "_"
@@ -60,8 +62,17 @@ def live(gm: TracedModule) -> TracedModule:
     new = TracedModule(tree, plan.graphs, gm._origin, gm._extras)
     new.twin_error = gm.twin_error
     forms = {row.name.rpartition(".")[0]: "live merge" for row in shadows.rows}
-    new.meta = {**gm.meta, "source": gm, "forms": {**gm.meta.get("forms", {}), **forms}}
+    new.meta = {**gm.meta, "source": _with(gm, banks), "forms": {**gm.meta.get("forms", {}), **forms}}
     shadows.switched(new)
+    return new
+
+
+def _with(gm: TracedModule, banks: dict[str, nn.Module]) -> TracedModule:
+    """The un-merged module with other banks: what is saved of a live merge has the adapters that were loaded into it."""
+    tree = shell(gm)
+    tree._modules.update(banks)
+    new = TracedModule(tree, {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}, gm._origin, gm._extras)
+    new.twin_error, new.meta = gm.twin_error, dict(gm.meta)
     return new
 
 
@@ -75,6 +86,18 @@ class Row:
     steps: list[tuple[Step, str, str]]  # with the path of the bank and the name of its pass
 
 
+@dataclass
+class Part:
+    """What went into a shadow weight from one bank: how much of each slot, 0 for one that is empty, and their contents.
+
+    `seen` are the states of the bank's tensors in which these contents were found.
+    """
+
+    used: tuple[float, ...]
+    seen: tuple[Any, ...]
+    contents: list[Tensor]
+
+
 class Shadows(nn.Module):
     """The base weights of a live merge, and what is needed to make the layers' own of them.
 
@@ -85,8 +108,8 @@ class Shadows(nn.Module):
         super().__init__()
         self.passes = list(passes)
         self.rows: list[Row] = []
-        self.state: dict[str, Any] = {}  # what each shadow was made of
-        self.filled: dict[str, Any] = {}  # which slots of a bank hold something, and for which content that was found
+        self.state: dict[str, list[Part]] = {}  # what each shadow was made of
+        self.filled: dict[str, Any] = {}  # which slots of a bank hold something, and in which state that was found
         self.accepted: dict[str, tuple[Tensor, int]] = {}  # the last choice that one weight could hold
 
     def add(self, use: Use, base: nn.Parameter, paths: dict[str, str]) -> None:
@@ -107,10 +130,11 @@ class Shadows(nn.Module):
         """
         gates = self.choice(root)
         for row in self.rows:
-            now = tuple(self.content(root, path, gates[name]) for _, path, name in row.steps)
-            if self.state.get(row.name) != now:
+            old = self.state.get(row.name)
+            now = [self.part(root, path, gates[name], old[i] if old else None) for i, (_, path, name) in enumerate(row.steps)]
+            self.state[row.name] = now
+            if old is None or any(a.contents is not b.contents or a.used != b.used for a, b in zip(old, now, strict=True)):
                 self.make(root, row, gates)
-                self.state[row.name] = now
 
     def choice(self, root: nn.Module) -> dict[str, list[float]]:
         """What is taken of each slot, by pass."""
@@ -129,15 +153,20 @@ class Shadows(nn.Module):
             self.accepted[name] = row, int(_table(root, name).entries)
         return {name: row.tolist() for name, row in gates.items()}
 
-    def content(self, root: nn.Module, path: str, gates: list[float]) -> Any:
-        """What a bank gives with these gates: those of the slots that hold something, and which content that is."""
+    def part(self, root: nn.Module, path: str, gates: list[float], old: Part | None) -> Part:
+        """What a bank gives with these gates; with the contents of `old` itself where they are still the same."""
         block = root.get_submodule(path)
-        now = tuple((p.data_ptr(), p._version) for p in block.parameters())
-        known = self.filled.get(path)
-        if known is None or known[0] != now:
-            known = self.filled[path] = now, _filled(block)
-        used = tuple(gate if full else 0.0 for gate, full in zip(gates, known[1], strict=True))
-        return (used, now) if any(used) else None
+        seen = tuple((p.data_ptr(), p._version) for p in block.parameters())
+        if path not in self.filled or self.filled[path][0] != seen:
+            self.filled[path] = seen, _filled(block)
+        used = tuple(gate if full else 0.0 for gate, full in zip(gates, self.filled[path][1], strict=True))
+        if old is not None and old.used == used and old.seen == seen:
+            return old
+        # an adapter that was loaded into a slot that is not in use changes the tensors and nothing here
+        contents = [part for slot, gate in enumerate(used) if gate for part in _slot(block, slot)]
+        if old is not None and len(old.contents) == len(contents) and all(map(_equal, old.contents, contents)):
+            return Part(used, seen, old.contents)
+        return Part(used, seen, [part.clone() for part in contents])
 
     def make(self, root: nn.Module, row: Row, gates: dict[str, list[float]]) -> None:
         """Write one shadow weight, from its base."""
@@ -164,9 +193,24 @@ def _table(root: nn.Module, name: str) -> Table:
 def _filled(block: nn.Module) -> list[bool]:
     """Which slots of a bank hold an adapter: one that is free is all zeros."""
     assert isinstance(block, (Lora, Update))
-    if isinstance(block, Lora):
-        up: Any = block.up.weight
-        rows = torch.unflatten(up.flatten(1), 1, (block.slots, -1)).transpose(0, 1)
-        return [bool(full) for full in rows.flatten(1).any(1).tolist()]
-    rows = torch.stack([p.flatten(1).any(1) for p in block.parameters()]).any(0)
+    rows = torch.stack([_slot(block, slot)[-1].any() for slot in range(block.slots)])
     return [bool(full) for full in rows.tolist()]
+
+
+def _slot(block: nn.Module, slot: int) -> list[Tensor]:
+    """The content of one slot of a bank; the last tensor is not zero where there is any."""
+    assert isinstance(block, (Lora, Update))
+    if isinstance(block, Update):
+        parts = [p.detach()[slot] for p in block.parameters()]
+        return [*parts, torch.stack([part.any() for part in parts])]
+    down, up = weight_of(block.down).detach(), weight_of(block.up).detach()
+    groups = block.geometry.get("groups", 1)
+    if block.kind == "Embedding":
+        own = torch.unflatten(down, 1, (block.slots, -1))[:, slot]
+    else:
+        own = torch.unflatten(down, 0, (groups, block.slots, -1))[:, slot]
+    return [own, torch.unflatten(up, 1, (block.slots, -1))[:, slot]]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.device == b.device and a.dtype == b.dtype and torch.equal(a, b)

@@ -92,6 +92,11 @@ class Adapters:
         assert found is not None, name
         return found
 
+    def shapes(self) -> dict[str, Sequence[int]]:
+        """The weights of the whole model, by layer."""
+        named = self.module.named_parameters()
+        return {name.removesuffix(".weight"): value.shape for name, value in named if name.endswith(".weight")}
+
     def changed(self, names: Sequence[str]) -> None:
         """Called after tensors of these names were written."""
         for watcher in self.watchers:
@@ -169,7 +174,7 @@ class Adapters:
         with self.lock:
             known = self._check_new(name, replace)
             file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter)  # type: ignore[arg-type]
-            found = fit(file, {bank.path: bank.shape for banks in self.banks.values() for bank in banks}, part)
+            found = fit(file, {bank.path: bank.shape for banks in self.banks.values() for bank in banks}, part, self.shapes)
             if not (partial and found.placed):
                 found.check()
             ready = self._ready(found.placed)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .errors import ArtifactError
 
+BY_OUTPUT = ("up", "bias", "magnitude")
 FACTORS = {"loha": "hada_", "lokr": "lokr_"}
 
 
@@ -20,10 +21,11 @@ class Entry:
     """What one layer gets. Tensors are as the file has them (dtype too), under the names that fxplug's blocks have.
 
     - "lora": `down` (rank, in, *kernel), `up` (out, rank, *1); of a grouped convolution `down` has groups * rank rows.
-    - "dora": these and `magnitude`, one number per output.
+    - "dora": these and `magnitude` (out), (1, out, 1, ...) for a convolution.
     - "loha": `hada_w1_a`, `hada_w1_b`, `hada_w2_a`, `hada_w2_b`, and with a core `hada_t1`, `hada_t2` (see weights.Loha).
     - "lokr": `lokr_w1` or `lokr_w1_a`, `lokr_w1_b`; `lokr_w2` or `lokr_w2_a`, `lokr_w2_b` and maybe `lokr_t2`.
-    - "lora+bias", "loha+dora", "lokr+dora", ...: with a `bias` of `up`, or a `magnitude`, that a plain block cannot hold.
+    - "lora+bias", "loha+dora", "lokr+dora", ...: with a `bias` of `up`, or a `magnitude`, that a plain block cannot hold;
+      "dora by input" where the magnitudes are the inputs'.
 
     The update of the layer's weight is `scale` times the product; `embedding` says that `down` reads indices (None: not to be
     told from the shapes), so that the weight is the product's transpose.
@@ -57,6 +59,8 @@ class Entry:
             made["down"] = made["down"].reshape(-1, *shape[1:])
             made["up"] = made["up"].reshape(shape[0], -1, *[1] * (len(shape) - 2))
         for name, tensor in made.items():
+            if name == "magnitude" and len(shape) > 2:
+                made[name] = tensor.reshape(1, -1, *[1] * (len(shape) - 2))
             if name == "lokr_w2" and tensor.dim() != len(shape):
                 made[name] = tensor.reshape(*tensor.shape[:2], *(shape[2:] if tensor.dim() > 2 else [1] * (len(shape) - 2)))
             if name in ("hada_t1", "hada_t2", "lokr_t2") and tensor.dim() != len(shape):
@@ -103,6 +107,19 @@ class Entry:
             raise ArtifactError(f"'{self.name}' is {self.kind}, which is more than a low-rank product: apply it as such")
         tensors = {"down": down.reshape(-1, *shape[1:]), "up": up.reshape(shape[0], -1, *[1] * (len(shape) - 2))}
         return replace(self, kind="lora", tensors=tensors, rank=up.shape[1])
+
+    def outputs(self, start: int, number: int) -> Entry:
+        """The same for some of the layer's outputs: that of a product that is not a plain LoRA becomes one."""
+        entry = self if "down" in self.tensors else self.as_lora((self.sizes()[0], math.prod(self.sizes()[1])))
+        cut = {n: t[start : start + number] if n in BY_OUTPUT else t for n, t in entry.tensors.items()}
+        return replace(entry, tensors=cut)
+
+    def swapped(self) -> Entry:
+        """The same with the first half of the outputs behind the second."""
+        half = self.sizes()[0] // 2
+        first, second = self.outputs(0, half), self.outputs(half, half)
+        both = {n: torch.cat([second.tensors[n], t]) if n in BY_OUTPUT else t for n, t in first.tensors.items()}
+        return replace(first, tensors=both)
 
     def sizes(self) -> tuple[int, tuple[int, ...]]:
         """The output width, and the weight's other sizes: (in, *kernel), or their product alone where only that is known."""

@@ -301,3 +301,10 @@ def test_adapters_of_a_saved_rewrite():
     Path("d.yaml").write_text(CONFIG)
     run("rewrite", "d.yaml", "--out", "plain", "--no-verify")
     assert "no pass here has slots" in refused("adapters", "list", "plain")
+
+
+def test_the_forms_of_a_lowered_model():
+    Path("c.yaml").write_text(CONFIG.replace("{rank: 2}", "{rank: 2, slots: 2}"))
+    text = run("show", "c.yaml", "--forms", "--merge", "live")
+    assert "one" in text and "live" in text
+    assert "did you mean 'live'" in refused("show", "c.yaml", "--forms", "--merge", "lvie")

@@ -26,7 +26,8 @@ def output(name, capsys):
 def test_every_example_is_tried_and_is_one_screen():
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
         "controlnet.py", "efficientnet_adapters.py", "fashion.py", "hcp_and_everydream.py", "hcp_plugins.py", "own_block.py",
-        "quickstart.py", "step_cache.py", "trained_lora.py", "unet_in_pipeline.py", "zhijian_mlp.py", "zhijian_trainer.py",
+        "quickstart.py", "serve_adapters.py", "step_cache.py", "trained_lora.py", "unet_in_pipeline.py", "zhijian_mlp.py",
+        "zhijian_trainer.py",
     }  # fmt: skip
     assert all(len(p.read_text().splitlines()) <= 60 for p in EXAMPLES.glob("*.py"))
 
@@ -64,6 +65,16 @@ def test_controlnet(capsys):
     away = [float(line.split()[-1]) if line.startswith("strength") else float(line.rpartition(":  ")[2].split()[0])
             for line in text.splitlines()[1:-1]]  # fmt: skip
     assert away[0] == away[1] == away[4] == 0 < away[2] < away[3]
+
+
+def test_serve_adapters(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["serve_adapters.py", "--quick"])
+    monkeypatch.syspath_prepend(str(EXAMPLES / "fashion"))
+    text = output("serve_adapters.py", capsys)
+    assert "132 layers are in a slot: Adapters(boots; 2 slots)\n" in text
+    rows = {line[:24].strip(): line[24:] for line in text.splitlines() if "recognised" in line}
+    assert rows["no adapter"] == rows["merged live, none"] and rows["for all"] == rows["for all, merged live"] != rows["no adapter"]
+    assert float(text.partition("packed, ")[2].split()[0]) < 1e-4
 
 
 def test_own_block(capsys):

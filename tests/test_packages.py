@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import fxplug
 from fxplug import packages
-from fxplug.errors import ArtifactError, FxplugError, GuardError
+from fxplug.errors import ArtifactError, FxplugError, GuardError, SpecError
 from fxplug.exporting import export
 from fxplug.packages import MANIFEST, load_package
 
@@ -91,7 +93,8 @@ def test_sizes_and_structures(pair):
     module, package = pair
     for batch, side in ((1, 8), (2, 6), (5, 10)):
         out = same(package, module, batch, side)
-    assert out["none"] is None and out["three"] == 3 and type(out["pair"]) is tuple and torch.equal(out["pair"][1][0], out["y"] + 1)
+    assert out["none"] is None and out["three"] == 3 and type(out["pair"]) is tuple
+    assert torch.equal(out["pair"][1][0], out["y"] + 1)
     (image, *rest), shift = inputs(2, 8), torch.randn(2, 6)
     wanted = package(image, *rest, shift=shift)["y"]
     for other in (image.to(memory_format=torch.channels_last), image.mT.contiguous().mT, image.clone().requires_grad_()):
@@ -122,8 +125,6 @@ def test_every_constant_can_be_changed(pair, tmp_path):
             tensor.uniform_(0.1, 1)  # small, uniform and zero ones as well: nothing was worked out at compile time
     package.update({name: state[name] for name in package.state()})
     same(package, module)
-    from safetensors.torch import save_file
-
     save_file({"lin.bias": torch.zeros(6, dtype=torch.float64)}, tmp_path / "bias.safetensors")
     package.update(tmp_path / "bias.safetensors")
     state["lin.bias"].zero_()
@@ -148,22 +149,68 @@ def test_wrong_updates_change_nothing(pair, given, message):
 def test_wrong_calls(pair):
     _, package = pair
     (image, ids, more), shift = inputs(), torch.randn(2, 6)
-    for error, message, args, kwargs in [
-        (TypeError, "missing a required argument: 'image'", (), {}),
-        (FxplugError, "shift is not given; this package was compiled with a tensor", (image, ids, more), {}),
-        (FxplugError, "flag is False; this package was compiled with True", (image, ids, more, False), {"shift": shift}),
-        (FxplugError, "shift has to be a tensor, not 3", (image, ids, more), {"shift": 3}),
-        (FxplugError, "more has to be a dict with scale, not {'scal': 1}", (image, ids, {"scal": 1}), {"shift": shift}),
-        (FxplugError, r"image is torch.float64; .* for torch.float32", (image.double(), ids, more), {"shift": shift}),
-        (FxplugError, "more\\['scale'\\] is on meta; .* on cpu", (image, ids, {"scale": shift[:, :1].to("meta")}), {"shift": shift}),
-        (GuardError, "image has 3 dimensions, not 4", (image[0], ids, more), {"shift": shift}),
-        (GuardError, "image, dimension 1: the size is 2, .* for 3 only", (image[:, :2], ids, more), {"shift": shift}),
-        (GuardError, "shift, dimension 0: the size is 3, and image, .* 2; the two must be equal", (image, ids, more), {"shift": torch.ones(3, 6)}),
-        (GuardError, "64, .* for 1 or more and 63 or less", inputs(64), {"shift": torch.ones(64, 6)}),
-        (GuardError, r"compiled for inputs with \(image.shape\[3\] % 2\) == 0; these are image \(2, 3, 7, 7\)", inputs(2, 7), {"shift": shift}),
-    ]:  # fmt: skip
+    right = {"image": image, "ids": ids, "more": more, "shift": shift}
+    elsewhere = {"scale": shift[:, :1].to("meta")}
+    big, odd = dict(zip(right, (*inputs(64), torch.ones(64, 6)), strict=True)), inputs(2, 7)[0]
+    for error, message, given in [
+        (TypeError, "missing a required argument: 'more'", {"image": image, "ids": ids}),
+        (FxplugError, "shift is not given; .* compiled with a tensor", {"image": image, "ids": ids, "more": more}),
+        (FxplugError, "flag is False; this package was compiled with True", {**right, "flag": False}),
+        (FxplugError, "shift has to be a tensor, not 3", {**right, "shift": 3}),
+        (FxplugError, "more has to be a dict with scale, not {'scal': 1}", {**right, "more": {"scal": 1}}),
+        (FxplugError, r"image is torch.float64; .* for torch.float32", {**right, "image": image.double()}),
+        (FxplugError, "more\\['scale'\\] is on meta; .* on cpu", {**right, "more": elsewhere}),
+        (GuardError, "image has 3 dimensions, not 4", {**right, "image": image[0]}),
+        (GuardError, "image, dimension 1: the size is 2, .* for 3 only", {**right, "image": image[:, :2]}),
+        (GuardError, "size is 3, and image, dimension 0 has 2; the two must be equal", {**right, "shift": torch.ones(3, 6)}),
+        (GuardError, "64, .* for 1 or more and 63 or less", big),
+        (GuardError, r"\(image.shape\[3\] % 2\) == 0; these are image \(2, 3, 7, 7\), ids", {**right, "image": odd}),
+    ]:
         with pytest.raises(error, match=message):
-            package(*args, **kwargs)
+            package(**given)
+
+
+def adapter(path, rank, layers=("conv", "emb", "lin")):
+    """An adapter in PEFT's layout, made by hand."""
+    sizes = {"conv": ((rank, 3, 3, 3), (4, rank, 1, 1)), "emb": ((rank, 5), (4, rank)), "lin": ((rank, 4), (6, rank))}
+    state = {}
+    for layer in layers:
+        names = ("lora_embedding_A", "lora_embedding_B") if layer == "emb" else ("lora_A.weight", "lora_B.weight")
+        for name, size in zip(names, sizes[layer], strict=True):
+            state[f"base_model.model.{layer}.{name}"] = torch.randn(size)
+    save_file(state, path)
+    return path
+
+
+def test_adapters_come_and_go(pair, tmp_path):
+    module, package = pair
+    plain = same(package, module)["y"].shape
+    ink, film = adapter(tmp_path / "ink.safetensors", 2), adapter(tmp_path / "film.safetensors", 1, ("lin",))
+    torch.manual_seed(1)
+    for adapters in (module.adapters, package.adapters):
+        adapters.load("ink", ink)
+        adapters.load("film", film)
+        assert adapters.names == ["ink", "film"]
+    outputs = []
+    for what in (None, "ink", {"ink": 0.8, "film": 0.3}, ["ink", None, "film"], "film"):
+        for adapters in (module.adapters, package.adapters):
+            adapters.use(what)
+        assert package.adapters.active == module.adapters.active
+        torch.manual_seed(2)
+        outputs.append(same(package, module)["y"])
+    assert plain == (3, 6) and all(not torch.allclose(a, b) for a, b in itertools.combinations(outputs, 2))
+    for adapters in (module.adapters, package.adapters):
+        adapters.unload("film")
+    torch.manual_seed(2)
+    torch.testing.assert_close(same(package, module)["y"], outputs[0])
+    with pytest.raises(SpecError, match=r"no adapter 'inc' \(did you mean 'ink'\?\)"):
+        package.adapters.use("inc")
+    package.adapters.load("third", adapter(tmp_path / "b.safetensors", 1))
+    package.adapters.load("fourth", adapter(tmp_path / "c.safetensors", 1))
+    with pytest.raises(SpecError, match="all 3 slots of pass 'lora' are taken"):
+        package.adapters.load("fifth", ink)
+    with pytest.raises(SpecError, match="rank_max=3"):
+        package.adapters.load("fourth", adapter(tmp_path / "d.safetensors", 3), replace=True)
 
 
 def test_a_machine_without_model_and_compiler(made, tmp_path):
@@ -199,14 +246,14 @@ def changed(path, target, **facts):
 @pytest.mark.parametrize(
     "facts, message",
     [
-        ({"torch": "1.13.1+cu117"}, r"compiled by torch 1.13.1\+cu117, and this is torch .*: its code holds for that version only"),
+        ({"torch": "1.13.1+cu117"}, r"by torch 1.13.1\+cu117, and this is torch .*: its code holds for that version only"),
         ({"features": ["AVX512", "AMX_TILE"]}, "for a processor with AMX_TILE, which this one does not have"),
         ({"machine": "riscv64"}, "was compiled for linux riscv64, and this is linux"),
         ({"format": 2, "fxplug": "9.9"}, "has format 2, written by fxplug 9.9; this version reads up to 1"),
         ({"format": "x"}, "the format 'x', which is no version"),
         ({"signature": {"parameters": 3}}, "the signature in the package cannot be read"),
         ({"constants": {"gone": {}}}, "the program does not know gone"),
-        ({"file": None}, "no package of fxplug's: it has compiled code and no manifest; torch._inductor.aoti_load_package reads"),
+        ({"file": None}, "it has compiled code and no manifest; torch._inductor.aoti_load_package reads"),
     ],
 )
 def test_packages_for_elsewhere(made, tmp_path, monkeypatch, facts, message):
@@ -272,7 +319,7 @@ def test_a_change_waits_for_calls_and_calls_for_a_change(pair):
             order.append("call")
 
     def change():
-        with turns.change(), turns.change():
+        with turns, turns:
             order.append("change")
 
     def late_call():

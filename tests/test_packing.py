@@ -15,6 +15,7 @@ from fxplug.errors import SpecError
 from fxplug.fusing import fuse
 from fxplug.outlining import outline
 from fxplug.packing import Packed, groups, pack
+from fxplug.shadowing import live
 from fxplug.weights import LoraWeight
 
 
@@ -239,6 +240,33 @@ def test_banks_with_slots_are_packed():
         near(packed(*inputs), new(*inputs))
         loud(new)  # other adapters
         near(packed(*inputs), new(*inputs))
+
+
+def test_adapters_are_switched_beside_and_in_a_packed_weight():
+    gm, inputs = traced()
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="re:.*\\.(q|v|key|up|down)$", rank=2, slots=2))
+    plain = loud(fxplug.apply(gm, fxplug.load_pass("lora", at="re:.*\\.(q|v|key|down)$", rank=2)))
+    one = {name: value.clone() for name, value in plain.state_dict().items() if name.startswith("lora.")}
+    two = {name: value * 2 for name, value in one.items() if "blocks.0" in name and "scale" not in name}
+    two.update({name: one[name] for name in one if "blocks.0" in name and "scale" in name})
+    beside, inside = pack(new), pack(live(new))
+    modules = [new, beside, inside]
+    held = [(list(m.weights), m.bias) for m in inside.modules() if isinstance(m, Packed)]
+    assert held == [([f"blocks.{i}.q.weight", f"blocks.{i}.v.weight"], None) for i in range(2)]  # `beside` has the others
+    with torch.no_grad():
+        first = gm(*inputs)
+        for module in (new, inside):  # `beside` shares its banks with `new`
+            module.adapters.load("one", one)
+            module.adapters.load("two", two)
+            module.adapters.use({"one": 0.5, "two": -1.0})
+        results = [module(*inputs) for module in modules]
+        assert not torch.allclose(results[0], first, rtol=1e-2)
+        near(results[1], results[0])
+        near(results[2], results[0])
+        new.adapters.use(["one", None])
+        mixed = new(*inputs)
+        near(beside(*inputs), mixed)
+        near(mixed[1], first[1])
 
 
 def test_one_graph_under_compile_and_with_the_other_lowerings():

@@ -1,0 +1,233 @@
+"""Live merge, and the lowerings together: the same results, switched without a recompile, saved as what they came from."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import small
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fxplug
+from fxplug.folding import merge
+from fxplug.lowering import form_table, layer_forms, lower
+from fxplug.shadowing import live
+
+LAYERS = {"table": (11, 12), "conv1": (8, 12, 3), "conv2": (8, 2, 3, 3), "conv3": (4, 1, 2, 2, 2), "out": (5, 4)}
+
+
+@cache
+def slots(name="lora"):
+    """One layer of each kind with slots; never written, so that tests may share it."""
+    return fxplug.apply(small.layers().gm, fxplug.load_pass(name, rank=4, slots=3))
+
+
+def adapter(seed, rank=2, layers=tuple(LAYERS)):
+    """A state dict in PEFT's layout."""
+    gen = torch.Generator().manual_seed(seed)
+    found = {}
+    for path in layers:
+        out, inner, *kernel = LAYERS[path]
+        if path == "table":  # the file of an Embedding has its halves the other way round
+            found[f"base_model.model.{path}.lora_embedding_A"] = torch.randn(rank, out, generator=gen)
+            found[f"base_model.model.{path}.lora_embedding_B"] = torch.randn(inner, rank, generator=gen)
+            continue
+        found[f"base_model.model.{path}.lora_A.weight"] = torch.randn(rank, inner, *kernel, generator=gen) * 0.3
+        found[f"base_model.model.{path}.lora_B.weight"] = torch.randn(out, rank, *[1] * len(kernel), generator=gen) * 0.3
+    return found
+
+
+def loaded(gm):
+    gm.adapters.load("ink", adapter(1))
+    gm.adapters.load("film", adapter(2, 4, ["conv1", "out"]))
+    return gm
+
+
+@torch.no_grad()
+def run(gm, base=None):
+    base = base or small.layers()
+    return gm(*base.args, **base.kwargs)
+
+
+def error(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+def own(gm):
+    """A module of the same graph with slots of its own, as `gm`'s are shared by tests."""
+    return copy.deepcopy(gm)
+
+
+CHOICES = ["ink", {"ink": 0.8, "film": -0.3}, "film", None, {"film": 2.0}]
+
+
+def test_a_live_merge_is_switched_without_recompiling_and_has_the_bits_of_a_merge():
+    base = small.layers()
+    gm = loaded(own(slots()))
+    made = live(gm)
+    assert made.code == base.gm.code
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(made, backend=counter, fullgraph=True)
+    for choice in CHOICES:
+        made.adapters.use(choice)
+        gm.adapters.use(choice)
+        ours = compiled(*base.args)
+        assert error(ours, run(gm)) < 1e-5
+        assert torch.equal(ours, run(merge(gm)))
+    made.adapters.load("third", adapter(3, 1))
+    made.adapters.use("third")
+    assert error(compiled(*base.args), run(base.gm)) > 1e-2
+    made.adapters.unload("third")
+    assert torch.equal(compiled(*base.args), run(base.gm))
+    assert counter.frame_count == 1
+
+
+def test_a_switch_makes_only_those_weights_anew_that_it_concerns():
+    made = live(loaded(own(slots())))
+    weights = {name: p for name, p in made.named_parameters() if name.rpartition(".")[0] in LAYERS}
+
+    def written(change):
+        before = {name: p._version for name, p in weights.items()}
+        change()
+        return {name.partition(".")[0] for name, p in weights.items() if p._version != before[name]}
+
+    assert written(lambda: made.adapters.use("film")) == {"conv1", "out"}
+    assert written(lambda: made.adapters.use("film")) == set()
+    assert written(lambda: made.adapters.use({"film": 1.0, "ink": 0.5})) == set(LAYERS)
+    assert written(lambda: made.adapters.load("third", adapter(3))) == set()
+    assert written(lambda: made.adapters.use("film")) == set(LAYERS)
+    assert written(lambda: made.adapters.load("film", adapter(4, 1, ["out"]), replace=True)) == {"conv1", "out"}
+
+
+def test_no_drift_and_no_base_weight_is_written():
+    gm = loaded(own(slots())).bfloat16()
+    before = {name: p.clone() for name, p in gm.named_parameters()}
+    made = live(gm)
+    storages = {name: p.data_ptr() for name, p in made.named_parameters()}
+    made.adapters.use({"ink": 0.7, "film": -0.2})
+    wanted = {name: p.clone() for name, p in made.named_parameters()}
+    for index in range(100):
+        made.adapters.use([{"ink": 0.1 * index}, "film", None, {"film": -1.0, "ink": 3.0}][index % 4])
+    made.adapters.use({"ink": 0.7, "film": -0.2})
+    assert all(torch.equal(p, wanted[name]) for name, p in made.named_parameters())
+    assert all(torch.equal(p, before[name]) for name, p in gm.named_parameters())
+    assert storages == {name: p.data_ptr() for name, p in made.named_parameters()}
+    merged = merge(made.meta["source"])
+    assert all(torch.equal(p, made.get_parameter(name)) for name, p in merged.named_parameters())
+
+
+def test_entries_for_each_sample_are_refused_and_change_nothing():
+    made = live(loaded(own(slots())))
+    made.adapters.use("film")
+    before = run(made)
+    with pytest.raises(fxplug.SpecError, match="entries for each sample do not go with a live merge"):
+        made.adapters.use(["ink", "film"])
+    assert made.adapters.active == {"film": 1.0}
+    assert torch.equal(run(made), before)
+    made.adapters.use(["ink", "ink"])
+    assert error(run(made), before) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["lora_weight", "loha", "lokr"])
+def test_what_maps_a_parameter_is_merged_live(name):
+    gm = own(slots(name))
+    with torch.no_grad():
+        for p in gm.get_submodule(name).parameters():
+            p.normal_(std=0.1)
+    made = live(gm)
+    for weights in ([1.0, 0.0, 0.0], [0.5, -2.0, 0.0], [0.0, 0.0, 0.0]):
+        for module in (gm, made):
+            table = module.get_submodule(f"{name}.gates.table")
+            table.weights.copy_(torch.tensor(weights).expand_as(table.weights))
+            module.adapters.changed([])
+        assert torch.equal(run(made), run(gm))
+    assert made.code == small.layers().gm.code
+
+
+def test_a_live_merge_beside_other_passes_and_in_both_modes():
+    base = small.vit()
+    passes = [fxplug.load_pass("lora", at="**.qkv", rank=2, slots=2), fxplug.load_pass("adapter", at="**.attn.proj")]
+    gm = fxplug.apply(base.gm, *passes, fxplug.load_pass("loha", at="**.qkv", rank=2))
+    rank = torch.randn(2, 192), torch.randn(576, 2)
+    file = {"blocks.0.attn.qkv.lora_A.weight": rank[0], "blocks.0.attn.qkv.lora_B.weight": rank[1]}
+    with torch.no_grad():
+        for p in [*gm.adapter.parameters(), *gm.loha.parameters()]:
+            p.add_(torch.randn_like(p) * 0.02)
+    made = live(gm)
+    for module in (gm, made):
+        module.adapters.load("ink", file)
+        module.adapters.use({"ink": 0.1})
+    assert "lora" not in made.code and "adapter" in made.code and "loha" in made.code
+    for mode in (False, True):
+        torch.manual_seed(1)
+        theirs = run(gm.train(mode), base)
+        torch.manual_seed(1)
+        assert error(run(made.train(mode), base), theirs) < 1e-5
+    with pytest.raises(fxplug.SpecError, match="no pass here has slots"):
+        live(fxplug.apply(base.gm, passes[1]))
+
+
+def test_a_lowered_module_is_saved_as_what_it_came_from(tmp_path):
+    gm = loaded(own(slots()))
+    gm.adapters.use("ink")
+    fused = lower(gm)
+    assert fused.meta["source"] is gm
+    again = fxplug.load(fxplug.save(fused, tmp_path / "fused"))
+    assert torch.equal(run(again), run(gm)) and again.adapters.names == ["ink", "film"]
+    made = lower(gm, merge="live", fuse=None)
+    made.adapters.load("third", adapter(3))
+    made.adapters.use("third")
+    again = fxplug.load(fxplug.save(made, tmp_path / "live"))
+    assert again.adapters.names == ["ink", "film", "third"] and gm.adapters.names == ["ink", "film"]
+    assert torch.equal(run(live(again)), run(made))
+    merged = lower(gm, merge="fold")
+    again = fxplug.load(fxplug.save(merged, tmp_path / "merged"))
+    assert "passes" not in again.meta and error(run(again), run(gm)) < 1e-5
+
+
+def test_every_way_of_merging_gives_the_same_results():
+    gm = loaded(own(slots()))
+    gm.adapters.use({"ink": 0.5, "film": 1.5})
+    wanted = run(gm)
+    for way in (None, "fold", True, "live", "remerge", "auto"):
+        for fuse in (None, "auto"):
+            assert error(run(lower(gm, merge=way, fuse=fuse)), wanted) < 1e-5, (way, fuse)
+    assert lower(gm, fuse=None) is gm
+
+
+def test_the_default_of_a_served_module():
+    """Slots live, the others folded where they are functions of weights; samples with entries of their own stay un-merged."""
+    passes = [fxplug.load_pass("lora", at="out", rank=4, slots=3), fxplug.load_pass("loha", at=["conv1", "out"], rank=2)]
+    gm = fxplug.apply(small.layers().gm, *passes, fxplug.load_pass("adapter", at="conv3"))
+    made = lower(gm, merge="auto", fuse=None)
+    assert [e["name"] for e in made.meta["passes"]] == ["lora", "adapter"]
+    forms = layer_forms(made)
+    assert forms == {"conv1": "merged", "out": "live merge", "conv3": "as its pass put it"}
+    assert form_table(made).splitlines()[0] == "1 live merge, 1 as its pass put it, 1 merged"
+    gm.adapters.load("ink", adapter(1, layers=["out"]))
+    gm.adapters.use(["ink", None])
+    mixed = lower(gm, merge="auto", fuse=None)
+    assert "loha" not in mixed.code and "lora" in mixed.code
+    assert error(run(mixed), run(gm)) < 1e-5
+    assert form_table(small.layers().gm) == "no layer has a block of a pass\n"
+
+
+def test_wrong_calls_are_told():
+    gm = slots()
+    for options, found in (
+        ({"merge": "liev"}, "merge has no way 'liev' .did you mean 'live'"),
+        ({"merge": 1}, "merge has no way 1"),
+        ({"pack": "yes"}, "pack is true or false"),
+        ({"fuse": "fast"}, "fuse has no form 'fast'"),
+        ({"outline": "blocks.*"}, "outline is None, 'auto' or a list"),
+    ):
+        with pytest.raises(fxplug.SpecError, match=found):
+            lower(gm, **options)
+    for call in (lower, merge, live):
+        with pytest.raises(fxplug.SpecError, match="lowered already: .* takes the one it was made from"):
+            call(lower(gm))
+        with pytest.raises(fxplug.SpecError, match="takes a traced module, not Linear"):
+            call(nn.Linear(2, 2))
