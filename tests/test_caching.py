@@ -284,8 +284,9 @@ def test_nothing_that_is_kept_holds_on_to_a_gradient():
 # --- it stands for the module
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
-def test_adapters_are_switched_under_compiled_steps(order, monkeypatch):
+@cache
+def slotted(order):
+    """PixArt with its marks and two adapters, and the results of all ways to use them."""
     base = pixart()
     passes = [
         fxplug.load_pass("lora", at="re:.*attn1.to_[qv]$", rank=2, slots=2),
@@ -300,24 +301,48 @@ def test_adapters_are_switched_under_compiled_steps(order, monkeypatch):
             state[f"{layer}.lora_A.weight"] = torch.randn(2, 8, generator=seeds)
             state[f"{layer}.lora_B.weight"] = torch.randn(8, 2, generator=seeds)
         new.adapters.load(name, state)
-    cache = StepCache(new, Every(2), clock=None)
-    gauged = StepCache(new, Threshold(0.1), clock=None)
-    counters = torch._dynamo.utils.counters
-    if order == "after":
-        torch._dynamo.reset()
-        counters.clear()
-        gauged.compile(backend="aot_eager")
+    wanted = []
     for use in (None, "ink", {"ink": 0.5, "film": 0.3}, ["film", None]):
+        new.adapters.use(use)
+        wanted.append((use, run(new, base)))
+    assert same(wanted[0][1], run(base.gm, base)) and not same(wanted[-1][1], wanted[0][1])
+    return base, new, wanted
+
+
+def check_switches(cache, base, wanted):
+    for use, want in wanted:
         cache.adapters.use(use)
-        want = run(new, base)
-        for one in (cache, gauged):
-            one.reset()
-            for _ in range(2):
-                for a, b in zip(leaves(run(one, base)), leaves(want), strict=True):
-                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert not same(want, run(base.gm, base)) and cache.counts == gauged.counts == {"full": 4, "shallow": 4}
-    if order == "after":
-        assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
+        cache.reset()
+        for _ in range(2):
+            for a, b in zip(leaves(run(cache, base)), leaves(want), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert cache.counts == {"full": len(wanted), "shallow": len(wanted)}
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_adapters_are_switched_between_steps(order):
+    base, new, wanted = slotted(order)
+    check_switches(StepCache(new, Every(2), clock=None), base, wanted)
+    check_switches(StepCache(new, Threshold(), clock=None), base, wanted)
+
+
+def test_adapters_are_switched_under_compiled_steps():
+    base, new, wanted = slotted("after")
+    cache = StepCache(new, Threshold(), clock=None)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    cache.compile(backend="aot_eager")
+    check_switches(cache, base, wanted)
+    assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("options", [{"merge": "live", "pack": True}, {"fuse": "auto"}], ids=["live", "fused"])
+def test_a_lowered_module_has_steps_too(options):
+    base, new, wanted = slotted("after")
+    new.adapters.use(None)
+    cache = StepCache(fxplug.lower(new, **options), Threshold(), clock=None)
+    check_switches(cache, base, wanted[:3] if "merge" in options else wanted)
 
 
 def test_compiling_the_whole_compiles_each_graph():
