@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .training.run import Run, train
     from .training.tasks.task import Task
     from .training.trainer import Trainer
+    from .tuning import tune
 
 __all__ = [
     "Adapters",
@@ -86,6 +87,7 @@ __all__ = [
     "show",
     "trace",
     "train",
+    "tune",
     "unmerge",
     "verify",
 ]
@@ -113,6 +115,7 @@ _HOME = {
     "training.run": ["Run", "train"],
     "training.tasks.task": ["Task"],
     "training.trainer": ["Trainer"],
+    "tuning": ["tune"],
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 

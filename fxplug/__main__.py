@@ -170,15 +170,24 @@ def show(
     subject: Subject,
     modules: Annotated[bool, typer.Option("--modules", help="The tree of modules instead of the graph.")] = False,
     code: Annotated[bool, typer.Option("--code", help="The generated Python instead of the graph.")] = False,
+    forms: Annotated[bool, typer.Option("--forms", help="Which form each layer takes when it is lowered.")] = False,
+    merge: Annotated[str | None, typer.Option("--merge", help="With --forms: fold, live, remerge or auto.")] = None,
+    pack: Annotated[bool, typer.Option("--pack", help="With --forms: products that read one value become one.")] = False,
     set: Set = None,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Print a rewritten model: its graph, its modules or its code."""
-    if modules and code:
-        raise typer.BadParameter("--modules and --code exclude each other")
+    """Print a rewritten model: its graph, its modules, its code, or the forms of its layers."""
+    if modules + code + forms > 1:
+        raise typer.BadParameter("--modules, --code and --forms exclude each other")
     saved = Path(subject).is_dir()
-    module = _load(subject, set, allow) if saved else _run(subject, set, dry_run=True, verify=False).module
+    dry = not forms  # live merge reads weights
+    module = _load(subject, set, allow) if saved else _run(subject, set, dry_run=dry, verify=False).module
+    if forms:
+        from .lowering import form_table, lower
+
+        print(form_table(lower(module, merge=merge, pack=pack)), end="")
+        return
     from . import printing
 
     text = printing.modules(module) if modules else module.code.strip() + "\n" if code else printing.show(module)
@@ -278,6 +287,32 @@ def _weight(text: str) -> tuple[str, float]:
         return name, float(weight) if weight else 1.0
     except ValueError:
         raise SpecError(f"'{text}': the weight of an adapter is a number, such as {name}=0.8") from None
+
+
+@app.command()
+def tune(
+    subject: Subject,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Measure the forms as torch.compile makes them.")] = False,
+    turns: Annotated[int, typer.Option("--turns", help="How often each form is measured.")] = 15,
+    set: Set = None,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Measure which form each layer with an update takes on this device; `lower` then takes the fastest."""
+    from .flow import saved_inputs
+    from .models import example_inputs
+    from .tuning import tune as run
+
+    if Path(subject).is_dir():
+        module = _load(subject, set, allow)
+        args, kwargs = saved_inputs(subject, module)
+    else:
+        result = _run(subject, set, verify=False)
+        module = result.module
+        args, kwargs = example_inputs(_read(subject, set), module)
+    with _progress("measure"):
+        done = run(module, args, kwargs, compiled=compiled, turns=turns)
+    print(done)
 
 
 @app.command()

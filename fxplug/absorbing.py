@@ -20,7 +20,7 @@ from .weights import Delta, Dora, Update
 
 LAYERS: dict[str, type[nn.Module]] = {"Linear": nn.Linear, **CONVOLUTIONS, "Embedding": nn.Embedding}
 NORMS: dict[type[nn.Module], str] = {
-    c: c.__name__ for c in (nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    c: c.__name__ for c in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 }
 # what the functions behind layers are, and where their weight and bias stand
 PRODUCTS: dict[Any, tuple[str, int, int]] = {
@@ -31,6 +31,8 @@ PRODUCTS: dict[Any, tuple[str, int, int]] = {
     F.embedding: ("Embedding", 1, -1),
     F.layer_norm: ("LayerNorm", 2, 3),
     F.group_norm: ("GroupNorm", 2, 3),
+    F.batch_norm: ("BatchNorm", 3, 4),
+    F.rms_norm: ("RMSNorm", 2, -1),
 }
 BEHIND = (Lora, Scale, Ssf)  # blocks that change a layer's result as other weights would
 SIZES = (7, 8)  # of the images on which a layer's own padding is compared with an update's
@@ -114,14 +116,17 @@ class Reader:
         steps = self.around(node, kind, module, []) if kind is not None and "weight" in module._parameters else ()
         names = [n for n, p in module._parameters.items() if p is not None]
         if "bias" not in names and self.gives_bias(steps) and kind != "Embedding":
-            names.append("bias")
+            if "bias" in module._parameters:
+                names.append("bias")
+            for step in steps if "bias" not in names else ():
+                self.refuse(step.node, f"'{node.target}' adds no bias")
         for name in names:
             self.note(Use(f"{node.target}.{name}", name, kind or "", node, steps))
 
     def product(self, node: fx.Node) -> None:
         """A product of the model's own code, or of a layer that was opened."""
         kind, weight_at, bias_at = PRODUCTS[node.target]
-        weight, bias = argument(node, weight_at, "weight"), argument(node, bias_at, "bias")
+        weight, bias = argument(node, weight_at, "weight"), argument(node, bias_at, "bias") if bias_at > 0 else None
         name, first, rest = self.mapped(weight)
         if not name:
             return
@@ -131,7 +136,7 @@ class Reader:
         if (first or around) and not rest and own != name and self.tensor(own) is self.tensor(name):
             name = self.named[node] = own  # tied: it is changed under the layer's own name
         self.note(Use(name, "weight", kind, node, (*first, *around)))
-        if bias_at < 0:
+        if kind == "Embedding":
             return
         if bias is not None:
             other, second, rest = self.mapped(bias)
@@ -139,7 +144,7 @@ class Reader:
                 self.note(Use(other, "bias", kind, node, (*second, *around)))
         elif self.gives_bias(around):
             owner = name.rpartition(".")[0]
-            if self.tree.get_submodule(owner)._parameters.get("bias", 0) is None:
+            if bias_at >= 0 and self.tree.get_submodule(owner)._parameters.get("bias", 0) is None:
                 self.note(Use(f"{owner}.bias", "bias", kind, node, around))
                 self.biases[node] = f"{owner}.bias"
             for step in around if node not in self.biases else ():
@@ -236,7 +241,7 @@ class Reader:
         """Why a block behind a layer cannot go into its weight, or None."""
         if not isinstance(block, Lora):
             shape: Any = argument(node, 1, "normalized_shape") if module is None else getattr(module, "normalized_shape", ())
-            if kind == "LayerNorm" and len(shape) != 1:
+            if kind in ("LayerNorm", "RMSNorm") and len(shape) != 1:
                 return "the layer norm has more than one dimension"
             return self.scales(block, user, kind, [])
         if block.kind != kind:
@@ -257,7 +262,7 @@ class Reader:
     def scales(self, block: Any, node: fx.Node, kind: str, rest: list[Any]) -> str | None:
         """Why a scale per channel is none of the weight's channels, or None."""
         dims = len(node.meta.get("shape", ()))
-        last = kind in ("Linear", "Embedding", "LayerNorm")
+        last = kind in ("Linear", "Embedding", "LayerNorm", "RMSNorm")
         channels = {"Conv1d": -2, "Conv2d": -3, "Conv3d": -4}.get(kind, -1 if last else 1 - dims)
         if rest:
             return "the weight is mapped by a block of another pass, which is not merged: merge that one too"

@@ -205,8 +205,9 @@ class _Reader:
                     return _Layer("")
             layer = key[: found.start()]
             if role == "alpha" and layer in self.state:  # diffusers' network_alphas: of a tensor, not of a layer
-                half = self.place(layer, adapter, adapters)
-                return half and _Layer(half.name, {"alpha": key} if half.keys else {})
+                of = self.place(layer, adapter, adapters)
+                return of and _Layer(of.name, {"alpha": key} if of.keys else {})
+            layer = layer.replace(".base_layer", "")  # PEFT's own wrapper around a layer within another
             if parts.get("old"):
                 layer = _old_name(layer)
             if parts.get("half"):

@@ -22,6 +22,7 @@ from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, check_manifest, parse,
 from .module import Container, TracedModule
 from .rebuild import fill, read_modules, write_modules
 from .serialize import GraphReader, Unportable, decode, encode, only_keys, portable, write_graph
+from .shadowing import unlowered
 
 DOCUMENT = ["format", "classes", "training", "modes", "twin_error", "meta", "extras", "tensors", "modules", "stacks", "graphs"]
 MODES = {"eval": False, "train": True}
@@ -46,8 +47,7 @@ def save(
     """
     if not isinstance(module, TracedModule):
         raise ArtifactError(f"save takes a traced module, not a {type(module).__name__}: fxplug.trace(model, inputs) makes one")
-    while isinstance(module.meta.get("source"), TracedModule):
-        module = module.meta["source"]
+    module = unlowered(module)
     target = Path(folder).absolute()
     _check_target(target, overwrite)
     document, files = _document(module)

@@ -39,9 +39,9 @@ def choose(graph: fx.Graph, members: Mapping[str, list[fx.Node]], root: nn.Modul
     1604.06174). A region that would save less than two thirds of its inside is not worth a second run. Sizes are those of the
     trace. Raises MatchError when nothing is repeated.
     """
-    tree = _nesting(graph, members)
+    tree = nesting_tree(graph, members)
     rows = _measured(graph, members, root, tree)
-    kinds = {key: hash(_structure(nodes, root)) for key, nodes in members.items() if not _is_leaf(key, nodes)}
+    kinds = {key: hash(_structure(nodes, root)) for key, nodes in members.items() if not is_leaf(key, nodes)}
     same = Counter(kinds.values())
     for key, kind in kinds.items():
         if same[kind] > 1:
@@ -69,12 +69,12 @@ def choose(graph: fx.Graph, members: Mapping[str, list[fx.Node]], root: nn.Modul
     return sorted(best[1], key=lambda key: members[key][0])
 
 
-def _is_leaf(key: str, nodes: list[fx.Node]) -> bool:
+def is_leaf(key: str, nodes: list[fx.Node]) -> bool:
     port = nodes[0].meta.get("port")
     return nodes[0].op == "call_module" and port is not None and port.path == key
 
 
-def _nesting(graph: fx.Graph, members: Mapping[str, list[fx.Node]]) -> networkx.DiGraph[str]:
+def nesting_tree(graph: fx.Graph, members: Mapping[str, list[fx.Node]]) -> networkx.DiGraph[str]:
     """The regions as a tree below the model itself."""
     tree: networkx.DiGraph[str] = networkx.DiGraph()
     tree.add_node("")

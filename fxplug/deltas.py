@@ -46,20 +46,35 @@ def accumulator(weight: Tensor) -> torch.dtype:
 
 def delta(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
     """What a `Lora` adds to its layer's weight, in the weight's shape; `gates` is (slots,), None without slots."""
+    down, up = _factors(block, gates, dtype)
+    product = up @ down
+    return product[0].T if block.kind == "Embedding" else product.reshape(-1, *weight_of(block.down).shape[1:])
+
+
+def updated(value: Tensor, block: Lora, gates: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """A layer's weight in its accumulator's dtype with what a `Lora` adds to it; written into `out` if that is given."""
+    down, up = _factors(block, gates, value.dtype)
+    if block.kind == "Embedding":
+        return torch.addmm(value, down[0].T, up[0].T, out=out)
+    flat = None if out is None else out.view(len(up), -1, down.shape[2])
+    groups = value.reshape(len(up), -1, down.shape[2])
+    if len(up) == 1:
+        return torch.addmm(groups[0], up[0], down[0], out=None if flat is None else flat[0]).view(value.shape)
+    return torch.baddbmm(groups, up, down, out=flat).view(value.shape)
+
+
+def _factors(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The halves of an update, (groups, rank, in) with the scale, and (groups, out, rank); an Embedding's are turned."""
     down, up = weight_of(block.down), weight_of(block.up)
     groups = block.geometry.get("groups", 1)
-    shape = (up.shape[0], *down.shape[1:])
-    # (groups, rank, in) and (groups, out, rank)
     down = down.T[None] if block.kind == "Embedding" else down.reshape(groups, down.shape[0] // groups, -1)
     up = up.reshape(groups, up.shape[0] // groups, -1)
     if gates is None:
-        scale = block.scale
-    else:  # the slots follow each other within each group; those that are not in use cost nothing
-        rows = gates.cpu().repeat_interleave(down.shape[1] // len(gates))
-        used = rows.nonzero()[:, 0].to(down.device)
-        down, up, scale = down[:, used], up[:, :, used], rows[rows != 0][:, None].to(down.device)
-    product = up.to(dtype) @ (down.to(dtype) * scale.to(dtype))
-    return product[0].T if block.kind == "Embedding" else product.reshape(shape)
+        return down.to(dtype) * block.scale.to(dtype), up.to(dtype)
+    # the slots follow each other within each group; those that are not in use cost nothing
+    rows = gates.cpu().repeat_interleave(down.shape[1] // len(gates))
+    used = rows.nonzero()[:, 0].to(down.device)
+    return down[:, used].to(dtype) * rows[rows != 0][:, None].to(down.device, dtype), up[:, :, used].to(dtype)
 
 
 def weight_of(layer: nn.Module) -> Tensor:
@@ -78,8 +93,7 @@ def changed(
     whole = part == "bias" or kind == "Embedding"  # what is added to the result is added to this
     if isinstance(block, Lora):
         if part == "weight":
-            update = delta(block, gates, dtype)
-            value = value + (update if via is None else _columns(update, via))
+            value = updated(value, block, gates) if via is None else value + _columns(delta(block, gates, dtype), via)
         if block.bias and whole:
             value = value + block.up.bias.to(dtype) * block.scale.to(dtype)  # type: ignore[operator]
         return value

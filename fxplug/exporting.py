@@ -21,7 +21,7 @@ from torch.export import Dim, ExportedProgram
 
 from .errors import FxplugError, did_you_mean
 from .module import Container, TracedModule, copy_graph, shell
-from .packages import check_compiler, write
+from .packages import Unfit, check_compiler, write
 from .structure import children, leaves, map_leaves
 from .switching import Adapters
 
@@ -90,7 +90,7 @@ def export(
     def finish(program: ExportedProgram) -> list[str]:
         with _beside(target) as name:
             if to == "aoti":
-                return write(program, parameters, name, _live(module), set(facts.get("where", {}).values()), facts, options)
+                return write(program, parameters, name, _live(module), facts, options)
             _write_out_rounding(program.graph)
             program.graph_module.recompile()
             with _quiet():
@@ -121,13 +121,11 @@ def _device(module: nn.Module, inputs: Any) -> torch.device:
 
 
 def _live(module: TracedModule) -> dict[str, torch.Tensor]:
-    """The tensors of the passes, by the names that they have in this module; and those that they are parts of."""
+    """The tensors of the passes, by the names that they have in this module."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     prefixes = tuple(f"{entry['name']}." for entry in module.meta.get("passes", []))
     moved = {now for name, now in module.meta.get("originals", {}).items() if name.startswith(prefixes)}
-    own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes) or name in moved}
-    memory = {tensor.untyped_storage().data_ptr() for tensor in own.values() if tensor.numel()}
-    return {**own, **{name: t for name, t in tensors.items() if t.numel() and t.untyped_storage().data_ptr() in memory}}
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes) or name in moved}
 
 
 def _facts(module: TracedModule) -> dict[str, Any]:
@@ -200,6 +198,8 @@ def _export(
             with _quiet():
                 program = torch.export.export(module, some_args, some_kwargs, dynamic_shapes=shapes, strict=False)
             return program, kept, failures, finish(program)
+        except Unfit:
+            raise
         except Exception as caught:  # torch.export raises many kinds, and each means that the next try may do
             error = caught
             failures.append(f"with {kept} dimensions free: {_first_line(caught)}")

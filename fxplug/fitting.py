@@ -75,13 +75,19 @@ def _listed(some: Sequence[str], number: int) -> str:
 
 
 
-def fit(file: AdapterFile, layers: Mapping[str, Sequence[int]], part: str | None = None) -> Fit:
+def fit(
+    file: AdapterFile,
+    layers: Mapping[str, Sequence[int]],
+    part: str | None = None,
+    model: Callable[[], Mapping[str, Sequence[int]]] | None = None,
+) -> Fit:
     """Find the layer of each entry among `layers`, which has the weight's shape by path.
 
     Tried in this order: the path as it is; without what says the part of a pipeline, kohya's with underscores; the first names
     of a diffusers model (see renaming); the path without further components at its beginning, or with more, if all entries
     of the part then have a layer.
-    Parts of which nothing fits are others', once another part fits. `part` names the one to take.
+    Parts of which nothing fits are others', once another part fits. `part` names the one to take. `model` gives all weights
+    of the model by path, where `layers` are only some: blocks are counted for the first names.
 
     Raises ArtifactError for a part that the file has not, and where more than one layer or entry could be meant.
     """
@@ -99,7 +105,8 @@ def fit(file: AdapterFile, layers: Mapping[str, Sequence[int]], part: str | None
     finder = _Finder(file, shapes, flat)
     found = {p: finder.known(groups[p]) for p in wanted}
     if not any(hits.named for hits in found.values()):
-        groups |= {p: finder.renamed(groups[p]) for p in wanted}
+        whole = shapes | {path: tuple(shape) for path, shape in (model() if model else {}).items()}
+        groups |= {p: finder.renamed(groups[p], whole) for p in wanted}
         found = {p: finder.known(groups[p]) for p in wanted}
     if not any(hits.good for hits in found.values()):
         found = {p: max(found[p], finder.deep(groups[p]), key=lambda h: (h.good, h.named)) for p in wanted}
@@ -164,14 +171,14 @@ class _Finder:
         ]
         return max((self.tried(entries, reading) for reading in readings), key=lambda hits: (hits.good, hits.named))
 
-    def renamed(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Entries under the graph's names where they have a network's first names; of several layers, one entry for each."""
-        names = first_names(self.shapes)
+    def renamed(self, entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]]) -> list[Entry]:
+        """Entries under the model's names where they have its first names; of several layers, one entry for each."""
+        names = first_names(shapes)
         names |= {name.replace(".", "_"): paths for name, paths in names.items()}
         made = []
         for entry in entries:
             paths = names.get(entry.path, ())
-            widths = [self.shapes[path.removesuffix(SWAPPED)][0] for path in paths]
+            widths = [shapes[path.removesuffix(SWAPPED)][0] for path in paths]
             if not paths or sum(widths) != entry.sizes()[0]:
                 paths, widths = paths[:1] or (entry.path,), [0]
             start = 0

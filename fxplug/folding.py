@@ -181,14 +181,15 @@ class Plan:
                 continue
             if node.target is ops.edge and added(node):
                 replace(graph, node, node.args[0])
-            elif not node.users and (added(node) or self.networked(node)):
+            elif not node.users and (added(node) or self.networked(node) or node.op == "get_attr"):
                 graph.erase_node(node)
         for node in graph.nodes:
             made_by = node.meta.get("pass")
             name = str(node.target).partition(".")[0] if node.op in ("call_module", "get_attr") else ""
             if made_by is not None and made_by["name"] in self.passes and (added(node) or self.networked(node)):
                 beside = made_by.get("block") in [kind.__name__ for kind in BEHIND]
-                self.refused(node, "it does not stand directly at a layer" if beside else "it is no function of weights alone")
+                reason = "no layer with a weight stands directly at it" if beside else "it is no function of weights alone"
+                self.refused(node, reason)
             elif name in self.passes:
                 self.reasons[name].setdefault("it", f"'{node.name}' reads its weights")
         close(graph, self.gm, self.tree, self.passes)
@@ -340,7 +341,8 @@ def close(graph: Graph, gm: TracedModule, tree: nn.Module, passes: set[str]) -> 
             inside.update(new)
             todo += new
         made_by = [n.meta.get("pass", {}) for n in inside]
-        if not all(m.get("region") and m["name"] in passes and m["site"] == region.key for m in made_by):
+        opened = [m.get("region") and m["name"] in passes and m["site"].partition("@")[0] == region.path for m in made_by]
+        if not all(opened):
             continue
         inside -= {n for n in inside if n is not product and not inside.issuperset(n.users)}  # others read it too
         with graph.inserting_before(product):

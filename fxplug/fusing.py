@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
@@ -12,6 +13,7 @@ from . import forms, ops, products
 from .blocks import Lora
 from .errors import SpecError
 from .module import Graph, TracedModule, copy_graph, shell
+from .weights import Loha, Lokr
 
 
 class Layer(NamedTuple):
@@ -29,9 +31,9 @@ def fuse(gm: TracedModule, how: str = "auto") -> TracedModule:
     Graph and module tree are copied, parameters are shared, so what it trains is trained in `gm`: save and export that one.
     Results and gradients are those of `gm` but for rounding. Second derivatives of the layers are not there. A layer with a
     hook, of a derived class, or a `Lora` with dropout, a bias, or behind another block, stays as it is. `how` is a form of
-    `forms.FORMS` for all layers, or `auto`: for each the one that was measured fastest, see `tuning`, and what `products`
-    chooses at each call where nothing was. `meta["forms"]` says which form each layer with a `Lora` has.
-    Raises SpecError for what is no traced module, and an unknown form.
+    `forms.FORMS` for all layers, or `auto`: for each the one that was measured fastest (`tuning.tune`) for the rows of the
+    trace, else `fused`. With a kernel as form, `Loha` and `Lokr` make their weights by kernels too. `meta["forms"]` says which
+    form each layer with an update has. Raises SpecError for what is no traced module, and an unknown form.
     """
     check_traced(gm, "fuse")
     forms.check(how)
@@ -47,28 +49,64 @@ def _fuse(graph: Graph, tree: nn.Module, how: str) -> dict[str, str]:
             node.target = products.linear
         layer = layer_at(tree, node, (nn.Linear,))
         if layer is None:
-            continue
-        if layer.lora is None:
+            path = _fuse_weight(graph, tree, node, how) if how in forms.KERNELS else None
+            if path is not None:
+                chosen[path] = how
+        elif layer.lora is None:
             replace(graph, tree, node, node, products.linear, [])
-            continue
-        form = how if how != "auto" else forms.choose(forms.case_of(layer.node, layer.module, layer.block))
-        chosen[str(node.target)] = form
-        if form == "remerge":
-            remerge_linear(graph, tree, layer)
-        elif form != "stock":
-            _join(graph, tree, layer, form)
+        else:
+            chosen[str(node.target)] = _fuse_layer(graph, tree, layer, how)
     return chosen
 
 
-def _join(graph: Graph, tree: nn.Module, layer: Layer, form: str) -> None:
-    lora, block = layer.lora, layer.block
+def _fuse_layer(graph: Graph, tree: nn.Module, layer: Layer, form: str) -> str:
+    lora, block, device = layer.lora, layer.block, layer.module.weight.device
     assert lora is not None
-    function = forms.function(form, bool(block.slots))
-    if block.slots:
-        replace(graph, tree, lora, layer.node, function, WEIGHTS, lora.args[2], block.slots, block.batch_dim)
-    else:
-        replace(graph, tree, lora, layer.node, function, [*WEIGHTS, "scale"])
-    graph.erase_node(layer.node)
+    if form == "auto":
+        form = forms.choose(device, forms.case_of(layer.module, block, forms.rows_of(layer.node)))
+    form = forms.available(form, device)
+    if form == "remerge":
+        remerge_linear(graph, tree, layer)
+    elif form != "stock":
+        function, last = forms.function(form, bool(block.slots))
+        if block.slots:
+            last = (lora.args[2], block.slots, block.batch_dim, *last)
+        replace(graph, tree, lora, layer.node, function, WEIGHTS if block.slots else [*WEIGHTS, "scale"], *last)
+        graph.erase_node(layer.node)
+    return form
+
+
+def _fuse_weight(graph: Graph, tree: nn.Module, node: fx.Node, form: str) -> str | None:
+    """Put a kernel in the place of a block that makes a weight; the path of its layer, or None where that cannot be."""
+    block = _called(tree, node, (Loha, Lokr))
+    value = node.args[0] if block is not None else None
+    cores = block is not None and (block.cores if isinstance(block, Loha) else block.core)
+    if not isinstance(value, fx.Node) or value.op != "get_attr" or cores:
+        return None
+    device = next(iter(block.parameters())).device
+    if forms.available(form, device) not in forms.KERNELS:
+        return None
+    with graph.inserting_before(node):
+
+        def read(name: str) -> fx.Node:
+            return graph.create_node("get_attr", f"{node.target}.{name}")
+
+        def factor(name: str, split: bool) -> fx.Node:
+            return graph.call_function(torch.matmul, (read(f"{name}_a"), read(f"{name}_b"))) if split else read(name)
+
+        gates = node.args[1] if block.slots else read("scale")
+        if isinstance(block, Loha):
+            parts = [read(name) for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")]
+            new = graph.call_function(products.loha_weight, (value, *parts, gates))
+        else:
+            parts = [factor("lokr_w1", block.split_1), factor("lokr_w2", block.split_2)]
+            new = graph.call_function(products.lokr_weight, (value, *parts, gates))
+    for made in [new, *new.all_input_nodes, *(n for part in new.all_input_nodes for n in part.all_input_nodes)]:
+        made.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack", {}))
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+    return str(value.target).rpartition(".")[0]
 
 
 def remerge_linear(graph: Graph, tree: nn.Module, layer: Layer) -> None:

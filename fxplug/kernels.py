@@ -29,6 +29,7 @@ TILES = [(128, 128, 64, 8, 3), (128, 256, 64, 8, 3), (64, 128, 64, 4, 4), (64, 6
 WIDEST = 256  # the most inner channels of one slot
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
+AVAILABLE = triton is not None
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret  # TRITON_INTERPRET=1: kernels run on a CPU, slowly
 wrap_triton: Any = (lambda kernel: kernel) if INTERPRETED else torch.library.wrap_triton  # so that the compiler sees it
 
@@ -194,7 +195,7 @@ def _linear(
         x, down, take, hidden, tokens, inner, slots, rank, *x.stride(), *down.stride(), BM=64, **sizes, num_warps=4
     )
     wrap_triton(_expand)[(batch * triton.cdiv(tokens, bm) * triton.cdiv(outer, bn),)](
-        x, weight, y if bias is None else bias, hidden, up, take, y, tokens, inner, outer, slots, rank, *x.stride(),
+        x, weight, weight if bias is None else bias, hidden, up, take, y, tokens, inner, outer, slots, rank, *x.stride(),
         *weight.stride(), *up.stride(), BIAS=bias is not None, BM=bm, BN=bn, WHOLE=inner % bk == 0, **sizes,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -283,14 +284,14 @@ def _operator(name: str, kernel: Any, plain: Any, fake: Any, saves: Any, gradien
     """fxplug::name, with the kernel where it can run and torch's functions elsewhere, in a compiled graph as well."""
     given = list(inspect.signature(kernel).parameters).index("take")
 
-    def run(*args: Any) -> Tensor:
+    def run(*args: Any) -> Any:
         width = args[1].shape[-1] if name == "loha" else 1
         width = args[3].shape[0] // args[given].shape[-1] if name == "linear_of_bank" else width
         return (kernel if fits(*args[:given], rank=width) else plain)(*args)
 
     schema = torch.library.infer_schema(kernel, mutates_args=())
     make: Any = torch.library.custom_op if triton is None else torch.library.triton_op
-    operator = make(f"fxplug::{name}", run, mutates_args=(), schema=schema)
+    operator: Any = make(f"fxplug::{name}", run, mutates_args=(), schema=schema)
     operator.register_fake(fake)
     operator.register_autograd(gradients, setup_context=saves)
     return operator  # type: ignore[no-any-return]

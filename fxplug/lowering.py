@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -48,15 +49,14 @@ def lower(
         source = made = _folded(gm, None)
     elif merge == "live":
         made = shadowing.live(made)
-        source = made.meta["source"]
     elif merge == "remerge":
         made = remerging.remerge(made)
     if pack:
-        made = _stage(packing, "pack")(made)
+        made = _noted(made, packing.pack(made))
     if fuse:
-        made = fusing.fuse(made, str(fuse))
+        made = _noted(made, fusing.fuse(made, str(fuse)))
     if regions is not False:
-        made = _stage(nesting, "nest")(made, regions)
+        made = _noted(made, _stage(nesting, "nest")(made, regions))
     if made is not source:
         made.meta["source"] = source
     return made
@@ -103,6 +103,15 @@ def _folded(gm: TracedModule, passes: list[str] | None) -> TracedModule:
     return made
 
 
+def _noted(before: TracedModule, made: TracedModule) -> TracedModule:
+    """The module with what earlier lowerings made of its layers in their forms."""
+    old, new = before.meta.get("forms", {}), made.meta.get("forms", {})
+    joined = {path: f"{old[path]}, {form}" if old.get(path, form) != form else form for path, form in new.items()}
+    if joined:
+        made.meta["forms"] = {**old, **joined}
+    return made
+
+
 def _mixed(gm: TracedModule) -> bool:
     """Whether samples of a batch use different adapters."""
     try:
@@ -132,6 +141,7 @@ def form_table(module: TracedModule) -> str:
     rows = layer_forms(module)
     if not rows:
         return "no layer has a block of a pass\n"
-    counts = ", ".join(f"{count} {form}" for form, count in Counter(rows.values()).most_common())
+    kinds = Counter(re.sub(r" \([^()]*\)", "", form) for form in rows.values())  # without the names of single products
+    counts = "; ".join(f"{count} {form}" for form, count in kinds.most_common())
     width = max(map(len, rows))
     return "\n".join([counts, *(f"  {path:{width}}  {form}" for path, form in rows.items())]) + "\n"

@@ -43,7 +43,7 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     inside = {mode: members(graph) for mode, graph in graphs.items()}
     train = True in graphs
-    keys = choose(graphs[train], inside[train], gm, checkpoint) if regions is None else _named(gm, regions)
+    keys = choose(graphs[train], inside[train], gm, checkpoint) if regions is None else named(gm, regions)
     names = unique_names(keys)
     home = "regions"
     while hasattr(gm, home):
@@ -58,7 +58,7 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
         if reason is not None and regions is not None:
             raise SpecError(f"'{key}' {reason}: name a region around it, or regions inside it")
         if reason is None:
-            stacks = {mode: _stack_around(cut) for mode, cut in cuts.items()}
+            stacks = {mode: stack_around(cut) for mode, cut in cuts.items()}
             parts[key] = {m: extract(c, f"{home}.{names[key]}", names[key], stacks[m]) for m, c in cuts.items()}
     if not parts:
         raise MatchError("no region here is repeated and can be cut out: name the regions yourself")
@@ -134,7 +134,7 @@ def unrepeatable(cut: Cut, root: nn.Module) -> str | None:
     return None if node is None else f"cannot be checkpointed, as '{node.name}' changes its input in place"
 
 
-def _named(gm: TracedModule, patterns: Sequence[str]) -> list[str]:
+def named(gm: TracedModule, patterns: Sequence[str]) -> list[str]:
     """The outermost regions that the patterns match in any of the graphs, in the order they ran."""
     views = [Regions(graph, gm) for graph in gm.graphs.values()]
     order = list(dict.fromkeys(key for regions in views for key in regions.ran))
@@ -153,7 +153,7 @@ def _named(gm: TracedModule, patterns: Sequence[str]) -> list[str]:
     return [key for key in order if key in found and not found & (stacks.get(key, {key}) - {key})]
 
 
-def _stack_around(cut: Cut) -> dict[str, Any]:
+def stack_around(cut: Cut) -> dict[str, Any]:
     """The regions around a region, for the node that calls it."""
     node = next(n for n in cut.nodes if cut.key in n.meta["nn_module_stack"])
     found = {}

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import logging
 import os
 import platform
 import sys
 import threading
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ FEATURES = {"AVX2": "avx2", "AVX512": "avx512_f", "AVX512_VNNI": "avx512_vnni", 
 # --- writing
 
 
+class Unfit(FxplugError):
+    """A module whose package would not follow its adapters, however many sizes are free."""
+
+
 def check_compiler(device: torch.device) -> None:
     """Raises FxplugError where no package can be compiled for a device."""
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -74,36 +79,32 @@ def write(
     parameters: Mapping[str, inspect.Parameter],
     file: str,
     tensors: Mapping[str, torch.Tensor],
-    must: Set[str],
     facts: Mapping[str, Any],
     options: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Compile an exported program into a package `file`, and give notes about what it does not check.
 
-    `parameters` are those of the exported `forward`, `tensors` what stays live, by name, and `must` those of them that the
-    program has to read; `facts` are more for the manifest, and `options` inductor's own. Raises FxplugError when a tensor
-    that has to be live is not.
+    `parameters` are those of the exported `forward`, `tensors` what stays live, by name, `facts` more for the manifest, and
+    `options` inductor's own. Raises Unfit when a tensor that has to be live is not.
     """
     from torch._inductor import aoti_compile_and_package
 
     signature, notes = describe(program, parameters)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    with _quiet(), torch.no_grad():
         aoti_compile_and_package(program, package_path=file, inductor_configs={**(options or {}), **LIVE})
     loader = LOADER(file, "model", False, 1, -1)
     constants = set(loader.get_constant_fqns())
-    whole, views = _shared(tensors)
-    # names of adapters and the like are part of the state, and no part of the program
-    live = {name: tensor.detach().cpu().contiguous() for name, tensor in whole.items()}
-    lost = sorted(_read_by(program) & set(whole) - constants)
+    state = _state(program)
+    whole, views = _shared(tensors, {name: tensor for name, tensor in state.items() if name in constants})
+    read = _read_by(program) & set(tensors) | set(facts.get("where", {}).values())
+    lost = sorted(name for name in read if name not in constants and name not in views)
     if lost:
-        raise FxplugError(f"AOTInductor made constants of {', '.join(lost[:3])}{' ...' if lost[3:] else ''}")
-    idle = sorted({views[name]["of"] if name in views else name for name in must} - constants)
-    if idle:
-        raise FxplugError(
-            f"the graph does not read {', '.join(idle[:3])}{' ...' if idle[3:] else ''}, so an adapter would have no effect "
-            "there: export the module that this one was lowered from, module.meta['source']"
+        raise Unfit(
+            f"the compiled program does not read {', '.join(lost[:3])}{' ...' if lost[3:] else ''}, so another adapter would "
+            "have no effect there: export the module that this one was lowered from, module.meta['source']"
         )
+    # names of adapters and the like are part of the state, and no part of the program
+    live = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in whole.items()}
     metadata = loader.get_metadata()
     manifest = {
         "format": FORMAT,
@@ -114,7 +115,8 @@ def write(
         "device": metadata["AOTI_DEVICE_KEY"],
         "features": metadata.get("AOTI_CPU_ISA", "").split(),
         "capability": list(torch.cuda.get_device_capability()) if metadata["AOTI_DEVICE_KEY"] == "cuda" else None,
-        "constants": {name: _facts(tensor) for name, tensor in _state(program).items() if name in constants},
+        "constants": {name: _facts(tensor) for name, tensor in state.items() if name in constants},
+        "operators": _operators(program),
         "views": views,
         "signature": signature,
         **facts,
@@ -126,19 +128,52 @@ def write(
     return notes
 
 
-def _shared(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
-    """The tensors that have memory of their own, and how the others lie in these."""
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings, and without the log line that torch found no CUDA, which a package for a CPU has no need of."""
+    log = logging.getLogger("torch.utils.cpp_extension")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _operators(program: ExportedProgram) -> list[str]:
+    """The operators of libraries other than torch that the program may call."""
+    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    targets = {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    return sorted({f"{t.namespace}::{t._opname}" for t in targets if t.namespace not in ("aten", "prim", "prims")})
+
+
+def _shared(
+    tensors: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
+    """The tensors to keep, and how the others lie in these: a bank that is packed is a part of what the program reads."""
     whole: dict[str, torch.Tensor] = {}
     views: dict[str, Json] = {}
-    owners: dict[int, str] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].numel()):
-        owner = owners.setdefault(tensor.untyped_storage().data_ptr(), name) if tensor.numel() else name
+    for name, tensor in tensors.items():
+        around = [key for key, other in constants.items() if key != name and _within(tensor, other)]
+        owner = max(around, key=lambda key: constants[key].numel(), default=name)
         if owner == name:
             whole[name] = tensor
         else:
-            start = tensor.storage_offset() - tensors[owner].storage_offset()
+            start = tensor.storage_offset() - constants[owner].storage_offset()
+            whole[owner] = constants[owner]
             views[name] = {"of": owner, "shape": list(tensor.shape), "stride": list(tensor.stride()), "start": start}
-    return whole, views
+    return {name: tensor for name, tensor in whole.items() if name not in views}, views
+
+
+def _within(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether a tensor is a smaller part of another's memory."""
+    if not part.numel() < whole.numel() or part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+        return False
+    first, start = part.storage_offset(), whole.storage_offset()
+    last = first + sum((n - 1) * step for n, step in zip(part.shape, part.stride(), strict=True))
+    return bool(part.numel() and whole.is_contiguous() and start <= first and last < start + whole.numel())
 
 
 def _state(program: ExportedProgram) -> dict[str, torch.Tensor]:
@@ -214,6 +249,10 @@ class PackageAdapters(Adapters):
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[self.where.get(name, name)]
 
+    def shapes(self) -> dict[str, Any]:
+        """The weights of the whole model are the program's own."""
+        return {}
+
     def changed(self, names: Any) -> None:
         """Nothing is left to do: the program reads the tensors themselves."""
 
@@ -243,7 +282,7 @@ class Package:
     def adapters(self) -> PackageAdapters:
         """The adapters in the slots of the passes. Raises SpecError for a package of a module without slots."""
         if self._adapters is None:
-            raise SpecError("no pass of this package has slots: apply one with them, load_pass('lora', slots=4), and export again")
+            raise SpecError("no pass of this package has slots: apply one with them, load_pass('lora', slots=4), then export")
         return self._adapters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -322,6 +361,7 @@ def load_package(path: str | os.PathLike[str], *, device: torch.device | str | N
     manifest, tensors = _read(file)
     where = _device(file, manifest, device)
     _check_machine(file, manifest, where)
+    _check_operators(file, manifest.get("operators", []))
     if type(runners) is not int or runners < 1:
         raise FxplugError(f"runners must be a whole number, 1 or more, not {runners!r}")
     try:
@@ -419,6 +459,15 @@ def _check_machine(file: Path, manifest: Json, device: torch.device) -> None:
                 f"{file} was compiled for compute capability {made_for[0]}.{made_for[1]}, and {device} has {major}.{minor}: "
                 "export it again on such a device"
             )
+
+
+def _check_operators(file: Path, names: list[str]) -> None:
+    if any(name.startswith("fxplug::") for name in names):
+        from . import kernels, products  # noqa: F401  (which define them)
+    for name in names:
+        library, _, operator = name.partition("::")
+        if not hasattr(getattr(torch.ops, library), operator):
+            raise ArtifactError(f"{file} calls the operator {name}, which is not here: import its library first")
 
 
 def _read_file(file: Path) -> dict[str, torch.Tensor]:

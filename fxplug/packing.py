@@ -42,8 +42,8 @@ def pack(gm: TracedModule, worth: Callable[[Group], bool] | None = None, *, acro
 
     Parameters keep their names, values and objects, and are parts of the packed weight's memory from then on, in `gm` too:
     what is written into them in place reaches it, and memory is not taken twice. Moving the result, or loading a state_dict
-    into it, keeps that; move `gm` before. Results are equal to rounding (float32: 1e-5). Where gradients of packed weights
-    are wanted they are right, at the cost of a copy: train `gm`, not this.
+    into it, keeps that; move `gm` before. Layers that another packing holds in other groups stay with that one: pack a
+    deepcopy to have both. Results are equal to rounding (float32: 1e-5). Gradients of packed weights cost a copy: train `gm`.
 
     `meta["forms"]` names the form of each packed layer, `meta["source"]` is what it was made from. Raises SpecError for what
     is no traced module.
@@ -112,8 +112,9 @@ class Group:
 def worth_it(group: Group) -> bool:
     """Whether one product is not slower than several.
 
-    Through oneDNN it was faster at every shape measured (CPU, float32: x0.72 to x1.00 of the same layers apart, x0.65 to x0.97
-    with updates of rank 16). Through torch's BLAS one of more than WIDE columns was slower, up to x1.10, and is left.
+    Through oneDNN no product was slower (CPU, float32: x0.72 to x1.00 of the same layers apart, x0.65 to x0.97 with updates
+    of rank 16), and with the attention behind it none by more than the measurement's noise of 2 %. Through torch's BLAS one
+    of more than WIDE columns was slower, up to x1.10, and is left.
     """
     direct = products.ONEDNN and group.dtype == torch.float32
     return group.device.type != "cpu" or direct or sum(group.widths) <= WIDE
@@ -457,10 +458,9 @@ class _Maker:
         for starts, whole in zip((weights, biases), made, strict=True):
             if whole is not None:
                 tie(whole, [(self.tree.get_parameter(name), start) for name, start in starts.items()])
-        name, number = identifier(group.members[0].path), 1
+        name = identifier(group.members[0].path)
         while name in home._modules:
-            number += 1
-            name = f"{identifier(group.members[0].path)}_{number}"
+            name += "_"
         packed = Packed(made[0], made[1], weights, biases)
         packed.training = self.tree.training
         home._modules[name] = packed

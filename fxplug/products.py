@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import kernels
+
 ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 GATES = torch.float32  # the dtype of what gates give
 MIXED = (
@@ -200,6 +202,56 @@ def gated(hidden: Tensor, rows: Tensor, batch_dim: int = 0) -> Tensor:
         return (hidden * rows.view(batch, *[1] * (hidden.dim() - 3), -1)).to(hidden.dtype)
     split = hidden.reshape(batch, -1, hidden.shape[-1])
     return (split * rows[:, None]).to(hidden.dtype).view(hidden.shape)
+
+
+def kernel_lora_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, tile: int = 0
+) -> Tensor:
+    """`lora_linear` as one kernel of `kernels`; as it is where none fits. `tile` is one of `kernels.TILES`."""
+    x, weight, bias, down, up = _cast(x, weight, bias, down, up)
+    if x.dim() < 2 or not kernels.fits(x, weight, bias, down, up, rank=down.shape[0]):
+        return lora_linear(x, weight, bias, down, up, scale)
+    y = kernels.linear(x.reshape(1, -1, x.shape[-1]), weight, bias, down, up, scale.float().view(1, 1), tile)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def kernel_bank_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    rows: Tensor,
+    slots: int,
+    batch_dim: int = 0,
+    tile: int = 0,
+) -> Tensor:
+    """`bank_linear` as one kernel of `kernels`, in which only slots with a weight cost time; as it is where none fits."""
+    x, weight, bias, down, up = _cast(x, weight, bias, down, up)
+    batch, rank = rows.shape[0], down.shape[0] // slots
+    if x.dim() < 2 or not kernels.fits(x, weight, bias, down, up, rank=rank):
+        return bank_linear(x, weight, bias, down, up, rows, slots, batch_dim)
+    take = rows[:, ::rank]
+    if x.shape[batch_dim] % batch:
+        take = torch.where((take == take[:1]).all(), take[:1], torch.nan)
+    if batch_dim and take.shape[0] > 1:
+        first = x.transpose(0, batch_dim)
+        y = kernels.linear(first.flatten(1, -2), weight, bias, down, up, take, tile)
+        return y.view(*first.shape[:-1], weight.shape[0]).transpose(0, batch_dim)
+    y = kernels.linear(x.reshape(take.shape[0], -1, x.shape[-1]), weight, bias, down, up, take, tile)
+    return y.view(*x.shape[:-1], weight.shape[0])
+
+
+def loha_weight(value: Tensor, a1: Tensor, b1: Tensor, a2: Tensor, b2: Tensor, gates: Tensor) -> Tensor:
+    """value + gates * (a1 @ b1) * (a2 @ b2), for value (out, in, *kernel), in its dtype; one number, or (slots,) and banks."""
+    parts = [t if gates.dim() else t[None] for t in (a1, b1, a2, b2)]
+    return kernels.loha(value.flatten(1), *parts, gates.float().view(-1)).view(value.shape)
+
+
+def lokr_weight(value: Tensor, w1: Tensor, w2: Tensor, gates: Tensor) -> Tensor:
+    """value + gates * kron(w1, w2), for value (a * b, c * d, *kernel), w1 (a, c) and w2 (b, d, *kernel), as `loha_weight`."""
+    first, second = (w1, w2) if gates.dim() else (w1[None], w2[None])
+    return kernels.lokr(value.flatten(1), first, second.flatten(2), gates.float().view(-1)).view(value.shape)
 
 
 def remerged(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:

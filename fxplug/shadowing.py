@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import Lora
-from .deltas import Step, Use, accumulator, changed, mapped, weight_of
+from .deltas import Step, Use, accumulator, mapped, updated, weight_of
 from .errors import SpecError
 from .folding import Plan, check_unlowered, slotted, uniform
 from .gates import Table
@@ -30,9 +30,8 @@ def live(gm: TracedModule) -> TracedModule:
     that nothing drifts. That costs memory for one copy of these layers, and while it runs for one layer in float32.
 
     Banks and tables are copies, so `gm`'s adapters and those of the result are switched apart. The base weights are shared
-    and lie below `shadows`; `meta["source"]` is the un-merged module with the copied banks. Entries for each sample cannot be
-    in one weight: `use` refuses them. Raises SpecError for a module without slots, a lowered one, and where a block cannot go
-    into a weight, as `folding.merge` says.
+    and lie below `shadows`. Entries for each sample cannot be in one weight: `use` refuses them. Raises SpecError for a module
+    without slots, a lowered one, and where a block cannot go into a weight, as `folding.merge` says.
     """
     check_unlowered(gm, "a live merge")
     names = slotted(gm)
@@ -41,8 +40,7 @@ def live(gm: TracedModule) -> TracedModule:
     plan = Plan(gm, set(names))
     plan.check()
     tree = plan.tree
-    banks = {name: copy.deepcopy(gm.get_submodule(name)) for name in names}
-    tree._modules.update(banks)
+    tree._modules.update({name: copy.deepcopy(gm.get_submodule(name)) for name in names})
     home = HOME
     while home in tree._modules or hasattr(gm, home):
         home += "_"
@@ -62,17 +60,24 @@ def live(gm: TracedModule) -> TracedModule:
     new = TracedModule(tree, plan.graphs, gm._origin, gm._extras)
     new.twin_error = gm.twin_error
     forms = {row.name.rpartition(".")[0]: "live merge" for row in shadows.rows}
-    new.meta = {**gm.meta, "source": _with(gm, banks), "forms": {**gm.meta.get("forms", {}), **forms}}
+    new.meta = {**gm.meta, "source": gm, "banks": names, "forms": {**gm.meta.get("forms", {}), **forms}}
     shadows.switched(new)
     return new
 
 
-def _with(gm: TracedModule, banks: dict[str, nn.Module]) -> TracedModule:
-    """The un-merged module with other banks: what is saved of a live merge has the adapters that were loaded into it."""
-    tree = shell(gm)
+def unlowered(module: TracedModule) -> TracedModule:
+    """What a lowered module was made from, with the adapters that it has now; another module itself."""
+    source = module.meta.get("source")
+    if not isinstance(source, TracedModule):
+        return module
+    banks = {name: module.get_submodule(name) for name in module.meta.get("banks", [])}
+    source = unlowered(source)
+    if not banks:
+        return source
+    tree = shell(source)
     tree._modules.update(banks)
-    new = TracedModule(tree, {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}, gm._origin, gm._extras)
-    new.twin_error, new.meta = gm.twin_error, dict(gm.meta)
+    new = TracedModule(tree, {mode: copy_graph(graph) for mode, graph in source.graphs.items()}, source._origin, source._extras)
+    new.twin_error, new.meta = source.twin_error, dict(source.meta)
     return new
 
 
@@ -173,15 +178,21 @@ class Shadows(nn.Module):
         name = getattr(root, "meta", {}).get("originals", {}).get(row.name, row.name)
         shadow = root.get_parameter(name)
         base = self.get_parameter(row.base)
+        parts = [part for part, state in zip(row.steps, self.state[row.name], strict=True) if any(state.used)]
+        if not parts:
+            shadow.copy_(base)
+            return
         value = base.detach().to(accumulator(base))
-        for step, path, name in row.steps:
+        for index, (step, path, name) in enumerate(parts):
             block, weights = root.get_submodule(path), torch.tensor(gates[name], dtype=torch.float32)
             if step.place == "param":
-                assert isinstance(block, Update)
                 value = mapped(value, block, weights)
-            else:
-                value = changed(value, block, step, row.use, weights)
-        shadow.copy_(value)
+                continue
+            assert isinstance(block, Lora)
+            last = index == len(parts) - 1 and value.dtype == shadow.dtype and shadow.is_contiguous()
+            value = updated(value, block, weights, out=shadow.detach() if last else None)
+        if value.data_ptr() != shadow.data_ptr():
+            shadow.copy_(value)
 
 
 def _table(root: nn.Module, name: str) -> Table:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import networkx
 from torch import Tensor, fx, nn
@@ -28,14 +28,19 @@ END = "end"  # stands behind the nodes whose needs are asked for
 # --- what a pass puts in: marks, which compute nothing
 
 
-class Join(Block):
+class Mark(Block):
+    """A block that only says something about a place; lowerings leave it where it is."""
+
+    neutral = True
+    is_mark: ClassVar[bool] = True
+
+
+class Join(Mark):
     """Marks where a UNet joins its way up with a skip: DeepCache (Ma et al. 2023, arXiv 2312.00858) may cut there.
 
     forward(y) gives y, the result of the joining operation. Of its operands the one that most is computed for is kept; of all
     such marks of a pass the one that `branch` counts from the end of the model, from 0.
     """
-
-    neutral = True
 
     def __init__(self, branch: int = 0) -> None:
         super().__init__()
@@ -51,14 +56,12 @@ class Join(Block):
         return y
 
 
-class Keep(Block):
+class Keep(Mark):
     """Marks a value that may be taken from an earlier step: as it is, or as what it differs by from another.
 
     forward(value, base=None) gives value. With a base, a tensor of the same shape, the difference is kept and is added to the
     base of the step that takes it.
     """
-
-    neutral = True
 
     @classmethod
     def at(cls, site: Site) -> Keep:
@@ -70,13 +73,11 @@ class Keep(Block):
         return value
 
 
-class Gauge(Block):
+class Gauge(Mark):
     """Marks what tells how much a step differs from an earlier one: the change from x to y that an early block makes.
 
     forward(y, x) gives y; both have one shape.
     """
-
-    neutral = True
 
     @classmethod
     def at(cls, site: Site) -> Gauge:
@@ -86,9 +87,6 @@ class Gauge(Block):
 
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
         return y
-
-
-MARKS = (Join, Keep, Gauge)
 
 
 def _check_alike(site: Site, what: str) -> None:
@@ -184,7 +182,8 @@ class Slices:
         for owner, rows in joins.items():
             branch = max(mark.branch for _, mark in rows)
             if branch >= len(rows):
-                raise SpecError(f"{owner}: there is no branch {branch}: it has marked {len(rows)} joins, 0 to {len(rows) - 1}")
+                counted = f"{len(rows)} joins, counted 0 to {len(rows) - 1} from the end" if len(rows) > 1 else "one, branch 0"
+                raise SpecError(f"{owner}: there is no branch {branch}: it has marked {counted}")
             cuts.append(_Cut(self._deepest(rows[-1 - branch][0]), None, "", owner))
         if not cuts:
             raise SpecError(
@@ -211,7 +210,7 @@ class Slices:
         joins: dict[str, list[tuple[fx.Node, Join]]] = {}
         for node in list(self.graph.nodes):
             mark = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
-            if not isinstance(mark, MARKS):
+            if not isinstance(mark, Mark):
                 continue
             owner, value = str(node.target).partition(".")[0], node.args[0]
             if isinstance(mark, Keep):  # an edge stays, as others may read the value before the mark
@@ -222,7 +221,7 @@ class Slices:
                 value = edge
             elif isinstance(mark, Gauge):
                 self.gauges.append((value, node.args[1]))
-            else:
+            elif isinstance(mark, Join):
                 joins.setdefault(owner, []).append((value, mark))
             node.replace_all_uses_with(value)
             self.graph.erase_node(node)

@@ -92,6 +92,11 @@ class Adapters:
         assert found is not None, name
         return found
 
+    def shapes(self) -> dict[str, Sequence[int]]:
+        """The weights of the whole model, by layer."""
+        named = self.module.named_parameters()
+        return {name.removesuffix(".weight"): value.shape for name, value in named if name.endswith(".weight")}
+
     def changed(self, names: Sequence[str]) -> None:
         """Called after tensors of these names were written."""
         for watcher in self.watchers:
@@ -153,6 +158,7 @@ class Adapters:
         *,
         adapter: str | None = None,
         part: str | None = None,
+        config: Mapping[str, Any] | None = None,
         partial: bool = False,
         replace: bool = False,
     ) -> Fit:
@@ -160,16 +166,17 @@ class Adapters:
 
         `source` is a file, a folder or a state dict of any layout that `adapter_files.read` knows. Ranks up to the slots' and
         some of the layers are fine: what is missing adds nothing. `adapter` names one of several in a file, `part` the part
-        of a pipeline that this module is. `partial` leaves out layers that are not here; `replace` takes the slot of an
-        adapter of that name, which is unused while it is written. Gives what went where: see `fitting.Fit`.
+        of a pipeline that this module is; `config` is PEFT's adapter configuration where none lies beside (without it and
+        without alphas in the source, the scale is 1). `partial` leaves out layers that are not here; `replace` takes the slot
+        of an adapter of that name, which is unused while it is written. Gives what went where: see `fitting.Fit`.
 
         Raises ArtifactError for a file that cannot be read or has layers that are not here; SpecError for a name that is
         taken, full slots, a rank above theirs, or an update of another kind than they hold. Nothing is changed then.
         """
         with self.lock:
             known = self._check_new(name, replace)
-            file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter)  # type: ignore[arg-type]
-            found = fit(file, {bank.path: bank.shape for banks in self.banks.values() for bank in banks}, part)
+            file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter, config=config)  # type: ignore[arg-type]
+            found = fit(file, {bank.path: bank.shape for banks in self.banks.values() for bank in banks}, part, self.shapes)
             if not (partial and found.placed):
                 found.check()
             ready = self._ready(found.placed)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import peft
 import pytest
+import small
 import torch
 from lycoris import LycorisNetwork, create_lycoris
 from safetensors.torch import save_file
@@ -17,6 +19,7 @@ from torch import nn
 import fxplug
 from fxplug import adapter_files
 from fxplug.errors import ArtifactError
+from fxplug.renaming import first_names
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets" / "adapters"
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
@@ -164,7 +167,7 @@ def test_a_file_that_lycoris_wrote(kind, tmp_path, capsys):
 
 
 def test_files_that_diffusers_wrote(tmp_path):
-    from diffusers import UNet2DConditionModel
+    from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 
     model = UNet2DConditionModel(
         sample_size=8, block_out_channels=(8, 16), layers_per_block=1, cross_attention_dim=8, attention_head_dim=4,
@@ -174,12 +177,20 @@ def test_files_that_diffusers_wrote(tmp_path):
     shapes = layers(model)
     model.add_adapter(peft.LoraConfig(r=2, lora_alpha=6, target_modules=["to_q", "to_out.0", "conv1"]))
     randomised(model, "lora_")
-    model.save_lora_adapter(tmp_path)
-    found = adapter_files.fit(adapter_files.read(tmp_path), shapes).check()
-    assert len(found.placed) == sum(path.endswith(("to_q", "to_out.0", "conv1")) for path in shapes) > 10
-    for path, entry in found.placed.items():
-        assert entry.scale == 3.0
-        torch.testing.assert_close(entry.update(shapes[path]), model.get_submodule(path).get_delta_weight("default"), **NEAR)
+    model.save_lora_adapter(tmp_path / "model")
+    own = peft.get_peft_model_state_dict(model, adapter_name="default")
+    text = {"text_model.encoder.layers.0.mlp.fc1.lora_A.weight": torch.randn(2, 8)}
+    text["text_model.encoder.layers.0.mlp.fc1.lora_B.weight"] = torch.randn(8, 2)
+    about = {"unet_lora_adapter_metadata": {"r": 2, "lora_alpha": 6, "alpha_pattern": {}}}
+    StableDiffusionPipeline.save_lora_weights(tmp_path / "pipe", own, text_encoder_lora_layers=text, **about)
+    for folder in ("model", "pipe"):
+        found = adapter_files.fit(adapter_files.read(tmp_path / folder), shapes).check()
+        assert len(found.placed) == sum(path.endswith(("to_q", "to_out.0", "conv1")) for path in shapes) > 10
+        assert list(found.others) == ([] if folder == "model" else ["text_encoder"])
+        for path, entry in found.placed.items():
+            assert entry.scale == 3.0
+            wanted = model.get_submodule(path).get_delta_weight("default")
+            torch.testing.assert_close(entry.update(shapes[path]), wanted, **NEAR)
 
 
 # --- names
@@ -188,6 +199,7 @@ def test_files_that_diffusers_wrote(tmp_path):
 LAYOUTS = {
     "peft": pairs("base_model.model.blocks.0.to_q", "base_model.model.blocks.1.to_q"),
     "peft with adapter": pairs("base_model.model.blocks.0.to_q", form="{}.lora_{}.default.weight"),
+    "within a wrapped layer": pairs("base_model.model.blocks.0.base_layer.to_q"),
     "compiled": pairs("base_model.model._orig_mod.blocks.0.to_q"),
     "diffusers": pairs("unet.blocks.0.to_q", "unet.blocks.1.to_q"),
     "diffusers of peft": pairs("base_model.model.transformer.blocks.0.to_q"),
@@ -266,6 +278,136 @@ def test_a_linear_layer_may_be_a_convolution_of_size_1(kind):
         assert again.tensors["down"].shape == (2, 8)
     if kind == "lokr":
         assert entry.tensors["lokr_w2"].shape == (4, 4, 1, 1)
+
+
+# --- the first names
+
+
+@cache
+def small_xl():
+    from diffusers import UNet2DConditionModel
+
+    down = ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")
+    up = ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D")
+    options = {"block_out_channels": (8, 16, 24), "norm_num_groups": 4, "attention_head_dim": 4, "cross_attention_dim": 8}
+    conditions = {"addition_embed_type": "text_time", "addition_time_embed_dim": 4, "projection_class_embeddings_input_dim": 32}
+    kinds = {"down_block_types": down, "up_block_types": up, "use_linear_projection": True}
+    with torch.device("meta"):
+        return UNet2DConditionModel(**kinds, **options, **conditions)
+
+
+@cache
+def small_flux():
+    from diffusers import FluxTransformer2DModel
+
+    options = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 4, "num_attention_heads": 2, "in_channels": 8}
+    conditions = {"joint_attention_dim": 12, "pooled_projection_dim": 6, "guidance_embeds": True, "axes_dims_rope": (2, 2)}
+    with torch.device("meta"):
+        return FluxTransformer2DModel(**options, **conditions)
+
+
+XL = {
+    "input_blocks_0_0": "conv_in",
+    "input_blocks_3_0_op": "down_blocks.0.downsamplers.0.conv",
+    "input_blocks_4_0_skip_connection": "down_blocks.1.resnets.0.conv_shortcut",
+    "input_blocks_4_1_proj_in": "down_blocks.1.attentions.0.proj_in",
+    "input_blocks_8_1_transformer_blocks_0_attn2_to_k": "down_blocks.2.attentions.1.transformer_blocks.0.attn2.to_k",
+    "middle_block_1_transformer_blocks_0_attn1_to_out_0": "mid_block.attentions.0.transformer_blocks.0.attn1.to_out.0",
+    "middle_block_2_in_layers_2": "mid_block.resnets.1.conv1",
+    "output_blocks_2_1_transformer_blocks_0_ff_net_0_proj": "up_blocks.0.attentions.2.transformer_blocks.0.ff.net.0.proj",
+    "output_blocks_2_2_conv": "up_blocks.0.upsamplers.0.conv",
+    "output_blocks_8_0_emb_layers_1": "up_blocks.2.resnets.2.time_emb_proj",
+    "label_emb_0_2": "add_embedding.linear_2",
+    "out_2": "conv_out",
+}
+
+
+def test_the_first_names_of_a_unet():
+    shapes = layers(small_xl())
+    names = first_names(shapes)
+    assert sorted(path for (path,) in names.values()) == sorted(shapes)  # each layer has one
+    assert {old: names[dotted][0] for dotted in names if (old := dotted.replace(".", "_")) in XL} == XL
+    state = {}
+    for old, path in XL.items():
+        out, inner, *kernel = shapes[path]
+        state[f"lora_unet_{old}.lora_up.weight"] = torch.ones(out, 2, *[1] * len(kernel))
+        state[f"lora_unet_{old}.lora_down.weight"] = torch.ones(2, inner, *kernel)
+    found = adapter_files.fit(adapter_files.read(state), shapes).check()
+    assert {entry.name.removeprefix("lora_unet_"): path for path, entry in found.placed.items()} == XL
+    some = {path: shape for path, shape in shapes.items() if "attentions" in path}  # of a pass on these alone
+    found = adapter_files.fit(adapter_files.read(state), some, model=lambda: shapes)
+    assert list(found.placed) == [path for path in XL.values() if "attentions" in path]
+    with pytest.raises(ArtifactError, match="8 of 12 layers are not in the graph: 'lora_unet_input_blocks_0_0', "):
+        found.check()
+
+
+def test_slots_take_a_file_with_first_names():
+    traced = small.unet()
+    new = fxplug.apply(traced.gm, fxplug.load_pass("lora", at="re:.*attn2.to_k$", rank=4, slots=2))
+    names = {path: name for name, (path,) in first_names(layers(traced.model)).items() if path.endswith("attn2.to_k")}
+    state = {}
+    for path, name in names.items():
+        out, inner = traced.model.get_submodule(path).weight.shape
+        state[f"lora_unet_{name.replace('.', '_')}.lora_down.weight"] = torch.randn(2, inner)
+        state[f"lora_unet_{name.replace('.', '_')}.lora_up.weight"] = torch.randn(out, 2)
+    assert set(new.adapters.load("ink", state).placed) == set(names) and names
+
+
+@pytest.mark.parametrize("flat", [True, False], ids=["kohya", "ai-toolkit"])
+def test_the_first_names_of_flux(flat):
+    shapes = layers(small_flux())
+    named = {"double_blocks.0.img_attn.qkv": 24, "double_blocks.0.txt_mlp.2": 8, "single_blocks.0.linear1": 56}
+    named["final_layer.adaLN_modulation.1"] = 16
+    widths = {"double_blocks.0.txt_mlp.2": 32}
+    state = {}
+    for name, out in named.items():
+        key = f"lora_unet_{name.replace('.', '_')}.lora_{{}}.weight" if flat else f"diffusion_model.{name}.lora_{{}}.weight"
+        state[key.format("down" if flat else "A")] = torch.randn(2, widths.get(name, 8))
+        state[key.format("up" if flat else "B")] = torch.randn(out, 2)
+    values = list(state.values())
+    whole = [values[i + 1] @ values[i] for i in range(0, len(values), 2)]
+    found = adapter_files.fit(adapter_files.read(state), shapes).check()
+
+    def updates(owner, *names):
+        return torch.cat([found.placed[owner + name].update(shapes[owner + name]) for name in names])
+
+    assert len(found.placed) == 9
+    torch.testing.assert_close(updates("transformer_blocks.0.attn.", "to_q", "to_k", "to_v"), whole[0])
+    torch.testing.assert_close(updates("transformer_blocks.0.ff_context.net.2", ""), whole[1])
+    single = updates("single_transformer_blocks.0.", "attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+    torch.testing.assert_close(single, whole[2])
+    torch.testing.assert_close(updates("norm_out.linear", ""), whole[3].roll(8, 0))  # its scale and shift change places
+
+
+def test_the_first_names_are_what_diffusers_makes_of_them():
+    from diffusers import FluxPipeline, StableDiffusionXLPipeline
+
+    shapes = layers(small_xl())
+    state = {}
+    for name, (path,) in first_names(shapes).items():
+        if "attentions" in path and len(shapes[path]) == 2:
+            key = f"lora_unet_{name.replace('.', '_')}"
+            state[f"{key}.lora_down.weight"] = torch.randn(2, shapes[path][1])
+            state[f"{key}.lora_up.weight"] = torch.randn(shapes[path][0], 2)
+            state[f"{key}.alpha"] = torch.tensor(1.0)
+    same_as_diffusers(state, shapes, *StableDiffusionXLPipeline.lora_state_dict(dict(state), unet_config=small_xl().config))
+    shapes = layers(small_flux())
+    state = {}
+    for name, paths in first_names(shapes).items():
+        if name.startswith(("double", "single")) and not name.endswith("linear1"):  # theirs is of the full width only
+            key = f"lora_unet_{name.replace('.', '_')}"
+            state[f"{key}.lora_down.weight"] = torch.randn(2, shapes[paths[0]][1])
+            state[f"{key}.lora_up.weight"] = torch.randn(sum(shapes[path][0] for path in paths), 2)
+            state[f"{key}.alpha"] = torch.tensor(1.0)
+    same_as_diffusers(state, shapes, FluxPipeline.lora_state_dict(dict(state)))
+
+
+def same_as_diffusers(state, shapes, converted, alphas=None):
+    theirs = adapter_files.fit(adapter_files.read({**converted, **(alphas or {})}), shapes).check()
+    ours = adapter_files.fit(adapter_files.read(state), shapes).check()
+    assert set(ours.placed) == set(theirs.placed)
+    for path, entry in ours.placed.items():
+        torch.testing.assert_close(entry.update(shapes[path]), theirs.placed[path].update(shapes[path]), **NEAR)
 
 
 # --- ours

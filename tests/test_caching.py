@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import operator
 from functools import cache
 
 import pytest
@@ -88,10 +87,10 @@ def sd3():
 
 
 CASES = {
-    "sd15": (unets.sd15, "deepcache", {}),
-    "sd15-branch-4": (unets.sd15, "deepcache", {"branch": 4}),
+    "sd15": (small.unet, "deepcache", {}),
+    "sd15-branch-2": (small.unet, "deepcache", {"branch": 2}),
     "sdxl": (unets.sdxl, "deepcache", {}),
-    "own": (own, "deepcache", {"at": "**", "branch": 0}),
+    "own": (own, "deepcache", {"at": "**"}),
     "own-added": (own, "deepcache", {"at": "**", "op": "add_"}),
     "pixart": (pixart, "first_block_cache", {}),
     "sd3": (sd3, "first_block_cache", PICTURE),
@@ -166,13 +165,13 @@ def test_a_shallow_step_takes_what_it_is_given(name):
 
 
 def test_deepcache_computes_what_its_paper_computes():
-    """Of SD 1.5 a branch of 0 leaves the first convolution, the last layer on the way up and what they are told."""
-    base, _, cache = cached("sd15")
-    tops = {n.removeprefix("time_").split("_blocks_")[0] + ("_" + n.split("_blocks_")[1][0] if "_blocks_" in n else "")
-            for n in computed(cache.shallow.graph)}  # fmt: skip
-    assert {t for t in tops if t[:2] in ("do", "mi", "up")} == {"up_3"}
-    assert not any("resnets_0" in n or "resnets_1" in n for n in computed(cache.shallow.graph))
-    assert "conv_in" in computed(cache.shallow.graph)
+    """In a branch of 0: the first convolution and the last layer on the way up, with what these are told."""
+    _, _, cache = cached("sd15")
+    ran = [str(n.target) for n in cache.shallow.graph.nodes if n.op == "call_module"]
+    tops = {".".join(name.split(".")[: 4 if "blocks" in name else 1]) for name in ran}
+    layer = {name for name in tops if "blocks" in name}
+    assert tops - layer == {"time_embedding", "conv_in", "conv_norm_out", "conv_act", "conv_out"}
+    assert layer and all(name.startswith(("up_blocks.1.resnets.1", "up_blocks.1.attentions.1")) for name in layer)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if CASES[n][1] == "first_block_cache"])
@@ -180,7 +179,7 @@ def test_a_gauged_step_is_decided_behind_the_first_block(name):
     base, _, cache = cached(name)
     gauges, carried = run(cache.first, base)
     assert all(isinstance(v, torch.Tensor) for v in leaves((gauges, carried)))  # sizes are read again, not carried
-    assert not any("blocks_1" in n or "single" in n for n in computed(cache.first.graph))
+    assert not any("blocks_1" in n or "single_transformer" in n for n in computed(cache.first.graph))
     with torch.no_grad():
         result, kept = cache.rest(**carried)
         again = cache.short(**carried, **kept)
@@ -190,3 +189,284 @@ def test_a_gauged_step_is_decided_behind_the_first_block(name):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert not computed(cache.first.graph) & computed(cache.rest.graph)
     assert not any("blocks" in n for n in computed(cache.short.graph))
+
+
+# --- a run
+
+
+def steps(cache, base, times):
+    """Which of the calls at these times were in full."""
+    found = []
+    for t in times:
+        before = cache.counts["full"]
+        cache(base.args[0], torch.tensor([t, t], dtype=torch.float32))
+        found.append(cache.counts["full"] > before)
+    return found
+
+
+def ticking(policy):
+    base, new, _ = cached("own")
+    return base, StepCache(new, policy, clock="t")
+
+
+def test_every_step_of_an_interval_and_those_at_the_start():
+    base, cache = ticking(Every(3))
+    assert steps(cache, base, [9.0, 8, 7, 6, 5, 4, 3]) == [True, False, False, True, False, False, True]
+    base, cache = ticking(Every(2, start=3))
+    assert steps(cache, base, [9.0, 8, 7, 6, 5, 4]) == [True, True, True, False, True, False]
+    with pytest.raises(fxplug.SpecError, match="1 or more"):
+        Every(0)
+
+
+def test_a_run_ends_when_time_goes_back_in_either_direction():
+    base, cache = ticking(Every(9))
+    assert steps(cache, base, [3.0, 2, 1, 3, 2, 1]) == [True, False, False, True, False, False]
+    cache.reset()
+    assert steps(cache, base, [1.0, 2, 3, 1, 2]) == [True, False, False, True, False]
+    assert steps(cache, base, [3.0]) == [False]
+    cache.reset()
+    assert steps(cache, base, [4.0]) == [True]
+
+
+def test_calls_at_one_time_are_kept_apart():
+    """Conditional and unconditional calls one after the other: each takes what its own earlier call kept."""
+    base, cache = ticking(Every(2))
+    other = changed(base)
+    wanted = []
+    for t in (3.0, 2.0):
+        time = torch.tensor([t, t])
+        wanted = [cache(base.args[0], time), cache(other.args[0], time)]
+    assert cache.counts == {"full": 2, "shallow": 2}
+    for one, want in zip((base, other), wanted, strict=True):
+        _, kept = cache.full(one.args[0], torch.tensor([3.0, 3.0]))
+        assert torch.equal(cache.shallow(one.args[0], torch.tensor([2.0, 2.0]), **kept), want)
+
+
+def test_a_call_of_another_shape_begins_a_run():
+    base, cache = ticking(Every(9))
+    assert steps(cache, base, [9.0, 8]) == [True, False]
+    cache(base.args[0][:1], torch.tensor([7.0]))
+    assert cache.counts == {"full": 2, "shallow": 1}
+
+
+def test_a_policy_is_any_function_of_the_step():
+    seen = []
+    base, cache = ticking(lambda step: seen.append((step.index, step.since)) or step.index in (1, 4))
+    assert steps(cache, base, [9.0, 8, 7, 6, 5]) == [True, True, False, False, True]
+    assert seen == [(1, 0), (2, 0), (3, 1), (4, 2)]  # nobody is asked about the first step: nothing is kept yet
+
+
+def test_a_threshold_goes_by_what_the_first_block_changes():
+    base, new, _ = cached("pixart")
+    cache = StepCache(new, Threshold(0.2, at_most=2), clock=None)
+    near, far = changed(base, 0.01), changed(base, 3.0)
+    gauge = [run(cache.first, b)[0][0] for b in (base, near, far)]
+    change = [((g - gauge[0]).abs().mean() / gauge[0].abs().mean()).item() for g in gauge]
+    assert change[0] == 0 < change[1] < 0.2 < change[2]
+    found = []
+    for one in (base, near, near, near, far, far):
+        found.append(run(cache, one))
+    assert cache.counts == {"full": 3, "shallow": 3}  # the fourth as two were not full, the fifth as it is far
+    assert same(found[3], run(base.gm, near)) and same(found[4], run(base.gm, far)) and not same(found[1], run(base.gm, near))
+    assert StepCache(new).policy == Threshold() and cached("own")[2].policy == Every()
+
+
+def test_nothing_that_is_kept_holds_on_to_a_gradient():
+    base, cache = ticking(Every(2))
+    base.args[0].requires_grad_(True)
+    try:
+        cache(*base.args)
+    finally:
+        base.args[0].requires_grad_(False)
+    assert all(not v.requires_grad for stream in cache._streams.values() for v in stream.kept.values())
+
+
+# --- it stands for the module
+
+
+@cache
+def slotted(order):
+    """PixArt with its marks and two adapters, and the results of all ways to use them."""
+    base = pixart()
+    passes = [
+        fxplug.load_pass("lora", at="re:.*attn1.to_[qv]$", rank=2, slots=2),
+        fxplug.load_pass("first_block_cache"),
+    ]
+    new = fxplug.apply(base.gm, *(passes if order == "before" else reversed(passes)))
+    seeds = torch.Generator().manual_seed(5)
+    layers = [f"transformer_blocks.{i}.attn1.to_{k}" for i in range(3) for k in "qv"]
+    for name in ("ink", "film"):
+        state = {}
+        for layer in layers[: 4 if name == "ink" else None]:
+            state[f"{layer}.lora_A.weight"] = torch.randn(2, 8, generator=seeds)
+            state[f"{layer}.lora_B.weight"] = torch.randn(8, 2, generator=seeds)
+        new.adapters.load(name, state)
+    wanted = []
+    for use in (None, "ink", {"ink": 0.5, "film": 0.3}, ["film", None]):
+        new.adapters.use(use)
+        wanted.append((use, run(new, base)))
+    assert same(wanted[0][1], run(base.gm, base)) and not same(wanted[-1][1], wanted[0][1])
+    return base, new, wanted
+
+
+def check_switches(cache, base, wanted):
+    for use, want in wanted:
+        cache.adapters.use(use)
+        cache.reset()
+        for _ in range(2):
+            for a, b in zip(leaves(run(cache, base)), leaves(want), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert cache.counts == {"full": len(wanted), "shallow": len(wanted)}
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_adapters_are_switched_between_steps(order):
+    base, new, wanted = slotted(order)
+    check_switches(StepCache(new, Every(2), clock=None), base, wanted)
+    check_switches(StepCache(new, Threshold(), clock=None), base, wanted)
+
+
+def test_adapters_are_switched_under_compiled_steps():
+    base, new, wanted = slotted("after")
+    cache = StepCache(new, Threshold(), clock=None)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    cache.compile(backend="aot_eager")
+    check_switches(cache, base, wanted)
+    assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
+
+
+@pytest.mark.parametrize("options", [{"merge": "live", "pack": True}, {"fuse": "auto"}], ids=["live", "fused"])
+def test_a_lowered_module_has_steps_too(options):
+    base, new, wanted = slotted("after")
+    new.adapters.use(None)
+    cache = StepCache(fxplug.lower(new, **options), Threshold(), clock=None)
+    check_switches(cache, base, wanted[:3] if "merge" in options else wanted)
+
+
+def test_compiling_the_whole_compiles_each_graph():
+    base, new, _ = cached("own")
+    cache = StepCache(new, Every(3), clock="t")
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    whole = torch.compile(cache, fullgraph=True, backend="aot_eager")
+    for t in (9.0, 8.0, 7.0, 6.0):
+        call = base.args[0], torch.tensor([t, t])
+        out = whole(*call)
+    torch.testing.assert_close(out, base.gm(*call))
+    assert counters["stats"]["unique_graphs"] == 2 and cache.counts == {"full": 2, "shallow": 2}
+
+
+def test_it_has_the_models_weights_modes_and_attributes():
+    base, new, _ = cached("pixart")
+    new = copy.deepcopy(new)
+    cache = StepCache(new)
+    assert list(cache.state_dict()) == list(base.gm.state_dict()) and cache.config == base.gm.config
+    assert [n for n, _ in cache.named_modules()] == [n for n, _ in new.named_modules()]
+    cache.train()
+    assert new.training and cache.full.training and cache.short.training and not cache.eval().rest.training
+    cache.to(torch.float64)
+    assert cache.dtype == torch.float64 and {p.dtype for p in cache.short.parameters()} == {torch.float64}
+    assert all(a is b for a, b in zip(cache.buffers(), cache.rest.buffers(), strict=True))
+    assert "shallow: " in repr(cache)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        cache.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["own", "flux"])
+def test_marks_and_parts_are_saved(name, tmp_path):
+    base, new, cache = cached(name)
+    fxplug.save(new, tmp_path / "marked")
+    again = StepCache(fxplug.load(tmp_path / "marked"), clock=None)
+    values = {}
+    for module in (cache, again):
+        out, values[module] = run(module.full, base)
+        assert same(out, run(base.gm, base))
+    parts = ("full", "shallow", *(("first", "rest", "short") if name == "flux" else ()))
+    for part in parts:
+        text = fxplug.show(getattr(cache, part)).replace("Transformer2DModelOutput(", "Record(")
+        assert fxplug.show(getattr(again, part)) == text
+        if part in ("full", "shallow"):
+            fxplug.save(getattr(cache, part), tmp_path / part)
+    full, shallow = (fxplug.load(tmp_path / part) for part in ("full", "shallow"))
+    other, kept = changed(base), run(full, base)[1]
+    assert same(run(shallow, other, **kept), run(cache.shallow, other, **values[cache]))
+
+
+def test_each_part_may_be_lowered():
+    base, new, _ = cached("pixart")
+    cache = StepCache(new, Threshold(), clock=None)
+    seen = []
+    cache.map(lambda part: seen.append(part.meta["part"]) or fxplug.fuse(part))
+    assert seen == ["first", "rest", "short"]
+    for a, b in zip(leaves(run(cache, base)), leaves(run(base.gm, base)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+# --- marks of one's own
+
+
+def keep(path, place="after", name="mine", use="fxplug.slicing:Keep", **more):
+    port = {"args": ["value"], **more}
+    return fxplug.load_pass({"name": name, "rules": [{"match": {"path": path}, "use": use, "place": place, **port}]})
+
+
+def test_all_that_a_shallow_step_needs_is_kept_and_nothing_else():
+    base = sd3()
+    both = StepCache(fxplug.apply(base.gm, keep("transformer_blocks.1", port="y[*]")), Every(2))
+    want = run(base.gm, base)
+    result, kept = run(both.full, base)
+    assert list(kept) == ["kept_0", "kept_1"] and same(result, want)
+    assert same(run(both.shallow, base, **kept), want)
+    assert not any("blocks_0" in n or "blocks_1" in n for n in computed(both.shallow.graph))
+    one = small.unet()
+    twice = fxplug.apply(one.gm, fxplug.load_pass("deepcache", branch=2, name="deep"), fxplug.load_pass("deepcache"))
+    kept = run(StepCache(twice).full, one)[1]
+    assert list(kept) == ["kept"] and same(kept, run(cached("sd15")[2].full, one)[1])
+
+
+# --- what cannot be
+
+
+def test_marks_that_do_not_fit_are_refused():
+    base = small.unet()
+    with pytest.raises(fxplug.SpecError, match="no branch 4: it has marked 4 joins, counted 0 to 3 from the end"):
+        StepCache(fxplug.apply(base.gm, fxplug.load_pass("deepcache", branch=4)))
+    with pytest.raises(fxplug.SpecError, match="nothing is marked"):
+        StepCache(base.gm)
+    with pytest.raises(fxplug.SpecError, match="takes a traced module, not UNet2DConditionModel"):
+        StepCache(base.model)
+    with pytest.raises(fxplug.SpecError, match="branch must be a whole number"):
+        fxplug.apply(base.gm, fxplug.load_pass("deepcache", branch=-1))
+    with pytest.raises(fxplug.MatchError, match="matched 0 places"):
+        fxplug.apply(pixart().gm, fxplug.load_pass("deepcache"))
+    with pytest.raises(fxplug.SpecError, match="saves nothing"):
+        StepCache(fxplug.apply(small.vit().gm, keep("patch_embed", "before")), clock=None)
+
+
+def test_a_first_block_of_several_values_needs_one_named():
+    with pytest.raises(fxplug.MatchError, match=r"no single result.*transformer_blocks.0:out\[1\]"):
+        fxplug.apply(flux().gm, fxplug.load_pass("first_block_cache"))
+    text = {"first": "transformer_blocks.0:out[0]", "last": "transformer_blocks.{-1}:out[0]"}
+    with pytest.raises(fxplug.SpecError, match="difference of two values of one shape"):
+        fxplug.apply(flux().gm, fxplug.load_pass("first_block_cache", **text))
+
+
+def test_a_gauge_behind_what_is_kept_is_refused():
+    gauge = keep("transformer_blocks.1", args=["value", "x"], use="fxplug.slicing:Gauge", name="late")
+    new = fxplug.apply(pixart().gm, keep("transformer_blocks.0"), gauge)
+    with pytest.raises(fxplug.SpecError, match="computed before the gauge is read: mark a later block"):
+        StepCache(new)
+    StepCache(new, Every(2))
+
+
+def test_a_policy_needs_its_gauge_and_a_clock_is_an_input():
+    _, new, cache = cached("own")
+    with pytest.raises(fxplug.SpecError, match="no pass has marked a gauge"):
+        StepCache(new, Threshold(), clock=None)
+    with pytest.raises(fxplug.SpecError, match="no pass has marked a gauge"):
+        cache.first  # noqa: B018
+    with pytest.raises(fxplug.SpecError, match="no input 'timestep'.*one of x, t, or clock=None"):
+        StepCache(new)

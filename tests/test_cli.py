@@ -301,3 +301,18 @@ def test_adapters_of_a_saved_rewrite():
     Path("d.yaml").write_text(CONFIG)
     run("rewrite", "d.yaml", "--out", "plain", "--no-verify")
     assert "no pass here has slots" in refused("adapters", "list", "plain")
+
+
+def test_the_forms_of_a_lowered_model():
+    Path("c.yaml").write_text(CONFIG.replace("{rank: 2}", "{rank: 2, slots: 2}"))
+    text = run("show", "c.yaml", "--forms", "--merge", "live")
+    assert "one" in text and "live" in text
+    assert "did you mean 'live'" in refused("show", "c.yaml", "--forms", "--merge", "lvie")
+
+
+def test_the_forms_of_a_model_are_measured(monkeypatch):
+    monkeypatch.setenv("FXPLUG_CACHE", "cache")
+    text = run("tune", "c.yaml", "--turns", "3")
+    assert "2 rows, 8 -> 8, rank 2" in text and "<- taken" in text and "kept in cache" in text
+    run("rewrite", "c.yaml", "--out", "out", "--no-verify")
+    assert run("tune", "out", "--turns", "3").count("rank 2") == 2

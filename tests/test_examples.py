@@ -26,7 +26,8 @@ def output(name, capsys):
 def test_every_example_is_tried_and_is_one_screen():
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
         "controlnet.py", "efficientnet_adapters.py", "fashion.py", "hcp_and_everydream.py", "hcp_plugins.py", "own_block.py",
-        "quickstart.py", "trained_lora.py", "unet_in_pipeline.py", "zhijian_mlp.py", "zhijian_trainer.py",
+        "quickstart.py", "serve_adapters.py", "step_cache.py", "trained_lora.py", "unet_in_pipeline.py", "zhijian_mlp.py",
+        "zhijian_trainer.py",
     }  # fmt: skip
     assert all(len(p.read_text().splitlines()) <= 60 for p in EXAMPLES.glob("*.py"))
 
@@ -49,12 +50,31 @@ def test_unet_in_pipeline(capsys):
     )
 
 
+def test_step_cache(capsys):
+    pytest.importorskip("transformers")
+    every, same, third, away, inputs = output("step_cache.py", capsys).splitlines()
+    assert every == "Every(interval=1, start=1), shallow: 35 of 493 operations" and third.startswith("Every(interval=3")
+    assert same == "  9 steps in full, 0 shallow; picture 0.0000 away"
+    assert away.startswith("  3 steps in full, 6 shallow; picture 0.0") and "0.0000" not in away
+    assert inputs.startswith("inputs of a shallow step: sample, timestep, ") and inputs.endswith(", kept")
+
+
 def test_controlnet(capsys):
     text = output("controlnet.py", capsys)
     assert "8 places, new inputs cond, strength, start, end" in text and "graphs that were compiled: 1\n" in text
     away = [float(line.split()[-1]) if line.startswith("strength") else float(line.rpartition(":  ")[2].split()[0])
             for line in text.splitlines()[1:-1]]  # fmt: skip
     assert away[0] == away[1] == away[4] == 0 < away[2] < away[3]
+
+
+def test_serve_adapters(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["serve_adapters.py", "--quick"])
+    monkeypatch.syspath_prepend(str(EXAMPLES / "fashion"))
+    text = output("serve_adapters.py", capsys)
+    assert "132 layers are in a slot: Adapters(boots; 2 slots)\n" in text
+    rows = {line[:24].strip(): line[24:] for line in text.splitlines() if "recognised" in line}
+    assert rows["no adapter"] == rows["merged live, none"] != rows["for all"] == rows["for all, merged live"]
+    assert float(text.partition("packed, ")[2].split()[0]) < 1e-4
 
 
 def test_own_block(capsys):

@@ -96,6 +96,41 @@ def test_scales_before_and_behind_layers_and_norms_are_folded():
     hold_gone(hold(loud(fxplug.apply(base.gm, *passes)), base), base)
 
 
+class Norms(nn.Module):
+    """Norms called whole and written out; with and without a weight, a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.batch, self.group = nn.BatchNorm2d(4), nn.GroupNorm(2, 4)
+        self.layer, self.root = nn.LayerNorm(6, bias=False), nn.RMSNorm(6)
+        self.own = nn.Parameter(torch.rand(6))
+
+    def forward(self, x):
+        x = self.group(self.batch(x)) + nn.functional.batch_norm(x, None, None, self.batch.weight, training=True)
+        return self.root(self.layer(x)) + nn.functional.rms_norm(x, (6,), self.own)
+
+
+def behind(block, path):
+    """A pass that puts a block behind one layer, on the last dimension."""
+    match = fxplug.Match(path=path)
+    return fxplug.Pass("behind", [fxplug.Rule(match, use=f"fxplug.{block}", args=["y"], options={"dim": -1})])
+
+
+def test_scales_of_norms_of_every_kind_are_folded():
+    base = small.traced(small.seeded(Norms).eval(), torch.randn(2, 4, 5, 6))
+    hold_gone(hold(put(base, "scale", at=["group", "layer"]), base), base)
+    hold_gone(hold(put(base, "ssf", at="group"), base), base)
+    hold_gone(hold(loud(fxplug.apply(base.gm, behind("blocks:Scale", "root"))), base), base)
+    assert "layer.bias" in hold(loud(fxplug.apply(base.gm, behind("adapters:Ssf", "layer"))), base).state_dict()
+    for gm, found in (
+        (fxplug.apply(base.gm, behind("adapters:Ssf", "root")), "'root' adds no bias"),
+        (fxplug.apply(base.gm, behind("blocks:Scale", "group")), "scales dimension -1, which is not that of the layer's"),
+        (put(base, "ssf", at="batch"), "'batch.weight' is also read by 'batch_norm' without it"),
+    ):
+        with pytest.raises(fxplug.SpecError, match=found):
+            merge(gm)
+
+
 def test_an_update_with_a_bias_gives_one_to_a_layer_that_has_none():
     base = small.layers()
     with_bias = fxplug.load_pass("lora", bias=True)
@@ -190,6 +225,7 @@ def test_a_tied_weight_is_changed_where_the_pass_is_and_a_layer_called_twice_is_
     assert merged.table.weight is base.gm.table.weight
     assert not torch.equal(merged.head.weight, merged.table.weight)
     hold_gone(hold(put(base, "lora", at="twice"), base), base)
+    hold_gone(hold(put(base, "loha", at="twice"), base), base)
     both = hold(put(base, "loha", at=["table", "head"]), base)
     assert both.table.weight is both.head.weight
 
@@ -212,7 +248,7 @@ def test_what_cannot_be_folded_is_refused_with_the_reason():
     with pytest.raises(fxplug.SpecError, match=found):
         merge(gm)
     hold(gm, base, ["lora"])
-    with pytest.raises(fxplug.SpecError, match="lora cannot be merged.*\n.*'out' cannot go into a weight: it does not stand"):
+    with pytest.raises(fxplug.SpecError, match="'out' cannot go into a weight: no layer with a weight stands"):
         merge(put(base, "adapter", "lora", at="out"), ["lora"])
     with pytest.raises(fxplug.SpecError, match="loha cannot be merged.*\n.*a block of another pass"):
         merge(put(base, "dora", "loha", at="out"), ["loha"])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import fxplug
-from fxplug import products, remerging
+from fxplug import forms, kernels, products, remerging
 
 WEIGHTS = {"one": [1, 0, 0], "two": [0.5, 0, 2], "none": [0, 0, 0]}
 
@@ -153,6 +157,15 @@ def test_plain_updates_go_into_the_weight_where_rows_are_many():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("lowered", [fxplug.fuse, lambda gm: remerging.remerge(gm, everywhere=True)], ids=["fuse", "remerge"])
+def test_lowered_banks_export_without_operators_of_their_own(banks, lowered):
+    take(banks, WEIGHTS["two"])
+    with torch.no_grad():
+        exported = torch.export.export(lowered(banks), (X,))
+        assert not [n for n in exported.graph.nodes if "fxplug" in str(n.target)]
+        close(exported.module()(X), banks(X))
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_switching_and_mixing_recompile_nothing(backend):
     made = fxplug.load_pass("lora", at=["first", "second", "across"], rank=3, slots=3)
@@ -173,3 +186,94 @@ def test_unknown_forms_and_modules_that_are_not_traced():
         fxplug.fuse(fxplug.trace(nn.Linear(2, 2), torch.randn(1, 2)), "remerged")
     with pytest.raises(fxplug.SpecError, match="remerge takes a traced module, not Linear"):
         remerging.remerge(nn.Linear(2, 2))
+
+
+# --- Triton kernels, by its interpreter: what it reads when it is imported is set for another process
+
+INTERPRETED = """
+import torch
+from fxplug import kernels
+
+assert kernels.INTERPRETED
+torch.manual_seed(0)
+for dtype, close in [(torch.float32, 1e-5), (torch.float16, 1e-2), (torch.bfloat16, 3e-2)]:
+    def new(*shape):
+        return torch.randn(shape).to(dtype)
+    def check(operator, plain, *given):
+        found = operator(*given)
+        expected = plain(*(t.float() if isinstance(t, torch.Tensor) else t for t in given))
+        assert found.dtype == dtype and found.isfinite().all()
+        assert (found.float() - expected).norm() <= close * expected.norm(), (operator, dtype)
+    shapes = [(2, 40, 24, 36, 3, 5), (1, 70, 64, 132, 1, 16)]
+    for batch, tokens, inner, outer, slots, rank in shapes if dtype == torch.float32 else shapes[:1]:
+        take = torch.rand(batch, slots)
+        take[0, 0] = 0  # some that no sample takes
+        x, weight, down, up = new(batch, tokens, inner), new(outer, inner), new(slots * rank, inner), new(outer, slots * rank)
+        for tile, bias in ((0, None), (3, new(outer))):
+            check(kernels.linear, kernels._linear_plain, x, weight, bias, down, up, take, tile)
+        check(kernels.linear, kernels._linear_plain, new(batch, tokens, outer), weight.t(), None, up.t(), down.t(), take, 3)
+        banks = new(slots, outer, rank), new(slots, rank, inner), new(slots, outer, rank), new(slots, rank, inner)
+        check(kernels.loha, kernels._loha_plain, weight, *banks, take[0])
+        factors = new(slots, 4, 2), new(slots, outer // 4, inner // 2)
+        check(kernels.lokr, kernels._lokr_plain, weight, *factors, take[0])
+values = [torch.randn(s, requires_grad=True) for s in [(2, 5, 20), (24, 20), (24,), (8, 20), (24, 8)]]
+take = torch.tensor([[1.0, 0.0], [0.5, 2.0]])
+results = [f(*values, take, 0) for f in (kernels.linear, kernels._linear_plain)]
+gradients = [torch.autograd.grad(result.square().sum(), values) for result in results]
+for one, other in zip(*gradients):
+    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+"""
+
+
+@pytest.mark.skipif(not kernels.AVAILABLE, reason="needs triton")
+def test_kernels_are_right_in_the_interpreter():
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+GIVEN = {
+    "linear": [(2, 3, 5), (6, 5), (6,), (4, 5), (6, 4)],
+    "loha": [(6, 8), (2, 6, 3), (2, 3, 8), (2, 6, 3), (2, 3, 8)],
+    "lokr": [(6, 8), (2, 3, 2), (2, 2, 4)],
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_operators_of_kernels_on_a_cpu(name):
+    operator = getattr(kernels, name)
+    values = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in GIVEN[name]]
+    rest = (torch.tensor([[0.5, 0.0], [2.0, 1.0]]), 0) if name == "linear" else (torch.tensor([0.5, 0.25]),)
+    assert torch.autograd.gradcheck(lambda *given: operator(*given, *rest), values)
+    torch.library.opcheck(operator, (*(v.detach().float() for v in values), *rest))
+
+
+@pytest.mark.parametrize("made", [
+    {"name": "loha", "rank": 3}, {"name": "loha", "rank": 3, "slots": 2}, {"name": "lokr", "rank": 2, "decompose_both": True},
+    {"name": "lokr", "rank": 9, "slots": 2},
+], ids=str)
+def test_weights_by_kernels(made, monkeypatch):
+    monkeypatch.setattr(kernels, "INTERPRETED", True)  # `fuse` takes kernels, the operators not
+    monkeypatch.setattr(kernels, "fits", lambda *_, rank=1: False)
+    made = dict(made)
+    new = fxplug.apply(fxplug.trace(Layers().eval(), X), fxplug.load_pass(made.pop("name"), at=["first", "conv"], **made))
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    fused = fxplug.fuse(new, "kernel")
+    assert sorted(remerging.forms_of(fused)) == ["conv", "first"]
+    assert {products.loha_weight, products.lokr_weight} & set(targets(fused)) and "call_module" not in [
+        n.op for n in fused.graph.nodes if "Lo" in str(n.target)
+    ]
+    if "slots" in made:
+        new.get_submodule(f"{new.meta['passes'][0]['name']}.gates.table").weights.copy_(torch.tensor([0.5, 2.0]))
+    close(fused(X), new(X))
+
+
+def test_a_kernel_that_the_device_has_not_is_said_once(banks):
+    forms.say.cache_clear()
+    with pytest.warns(UserWarning, match="form 'kernel:1' is not available: .*'fused' is taken"):
+        fused = fxplug.fuse(banks, "kernel:1")
+    assert fxplug.fuse(banks, "kernel:1").meta["forms"] == fused.meta["forms"] == dict.fromkeys(
+        ["across", "first", "places", "second"], "fused")

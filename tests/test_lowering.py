@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fxplug
 from fxplug.folding import merge
 from fxplug.lowering import form_table, layer_forms, lower
-from fxplug.shadowing import live
+from fxplug.shadowing import live, unlowered
 
 LAYERS = {"table": (11, 12), "conv1": (8, 12, 3), "conv2": (8, 2, 3, 3), "conv3": (4, 1, 2, 2, 2), "out": (5, 4)}
 
@@ -115,7 +115,7 @@ def test_no_drift_and_no_base_weight_is_written():
     assert all(torch.equal(p, wanted[name]) for name, p in made.named_parameters())
     assert all(torch.equal(p, before[name]) for name, p in gm.named_parameters())
     assert storages == {name: p.data_ptr() for name, p in made.named_parameters()}
-    merged = merge(made.meta["source"])
+    merged = merge(unlowered(made))
     assert all(torch.equal(p, made.get_parameter(name)) for name, p in merged.named_parameters())
 
 
@@ -183,6 +183,10 @@ def test_a_lowered_module_is_saved_as_what_it_came_from(tmp_path):
     again = fxplug.load(fxplug.save(made, tmp_path / "live"))
     assert again.adapters.names == ["ink", "film", "third"] and gm.adapters.names == ["ink", "film"]
     assert torch.equal(run(live(again)), run(made))
+    other = copy.deepcopy(made)
+    other.adapters.use("film")
+    assert error(run(other), run(made)) > 1e-3 and made.adapters.active == {"third": 1.0}
+    assert unlowered(other).adapters.active == {"film": 1.0}
     merged = lower(gm, merge="fold")
     again = fxplug.load(fxplug.save(merged, tmp_path / "merged"))
     assert "passes" not in again.meta and error(run(again), run(gm)) < 1e-5
@@ -198,6 +202,33 @@ def test_every_way_of_merging_gives_the_same_results():
     assert lower(gm, fuse=None) is gm
 
 
+def test_a_live_merge_of_packed_layers_is_switched(tmp_path):
+    """What is written into a weight that is a part of a packed one reaches that."""
+
+    class Read(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(8, 16), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.q(x).sum(-1) + self.k(x).square().sum(-1)
+
+    base = small.traced(small.seeded(Read), torch.randn(3, 8))
+    gm = fxplug.apply(base.gm, fxplug.load_pass("lora", rank=2, slots=2))
+    made = lower(gm, merge="live", pack=True)
+    assert form_table(made).startswith("2 live merge, one product of 2 layers\n  q  live merge, one product")
+    shapes = {"q.lora_A": (2, 8), "q.lora_B": (16, 2), "k.lora_A": (2, 8), "k.lora_B": (8, 2)}
+    file = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+    for module in (gm, made):
+        module.adapters.load("ink", file)
+    for choice in ({"ink": 0.5}, None, "ink"):
+        gm.adapters.use(choice)
+        made.adapters.use(choice)
+        assert error(run(made, base), run(gm, base)) < 1e-5
+    assert error(run(base.gm, base), run(made, base)) > 1e-2
+    assert torch.equal(run(fxplug.load(fxplug.save(made, tmp_path)), base), run(gm, base))
+
+
 def test_the_default_of_a_served_module():
     """Slots live, the others folded where they are functions of weights; samples with entries of their own stay un-merged."""
     passes = [fxplug.load_pass("lora", at="out", rank=4, slots=3), fxplug.load_pass("loha", at=["conv1", "out"], rank=2)]
@@ -206,7 +237,7 @@ def test_the_default_of_a_served_module():
     assert [e["name"] for e in made.meta["passes"]] == ["lora", "adapter"]
     forms = layer_forms(made)
     assert forms == {"conv1": "merged", "out": "live merge", "conv3": "as its pass put it"}
-    assert form_table(made).splitlines()[0] == "1 live merge, 1 as its pass put it, 1 merged"
+    assert form_table(made).splitlines()[0] == "1 live merge; 1 as its pass put it; 1 merged"
     gm.adapters.load("ink", adapter(1, layers=["out"]))
     gm.adapters.use(["ink", None])
     mixed = lower(gm, merge="auto", fuse=None)

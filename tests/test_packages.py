@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import small
 import torch
 from safetensors.torch import save_file
 from torch import nn
@@ -213,6 +214,7 @@ def test_adapters_come_and_go(pair, tmp_path):
         package.adapters.load("fourth", adapter(tmp_path / "d.safetensors", 3), replace=True)
 
 
+@pytest.mark.slow
 def test_a_machine_without_model_and_compiler(made, tmp_path):
     module, path = made
     args, shift = inputs(), torch.randn(2, 6)
@@ -253,6 +255,8 @@ def changed(path, target, **facts):
         ({"format": "x"}, "the format 'x', which is no version"),
         ({"signature": {"parameters": 3}}, "the signature in the package cannot be read"),
         ({"constants": {"gone": {}}}, "the program does not know gone"),
+        ({"operators": ["fxplug::loha", "nowhere::fast"]}, "calls the operator nowhere::fast, which is not here: import its"),
+        ({"banks": {"lora": [{"path": "x"}]}}, "the slots in the package cannot be read"),
         ({"file": None}, "it has compiled code and no manifest; torch._inductor.aoti_load_package reads"),
     ],
 )
@@ -285,6 +289,13 @@ def test_files_that_are_no_packages(made, tmp_path, monkeypatch):
     program = export(gm, tmp_path / "program", torch.randn(2, 4)).path
     with pytest.raises(ArtifactError, match="it is an exported program without compiled code; torch.export.load reads it"):
         load_package(program)
+
+
+def test_a_module_that_a_package_cannot_follow(made, tmp_path):
+    live = fxplug.lower(made[0], merge="live")
+    with pytest.raises(FxplugError, match="adapters merged into its weights.* export what it was lowered from"):
+        export(live, tmp_path, inputs(), {"shift": torch.randn(2, 6)}, to="aoti")
+    assert not os.listdir(tmp_path)
 
 
 def test_what_cannot_be_compiled(tmp_path, monkeypatch):
@@ -341,3 +352,119 @@ def test_a_change_waits_for_calls_and_calls_for_a_change(pair):
     for thread in threads:
         thread.join(10)
     assert order == ["beside", "call", "change", "late"]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (layer(x)[:, None] for layer in (self.q, self.k, self.v))
+        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v)[:, 0])
+
+
+def check_switching(new, path, example, options=QUICK):
+    """A package whose adapter comes, is used by some samples, and goes, beside the module that it was made of."""
+    result = export(new, path, example, to="aoti", options=options)
+    package, x = load_package(result.path), torch.cat([example, example.flip(0), example])
+    ranks = {name: (torch.randn(3, 32) * 0.2, torch.randn(32, 3) * 0.2) for name in ("q", "v", "out")}
+    state = {f"{n}.lora_{half}.weight": t.cpu() for n, pair in ranks.items() for half, t in zip("AB", pair, strict=True)}
+    outputs = []
+    for what in (None, "ink", ["ink", None, None, {"ink": 0.5}, "ink", None]):
+        for adapters in (new.adapters, package.adapters):
+            if what is not None and not adapters.names:
+                adapters.load("ink", state)
+            adapters.use(what)
+        outputs.append(package(x))
+        torch.testing.assert_close(outputs[-1], new(x).detach(), **CLOSE)
+    assert not torch.allclose(outputs[0], outputs[1]) and torch.equal(outputs[2][1], outputs[0][1])
+    package.adapters.unload("ink")
+    assert package.adapters.names == []
+    return package
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [{"fuse": "auto"}, {"pack": True}])
+def test_lowered_modules(tmp_path, how):
+    example = torch.randn(2, 7, 32)
+    gm = fxplug.trace(Attention().eval(), example)
+    new = fxplug.apply(gm, fxplug.load_pass("lora", rank=3, slots=2))
+    check_switching(fxplug.lower(new, **how), tmp_path / "lowered", example)
+
+
+@pytest.mark.slow
+def test_operators_of_ours(tmp_path):
+    from fxplug import kernels, products  # noqa: F401  (which define them)
+
+    class Maps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.take = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.ones(1))
+            self.a, self.b = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 8))
+
+        def forward(self, x):
+            return torch.ops.fxplug.product(x, kernels.loha(self.weight, self.a, self.b, self.a, self.b, self.take), None)
+
+    x = torch.randn(2, 8)
+    gm = fxplug.trace(Maps().eval(), x)
+    package = load_package(export(gm, tmp_path / "ops", x, to="aoti", options=QUICK).path)
+    assert package.manifest["operators"] == ["fxplug::loha", "fxplug::product"]
+    torch.testing.assert_close(package(x), gm(x).detach())
+    with pytest.raises(SpecError, match="no pass of this package has slots"):
+        package.adapters.use(None)
+
+
+@pytest.mark.slow
+def test_unet(tmp_path):
+    gm, args, kwargs = small.unet()
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="re:.*attn.*to_[qkv]$", rank=4, slots=2))
+    result = export(new, tmp_path / "unet", args, kwargs, to="aoti", options=QUICK)
+    assert result.dynamic["sample"] == [0, 2, 3]
+    package = load_package(result.path, runners=2)
+    state = {name: tensor for name, tensor in new.state_dict().items() if name.startswith("lora.")}
+    with torch.no_grad():
+        for name, tensor in state.items():
+            if name.endswith("weight"):
+                tensor.normal_(std=0.05)
+    wanted = []
+    for weights in ([0.3, 1.0], [1.0, 0.0]):
+        state["lora.gates.table.weights"].copy_(torch.tensor(weights))
+        package.update(state)
+        wanted.append(new(*args, **kwargs).sample.detach())
+        torch.testing.assert_close(package(*args, **kwargs)["sample"], wanted[-1], **CLOSE)
+
+    found = []
+
+    def calls():
+        for _ in range(20):
+            found.append(package(*args, **kwargs)["sample"])
+
+    threads = [threading.Thread(target=calls) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    rows = [state["lora.gates.table.weights"].clone() for _ in range(2)]
+    rows[0][:] = torch.tensor([0.3, 1.0])
+    while any(thread.is_alive() for thread in threads):
+        for table in rows:
+            package.update({"lora.gates.table.weights": table})
+    for thread in threads:
+        thread.join()
+    assert len(found) == 40  # each call has seen one state of all samples and layers
+    assert all(any(torch.allclose(out, one, atol=1e-4) for one in wanted) for out in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype, close", [(torch.float32, CLOSE), (torch.bfloat16, {"rtol": 0.02, "atol": 0.05})])
+def test_on_a_gpu(tmp_path, monkeypatch, dtype, close):
+    monkeypatch.setitem(globals(), "CLOSE", close)
+    example = torch.randn(2, 7, 32, device="cuda", dtype=dtype)
+    gm = fxplug.trace(Attention().eval().to("cuda", dtype), example)
+    new = fxplug.apply(gm, fxplug.load_pass("lora", rank=3, slots=2))
+    package = check_switching(new, tmp_path / "gpu", example)
+    assert package.device == torch.device("cuda", torch.cuda.current_device())
+    with pytest.raises(FxplugError, match=f"x is on cpu; this package runs on {package.device}"):
+        package(example.cpu())
+    with pytest.raises(ArtifactError, match="was compiled for cuda and cannot run on cpu"):
+        load_package(tmp_path / "gpu.aoti.pt2", device="cpu")

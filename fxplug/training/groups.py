@@ -33,6 +33,14 @@ def choose(module: TracedModule, settings: Train) -> list[dict[str, Any]]:
     entries = module.meta.get("passes", [])
     owner = {name: entry["name"] for entry in entries for name in named if name.startswith(f"{entry['name']}.")}
     groups = []
+    if "source" in module.meta:
+        raise TrainError("this module is lowered, which is for running: train the one that it was made from")
+    slotted = [entry["name"] for entry in entries if entry.get("slots") and entry["train"]]
+    if slotted:
+        raise TrainError(
+            f"pass '{slotted[0]}' has slots, which hold finished adapters: train the pass without slots, and load what it "
+            "saved; or give it train: false"
+        )
     for entry in entries:
         names = [name for name in named if owner.get(name) == entry["name"] and named[name].is_floating_point()]
         if names and entry["train"]:

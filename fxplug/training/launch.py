@@ -84,7 +84,7 @@ def prepared(
     their statistics. `checkpointing` and `shard` outline regions, `compile`
     compiles the whole as one graph, and several processes are put under DDP when nothing is sharded.
     """
-    lowered = fuse(module) if settings.fuse else module
+    lowered = fuse(module, "fused") if settings.fuse else module
     lowered = hold_norms(lowered, frozen)
     if settings.checkpointing or settings.shard:
         named = [patterns for patterns in (settings.shard, settings.checkpointing) if not isinstance(patterns, bool)]
