@@ -271,6 +271,24 @@ def test_a_threshold_goes_by_what_the_first_block_changes():
     assert StepCache(new).policy == Threshold() and cached("own")[2].policy == Every()
 
 
+def test_steps_are_those_of_diffusers_first_block_cache():
+    from diffusers.hooks import FirstBlockCacheConfig, apply_first_block_cache
+
+    base, new, _ = cached("flux")
+    theirs = copy.deepcopy(base.model)
+    apply_first_block_cache(theirs, FirstBlockCacheConfig(threshold=0.15))
+    cache = StepCache(new, Threshold(0.15), clock=None)
+    for by in (0.0, 0.05, 0.1, 1.5, 1.55, 0.0):
+        one = changed(base, by)
+        with theirs.cache_context("cond"):
+            want = run(theirs, one)
+        with cache.cache_context("cond"):  # as a pipeline does
+            ours = run(cache, one)
+        for a, b in zip(leaves(ours), leaves(want), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert cache.counts == {"full": 3, "shallow": 3}
+
+
 def test_nothing_that_is_kept_holds_on_to_a_gradient():
     base, cache = ticking(Every(2))
     base.args[0].requires_grad_(True)
