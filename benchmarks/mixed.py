@@ -6,7 +6,7 @@ Models are those of `models.py`. For each way `one` is the batch with one adapte
 every fourth sample; the ratio is mixed over one of the same turn and way. Before each timed call the choice is set, as a
 server would; what that costs is not counted. `difference` is that of each sample from the result of its own adapter.
 
-fxplug, fused     slots as `apply` leaves them; after fxplug.lower(fuse="auto")
+fxplug, fused     slots as `apply` leaves them; after lower(fuse="auto")
 peft              set_adapter, and adapter_names for the mixed batch
 plain             the model without adapters: how much one adapter costs, as milliseconds
 """

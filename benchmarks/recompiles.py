@@ -12,7 +12,7 @@ does not have, and one that raises, is there with the error's first line; the ca
 Nothing is generated (a backend that counts and runs as in eager code), but with --inductor, which also gives the seconds of
 each call, that of the first one being the compile.
 
-fxplug, fused, live       slots; after `fuse`; after fxplug.lower(merge="live"), whose weights all samples share
+fxplug, fused, live       slots; after `fuse`; after lower(merge="live"), whose weights all samples share
 peft                      set_adapter, set_scale, several active, disable_adapter_layers, load_adapter, adapter_names
 peft_hotswap              prepare_model_for_compiled_hotswap and hotswap_adapter
 diffusers                 load_lora_adapter, set_adapters, disable_lora

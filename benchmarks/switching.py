@@ -7,7 +7,7 @@ The UNet of SD 1.5 (128 layers of attention, random weights, bfloat16; --small t
 fxplug's `use`, and over fxplug's `load` for what loads. A module is not called in between; what the peers' changes cost a
 compiled model comes on top, see recompiles.py. Files lie in the page cache.
 
-use            fxplug: adapters.use(name)             live_use     the same of fxplug.lower(merge="live"), which writes all weights
+use            fxplug: adapters.use(name)             live_use     the same of lower(merge="live"), which writes all weights
 load           fxplug: adapters.load(name, file)      live_load    the same of the live merge
 merge          fxplug: merge, then unmerge            peft_merge   merge_adapter, then unmerge_adapter
 peft_use       set_adapter                            peft_load    load_adapter, under a new name

@@ -11,7 +11,7 @@ plain     the model as it is                            plain_fused   traced and
 fxplug    the traced model after `apply`                fused, remerge, packed   the same lowered: fuse, merge="remerge", pack
 slots1    as `fxplug` with one slot                     slots4        with four slots, one of them used
 slots4_fused, slots4_remerge                            the same lowered
-live      fxplug.lower(merge="live") of four slots             merged        fxplug.lower(merge="fold")
+live      lower(merge="live") of four slots             merged        lower(merge="fold")
 live_fused, merged_fused                                the same with fuse="auto", which also takes the base to oneDNN on CPUs
 peft, lycoris, diffusers                                the peers, with the same adapter; peft_merged is PEFT's merge_adapter
 """
