@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import networkx
@@ -36,11 +37,24 @@ class Nested(nn.Module):
         self.body = fx.GraphModule(nn.Module(), graph, name)
         code = type(self.body).forward
         self.compiled_once = torch.compiler.nested_compile_region(code, max_reuse_entries=1 << 30)
+        self.constant_floats = _constant_floats()
 
     def forward(self, *args: Any) -> Any:
-        if torch.compiler.is_exporting():  # an exported program is flat
+        if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():  # an exported program is flat
             return self.body(*args)
-        return self.compiled_once(self.body, *args)
+        with self.constant_floats:
+            return self.compiled_once(self.body, *args)
+
+
+@cache
+def _constant_floats() -> Any:
+    """What makes the numbers of layers (`eps`, `p`) constants of a compiled program, also with `dynamic=True`.
+
+    They would be inputs of the program then, and torch 2.15 cannot hand those on to a nested region.
+    """
+    from torch._dynamo.decorators import DynamoConfigPatchProxy  # what code in compilation may enter; torch's own list is short
+
+    return DynamoConfigPatchProxy(torch._dynamo.config.patch(specialize_float=True))
 
 
 def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule:
@@ -66,7 +80,7 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     chosen = {mode: _chosen(graph, gm, None if regions is None else named(gm, regions)) for mode, graph in graphs.items()}
     if not any(chosen.values()):
-        raise MatchError("no regions here are alike and can be cut out, so nothing would be compiled less often: do not outline")
+        raise MatchError("no regions here are alike and can be cut out, so nothing would compile less often: do not outline")
     home = HOME
     while hasattr(gm, home):
         home += "_"
@@ -170,7 +184,7 @@ def _best(graph: fx.Graph, inside: Mapping[str, list[fx.Node]], found: Mapping[s
     most first, until none is better the other way round.
     """
     tree = nesting_tree(graph, inside)
-    total = sum(n.op != "get_attr" for n in graph.nodes)
+    total: int = sum(n.op != "get_attr" for n in graph.nodes)
     tree = tree.subgraph([key for key in tree if key == "" or any(k in found for k in (key, *networkx.descendants(tree, key)))])
 
     def taken(kinds: set[Any]) -> list[str]:
@@ -184,9 +198,9 @@ def _best(graph: fx.Graph, inside: Mapping[str, list[fx.Node]], found: Mapping[s
         return regions
 
     def cost(kinds: set[Any]) -> int:
-        regions = taken(kinds)
-        once = {found[key].kind: found[key].size for key in regions}
-        return total - sum(found[key].size - CALL for key in regions) + sum(once.values())
+        regions = [found[key] for key in taken(kinds)]
+        once = {region.kind: region.size for region in regions}
+        return total - sum(region.size - CALL for region in regions) + sum(once.values())
 
     saved: Counter[Any] = Counter()
     for region in found.values():
