@@ -29,7 +29,7 @@ def merge(gm: TracedModule, passes: Sequence[str] | None = None) -> TracedModule
     which `unmerge` gives back; deleting that key frees it. A layer that is tied to another is so no more where only one of
     them was changed. Dropout and power iterations, which act in training, are left out.
 
-    `passes` names those to fold, None is all. Raises SpecError for a name that is no pass here and, with the reasons, for
+    `passes` names those to fold, None is all but marks for a step cache. Raises SpecError for a name that is no pass here and, with the reasons, for
     passes that are not functions of weights.
     """
     check_unlowered(gm, "merge")
@@ -88,7 +88,17 @@ def _named(gm: TracedModule, passes: Sequence[str] | None) -> list[str]:
             raise SpecError(f"no pass '{name}' is applied here{did_you_mean(name, known)}; there are {', '.join(known)}")
     if passes is not None and not passes:
         raise SpecError(f"passes is empty: name some of {', '.join(known)}")
-    return known if passes is None else list(passes)
+    if passes is not None:
+        return list(passes)
+    marks = {entry["name"] for entry in gm.meta["passes"] if entry["sites"] and all(_is_mark(gm, s) for s in entry["sites"])}
+    if marks == set(known):
+        raise SpecError(f"{', '.join(known)} only marks where the graph may be cut: there is nothing to merge")
+    return [name for name in known if name not in marks]
+
+
+def _is_mark(gm: TracedModule, site: Mapping[str, Any]) -> bool:
+    """Whether the block of a site only says where a graph may be cut."""
+    return bool(site["block"]) and getattr(gm.get_submodule(site["block"]), "is_mark", False) is True
 
 
 def slotted(gm: TracedModule) -> list[str]:

@@ -364,6 +364,19 @@ def test_a_lowered_module_has_steps_too(options):
     check_switches(cache, base, wanted[:3] if "merge" in options else wanted)
 
 
+def test_marks_stay_when_all_passes_are_merged():
+    base, new, wanted = slotted("after")
+    new.adapters.use("ink")
+    cache = StepCache(fxplug.lower(new, merge="fold"), Threshold(), clock=None)
+    for _ in range(2):
+        for a, b in zip(leaves(run(cache, base)), leaves(wanted[1][1]), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert cache.counts == {"full": 1, "shallow": 1}
+    marked = fxplug.apply(base.gm, fxplug.load_pass("first_block_cache"))
+    with pytest.raises(SpecError, match="only marks where the graph may be cut"):
+        fxplug.merge(marked)
+
+
 def test_compiling_the_whole_compiles_each_graph():
     base, new, _ = cached("own")
     cache = StepCache(new, Every(3), clock="t")
