@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from . import ops
 from .errors import ClashError, MatchError, SpecError
-from .fakes import no_collection
+from .fakes import no_collection, writable
 from .grafting import Graft, Traces, head
 from .making import make_block, record
 from .match import Site, fill, reads, sites_of
@@ -34,7 +34,7 @@ def apply(gm: TracedModule, *passes: Pass) -> TracedModule:
     """
     if not isinstance(gm, TracedModule):
         raise SpecError(f"apply takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
-    with no_collection():
+    with no_collection(), writable():
         for p in passes:
             gm = _apply(gm, p)
     return gm

@@ -111,6 +111,8 @@ def uniform(gm: nn.Module, name: str) -> Tensor:
     """What a whole batch takes of each slot of a pass, float32 (slots,). Raises SpecError where samples differ."""
     table = gm.get_submodule(f"{name}.{GATES}.table")
     assert isinstance(table, Table)
+    if table.weights.is_meta:
+        raise SpecError("the slots are on the meta device, which holds no values: move the module to a device that does")
     weights = table.weights.float()
     if not torch.equal(weights[: max(int(table.entries), 1)], weights[:1].expand(max(int(table.entries), 1), -1)):
         raise SpecError(

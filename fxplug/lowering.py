@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from . import folding, forms, fusing, nesting, packing, remerging, shadowing
 from .errors import MatchError, SpecError, did_you_mean
 from .module import TracedModule
@@ -39,6 +41,9 @@ def lower(
     each layer has, `meta["source"]` is what save keeps: `gm`, or what was folded. Raises SpecError for a value that is none
     of these and for a module that is lowered already, and as the lowerings do.
     """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # what is made here is written later
+            return lower(gm, merge=merge, pack=pack, fuse=fuse, outline=outline)
     merge, fuse, regions = _checked(gm, merge, pack, fuse, outline)
     source = made = gm
     if merge == "auto":

@@ -27,6 +27,7 @@ from .rules import Pass, is_target
 from .spec import import_target
 
 GATES = "gates"  # the network that a pass with slots brings
+DEFAULTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes that new tensors may have by default
 TRIES = [8, 4, 2, 16, 1, 32]  # what a size that nothing binds may be: how much larger a condition is than a latent
 
 
@@ -182,7 +183,7 @@ def _module(gm: TracedModule, p: Pass, name: str, spec: Mapping[str, Any]) -> nn
 @contextmanager
 def _like(gm: TracedModule) -> Iterator[None]:
     """New modules lie where the model does, in its dtype."""
-    near = next((t for t in gm.parameters() if t.is_floating_point()), torch.empty(0))
+    near = next((t for t in gm.parameters() if t.dtype in DEFAULTS), torch.empty(0))
     before = torch.get_default_dtype()
     torch.set_default_dtype(near.dtype)
     try:

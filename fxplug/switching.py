@@ -136,7 +136,10 @@ class Adapters:
         return f"Adapters({', '.join(self.names) or 'none'}; {self.slots} slots)"
 
     def _table(self, p: str, name: str) -> Tensor:
-        return self.tensor(f"{p}.gates.table.{name}")
+        table = self.tensor(f"{p}.gates.table.{name}")
+        if table.is_meta:
+            raise SpecError("the slots are on the meta device, which holds no values: move the module to a device that does")
+        return table
 
     def _names(self, p: str) -> list[str]:
         return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in self._table(p, "names").tolist()]
@@ -181,7 +184,8 @@ class Adapters:
                 found.check()
             ready = self._ready(found.placed)
             slots = {p: self._free(p, name) for p in ready}
-            used = {p: self._table(p, "weights").clone() for p in self.banks if name in self._names(p)}
+            homes = {p: self._names(p).index(name) for p in self.banks if name in self._names(p)}
+            used = {p: self._table(p, "weights")[:, slot].clone() for p, slot in homes.items()}
             written = self._clear(name) if known else []
             for p, tensors in ready.items():
                 for bank, key, tensor_name, value in tensors:
@@ -189,18 +193,19 @@ class Adapters:
                     target[tuple(slice(n) for n in value.shape)].copy_(value)
                     written.append(tensor_name)
             for p in ready:
+                # as before, also where this pass had nothing of it until now
+                self._table(p, "weights")[:, slots[p]] = used.get(p, next(iter(used.values()), 0))
                 table = self._table(p, "names")
                 table[slots[p]].copy_(torch.tensor(list(name.encode().ljust(table.shape[1], b"\0")), dtype=torch.uint8))
                 written.append(f"{p}.gates.table.names")
-            for p, weights in used.items():
-                self._table(p, "weights").copy_(weights)
             self.changed(written)
             return found
 
     def _check_new(self, name: Any, replace: bool) -> bool:
         """Whether an adapter of this name is loaded. Raises SpecError for a name that cannot be taken."""
         room = self._table(next(iter(self.banks)), "names").shape[1]
-        if not isinstance(name, str) or not name.strip() or "\0" in name or len(name.encode()) > room:
+        raw = name.encode(errors="ignore") if isinstance(name, str) else b""
+        if not raw.strip() or b"\0" in raw or raw.decode() != name or len(raw) > room:
             raise SpecError(f"an adapter's name is a text of at most {room} bytes, not {name!r}")
         if name in self.names:
             if not replace:

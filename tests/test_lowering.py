@@ -285,3 +285,44 @@ def test_wrong_calls_are_told():
             call(lower(gm))
         with pytest.raises(fxplug.SpecError, match="takes a traced module, not Linear"):
             call(nn.Linear(2, 2))
+
+
+@torch.no_grad()
+def test_what_a_state_dict_loads_is_not_taken_for_what_was_there():
+    merged = live(loaded(own(slots())))
+    merged.adapters.use("film")
+    state, film = copy.deepcopy(merged.state_dict()), run(merged)
+    merged.adapters.use("ink")
+    ink = run(merged)
+    merged.load_state_dict(state)
+    assert torch.equal(run(merged), film)
+    merged.adapters.use("ink")
+    assert torch.equal(run(merged), ink)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", [{"pack": True}, {"fuse": "fused"}, {"merge": "live"}])
+def test_a_copy_of_a_lowered_module_is_saved_with_its_own_tensors(how, tmp_path):
+    copied = copy.deepcopy(lower(loaded(own(slots())), **how))
+    for name, tensor in copied.named_parameters():
+        if not name.startswith("lora."):
+            tensor.mul_(1.5)
+    copied.adapters.use("ink")
+    copied.adapters.unload("film")
+    expected = run(copied)
+    again = fxplug.load(fxplug.save(copied, tmp_path / "out"))
+    assert again.adapters.names == ["ink"] and again.adapters.active == {"ink": 1.0}
+    again.adapters.use("ink")
+    if "merge" not in how:
+        assert error(run(again), expected) < 1e-5
+
+
+@torch.no_grad()
+def test_a_live_merge_made_in_inference_mode_is_switched_outside():
+    gm = loaded(own(slots()))
+    with torch.inference_mode():
+        merged = live(gm)
+        merged.adapters.use("ink")
+    merged.adapters.use("film")
+    gm.adapters.use("film")
+    assert error(run(merged), run(gm)) < 1e-5
