@@ -373,7 +373,7 @@ def test_marks_stay_when_all_passes_are_merged():
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     assert cache.counts == {"full": 1, "shallow": 1}
     marked = fxplug.apply(base.gm, fxplug.load_pass("first_block_cache"))
-    with pytest.raises(SpecError, match="only marks where the graph may be cut"):
+    with pytest.raises(fxplug.SpecError, match="only marks where the graph may be cut"):
         fxplug.merge(marked)
 
 
