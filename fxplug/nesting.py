@@ -14,6 +14,7 @@ import networkx
 import torch
 from torch import Tensor, fx, nn
 
+from . import ops
 from .choosing import is_leaf, nesting_tree
 from .cutting import REGION, Cut, extract, members, plan, unique_names
 from .errors import MatchError, SpecError
@@ -165,16 +166,35 @@ def _chosen(graph: fx.Graph, gm: TracedModule, keys: Sequence[str] | None) -> di
         nodes = inside.get(key, [])
         if not nodes or (keys is None and (rough[len(nodes)] < 2 or len(nodes) <= CALL or is_leaf(key, nodes))):
             continue
-        cut = plan(key, nodes, gm)
+        cut: Cut | str = plan(key, nodes, gm)
+        if isinstance(cut, Cut) and _shares_memory(cut, gm):
+            cut = "reads weights that share memory since this module was packed: outline the packed one"
         if isinstance(cut, Cut):
             found[key] = _Alike(nodes, _kind(cut, gm), sum(n.op != "get_attr" for n in cut.nodes))
         elif keys is not None:
-            raise SpecError(f"'{key}' {cut}: name a region around it, or regions inside it")
+            raise SpecError(f"'{key}' {cut}" + ("" if "packed" in cut else ": name a region around it, or regions inside it"))
     same = Counter(region.kind for region in found.values())
     found = {key: region for key, region in found.items() if same[region.kind] > 1}
     if keys is None:
         found = _best(graph, inside, found)
     return dict(sorted(found.items(), key=lambda row: row[1].nodes[0]))
+
+
+def _shares_memory(cut: Cut, root: nn.Module) -> bool:
+    """Whether a region reads two tensors of one storage: torch gives a nested region no inputs that overlap."""
+    read: dict[int, Tensor] = {}
+    for node in cut.nodes:
+        if node.op == "call_module":
+            layer = root.get_submodule(str(node.target))
+            if type(layer).__module__.startswith("torch.nn."):  # a packed one holds views that it does not read
+                read.update({id(p): p for p in layer.parameters()})
+        elif node.op == "get_attr":
+            owner, _, last = str(node.target).rpartition(".")
+            value = getattr(root.get_submodule(owner), last)
+            if isinstance(value, Tensor):
+                read[id(value)] = value
+    storages = [t.untyped_storage()._cdata for t in read.values() if t.numel()]
+    return len(set(storages)) < len(storages)
 
 
 def _best(graph: fx.Graph, inside: Mapping[str, list[fx.Node]], found: Mapping[str, _Alike]) -> dict[str, _Alike]:
@@ -246,7 +266,8 @@ def _kind(cut: Cut, root: nn.Module) -> Any:
     for node in cut.nodes:
         if node.op != "get_attr":
             what = layer(str(node.target)) if node.op == "call_module" else node.target
-            rows.append((node.op, what, argument(node.args), argument(node.kwargs)))
+            args = node.args[:2] if node.target is ops.guard else node.args  # the text of a guard says which region it is in
+            rows.append((node.op, what, argument(args), argument(node.kwargs)))
             where[node] = len(where)
     rows.append(tuple(where[node] for node in cut.outputs))
     return tuple(rows)
