@@ -17,7 +17,7 @@ from .grafting import Graft, Traces, head
 from .making import make_block, record
 from .match import Site, fill, reads, sites_of
 from .module import Graph, TracedModule, copy_graph, shell
-from .networks import joined
+from .networks import check_traced, joined
 from .paths import Port, identifier, parse_port, parse_relative
 from .places import Region, Regions, added, find_input, find_output, members, source
 from .rules import Pass
@@ -32,8 +32,7 @@ def apply(gm: TracedModule, *passes: Pass) -> TracedModule:
 
     Raises MatchError, ClashError or SpecError, with the pass's file and line; nothing is changed then.
     """
-    if not isinstance(gm, TracedModule):
-        raise SpecError(f"apply takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+    check_traced(gm)
     with no_collection(), writable():
         for p in passes:
             gm = _apply(gm, p)

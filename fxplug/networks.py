@@ -31,6 +31,14 @@ DEFAULTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtyp
 TRIES = [8, 4, 2, 16, 1, 32]  # what a size that nothing binds may be: how much larger a condition is than a latent
 
 
+def check_traced(gm: Any) -> None:
+    """Raises SpecError for what passes cannot be applied to: a lowered module would be saved without them."""
+    if not isinstance(gm, TracedModule):
+        raise SpecError(f"apply takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+    if "source" in gm.meta:
+        raise SpecError("this module is lowered already: apply passes to what it was made from, meta['source'], and lower that")
+
+
 def _with_gates(gm: TracedModule, p: Pass) -> Pass:
     """A pass with slots as one whose network `gates` says what each sample takes of them; each block gets its result.
 

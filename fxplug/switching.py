@@ -305,7 +305,8 @@ class Adapters:
 
         A list, or a tensor of positions in `names` with -1 for none, has an entry for each sample of the batch; the next
         batches must have that size, until another `use`. Raises SpecError for an unknown name, a weight that is no finite
-        number, a position out of range, or more entries than there is room for; nothing is changed then.
+        number, a position out of range, more entries than there is room for, or samples that differ in adapters that change
+        the weight itself; nothing is changed then.
         """
         with self.lock:
             single = what is None or isinstance(what, (str, Mapping))
@@ -318,6 +319,14 @@ class Adapters:
                     raise SpecError(f"a batch can have entries for up to {weights.shape[0]} samples, not {len(rows)}")
                 table = torch.tensor([[row.get(name, 0.0) if name else 0.0 for name in names] for row in rows])
                 made[p] = table.to(weights.device, weights.dtype), 0 if single else len(rows)
+                if not made[p][0].isfinite().all():
+                    raise SpecError(f"a weight is beyond {weights.dtype}, in which the slots of '{p}' hold it")
+                mapping = next((bank for bank in self.banks[p] if bank.maps), None)
+                if mapping is not None and (made[p][0] != made[p][0][:1]).any():
+                    raise SpecError(
+                        f"the adapters of '{p}' change weights ({mapping.kind} at '{mapping.path}'), which all samples of a "
+                        "batch share: use one choice for all, or a pass that runs beside its layers, such as lora"
+                    )
             for p, (table, entries) in made.items():
                 weights = self._table(p, "weights")
                 if single:
