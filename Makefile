@@ -43,12 +43,18 @@ pages: install  ## write examples/passes: a page about each pass
 zoo: install  ## trace the model zoo and print what is exact
 	$(BIN)/python benchmarks/exactness.py
 
-bench: install  ## measure tracing, ControlNet in one graph, and training steps
+bench: install  ## measure tracing, ControlNet in one graph, training steps, and adapters at run time
 	$(BIN)/python benchmarks/trace.py
 	$(BIN)/python benchmarks/controlnet.py
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/checkpointing.py
 	$(BIN)/python benchmarks/train_loop.py
+	$(BIN)/python benchmarks/recompiles.py
+	$(BIN)/python benchmarks/unmerged.py
+	$(BIN)/python benchmarks/mixed.py
+	$(BIN)/python benchmarks/switching.py
+	$(BIN)/python benchmarks/compile_time.py
+	$(BIN)/python benchmarks/step_cache.py
 
 clean:  ## remove what the targets above made, except .venv
 	rm -rf build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info

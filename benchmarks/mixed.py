@@ -26,7 +26,6 @@ from timing import difference, error_of, milliseconds, shown, turns
 
 import fxplug
 
-
 NAMES = ["ink", "film", "chalk", "fourth"]
 BATCH = 8
 

@@ -36,10 +36,9 @@ from peft.utils import set_peft_model_state_dict
 from peft.utils.hotswap import hotswap_adapter
 from record import write
 from timing import by_the_clock, spread
-
-import fxplug
 from torch import Tensor, nn
 
+import fxplug
 
 CYCLES = 1000
 GROUPS = ["fxplug", "live", "merge", "peft", "diffusers", "drift", "memory"]

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from . import ops
 from .errors import SpecError, did_you_mean
 
 if TYPE_CHECKING:
@@ -100,9 +101,9 @@ class Lora(Block):
         """`kind` is Linear, Conv1d, Conv2d, Conv3d or Embedding; `geometry` holds a convolution's own arguments.
 
         `same_padding` pads the input so that the output is as large as the layer's, whatever the layer does for it; `bias`
-        gives `up` a bias, which is scaled as the rest of the update. `batch_dim` is where the samples of x are, 0 or 1; only
-        slots need it. Raises SpecError for a rank below 1, a dropout outside [0, 1), slots with a bias or with dropout, or
-        what `scaling` refuses.
+        gives `up` a bias, which is scaled as the rest of the update. `batch_dim` is where the samples of x are, 0 or 1, or
+        -1 where it has none; only slots need it. Raises SpecError for a rank below 1, a dropout outside [0, 1), slots with a
+        bias or with dropout, or what `scaling` refuses.
         """
         super().__init__()
         check_rank(rank)
@@ -210,14 +211,16 @@ class Lora(Block):
         differ, and an adapter has something for it, it is NaN.
         """
         batch, channels_last = rows.shape[0], self.kind not in CONVOLUTIONS
+        if not batch:
+            return hidden
         groups = self.geometry.get("groups", 1)
         if groups > 1:
             within = rows.view(batch, self.slots, -1)[..., : self.rank_within(groups)].flatten(1)
             rows = within.repeat(1, groups)
         space = 0 if channels_last else len(self.geometry["kernel_size"])
-        if hidden.dim() < 2 + space or hidden.shape[self.batch_dim] % batch:
-            common = hidden * rows[0].view(-1, *[1] * space)
-            return torch.where((rows == rows[:1]).all() | (hidden == 0), common, torch.nan).to(hidden.dtype)
+        if hidden.dim() < 2 + space or self.batch_dim < 0 or hidden.shape[self.batch_dim] % batch:
+            alike = (rows == rows[:1]).all(0).view(-1, *[1] * space)
+            return torch.where(alike | (hidden == 0), hidden * rows[0].view(-1, *[1] * space), torch.nan).to(hidden.dtype)
         if self.batch_dim:
             rows = rows.view(batch, *[1] * (hidden.dim() - 3), -1)
             return (hidden * rows).to(hidden.dtype)
@@ -241,11 +244,32 @@ class Lora(Block):
 
 
 def _batch_dim(site: Site, kind: str) -> int:
-    """Which of the first two dimensions of a layer's input has the samples of the model's batch, as traced."""
+    """Which of the first two dimensions of a layer's input has the samples of the model's batch, as traced; -1 if none."""
     shape, batch = (() if site.x is None else site.x.shape), site.args[-1].shape[0]
+    if site.x is not None and batch not in shape[:2] and not _sampled(site.x.node):
+        return -1
     if kind in CONVOLUTIONS or len(shape) < 3 - (kind == "Embedding"):
         return 0
     return int(shape[0] != batch == shape[1])
+
+
+def _sampled(node: fx.Node | None) -> bool:
+    """Whether a value is computed from the model's inputs, or from how many samples they have."""
+    todo, seen = [node], {node}
+    while todo:
+        value = todo.pop()
+        if value is None or value.op == "placeholder":
+            return True
+        if value.op == "call_method" and value.target == "size" and len(value.args) > 1:
+            if value.args[1] == 0:
+                return True
+            continue
+        if value.target is ops.device_of or (value.target is getattr and value.args[1] in ("device", "dtype")):
+            continue
+        new = [given for given in value.all_input_nodes if given not in seen]
+        seen.update(new)
+        todo.extend(new)
+    return False
 
 
 def _output_size(size: tuple[int, ...], geometry: Mapping[str, Any]) -> tuple[int, ...]:

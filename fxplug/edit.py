@@ -12,12 +12,12 @@ from torch import fx, nn
 
 from . import ops
 from .errors import ClashError, MatchError, SpecError
-from .fakes import no_collection
+from .fakes import no_collection, writable
 from .grafting import Graft, Traces, head
 from .making import make_block, record
 from .match import Site, fill, reads, sites_of
 from .module import Graph, TracedModule, copy_graph, shell
-from .networks import joined
+from .networks import check_traced, joined
 from .paths import Port, identifier, parse_port, parse_relative
 from .places import Region, Regions, added, find_input, find_output, members, source
 from .rules import Pass
@@ -32,9 +32,8 @@ def apply(gm: TracedModule, *passes: Pass) -> TracedModule:
 
     Raises MatchError, ClashError or SpecError, with the pass's file and line; nothing is changed then.
     """
-    if not isinstance(gm, TracedModule):
-        raise SpecError(f"apply takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
-    with no_collection():
+    check_traced(gm)
+    with no_collection(), writable():
         for p in passes:
             gm = _apply(gm, p)
     return gm

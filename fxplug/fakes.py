@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -117,3 +117,8 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
+
+
+def writable() -> AbstractContextManager[Any]:
+    """Tensors that are made meanwhile can be written later, though inference mode is on."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

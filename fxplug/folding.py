@@ -29,7 +29,7 @@ def merge(gm: TracedModule, passes: Sequence[str] | None = None) -> TracedModule
     which `unmerge` gives back; deleting that key frees it. A layer that is tied to another is so no more where only one of
     them was changed. Dropout and power iterations, which act in training, are left out.
 
-    `passes` names those to fold, None is all. Raises SpecError for a name that is no pass here and, with the reasons, for
+    `passes` names those to fold, None is all but marks for a step cache. Raises SpecError for a name that is no pass here and, with the reasons, for
     passes that are not functions of weights.
     """
     check_unlowered(gm, "merge")
@@ -88,7 +88,17 @@ def _named(gm: TracedModule, passes: Sequence[str] | None) -> list[str]:
             raise SpecError(f"no pass '{name}' is applied here{did_you_mean(name, known)}; there are {', '.join(known)}")
     if passes is not None and not passes:
         raise SpecError(f"passes is empty: name some of {', '.join(known)}")
-    return known if passes is None else list(passes)
+    if passes is not None:
+        return list(passes)
+    marks = {entry["name"] for entry in gm.meta["passes"] if entry["sites"] and all(_is_mark(gm, s) for s in entry["sites"])}
+    if marks == set(known):
+        raise SpecError(f"{', '.join(known)} only marks where the graph may be cut: there is nothing to merge")
+    return [name for name in known if name not in marks]
+
+
+def _is_mark(gm: TracedModule, site: Mapping[str, Any]) -> bool:
+    """Whether the block of a site only says where a graph may be cut."""
+    return bool(site["block"]) and getattr(gm.get_submodule(site["block"]), "is_mark", False) is True
 
 
 def slotted(gm: TracedModule) -> list[str]:
@@ -101,6 +111,8 @@ def uniform(gm: nn.Module, name: str) -> Tensor:
     """What a whole batch takes of each slot of a pass, float32 (slots,). Raises SpecError where samples differ."""
     table = gm.get_submodule(f"{name}.{GATES}.table")
     assert isinstance(table, Table)
+    if table.weights.is_meta:
+        raise SpecError("the slots are on the meta device, which holds no values: move the module to a device that does")
     weights = table.weights.float()
     if not torch.equal(weights[: max(int(table.entries), 1)], weights[:1].expand(max(int(table.entries), 1), -1)):
         raise SpecError(
@@ -264,6 +276,8 @@ class Plan:
                 via = self.tree.get_submodule(step.via) if step.via else None
                 own = gates.get(step.block.partition(".")[0])
                 value = changed(value, self.tree.get_submodule(step.block), step, use, own, via)
+        if old is not None and value.stride() != old.stride():  # which kernel runs depends on them
+            return torch.empty_like(old).copy_(value)
         return value.to(like.dtype)
 
     def module(self, values: Mapping[str, Tensor]) -> TracedModule:

@@ -29,7 +29,7 @@ class Table(Block):
     def __init__(self, slots: int, rank: int) -> None:
         super().__init__()
         self.slots, self.rank = slots, rank
-        self.register_buffer("weights", torch.zeros(ROWS, slots))
+        self.register_buffer("weights", torch.zeros(ROWS, slots, dtype=torch.float32))
         self.register_buffer("entries", torch.zeros((), dtype=torch.int64))
         self.register_buffer("names", torch.zeros(slots, NAME, dtype=torch.uint8))
 

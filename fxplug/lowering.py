@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from . import folding, forms, fusing, nesting, packing, remerging, shadowing
-from .errors import SpecError, did_you_mean
+from .errors import MatchError, SpecError, did_you_mean
 from .module import TracedModule
 
 MERGES = ("fold", "live", "remerge", "auto")
@@ -32,13 +34,16 @@ def lower(
 
     `pack` makes one product of linear layers that read the same value, where that is not slower: see `packing.pack`. `fuse`
     joins layers and their updates, in the form that was measured fastest ("auto"), in one form for all, or not (None, False):
-    see `fusing.fuse`. `outline` compiles repeated regions once: "auto" or True finds them, a list names them, see
-    `nesting.nest`.
+    see `fusing.fuse`. `outline` compiles repeated regions once: "auto" where there are some, True finds them too and raises
+    where there are none, a list names them: see `nesting.nest`.
 
     The result shares parameters, and the state of slots, with `gm`, but for what is merged. `meta["forms"]` says which form
     each layer has, `meta["source"]` is what save keeps: `gm`, or what was folded. Raises SpecError for a value that is none
     of these and for a module that is lowered already, and as the lowerings do.
     """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # what is made here is written later
+            return lower(gm, merge=merge, pack=pack, fuse=fuse, outline=outline)
     merge, fuse, regions = _checked(gm, merge, pack, fuse, outline)
     source = made = gm
     if merge == "auto":
@@ -56,7 +61,11 @@ def lower(
     if fuse:
         made = _noted(made, fusing.fuse(made, str(fuse)))
     if regions is not False:
-        made = _noted(made, _stage(nesting, "nest")(made, regions))
+        try:
+            made = _noted(made, nesting.nest(made, regions))
+        except MatchError:
+            if outline != "auto":
+                raise
     if made is not source:
         made.meta["source"] = source
     return made
@@ -80,12 +89,6 @@ def _checked(gm: Any, merge: Any, pack: Any, fuse: Any, outline: Any) -> tuple[s
     if isinstance(outline, str) or not isinstance(outline, Sequence) or not all(isinstance(p, str) for p in outline):
         raise SpecError(f"outline is None, 'auto' or a list of path patterns, not {outline!r}")
     return merge, fuse, list(outline)
-
-
-def _stage(module: Any, name: str) -> Any:
-    if not hasattr(module, name):
-        raise SpecError(f"{name} is no part of this version")
-    return getattr(module, name)
 
 
 def _names(gm: TracedModule) -> list[str]:

@@ -25,13 +25,14 @@ from .rules import Pass, Rule
 class Value:
     """A value that a block will be given: its address, and what it was when traced.
 
-    `members` holds the Values of one that has members (a tuple, a record by name), in its structure.
+    `members` holds the Values of one that has members (a tuple, a record by name), in its structure; `node` gives it.
     """
 
     address: str
     shape: tuple[int, ...] = ()
     dtype: Any = None
     members: Any = None
+    node: fx.Node | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         return f"{self.address} {list(self.shape)}"
@@ -386,7 +387,7 @@ def _owner(user: fx.Node, node: fx.Node, names: Sequence[str]) -> str:
 
 
 def _value(address: str, node: fx.Node | None) -> Value | None:
-    return None if node is None else Value(address, tuple(node.meta.get("shape", ())), node.meta.get("dtype"))
+    return None if node is None else Value(address, tuple(node.meta.get("shape", ())), node.meta.get("dtype"), node=node)
 
 
 def _values(regions: Regions, ports: Any) -> Any:

@@ -299,7 +299,7 @@ class TracedModule(fx.GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
         tree: Any = Container(self.classes)
         for key, value in vars(self).items():
-            if key not in OWN_STATE:
+            if key not in OWN_STATE and key != "meta":  # which may hold whole modules
                 tree.__dict__[key] = copy.deepcopy(value, memo)
         new = TracedModule(tree, {m: copy_graph(g) for m, g in self.graphs.items()}, self._origin, self._extras)
         new.meta = copy.copy(self.meta)

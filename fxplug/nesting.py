@@ -7,12 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import networkx
 import torch
 from torch import Tensor, fx, nn
 
+from . import ops
 from .choosing import is_leaf, nesting_tree
 from .cutting import REGION, Cut, extract, members, plan, unique_names
 from .errors import MatchError, SpecError
@@ -36,11 +38,24 @@ class Nested(nn.Module):
         self.body = fx.GraphModule(nn.Module(), graph, name)
         code = type(self.body).forward
         self.compiled_once = torch.compiler.nested_compile_region(code, max_reuse_entries=1 << 30)
+        self.constant_floats = _constant_floats()
 
     def forward(self, *args: Any) -> Any:
-        if torch.compiler.is_exporting():  # an exported program is flat
+        if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():  # an exported program is flat
             return self.body(*args)
-        return self.compiled_once(self.body, *args)
+        with self.constant_floats:
+            return self.compiled_once(self.body, *args)
+
+
+@cache
+def _constant_floats() -> Any:
+    """What makes the numbers of layers (`eps`, `p`) constants of a compiled program, also with `dynamic=True`.
+
+    They would be inputs of the program then, and torch 2.15 cannot hand those on to a nested region.
+    """
+    from torch._dynamo.decorators import DynamoConfigPatchProxy  # what code in compilation may enter; torch's own list is short
+
+    return DynamoConfigPatchProxy(torch._dynamo.config.patch(specialize_float=True))
 
 
 def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule:
@@ -66,7 +81,7 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     chosen = {mode: _chosen(graph, gm, None if regions is None else named(gm, regions)) for mode, graph in graphs.items()}
     if not any(chosen.values()):
-        raise MatchError("no regions here are alike and can be cut out, so nothing would be compiled less often: do not outline")
+        raise MatchError("no regions here are alike and can be cut out, so nothing would compile less often: do not outline")
     home = HOME
     while hasattr(gm, home):
         home += "_"
@@ -151,16 +166,35 @@ def _chosen(graph: fx.Graph, gm: TracedModule, keys: Sequence[str] | None) -> di
         nodes = inside.get(key, [])
         if not nodes or (keys is None and (rough[len(nodes)] < 2 or len(nodes) <= CALL or is_leaf(key, nodes))):
             continue
-        cut = plan(key, nodes, gm)
+        cut: Cut | str = plan(key, nodes, gm)
+        if isinstance(cut, Cut) and _shares_memory(cut, gm):
+            cut = "reads weights that share memory since this module was packed: outline the packed one"
         if isinstance(cut, Cut):
             found[key] = _Alike(nodes, _kind(cut, gm), sum(n.op != "get_attr" for n in cut.nodes))
         elif keys is not None:
-            raise SpecError(f"'{key}' {cut}: name a region around it, or regions inside it")
+            raise SpecError(f"'{key}' {cut}" + ("" if "packed" in cut else ": name a region around it, or regions inside it"))
     same = Counter(region.kind for region in found.values())
     found = {key: region for key, region in found.items() if same[region.kind] > 1}
     if keys is None:
         found = _best(graph, inside, found)
     return dict(sorted(found.items(), key=lambda row: row[1].nodes[0]))
+
+
+def _shares_memory(cut: Cut, root: nn.Module) -> bool:
+    """Whether a region reads two tensors of one storage: torch gives a nested region no inputs that overlap."""
+    read: dict[int, Tensor] = {}
+    for node in cut.nodes:
+        if node.op == "call_module":
+            layer = root.get_submodule(str(node.target))
+            if type(layer).__module__.startswith("torch.nn."):  # a packed one holds views that it does not read
+                read.update({id(p): p for p in layer.parameters()})
+        elif node.op == "get_attr":
+            owner, _, last = str(node.target).rpartition(".")
+            value = getattr(root.get_submodule(owner), last)
+            if isinstance(value, Tensor):
+                read[id(value)] = value
+    storages = [t.untyped_storage()._cdata for t in read.values() if t.numel()]
+    return len(set(storages)) < len(storages)
 
 
 def _best(graph: fx.Graph, inside: Mapping[str, list[fx.Node]], found: Mapping[str, _Alike]) -> dict[str, _Alike]:
@@ -170,7 +204,7 @@ def _best(graph: fx.Graph, inside: Mapping[str, list[fx.Node]], found: Mapping[s
     most first, until none is better the other way round.
     """
     tree = nesting_tree(graph, inside)
-    total = sum(n.op != "get_attr" for n in graph.nodes)
+    total: int = sum(n.op != "get_attr" for n in graph.nodes)
     tree = tree.subgraph([key for key in tree if key == "" or any(k in found for k in (key, *networkx.descendants(tree, key)))])
 
     def taken(kinds: set[Any]) -> list[str]:
@@ -184,9 +218,9 @@ def _best(graph: fx.Graph, inside: Mapping[str, list[fx.Node]], found: Mapping[s
         return regions
 
     def cost(kinds: set[Any]) -> int:
-        regions = taken(kinds)
-        once = {found[key].kind: found[key].size for key in regions}
-        return total - sum(found[key].size - CALL for key in regions) + sum(once.values())
+        regions = [found[key] for key in taken(kinds)]
+        once = {region.kind: region.size for region in regions}
+        return total - sum(region.size - CALL for region in regions) + sum(once.values())
 
     saved: Counter[Any] = Counter()
     for region in found.values():
@@ -232,7 +266,8 @@ def _kind(cut: Cut, root: nn.Module) -> Any:
     for node in cut.nodes:
         if node.op != "get_attr":
             what = layer(str(node.target)) if node.op == "call_module" else node.target
-            rows.append((node.op, what, argument(node.args), argument(node.kwargs)))
+            args = node.args[:2] if node.target is ops.guard else node.args  # the text of a guard says which region it is in
+            rows.append((node.op, what, argument(args), argument(node.kwargs)))
             where[node] = len(where)
     rows.append(tuple(where[node] for node in cut.outputs))
     return tuple(rows)

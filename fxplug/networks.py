@@ -27,7 +27,16 @@ from .rules import Pass, is_target
 from .spec import import_target
 
 GATES = "gates"  # the network that a pass with slots brings
+DEFAULTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes that new tensors may have by default
 TRIES = [8, 4, 2, 16, 1, 32]  # what a size that nothing binds may be: how much larger a condition is than a latent
+
+
+def check_traced(gm: Any) -> None:
+    """Raises SpecError for what passes cannot be applied to: a lowered module would be saved without them."""
+    if not isinstance(gm, TracedModule):
+        raise SpecError(f"apply takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+    if "source" in gm.meta:
+        raise SpecError("this module is lowered already: apply passes to what it was made from, meta['source'], and lower that")
 
 
 def _with_gates(gm: TracedModule, p: Pass) -> Pass:
@@ -182,7 +191,7 @@ def _module(gm: TracedModule, p: Pass, name: str, spec: Mapping[str, Any]) -> nn
 @contextmanager
 def _like(gm: TracedModule) -> Iterator[None]:
     """New modules lie where the model does, in its dtype."""
-    near = next((t for t in gm.parameters() if t.is_floating_point()), torch.empty(0))
+    near = next((t for t in gm.parameters() if t.dtype in DEFAULTS), torch.empty(0))
     before = torch.get_default_dtype()
     torch.set_default_dtype(near.dtype)
     try:

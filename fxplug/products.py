@@ -92,11 +92,13 @@ def _bank(
 ) -> Tensor:
     flat, batch = x.flatten(0, -2), rows.shape[0]
     takes: list[list[float]] = rows[:, :: rows.shape[1] // slots].tolist()
-    if x.dim() < 2 or x.shape[batch_dim] % batch:  # no samples in it: what all of them take
-        takes = [takes[0] if all(take == takes[0] for take in takes) else [math.nan] * slots]
+    if not batch:
+        return x.new_empty(*x.shape[:-1], weight.shape[0])
     shape = (*x.shape[:-1], weight.shape[0])
     if all(take == takes[0] for take in takes):
         return _uniform(flat, weight, bias, down, up, takes[0]).view(shape)
+    if x.dim() < 2 or batch_dim < 0 or x.shape[batch_dim] % batch:  # no samples in it: what all of them take
+        return (_eager(flat, weight, bias) + F.linear(gated(F.linear(flat, down), rows, -1), up)).view(shape)
     if batch_dim:
         first = x.transpose(0, batch_dim)
         return _bank(first, weight, bias, down, up, rows, slots, 0).transpose(0, batch_dim).contiguous()
@@ -181,9 +183,9 @@ def bank_linear(
 ) -> Tensor:
     """What a layer and its `Lora` with slots give together: each sample gets the low-rank updates of the slots that it takes.
 
-    x is (..., in) with the samples in dimension `batch_dim`, 0 or 1; weight (out, in), bias (out,), down (slots * rank, in),
-    up (out, slots * rank), rows float32 (batch, slots * rank), a slot's weight repeated for its rank. On a CPU only slots
-    with a weight cost time. The bank gets no gradient.
+    x is (..., in) with the samples in dimension `batch_dim`, 0 or 1, -1 for none; weight (out, in), bias (out,),
+    down (slots * rank, in), up (out, slots * rank), rows float32 (batch, slots * rank), a slot's weight repeated for its
+    rank. On a CPU only slots with a weight cost time. The bank gets no gradient.
     """
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
     plain = torch.compiler.is_exporting() or trains(x, weight, bias, down, up) or not _fits(x, weight, down, up)
@@ -196,8 +198,11 @@ def bank_linear(
 def gated(hidden: Tensor, rows: Tensor, batch_dim: int = 0) -> Tensor:
     """A bank's inner values (..., slots * rank), each times what its sample takes of its slot."""
     batch = rows.shape[0]
-    if hidden.dim() < 2 or hidden.shape[batch_dim] % batch:
-        return (hidden * torch.where((rows == rows[:1]).all(), rows[0], torch.nan)).to(hidden.dtype)
+    if not batch:
+        return hidden
+    if hidden.dim() < 2 or batch_dim < 0 or hidden.shape[batch_dim] % batch:
+        # what all samples take; NaN where they differ in something
+        return torch.where((rows == rows[:1]).all(0) | (hidden == 0), hidden * rows[0], torch.nan).to(hidden.dtype)
     if batch_dim:
         return (hidden * rows.view(batch, *[1] * (hidden.dim() - 3), -1)).to(hidden.dtype)
     split = hidden.reshape(batch, -1, hidden.shape[-1])
@@ -229,11 +234,11 @@ def kernel_bank_linear(
     """`bank_linear` as one kernel of `kernels`, in which only slots with a weight cost time; as it is where none fits."""
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
     batch, rank = rows.shape[0], down.shape[0] // slots
-    if x.dim() < 2 or not kernels.fits(x, weight, bias, down, up, rank=rank):
+    if x.dim() < 2 or not batch or not kernels.fits(x, weight, bias, down, up, rank=rank):
+        return bank_linear(x, weight, bias, down, up, rows, slots, batch_dim)
+    if batch_dim < 0 or x.shape[batch_dim] % batch:
         return bank_linear(x, weight, bias, down, up, rows, slots, batch_dim)
     take = rows[:, ::rank]
-    if x.shape[batch_dim] % batch:
-        take = torch.where((take == take[:1]).all(), take[:1], torch.nan)
     if batch_dim and take.shape[0] > 1:
         first = x.transpose(0, batch_dim)
         y = kernels.linear(first.flatten(1, -2), weight, bias, down, up, take, tile)

@@ -33,12 +33,18 @@ def live(gm: TracedModule) -> TracedModule:
     and lie below `shadows`. Entries for each sample cannot be in one weight: `use` refuses them. Raises SpecError for a module
     without slots, a lowered one, and where a block cannot go into a weight, as `folding.merge` says.
     """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # what is made here is written later
+            return live(gm)
     check_unlowered(gm, "a live merge")
     names = slotted(gm)
     if not names:
         raise SpecError("no pass here has slots, so there is nothing to switch: merge='fold' folds what is there for good")
     plan = Plan(gm, set(names))
     plan.check()
+    for name in names:
+        if _table(gm, name).weights.is_meta:
+            raise SpecError("a live merge makes weights, and the meta device holds no values: move the module first")
     tree = plan.tree
     tree._modules.update({name: copy.deepcopy(gm.get_submodule(name)) for name in names})
     home = HOME
@@ -70,15 +76,30 @@ def unlowered(module: TracedModule) -> TracedModule:
     source = module.meta.get("source")
     if not isinstance(source, TracedModule):
         return module
-    banks = {name: module.get_submodule(name) for name in module.meta.get("banks", [])}
     source = unlowered(source)
-    if not banks:
-        return source
     tree = shell(source)
-    tree._modules.update(banks)
+    tree._modules.update({name: module.get_submodule(name) for name in module.meta.get("banks", [])})
+    homes = [shadows for shadows in module.modules() if isinstance(shadows, Shadows)]
+    bases = {id(_tensor(module, row.name)): home.get_parameter(row.base) for home in homes for row in home.rows}
+    for path, owner in tree.named_modules():  # tensors of a copy, or of one that was moved, are others than the source's
+        for table in (owner._parameters, owner._buffers):
+            for key in table:
+                now = _tensor(module, f"{path}.{key}" if path else key)
+                if now is not None:
+                    table[key] = bases.get(id(now), now)
     new = TracedModule(tree, {mode: copy_graph(graph) for mode, graph in source.graphs.items()}, source._origin, source._extras)
     new.twin_error, new.meta = source.twin_error, dict(source.meta)
     return new
+
+
+def _tensor(module: TracedModule, name: str) -> Tensor | None:
+    """A parameter or buffer of a lowered module by the name that it has in the state dict of its source."""
+    owner, _, last = module.meta.get("originals", {}).get(name, name).rpartition(".")
+    try:
+        home = module.get_submodule(owner)
+    except AttributeError:
+        return None
+    return home._parameters.get(last, home._buffers.get(last))
 
 
 @dataclass
@@ -123,6 +144,11 @@ class Shadows(nn.Module):
         self.register_parameter(name, base)
         steps = [(step, paths[step.block], paths[step.block].partition(".")[0]) for step in use.steps]
         self.rows.append(Row(use.name, name, use, steps))
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        for known in (self.state, self.filled, self.accepted):
+            known.clear()  # the weights may have been loaded too
 
     def forward(self, *args: Any) -> Any:
         raise NotImplementedError("shadows hold weights; call the model")

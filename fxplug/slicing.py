@@ -199,7 +199,7 @@ class Slices:
                 taken.add_edge(cut.base, cut.node)
         self.taken = taken
         self.later = self.flow.closed([self.output, *self.inputs], taken)
-        self.cuts = {cut.node: cut for cut in cuts if cut.node in self.later}
+        self.cuts = {cut.node: cut for cut in sorted(cuts, key=lambda cut: cut.node) if cut.node in self.later}
         self._named()
         if self.operations(self.later) >= self.operations(self.flow.nodes):
             raise SpecError("what is marked saves nothing: all of the model is needed for its result even if that is taken")
@@ -213,12 +213,9 @@ class Slices:
             if not isinstance(mark, Mark):
                 continue
             owner, value = str(node.target).partition(".")[0], node.args[0]
-            if isinstance(mark, Keep):  # an edge stays, as others may read the value before the mark
-                with self.graph.inserting_before(node):
-                    edge = self.graph.create_node("call_function", ops.edge, (value,), {}, name=f"{node.name}_kept")
-                edge.meta.update(node.meta)
-                cuts.append(_Cut(edge, node.args[1] if len(node.args) > 1 else None, "", owner))
-                value = edge
+            if isinstance(mark, Keep):
+                cuts.append(_Cut(self._edge(node), node.args[1] if len(node.args) > 1 else None, "", owner))
+                value = node.args[0]
             elif isinstance(mark, Gauge):
                 self.gauges.append((value, node.args[1]))
             elif isinstance(mark, Join):
@@ -226,6 +223,17 @@ class Slices:
             node.replace_all_uses_with(value)
             self.graph.erase_node(node)
         return cuts, joins
+
+    def _edge(self, mark: fx.Node) -> fx.Node:
+        """The identity that stands for a marked value: the edge of its region, or a new one, as others may read the value."""
+        users = list(mark.users)
+        if len(users) == 1 and users[0].target is ops.edge:
+            return users[0]
+        with self.graph.inserting_after(mark):
+            edge = self.graph.create_node("call_function", ops.edge, (mark.args[0],), {}, name=f"{mark.name}_kept")
+        edge.meta.update({k: mark.meta[k] for k in ("shape", "dtype") if k in mark.meta}, nn_module_stack=ROOT)
+        mark.replace_all_uses_with(edge)
+        return edge
 
     def _deepest(self, node: fx.Node) -> fx.Node:
         """The operand of a join that most is computed for; a block put behind the join reads one value only."""

@@ -136,7 +136,10 @@ class Adapters:
         return f"Adapters({', '.join(self.names) or 'none'}; {self.slots} slots)"
 
     def _table(self, p: str, name: str) -> Tensor:
-        return self.tensor(f"{p}.gates.table.{name}")
+        table = self.tensor(f"{p}.gates.table.{name}")
+        if table.is_meta:
+            raise SpecError("the slots are on the meta device, which holds no values: move the module to a device that does")
+        return table
 
     def _names(self, p: str) -> list[str]:
         return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in self._table(p, "names").tolist()]
@@ -181,7 +184,8 @@ class Adapters:
                 found.check()
             ready = self._ready(found.placed)
             slots = {p: self._free(p, name) for p in ready}
-            used = {p: self._table(p, "weights").clone() for p in self.banks if name in self._names(p)}
+            homes = {p: self._names(p).index(name) for p in self.banks if name in self._names(p)}
+            used = {p: self._table(p, "weights")[:, slot].clone() for p, slot in homes.items()}
             written = self._clear(name) if known else []
             for p, tensors in ready.items():
                 for bank, key, tensor_name, value in tensors:
@@ -189,18 +193,19 @@ class Adapters:
                     target[tuple(slice(n) for n in value.shape)].copy_(value)
                     written.append(tensor_name)
             for p in ready:
+                # as before, also where this pass had nothing of it until now
+                self._table(p, "weights")[:, slots[p]] = used.get(p, next(iter(used.values()), 0))
                 table = self._table(p, "names")
                 table[slots[p]].copy_(torch.tensor(list(name.encode().ljust(table.shape[1], b"\0")), dtype=torch.uint8))
                 written.append(f"{p}.gates.table.names")
-            for p, weights in used.items():
-                self._table(p, "weights").copy_(weights)
             self.changed(written)
             return found
 
     def _check_new(self, name: Any, replace: bool) -> bool:
         """Whether an adapter of this name is loaded. Raises SpecError for a name that cannot be taken."""
         room = self._table(next(iter(self.banks)), "names").shape[1]
-        if not isinstance(name, str) or not name.strip() or "\0" in name or len(name.encode()) > room:
+        raw = name.encode(errors="ignore") if isinstance(name, str) else b""
+        if not raw.strip() or b"\0" in raw or raw.decode() != name or len(raw) > room:
             raise SpecError(f"an adapter's name is a text of at most {room} bytes, not {name!r}")
         if name in self.names:
             if not replace:
@@ -300,7 +305,8 @@ class Adapters:
 
         A list, or a tensor of positions in `names` with -1 for none, has an entry for each sample of the batch; the next
         batches must have that size, until another `use`. Raises SpecError for an unknown name, a weight that is no finite
-        number, a position out of range, or more entries than there is room for; nothing is changed then.
+        number, a position out of range, more entries than there is room for, or samples that differ in adapters that change
+        the weight itself; nothing is changed then.
         """
         with self.lock:
             single = what is None or isinstance(what, (str, Mapping))
@@ -313,6 +319,14 @@ class Adapters:
                     raise SpecError(f"a batch can have entries for up to {weights.shape[0]} samples, not {len(rows)}")
                 table = torch.tensor([[row.get(name, 0.0) if name else 0.0 for name in names] for row in rows])
                 made[p] = table.to(weights.device, weights.dtype), 0 if single else len(rows)
+                if not made[p][0].isfinite().all():
+                    raise SpecError(f"a weight is beyond {weights.dtype}, in which the slots of '{p}' hold it")
+                mapping = next((bank for bank in self.banks[p] if bank.maps), None)
+                if mapping is not None and (made[p][0] != made[p][0][:1]).any():
+                    raise SpecError(
+                        f"the adapters of '{p}' change weights ({mapping.kind} at '{mapping.path}'), which all samples of a "
+                        "batch share: use one choice for all, or a pass that runs beside its layers, such as lora"
+                    )
             for p, (table, entries) in made.items():
                 weights = self._table(p, "weights")
                 if single:

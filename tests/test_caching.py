@@ -15,6 +15,7 @@ from torch import nn
 
 import fxplug
 from fxplug.caching import Every, StepCache, Threshold
+from fxplug.nesting import nest, regions_of
 from fxplug.structure import leaves
 
 PICTURE = {"first": "transformer_blocks.0:out[1]", "last": "transformer_blocks.{-1}:out[1]"}
@@ -271,6 +272,24 @@ def test_a_threshold_goes_by_what_the_first_block_changes():
     assert StepCache(new).policy == Threshold() and cached("own")[2].policy == Every()
 
 
+def test_steps_are_those_of_diffusers_first_block_cache():
+    from diffusers.hooks import FirstBlockCacheConfig, apply_first_block_cache
+
+    base, new, _ = cached("flux")
+    theirs = copy.deepcopy(base.model)
+    apply_first_block_cache(theirs, FirstBlockCacheConfig(threshold=0.15))
+    cache = StepCache(new, Threshold(0.15), clock=None)
+    for by in (0.0, 0.05, 0.1, 1.5, 1.55, 0.0):
+        one = changed(base, by)
+        with theirs.cache_context("cond"):
+            want = run(theirs, one)
+        with cache.cache_context("cond"):  # as a pipeline does
+            ours = run(cache, one)
+        for a, b in zip(leaves(ours), leaves(want), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert cache.counts == {"full": 3, "shallow": 3}
+
+
 def test_nothing_that_is_kept_holds_on_to_a_gradient():
     base, cache = ticking(Every(2))
     base.args[0].requires_grad_(True)
@@ -345,6 +364,19 @@ def test_a_lowered_module_has_steps_too(options):
     check_switches(cache, base, wanted[:3] if "merge" in options else wanted)
 
 
+def test_marks_stay_when_all_passes_are_merged():
+    base, new, wanted = slotted("after")
+    new.adapters.use("ink")
+    cache = StepCache(fxplug.lower(new, merge="fold"), Threshold(), clock=None)
+    for _ in range(2):
+        for a, b in zip(leaves(run(cache, base)), leaves(wanted[1][1]), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert cache.counts == {"full": 1, "shallow": 1}
+    marked = fxplug.apply(base.gm, fxplug.load_pass("first_block_cache"))
+    with pytest.raises(fxplug.SpecError, match="only marks where the graph may be cut"):
+        fxplug.merge(marked)
+
+
 def test_compiling_the_whole_compiles_each_graph():
     base, new, _ = cached("own")
     cache = StepCache(new, Every(3), clock="t")
@@ -399,10 +431,12 @@ def test_each_part_may_be_lowered():
     base, new, _ = cached("pixart")
     cache = StepCache(new, Threshold(), clock=None)
     seen = []
-    cache.map(lambda part: seen.append(part.meta["part"]) or fxplug.fuse(part))
+    cache.map(lambda part: seen.append(part.meta["part"]) or (nest(part) if seen[-1] == "rest" else fxplug.fuse(part)))
     assert seen == ["first", "rest", "short"]
-    for a, b in zip(leaves(run(cache, base)), leaves(run(base.gm, base)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert [path for path, _ in regions_of(cache.rest)] == ["transformer_blocks.1", "transformer_blocks.2"]  # alike as ever
+    for _ in range(2):
+        for a, b in zip(leaves(run(cache, base)), leaves(run(base.gm, base)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 # --- marks of one's own

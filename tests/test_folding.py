@@ -197,6 +197,13 @@ def test_a_half_precision_weight_is_rounded_once():
     assert (merged[0].weight != wanted.to(torch.bfloat16)).float().mean() < 1e-3
 
 
+def test_a_merged_weight_lies_in_memory_as_the_base_does():
+    model = small.seeded(lambda: nn.Sequential(nn.Conv2d(4, 6, 3))).to(memory_format=torch.channels_last)
+    base = small.traced(model, torch.randn(2, 4, 7, 7))
+    merged = hold(put(base, "lora", rank=2), base)
+    assert merged[0].weight.stride() == base.gm[0].weight.stride() != merged[0].weight.contiguous().stride()
+
+
 def half(width):
     model = small.seeded(lambda: nn.Sequential(nn.Linear(width, width))).bfloat16()
     return small.traced(model, torch.randn(2, width, dtype=torch.bfloat16))

@@ -202,31 +202,54 @@ def test_every_way_of_merging_gives_the_same_results():
     assert lower(gm, fuse=None) is gm
 
 
-def test_a_live_merge_of_packed_layers_is_switched(tmp_path):
-    """What is written into a weight that is a part of a packed one reaches that."""
+class Cell(nn.Module):
+    """Two layers that read one value, and a third."""
 
-    class Read(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.q, self.k = nn.Linear(8, 16), nn.Linear(8, 8)
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.out = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
 
-        def forward(self, x):
-            return self.q(x).sum(-1) + self.k(x).square().sum(-1)
+    def forward(self, x):
+        return x + self.out(self.q(x).softmax(-1) * self.k(x).tanh()).relu().sin().cos()
 
-    base = small.traced(small.seeded(Read), torch.randn(3, 8))
+
+def cells():
+    """Made anew each time: packing lays the weights of the model itself together."""
+    return small.traced(small.seeded(lambda: nn.Sequential(*(Cell() for _ in range(6)))).eval(), torch.randn(3, 8))
+
+
+@pytest.mark.parametrize("way", [None, "live"])
+def test_all_lowerings_together_are_switched_without_recompiling(way, tmp_path):
+    """What is written into a weight reaches the packed one that it is a part of; the cells are compiled once."""
+    base = cells()
     gm = fxplug.apply(base.gm, fxplug.load_pass("lora", rank=2, slots=2))
-    made = lower(gm, merge="live", pack=True)
-    assert form_table(made).startswith("2 live merge, one product of 2 layers\n  q  live merge, one product")
-    shapes = {"q.lora_A": (2, 8), "q.lora_B": (16, 2), "k.lora_A": (2, 8), "k.lora_B": (8, 2)}
+    made = lower(gm, merge=way, pack=True, outline=["*"])
+    assert len(made.meta["nested"]["nested.Cell"]) >= 5
+    forms = layer_forms(made)
+    assert len(forms) == 18 and len({form for path, form in forms.items() if path.endswith("out")}) == 1
+    if way == "live":
+        assert form_table(made).startswith("12 live merge, one product of 2 layers; 6 live merge\n")
+    shapes = {"1.q.lora_A": (2, 8), "1.q.lora_B": (16, 2), "4.k.lora_A": (2, 8), "4.k.lora_B": (16, 2)}
     file = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
-    for module in (gm, made):
+    for module in (gm, made) if made.meta.get("banks") else (gm,):
         module.adapters.load("ink", file)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(made, backend=counter, fullgraph=True)
     for choice in ({"ink": 0.5}, None, "ink"):
         gm.adapters.use(choice)
         made.adapters.use(choice)
-        assert error(run(made, base), run(gm, base)) < 1e-5
-    assert error(run(base.gm, base), run(made, base)) > 1e-2
-    assert torch.equal(run(fxplug.load(fxplug.save(made, tmp_path)), base), run(gm, base))
+        wanted = run(gm, base)
+        assert error(run(compiled, base), wanted) < 1e-5 and error(run(made, base), wanted) < 1e-5
+    assert error(run(base.gm, base), wanted) > 1e-3
+    assert counter.frame_count == 1
+    assert torch.equal(run(fxplug.load(fxplug.save(made, tmp_path)), base), wanted)
+
+
+def test_outline_of_what_has_nothing_repeated():
+    gm = slots()
+    assert "nested" not in lower(gm, fuse=None, outline="auto").meta
+    with pytest.raises(fxplug.MatchError, match="no regions here are alike"):
+        lower(gm, outline=True)
 
 
 def test_the_default_of_a_served_module():
@@ -262,3 +285,49 @@ def test_wrong_calls_are_told():
             call(lower(gm))
         with pytest.raises(fxplug.SpecError, match="takes a traced module, not Linear"):
             call(nn.Linear(2, 2))
+
+
+@torch.no_grad()
+def test_what_a_state_dict_loads_is_not_taken_for_what_was_there():
+    merged = live(loaded(own(slots())))
+    merged.adapters.use("film")
+    state, film = copy.deepcopy(merged.state_dict()), run(merged)
+    merged.adapters.use("ink")
+    ink = run(merged)
+    merged.load_state_dict(state)
+    assert torch.equal(run(merged), film)
+    merged.adapters.use("ink")
+    assert torch.equal(run(merged), ink)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", [{"pack": True}, {"fuse": "fused"}, {"merge": "live"}])
+def test_a_copy_of_a_lowered_module_is_saved_with_its_own_tensors(how, tmp_path):
+    copied = copy.deepcopy(lower(loaded(own(slots())), **how))
+    for name, tensor in copied.named_parameters():
+        if not name.startswith("lora."):
+            tensor.mul_(1.5)
+    copied.adapters.use("ink")
+    copied.adapters.unload("film")
+    expected = run(copied)
+    again = fxplug.load(fxplug.save(copied, tmp_path / "out"))
+    assert again.adapters.names == ["ink"] and again.adapters.active == {"ink": 1.0}
+    again.adapters.use("ink")
+    if "merge" not in how:
+        assert error(run(again), expected) < 1e-5
+
+
+@torch.no_grad()
+def test_a_live_merge_made_in_inference_mode_is_switched_outside():
+    gm = loaded(own(slots()))
+    with torch.inference_mode():
+        merged = live(gm)
+        merged.adapters.use("ink")
+    merged.adapters.use("film")
+    gm.adapters.use("film")
+    assert error(run(merged), run(gm)) < 1e-5
+
+
+def test_a_pass_is_not_applied_to_a_lowered_module_which_would_be_saved_without_it():
+    with pytest.raises(fxplug.SpecError, match="lowered already: apply passes to what it was made from"):
+        fxplug.apply(lower(slots(), pack=True), fxplug.load_pass("lora", name="other", at="out"))

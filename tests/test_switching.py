@@ -188,6 +188,7 @@ def test_an_adapter_is_replaced_in_its_slot(loaded, files):
         ("inc", "no adapter 'inc' .did you mean 'ink'"),
         ({"ink": float("nan")}, "weight of 'ink' must be a finite number"),
         ({"ink": True}, "must be a finite number"),
+        ({"ink": 1e39}, "a weight is beyond torch.float32"),
         (["ink", "flim"], "sample 1: no adapter 'flim' .did you mean 'film'"),
         ([0, 3], "sample 1: there is no adapter at position 3; there are 3: ink, film, clay"),
         (torch.tensor([0.5]), "whole numbers"),
@@ -347,8 +348,11 @@ def test_updates_of_the_weight_in_slots(traced, kind, tmp_path):
     new.adapters.load("b", tmp_path / "out")
     new.adapters.use({"a": 0.25, "b": 0.75})
     close(new(x), plain(x))
-    new.adapters.use(["a", "b", "a", "b"])
-    assert new(x).isnan().all()
+    new.adapters.use(["a"] * 4)
+    close(new(x), plain(x))
+    with pytest.raises(SpecError, match="change weights .* which all samples of a batch share"):
+        new.adapters.use(["a", "b", "a", "b"])
+    close(new(x), plain(x))
 
 
 @torch.no_grad()
@@ -424,3 +428,90 @@ def test_threads_may_switch_between_calls(loaded, files):
     assert not errors and len(answers) > 1
     for answer in answers:
         assert any(torch.allclose(answer, one, atol=1e-4) for one in known[:2])
+
+
+class Words(nn.Module):
+    """Words and positions, which no sample has for itself, though there are a multiple of the batch of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places, self.query = nn.Embedding(20, 8), nn.Embedding(16, 8), nn.Linear(8, 8)
+        self.latent = nn.Parameter(torch.randn(1, 1, 8))
+
+    def forward(self, words):
+        x = self.words(words) + self.places(torch.arange(words.shape[1]))
+        return x * self.query(self.latent.expand(words.shape[0], -1, -1))
+
+
+def halves(layers, seed=0, rank=2):
+    """An adapter for these Linear layers, (out, in) by path, as PEFT names it."""
+    gen = torch.Generator().manual_seed(seed)
+    made = {}
+    for path, (out, inner) in layers.items():
+        made[f"{path}.lora_A.weight"] = torch.randn(rank, inner, generator=gen)
+        made[f"{path}.lora_B.weight"] = torch.randn(out, rank, generator=gen)
+    return made
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fuse", [None, "fused"])
+def test_positions_are_no_samples_though_their_number_would_fit(fuse):
+    torch.manual_seed(0)
+    words = torch.randint(0, 20, (2, 4))
+    new = fxplug.apply(fxplug.trace(Words().eval(), (words,)), fxplug.load_pass("lora", at="**", rank=2, slots=2))
+    new.adapters.load("a", halves({"query": (8, 8)}))
+    new.adapters.load("b", {"places.lora_embedding_A": torch.randn(2, 16), "places.lora_embedding_B": torch.randn(8, 2)})
+    new = fxplug.lower(new, fuse=fuse)
+    plain = new(words)
+    new.adapters.use("a")
+    expected = new(words)
+    new.adapters.use([None, "a"])
+    close(new(words), torch.stack([plain[0], expected[1]]))
+    new.adapters.use("b")
+    assert new(words).isfinite().all()
+    new.adapters.use([None, "b"])
+    assert new(words).isnan().all()
+
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.q(x) * self.k(x)
+
+
+@torch.no_grad()
+def test_a_replaced_adapter_is_used_as_before_in_every_pass():
+    x = torch.randn(2, 3, 8)
+    passes = [fxplug.load_pass("lora", name=f"on_{at}", at=at, rank=4, slots=2) for at in "qk"]
+    new = fxplug.apply(fxplug.trace(Half().eval(), (x,)), *passes)
+    both = halves({"q": (8, 8), "k": (8, 8)})
+    new.adapters.load("a", both)
+    new.adapters.use({"a": 0.5})
+    expected = new(x)
+    new.adapters.load("a", halves({"q": (8, 8)}, 1), replace=True)
+    alone = new(x)
+    new.adapters.load("b", halves({"k": (8, 8)}, 2))  # into the slot that a has left
+    assert torch.equal(new(x), alone)
+    assert new.adapters.active == {"a": 0.5}
+    new.adapters.load("a", both, replace=True)
+    close(new(x), expected)
+
+
+@torch.no_grad()
+def test_odd_places_to_switch_in():
+    x = torch.randn(2, 3, 8)
+    gm = fxplug.trace(Half().eval().bfloat16(), (x.bfloat16(),))
+    with torch.inference_mode():
+        new = fxplug.apply(gm, fxplug.load_pass("lora", at="*", rank=4, slots=2))
+        new.adapters.load("a", halves({"q": (8, 8)}))
+    new.adapters.use({"a": 0.3})
+    assert new.adapters.active == {"a": pytest.approx(0.3, rel=1e-6)}  # not rounded to the model's dtype
+    with pytest.raises(SpecError, match="a text of at most 128 bytes"):
+        new.adapters.load("\ud800", halves({"q": (8, 8)}))
+    for how in ({"fuse": None}, {"fuse": "fused"}, {"pack": True}, {"merge": "live"}):
+        assert fxplug.lower(new, **how)(x[:0].bfloat16()).shape == (0, 3, 8)
+    with pytest.raises(SpecError, match="meta device, which holds no values"):
+        new.to("meta").adapters.use("a")
