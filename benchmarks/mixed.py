@@ -41,7 +41,9 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     rows: dict[str, Any] = {}
     for kind in options.only or (models.FULL if options.full else models.SMALL):
-        rows[kind] = {how: measure(kind, how == "compiled", options.turns) for how in ("eager", "compiled")[: 2 - options.eager]}
+        rows[kind] = {
+            how: measure(kind, how == "compiled", options.turns) for how in ("eager", "compiled")[: 2 - options.eager]
+        }
         if options.json:
             write(options.json, {"batch": BATCH, "adapters": len(NAMES), "rows": rows})
 
