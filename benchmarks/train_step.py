@@ -37,7 +37,7 @@ from record import write
 from torch import Tensor, nn
 
 import fxplug
-from fxplug import products
+from fxplug.lowerings import products
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .adapting.switching import Adapters
     from .artifact import load, save
     from .blitz_pass import blitz
     from .caching import Every, StepCache, Threshold
@@ -32,20 +33,19 @@ if TYPE_CHECKING:
     )
     from .exporting import export
     from .flow import Result, rewrite
-    from .folding import merge, unmerge
-    from .fusing import fuse
-    from .lowering import lower
+    from .lowerings.folding import merge, unmerge
+    from .lowerings.fusing import fuse
+    from .lowerings.lowering import lower
+    from .lowerings.tuning import tune
     from .match import Site, find
     from .packages import Package, load_package
     from .printing import diff, show
     from .rules import Match, Pass, Rule
     from .spec import load_pass
-    from .switching import Adapters
     from .tracing import trace
     from .training.run import Run, train
     from .training.tasks.task import Task
     from .training.trainer import Trainer
-    from .tuning import tune
 
 __all__ = [
     "Adapters",
@@ -102,20 +102,20 @@ _HOME = {
     "errors": [name for name in __all__ if name.endswith("Error")],
     "exporting": ["export"],
     "flow": ["Result", "rewrite"],
-    "folding": ["merge", "unmerge"],
-    "fusing": ["fuse"],
-    "lowering": ["lower"],
+    "lowerings.folding": ["merge", "unmerge"],
+    "lowerings.fusing": ["fuse"],
+    "lowerings.lowering": ["lower"],
     "match": ["Site", "find"],
     "packages": ["Package", "load_package"],
     "printing": ["diff", "show"],
     "rules": ["Match", "Pass", "Rule"],
     "spec": ["load_pass"],
-    "switching": ["Adapters"],
+    "adapting.switching": ["Adapters"],
     "tracing": ["trace"],
     "training.run": ["Run", "train"],
     "training.tasks.task": ["Task"],
     "training.trainer": ["Trainer"],
-    "tuning": ["tune"],
+    "lowerings.tuning": ["tune"],
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 

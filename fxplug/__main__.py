@@ -184,7 +184,7 @@ def show(
     dry = not forms  # live merge reads weights
     module = _load(subject, set, allow) if saved else _run(subject, set, dry_run=dry, verify=False).module
     if forms:
-        from .lowering import form_table, lower
+        from .lowerings.lowering import form_table, lower
 
         print(form_table(lower(module, merge=merge, pack=pack)), end="")
         return
@@ -268,7 +268,7 @@ def _changed(folder: Path, allow: list[str] | None, save: bool = True) -> Iterat
     if not folder.is_dir():
         raise SpecError(f"no folder '{folder}': fxplug rewrite CONFIG --out DIR writes one")
     module = _load(str(folder), None, allow)
-    from .switching import Adapters
+    from .adapting.switching import Adapters
 
     Adapters(module)  # which says so where there are no slots
     yield module
@@ -300,8 +300,8 @@ def tune(
 ) -> None:
     """Measure which form each layer with an update takes on this device; `lower` then takes the fastest."""
     from .flow import saved_inputs
+    from .lowerings.tuning import tune as run
     from .models import example_inputs
-    from .tuning import tune as run
 
     if Path(subject).is_dir():
         module = _load(subject, set, allow)

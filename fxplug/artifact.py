@@ -18,11 +18,11 @@ from torch import nn
 from . import __version__
 from .errors import ArtifactError
 from .folders import recovered, replaced
+from .lowerings.shadowing import unlowered
 from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, check_manifest, parse, read_json, sha256, wrapped
 from .module import Container, TracedModule
 from .rebuild import fill, read_modules, write_modules
 from .serialize import GraphReader, Unportable, decode, encode, only_keys, portable, write_graph
-from .shadowing import unlowered
 
 DOCUMENT = ["format", "classes", "training", "modes", "twin_error", "meta", "extras", "tensors", "modules", "stacks", "graphs"]
 MODES = {"eval": False, "train": True}

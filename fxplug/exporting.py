@@ -19,11 +19,11 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 
+from .adapting.switching import Adapters
 from .errors import FxplugError, did_you_mean
 from .module import Container, TracedModule, copy_graph, shell
 from .packages import Unfit, check_compiler, write
 from .structure import children, leaves, map_leaves
-from .switching import Adapters
 
 FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2"}
 FREE: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -14,8 +14,8 @@ import torch
 from torch import fx, nn
 
 from . import ops
+from .adapting.switching import Adapters
 from .errors import SpecError, TraceError
-from .switching import Adapters
 
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype)
 # names that torch's GraphModule and this one use themselves; a model's attribute of that name stays out

@@ -29,11 +29,11 @@ from safetensors.torch import save as save_tensors
 from torch.export import ExportedProgram
 
 from . import __version__
-from .adapter_files import AdapterFile, read
+from .adapting.adapter_files import AdapterFile, read
+from .adapting.fitting import Fit
+from .adapting.switching import Adapters, Bank, Source
 from .errors import ArtifactError, FxplugError, SpecError, did_you_mean
-from .fitting import Fit
 from .signatures import Json, Signature, describe
-from .switching import Adapters, Bank, Source
 
 FORMAT = 1
 MANIFEST, TENSORS = "data/fxplug/manifest.json", "data/fxplug/adapters.safetensors"
@@ -463,7 +463,7 @@ def _check_machine(file: Path, manifest: Json, device: torch.device) -> None:
 
 def _check_operators(file: Path, names: list[str]) -> None:
     if any(name.startswith("fxplug::") for name in names):
-        from . import kernels, products  # noqa: F401  (which define them)
+        from .lowerings import kernels, products  # noqa: F401  (which define them)
     for name in names:
         library, _, operator = name.partition("::")
         if not hasattr(getattr(torch.ops, library), operator):

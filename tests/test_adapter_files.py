@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxplug
-from fxplug import adapter_files
+from fxplug.adapting import adapter_files
+from fxplug.adapting.renaming import first_names
 from fxplug.errors import ArtifactError
-from fxplug.renaming import first_names
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets" / "adapters"
 NEAR = {"rtol": 1e-4, "atol": 1e-5}

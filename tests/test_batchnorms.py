@@ -9,8 +9,8 @@ import torchvision
 from torch import nn
 
 import fxplug
-from fxplug.batchnorms import hold_norms
-from fxplug.outlining import outline
+from fxplug.lowerings.batchnorms import hold_norms
+from fxplug.lowerings.outlining import outline
 
 
 def bits(module):

@@ -15,7 +15,7 @@ from torch import nn
 
 import fxplug
 from fxplug.caching import Every, StepCache, Threshold
-from fxplug.nesting import nest, regions_of
+from fxplug.lowerings.nesting import nest, regions_of
 from fxplug.structure import leaves
 
 PICTURE = {"first": "transformer_blocks.0:out[1]", "last": "transformer_blocks.{-1}:out[1]"}

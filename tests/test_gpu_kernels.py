@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug import forms, kernels, tuning
+from fxplug.lowerings import forms, kernels, tuning
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxplug
-from fxplug import forms, kernels, products, remerging
+from fxplug.lowerings import forms, kernels, products, remerging
 
 WEIGHTS = {"one": [1, 0, 0], "two": [0.5, 0, 2], "none": [0, 0, 0]}
 
@@ -192,7 +192,7 @@ def test_unknown_forms_and_modules_that_are_not_traced():
 
 INTERPRETED = """
 import torch
-from fxplug import kernels
+from fxplug.lowerings import kernels
 
 assert kernels.INTERPRETED
 torch.manual_seed(0)

@@ -14,13 +14,16 @@ PATHS = {".".join(f.relative_to(PACKAGE).with_suffix("").parts): f for f in sort
 FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 # A module imports only from modules to its left.
 ORDER = """
-    errors source structure ops paths rules spec blitz_line blitz_pass sections settings config targets wording sizes fakes
-    updates renaming fitting adapter_files switching
+    errors source structure ops paths rules spec blitz_line blitz_pass sections settings config targets wording sizes
+    fakes
+    adapting.updates adapting.renaming adapting.fitting adapting.adapter_files adapting.switching
     module nodes recording regions modes entry restore tracing printing
     grafting places networks misses match making slots
     blocks gates weights rotations norms adapters conditions merging frequencies
-    edit kernels products forms fusing remerging checks deltas absorbing folding shadowing
-    cutting packing choosing outlining nesting slicing caching sharding batchnorms tuning lowering
+    edit lowerings.kernels lowerings.products lowerings.forms lowerings.fusing lowerings.remerging checks
+    lowerings.deltas lowerings.absorbing lowerings.folding lowerings.shadowing
+    cutting lowerings.packing lowerings.choosing lowerings.outlining lowerings.nesting slicing caching
+    lowerings.sharding lowerings.batchnorms lowerings.tuning lowerings.lowering
     manifest folders serialize rebuild artifact signatures packages exporting models flow pages
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
     compat.drivers compat.builtin compat.entries compat.hcp_config compat.everydream
@@ -32,14 +35,18 @@ ORDER = """
     training.data.reading training.data.seeding training.data.metadata training.data.files training.data.hub
     training.data.own training.data.items training.data.buckets training.data.order training.data.placing
     training.data.fetching training.data.given training.data.loader
-    training.groups training.ema training.checkpoint training.diagnosis training.launch training.stepping training.keeping
+    training.groups training.ema training.checkpoint training.diagnosis training.launch training.stepping
+    training.keeping
     training.trainer training.run
     __main__
 """.split()
 EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_with", "replace_input_with", "update_arg"}
 # the rewrite layer; nodes writes the graph while a model runs, exporting readies a copy for torch.export
-EDITORS = {"edit", "slots", "grafting", "networks", "nodes", "exporting", "fusing", "cutting", "outlining", "batchnorms",
-    "remerging", "packing", "folding", "shadowing", "nesting", "slicing", "caching"}
+EDITORS = {
+    "edit", "slots", "grafting", "networks", "nodes", "exporting", "lowerings.fusing", "cutting",
+    "lowerings.outlining", "lowerings.batchnorms", "lowerings.remerging", "lowerings.packing", "lowerings.folding",
+    "lowerings.shadowing", "lowerings.nesting", "slicing", "caching",
+}
 LONG = {"serialize"}  # files of more than 500 lines: to be split, none to be added
 
 
@@ -58,7 +65,8 @@ def imported(name, tree=None):
             path = (node.module or "").removeprefix("fxplug").strip(".")
             inside = name.split(".")[: -node.level] if node.level else []
             path = ".".join(filter(None, [*inside, path]))
-            yield from [path] if path else [alias.name for alias in node.names if alias.name in FILES]
+            named = [".".join(filter(None, [path, alias.name])) for alias in node.names]
+            yield from [path] if path in FILES else [each for each in named if each in FILES]
         yield from imported(name, node)
 
 

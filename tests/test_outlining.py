@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import fxplug
 from fxplug.blocks import Lora
-from fxplug.outlining import originals, outline
+from fxplug.lowerings.outlining import originals, outline
 from fxplug.structure import leaves
 
 UNET = ["**.resnets.*", "**.attentions.*"]

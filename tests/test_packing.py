@@ -12,10 +12,10 @@ from torch import nn
 
 import fxplug
 from fxplug.errors import SpecError
-from fxplug.fusing import fuse
-from fxplug.outlining import outline
-from fxplug.packing import Packed, groups, pack
-from fxplug.shadowing import live
+from fxplug.lowerings.fusing import fuse
+from fxplug.lowerings.outlining import outline
+from fxplug.lowerings.packing import Packed, groups, pack
+from fxplug.lowerings.shadowing import live
 from fxplug.weights import LoraWeight
 
 
@@ -381,9 +381,9 @@ def test_memory_that_another_packing_holds_is_left_there():
 
 def test_wide_products_are_left_to_the_caches_where_torchs_own_product_runs(monkeypatch):
     gm, _ = traced()
-    monkeypatch.setattr("fxplug.packing.WIDE", 19)
+    monkeypatch.setattr("fxplug.lowerings.packing.WIDE", 19)
     assert sum(isinstance(m, Packed) for m in pack(gm).modules()) == 6
-    monkeypatch.setattr("fxplug.products.ONEDNN", False)
+    monkeypatch.setattr("fxplug.lowerings.products.ONEDNN", False)
     assert [g.widths for g in groups(gm.graphs[False], gm)][:3] == [[8, 8, 8], [8, 8], [10, 10]]
     assert sum(isinstance(m, Packed) for m in pack(gm).modules()) == 2
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxplug
-from fxplug.outlining import outline
-from fxplug.sharding import full_state, shard
+from fxplug.lowerings.outlining import outline
+from fxplug.lowerings.sharding import full_state, shard
 
 STEPS, BATCH = 4, 8
 NAMES = ("vit", "tied")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxplug
-from fxplug import products
+from fxplug.lowerings import products
 
 STEPS, CLOSE = 50, 1e-4
 VIT = {"img_size": 32, "patch_size": 8, "depth": 3, "num_classes": 4}

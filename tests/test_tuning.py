@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug import forms, products, tuning
-from fxplug.forms import Case
+from fxplug.lowerings import forms, products, tuning
+from fxplug.lowerings.forms import Case
 
 CPU = torch.device("cpu")
 

@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batchnorms import hold_norms
 from ..errors import SpecError, TrainError
-from ..fusing import fuse
+from ..lowerings.batchnorms import hold_norms
+from ..lowerings.fusing import fuse
+from ..lowerings.outlining import outline
+from ..lowerings.sharding import shard
 from ..module import TracedModule
-from ..outlining import outline
 from ..settings import Train
-from ..sharding import shard
 from .checkpoint import differences
 
 PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}

@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batchnorms import hold_norms
 from ..errors import TrainError
+from ..lowerings.batchnorms import hold_norms
 from ..module import TracedModule
 from ..settings import Train
 from .diagnosis import Finder, bad_gradients

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ..config import check_settings
 from ..errors import SpecError, TrainError
+from ..lowerings.outlining import originals
 from ..module import TracedModule
-from ..outlining import originals
 from ..settings import Train
 from .checkpoint import fingerprint, newest, seeded
 from .data.loader import loader_of

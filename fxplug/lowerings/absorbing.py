@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from . import ops
-from .adapters import Ssf
-from .blocks import CONVOLUTIONS, Lora, Scale
+from .. import ops
+from ..adapters import Ssf
+from ..blocks import CONVOLUTIONS, Lora, Scale
+from ..errors import FxplugError
+from ..module import shell
+from ..places import added
+from ..weights import Delta, Dora, Update
 from .deltas import Step, Use, delta, in_dtype, weight_of
-from .errors import FxplugError
-from .module import shell
-from .places import added
-from .weights import Delta, Dora, Update
 
 LAYERS: dict[str, type[nn.Module]] = {"Linear": nn.Linear, **CONVOLUTIONS, "Embedding": nn.Embedding}
 NORMS: dict[type[nn.Module], str] = {

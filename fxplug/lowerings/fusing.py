@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from . import forms, ops, products
-from .blocks import Lora
-from .errors import SpecError
-from .module import Graph, TracedModule, copy_graph, shell
-from .weights import Loha, Lokr
+from .. import ops
+from ..blocks import Lora
+from ..errors import SpecError
+from ..module import Graph, TracedModule, copy_graph, shell
+from ..weights import Loha, Lokr
+from . import forms, products
 
 
 class Layer(NamedTuple):

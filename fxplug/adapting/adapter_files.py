@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from .errors import ArtifactError, did_you_mean
+from ..errors import ArtifactError, did_you_mean
 from .fitting import PARTS, Fit, fit, split_part
 from .updates import AdapterFile, Entry
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from .errors import SpecError, did_you_mean
-from .module import TracedModule, copy_graph, shell
-from .paths import identifier
+from ..errors import SpecError, did_you_mean
+from ..module import TracedModule, copy_graph, shell
+from ..paths import identifier
 
 # the argument that chooses the statistics: its position and its name
 CALLS: dict[Any, tuple[int, str]] = {F.batch_norm: (5, "training"), F.instance_norm: (5, "use_input_stats")}

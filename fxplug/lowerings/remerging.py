@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from ..module import Graph, TracedModule
 from .fusing import WEIGHTS, Layer, check_traced, layers, lowered, remerge_linear, replace, uniform
-from .module import Graph, TracedModule
 from .products import pays, remerged, spread, trains
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .cutting import changed_input
-from .errors import SpecError
-from .module import TracedModule
+from ..cutting import changed_input
+from ..errors import SpecError
+from ..module import TracedModule
 from .outlining import Checkpointed, check_outlined, originals
 
 

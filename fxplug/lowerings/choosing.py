@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import networkx
 from torch import fx, nn
 
-from . import targets
-from .cutting import Cut, aliases, changed_input, plan
-from .errors import MatchError
-from .module import class_names
-from .places import added
+from .. import targets
+from ..cutting import Cut, aliases, changed_input, plan
+from ..errors import MatchError
+from ..module import class_names
+from ..places import added
 
 SMALL = 1e-3  # a region of less than this share of the model's activations is not worth a second run
 

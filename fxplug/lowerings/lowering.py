@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from ..errors import MatchError, SpecError, did_you_mean
+from ..module import TracedModule
 from . import folding, forms, fusing, nesting, packing, remerging, shadowing
-from .errors import MatchError, SpecError, did_you_mean
-from .module import TracedModule
 
 MERGES = ("fold", "live", "remerge", "auto")
 

@@ -14,11 +14,11 @@ import networkx
 import torch
 from torch import Tensor, fx, nn
 
-from . import ops
+from .. import ops
+from ..cutting import REGION, Cut, extract, members, plan, unique_names
+from ..errors import MatchError, SpecError
+from ..module import Container, Graph, TracedModule, class_names, copy_graph, plain_attributes, shell
 from .choosing import is_leaf, nesting_tree
-from .cutting import REGION, Cut, extract, members, plan, unique_names
-from .errors import MatchError, SpecError
-from .module import Container, Graph, TracedModule, class_names, copy_graph, plain_attributes, shell
 from .outlining import named, stack_around
 
 CALL = 10  # what one more call of a region costs to compile, in operations compiled once

@@ -10,15 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from . import ops, products
-from .blocks import Lora
-from .cutting import SWITCHES, aliases, written
-from .errors import SpecError
+from .. import ops
+from ..blocks import Lora
+from ..cutting import SWITCHES, aliases, written
+from ..errors import SpecError
+from ..module import Container, Graph, TracedModule, copy_graph, shell
+from ..paths import identifier
+from ..places import added
+from ..structure import leaves
+from . import products
 from .fusing import check_traced, inside
-from .module import Container, Graph, TracedModule, copy_graph, shell
-from .paths import identifier
-from .places import added
-from .structure import leaves
 
 HOME = "packed"  # where the packed weights lie in the module tree
 ALIGNED = 8  # rows of a packed weight: a multiple, so that what is read in part lies on 16 bytes in half precision too
@@ -136,8 +137,7 @@ def groups(graph: fx.Graph, tree: nn.Module, across: bool = False) -> Iterator[G
     for node in graph.nodes:
         if node.target in SWITCHES:
             close(opened)
-        changed = written(node, tree)
-        if changed:
+        if changed := written(node, tree):
             roots = {_root(value, tree) for value in changed}
             names = {root.target for root in roots if root.op == "get_attr"}
             close(k for k, ms in opened.items() if _root(k[0], tree) in roots or any(m.weight in names for m in ms))

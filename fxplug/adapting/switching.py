@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import SpecError, did_you_mean
 from .adapter_files import AdapterFile, Entry, Fit, fit, read
-from .errors import SpecError, did_you_mean
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
 Weights = Mapping[str, float]

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from ..errors import SpecError, did_you_mean
 from . import kernels, products
-from .errors import SpecError, did_you_mean
 
 FORMS = {
     "stock": "as the pass put it in",

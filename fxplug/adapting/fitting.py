@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from .errors import ArtifactError, did_you_mean
+from ..errors import ArtifactError, did_you_mean
 from .renaming import SWAPPED, first_names
 from .updates import AdapterFile, Entry
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 
-from .adapters import Ssf
-from .blocks import Lora, Scale
-from .module import shell
-from .weights import Update
+from ..adapters import Ssf
+from ..blocks import Lora, Scale
+from ..module import shell
+from ..weights import Update
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .blocks import Lora
+from ..blocks import Lora
+from ..errors import SpecError
+from ..gates import Table
+from ..module import TracedModule, copy_graph, shell
+from ..networks import GATES
+from ..weights import Update
 from .deltas import Step, Use, accumulator, mapped, updated, weight_of
-from .errors import SpecError
 from .folding import Plan, check_unlowered, slotted, uniform
-from .gates import Table
-from .module import TracedModule, copy_graph, shell
-from .networks import GATES
-from .weights import Update
 
 HOME = "shadows"  # where the base weights lie in the module tree
 

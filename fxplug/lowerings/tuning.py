@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from ..errors import SpecError
+from ..module import Graph, TracedModule
 from . import forms, kernels, products
-from .errors import SpecError
 from .forms import Case
 from .fusing import check_traced, layers
-from .module import Graph, TracedModule
 
 FASTER = 0.97  # a form is taken whose median is below this, and three quarters of whose turns are below 1
 LEAST = 2e-3  # seconds that one turn of a form takes at least

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
+from ..cutting import REGION, Cut, changed_input, extract, members, plan, unique_names, written
+from ..errors import MatchError, SpecError
+from ..misses import misses
+from ..module import Container, TracedModule, class_names, copy_graph, shell
+from ..paths import select
+from ..places import Regions
+from ..rules import Match
 from .choosing import choose
-from .cutting import REGION, Cut, changed_input, extract, members, plan, unique_names, written
-from .errors import MatchError, SpecError
-from .misses import misses
-from .module import Container, TracedModule, class_names, copy_graph, shell
-from .paths import select
-from .places import Regions
-from .rules import Match
 
 
 def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoint: bool = False) -> TracedModule:

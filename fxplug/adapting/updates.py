@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import ArtifactError
+from ..errors import ArtifactError
 
 BY_OUTPUT = ("up", "bias", "magnitude")
 FACTORS = {"loha": "hada_", "lokr": "lokr_"}

@@ -1,0 +1,1 @@
+"""Lowerings: rewrites that change how fast a module runs, never what it computes."""
