@@ -29,8 +29,8 @@ def merge(gm: TracedModule, passes: Sequence[str] | None = None) -> TracedModule
     which `unmerge` gives back; deleting that key frees it. A layer that is tied to another is so no more where only one of
     them was changed. Dropout and power iterations, which act in training, are left out.
 
-    `passes` names those to fold, None is all but marks for a step cache. Raises SpecError for a name that is no pass here and, with the reasons, for
-    passes that are not functions of weights.
+    `passes` names those to fold, None is all but marks for a step cache. Raises SpecError for a name that is no pass here and,
+    with the reasons, for passes that are not functions of weights.
     """
     check_unlowered(gm, "merge")
     wanted = _named(gm, passes)
