@@ -41,7 +41,9 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64
     rows: dict[str, Any] = {}
     for kind in options.only or (models.FULL if options.full else models.SMALL):
-        rows[kind] = {how: measure(kind, how == "compiled", options.turns) for how in ("eager", "compiled")[: 2 - options.eager]}
+        rows[kind] = {
+            how: measure(kind, how == "compiled", options.turns) for how in ("eager", "compiled")[: 2 - options.eager]
+        }
         if options.json:
             write(options.json, {"batch": BATCH, "adapters": len(NAMES), "rows": rows})
 
@@ -87,9 +89,10 @@ def measure(kind: str, compiled: bool, count: int) -> dict[str, Any]:
             row[way] = {"error": error_of(error)}
             print(f"{kind:10} {'compiled' if compiled else 'eager':8} {way:8} {row[way]['error']}", flush=True)
             continue
-        found = row[way].get("mixed", row[way]["one"])
-        text = f"mixed {found['milliseconds']:8.1f} ms  {shown(found['ratio'])}  away {row[way]['difference']:.0e}"
-        text = "" if way == "plain" else text
+        text = ""
+        if way != "plain":
+            found = row[way]["mixed"]
+            text = f"mixed {found['milliseconds']:8.1f} ms  {shown(found['ratio'])}  away {row[way]['difference']:.0e}"
         print(
             f"{kind:10} {'compiled' if compiled else 'eager':8} {way:8} one {row[way]['one']['milliseconds']:8.1f} ms  {text}",
             flush=True,

@@ -86,7 +86,10 @@ def main() -> None:
                 rows[name] = through(WAYS[way](of, base, folders), inputs, wanted, fullgraph, options.inductor)
                 show(name, rows[name])
                 if options.json:
-                    write(options.json, {"model": options.only, "backend": "inductor" if options.inductor else "eager", "rows": rows})
+                    write(
+                        options.json,
+                        {"model": options.only, "backend": "inductor" if options.inductor else "eager", "rows": rows},
+                    )
                 if not any("graph" in found for found in rows[name]["steps"].values()):
                     break
 
@@ -135,7 +138,9 @@ def through(
             out = models.output(call(**inputs[kind], **(more if isinstance(more, dict) else {})))
             found.update(compiles=count - before, away=difference(out, wanted[step]))
         except Exception as error:
-            found.update(compiles=count - before, error=error_of(error), graph=type(error).__module__.startswith("torch._dynamo"))
+            found.update(
+                compiles=count - before, error=error_of(error), graph=type(error).__module__.startswith("torch._dynamo")
+            )
         if inductor:
             found["seconds"] = time.perf_counter() - begun
     again = sum(found.get("compiles", 0) for step, found in steps.items() if step != "first call")
@@ -189,6 +194,7 @@ def in_peft(of: Subject, base: Any, folders: dict[str, Path]) -> tuple[Any, Step
         use(fourth=1.0)
 
     def mix() -> dict[str, Any]:
+        use(film=1.0)  # `combine` left it another scale
         use(ink=1.0)
         return {"adapter_names": ["__base__" if name == "none" else name for name in MIXED]}
 

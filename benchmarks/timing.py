@@ -1,4 +1,7 @@
-"""Time of ways of doing one thing: they take turns, and ratios are of the same turn. This process's time on a CPU, CUDA's events on a GPU."""
+"""Time of ways of doing one thing: they take turns, and ratios are of the same turn.
+
+It is this process's time on a CPU, and that of CUDA's events on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ import torch
 Call = Callable[[], Any]
 
 
-def turns(ways: dict[str, Call], count: int, over: str, warm: int = 2, clock: Callable[[Call], float] | None = None) -> dict[str, Any]:
+def turns(
+    ways: dict[str, Call], count: int, over: str, warm: int = 2, clock: Callable[[Call], float] | None = None
+) -> dict[str, Any]:
     """Milliseconds of each way, who begins alternating, and the median of the ratios over `over` with their spread."""
     times: list[dict[str, float]] = []
     for index in range(count + warm):

@@ -1,13 +1,14 @@
 """The price of an un-merged LoRA of rank 16 beside the plain model, in eager and compiled code, without gradients, in one run.
 
-python benchmarks/unmerged.py [--json FILE] [--turns N] [--only KIND ...] [--full] [--ways WAY ...] [--eager] [--compiled] [--batch N]
+python benchmarks/unmerged.py [--json FILE] [--turns N] [--only KIND ...] [--full] [--ways WAY ...]
+                              [--eager] [--compiled] [--batch N]
 
 Models are those of `models.py`: vit, unet and pixart, or with --full those of full width (GPUs). The ways take turns, and a
 ratio is over the plain model of the same turn. `share` is a way's extra time over the plain model as a part of PEFT's;
 `share_own`, of ways whose base too goes to oneDNN on CPUs, is that over `plain_fused`, which leaves oneDNN's gain out.
 `difference` is that of the results from fxplug's as `apply` leaves it, over their largest value.
 
-plain     the model as it is                            plain_fused   traced and fused without LoRA: its products by oneDNN on CPUs
+plain     the model as it is                            plain_fused   traced and fused without LoRA: by oneDNN on CPUs
 fxplug    the traced model after `apply`                fused, remerge, packed   the same lowered: fuse, merge="remerge", pack
 slots1    as `fxplug` with one slot                     slots4        with four slots, one of them used
 slots4_fused, slots4_remerge                            the same lowered
