@@ -207,17 +207,17 @@ MISTAKES = {
         one("fxplug.blocks:Lora", path="head", args=["x", "y"], options={"rnk": 3}),
         fxplug.SpecError,
         "p: head: Lora takes no option 'rnk' (did you mean 'rank'?); it takes rank, alpha, dropout, bias, rslora, "
-        "alpha_auto_scale",
+        "alpha_auto_scale, slots, rank_max",
     ),
     "a rank of none": (
         lora(at="head", rank=0),
         fxplug.SpecError,
-        "lora.yaml:4: lora: head: rank must be a whole number, 1 or more, not 0",
+        "lora.yaml:15: lora: head: rank must be a whole number, 1 or more, not 0",
     ),
     "a dropout of all": (
         lora(at="head", dropout=1.0),
         fxplug.SpecError,
-        "lora.yaml:4: lora: head: dropout must be at least 0 and below 1, not 1.0",
+        "lora.yaml:15: lora: head: dropout must be at least 0 and below 1, not 1.0",
     ),
     "LoRA where it does not fit": (
         one("fxplug.blocks:Lora", path="act", args=["x", "y"]),
