@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+PACKAGES = ("torch", "diffusers", "timm", "peft", "lycoris-lora")
 # asked at the start: commits made while it measures are not what is measured
 COMMIT = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
 
@@ -25,7 +26,7 @@ def write(file: Path, results: dict[str, Any]) -> None:
         "command": " ".join(["python", *sys.argv]),
         "commit": COMMIT,
         "device": f"{device}, {torch.get_num_threads()} threads",
-        "versions": {"python": platform.python_version(), **{n: version(n) for n in ("torch", "diffusers", "timm")}},
+        "versions": {"python": platform.python_version(), **{n: version(n) for n in PACKAGES}},
         **results,
     }
     file.parent.mkdir(parents=True, exist_ok=True)
