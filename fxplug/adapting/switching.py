@@ -86,8 +86,10 @@ class Adapters:
 
     def tensor(self, name: str) -> Tensor:
         """A parameter or buffer by its name in the state dict; it is written in place."""
-        owner, _, last = self.where.get(name, name).rpartition(".")
-        module = self.module.get_submodule(owner)
+        *owners, last = self.where.get(name, name).split(".")
+        module: Any = self.module
+        for owner in owners:  # get_submodule asks hasattr at each level, which is most of the time of a load
+            module = module._modules[owner]
         found: Tensor | None = (module._parameters if last in module._parameters else module._buffers).get(last)
         assert found is not None, name
         return found
@@ -265,7 +267,8 @@ class Adapters:
                 "apply the pass with the factors that the adapter was made with"
             )
         made = value.to(tensor.dtype)
-        if not made.is_meta and not torch.isfinite(made).all():
+        narrower = torch.finfo(made.dtype).max < torch.finfo(value.dtype).max / 2  # bfloat16 has float32's range
+        if narrower and not made.is_meta and not torch.isfinite(made).all():
             raise SpecError(f"'{entry.name}': its {key} has numbers beyond {tensor.dtype}, which the slots hold")
         return made
 
