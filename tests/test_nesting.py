@@ -177,3 +177,42 @@ def test_weights_that_share_memory_are_not_nested_apart():
         torch.testing.assert_close(call(x), model(x), rtol=1e-5, atol=1e-5)
     with pytest.raises(fxplug.SpecError, match="share memory since this module was packed"):
         nest(gm, ["*"])
+
+
+def test_what_is_compiled_with_gradients_is_flat(traced):
+    """torch 2.15 writes over what a nested region keeps for the backward pass: silently wrong gradients."""
+    _, gm, args = traced
+    call, seen = counted(nest(gm))
+    call(*args)
+    assert len(seen) == 1 and len(seen[0]) == 1
+
+
+def test_results_are_no_views():
+    """A compiled caller would write over one of them when it no longer needs the other."""
+
+    class Part(nn.Module):
+        def __init__(self, view):
+            super().__init__()
+            self.one, self.two, self.view = nn.Linear(6, 6), nn.Linear(6, 6), view
+
+        def forward(self, x):
+            y = self.two(self.one(x).tanh().sin().cos().exp().neg())
+            return (y, x.chunk(2, -1)[0]) if self.view == "input" else (y, y[..., :3])
+
+    class Net(nn.Module):
+        def __init__(self, view):
+            super().__init__()
+            self.parts = nn.ModuleList([Part(view) for _ in range(3)])
+
+        def forward(self, x):
+            for part in self.parts:
+                x, half = part(x)
+                x = x + torch.cat([half, half], -1)
+            return x
+
+    for view, reason in (("input", "a view of what enters it"), ("result", "views of one tensor")):
+        gm = fxplug.trace(Net(view).eval(), (torch.randn(2, 6),))
+        with pytest.raises(fxplug.SpecError, match=f"'parts.0' .*{reason}.*: name a region around it"):
+            nest(gm, ["parts.*"])
+        with pytest.raises(fxplug.MatchError):
+            nest(gm)

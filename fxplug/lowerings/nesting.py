@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .. import ops
-from ..cutting import REGION, Cut, extract, members, plan, unique_names
+from ..cutting import REGION, Cut, aliases, changed_input, extract, members, plan, unique_names
 from ..errors import MatchError, SpecError
 from ..module import Container, Graph, TracedModule, class_names, copy_graph, plain_attributes, shell
 from .choosing import is_leaf, nesting_tree
@@ -30,7 +30,7 @@ class Nested(nn.Module):
     """What alike regions of a model compute, as code without weights: the modules and parameters are arguments.
 
     `torch.compile` compiles it once, whatever the number of calls, and calls that program; eager code and torch.export run it
-    as it is. It holds no parameters, buffers or state.
+    as it is, and so does what is compiled with gradients. It holds no parameters, buffers or state.
     """
 
     def __init__(self, graph: fx.Graph, name: str) -> None:
@@ -42,6 +42,8 @@ class Nested(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():  # an exported program is flat
+            return self.body(*args)
+        if torch.is_grad_enabled():  # torch 2.15 keeps inputs of nested regions for the backward pass, and writes over them
             return self.body(*args)
         with self.constant_floats:
             return self.compiled_once(self.body, *args)
@@ -63,8 +65,9 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
 
     Regions of which the same is computed, from layers of the same sizes, become calls of one `Nested` module, to which the
     layers are given: `torch.compile(fullgraph=True)` gives one graph, in which each kind of region is compiled once
-    (`torch.compiler.nested_compile_region`). Names, results and gradients stay the same, bit for bit in eager code;
-    operations are not fused across the edges of a region. `nested.meta["nested"]` says which module computes which regions.
+    (`torch.compiler.nested_compile_region`); where gradients are enabled it compiles as if nothing were nested. Names, results
+    and gradients stay the same, bit for bit in eager code; operations are not fused across the edges of a region.
+    `nested.meta["nested"]` says which module computes which regions.
 
     `regions` are path patterns (exact, glob, slices, `re:`); of nested regions the outer one is taken, and one that is like no
     other stays in the graph. None takes those that leave the fewest operations to compile.
@@ -78,7 +81,7 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
         raise SpecError("this module is outlined already: outline the module it was made from")
     if isinstance(regions, str):
         raise SpecError(f"regions is a list of path patterns, not a text: write ['{regions}']")
-    graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
+    graphs = {mode: _plain(graph) for mode, graph in gm.graphs.items()}
     chosen = {mode: _chosen(graph, gm, None if regions is None else named(gm, regions)) for mode, graph in graphs.items()}
     if not any(chosen.values()):
         raise MatchError("no regions here are alike and can be cut out, so nothing would compile less often: do not outline")
@@ -96,7 +99,7 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
             if found.kind not in kinds:
                 kinds[found.kind] = _name(gm, key, kinds.values())
             target = f"{home}.{kinds[found.kind]}"
-            cut = plan(key, found.nodes, gm)  # once more: what it reads are results of calls by now
+            cut = _cut(key, found.nodes, gm)  # once more: what it reads are results of calls by now
             assert isinstance(cut, Cut)
             own = extract(cut, target, names[key], stack_around(cut))
             call = next(n for n in graph.nodes if n.op == "call_module" and n.meta.get(REGION) is own)
@@ -120,16 +123,25 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
     return new
 
 
-def _name(gm: TracedModule, key: str, taken: Any) -> str:
-    kind = class_names(gm.get_submodule(_path(key)))[0] if _has(gm, _path(key)) else "Region"
-    return list(unique_names([*taken, kind]).values())[-1] if kind not in taken else _numbered(kind, taken)
+def _plain(graph: fx.Graph) -> Graph:
+    """A copy without the edges of regions, which make two values of one: a region has each input and result once."""
+    new = copy_graph(graph)
+    for node in new.nodes:
+        if node.target is ops.edge and isinstance(node.args[0], fx.Node):
+            node.replace_all_uses_with(node.args[0])
+            new.erase_node(node)
+    return new
 
 
-def _numbered(kind: str, taken: Any) -> str:
-    number = 2
-    while f"{kind}_{number}" in taken:
+def _name(gm: TracedModule, key: str, taken: Iterable[str]) -> str:
+    """A name for a kind of region: the class of the module that it was, with a number where there are more of that name."""
+    path = _path(key)
+    kind = class_names(gm.get_submodule(path))[0] if _has(gm, path) else "Region"
+    names, name, number = set(taken), kind, 1
+    while name in names:
         number += 1
-    return f"{kind}_{number}"
+        name = f"{kind}_{number}"
+    return name
 
 
 def _has(module: nn.Module, path: str) -> bool:
@@ -166,9 +178,7 @@ def _chosen(graph: fx.Graph, gm: TracedModule, keys: Sequence[str] | None) -> di
         nodes = inside.get(key, [])
         if not nodes or (keys is None and (rough[len(nodes)] < 2 or len(nodes) <= CALL or is_leaf(key, nodes))):
             continue
-        cut: Cut | str = plan(key, nodes, gm)
-        if isinstance(cut, Cut) and _shares_memory(cut, gm):
-            cut = "reads weights that share memory since this module was packed: outline the packed one"
+        cut = _cut(key, nodes, gm)
         if isinstance(cut, Cut):
             found[key] = _Alike(nodes, _kind(cut, gm), sum(n.op != "get_attr" for n in cut.nodes))
         elif keys is not None:
@@ -178,6 +188,31 @@ def _chosen(graph: fx.Graph, gm: TracedModule, keys: Sequence[str] | None) -> di
     if keys is None:
         found = _best(graph, inside, found)
     return dict(sorted(found.items(), key=lambda row: row[1].nodes[0]))
+
+
+def _cut(key: str, nodes: list[fx.Node], root: nn.Module) -> Cut | str:
+    """How a region is cut out to be compiled on its own, or why it cannot be.
+
+    A compiled caller takes the results of a region for memory of their own: none may be a view of an input or of another
+    result, and inputs must stay as they are.
+    """
+    cut = plan(key, nodes, root)
+    if isinstance(cut, str):
+        return cut
+    if _shares_memory(cut, root):
+        return "reads weights that share memory since this module was packed: outline the packed one"
+    if changed := changed_input(cut.nodes, cut.inputs, root):
+        return f"cannot be nested, as '{changed.name}' changes its input in place"
+    memory: dict[fx.Node, fx.Node] = {}
+    for node in cut.nodes:
+        first = next(iter(node.all_input_nodes), node)
+        memory[node] = memory.get(first, first) if aliases(node, root) else node
+    lent = [memory[node] for node in cut.outputs if "shape" in node.meta]
+    if any(node in cut.inputs or node.op == "get_attr" for node in lent):
+        return "cannot be nested, as it gives a view of what enters it"
+    if len(set(lent)) < len(lent):
+        return "cannot be nested, as two of its results may be views of one tensor"
+    return cut
 
 
 def _shares_memory(cut: Cut, root: nn.Module) -> bool:
