@@ -340,7 +340,7 @@ def passes(
 
     if name is None:
         for each, path in shipped("passes").items():
-            print(f"{each:17}{open_pass(path).source.data.get('about', '')}")
+            print(f"{each:18} {open_pass(path).source.data.get('about', '')}")
         return
     draft = open_pass(name)
     print(draft.source.data.get("about", draft.name))

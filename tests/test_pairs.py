@@ -69,8 +69,9 @@ ON_UNET = {
     "t2i_adapter": {},
     "ip_adapter": {"image": ["n", 3, 12]},
     "freeu": {},
+    "deepcache": {},
 }
-NEED_A_UNET = ["controlnet", "t2i_adapter", "t2i_adapter_xl", "ip_adapter", "freeu"]
+NEED_A_UNET = ["controlnet", "t2i_adapter", "t2i_adapter_xl", "ip_adapter", "freeu", "deepcache"]
 REFUSED = {  # pairs that cannot be, and why
     ("scale", "replace"): "replace: 'blocks.0.mlp.act' has a block of pass 'scale' \\(after\\) and cannot be replaced",
     ("skip", "replace"): "replace: 'blocks.1.mlp.act' has a block of pass 'skip' \\(after\\) and cannot be replaced",
@@ -152,7 +153,8 @@ def others(first):
             yield second, "t2i_adapter_xl" in (first, second)
 
 
-@pytest.mark.parametrize("first", NEED_A_UNET)
+# marks change nothing, so that what comes behind them is tried less often
+@pytest.mark.parametrize("first", [*NEED_A_UNET[:-1], pytest.param("deepcache", marks=pytest.mark.slow)])
 def test_a_pass_for_a_unet_and_then_any_other(first):
     for second, xl in others(first):
         if second == "vpt":
