@@ -3,9 +3,9 @@
 python benchmarks/switching.py [--json FILE] [--turns N] [--only NAME ...] [--small]
 
 The UNet of SD 1.5 (128 layers of attention, random weights, bfloat16; --small takes a small one) with two adapters of rank
-16 on all of them, in 4 slots. Milliseconds are those that a caller waits, in turns, medians with their spread; ratios are over
-fxplug's `use`, and over fxplug's `load` for what loads. A module is not called in between; what the peers' changes cost a
-compiled model comes on top, see recompiles.py. Files lie in the page cache.
+16 on all of them, in 4 slots. Milliseconds are those that a caller waits, medians with their spread, one call after another;
+ratios are over fxplug's `use`, and over fxplug's `load` for what loads. A module is not called in between; what the peers'
+changes cost a compiled model comes on top, see recompiles.py. Files lie in the page cache.
 
 use            fxplug: adapters.use(name)             live_use     the same of lower(merge="live"), which writes all weights
 load           fxplug: adapters.load(name, file)      live_load    the same of the live merge

@@ -144,6 +144,7 @@ def test_nothing_recompiles(traced, loaded, files):
     assert len(compiles) == 1
 
 
+@pytest.mark.slow  # inductor's minute; that one graph serves all of it is tried above
 @torch.no_grad()
 def test_compiled_code_switches(loaded, files):
     torch._dynamo.reset()
