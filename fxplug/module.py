@@ -271,17 +271,17 @@ class TracedModule(fx.GraphModule):
         except AttributeError:
             if name.startswith("__"):
                 raise
-        if name == "adapters":  # not a property: a model may have a module of that name
-            try:
-                return self.__dict__.setdefault("_adapters", Adapters(self))
-            except SpecError as error:
-                raise AttributeError(error.finding) from None
         extras = self.__dict__.get("_extras", {})
         if name in extras:
             return extras[name]
         found = inspect.getattr_static(self.__dict__.get("_origin") or object, name, None)
         if isinstance(found, property) and found.fget is not None:
             return found.fget(self)
+        if name == "adapters" and found is None:  # not a property: a model may have a module of that name
+            try:
+                return self.__dict__.setdefault("_adapters", Adapters(self))
+            except SpecError as error:
+                raise AttributeError(error.finding) from None
         if inspect.isgeneratorfunction(getattr(found, "__wrapped__", None)):
             return found.__get__(self)  # a context manager leaves nothing behind, so a pipeline may open it
         if callable(found):
