@@ -23,7 +23,7 @@ from .fusing import check_traced, inside
 
 HOME = "packed"  # where the packed weights lie in the module tree
 ALIGNED = 8  # rows of a packed weight: a multiple, so that what is read in part lies on 16 bytes in half precision too
-WIDE = 1536  # columns, see `worth_it`
+FEW = 64  # rows, see `worth_it`
 WEIGHTED = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.RNNBase)
 WEIGHTED_FUNCTIONS = (F.linear, F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.multi_head_attention_forward)
 
@@ -113,12 +113,11 @@ class Group:
 def worth_it(group: Group) -> bool:
     """Whether one product is not slower than several.
 
-    Through oneDNN no product was slower (CPU, float32: x0.72 to x1.00 of the same layers apart, x0.65 to x0.97 with updates
-    of rank 16), and with the attention behind it none by more than the measurement's noise of 2 %. Through torch's BLAS one
-    of more than WIDE columns was slower, up to x1.10, and is left.
+    On a CPU one product alone was never slower (float32 through oneDNN: x0.65 to x1.00 of the same layers apart), but what
+    follows reads parts of its rows with a stride, and whole models were 2 to 3 % slower (UNet, PixArt; benchmarks/unmerged.py).
+    So only values of up to FEW rows are taken there, as the conditioning of a step has them: x0.72 for 28 layers of 384.
     """
-    direct = products.ONEDNN and group.dtype == torch.float32
-    return group.device.type != "cpu" or direct or sum(group.widths) <= WIDE
+    return group.device.type != "cpu" or 0 < group.tokens <= FEW
 
 
 # --- what may be one product
