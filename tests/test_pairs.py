@@ -153,8 +153,10 @@ def others(first):
             yield second, "t2i_adapter_xl" in (first, second)
 
 
-# marks change nothing, so that what comes behind them is tried less often
-@pytest.mark.parametrize("first", [*NEED_A_UNET[:-1], pytest.param("deepcache", marks=pytest.mark.slow)])
+SLOW = ("t2i_adapter_xl", "freeu", "deepcache")  # the others do what these do, and more
+
+
+@pytest.mark.parametrize("first", [pytest.param(p, marks=pytest.mark.slow if p in SLOW else []) for p in NEED_A_UNET])
 def test_a_pass_for_a_unet_and_then_any_other(first):
     for second, xl in others(first):
         if second == "vpt":

@@ -102,7 +102,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+QUICK = ("a traced block", "layers below")  # the dearest, and the one that finds most; the others take a minute
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[] if k in QUICK else pytest.mark.slow) for k in KINDS])
 def test_every_way_to_attach_costs_as_much_among_a_thousand(kind):
     gms = {count: fxplug.trace(Stack(count), torch.ones(1, 4)) for count in (50, 500)}
     made = Pass("p", [KINDS[kind]])
