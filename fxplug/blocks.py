@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from . import ops
+from . import samples
 from .errors import SpecError, did_you_mean
 
 if TYPE_CHECKING:
@@ -244,32 +244,20 @@ class Lora(Block):
 
 
 def _batch_dim(site: Site, kind: str) -> int:
-    """Which of the first two dimensions of a layer's input has the samples of the model's batch, as traced; -1 if none."""
+    """Which of the first two dimensions of a layer's input has the samples of the model's batch, as traced; -1 if neither."""
     shape, batch = (() if site.x is None else site.x.shape), site.args[-1].shape[0]
-    if site.x is not None and batch not in shape[:2] and not _sampled(site.x.node):
+    node = None if site.x is None else site.x.node
+    dim = None if node is None else samples.dimension(node, batch)
+    if dim is not None:
+        if kind in CONVOLUTIONS:
+            return 0 if dim == 0 and len(shape) > 2 else -1
+        rows = shape if kind == "Embedding" else shape[:-1]
+        return dim if dim < min(len(rows), 2) and (dim == 0 or shape[1] == batch) else -1
+    if site.x is not None and batch not in shape[:2] and not samples.sampled(node):
         return -1
     if kind in CONVOLUTIONS or len(shape) < 3 - (kind == "Embedding"):
         return 0
     return int(shape[0] != batch == shape[1])
-
-
-def _sampled(node: fx.Node | None) -> bool:
-    """Whether a value is computed from the model's inputs, or from how many samples they have."""
-    todo, seen = [node], {node}
-    while todo:
-        value = todo.pop()
-        if value is None or value.op == "placeholder":
-            return True
-        if value.op == "call_method" and value.target == "size" and len(value.args) > 1:
-            if value.args[1] == 0:
-                return True
-            continue
-        if value.target is ops.device_of or (value.target is getattr and value.args[1] in ("device", "dtype")):
-            continue
-        new = [given for given in value.all_input_nodes if given not in seen]
-        seen.update(new)
-        todo.extend(new)
-    return False
 
 
 def _output_size(size: tuple[int, ...], geometry: Mapping[str, Any]) -> tuple[int, ...]:

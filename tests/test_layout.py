@@ -18,7 +18,7 @@ ORDER = """
     fakes
     adapting.updates adapting.renaming adapting.fitting adapting.adapter_files adapting.switching
     module nodes recording regions modes entry restore tracing printing
-    grafting places networks misses match making slots
+    grafting places networks misses match making slots samples
     blocks gates weights rotations norms adapters conditions merging frequencies
     edit lowerings.kernels lowerings.products lowerings.forms lowerings.fusing lowerings.remerging checks
     lowerings.deltas lowerings.absorbing lowerings.folding lowerings.shadowing

@@ -516,3 +516,40 @@ def test_odd_places_to_switch_in():
         assert fxplug.lower(new, **how)(x[:0].bfloat16()).shape == (0, 3, 8)
     with pytest.raises(SpecError, match="meta device, which holds no values"):
         new.to("meta").adapters.use("a")
+
+
+class Turned(nn.Module):
+    """Samples second, in as many tokens as samples; and rows that alternate between samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.second, self.rows, self.last = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        y = self.second(x.permute(1, 0, 2)) + x.transpose(0, 1)
+        tokens, batch, width = y.shape
+        y = y + self.rows(y.reshape(tokens * batch, width)).view(tokens, batch, width)
+        return self.last(y.transpose(0, 1).reshape(batch * tokens, width)).view(batch, tokens, width)
+
+
+@torch.no_grad()
+def test_samples_are_where_the_graph_says():
+    torch.manual_seed(0)
+    model = Turned().eval()
+    new = fxplug.apply(fxplug.trace(model, (torch.randn(2, 2, 8),)), fxplug.load_pass("lora", at="*", rank=2, slots=2))
+    halves = {layer: (torch.randn(2, 8), torch.randn(8, 2)) for layer in ("second", "rows", "last")}
+    for name, layers in {"all": ["second", "rows", "last"], "some": ["second", "last"]}.items():
+        state = {f"{layer}.lora_{h}.weight": half for layer in layers for h, half in zip("AB", halves[layer], strict=True)}
+        new.adapters.load(name, state)
+    for tokens, batch in ((2, 2), (5, 2), (3, 4)):
+        x = torch.randn(batch, tokens, 8)
+        ways = {}
+        for use in (None, "all", "some"):
+            new.adapters.use(use)
+            ways[use] = new(x)
+        assert torch.equal(ways[None], model(x))
+        for module in (new, fxplug.fuse(new)):
+            new.adapters.use(["some", *[None] * (batch - 1)])
+            close(module(x), torch.cat([ways["some"][:1], ways[None][1:]]))
+            new.adapters.use(["all", *[None] * (batch - 1)])
+            assert module(x).isnan().all()  # which row of `rows` is whose cannot be told in it, and nothing is mixed wrongly
