@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from .exporting import export
     from .flow import Result, rewrite
+    from .limits import Limits
     from .lowerings.folding import merge, unmerge
     from .lowerings.fusing import fuse
     from .lowerings.lowering import lower
@@ -54,6 +55,7 @@ __all__ = [
     "Every",
     "FxplugError",
     "GuardError",
+    "Limits",
     "Match",
     "MatchError",
     "Package",
@@ -105,6 +107,7 @@ _HOME = {
     "lowerings.folding": ["merge", "unmerge"],
     "lowerings.fusing": ["fuse"],
     "lowerings.lowering": ["lower"],
+    "limits": ["Limits"],
     "match": ["Site", "find"],
     "packages": ["Package", "load_package"],
     "printing": ["diff", "show"],

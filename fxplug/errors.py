@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
+LONGEST = 8_000  # characters of a message; a file may be quoted in it
+
 
 class FxplugError(Exception):
-    """What was given is wrong. A mistake inside fxplug is never one of these."""
+    """What was given is wrong. A mistake inside fxplug is never one of these.
+
+    Its text can be printed: control characters, which a stranger's file may bring, are written out as `\\x1b`.
+    """
+
+    def __init__(self, text: object = "") -> None:
+        super().__init__(printable(str(text)))
 
 
 class SpecError(FxplugError):
@@ -54,6 +62,26 @@ class TrainError(FxplugError):
 
 class ArtifactError(FxplugError):
     """A saved rewrite or adapter file that cannot be read, or does not fit."""
+
+
+def printable(text: str) -> str:
+    """`text` without anything that steers a terminal, and cut in its middle where it is very long."""
+    if len(text) > LONGEST:
+        half = LONGEST // 2
+        text = f"{text[:half]} ... {len(text) - LONGEST} characters ... {text[-half:]}"
+    if text.isascii() and text.replace("\n", "").isprintable():
+        return text
+    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown(value: object, length: int = 80) -> str:
+    """A value from a file as a message quotes it: printable and at most `length` characters."""
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        return f"a number of about {value.bit_length() * 3 // 10} digits"
+    if isinstance(value, (str, bytes)) and len(value) > length:
+        value = value[:length]
+    text = printable(repr(value))
+    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def did_you_mean(word: object, known: Iterable[object]) -> str:

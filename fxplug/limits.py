@@ -1,0 +1,26 @@
+"""Bounds for what strangers' files may ask of a reader: all of them stand here, and each can be raised by argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much a reader takes before it refuses a file: `load(folder, limits=Limits(nodes=500_000))`.
+
+    Sizes are bytes. A file within them is read in time and memory that its size bounds.
+    """
+
+    json: int = 64 << 20  # of one JSON file or header
+    yaml: int = 4 << 20  # of one YAML file
+    values: int = 4_000_000  # objects, lists and members of one JSON file
+    depth: int = 64  # how deep values, modules or archives nest
+    nodes: int = 65_536  # of one graph
+    modules: int = 65_536
+    tensors: int = 262_144  # of one weight file
+    digits: int = 4_300  # of one number, as Python's own limit
+    text: int = 4_096  # characters of one name or pattern
+
+
+DEFAULT = Limits()
