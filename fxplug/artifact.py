@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -11,18 +12,22 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
 from . import __version__
-from .errors import ArtifactError
-from .folders import recovered, replaced
+from .errors import ArtifactError, shown
+from .folders import replaced
+from .limits import DEFAULT, Limits
 from .lowerings.shadowing import unlowered
-from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, check_manifest, parse, read_json, sha256, wrapped
+from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, parse, wrapped
 from .module import Container, TracedModule
+from .programs import reach
 from .rebuild import fill, read_modules, write_modules
-from .serialize import GraphReader, Unportable, decode, encode, only_keys, portable, write_graph
+from .serialize import GraphReader, only_keys, write_graph
+from .snapshot import Snapshot, snapshot
+from .values import Unportable, decode, encode, portable, whole
 
 DOCUMENT = ["format", "classes", "training", "modes", "twin_error", "meta", "extras", "tensors", "modules", "stacks", "graphs"]
 MODES = {"eval": False, "train": True}
@@ -52,28 +57,44 @@ def save(
     _check_target(target, overwrite)
     document, files = _document(module)
     _check_readable(module, document)
-    with replaced(target) as work:
-        _write_files(work, module, document, files, config)
+    try:
+        with replaced(target) as work:
+            _write_files(work, module, document, files, config)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ArtifactError(f"{folder} cannot be written: {reason}; what was there is as it was") from error
     return Path(folder)
 
 
 def load(
-    folder: str | os.PathLike[str], *, allow: Sequence[str] = (), device: torch.device | str | None = None
+    folder: str | os.PathLike[str],
+    *,
+    allow: Sequence[str] = (),
+    device: torch.device | str | None = None,
+    limits: Limits = DEFAULT,
 ) -> TracedModule:
     """Read a folder that `save` wrote. Nothing is unpickled, and only torch, fxplug and what `allow` names is imported.
 
     `allow` lists modules or packages whose classes may be imported: of result classes, which `fxplug.ops.Record` stands in
-    for otherwise, and of modules that were kept whole or put in by a pass. `device` is where the weights go.
+    for otherwise, and of modules that were kept whole or put in by a pass. `device` is where the weights go. A folder that
+    another process replaces meanwhile is read as it was before or as it is after.
+
+    What a folder asks of the reader is bounded by `limits`. A call of what was loaded calculates with tensors, as any model
+    does, and takes the memory and the time that they need: whoever does not know where a graph comes from gives its process
+    a limit of its own. What else it can do is bounded: it calls functions of a closed list, reads nothing but its tensors,
+    and its whole numbers have an end.
 
     Raises ArtifactError for a folder that is damaged, incomplete, newer than this version, or asks for more.
     """
     if isinstance(allow, str):
         allow = [allow]
-    path = recovered(Path(folder))
-    names = check_manifest(path)
-    document = read_json(path / "graph.json")
-    with wrapped("graph.json cannot be used"):
-        return _build(path, document, names, list(allow), device)
+    with snapshot(Path(folder), limits) as files, wrapped(f"{folder} cannot be read"):
+        document = files.json("graph.json")
+        for name in files.files:
+            if name != "graph.json" and name not in files.weights:
+                files.check(name)
+        with wrapped("graph.json cannot be used"):
+            return _build(files, document, list(allow), device)
 
 
 # --- the document
@@ -193,15 +214,16 @@ def _check_readable(module: TracedModule, document: dict[str, Any]) -> None:
     allow = [record["class"].partition(":")[0] for record in document["modules"].values() if ":" in record.get("class", "")]
     with wrapped("this module cannot be saved"):
         document = parse(_dump(document))
-        tree = read_modules(document["modules"], allow)
-        names = [name for name, _, _ in _state(tree)]
+        modules = read_modules(document["modules"], allow, document["tensors"])
+        names = [name for name, _, _ in _state(modules[""])]
         if names != list(document["tensors"]):
             odd = sorted(set(names) ^ set(document["tensors"])) or names
             raise ArtifactError(f"the tensors of the rebuilt modules differ: {', '.join(odd[:3])}")
-        graphs = _read_graphs(document, tree, [])
+        graphs = _read_graphs(document, modules, [])
         for mode, graph in graphs.items():
             if [n.name for n in graph.nodes] != [n.name for n in module.graphs[mode].nodes]:
                 raise ArtifactError("the nodes of the graph that was read back differ")
+        _check_paths(module, graphs)
 
 
 # --- writing
@@ -225,9 +247,14 @@ def _write_files(
         "fxplug": __version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "files": {path.name: {"sha256": sha256(path), "size": path.stat().st_size} for path in sorted(work.iterdir())},
+        "files": {path.name: {"sha256": _sha256(path), "size": path.stat().st_size} for path in sorted(work.iterdir())},
     }
     (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _yaml(config: Mapping[str, Any]) -> str:
@@ -279,48 +306,66 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 def _build(
-    folder: Path, document: dict[str, Any], names: Sequence[str], allow: list[str], device: torch.device | str | None
+    files: Snapshot, document: dict[str, Any], allow: list[str], device: torch.device | str | None
 ) -> TracedModule:
     only_keys(document, DOCUMENT, "the document")
-    if document.get("format") != FORMAT:
-        raise ArtifactError(f"graph.json has format {document.get('format')!r}, the manifest has {FORMAT}")
-    tree = read_modules(document["modules"], allow)
+    for key in DOCUMENT:
+        if key not in document:
+            raise ArtifactError(f"graph.json has no '{key}'")
+    if document["format"] != FORMAT:
+        raise ArtifactError(f"graph.json has format {shown(document['format'])}, the manifest has {FORMAT}")
+    records = document["tensors"]
+    if type(records) is not dict or len(records) > files.limits.tensors:
+        raise ArtifactError(f"graph.json: the tensors must be an object of at most {files.limits.tensors}")
+    modules = read_modules(document["modules"], allow, records, files.limits)
+    tree = modules[""]
     assert isinstance(tree, Container)
     tree.classes = tuple(str(c) for c in document["classes"])
-    graphs = _read_graphs(document, tree, allow)
-    records = document["tensors"]
-    values = _read_tensors(folder, records, [n for n in names if n.endswith(".safetensors")], device)
     names = [name for name, _, _ in _state(tree)]
     if names != list(records):
         odd = sorted(set(names) ^ set(records)) or names
-        raise ArtifactError(f"graph.json: modules and tensors do not agree: {', '.join(odd[:3])}")
+        raise ArtifactError(f"graph.json: modules and tensors do not agree: {', '.join(map(shown, odd[:3]))}")
+    graphs = _read_graphs(document, modules, allow, files.limits)
+    values = _read_tensors(files, records, device)
     fill(tree, values.__getitem__, lambda name: records[name].get("persistent", True) is not False)
-    extras = {str(k): decode(v) for k, v in document["extras"].items()}
+    extras = {str(k): decode(v, None, files.limits) for k, v in document["extras"].items()}
     module = TracedModule(tree, graphs, None, extras)
+    _check_paths(module, graphs)
     module.twin_error = None if document["twin_error"] is None else str(document["twin_error"])
-    module.meta.update({str(k): decode(v) for k, v in document["meta"].items()})
-    _set_modes(module, document)
+    module.meta.update({str(k): decode(v, None, files.limits) for k, v in document["meta"].items()})
+    _set_modes(module, document, modules)
     return module
 
 
-def _set_modes(module: TracedModule, document: dict[str, Any]) -> None:
+def _check_paths(module: TracedModule, graphs: dict[bool, Any]) -> None:
+    """Refuse a graph of which the code would reach anything but the modules and tensors that it names."""
+    for graph in graphs.values():
+        for node in graph.nodes:
+            if node.op in ("get_attr", "call_module"):
+                found = reach(module, node.target)
+                if isinstance(found, torch.Tensor) is not (node.op == "get_attr") or isinstance(found, Container):
+                    raise ArtifactError(f"graph.json: node '{node.name}' takes {shown(node.target)} for what it is not")
+
+
+def _set_modes(module: TracedModule, document: dict[str, Any], modules: dict[str, nn.Module]) -> None:
     training = document["training"] is True
     twin_error, module.twin_error = module.twin_error, None  # the mode it was saved in is one it can be in
     module.train(training)
     module.twin_error = twin_error
     for name in document["modes"]:
-        module.get_submodule(name).training = not training
+        if type(name) is not str or name not in modules or not name:
+            raise ArtifactError(f"graph.json: the mode of {shown(name)} is said, which is no module")
+        modules[name].training = not training
 
 
-def _read_graphs(document: dict[str, Any], tree: nn.Module, allow: list[str]) -> dict[bool, Any]:
-    modules = {n for n, m in tree.named_modules(remove_duplicate=False) if not isinstance(m, Container)}
+def _read_graphs(
+    document: dict[str, Any], modules: dict[str, nn.Module], allow: list[str], limits: Limits = DEFAULT
+) -> dict[bool, Any]:
+    called = {n for n, m in modules.items() if not isinstance(m, Container)}
     tensors = {
-        f"{path}.{key}" if path else key
-        for path, m in tree.named_modules(remove_duplicate=False)
-        for table in (m._parameters, m._buffers)
-        for key in table
+        f"{path}.{key}" if path else key for path, m in modules.items() for table in (m._parameters, m._buffers) for key in table
     }
-    reader = GraphReader(modules, tensors, document["stacks"], allow)
+    reader = GraphReader(called, tensors, document["stacks"], allow, limits)
     only_keys(document["graphs"], MODES, "the graphs")
     graphs = {MODES[name]: reader.read(nodes) for name, nodes in document["graphs"].items()}
     if not graphs:
@@ -328,38 +373,37 @@ def _read_graphs(document: dict[str, Any], tree: nn.Module, allow: list[str]) ->
     return graphs
 
 
-def _read_tensors(
-    folder: Path, records: dict[str, Any], files: Sequence[str], device: torch.device | str | None
-) -> dict[str, torch.Tensor]:
+def _read_tensors(files: Snapshot, records: dict[str, Any], device: torch.device | str | None) -> dict[str, torch.Tensor]:
     """Every tensor by name; the ones that share values are one object."""
+    known = ["kind", "shape", "dtype", "persistent", "requires_grad", "stride", "same_as", "stored"]
+    for name, record in records.items():
+        only_keys(record, known, f"the tensor {shown(name)}")
     expected = {n for n, r in records.items() if "same_as" not in r and r.get("stored", True)}
     raw: dict[str, torch.Tensor] = {}
-    for file in files:
-        with safe_open(folder / file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (it is no mapping)
-                if name not in expected or name in raw:
-                    raise ArtifactError(f"{file} holds '{name}', which graph.json does not place there")
-                # a copy, so that nothing depends on the file afterwards
-                raw[name] = opened.get_tensor(name).clone()
+    for file in files.weights:
+        for name, value in files.tensors(file):
+            if name not in expected or name in raw:
+                raise ArtifactError(f"{file} holds {shown(name)}, which graph.json does not place there")
+            raw[name] = value
     missing = sorted(expected - set(raw))
     if missing:
-        raise ArtifactError(f"no file holds the tensor '{missing[0]}'" + f" nor {len(missing) - 1} more" * (len(missing) > 1))
+        more = f" nor {len(missing) - 1} more" * (len(missing) > 1)
+        raise ArtifactError(f"no file holds the tensor {shown(missing[0])}{more}")
     values: dict[str, torch.Tensor] = {}
     for name, record in records.items():
-        known = ["kind", "shape", "dtype", "persistent", "requires_grad", "stride", "same_as", "stored"]
-        only_keys(record, known, f"the tensor '{name}'")
         if "same_as" in record:
-            if record["same_as"] not in values:
-                raise ArtifactError(f"graph.json: '{name}' is said to be '{record['same_as']}', which does not come before it")
-            values[name] = values[record["same_as"]]
+            other = record["same_as"]
+            if type(other) is not str or other not in values:
+                raise ArtifactError(f"graph.json: {shown(name)} is said to be {shown(other)}, which does not come before it")
+            values[name] = values[other]
         else:
             values[name] = _tensor(name, record, raw.pop(name, None), device)
     return values
 
 
 def _tensor(name: str, record: dict[str, Any], raw: torch.Tensor | None, device: torch.device | str | None) -> torch.Tensor:
-    dtype = decode({"dtype": record["dtype"]})
-    shape = tuple(record["shape"])
+    dtype = decode({"dtype": record.get("dtype")})
+    shape = tuple(map(whole, record.get("shape") or ()))
     if raw is None:
         value = torch.empty(shape, dtype=dtype, device="meta")
     else:
@@ -369,9 +413,9 @@ def _tensor(name: str, record: dict[str, Any], raw: torch.Tensor | None, device:
         value = value.to(device) if device is not None else value
     if "stride" in record:
         value = _with_strides(name, value, record["stride"])
-    if record["kind"] == "parameter":
+    if record.get("kind") == "parameter":
         return nn.Parameter(value, requires_grad=record.get("requires_grad") is True)
-    if record["kind"] != "buffer":
+    if record.get("kind") != "buffer":
         raise ArtifactError(f"graph.json: '{name}' is neither a parameter nor a buffer")
     return value.requires_grad_(record.get("requires_grad") is True)
 

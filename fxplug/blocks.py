@@ -364,11 +364,10 @@ class Replace(Block):
 def torch_class(name: str) -> type[nn.Module]:
     """The module class of that name in torch.nn. Raises SpecError."""
     name = name.removeprefix("torch.nn:").removeprefix("torch.nn.")
-    found = getattr(nn, name, None)
-    known = [n for n in dir(nn) if isinstance(getattr(nn, n), type) and issubclass(getattr(nn, n), nn.Module)]
-    if name not in known or found is None:
+    known = {k: v for k, v in vars(nn).items() if isinstance(v, type) and issubclass(v, nn.Module) and not k.startswith("Lazy")}
+    if name not in known:
         raise SpecError(f"torch.nn has no module class '{name}'{did_you_mean(name, known)}")
-    return found  # type: ignore[no-any-return]
+    return known[name]
 
 
 def channel_dim(site: Site, value: Value) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import glob
 import json
 import os
 import shutil
@@ -14,28 +16,60 @@ from typing import Any
 
 from .manifest import FIXED, MANIFEST
 
+try:
+    import fcntl
+except ImportError:  # not on this system: saves into one folder have to wait for each other by themselves
+    fcntl = None  # type: ignore[assignment]
+
 
 @contextlib.contextmanager
 def replaced(target: Path) -> Iterator[Path]:
     """A folder to write into, which takes the place of `target` at the end; nothing changes when the writing fails.
 
-    What lies in the old folder and is not an artifact's stays.
+    What lies in the old folder and is not an artifact's stays. Of several that replace one folder, the last one wins.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    _clean(target)
-    work = Path(tempfile.mkdtemp(prefix=f"{_temporary(target)}{os.getpid()}-", dir=target.parent))
+    with _locked(target.parent):
+        _clean(target)
+        work = Path(tempfile.mkdtemp(prefix=f"{_temporary(target)}{os.getpid()}-", dir=target.parent))
+        mine = contextlib.ExitStack()
+        mine.enter_context(_locked(work))  # tells others that its process lives
+    with mine:
+        try:
+            yield work
+            mode = 0o666 & ~_umask()
+            for path in work.iterdir():
+                path.chmod(mode)
+            work.chmod(0o777 & ~_umask())
+            for path in (*work.iterdir(), work):
+                _sync(path)
+            with _locked(target.parent):
+                _keep_others(target, work)
+                _swap(work, target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, wait: bool = True) -> Iterator[bool | None]:
+    """Hold a folder against others who ask for it too; the system lets go of it when the process ends, however it does.
+
+    Gives whether it is held; None where the system cannot tell, as on some network file systems.
+    """
+    handle, held = None, None
     try:
-        yield work
-        mode = 0o666 & ~_umask()
-        for path in work.iterdir():
-            path.chmod(mode)
-        work.chmod(0o777 & ~_umask())
-        for path in (*work.iterdir(), work):
-            _sync(path)
-        _keep_others(target, work)
-        _swap(work, target)
+        with contextlib.suppress(PermissionError, IsADirectoryError):
+            handle = os.open(folder, os.O_RDONLY)
+        if fcntl is not None and handle is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                held = True
+            except OSError as error:
+                held = False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+        yield held
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
 
 
 def _sync(path: Path) -> None:
@@ -63,10 +97,11 @@ def _umask() -> int:
 
 def _clean(target: Path) -> None:
     """Remove what saves left that were killed, and bring back a folder that was between its two renames."""
-    for path in target.parent.glob(f"{_temporary(target)}*"):
+    for path in target.parent.glob(f"{glob.escape(_temporary(target))}*"):
         process = path.name.removeprefix(_temporary(target)).partition("-")[0]
-        if not (process.isdigit() and _alive(int(process))):
-            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError), _locked(path, wait=False) as free:
+            if free or (free is None and not (process.isdigit() and _alive(int(process)))):
+                shutil.rmtree(path, ignore_errors=True)
     old = _old(target)
     if old.exists():
         if target.exists():
@@ -82,7 +117,7 @@ def _alive(process: int) -> bool:
         return False
     except OSError:
         return True
-    return process != os.getpid()
+    return True
 
 
 def _keep_others(target: Path, work: Path) -> None:
@@ -91,7 +126,7 @@ def _keep_others(target: Path, work: Path) -> None:
         return
     try:
         listed = set(json.loads((target / MANIFEST).read_bytes())["files"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         listed = set()
     for path in target.iterdir():
         if path.name in listed or path.name in FIXED or (work / path.name).exists():

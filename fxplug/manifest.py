@@ -1,29 +1,25 @@
-"""The manifest of an artifact: which files belong to it, whole and as they were written; and JSON from strangers."""
+"""What belongs to an artifact, by its manifest; and JSON from strangers."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from .errors import ArtifactError
+import numpy as np
+
+from .errors import ArtifactError, shown
+from .limits import DEFAULT, Limits
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 FIXED = ("model.safetensors", "graph.json", "graph.txt", "config.yaml", "config.json")
 CODE = {".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".bin", ".sh"}
-JSON_LIMIT = 512 << 20
-HEADER_LIMIT = 100_000_000  # what the safetensors format itself allows
 PASS_NAME = re.compile(r"^[A-Za-z_][\w\-]*\Z", re.ASCII)
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+MARKS = b"[]{},"
 
 
 @contextlib.contextmanager
@@ -35,74 +31,42 @@ def wrapped(finding: str) -> Iterator[None]:
         raise
     except RecursionError:
         raise ArtifactError(f"{finding}: it is nested too deeply") from None
+    except MemoryError:
+        raise ArtifactError(f"{finding}: there is not enough memory for it") from None
     except Exception as error:
-        raise ArtifactError(f"{finding}: {type(error).__name__}: {error}") from error
+        raise ArtifactError(f"{finding}: {type(error).__name__}: {shown(str(error), 300)}") from error
 
 
-def check_manifest(folder: Path) -> list[str]:
-    """The names of the files of an artifact, each of them whole and as it was written."""
-    if not folder.is_dir():
-        raise ArtifactError(f"there is no folder {folder}")
-    if not (folder / MANIFEST).is_file():
-        raise ArtifactError(f"{folder} is no artifact: it has no {MANIFEST}")
-    manifest = read_json(folder / MANIFEST)
+def listed(manifest: dict[str, Any], folder: object) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 of each file of an artifact. Raises ArtifactError."""
     version = manifest.get("format")
     if type(version) is not int or version < 1:
-        raise ArtifactError(f"{MANIFEST}: the format is {version!r}, which is no version")
+        raise ArtifactError(f"{MANIFEST}: the format is {shown(version)}, which is no version")
     if version > FORMAT:
         raise ArtifactError(
-            f"{folder} has format {version}, written by fxplug {manifest.get('fxplug')}; this version reads up to {FORMAT}: "
-            "update fxplug"
+            f"{folder} has format {shown(version)}, written by fxplug {shown(manifest.get('fxplug')).strip(chr(39))}; "
+            f"this version reads up to {FORMAT}: update fxplug"
         )
     files = manifest.get("files")
     if type(files) is not dict:
         raise ArtifactError(f"{MANIFEST} does not list its files")
     for name, entry in files.items():
-        _check_file(folder, name, entry)
+        if "/" in name or "\\" in name or name in ("", ".", "..") or "\0" in name:
+            raise ArtifactError(f"{MANIFEST} lists {shown(name)}, which leads out of the folder")
+        if name not in FIXED and not (name.endswith(".safetensors") and PASS_NAME.match(name.removesuffix(".safetensors"))):
+            raise ArtifactError(f"{MANIFEST} lists {shown(name)}, a kind of file that an artifact does not have")
+        if type(entry) is not dict or type(entry.get("size")) is not int or type(entry.get("sha256")) is not str:
+            raise ArtifactError(f"{MANIFEST} says neither size nor hash of {shown(name)}")
     for name in ("model.safetensors", "graph.json"):
         if name not in files:
             raise ArtifactError(f"{MANIFEST} does not list {name}")
-    for path in folder.iterdir():
-        if path.name not in files and path.suffix.lower() in CODE:
-            raise ArtifactError(f"{path.name} lies in the artifact and is not listed: code has no place there; remove it")
-    return list(files)
+    return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
 
 
-def _check_file(folder: Path, name: str, entry: Any) -> None:
-    path = folder / name
-    if "/" in name or "\\" in name or name in ("", ".", "..") or "\0" in name or path.is_symlink():
-        raise ArtifactError(f"{MANIFEST} lists {name!r}, which leads out of the folder")
-    if name not in FIXED and not (name.endswith(".safetensors") and PASS_NAME.match(name.removesuffix(".safetensors"))):
-        raise ArtifactError(f"{MANIFEST} lists {name!r}, a kind of file that an artifact does not have")
-    if not path.is_file():
-        raise ArtifactError(f"{name} is missing from {folder}")
-    if type(entry) is not dict or type(entry.get("size")) is not int or type(entry.get("sha256")) is not str:
-        raise ArtifactError(f"{MANIFEST} says neither size nor hash of {name}")
-    size = path.stat().st_size
-    if size != entry["size"]:
-        what = "truncated: the copy is incomplete" if size < entry["size"] else "longer than it was"
-        raise ArtifactError(f"{name} has {size} bytes instead of {entry['size']}; it is {what}")
-    if sha256(path) != entry["sha256"]:
-        raise ArtifactError(f"{name} is not as it was written: its SHA-256 differs from the manifest's")
-    if name.endswith(".safetensors"):
-        _check_header(path, size)
+def parse(data: bytes, name: str = "graph.json", limits: Limits = DEFAULT) -> dict[str, Any]:
+    """The object of a JSON text, within the limits. Raises ArtifactError, which names the file `name`."""
+    _check_bounds(data, name, limits)
 
-
-def _check_header(path: Path, size: int) -> None:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > min(size - 8, HEADER_LIMIT):
-        raise ArtifactError(f"{path.name} claims a header of {length} bytes, which a file of {size} bytes cannot have")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    if size > JSON_LIMIT:
-        raise ArtifactError(f"{path.name} has {size} bytes; more than {JSON_LIMIT} are not read")
-    return parse(path.read_bytes(), path.name)
-
-
-def parse(data: bytes, name: str = "graph.json") -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
@@ -117,7 +81,23 @@ def parse(data: bytes, name: str = "graph.json") -> dict[str, Any]:
     except RecursionError:
         raise ArtifactError(f"{name} is nested too deeply") from None
     except ValueError as error:
-        raise ArtifactError(f"{name} is no JSON: {error}") from None
+        raise ArtifactError(f"{name} is no JSON: {shown(str(error), 200)}") from None
     if type(found) is not dict:
         raise ArtifactError(f"{name} is no JSON object")
     return found
+
+
+def _check_bounds(data: bytes, name: str, limits: Limits) -> None:
+    """Refuse a text before anything is made of it: its values take many times the space of their commas."""
+    if len(data) > limits.json:
+        raise ArtifactError(f"{name} has {len(data)} bytes; more than {limits.json} are not read")
+    bare = TEXT.sub(b"", data)
+    marks = np.frombuffer(bare.translate(None, bytes(set(range(256)) - set(MARKS))), np.uint8)
+    if len(marks) > limits.values:
+        raise ArtifactError(f"{name} has {len(marks)} values; more than {limits.values} are not read")
+    opened = np.isin(marks, np.frombuffer(b"[{", np.uint8)).astype(np.int32)
+    closed = np.isin(marks, np.frombuffer(b"]}", np.uint8)).astype(np.int32)
+    if len(marks) and int(np.cumsum(opened - closed).max()) > limits.depth:
+        raise ArtifactError(f"{name} is nested too deeply: more than {limits.depth} levels are not read")
+    if re.search(rb"\d{%d}" % (limits.digits + 1), bare):
+        raise ArtifactError(f"{name} has a number of more than {limits.digits} digits")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import keyword
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -21,10 +22,14 @@ PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype)
 # names that torch's GraphModule and this one use themselves; a model's attribute of that name stays out
 RESERVED = {"meta", "shape_env", "attributes", "graphs", "graph", "code", "classes", "training", "twin_error"}
 OWN_STATE = {"_graph", "_twin", "_extras", "_origin", "_code", "_codes", "_graph_mode", "_adapters"}
+ROOT_STATE = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
 # a lookup that FX writes for a name such as "0"; or a string or comment, which is left as it is
 LOOKUP = re.compile(
     r'''getattr\((self(?:\.\w+|\[[^\[\]]+\])*), "([^"\\]+)"\)|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*'''
 )
+# a path from the root, in text without calls of getattr
+PATH = re.compile(r'''\bself((?:\.\w+|\[[^\[\]]+\])+)|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*''')
+STEP = re.compile(r"\.(\w+)|\[[^\[\]]+\]")
 MODES = (ops.enter_grad, ops.enter_autocast)
 
 
@@ -37,6 +42,7 @@ class Graph(fx.Graph):
         while before != code.src:
             before = code.src
             code.src = LOOKUP.sub(_indexed, code.src)
+        code.src = PATH.sub(_spelled, code.src)
         return code
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Graph:
@@ -45,6 +51,28 @@ class Graph(fx.Graph):
 
 def _indexed(found: re.Match[str]) -> str:
     return f"{found[1]}[{found[2] if found[2].isdigit() else repr(found[2])}]" if found[1] else found[0]
+
+
+def _spelled(found: re.Match[str]) -> str:
+    if found[1] is None:
+        return found[0]
+    steps = [
+        f"[{step[1]!r}]" if step[1] and by_index(step[1], first=step.start() == 0) else step[0]
+        for step in STEP.finditer(found[1])
+    ]
+    return "self" + "".join(steps)
+
+
+@functools.cache
+def by_index(key: str, first: bool) -> bool:
+    """Whether code takes a child, parameter or buffer as `module[key]`: an attribute of that name would be another.
+
+    `first` says that the module is the root, a TracedModule; below it the modules with such keys are Containers.
+    """
+    if not key.isascii() or not key.isidentifier() or keyword.iskeyword(key):
+        return True
+    names = RESERVED | OWN_STATE | set(dir(TracedModule)) if first else {"classes", "attributes", *dir(nn.Module)}
+    return key in names or first and key in ROOT_STATE
 
 
 def copy_graph(graph: fx.Graph) -> Graph:
@@ -80,7 +108,7 @@ class Container(nn.Module):
         self.attributes = tuple(attributes or ())
         self.__dict__.update(attributes or {})
 
-    def __getitem__(self, key: int | str) -> nn.Module:
+    def __getitem__(self, key: int | str) -> Any:
         return _child(self, key)
 
     def __len__(self) -> int:
@@ -99,9 +127,14 @@ class Container(nn.Module):
         raise NotImplementedError(f"the code of this {self.classes[0]} is in the graph of the traced model; call the model")
 
 
-def _child(module: nn.Module, key: int | str) -> nn.Module:
-    """A child by name, or by position as in a ModuleList."""
-    found = module._modules.get(str(key))
+def _child(module: nn.Module, key: int | str) -> Any:
+    """A child, parameter or buffer by name; or a child by position, as in a ModuleList."""
+    name = str(key)
+    found: Any = module._modules.get(name)
+    if found is None:
+        found = module._parameters.get(name)
+    if found is None:
+        found = module._buffers.get(name)
     if found is None and isinstance(key, int):
         found = list(module._modules.values())[key]
     if found is None:
@@ -111,12 +144,16 @@ def _child(module: nn.Module, key: int | str) -> nn.Module:
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
     """The public attributes of a module that are numbers, strings, None, dtypes, or tuples and lists of those."""
+    return {k: v for k, v in vars(module).items() if is_plain_attribute(k, v)}
+
+
+def is_plain_attribute(name: str, value: Any) -> bool:
+    """Whether a Container has an attribute: a public one, of no name that a module has itself, and a plain value."""
 
     def plain(x: Any) -> bool:
         return isinstance(x, PLAIN_TYPES) or (type(x) in (tuple, list) and all(map(plain, x)))
 
-    reserved = set(dir(Container)) | {"training", "classes", "attributes"}
-    return {k: v for k, v in vars(module).items() if not k.startswith("_") and k not in reserved and plain(v)}
+    return not (name.startswith("_") or name in ("training", "classes", "attributes") or hasattr(Container, name)) and plain(value)
 
 
 def class_names(module: nn.Module) -> tuple[str, ...]:
@@ -169,6 +206,11 @@ def _unwound(forward: Any) -> Any:
     return wrapper
 
 
+def _is_ours(name: str) -> bool:
+    """Whether an attribute of that name would take the place of a method or property of a traced module."""
+    return not name.startswith("_") and hasattr(TracedModule, name)
+
+
 class TracedModule(fx.GraphModule):
     """A `torch.fx.GraphModule` that takes the place of the model it was traced from.
 
@@ -190,12 +232,8 @@ class TracedModule(fx.GraphModule):
         """`tree` holds parameters and children; `graphs` has one graph, or one for each of training False and True."""
         super().__init__(nn.Module(), fx.Graph())
         mode = tree.training if tree.training in graphs else next(iter(graphs))
-        self.__dict__.update(
-            {k: v for k, v in vars(tree).items() if k not in RESERVED | {"_modules", "_parameters", "_buffers"}}
-        )
-        self._parameters.update(tree._parameters)
-        self._buffers.update(tree._buffers)
-        self._modules.update(tree._modules)
+        kept = RESERVED | {"_modules", "_parameters", "_buffers"}
+        self.__dict__.update({k: v for k, v in vars(tree).items() if k not in kept and not _is_ours(k)})
         self._non_persistent_buffers_set = set(tree._non_persistent_buffers_set)
         self.classes = class_names(tree)
         self.training = tree.training
@@ -209,6 +247,10 @@ class TracedModule(fx.GraphModule):
             self.recompile()
             self._choose(mode, graphs[mode])
         self.graph = graphs[mode]
+        # last, as nn.Module gives no other value to a name that one of them has
+        self._parameters.update(tree._parameters)
+        self._buffers.update(tree._buffers)
+        self._modules.update(tree._modules)
 
     def _choose(self, mode: bool, graph: fx.Graph) -> None:
         self._graph_mode, self._graph = mode, graph
@@ -262,7 +304,7 @@ class TracedModule(fx.GraphModule):
             if (retie := getattr(type(module), "retie", None)) is not None:
                 retie(module, self)
 
-    def __getitem__(self, key: int | str) -> nn.Module:
+    def __getitem__(self, key: int | str) -> Any:
         return _child(self, key)
 
     def __getattr__(self, name: str) -> Any:

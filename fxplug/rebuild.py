@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from .errors import ArtifactError, did_you_mean
-from .module import RESERVED, Container, TracedModule, plain_attributes
-from .serialize import (
-    Unportable,
-    check_name,
-    check_path,
-    decode,
-    encode,
-    find_function,
-    function_name,
-    import_class,
-    is_import_path,
-    only_keys,
-)
+from .blocks import Block
+from .errors import ArtifactError, did_you_mean, shown
+from .limits import DEFAULT, Limits
+from .module import PLAIN_TYPES, RESERVED, Container, TracedModule, is_plain_attribute, plain_attributes
+from .serialize import check_name, check_path, find_function, function_name, import_class, is_import_path, only_keys
+from .values import Unportable, decode, encode
 
 INTERNAL = frozenset(vars(nn.Module())) | {"training"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+BLOCKS = "adapters blocks conditions frequencies gates merging norms rotations slicing weights".split()  # the files of blocks
+# a recurrent layer finds its weights by names in these; they follow from its constructor, and no file has them
+BY_NAME = ("_flat_weights_names", "_all_weights", "_flat_weights", "_flat_weight_refs")
 KINDS = {
     "none": [],
     "same": ["as"],
@@ -49,7 +48,22 @@ def torch_classes() -> dict[str, type[nn.Module]]:
                 if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == name:
                     found.setdefault(value.__name__, value)
     found.update({k: v for k, v in vars(nn).items() if isinstance(v, type) and issubclass(v, nn.Module)})
-    found.pop("Module")
+    # these are made of other modules' calls: hooks that change the class, threads, processes
+    odd = [name for name, kind in found.items() if issubclass(kind, LazyModuleMixin) or "parallel" in kind.__module__]
+    for name in ("Module", *odd):
+        del found[name]
+    return found
+
+
+@cache
+def block_classes() -> dict[str, type[nn.Module]]:
+    """Every block of the package that a graph may call, by import path: no file can have another module imported."""
+    found: dict[str, type[nn.Module]] = {}
+    for name in BLOCKS:
+        module = importlib.import_module(f".{name}", __package__)
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, Block) and value.__module__ == module.__name__:
+                found[f"{module.__name__}:{value.__qualname__}"] = value
     return found
 
 
@@ -139,10 +153,8 @@ def _by_constructor(module: nn.Module) -> dict[str, Any] | str:
 def constructor_arguments(module: nn.Module) -> dict[str, Any]:
     """What `type(module)` was called with, read from the attributes that bear the names of its parameters."""
     found = {}
-    for parameter in _constructor_parameters(type(module)):
+    for parameter in _written_parameters(type(module)):
         name = parameter.name
-        if name in ("device", "dtype") or name.startswith("_") or name == "mode" and isinstance(module, nn.RNNBase):
-            continue
         value = getattr(module, name, parameter.empty)
         if name in module._parameters:
             value = module._parameters[name] is not None
@@ -165,6 +177,15 @@ def _constructor_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
             if not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
                 return parameters
     return []
+
+
+def _written_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
+    """Those that a file may give."""
+    return [
+        p
+        for p in _constructor_parameters(cls)
+        if p.name not in ("device", "dtype") and p.name[0] != "_" and not (p.name == "mode" and issubclass(cls, nn.RNNBase))
+    ]
 
 
 def _construct(cls: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
@@ -263,86 +284,173 @@ def _by_contents(module: nn.Module, path: str, reason: str) -> dict[str, Any]:
 # --- reading
 
 
-def read_modules(records: Any, allow: Sequence[str]) -> nn.Module:
-    """The module tree of the records, on the meta device. Raises ArtifactError."""
-    if type(records) is not dict or records.get("", {}).get("kind") != "container":
-        raise ArtifactError("graph.json: the modules must be an object whose entry '' is a container")
-    made: dict[str, nn.Module] = {}
-    for path, record in records.items():
+def read_modules(
+    records: Any, allow: Sequence[str], tensors: Mapping[str, Any] | None = None, limits: Limits = DEFAULT
+) -> dict[str, nn.Module]:
+    """Every module of the records by its path, on the meta device; '' is the tree. Raises ArtifactError.
+
+    `tensors` are the names of all parameters and buffers: no constructor makes many more than they say.
+    """
+    return _Reader(allow, tensors or {}, limits).read(records)
+
+
+class _Reader:
+    def __init__(self, allow: Sequence[str], tensors: Mapping[str, Any], limits: Limits) -> None:
+        self.allow, self.limits = allow, limits
+        self.made: dict[str, nn.Module] = {}
+        self.expected: Counter[str] = Counter()  # how many tensors lie below each path
+        for name in tensors:
+            parts = name.split(".")[: limits.depth]
+            self.expected.update(".".join(parts[:count]) for count in range(len(parts)))
+
+    def read(self, records: Any) -> dict[str, nn.Module]:
+        if type(records) is not dict or type(records.get("")) is not dict or records[""].get("kind") != "container":
+            raise ArtifactError("graph.json: the modules must be an object whose entry '' is a container")
+        if len(records) > self.limits.modules:
+            raise ArtifactError(f"graph.json has {len(records)} modules; more than {self.limits.modules} are not read")
+        for path, record in records.items():
+            if path:
+                check_path(path, "module path")
+                if path.count(".") >= self.limits.depth:
+                    raise ArtifactError(f"graph.json: the module {shown(path)} lies deeper than {self.limits.depth}")
+            self._attach(path, self._module(path, record))
+        return self.made
+
+    def _attach(self, path: str, module: nn.Module | None) -> None:
         if path:
-            check_path(path, "module path")
-        _attach(made, path, _read_module(path, record, made, allow))
-    return made[""]
+            parent, _, key = path.rpartition(".")
+            if parent not in self.made or key in self.made[parent]._modules:
+                raise ArtifactError(f"graph.json: the module {shown(path)} has no place: its parent must come before it")
+            self.made[parent]._modules[key] = module
+        todo = [(path, module)]
+        while todo:  # by hand, as each name of a shared module counts
+            where, module = todo.pop()
+            if module is None:
+                continue
+            if len(self.made) >= self.limits.modules or where.count(".") >= self.limits.depth:
+                raise ArtifactError(f"graph.json: shared modules give more than {self.limits.modules} paths, or too deep ones")
+            self.made.setdefault(where, module)
+            todo += [(f"{where}.{key}" if where else key, child) for key, child in module._modules.items()]
 
+    def _module(self, path: str, record: Any) -> nn.Module | None:
+        where = f"the module {shown(path)}"
+        kind = record.get("kind") if type(record) is dict else None
+        if type(kind) is not str or kind not in KINDS:
+            raise ArtifactError(f"graph.json: {where} is of the unknown kind {shown(kind)}{did_you_mean(kind, KINDS)}")
+        only_keys(record, ["kind", *KINDS[kind]], where)
+        if kind == "none":
+            return None
+        if kind == "same":
+            other = record.get("as")
+            if type(other) is not str or other not in self.made or f"{path}.".startswith(f"{other}." if other else ""):
+                raise ArtifactError(f"graph.json: {where} is said to be {shown(other)}, which does not come before it")
+            return self.made[other]
+        for entry in ("attributes", "parameters", "buffers"):
+            if type(record.get(entry, {})) is not dict:
+                raise ArtifactError(f"graph.json: the {entry} of {where} are no object")
+        attributes = {k: self._value(v, function=kind != "container") for k, v in record.get("attributes", {}).items()}
+        if kind == "container":
+            return self._container(record, attributes, where)
+        cls = self._class(kind, record.get("class"))
+        if record.get("arguments") is None:
+            if issubclass(cls, nn.RNNBase):
+                raise ArtifactError(f"graph.json: {where}: a {cls.__name__} is made from constructor arguments only")
+            module = object.__new__(cls)
+            nn.Module.__init__(module)
+            _empty_state(module, record)
+        else:
+            module = self._constructed(cls, record["arguments"], path, where)
+        for name, value in attributes.items():
+            _set_attribute(module, name, value, where)
+        return module
 
-def _attach(made: dict[str, nn.Module], path: str, module: nn.Module | None) -> None:
-    if path:
-        parent, _, key = path.rpartition(".")
-        if parent not in made or key in made[parent]._modules:
-            raise ArtifactError(f"graph.json: the module '{path}' has no place: its parent must come before it")
-        made[parent]._modules[key] = module
-    if module is not None:
-        for name, child in module.named_modules(remove_duplicate=False):
-            made.setdefault(".".join(filter(None, (path, name))), child)
-
-
-def _read_module(path: str, record: Any, made: dict[str, nn.Module], allow: Sequence[str]) -> nn.Module | None:
-    where = f"the module '{path}'"
-    kind = record.get("kind") if type(record) is dict else None
-    if kind not in KINDS:
-        raise ArtifactError(f"graph.json: {where} is of the unknown kind {kind!r}{did_you_mean(kind, KINDS)}")
-    only_keys(record, ["kind", *KINDS[kind]], where)
-    if kind == "none":
-        return None
-    if kind == "same":
-        if record.get("as") not in made:
-            raise ArtifactError(f"graph.json: {where} is said to be '{record.get('as')}', which does not come before it")
-        return made[record["as"]]
-    attributes = {_attribute_name(k, where): _decode(v) for k, v in record.get("attributes", {}).items()}
-    if kind == "container":
-        taken = [k for k in attributes if k in dir(Container)]
-        if taken:
-            raise ArtifactError(f"graph.json: {where} sets '{taken[0]}', which is part of every module")
-        module: nn.Module = Container(tuple(str(c) for c in record["classes"]), attributes)
+    def _container(self, record: dict[str, Any], attributes: dict[str, Any], where: str) -> Container:
+        for name, value in attributes.items():
+            check_name(name, f"attribute of {where}")
+            if not is_plain_attribute(name, value):
+                raise ArtifactError(f"graph.json: {where} sets '{name}', which is part of every module, or is no plain value")
+        if type(record.get("classes")) is not list or not record["classes"]:
+            raise ArtifactError(f"graph.json: {where} names no class")
+        module = Container(tuple(str(c) for c in record["classes"]), attributes)
         _empty_state(module, record)
         return module
-    cls = _find_class(kind, record.get("class"), allow)
-    if record.get("arguments") is None:
-        module = object.__new__(cls)
-        nn.Module.__init__(module)
-        _empty_state(module, record)
-    else:
-        arguments = {check_name(k, "argument name"): _decode(v) for k, v in record["arguments"].items()}
+
+    def _constructed(self, cls: type[nn.Module], given: Any, path: str, where: str) -> nn.Module:
+        if type(given) is not dict:
+            raise ArtifactError(f"graph.json: the arguments of {where} are no object")
+        arguments = {check_name(k, "argument name"): self._value(v, function=True) for k, v in given.items()}
+        known = [p.name for p in _written_parameters(cls)]
+        for name, value in arguments.items():
+            if name not in known:
+                raise ArtifactError(f"graph.json: {where}: a {cls.__name__} is not made with '{name}'{did_you_mean(name, known)}")
+            _check_size(value, self.limits.size, f"'{name}' of {where}")
         try:
-            module = _construct(cls, arguments)
+            with _Budget(STEPS * (self.expected[path] + 16)):
+                return _construct(cls, arguments)
         except Exception as error:
-            raise ArtifactError(f"{where}: {cls.__qualname__} cannot be built again: {error}") from error
-    vars(module).update(attributes)
-    return module
+            raise ArtifactError(f"{where}: {cls.__qualname__} cannot be built again: {shown(str(error), 300)}") from error
+
+    def _class(self, kind: str, name: Any) -> type[nn.Module]:
+        known = torch_classes() if kind == "module" else block_classes() if kind == "block" else {}
+        if type(name) is str and name in known:
+            return known[name]
+        if kind == "module":
+            raise ArtifactError(f"graph.json: torch.nn has no module class {shown(name)}{did_you_mean(name, known)}")
+        if kind == "block" and is_import_path(name) and name.partition(".")[0].partition(":")[0] == __package__:
+            raise ArtifactError(f"graph.json: fxplug has no block {shown(name)}{did_you_mean(name, known)}")
+        cls = import_class(name, self.allow)
+        if not issubclass(cls, nn.Module) or (kind == "block" and getattr(cls, "is_block", False) is not True):
+            raise ArtifactError(f"graph.json: {name} is no {kind}: it is not an nn.Module" + " with is_block" * (kind == "block"))
+        return cls
+
+    def _value(self, data: Any, function: bool) -> Any:
+        if function and type(data) is dict and list(data) == ["function"]:
+            return find_function(data["function"])
+        return decode(data, None, self.limits)
 
 
-def _find_class(kind: str, name: Any, allow: Sequence[str]) -> type[nn.Module]:
-    if kind == "module":
-        if type(name) is not str or name not in torch_classes():
-            raise ArtifactError(f"graph.json: torch.nn has no module class {name!r}{did_you_mean(name, torch_classes())}")
-        return torch_classes()[name]
-    cls = import_class(name, ["fxplug", *allow] if kind == "block" else allow)
-    if not issubclass(cls, nn.Module) or (kind == "block" and getattr(cls, "is_block", False) is not True):
-        raise ArtifactError(f"graph.json: {name} is no {kind}: it is not an nn.Module" + " with is_block" * (kind == "block"))
-    return cls
+STEPS = 64  # calls of torch for each tensor that a constructor is to make
 
 
-def _attribute_name(name: str, where: str) -> str:
+class _Budget(TorchFunctionMode):
+    """Ends a constructor that makes more than its file says."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls -= 1
+        if self.calls < 0:
+            raise ArtifactError("it makes more than the tensors that the file has for it")
+        return func(*args, **(kwargs or {}))
+
+
+def _check_size(value: Any, limit: int, what: str) -> None:
+    if isinstance(value, int) and abs(value) > limit:
+        raise ArtifactError(f"graph.json: {what} is {shown(value)}; more than {limit} is not read")
+    for member in value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ():
+        _check_size(member, limit, what)
+
+
+def _set_attribute(module: nn.Module, name: str, value: Any, where: str) -> None:
+    """Set what `save` may have found: no attribute that a class or another part of the module answers for.
+
+    A plain value of the class may be overridden by one, as by an instance that differs from others of its kind.
+    """
     check_name(name, f"attribute of {where}")
-    if name in INTERNAL or name.startswith("__"):
-        raise ArtifactError(f"graph.json: {where} sets '{name}', which is part of every module")
-    return name
-
-
-def _decode(data: Any) -> Any:
-    if type(data) is dict and list(data) == ["function"]:
-        return find_function(data["function"])
-    return decode(data)
+    inherited = inspect.getattr_static(type(module), name, None)
+    if (
+        name in INTERNAL
+        or name.startswith("__")
+        or hasattr(nn.Module, name)
+        or any(name in table for table in (module._parameters, module._buffers, module._modules))
+        or isinstance(module, nn.RNNBase)
+        and name in BY_NAME
+        or not (inherited is None or isinstance(inherited, PLAIN_TYPES) and isinstance(value, (*PLAIN_TYPES, list, tuple)))
+    ):
+        raise ArtifactError(f"graph.json: {where} sets '{name}', which is part of every module of its class")
+    vars(module)[name] = value
 
 
 def _empty_state(module: nn.Module, record: dict[str, Any]) -> None:
@@ -350,7 +458,8 @@ def _empty_state(module: nn.Module, record: dict[str, Any]) -> None:
     tables: list[tuple[str, dict[str, Any]]] = [("parameters", module._parameters), ("buffers", module._buffers)]
     for name, table in tables:
         for key, there in record.get(name, {}).items():
-            check_path(key, "tensor name")
+            if "." in check_path(key, "tensor name"):
+                raise ArtifactError(f"graph.json: {shown(key)} is no tensor name: it has a dot")
             table[key] = torch.empty(0, device="meta") if there else None
 
 
@@ -362,6 +471,8 @@ def fill(root: nn.Module, values: Callable[[str], torch.Tensor], persistent: Cal
                 if tensor is not None:
                     name = f"{path}.{key}" if path else key
                     table[key] = values(name)
+                    if isinstance(table[key], nn.Parameter) is not (table is module._parameters):
+                        raise ArtifactError(f"graph.json: {shown(name)} is a parameter in one place and a buffer in another")
                     if table is module._buffers and not persistent(name):
                         module._non_persistent_buffers_set.add(key)
         if isinstance(module, nn.RNNBase):

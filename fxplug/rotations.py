@@ -104,15 +104,14 @@ class Oft(Block):
         return f"{self.shape}, {self.rotation.shape[0]} of size {self.size}{', shared' if self.share else ''}"
 
 
-def butterfly(width: int, size: int, level: int) -> list[int]:
+def butterfly(width: int, size: int, level: int) -> Tensor:
     """The order of the inputs at one level of a butterfly: in each group of 2^level blocks the even half blocks, then the odd.
 
     Level 0 leaves the order. (BOFT, section 4, with half a block as the unit.)
     """
     group, half = size * 2**level, size // 2
-    halves = [*range(0, group // half, 2), *range(1, group // half, 2)] if half else [0]
-    within = [h * half + i for h in halves for i in range(half)] if half else list(range(group))
-    return [start + i for start in range(0, width, group) for i in within]
+    order = torch.arange(width)
+    return order.view(width // group, -1, 2, half).transpose(1, 2).flatten() if half else order
 
 
 class Boft(Block):
@@ -139,7 +138,7 @@ class Boft(Block):
             )
         self.rotation = nn.Parameter(torch.zeros(levels, count, self.size, self.size))
         self.magnitude = nn.Parameter(torch.ones(self.shape[0], 1))
-        order = torch.tensor([butterfly(width, self.size, level) for level in range(levels)])
+        order = torch.stack([butterfly(width, self.size, level) for level in range(levels)])
         self.register_buffer("order", order, persistent=False)
 
     @classmethod

@@ -2,202 +2,33 @@
 
 from __future__ import annotations
 
-import ast
 import collections
 import dataclasses
-import enum
 import importlib
 import keyword
-import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
 from . import ops, targets
-from .errors import ArtifactError, did_you_mean
-from .module import Graph, without_edges
+from .errors import ArtifactError, did_you_mean, shown
+from .limits import DEFAULT, Limits
+from .magnitudes import check_numbers
+from .module import Graph
 from .paths import Port
+from .programs import check_program
+from .values import Unportable, decode, encode, whole
 
 OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
 COUNTS = {"placeholder": (0, 1), "get_attr": (0,), "output": (1,)}  # how many arguments these can have
-TORCH_NAMES: dict[type, dict[str, Any]] = {
-    kind: {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, kind)}
-    for kind in (torch.dtype, torch.memory_format, torch.layout)
-}
-TYPES = {"int": int, "float": float, "bool": bool}
-# what `targets` does not list or may have seen in disguise: while a model is traced, `math` answers for the recording
-PATH_KEY = re.compile(r"^(0|[1-9]\d*|\w+(-\w+)+)\Z", re.ASCII)
+PATH_KEY = re.compile(r"^[\w\-+:/@=,]+\Z", re.ASCII)
+RESERVED = ("self", "inf", "nan", "NoneType", "torch", "device", "fx_pytree", "pytree")  # what generated code means by these
 IMPORT_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z", re.ASCII)
 PLAIN_META = {"index": int, "effect": bool, "reads_dtype": bool, "behind": str}
 STAND_IN = "result"  # the key in node.meta that keeps the name of a result class which a stand-in replaces
-
-
-class Settings(dict[str, Any]):
-    """The configuration of a model whose library is not there: read-only, its entries by key or attribute."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"the configuration has no entry '{name}'{did_you_mean(name, self)}") from None
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("the configuration of a traced model is read-only")
-
-    __setattr__ = __setitem__ = __delitem__ = __delattr__ = __ior__ = _refuse
-    update = pop = popitem = clear = setdefault = _refuse
-
-    def __reduce__(self) -> Any:
-        return Settings, (dict(self),)
-
-
-# --- values
-
-
-class Unportable(Exception):
-    """A value that has no JSON form."""
-
-
-def encode(value: Any) -> Any:
-    """A plain value as JSON: scalars and lists as they are, anything else as an object with one key, its kind.
-
-    Raises Unportable for anything that is not data.
-    """
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, enum.Enum):
-        return encode(value.value)
-    if isinstance(value, np.generic):
-        return encode(value.item())
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, fx.Node):
-        return {"node": value.name}
-    if isinstance(value, torch.Size):
-        return {"size": [encode(v) for v in value]}
-    if isinstance(value, tuple):
-        return {"tuple": [encode(v) for v in value]}
-    if isinstance(value, list):
-        return [encode(v) for v in value]
-    if isinstance(value, dict):
-        # diffusers' FrozenDict cannot be imported here to ask for it
-        kind = "settings" if isinstance(value, Settings) or type(value).__name__ == "FrozenDict" else "dict"
-        return {kind: [[encode(k), encode(v)] for k, v in value.items()]}
-    if isinstance(value, (slice, range)):
-        return {type(value).__name__: [encode(v) for v in (value.start, value.stop, value.step)]}
-    for cls, names in TORCH_NAMES.items():
-        if isinstance(value, cls):
-            name = str(value).removeprefix("torch.")
-            return {cls.__name__: name if name in names else _unportable(value)}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
-    if isinstance(value, complex):
-        return {"complex": [encode(value.real), encode(value.imag)]}
-    if value is Ellipsis:
-        return {"ellipsis": True}
-    if isinstance(value, bytes):
-        return {"bytes": value.hex()}
-    if value in TYPES.values():
-        return {"type": value.__name__}
-    return _unportable(value)
-
-
-def _unportable(value: Any) -> NoReturn:
-    raise Unportable(f"a {type(value).__qualname__} is no plain value")
-
-
-def portable(values: dict[str, Any]) -> dict[str, Any]:
-    """Those entries of `values` that have a JSON form, encoded; of a configuration, those entries of it."""
-    found = {}
-    for key, value in values.items():
-        try:
-            found[key] = encode(value)
-        except Unportable:
-            if isinstance(value, dict):
-                inner = portable({k: v for k, v in value.items() if isinstance(k, str)})
-                found[key] = {"settings": [[k, v] for k, v in inner.items()]}
-    return found
-
-
-def decode(data: Any, nodes: dict[str, fx.Node] | None = None) -> Any:
-    """The value that `encode` wrote. Nodes are looked up in `nodes`; None refuses them."""
-    if data is None or type(data) in (bool, int, float, str):
-        return data
-    if type(data) is list:
-        return [decode(v, nodes) for v in data]
-    if type(data) is not dict or len(data) != 1:
-        raise ArtifactError(f"graph.json: {_short(data)} is no encoded value")
-    ((kind, body),) = data.items()
-    if kind == "node":
-        if nodes is None:
-            raise ArtifactError("graph.json: a node stands where only a plain value may")
-        if type(body) is not str or body not in nodes:
-            raise ArtifactError(f"graph.json: an argument refers to the node {_short(body)}, which is not defined before it")
-        return nodes[body]
-    reader = DECODERS.get(kind)
-    if reader is None:
-        raise ArtifactError(f"graph.json: there is no kind of value {_short(kind)}{did_you_mean(kind, DECODERS)}")
-    return reader(body, nodes)
-
-
-def _decode_float(body: Any, nodes: Any) -> float:
-    if body not in ("inf", "-inf", "nan"):
-        raise ArtifactError(f"graph.json: {_short(body)} is no float")
-    return float(body)
-
-
-def _decode_dict(body: Any, nodes: Any) -> dict[Any, Any]:
-    return {decode(k): decode(v, nodes) for k, v in body}
-
-
-def _decode_range(body: Any, nodes: Any) -> range:
-    return range(*(_int(v) for v in body))
-
-
-def _torch_name(kind: type) -> Callable[[Any, Any], Any]:
-    def read(body: Any, nodes: Any) -> Any:
-        if type(body) is not str or body not in TORCH_NAMES[kind]:
-            near = did_you_mean(body, TORCH_NAMES[kind])
-            raise ArtifactError(f"graph.json: {_short(body)} is no {kind.__name__} of torch{near}")
-        return TORCH_NAMES[kind][body]
-
-    return read
-
-
-def _int(value: Any) -> int:
-    if type(value) is not int:
-        raise ArtifactError(f"graph.json: {_short(value)} stands where a whole number must")
-    return value
-
-
-DECODERS: dict[str, Callable[[Any, Any], Any]] = {
-    "tuple": lambda body, nodes: tuple(decode(v, nodes) for v in body),
-    "size": lambda body, nodes: torch.Size(_int(v) for v in body),
-    "dict": _decode_dict,
-    "settings": lambda body, nodes: Settings(_decode_dict(body, nodes)),
-    "slice": lambda body, nodes: slice(*(decode(v, nodes) for v in body)),
-    "range": _decode_range,
-    "float": _decode_float,
-    "complex": lambda body, nodes: complex(*(decode(v) for v in body)),
-    "ellipsis": lambda body, nodes: Ellipsis,
-    "bytes": lambda body, nodes: bytes.fromhex(body),
-    "type": lambda body, nodes: TYPES[body],
-    "device": lambda body, nodes: torch.device(body),
-    **{kind.__name__: _torch_name(kind) for kind in TORCH_NAMES},
-}
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 # --- names
@@ -206,20 +37,20 @@ def _short(value: Any) -> str:
 def check_name(text: Any, what: str) -> str:
     """`text` if it is a plain identifier, else ArtifactError."""
     if type(text) is not str or not text.isidentifier() or not text.isascii() or keyword.iskeyword(text):
-        raise ArtifactError(f"graph.json: {_short(text)} is no {what}: it must be a plain identifier")
+        raise ArtifactError(f"graph.json: {shown(text)} is no {what}: it must be a plain identifier")
     return text
 
 
 def check_path(text: Any, what: str) -> str:
     """`text` if it is a dotted path of identifiers, numbers and keys such as `2-1`, else ArtifactError."""
     if type(text) is not str:
-        raise ArtifactError(f"graph.json: {_short(text)} is no {what}")
+        raise ArtifactError(f"graph.json: {shown(text)} is no {what}")
     for part in text.split("."):
-        if PATH_KEY.match(part):  # the code has it as `self.blocks[0]` or `self.blocks['2-1']`
-            continue
-        check_name(part, f"part of {what} {_short(text)}")
+        # the code has what is no identifier as `self.blocks[0]` or `self.blocks['2-1']`
+        if not PATH_KEY.match(part):
+            raise ArtifactError(f"graph.json: {shown(text)} is no {what}: {shown(part)} must be letters, digits and _")
         if part.startswith("__"):
-            raise ArtifactError(f"graph.json: {what} {_short(text)} reaches for '{part}', a name of Python's own")
+            raise ArtifactError(f"graph.json: {what} {shown(text)} reaches for '{part}', a name of Python's own")
     return text
 
 
@@ -247,7 +78,7 @@ def is_import_path(text: Any) -> bool:
 def import_class(path: str, allow: Sequence[str]) -> type:
     """The class `package.module:Class`, imported only if `allow` covers its module."""
     if not is_import_path(path):
-        raise ArtifactError(f"graph.json: {_short(path)} is no import path 'package.module:Class'")
+        raise ArtifactError(f"graph.json: {shown(path)} is no import path 'package.module:Class'")
     module, _, qualname = path.partition(":")
     if not allowed(module, allow):
         top = module.partition(".")[0]
@@ -283,7 +114,7 @@ def find_function(name: Any) -> Callable[..., Any]:
     table = targets.functions()
     if type(name) is not str or name not in table:
         raise ArtifactError(
-            f"graph.json: the function {_short(name)} is not one that a graph may call{did_you_mean(name, table)}"
+            f"graph.json: the function {shown(name)} is not one that a graph may call{did_you_mean(name, table)}"
         )
     return table[name]
 
@@ -302,7 +133,7 @@ def _find_result(record: Any, allow: Sequence[str]) -> tuple[Any, bool]:
     only_keys(record, ["result", "fields"], "a result class")
     path, fields = record.get("result"), record.get("fields")
     if type(path) is not str:
-        raise ArtifactError(f"graph.json: {_short(path)} is no name of a result class")
+        raise ArtifactError(f"graph.json: {shown(path)} is no name of a result class")
     if fields is not None:
         for name in fields:
             check_name(name, "field of a result")
@@ -391,12 +222,15 @@ def _write_meta(node: fx.Node, stacks: list[Any], known: dict[str, int]) -> dict
 
 
 class GraphReader:
-    """Reads graphs of one artifact: what their nodes may name is known, anything else is refused."""
+    """Reads graphs of one artifact: what their nodes may name is known, anything else is refused.
 
-    def __init__(self, modules: set[str], tensors: set[str], stacks: Any, allow: Sequence[str]) -> None:
-        self.modules = modules
-        self.tensors = tensors
-        self.allow = allow
+    `modules` and `tensors` are the paths that a graph may call and read.
+    """
+
+    def __init__(
+        self, modules: Collection[str], tensors: Collection[str], stacks: Any, allow: Sequence[str], limits: Limits = DEFAULT
+    ) -> None:
+        self.modules, self.tensors, self.allow, self.limits = modules, tensors, allow, limits
         self.stacks = [{str(key): (str(path), str(kind)) for key, path, kind in rows} for rows in stacks]
         self.results: dict[str, tuple[Any, bool]] = {}
 
@@ -406,6 +240,8 @@ class GraphReader:
         nodes: dict[str, fx.Node] = {}
         if type(records) is not list or not records:
             raise ArtifactError("graph.json: a graph must be a list of nodes")
+        if len(records) > self.limits.nodes:
+            raise ArtifactError(f"graph.json: a graph has {len(records)} nodes; more than {self.limits.nodes} are not read")
         for record in records:
             only_keys(record, ["name", "op", "target", "args", "kwargs", "meta"], "a node")
             name = check_name(record.get("name"), "node name")
@@ -415,23 +251,27 @@ class GraphReader:
         if [r["op"] for r in records].count("output") != 1 or records[-1]["op"] != "output":
             raise ArtifactError("graph.json: a graph must end in its one output")
         _check_pairs(graph)
+        check_numbers(graph, self.limits)
         check_program(graph)
         return graph
 
     def _node(self, graph: Graph, name: str, record: dict[str, Any], nodes: dict[str, fx.Node]) -> fx.Node:
         op = record.get("op")
         if op not in OPS:
-            raise ArtifactError(f"graph.json: node '{name}' has the unknown op {_short(op)}{did_you_mean(op, OPS)}")
-        args = tuple(decode(a, None if op == "placeholder" else nodes) for a in record.get("args", []))
-        kwargs = {check_name(k, "argument name"): decode(v, nodes) for k, v in record.get("kwargs", {}).items()}
+            raise ArtifactError(f"graph.json: node '{name}' has the unknown op {shown(op)}{did_you_mean(op, OPS)}")
+        args, kwargs = record.get("args", []), record.get("kwargs", {})
+        if type(args) is not list or type(kwargs) is not dict:
+            raise ArtifactError(f"graph.json: the arguments of node '{name}' must be a list and an object")
+        args = tuple(decode(a, None if op == "placeholder" else nodes, self.limits) for a in args)
+        kwargs = {check_name(k, "argument name"): decode(v, nodes, self.limits) for k, v in kwargs.items()}
         meta = self._meta(record.get("meta", {}))
         target = self._target(op, name, record.get("target"), meta)
-        if op == "call_method" and not args:
+        if op == "call_method" and not (args and isinstance(args[0], fx.Node)):
             raise ArtifactError(f"graph.json: node '{name}' calls the method '{target}' of nothing")
         if op in COUNTS and (kwargs or len(args) not in COUNTS[op]):
             raise ArtifactError(f"graph.json: node '{name}' has arguments that a {op} cannot have")
         node = graph.create_node(op, target, args, kwargs, name=name)
-        if node.name != name:
+        if node.name != name or name in RESERVED:
             raise ArtifactError(f"graph.json: '{name}' is no node name: it is a word of Python or torch")
         node.meta.update(meta)
         return node
@@ -450,7 +290,7 @@ class GraphReader:
         if op == "call_method":
             if type(target) is not str or target not in targets.methods():
                 near = did_you_mean(target, targets.methods())
-                raise ArtifactError(f"graph.json: {_short(target)} is not a method that a graph may call{near}")
+                raise ArtifactError(f"graph.json: {shown(target)} is not a method that a graph may call{near}")
         elif op == "get_attr":
             if check_path(target, "attribute") not in self.tensors:
                 raise ArtifactError(f"graph.json: node '{name}' reads '{target}', which is no tensor of the artifact")
@@ -462,26 +302,26 @@ class GraphReader:
             if plain in ("self", "torch"):
                 raise ArtifactError(f"graph.json: '{plain}' cannot be the name of an argument")
         elif target != "output":
-            raise ArtifactError(f"graph.json: the output node has the target {_short(target)}")
+            raise ArtifactError(f"graph.json: the output node has the target {shown(target)}")
         return target
 
     def _meta(self, record: Any) -> dict[str, Any]:
         only_keys(record, [*PLAIN_META, "port", "shape", "dtype", "pass", "call", "stack"], "the meta of a node")
         meta: dict[str, Any] = {}
         if "stack" in record:
-            meta["nn_module_stack"] = self.stacks[_int(record["stack"])]
+            meta["nn_module_stack"] = self.stacks[whole(record["stack"])]
         if "port" in record:
             path, side, keys = record["port"]
             if type(path) is not str or side not in ("in", "out", "param") or any(type(k) not in (int, str) for k in keys):
-                raise ArtifactError(f"graph.json: {_short(record['port'])} is no port")
+                raise ArtifactError(f"graph.json: {shown(record['port'])} is no port")
             meta["port"] = Port(path, side, tuple(keys))
         for key, kind in PLAIN_META.items():
             if key in record:
                 if type(record[key]) is not kind:
-                    raise ArtifactError(f"graph.json: '{key}' of a node is {_short(record[key])}")
+                    raise ArtifactError(f"graph.json: '{key}' of a node is {shown(record[key])}")
                 meta[key] = record[key]
         if "shape" in record:
-            meta["shape"] = tuple(_int(s) for s in record["shape"])
+            meta["shape"] = tuple(whole(s) for s in record["shape"])
         if "dtype" in record:
             meta["dtype"] = decode({"dtype": record["dtype"]})
         meta.update({key: decode(record[key]) for key in ("pass", "call") if key in record})
@@ -489,36 +329,16 @@ class GraphReader:
 
 
 def _check_pairs(graph: fx.Graph) -> None:
-    """Refuse a graph that changes how torch runs, as `no_grad` and `autocast` do, and does not change it back."""
-    for enter, leave in ((ops.enter_grad, ops.exit_grad), (ops.enter_autocast, ops.exit_autocast)):
-        for node in graph.find_nodes(op="call_function", target=enter):
-            if [user.target for user in node.users] != [leave]:
+    """Refuse a graph that changes how torch runs, as `no_grad` and `autocast` do, and does not change it back in order."""
+    pairs = {ops.exit_grad: ops.enter_grad, ops.exit_autocast: ops.enter_autocast}
+    inside: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in pairs.values():
+            if [user.target for user in node.users] != [leave for leave, enter in pairs.items() if enter is node.target]:
                 raise ArtifactError(f"graph.json: '{node.name}' changes a mode of torch that nothing changes back")
-        for node in graph.find_nodes(op="call_function", target=leave):
-            source = node.args[0] if len(node.args) == 1 else None
-            if not isinstance(source, fx.Node) or source.target is not enter:
-                raise ArtifactError(f"graph.json: '{node.name}' leaves a mode of torch that it did not enter")
-
-
-class _Lookups(ast.NodeTransformer):
-    """`getattr(self.blocks, "0")` as `self.blocks[0]`, the way `Graph.python_code` writes it."""
-
-    def visit_Call(self, call: ast.Call) -> ast.AST:
-        self.generic_visit(call)
-        if isinstance(call.func, ast.Name) and call.func.id == "getattr" and len(call.args) == 2:
-            key = call.args[1]
-            assert isinstance(key, ast.Constant)
-            index = ast.Constant(int(str(key.value)) if str(key.value).isdigit() else key.value)
-            return ast.Subscript(call.args[0], index, ast.Load())
-        return call
-
-
-def check_program(graph: Graph) -> None:
-    """Refuse a graph whose text says more than its nodes do, as a string that closes its own quotes would."""
-    plain = _Lookups().visit(ast.parse(fx.Graph.python_code(without_edges(graph), "self").src))
-    try:
-        same = ast.dump(plain) == ast.dump(ast.parse(graph.python_code("self").src))
-    except SyntaxError:
-        same = False
-    if not same:
-        raise ArtifactError("graph.json: a text in it would be read as code; the artifact is damaged or hostile")
+            inside.append(node)
+        elif node.target in pairs:
+            if node.args != (inside[-1] if inside else None,) or node.kwargs or inside.pop().target is not pairs[node.target]:
+                raise ArtifactError(f"graph.json: '{node.name}' leaves a mode of torch that it did not enter last")

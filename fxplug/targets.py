@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import math
 import operator
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -38,6 +39,17 @@ PRIVATE: dict[str, Callable[..., Any]] = {
     "torch._weight_norm": torch._weight_norm,
     "torch._C._nn.pad_sequence": torch._C._nn.pad_sequence,
 }
+# methods of Tensor that reach beyond its values: memory by address, other libraries, hooks, other processes, Python's calls
+OUTSIDE = frozenset(
+    """register_hook register_post_accumulate_grad_hook share_memory_ is_shared module_load map_ map2_ apply_ numpy storage
+    untyped_storage storage_type data_ptr const_data_ptr mutable_data_ptr backward set_ pin_memory is_pinned dlpack new
+    as_subclass record_stream reinforce retain_grad""".split()  # noqa: SIM905
+)
+# kernels behind other functions, which trust that those have checked the arguments; on odd ones they end the process
+UNCHECKED = re.compile(
+    r"(fbgemm|quantized|miopen|cudnn|mkldnn)_|to_mkldnn|fused_moving_avg|choose_qparams|index\Z"
+    r"|batch_norm_(backward|elemt|gather|stats|update)|sparse_resize|resize_as_sparse"
+)
 IN_PLACE = ("iadd", "isub", "imul", "itruediv")
 REFLECTED = "add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor".split()  # noqa: SIM905
 
@@ -75,6 +87,8 @@ def functions() -> dict[str, Callable[..., Any]]:
         for name in dir(module):
             value = getattr(module, name)
             if not name.startswith("_") and callable(value) and not isinstance(value, type) and value in known:
+                if UNCHECKED.match(name):
+                    continue
                 table[f"{space}.{name}"] = value
     table.update({f"torch.{n}": getattr(torch, n) for n in FACTORIES if hasattr(torch, n)})
     table.update({f"operator.{n}": getattr(operator, n) for n in OPERATORS})
@@ -97,13 +111,9 @@ def names() -> dict[Any, str]:
 
 @cache
 def methods() -> frozenset[str]:
-    """The methods of Tensor that a graph may call: public ones that are neither dunder nor known to reach outside."""
-    outside = {"register_hook", "register_post_accumulate_grad_hook", "share_memory_", "module_load", "map_", "map2_", "apply_"}
-    outside |= {"numpy", "storage", "untyped_storage", "storage_type", "data_ptr", "backward", "set_", "pin_memory", "dlpack"}
-    outside |= {"new", "const_data_ptr", "mutable_data_ptr"}
-    return frozenset(
-        n for n in dir(torch.Tensor) if not n.startswith("_") and n not in outside and callable(getattr(torch.Tensor, n))
-    )
+    """The methods of Tensor that a graph may call: public ones that are neither dunder nor among those OUTSIDE and UNCHECKED."""
+    known = (n for n in dir(torch.Tensor) if not n.startswith("_") and callable(getattr(torch.Tensor, n)))
+    return frozenset(n for n in known if n not in OUTSIDE and not UNCHECKED.match(n))
 
 
 @cache

@@ -300,7 +300,8 @@ def factorization(size: int, factor: int = -1) -> tuple[int, int]:
 
 def divisors(size: int) -> list[int]:
     """Every number that divides `size`."""
-    return [d for d in range(1, size + 1) if size % d == 0]
+    small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
+    return sorted({*small, *(size // d for d in small)})
 
 
 def kronecker(w1: Tensor, w2: Tensor, shape: Sequence[int]) -> Tensor:
