@@ -14,11 +14,11 @@ class Limits:
 
     json: int = 64 << 20  # of one JSON file or header
     yaml: int = 4 << 20  # of one YAML file
-    values: int = 4_000_000  # objects, lists and members of one JSON file
+    values: int = 2_000_000  # objects, lists and members of one JSON file
     depth: int = 64  # how deep values, modules or archives nest
     nodes: int = 65_536  # of one graph
     modules: int = 65_536
-    tensors: int = 262_144  # of one weight file
+    tensors: int = 131_072  # of one weight file
     digits: int = 4_300  # of one number, as Python's own limit
     text: int = 4_096  # characters of one name or pattern
 
