@@ -21,6 +21,8 @@ class Limits:
     tensors: int = 131_072  # of one weight file
     digits: int = 4_300  # of one number, as Python's own limit
     text: int = 4_096  # characters of one name or pattern
+    members: int = 4_096  # of one archive
+    conditions: int = 131_072  # characters of all conditions on sizes of one package
 
 
 DEFAULT = Limits()
