@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from heapq import nlargest
+from itertools import islice
 
 LONGEST = 8_000  # characters of a message; a file may be quoted in it
+NAME, CLOSE = 160, 64  # characters of a name, and names, that are compared closely to find the nearest
 
 
 class FxplugError(Exception):
@@ -86,9 +89,22 @@ def shown(value: object, length: int = 80) -> str:
 
 def did_you_mean(word: object, known: Iterable[object]) -> str:
     """` (did you mean 'x'?)` for the name in `known` nearest to `word`, or an empty text."""
-    names = {str(name).lower(): str(name) for name in known}
-    near = get_close_matches(str(word).lower(), names, n=1)
-    return f" (did you mean '{names[near[0]]}'?)" if near else ""
+    near = nearest(str(word), known)
+    return f" (did you mean '{near}'?)" if near else ""
+
+
+def nearest(word: str, known: Iterable[object]) -> str:
+    """The name in `known` that is most like `word`, or an empty text. Takes bounded time, whatever the names are.
+
+    Of many names only those that share the most pairs of letters with it are compared closely.
+    """
+    lower = word[:NAME].lower()
+    names = {text[:NAME].lower(): text for text in map(str, islice(known, 20_000))}
+    if len(names) > CLOSE:
+        pairs = {*zip(lower, lower[1:], strict=False)}
+        names = dict(nlargest(CLOSE, names.items(), lambda item: len(pairs.intersection(zip(item[0], item[0][1:], strict=False)))))
+    near = get_close_matches(lower, names, n=1) if len(word) <= 4 * NAME else []
+    return names[near[0]] if near else ""
 
 
 def dotted(path: Sequence[str | int]) -> str:

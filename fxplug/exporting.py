@@ -7,7 +7,7 @@ import inspect
 import math
 import operator
 import os
-import tempfile
+import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +23,10 @@ from .adapting.switching import Adapters
 from .errors import FxplugError, did_you_mean
 from .module import Container, TracedModule, copy_graph, shell
 from .packages import Unfit, check_compiler, write
+from .reading import KINDS, reported
+from .sinks import written
 from .structure import children, leaves, map_leaves
+from .temporary import folder
 
 FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2"}
 FREE: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -31,6 +34,10 @@ FREE: dict[str, Callable[[torch.Tensor], Any]] = {
     "batch": lambda t: {0: Dim.AUTO} if t.dim() else {},
     "none": lambda t: {},
 }
+
+
+class Unwritten(FxplugError):
+    """A file that cannot be written, however many sizes are free."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +63,19 @@ def export(
 ) -> Exported:
     """Write the graph of the mode in force into one file: an exported program (`to="pt2"`), or compiled code (`to="aoti"`).
 
-    `path` is a file, or a folder, which gets `model.pt2` or `model.aoti.pt2`. The first is for `torch.export.load`; the second
-    is for `fxplug.load_package`, is compiled by AOTInductor for the device that the module is on, and keeps what passes added
-    apart from its code, so that adapters can be changed in it. `options` are inductor's, for aoti only.
+    `path` is a file, or a folder, which gets `model.pt2` or `model.aoti.pt2`; what was there stays until the new file is whole.
+    The first is for `torch.export.load`, which unpickles: fxplug itself never reads such a file, and you should read none that
+    you do not trust. The second is for `fxplug.load_package`, is compiled by AOTInductor for the device that the module is on,
+    and keeps what passes added apart from its code, so that adapters can be changed in it. `options` are inductor's, for aoti
+    only; the code is for processors like this one unless they say otherwise (`{"cpp.march": "x86-64-v3", "cpp.simdlen": 256}`).
 
     Every dimension of the example tensors is free if the program allows it; otherwise the first ones are, and at last none: the
     result says which. `free` is where to start: "all", "batch" or "none"; proving that many dimensions are free can take torch
     minutes. Parameters and buffers keep their names in the program's `state_dict`. A result class becomes a dict of its fields
     that are not None, a NamedTuple a tuple, so that the file needs no library of the model's.
 
-    Raises FxplugError when the program cannot be exported at all, with the reason of each try, and for aoti where there is no
-    compiler.
+    Raises FxplugError when the program cannot be exported at all, with the reason of each try, for a file that cannot be
+    written, and for aoti where there is no compiler.
     """
     if to not in FORMATS:
         raise FxplugError(f"there is no export to '{to}'{did_you_mean(to, FORMATS)}; there is {', '.join(FORMATS)}")
@@ -87,25 +96,28 @@ def export(
     plain, notes = _program(module)
     parameters = inspect.signature(plain.forward).parameters
 
-    def finish(program: ExportedProgram) -> list[str]:
-        with _beside(target) as name:
-            if to == "aoti":
-                return write(program, parameters, name, _live(module), facts, options)
-            _write_out_rounding(program.graph)
-            program.graph_module.recompile()
-            with _quiet():
-                torch.export.save(program, name)
-        return []
+    with _beside(target) as name:
 
-    program, kept, failures, more = _export(plain, args, named, free, finish)
+        def finish(program: ExportedProgram) -> list[str]:
+            with reported(_unwritten(target), "cannot be written"):
+                if to == "aoti":
+                    return write(program, parameters, name, _live(module), facts, options)
+                _write_out_rounding(program.graph)
+                program.graph_module.recompile()
+                with _quiet(), written(name) as file:
+                    torch.export.save(program, file)
+            return []
+
+        program, kept, failures, more = _export(plain, args, named, free, finish)
     seconds = time.perf_counter() - start
     return Exported(target, dynamic_dims(program), kept, seconds, (*notes, *failures, *more))
 
 
 def _target(path: Path, to: str) -> Path:
-    if path.is_dir():
-        return path / f"model{FORMATS[to]}"
-    return path if path.suffix == ".pt2" else path.with_name(f"{path.name.removesuffix(f'.{to}')}{FORMATS[to]}")
+    with reported(_unwritten(path), "cannot be written"):
+        if path.is_dir():
+            return path / f"model{FORMATS[to]}"
+        return path if path.suffix == ".pt2" else path.with_name(f"{path.name.removesuffix(f'.{to}')}{FORMATS[to]}")
 
 
 # --- for a package
@@ -198,7 +210,7 @@ def _export(
             with _quiet():
                 program = torch.export.export(module, some_args, some_kwargs, dynamic_shapes=shapes, strict=False)
             return program, kept, failures, finish(program)
-        except Unfit:
+        except (Unfit, Unwritten):
             raise
         except Exception as caught:  # torch.export raises many kinds, and each means that the next try may do
             error = caught
@@ -270,20 +282,26 @@ def _fixed(size: int | torch.SymInt) -> bool:
 # --- the file
 
 
+def _unwritten(path: Path) -> Callable[[str], Unwritten]:
+    return lambda finding: Unwritten(f"{path} {finding}")
+
+
 @contextlib.contextmanager
 def _beside(target: Path) -> Iterator[str]:
-    """The name of a file to write beside the target, which takes its place then: a reader sees the old or the whole new one."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{target.stem}.", suffix=target.suffix, dir=target.parent)
-    os.close(handle)
-    try:
-        yield name
-        with open(name, "rb") as file:
-            os.fsync(file.fileno())
-        mask = os.umask(0o022)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, target)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+    """The name of a file to write beside the target, which takes its place then: a reader sees the old or the whole new one.
+
+    Where the target is a link, the file that it leads to is replaced. Nothing is left when the writing fails.
+    """
+    raises = _unwritten(target)
+    with contextlib.ExitStack() as stack:
+        with reported(raises, "cannot be written"):
+            target = Path(os.path.realpath(target))
+            if target.exists() and not target.is_file():
+                kind = KINDS.get(stat.S_IFMT(target.stat().st_mode), "something else")
+                raise raises(f"is {kind}, and no file is written over it")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            work = stack.enter_context(folder(f".{target.name}.exporting-", target.parent))
+        name = work / target.name
+        yield str(name)
+        with reported(raises, "cannot be written"):
+            os.replace(name, target)

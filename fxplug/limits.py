@@ -14,17 +14,18 @@ class Limits:
 
     json: int = 64 << 20  # of one JSON file or header
     yaml: int = 4 << 20  # of one YAML file
-    values: int = 4_000_000  # objects, lists and members of one JSON file
+    values: int = 2_000_000  # objects, lists and members of one JSON file
     depth: int = 64  # how deep values, modules or archives nest
     nodes: int = 65_536  # of one graph
     modules: int = 65_536
-    tensors: int = 262_144  # of one weight file
+    tensors: int = 131_072  # of one weight file, or members of one archive
     digits: int = 4_300  # of one number, as Python's own limit
     text: int = 4_096  # characters of one name or pattern
     string: int = 65_536  # characters of one text among the values of a graph
     members: int = 65_536  # of one range
     size: int = 1 << 40  # of one whole number among the arguments of a constructor
     bits: int = 65_536  # of one whole number that a graph can come to, whatever it is called with
+    conditions: int = 131_072  # characters of all conditions on sizes of one package
 
 
 DEFAULT = Limits()

@@ -4,6 +4,9 @@ A package is one `.pt2` file: the machine code that AOTInductor made of a graph,
 once more, as safetensors; and a manifest, as JSON. It runs without the model's Python code and without a compiler. What the
 passes added stays apart from the rest: the machine code is given tensors of ours to read it from, so an adapter is changed by
 writing into a tensor, and nothing is compiled again.
+
+Machine code can do whatever the process can, and no check of a file changes that: a package is trusted as a program is, or not
+loaded. The checks here are for what happens by mistake, and so that no more is trusted than that code.
 """
 
 from __future__ import annotations
@@ -13,17 +16,16 @@ import inspect
 import json
 import logging
 import os
-import platform
 import sys
 import threading
 import warnings
+import weakref
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load as load_tensors
 from safetensors.torch import load_file
 from safetensors.torch import save as save_tensors
 from torch.export import ExportedProgram
@@ -31,13 +33,20 @@ from torch.export import ExportedProgram
 from . import __version__
 from .adapting.adapter_files import AdapterFile, read
 from .adapting.fitting import Fit
-from .adapting.switching import Adapters, Bank, Source
-from .errors import ArtifactError, FxplugError, SpecError, did_you_mean
+from .adapting.switching import Adapters, Source
+from .archives import Archive
+from .errors import ArtifactError, FxplugError, SpecError, did_you_mean, shown
+from .limits import DEFAULT, Limits
+from .machines import capabilities, check_machine, check_operators, needed, pick_device
+from .packed import CODE, FORMAT, MANIFEST, TENSORS, Packed, check_members, check_slots, place, root, unpack
+from .packed import banks as _banks
+from .reading import about, opened, reported
 from .signatures import Json, Signature, describe
+from .sinks import written
+from .temporary import Folder, ended_by_exceptions, folder
 
-FORMAT = 1
-MANIFEST, TENSORS = "data/fxplug/manifest.json", "data/fxplug/adapters.safetensors"
 LOADER: Any = torch._C._aoti.AOTIModelPackageLoader
+TEMPORARY = "fxplug-package-"
 # what inductor does to constants otherwise: those of one value are worked out at compile time and whatever they feed with
 # them (a new adapter's zeros, and all that is multiplied by them), those of few numbers are written into the code, and weights
 # are laid out anew. An adapter that is loaded later would have no effect, or on some layers only.
@@ -47,7 +56,6 @@ LIVE = {
     "freezing": False,
     "aot_inductor.use_runtime_constant_folding": False,
 }
-FEATURES = {"AVX2": "avx2", "AVX512": "avx512_f", "AVX512_VNNI": "avx512_vnni", "AMX_TILE": "amx_tile"}
 
 
 # --- writing
@@ -90,10 +98,9 @@ def write(
     from torch._inductor import aoti_compile_and_package
 
     signature, notes = describe(program, parameters)
-    with _quiet(), torch.no_grad():
-        aoti_compile_and_package(program, package_path=file, inductor_configs={**(options or {}), **LIVE})
-    loader = LOADER(file, "model", False, 1, -1)
-    constants = set(loader.get_constant_fqns())
+    with _quiet(), torch.no_grad(), written(file) as sink:
+        aoti_compile_and_package(program, package_path=sink, inductor_configs={**(options or {}), **LIVE})
+    constants, metadata = _compiled(file)
     state = _state(program)
     whole, views = _shared(tensors, {name: tensor for name, tensor in state.items() if name in constants})
     read = _read_by(program) & set(tensors) | set(facts.get("where", {}).values())
@@ -105,7 +112,6 @@ def write(
         )
     # names of adapters and the like are part of the state, and no part of the program
     live = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in whole.items()}
-    metadata = loader.get_metadata()
     manifest = {
         "format": FORMAT,
         "fxplug": __version__,
@@ -113,7 +119,7 @@ def write(
         "platform": sys.platform,
         "machine": metadata.get("AOTI_MACHINE", ""),
         "device": metadata["AOTI_DEVICE_KEY"],
-        "features": metadata.get("AOTI_CPU_ISA", "").split(),
+        "features": needed(metadata.get("AOTI_CPU_ISA", "").split(), capabilities(), _march(options) in (None, "native")),
         "capability": list(torch.cuda.get_device_capability()) if metadata["AOTI_DEVICE_KEY"] == "cuda" else None,
         "constants": {name: _facts(tensor) for name, tensor in state.items() if name in constants},
         "operators": _operators(program),
@@ -121,11 +127,36 @@ def write(
         "signature": signature,
         **facts,
     }
-    with zipfile.ZipFile(file, "a", zipfile.ZIP_STORED) as archive:
-        root = archive.namelist()[0].partition("/")[0]
-        archive.writestr(f"{root}/{MANIFEST}", json.dumps(manifest, sort_keys=True))
-        archive.writestr(f"{root}/{TENSORS}", save_tensors(live))
+    with open(file, "r+b") as out:
+        with zipfile.ZipFile(out, "a", zipfile.ZIP_STORED) as archive:
+            start = archive.namelist()[0].partition("/")[0]
+            archive.writestr(f"{start}/{MANIFEST}", json.dumps(manifest, sort_keys=True))
+            archive.writestr(f"{start}/{TENSORS}", save_tensors(live))
+        out.flush()
+        os.fsync(out.fileno())
     return notes
+
+
+def _compiled(file: str) -> tuple[set[str], dict[str, str]]:
+    """The names of the constants that a compiled program reads, and what AOTInductor says of it."""
+
+    def unfit(finding: str) -> Unfit:
+        return Unfit(f"AOTInductor wrote what is no package: it {finding}; leave out the options that ask for it")
+
+    with opened(file, raises=unfit) as handle, folder(TEMPORARY) as work:
+        archive = Archive(handle, unfit)
+        check_members(archive.members, root(archive), unfit)
+        unpack(archive, work)
+        loader = _loader(work, 1, -1)
+        return set(loader.get_constant_fqns()), dict(loader.get_metadata())
+
+
+def _march(options: Mapping[str, Any] | None) -> str | None:
+    """For which processors the compiler works, as its option `-march` has them: None or "native" for the one here."""
+    from torch._inductor import config
+
+    set_here = (options or {}).get("cpp.march")
+    return set_here if set_here is not None else getattr(config.cpp, "march", None)
 
 
 @contextlib.contextmanager
@@ -335,139 +366,87 @@ class Package:
         return f"Package({self.manifest.get('module')}, {names}, on {self.device})"
 
 
-def _banks(manifest: Json) -> tuple[dict[str, list[Bank]], dict[str, str]]:
-    """The slots as `switching` has them, and the names of their tensors here. Raises ArtifactError for other data."""
-    try:
-        banks: dict[str, list[Bank]] = {}
-        for name, entries in manifest["banks"].items():
-            plain: list[dict[str, Any]] = [{k: tuple(v) if isinstance(v, list) else v for k, v in e.items()} for e in entries]
-            banks[name] = [Bank(**entry) for entry in plain]
-        return banks, dict(manifest.get("where", {}))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ArtifactError(f"the slots in the package cannot be read: {error}") from None
+def load_package(
+    path: str | os.PathLike[str],
+    *,
+    trusted: bool = False,
+    device: torch.device | str | None = None,
+    runners: int = 1,
+    limits: Limits = DEFAULT,
+) -> Package:
+    """Load a package that `export(..., to="aoti")` wrote: `load_package("model.aoti.pt2", trusted=True)`.
 
+    A package is machine code and runs with all rights of this process: load only what you would also install, and say so by
+    `trusted=True`. Nothing is unpickled, nothing is written but into a temporary folder, and neither the model's own Python
+    code nor a compiler is needed. `device` picks one of several GPUs; `runners` is how many calls may run at once, each with
+    memory of its own for what lies between the layers (weights are shared). `limits` bounds what is read beside the code.
 
-def load_package(path: str | os.PathLike[str], *, device: torch.device | str | None = None, runners: int = 1) -> Package:
-    """Load a package that `export(..., to="aoti")` wrote.
-
-    A package is machine code: load only what you would also install. Nothing is unpickled, and the model's own Python code and
-    a compiler are not needed. `device` picks one of several GPUs; `runners` is how many calls may run at once, each with
-    memory of its own for what lies between the layers (weights are shared).
-
-    Raises ArtifactError for a file that is damaged or no package of fxplug's, for one that another version of torch compiled,
-    and for one whose device or instructions this machine does not have.
+    Raises ArtifactError for a file that is not said to be trusted, that is damaged or no package of fxplug's, that another
+    version of torch compiled, and for one whose device or instructions this machine does not have.
     """
     file = Path(path)
-    manifest, tensors = _read(file)
-    where = _device(file, manifest, device)
-    _check_machine(file, manifest, where)
-    _check_operators(file, manifest.get("operators", []))
+    if trusted is not True:
+        raise ArtifactError(
+            f"{file} holds machine code, which can do whatever you can: load only what you would also install as a program, "
+            "and say so: load_package(path, trusted=True)"
+        )
     if type(runners) is not int or runners < 1:
         raise FxplugError(f"runners must be a whole number, 1 or more, not {runners!r}")
+    with _named(file), opened(file) as handle, ended_by_exceptions():
+        packed = Packed(handle, file, limits)
+        manifest = packed.manifest
+        where = pick_device(file, manifest["device"], device)
+        check_machine(file, manifest, where)
+        check_operators(file, manifest["operators"])
+        Signature(manifest["signature"], where, limits)
+        with reported(about(file), "cannot be unpacked into a temporary folder"):
+            work = Folder(TEMPORARY)
+        try:
+            with reported(about(file), f"cannot be unpacked into {work.path}"):
+                packed.unpack(work.path)
+            loader = _loader(work.path, runners, where.index if where.index is not None else -1)
+            missing = sorted(set(manifest["constants"]) - set(loader.get_constant_fqns()))
+            if missing:
+                raise ArtifactError(f"the program does not know {shown(missing[0])[1:-1]}, which its manifest lists")
+            package = Package(loader, manifest, place(manifest, packed.tensors, where), where)
+            if manifest["banks"]:
+                check_slots(package.adapters)
+        except BaseException:
+            work.remove()
+            raise
+        if where.type == "cpu":
+            work.remove()  # its code lies in memory by now
+        else:
+            weakref.finalize(package, work.remove)  # kernels are read when they are first called
+    return package
+
+
+@contextlib.contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Whatever goes wrong with a file is an error that names it."""
     try:
-        loader = LOADER(str(file.absolute()), "model", False, runners, where.index if where.index is not None else -1)
-        missing = sorted(set(manifest["constants"]) - set(loader.get_constant_fqns()))
-    except RuntimeError as error:
+        yield
+    except ArtifactError as error:
+        raise error if str(file) in str(error) else ArtifactError(f"{file}: {error}") from None
+    except RuntimeError as error:  # RecursionError is one
         raise ArtifactError(f"the program in {file} cannot be loaded: {_first(error)}") from error
-    if missing:
-        raise ArtifactError(f"{file}: the program does not know {missing[0]}, which its manifest lists")
-    # what the program does not read, such as names, is read by us alone
-    placed = {name: tensor.to(where) if name in manifest["constants"] else tensor for name, tensor in tensors.items()}
-    for name, view in manifest.get("views", {}).items():
-        placed[name] = placed[view["of"]].as_strided(view["shape"], view["stride"], view["start"])
-    return Package(loader, manifest, placed, where)
+    except MemoryError:
+        raise ArtifactError(f"{file} is damaged, or larger than the memory of this machine") from None
 
 
-def _read(file: Path) -> tuple[Json, dict[str, torch.Tensor]]:
-    if not file.is_file():
-        raise ArtifactError(f"there is no file {file}")
+def _loader(code: Path, runners: int, index: int) -> Any:
+    """The program whose files lie below a folder."""
     try:
-        with zipfile.ZipFile(file) as archive:
-            bad = archive.testzip()
-            if bad is not None:
-                raise ArtifactError(f"{file} is damaged: {bad} is not as it was written")
-            names = archive.namelist()
-            root = names[0].partition("/")[0] if names else ""
-            if f"{root}/{MANIFEST}" not in names:
-                raise ArtifactError(f"{file} is no package of fxplug's: {_kind(names)}")
-            manifest = json.loads(archive.read(f"{root}/{MANIFEST}"))
-            _check_format(file, manifest)
-            tensors = load_tensors(archive.read(f"{root}/{TENSORS}"))
-    except ArtifactError:
-        raise
-    except Exception as error:  # zipfile, json and safetensors raise many kinds for bytes that are not theirs
-        raise ArtifactError(f"{file} is damaged or no package: {type(error).__name__}: {_first(error)}") from error
-    return manifest, tensors
-
-
-def _kind(names: list[str]) -> str:
-    if any("/data/aotinductor/" in name for name in names):
-        return "it has compiled code and no manifest; torch._inductor.aoti_load_package reads such files"
-    if any("/models/" in name for name in names):
-        return "it is an exported program without compiled code; torch.export.load reads it, and `--to aoti` writes a package"
-    return f"it has no {MANIFEST}"
-
-
-def _check_format(file: Path, manifest: Any) -> None:
-    version = manifest.get("format") if isinstance(manifest, dict) else None
-    if type(version) is not int or version < 1:
-        raise ArtifactError(f"{file}: the manifest has the format {version!r}, which is no version")
-    if version > FORMAT:
-        raise ArtifactError(
-            f"{file} has format {version}, written by fxplug {manifest.get('fxplug')}; this version reads up to {FORMAT}: "
-            "update fxplug"
-        )
-    lacking = [key for key in ("torch", "device", "constants", "signature") if key not in manifest]
-    if lacking:
-        raise ArtifactError(f"{file}: the manifest says nothing of {', '.join(lacking)}")
-
-
-def _device(file: Path, manifest: Json, device: torch.device | str | None) -> torch.device:
-    kind = str(manifest["device"])
-    wanted = torch.device(kind if device is None else device)
-    if wanted.type != kind:
-        raise ArtifactError(f"{file} was compiled for {kind} and cannot run on {wanted.type}: export it again from there")
-    if kind != "cuda":
-        return wanted
-    if not torch.cuda.is_available():
-        raise ArtifactError(f"{file} was compiled for cuda, and this machine has no such device")
-    return torch.device("cuda", torch.cuda.current_device() if wanted.index is None else wanted.index)
-
-
-def _check_machine(file: Path, manifest: Json, device: torch.device) -> None:
-    def release(version: str) -> list[str]:
-        return version.partition("+")[0].split(".")[:2]
-
-    made, here = str(manifest["torch"]), torch.__version__
-    if release(made) != release(here):
-        raise ArtifactError(
-            f"{file} was compiled by torch {made}, and this is torch {here}: its code holds for that version only; "
-            "export it again with this one"
-        )
-    system, this = f"{manifest.get('platform')} {manifest.get('machine')}", f"{sys.platform} {platform.machine()}"
-    if system != this:
-        raise ArtifactError(f"{file} was compiled for {system}, and this is {this}")
-    has = dict(torch.cpu.get_capabilities()) if hasattr(torch.cpu, "get_capabilities") else {}
-    lacking = [name for name in manifest.get("features", []) if has and name in FEATURES and not has.get(FEATURES[name])]
-    if lacking:
-        raise ArtifactError(f"{file} was compiled for a processor with {', '.join(lacking)}, which this one does not have")
-    made_for = manifest.get("capability")
-    if device.type == "cuda" and made_for:
-        major, minor = torch.cuda.get_device_capability(device)
-        if major != made_for[0] or minor < made_for[1]:
-            raise ArtifactError(
-                f"{file} was compiled for compute capability {made_for[0]}.{made_for[1]}, and {device} has {major}.{minor}: "
-                "export it again on such a device"
-            )
-
-
-def _check_operators(file: Path, names: list[str]) -> None:
-    if any(name.startswith("fxplug::") for name in names):
-        from .lowerings import kernels, products  # noqa: F401  (which define them)
-    for name in names:
-        library, _, operator = name.partition("::")
-        if not hasattr(getattr(torch.ops, library), operator):
-            raise ArtifactError(f"{file} calls the operator {name}, which is not here: import its library first")
+        return LOADER(str(code.absolute()), "model", False, runners, index)
+    except RuntimeError as error:
+        if "zip archive" not in str(error):
+            raise
+    # before torch 2.15 the loader takes nothing but an archive
+    archive = code / "model.pt2"
+    with zipfile.ZipFile(archive, "w") as out:
+        for path in sorted((code / CODE).iterdir()):
+            out.write(path, f"model/{CODE}{path.name}")
+    return LOADER(str(archive.absolute()), "model", False, runners, index)
 
 
 def _read_file(file: Path) -> dict[str, torch.Tensor]:

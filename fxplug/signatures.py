@@ -2,16 +2,13 @@
 
 A compiled program takes a flat list of tensors and checks none of them. A `Signature` is what stands before it: Python's own
 binding of arguments, the structure, types, devices and sizes of the inputs, the guards of the trace, and the structure of the
-result. It is made from an exported program, kept as JSON, and evaluated without `eval`.
+result. It is made from an exported program, and kept as JSON.
 """
 
 from __future__ import annotations
 
-import ast
 import inspect
-import math
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,25 +16,17 @@ import torch
 import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
-from .errors import ArtifactError, FxplugError, GuardError
+from .errors import ArtifactError, FxplugError, GuardError, shown
+from .expressions import evaluate, parsed, readable
+from .limits import DEFAULT, Limits
 from .structure import children
 
 Json = dict[str, Any]
 PLAIN = (bool, int, float, str, type(None))
-ARITHMETIC: dict[type, Callable[..., Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.truediv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.USub: operator.neg, ast.Not: operator.not_,
-}  # fmt: skip
-COMPARISONS: dict[type, Callable[..., Any]] = {
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-}  # fmt: skip
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "math.ceil": math.ceil, "math.floor": math.floor, "math.trunc": math.trunc, "math.sqrt": math.sqrt, "min": min, "max": max,
-    "abs": abs, "round": round, "torch.sym_float": float, "torch.sym_int": int, "torch.sym_max": max, "torch.sym_min": min,
-    "torch.sym_not": operator.not_, "torch.sym_ite": lambda test, a, b: a if test else b,
-}  # fmt: skip
+DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+KINDS = {kind.name: kind for kind in inspect._ParameterKind}
 SEEN = 256  # how many kinds of calls are remembered as right
+LONGEST = 1 << 20  # of the list of what a program gives
 
 
 class _Slot:
@@ -115,7 +104,7 @@ def _guards(program: ExportedProgram, arguments: dict[str, Any]) -> tuple[list[s
     for text in getattr(program, "_guards_code", []):
         try:
             holds = bool(evaluate(parsed(text), arguments))
-        except (FxplugError, TypeError, KeyError, IndexError, ArithmeticError) as error:
+        except (FxplugError, ArithmeticError) as error:
             notes.append(f"a condition on sizes is not checked by the package: {text} ({error})")
             continue
         if not holds:
@@ -148,18 +137,22 @@ class _Tensor:
 
 
 class Signature:
-    """A signature read from JSON. Raises ArtifactError for data that is none."""
+    """A signature read from JSON. Raises ArtifactError for data that is none, or that says another number of tensors."""
 
-    def __init__(self, data: Json, device: torch.device) -> None:
+    def __init__(self, data: Json, device: torch.device, limits: Limits = DEFAULT) -> None:
         self.device = device
         try:
-            self.parameters = {entry["name"]: entry for entry in data["parameters"]}
+            self.tensors = [_tensor(entry) for entry in _list(data["tensors"])]
+            self.parameters = {entry["name"]: entry for entry in _list(data["parameters"])}
             self.python = inspect.Signature([_parameter(entry) for entry in data["parameters"]])
-            self.tensors = [_Tensor(_dtype(t["dtype"]), list(t["shape"])) for t in data["tensors"]]
-            self.ranges = {name: (low, high) for name, (low, high) in data["ranges"].items()}
-            self.guards = [(text, parsed(text)) for text in data["guards"]]
+            self.ranges = {name: _checked_range(*bounds) for name, bounds in data["ranges"].items()}
+            self.guards = [(text, parsed(text)) for text in _conditions(data["guards"], limits)]
             self.result = data["result"]
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            _check_tree(self.result, ("tensor", "number"))
+            indices = [i for entry in data["parameters"] for i in _check_tree(entry["value"], ("tensor",)) if i is not None]
+            if sorted(indices) != list(range(len(self.tensors))):
+                raise ValueError(f"its parameters take {len(indices)} tensors, and it describes {len(self.tensors)}")
+        except (KeyError, TypeError, ValueError, AttributeError, FxplugError) as error:
             raise ArtifactError(f"the signature in the package cannot be read: {type(error).__name__}: {error}") from None
         self._seen: set[tuple[Any, ...]] = set()
 
@@ -184,8 +177,11 @@ class Signature:
         return [tensor.detach().contiguous() for tensor in flat]
 
     def unflatten(self, flat: list[Any]) -> Any:
-        """The result of the program from its flat list."""
-        return _rebuild(self.result, flat)
+        """The result of the program from its flat list. Raises FxplugError for a list that is not as the signature says."""
+        try:
+            return _rebuild(self.result, flat)
+        except (IndexError, RuntimeError) as error:
+            raise FxplugError(f"the program's {len(flat)} results are not those that its signature has ({error})") from None
 
     def _check(self, flat: list[torch.Tensor], arguments: dict[str, Any]) -> None:
         key = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in flat)
@@ -197,11 +193,11 @@ class Signature:
         for text, tree in self.guards:
             try:
                 holds = evaluate(tree, arguments)
-            except ArithmeticError:
+            except (FxplugError, ArithmeticError):
                 holds = False
             if not holds:
                 raise GuardError(
-                    f"the package was compiled for inputs with {readable(text)}; "
+                    f"the package was compiled for inputs with {shown(readable(text), 400)[1:-1]}; "
                     f"these are {', '.join(f'{self._where(i)} {tuple(t.shape)}' for i, t in enumerate(flat))}"
                 )
         if len(self._seen) < SEEN:
@@ -239,16 +235,66 @@ class Signature:
 
 
 def _parameter(entry: Json) -> inspect.Parameter:
-    kind = getattr(inspect._ParameterKind, entry["kind"])
+    kind = KINDS[entry["kind"]]
+    if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+        entry.setdefault("value", {"tuple" if kind is inspect.Parameter.VAR_POSITIONAL else "dict": []})
+    if "default" in entry:
+        _check_tree(entry["default"], ())
     # the value does not matter: what is left out is compared by its entry
     return inspect.Parameter(entry["name"], kind, default=None if "default" in entry else inspect.Parameter.empty)
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
-    return found
+def _check_tree(tree: Any, slots: tuple[str, ...]) -> list[int]:
+    """The indices of the tensors in an encoded value. Raises ValueError for what `encode` does not make."""
+    if type(tree) is not dict or len(tree) != 1:
+        raise ValueError(f"{shown(tree)} is no value")
+    ((kind, content),) = tree.items()
+    if kind in slots:
+        if type(content) is not int or not 0 <= content < LONGEST:
+            raise ValueError(f"{shown(content)} is no position of a tensor")
+        return [content]
+    if kind == "is" and isinstance(content, PLAIN) or kind == "like" and type(content) is str:
+        return []
+    members = _list(content) if kind in ("list", "tuple", "dict") else None
+    if members is None:
+        raise ValueError(f"{shown(tree)} is no value")
+    if kind == "dict":
+        keys = [key for key, _ in members]
+        if not all(isinstance(key, PLAIN) for key in keys) or len(set(keys)) != len(keys):
+            raise ValueError(f"{shown(keys)} are no keys of a dict")
+        members = [member for _, member in members]
+    return [index for member in members for index in _check_tree(member, slots)]
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise ValueError(f"{shown(value)} is no list")
+    return value
+
+
+def _tensor(entry: Json) -> _Tensor:
+    return _Tensor(DTYPES[entry["dtype"]], [_checked_size(size) for size in _list(entry["shape"])])
+
+
+def _checked_size(size: Any) -> int | str | None:
+    if size is not None and type(size) is not str and (type(size) is not int or size < 0):
+        raise ValueError(f"{shown(size)} is no size")
+    return size
+
+
+def _checked_range(low: Any, high: Any) -> tuple[int | None, int | None]:
+    if any(bound is not None and type(bound) is not int for bound in (low, high)):
+        raise ValueError(f"{shown([low, high])} are no bounds of a size")
+    return low, high
+
+
+def _conditions(texts: Any, limits: Limits) -> list[str]:
+    if any(type(text) is not str for text in _list(texts)):
+        raise ValueError(f"{shown(texts)} are no conditions")
+    total = sum(map(len, texts))
+    if total > limits.conditions:
+        raise ValueError(f"its conditions have {total} characters, and more than {limits.conditions} are not read; see Limits")
+    return list(texts)
 
 
 def _fill(tree: Json, value: Any, where: str, flat: list[Any]) -> None:
@@ -310,55 +356,3 @@ def _text(tree: Json) -> str:
 def _short(value: Any) -> str:
     text = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     return text if len(text) < 60 else f"a {type(value).__name__}"
-
-
-# --- conditions on sizes
-
-
-def parsed(text: str) -> ast.expr:
-    """The tree of a condition. Raises FxplugError for what is none."""
-    try:
-        return ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise FxplugError("it is no expression") from None
-
-
-def readable(text: str) -> str:
-    """A condition as a user writes it: `image.shape[0] < 64`."""
-    return text.replace("L['", "").replace("']", "").replace(".size()", ".shape")
-
-
-def evaluate(tree: ast.expr, arguments: Mapping[str, Any]) -> Any:
-    """The value of an expression of numbers and sizes of the arguments, `L['x'].size()[0]`.
-
-    Raises FxplugError for anything else: no name is looked up and nothing is called but what the tables above have.
-    """
-
-    def value(node: ast.expr) -> Any:
-        return evaluate(node, arguments)
-
-    if isinstance(tree, ast.Constant) and isinstance(tree.value, (bool, int, float)):
-        return tree.value
-    if isinstance(tree, ast.BinOp) and type(tree.op) in ARITHMETIC:
-        return ARITHMETIC[type(tree.op)](value(tree.left), value(tree.right))
-    if isinstance(tree, ast.UnaryOp) and type(tree.op) in ARITHMETIC:
-        return ARITHMETIC[type(tree.op)](value(tree.operand))
-    if isinstance(tree, ast.BoolOp):
-        return (all if isinstance(tree.op, ast.And) else any)(value(member) for member in tree.values)
-    if isinstance(tree, ast.Compare) and all(type(op) in COMPARISONS for op in tree.ops):
-        numbers = [value(node) for node in (tree.left, *tree.comparators)]
-        return all(COMPARISONS[type(op)](a, b) for op, a, b in zip(tree.ops, numbers[:-1], numbers[1:], strict=True))
-    if isinstance(tree, ast.Subscript) and isinstance(tree.slice, ast.Constant):
-        holder = arguments if isinstance(tree.value, ast.Name) and tree.value.id == "L" else value(tree.value)
-        key: Any = tree.slice.value
-        if isinstance(holder, (tuple, list, Mapping)):
-            return holder[key]
-    if isinstance(tree, ast.Call) and not tree.keywords:
-        if isinstance(tree.func, ast.Attribute) and tree.func.attr == "size" and not tree.args:
-            tensor = value(tree.func.value)
-            if isinstance(tensor, torch.Tensor):
-                return tensor.shape
-        function = FUNCTIONS.get(ast.unparse(tree.func))
-        if function is not None:
-            return function(*map(value, tree.args))
-    raise FxplugError(f"{ast.unparse(tree)} is no size")

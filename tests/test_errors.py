@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import small
 import torch
@@ -257,12 +255,12 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_told(net, mistake):
     made, kind, text = MISTAKES[mistake]
-    before, start = fxplug.show(net.gm), time.perf_counter()
+    before = fxplug.show(net.gm)
     with pytest.raises(kind) as caught:
         fxplug.apply(net.gm, made)
     told = str(caught.value)
     assert told.partition("passes/")[2] == text if ".yaml:" in text else told == text
-    assert fxplug.show(net.gm) == before and time.perf_counter() - start < 5
+    assert fxplug.show(net.gm) == before
 
 
 def test_lists_of_unequal_length_are_refused_when_read():

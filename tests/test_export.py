@@ -1,8 +1,14 @@
-"""Exported programs: every size that the graph leaves free stays free, and nothing of the model's library is needed."""
+"""Exported programs: sizes stay free, the model's library is not needed, and a file is whole or not there."""
 
 from __future__ import annotations
 
 import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +18,7 @@ import zoo
 from torch import nn
 
 import fxplug
+from fxplug import exporting, temporary
 from fxplug.exporting import export
 
 
@@ -117,3 +124,117 @@ def test_wrong_calls(tmp_path: Path) -> None:
     with pytest.raises(fxplug.FxplugError, match="torch.export cannot take this module: with all dimensions free"):
         export(gm, tmp_path / "x", torch.randn(2, 4, 4))
     assert not list(tmp_path.iterdir())
+
+
+# --- the file
+
+
+@pytest.fixture
+def linear():
+    x = torch.randn(2, 64)
+    return fxplug.trace(nn.Sequential(nn.Linear(64, 64)), x), x
+
+
+def test_a_disk_that_is_full(tmp_path: Path, linear) -> None:
+    (tmp_path / "old.pt2").write_bytes(b"as it was")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
+    try:
+        with pytest.raises(fxplug.FxplugError, match="old.pt2 cannot be written: the file would be too large"):
+            export(linear[0], tmp_path / "old.pt2", linear[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("old.pt2", b"as it was")]
+
+
+def test_places_that_cannot_be_written(tmp_path: Path, linear) -> None:
+    (tmp_path / "file").touch()
+    os.mkfifo(tmp_path / "pipe.pt2")
+    for path, finding in [
+        (tmp_path / "file" / "x.pt2", "cannot be written"),
+        (tmp_path / ("x" * 300), "cannot be written: the name is too long"),
+        (tmp_path / "a\0b.pt2", "cannot be written: no file can have this name"),
+        (tmp_path / "pipe.pt2", "is a pipe, and no file is written over it"),
+        (Path("/proc/x.pt2"), "cannot be written"),
+    ]:
+        with pytest.raises(fxplug.FxplugError, match=finding):
+            export(linear[0], path, linear[1])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "pipe.pt2"]
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, linear) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "real.pt2").write_bytes(b"old")
+    (tmp_path / "link.pt2").symlink_to("there/real.pt2")
+    result = export(linear[0], tmp_path / "link.pt2", linear[1])
+    assert result.path == tmp_path / "link.pt2" and (tmp_path / "link.pt2").is_symlink()
+    torch.testing.assert_close(torch.export.load(tmp_path / "there" / "real.pt2").module()(linear[1]), linear[0](linear[1]))
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["link.pt2", "real.pt2", "there"]
+    new = tmp_path / "new"
+    new.touch()
+    assert (tmp_path / "there" / "real.pt2").stat().st_mode == new.stat().st_mode
+
+
+def test_two_writers_at_once(tmp_path: Path) -> None:
+    target = tmp_path / "model.pt2"
+    texts = [bytes([65 + i]) * 100_000 for i in range(4)]
+    torn = []
+
+    def write(text: bytes) -> None:
+        for _ in range(25):
+            with exporting._beside(target) as name:
+                Path(name).write_bytes(text)
+            if target.read_bytes() not in texts:
+                torn.append(text[:1])
+
+    threads = [threading.Thread(target=write, args=(text,)) for text in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not torn and [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
+
+
+# without torch, so that it starts soon
+HOLDER = """
+import sys, time
+from pathlib import Path
+from fxplug.temporary import folder
+with folder(".model.pt2.exporting-", Path(sys.argv[1])) as work:
+    (work / "model.pt2").write_bytes(b"half")
+    print(work, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_process_that_ends_in_the_middle(tmp_path: Path, number: signal.Signals) -> None:
+    root = str(Path(fxplug.__file__).parent.parent)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        assert Path(process.stdout.readline().strip()).is_dir()
+        with temporary.folder(".model.pt2.exporting-", tmp_path):
+            assert len(list(tmp_path.iterdir())) == 2  # one that is in use is left alone
+        process.send_signal(number)
+        assert process.wait() != 0
+    left = [p.name for p in tmp_path.iterdir()]
+    assert len(left) == (number is signal.SIGKILL)
+    (tmp_path / ".model.pt2.backup").mkdir()  # somebody else's
+    with temporary.folder(".model.pt2.exporting-", tmp_path) as work:
+        assert sorted(tmp_path.iterdir()) == sorted([tmp_path / ".model.pt2.backup", work])
+
+
+def test_a_handler_of_the_programs_own_stays() -> None:
+    def handler(number: int, frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with temporary.ended_by_exceptions():
+            assert signal.getsignal(signal.SIGTERM) is handler
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with temporary.ended_by_exceptions():
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -14,7 +14,7 @@ PATHS = {".".join(f.relative_to(PACKAGE).with_suffix("").parts): f for f in sort
 FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 # A module imports only from modules to its left.
 ORDER = """
-    errors limits source structure ops paths rules spec blitz_line blitz_pass sections settings config targets wording sizes
+    errors limits reading source structure ops paths rules spec blitz_line blitz_pass sections settings config targets wording sizes
     fakes
     adapting.updates adapting.renaming adapting.fitting adapting.adapter_files adapting.switching
     module nodes recording regions modes entry restore tracing printing
@@ -24,7 +24,8 @@ ORDER = """
     lowerings.deltas lowerings.absorbing lowerings.folding lowerings.shadowing
     cutting lowerings.packing lowerings.choosing lowerings.outlining lowerings.nesting slicing caching
     lowerings.sharding lowerings.batchnorms lowerings.tuning lowerings.lowering
-    manifest folders snapshot values programs magnitudes serialize rebuild artifact signatures packages exporting models flow pages
+    manifest folders snapshot values programs magnitudes serialize rebuild artifact
+    archives temporary sinks machines expressions signatures packed packages exporting models flow pages
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
     compat.drivers compat.builtin compat.entries compat.hcp_config compat.everydream
     training.draws

@@ -316,14 +316,15 @@ def test_regions_are_found_by_structure():
 
 
 @pytest.mark.slow
-def test_sdxl_itself_is_outlined_in_seconds():
+def test_sdxl_itself_is_outlined_as_fast_as_it_is_traced():
     import time
 
     model, call = unets.sdxl_full()
-    gm = fxplug.trace(model, (), call)
     begun = time.process_time()
+    gm = fxplug.trace(model, (), call)
+    traced = time.process_time()
     found = list(outline(gm, checkpoint=True).meta["regions"])
-    assert time.process_time() - begun < 20
+    assert time.process_time() - traced < 2 * (traced - begun)
     assert sum("transformer_blocks" in key for key in found) == 70 and sum("resnets" in key for key in found) == 17
 
 

@@ -7,10 +7,12 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import zipfile
 from pathlib import Path
 
+import hostile_packages
 import pytest
 import small
 import torch
@@ -18,10 +20,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxplug
-from fxplug import packages
+from fxplug import expressions, machines, packages
 from fxplug.errors import ArtifactError, FxplugError, GuardError, SpecError
 from fxplug.exporting import export
-from fxplug.packages import MANIFEST, load_package
+from fxplug.packages import load_package
+from fxplug.packed import MANIFEST
 
 QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -49,13 +52,10 @@ def inputs(batch=2, side=8):
     return torch.randn(batch, 3, side, side), torch.randint(0, 5, (batch,)), {"scale": torch.rand(batch, 1)}
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def packed_model(folder):
     """A rewritten model and its package."""
-    torch.manual_seed(0)
     gm = fxplug.trace(Model().eval(), inputs(), {"shift": torch.randn(2, 6)})
     new = fxplug.apply(gm, fxplug.load_pass("lora", rank=2, slots=3))
-    folder = tmp_path_factory.mktemp("package")
     result = export(new, folder / "model", inputs(), {"shift": torch.randn(2, 6)}, to="aoti", options=QUICK)
     assert result.path == folder / "model.aoti.pt2" and result.kept == "all" and result.notes == ()
     assert result.dynamic == {"image": [0, 2, 3], "ids": [0], "more_scale": [0], "shift": [0]}
@@ -63,12 +63,18 @@ def made(tmp_path_factory):
     return new, result.path
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    torch.manual_seed(0)
+    return packed_model(tmp_path_factory.mktemp("package"))
+
+
 @pytest.fixture
 def pair(made):
     """The model and a package of it in the state in which it was compiled."""
     module, path = made
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    yield module, load_package(path)
+    yield module, load_package(path, trusted=True)
     module.load_state_dict(state)
 
 
@@ -221,7 +227,7 @@ def test_a_machine_without_model_and_compiler(made, tmp_path):
     torch.save((args, shift, module(*args, shift=shift)["y"].detach()), tmp_path / "call.pt")
     code = (
         "import sys, torch; from fxplug.packages import load_package\n"
-        "package = load_package(sys.argv[1]); args, shift, wanted = torch.load(sys.argv[2])\n"
+        "package = load_package(sys.argv[1], trusted=True); args, shift, wanted = torch.load(sys.argv[2])\n"
         "torch.testing.assert_close(package(*args, shift=shift)['y'], wanted, rtol=1e-5, atol=1e-5)\n"
         "assert not {'fxplug.tracing', 'torch._inductor', 'diffusers', 'timm'} & set(sys.modules)\n"
     )
@@ -249,46 +255,191 @@ def changed(path, target, **facts):
     "facts, message",
     [
         ({"torch": "1.13.1+cu117"}, r"by torch 1.13.1\+cu117, and this is torch .*: its code holds for that version only"),
-        ({"features": ["AVX512", "AMX_TILE"]}, "for a processor with AMX_TILE, which this one does not have"),
+        ({"features": ["AVX9000"]}, "for a processor with AVX9000, which this one does not have: export it again here"),
         ({"machine": "riscv64"}, "was compiled for linux riscv64, and this is linux"),
         ({"format": 2, "fxplug": "9.9"}, "has format 2, written by fxplug 9.9; this version reads up to 1"),
         ({"format": "x"}, "the format 'x', which is no version"),
         ({"signature": {"parameters": 3}}, "the signature in the package cannot be read"),
-        ({"constants": {"gone": {}}}, "the program does not know gone"),
+        ({"constants": {"gone": {"dtype": "int8", "shape": [1]}}}, "the program does not know gone"),
+        ({"constants": {"gone": {}}}, "the manifest's constants is .*which export does not write"),
         ({"operators": ["fxplug::loha", "nowhere::fast"]}, "calls the operator nowhere::fast, which is not here: import its"),
         ({"banks": {"lora": [{"path": "x"}]}}, "the slots in the package cannot be read"),
         ({"file": None}, "it has compiled code and no manifest; torch._inductor.aoti_load_package reads"),
     ],
 )
-def test_packages_for_elsewhere(made, tmp_path, monkeypatch, facts, message):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_f": True, "avx512_vnni": True})
+def test_packages_for_elsewhere(made, tmp_path, facts, message):
     with pytest.raises(ArtifactError, match=message):
-        load_package(changed(made[1], tmp_path / "other.pt2", **facts))
+        load_package(changed(made[1], tmp_path / "other.pt2", **facts), trusted=True)
+
+
+OLD = {"sse4_1": True, "avx2": True, "fma3": True, "avx512_f": False, "amx_tile": False, "cpu_name": "old", "l2_cache_size": 1}
+NEW = {**OLD, "avx512_f": True, "avx512_vnni": True, "amx_tile": True, "clwb": True, "sse4a": True}
+
+
+@pytest.mark.parametrize(
+    "asked, made_on, native, needs, here, missing",
+    [
+        ("AVX2", OLD, True, ["avx2", "fma3", "sse4_1"], OLD, []),
+        ("AVX2", OLD, True, ["avx2", "fma3", "sse4_1"], NEW, []),
+        ("AVX2", NEW, True, ["avx2", "avx512_f", "avx512_vnni", "fma3", "sse4_1"], OLD, ["avx512_f", "avx512_vnni"]),
+        ("AVX2", NEW, False, ["avx2"], OLD, []),  # compiled for other processors than the one it is compiled on
+        ("AVX512 AVX512_VNNI AMX_TILE", NEW, False, ["amx_tile", "avx512_f", "avx512_vnni"], NEW, []),
+        ("AVX512 AMX_TILE", NEW, False, ["amx_tile", "avx512_f"], OLD, ["amx_tile", "avx512_f"]),
+        ("INVALID_VEC_ISA", OLD, False, [], OLD, []),
+        ("INVALID_VEC_ISA", NEW, True, ["avx2", "avx512_f", "avx512_vnni", "fma3", "sse4_1"], NEW, []),
+        ("ASIMD", {"neon": True, "sve": True, "lse": True, "sme2": True}, True, ["neon", "sve"], {"neon": True}, ["sve"]),
+        ("VSX", {}, True, [], {}, []),
+        ("AVX2", {}, True, ["avx2"], {}, []),  # a torch that does not say what a processor has
+    ],
+)
+def test_what_code_needs_of_a_processor(asked, made_on, native, needs, here, missing):
+    assert machines.needed(asked.split(), made_on, native) == needs
+    assert machines.lacking(needs, here) == missing
+
+
+def test_packages_of_earlier_versions_say_what_they_need_in_words_of_aotinductor():
+    assert machines.lacking(["AVX512", "AVX512_VNNI", "AMX_TILE"], NEW) == []
+    assert machines.lacking(["AVX512", "AVX512_VNNI", "AMX_TILE"], {**NEW, "amx_tile": False}) == ["AMX_TILE"]
+    assert machines.lacking(["INVALID_VEC_ISA"], OLD) == []
+
+
+def test_a_package_runs_where_it_was_made(pair):
+    _, package = pair
+    assert machines.lacking(package.manifest["features"], machines.capabilities()) == []
 
 
 def test_files_that_are_no_packages(made, tmp_path, monkeypatch):
     _, path = made
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ArtifactError, match="was compiled for cpu and cannot run on cuda"):
-        load_package(path, device="cuda")
+        load_package(path, device="cuda", trusted=True)
     with pytest.raises(ArtifactError, match="was compiled for cuda, and this machine has no such device"):
-        load_package(changed(path, tmp_path / "cuda.pt2", device="cuda"))
-    with pytest.raises(ArtifactError, match="there is no file"):
-        load_package(tmp_path / "none.pt2")
+        load_package(changed(path, tmp_path / "cuda.pt2", device="cuda"), trusted=True)
+    with pytest.raises(ArtifactError, match="none.pt2 does not exist: no such file"):
+        load_package(tmp_path / "none.pt2", trusted=True)
     with pytest.raises(FxplugError, match="runners must be a whole number, 1 or more, not 0"):
-        load_package(path, runners=0)
+        load_package(path, runners=0, trusted=True)
     data = bytearray(path.read_bytes())
     (tmp_path / "short.pt2").write_bytes(data[: len(data) // 2])
     with pytest.raises(ArtifactError, match="damaged or no package"):
-        load_package(tmp_path / "short.pt2")
+        load_package(tmp_path / "short.pt2", trusted=True)
     data[len(data) // 2] ^= 255
     (tmp_path / "flipped.pt2").write_bytes(data)
     with pytest.raises(ArtifactError, match="is damaged: .*so is not as it was written"):
-        load_package(tmp_path / "flipped.pt2")
+        load_package(tmp_path / "flipped.pt2", trusted=True)
     gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4))
     program = export(gm, tmp_path / "program", torch.randn(2, 4)).path
     with pytest.raises(ArtifactError, match="it is an exported program without compiled code; torch.export.load reads it"):
-        load_package(program)
+        load_package(program, trusted=True)
+
+
+def test_a_package_is_trusted_by_a_word(made):
+    for given in ({}, {"trusted": False}, {"trusted": 1}, {"trusted": None}):
+        with pytest.raises(ArtifactError, match=r"aoti.pt2 holds machine code.* say so: load_package\(path, trusted=True\)"):
+            load_package(made[1], **given)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe.pt2")
+    (tmp_path / "loop.pt2").symlink_to("loop.pt2")
+    (tmp_path / "empty.pt2").touch()
+    files = [tmp_path / name for name in ("pipe.pt2", "loop.pt2", "empty.pt2", "gone/x.pt2", "a\0b.pt2", "x" * 300)]
+    for file in (*files, tmp_path, Path("/dev/null")):
+        with pytest.raises(ArtifactError) as caught:
+            load_package(file, trusted=True)
+        assert str(caught.value).startswith(str(FxplugError(file)))
+
+
+def test_what_is_checked_is_what_runs(made, tmp_path, monkeypatch):
+    module, path = made
+    file, other = tmp_path / "swapped.pt2", tmp_path / "other.pt2"
+    file.write_bytes(path.read_bytes())
+    other.write_bytes(b"another file")
+    check = packages.check_machine
+
+    def swap(*args):
+        check(*args)
+        os.replace(other, file)
+
+    monkeypatch.setattr(packages, "check_machine", swap)
+    same(load_package(file, trusted=True), module)
+    with pytest.raises(ArtifactError, match="swapped.pt2 is damaged or no package"):
+        load_package(file, trusted=True)
+
+    def write(*args):
+        check(*args)
+        with file.open("r+b") as opened:
+            opened.truncate(100)
+
+    monkeypatch.setattr(packages, "check_machine", write)
+    file.write_bytes(path.read_bytes())
+    with pytest.raises(ArtifactError, match="swapped.pt2 is damaged or no package: it ends too early"):
+        load_package(file, trusted=True)
+
+
+def temporary():
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith(packages.TEMPORARY)}
+
+
+def test_nothing_is_left_of_a_load(made, monkeypatch):
+    module, path = made
+    monkeypatch.setattr(tempfile, "tempdir", str(path.parent))  # others may load at the same time
+    package = load_package(path, trusted=True)
+    assert not temporary()
+    same(package, module)
+    load, seen = packages.LOADER, []
+
+    def archives_only(place, *args):
+        """As torch's loader was before it took folders."""
+        seen.append(place)
+        if os.path.isdir(place):
+            raise RuntimeError("Failed to initialize zip archive: file open failed")
+        return load(place, *args)
+
+    monkeypatch.setattr(packages, "LOADER", archives_only)
+    same(load_package(path, trusted=True), module)
+    assert len(seen) == 2 and not temporary()
+
+    def broken(*args):
+        raise RuntimeError("undefined symbol")
+
+    monkeypatch.setattr(packages, "LOADER", broken)
+    with pytest.raises(ArtifactError, match="the program in .*aoti.pt2 cannot be loaded: undefined symbol"):
+        load_package(path, trusted=True)
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(ArtifactError, match="aoti.pt2 cannot be unpacked into a temporary folder: the disk is full"):
+        load_package(path, trusted=True)
+    assert not temporary()
+
+
+def test_hostile_packages(made, tmp_path):
+    assert hostile_packages.run(made[1], tmp_path, range(5 * len(hostile_packages.MUTATIONS)), seed=0) == []
+
+
+@pytest.mark.parametrize("guard", hostile_packages.GUARDS)
+def test_hostile_conditions(guard):
+    """They are refused, or a number within bounds; none is run."""
+    arguments = {"image": torch.ones(2, 3, 8, 8), "more": {"scale": torch.ones(2, 1)}}
+    with hostile_packages.watched() as seen:
+        try:
+            value = expressions.evaluate(expressions.parsed(guard), arguments)
+        except (FxplugError, ArithmeticError):
+            value = 0
+    assert not seen and isinstance(value, (bool, int, float)) and (not isinstance(value, int) or value.bit_length() <= 256)
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("L['image'].size()[0] < 64", True), ("(L['image'].size()[3] % 2) == 0", True), ("-L['image'].size()[1] + 2", -1),
+        ("L['more']['scale'].size()[0] == 2 and not L['image'].size()[2] > 8", True), ("2**L['image'].size()[1]", 8),
+        ("math.ceil(L['image'].size()[2] / 3) * max(1, L['image'].size()[1])", 9), ("torch.sym_ite(1 > 2, 3, 4)", 4),
+        ("L['pair'][1].size()[0]", 5), ("1 < L['image'].size()[0] <= 2", True), ("round(L['image'].size()[1] / 2, 1)", 1.5),
+    ],
+)  # fmt: skip
+def test_conditions_are_evaluated(text, value):
+    arguments = {"image": torch.ones(2, 3, 8, 8), "more": {"scale": torch.ones(2, 1)}, "pair": (0, torch.ones(5))}
+    assert expressions.evaluate(expressions.parsed(text), arguments) == value
 
 
 def test_a_module_that_a_package_cannot_follow(made, tmp_path):
@@ -367,7 +518,7 @@ class Attention(nn.Module):
 def check_switching(new, path, example, options=QUICK):
     """A package whose adapter comes, is used by some samples, and goes, beside the module that it was made of."""
     result = export(new, path, example, to="aoti", options=options)
-    package, x = load_package(result.path), torch.cat([example, example.flip(0), example])
+    package, x = load_package(result.path, trusted=True), torch.cat([example, example.flip(0), example])
     ranks = {name: (torch.randn(3, 32) * 0.2, torch.randn(32, 3) * 0.2) for name in ("q", "v", "out")}
     state = {f"{n}.lora_{half}.weight": t.cpu() for n, pair in ranks.items() for half, t in zip("AB", pair, strict=True)}
     outputs = []
@@ -408,7 +559,7 @@ def test_operators_of_ours(tmp_path):
 
     x = torch.randn(2, 8)
     gm = fxplug.trace(Maps().eval(), x)
-    package = load_package(export(gm, tmp_path / "ops", x, to="aoti", options=QUICK).path)
+    package = load_package(export(gm, tmp_path / "ops", x, to="aoti", options=QUICK).path, trusted=True)
     assert package.manifest["operators"] == ["fxplug::loha", "fxplug::product"]
     torch.testing.assert_close(package(x), gm(x).detach())
     with pytest.raises(SpecError, match="no pass of this package has slots"):
@@ -421,7 +572,7 @@ def test_unet(tmp_path):
     new = fxplug.apply(gm, fxplug.load_pass("lora", at="re:.*attn.*to_[qkv]$", rank=4, slots=2))
     result = export(new, tmp_path / "unet", args, kwargs, to="aoti", options=QUICK)
     assert result.dynamic["sample"] == [0, 2, 3]
-    package = load_package(result.path, runners=2)
+    package = load_package(result.path, runners=2, trusted=True)
     state = {name: tensor for name, tensor in new.state_dict().items() if name.startswith("lora.")}
     with torch.no_grad():
         for name, tensor in state.items():
@@ -467,4 +618,4 @@ def test_on_a_gpu(tmp_path, monkeypatch, dtype, close):
     with pytest.raises(FxplugError, match=f"x is on cpu; this package runs on {package.device}"):
         package(example.cpu())
     with pytest.raises(ArtifactError, match="was compiled for cuda and cannot run on cpu"):
-        load_package(tmp_path / "gpu.aoti.pt2", device="cpu")
+        load_package(tmp_path / "gpu.aoti.pt2", device="cpu", trusted=True)

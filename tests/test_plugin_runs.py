@@ -152,7 +152,7 @@ def test_a_plugin_that_raises_lets_the_run_go_on_when_told(folder):
 def test_slow_plugins_are_named_at_the_end(folder):
     train(folder, "test_plugin_runs:Slow", "test_plugin_runs:Empty")
     (note,) = notes(folder)
-    assert re.match(r"slow plugin: Slow\.on_step_end took 0\.\d+ s, [\d.]+% of the run \(6 calls, the longest 0\.5", note)
+    assert re.match(r"slow plugin: Slow\.on_step_end took [\d.]+ s, [\d.]+% of the run \(6 calls, the longest [\d.]+ s", note)
 
 
 def test_a_misspelt_hook_is_found_before_training_with_its_line(folder):

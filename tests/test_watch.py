@@ -309,17 +309,16 @@ def test_smoothing_has_no_bias_to_the_first():
     assert smoothed([10.0] + [0.0] * 99)[-1] < 0.1
 
 
-def test_a_step_of_watching_costs_little(tmp_path):
+def test_a_step_of_watching_costs_as_much_after_many(tmp_path):
     w = watch(tmp_path, steps=2000, epochs=2)
     w.rewind(0)
     w.start(MODULE)
     times = []
     for start in range(1, 1001, 100):
-        begun = time.perf_counter()
+        begun = time.thread_time()
         for step in range(start, start + 100):
             w.step(record(step))
-        times.append((time.perf_counter() - begun) / 100)
-    each = min(times) * 1e6
+        times.append(time.thread_time() - begun)
     w.close()
-    print(f"watching costs {each:.0f} us a step")
-    assert each < 2000
+    print(f"watching costs {min(times) / 100 * 1e6:.0f} us a step")
+    assert min(times[5:]) < 3 * min(times[:5])
