@@ -19,6 +19,7 @@ class Limits:
     nodes: int = 65_536  # of one graph
     modules: int = 65_536
     tensors: int = 131_072  # of one weight file
+    opcodes: int = 1_000_000  # of one pickle of weights, some 30 of them a tensor
     digits: int = 4_300  # of one number, as Python's own limit
     text: int = 4_096  # characters of one name or pattern
 

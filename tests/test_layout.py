@@ -15,7 +15,7 @@ FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 # A module imports only from modules to its left.
 ORDER = """
     errors limits reading source structure ops paths rules spec blitz_line blitz_pass sections settings config targets wording sizes
-    fakes
+    fakes zipped pickled weightfiles
     adapting.updates adapting.renaming adapting.fitting adapting.adapter_files adapting.switching
     module nodes recording regions modes entry restore tracing printing
     grafting places networks misses match making slots samples
