@@ -186,7 +186,7 @@ class _Interpreter:
             values = self.marked() if code == b"u" else [stack.pop(-2), stack.pop()]
             for key, value in zip(values[::2], values[1::2], strict=True):
                 if not isinstance(key, KEYS):
-                    raise self.raises(f"is a pickle of more than weights: a key is a {type(key).__name__}")
+                    raise self.raises(f"is refused, it is a pickle of more than weights: a key is a {type(key).__name__}")
                 self.top(dict)[key] = value
         elif code in b"ea":
             values = self.marked() if code == b"e" else [stack.pop()]
@@ -208,7 +208,7 @@ class _Interpreter:
         elif code == b"\x80":
             self.read(1)
         else:
-            raise self.raises(f"is a pickle of more than weights: it has operation {code!r}")
+            raise self.raises(f"is refused, it is a pickle of more than weights: it has operation {code!r}")
 
     def top(self, kind: type) -> Any:
         if type(self.stack[-1]) is not kind:
@@ -236,7 +236,7 @@ class _Interpreter:
             return DTYPES[last]
         if name in _WORDS or (head in ("torch", "torch.storage", "torch.cuda") and last in STORAGES):
             return _Word(name)
-        raise self.raises(f"is a pickle of more than weights: it names {shown(name)}")
+        raise self.raises(f"is refused, it is a pickle of more than weights: it names {shown(name)}")
 
     def storage(self, given: Any) -> _Storage:
         kind, word, key, _, count, *view = given
