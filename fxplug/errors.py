@@ -102,7 +102,8 @@ def nearest(word: str, known: Iterable[object]) -> str:
     names = {text[:NAME].lower(): text for text in map(str, islice(known, 20_000))}
     if len(names) > CLOSE:
         pairs = {*zip(lower, lower[1:], strict=False)}
-        names = dict(nlargest(CLOSE, names.items(), lambda item: len(pairs.intersection(zip(item[0], item[0][1:], strict=False)))))
+        shared = {name: len(pairs.intersection(zip(name, name[1:], strict=False))) for name in names}
+        names = {name: names[name] for name in nlargest(CLOSE, names, shared.__getitem__)}
     near = get_close_matches(lower, names, n=1) if len(word) <= 4 * NAME else []
     return names[near[0]] if near else ""
 

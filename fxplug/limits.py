@@ -19,7 +19,9 @@ class Limits:
     nodes: int = 65_536  # of one graph
     modules: int = 65_536
     tensors: int = 131_072  # of one weight file, or members of one archive
+    opcodes: int = 1_000_000  # steps of one pickle of weights, some 30 a tensor; fields of one ONNX file
     digits: int = 4_300  # of one number, as Python's own limit
+    update: float = 1e6  # of the most that an adapter changes one weight
     text: int = 4_096  # characters of one name or pattern
     string: int = 65_536  # characters of one text among the values of a graph
     members: int = 65_536  # of one range

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
-import pickle
 from collections.abc import Collection, Iterator, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import onnxfiles, weightfiles
 from .config import Config, resolved
-from .errors import FxplugError, SpecError, did_you_mean
+from .errors import FxplugError, SpecError, did_you_mean, nearest
+from .limits import DEFAULT, Limits
 from .module import TracedModule
 from .paths import select
+from .reading import read_json
 from .sections import SUFFIXES, InputSpec, ModelSpec, TensorSpec, Value, WeightsSpec
 from .spec import import_target
 
@@ -119,10 +119,7 @@ def _diffusers_config(path: Path, spec: ModelSpec) -> dict[str, Any]:
         parts = sorted(p.parent.name for p in path.glob("*/config.json"))
         hint = f"; a pipeline's folder: name one of its models, {', '.join(parts)}" if parts else ""
         raise SpecError(f"'{spec.target}' has no config.json{hint}", path=("model",), where=spec.where)
-    try:
-        read = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
-        raise SpecError(f"'{file}' is not JSON: {error}", path=("model",), where=spec.where) from None
+    read = read_json(file, lambda finding: SpecError(f"'{file}' {finding}", path=("model",), where=spec.where))
     if not isinstance(read, dict) or "_class_name" not in read:
         raise SpecError(f"'{file}' names no '_class_name'", path=("model",), where=spec.where)
     return read
@@ -166,65 +163,20 @@ def load_weights(model: nn.Module, spec: WeightsSpec) -> None:
     _assign(model, state, f"'{file.name}'", spec)
 
 
-def read_weights(file: Path, meta: bool = False) -> State:
+def read_weights(file: Path, meta: bool = False, limits: Limits = DEFAULT) -> State:
     """The tensors of a file by name: safetensors, a pickle that holds nothing but weights, or ONNX.
 
-    With `meta` they are meta tensors of the same shapes. Nothing in the file is run. Raises SpecError.
+    With `meta` they are meta tensors of the same shapes. Nothing in the file is run, and it is read within `limits`. Raises
+    SpecError.
     """
-    if file.suffix == ".safetensors":
-        return _read_safetensors(file, meta)
+    def raises(finding: str) -> SpecError:
+        return SpecError(f"'{file.name}' {finding}")
+
     if file.suffix == ".onnx":
-        return _read_onnx(file, meta)
+        return onnxfiles.read(file, raises, meta=meta, limits=limits)
     if file.suffix not in SUFFIXES:
-        raise SpecError(f"'{file.name}' is none of {', '.join([*SUFFIXES, '.onnx'])}")
-    try:
-        read = torch.load(file, map_location="meta" if meta else "cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise SpecError(f"'{file.name}' is refused, it is a pickle of more than weights: {_reason(error)}") from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise SpecError(f"'{file.name}' cannot be read: {_reason(error)}") from error
-    return _unwrapped(read, file.name)
-
-
-def _reason(error: Exception) -> str:
-    """The one line of torch's message that says what is wrong."""
-    text = str(error).rpartition("WeightsUnpickler error: ")[2]
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0].partition(". ")[0] if lines else type(error).__name__
-
-
-def _read_safetensors(file: Path, meta: bool) -> State:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "pt") as opened:
-            if not meta:
-                return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
-            shapes = {key: opened.get_slice(key).get_shape() for key in opened.keys()}  # noqa: SIM118
-            return {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
-    except SafetensorError as error:
-        raise SpecError(f"'{file.name}' cannot be read: {error}") from None
-
-
-def _read_onnx(file: Path, meta: bool) -> State:
-    """The initializers of an ONNX graph. The exporter renames a transposed weight `onnx::MatMul_7`: its name is taken
-    from the node that uses it, `/blocks.0/mlp/fc1/MatMul`, and it is turned back: `blocks.0.mlp.fc1.weight`."""
-    try:
-        import onnx
-    except ImportError:
-        raise SpecError(f"'{file.name}' is an ONNX file, and package 'onnx' is not installed; pip install onnx") from None
-    try:
-        graph = onnx.load(str(file), load_external_data=False).graph
-        raw = {item.name: item for item in graph.initializer}
-        tensors = {name: torch.from_numpy(onnx.numpy_helper.to_array(item).copy()) for name, item in raw.items()}
-    except Exception as error:  # protobuf's errors have no common base
-        raise SpecError(f"'{file.name}' cannot be read: {error}") from error
-    for node in graph.node:
-        name = node.input[1] if node.op_type == "MatMul" and len(node.input) == 2 else ""
-        if name.startswith("onnx::") and name in tensors:
-            path = node.name.removeprefix("/").rpartition("/")[0].replace("/", ".")
-            tensors[f"{path}.weight"] = tensors.pop(name).t()
-    return {name: tensor.to("meta") if meta else tensor for name, tensor in tensors.items()}
+        raise raises(f"is none of {', '.join([*SUFFIXES, '.onnx'])}")
+    return _unwrapped(weightfiles.read(file, raises=raises, meta=meta, limits=limits)[0], file.name)
 
 
 def _unwrapped(read: Any, name: str) -> State:
@@ -331,8 +283,8 @@ def _listed(
     what: str, keys: list[str], own: Mapping[str, torch.Tensor], near: str, pool: list[str], others: Mapping[str, torch.Tensor]
 ) -> Iterator[str]:
     for key in keys[:SHOWN]:
-        hit = get_close_matches(key, pool, n=1)
-        hint = f" ({near} {_with_shape(hit[0], others)})" if hit else ""
+        hit = nearest(key, pool)
+        hint = f" ({near} {_with_shape(hit, others)})" if hit else ""
         yield f"  {what}: {_with_shape(key, own)}{hint}"
     if len(keys) > SHOWN:
         yield f"  {what}: ... {len(keys) - SHOWN} more"

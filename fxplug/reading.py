@@ -169,7 +169,7 @@ def parse_json(data: bytes | str, raises: Raises, limits: Limits = DEFAULT) -> A
         if not nest:
             break
         nest = nest.replace(b"[]", b"").replace(b"{}", b"")
-    if nest:
+    if len(nest) > limits.depth:
         raise raises(f"is no JSON, or nested more than {limits.depth} deep")
     if long := _LONG.search(bare):
         digits = re.compile(rb"[0-9]*").match(bare, long.start())

@@ -10,7 +10,7 @@ from keyword import iskeyword
 from typing import Any
 
 from .errors import SpecError, did_you_mean
-from .paths import parse_relative
+from .paths import check_expression, parse_relative
 from .source import NOWHERE, shown
 from .source import Where as Where
 
@@ -218,14 +218,8 @@ def _many(value: Any, key: str, what: str, also: Any = ()) -> list[Any]:
 
 
 def _check_pattern(pattern: str) -> None:
-    if not pattern.startswith("re:"):
-        return
-    try:
-        re.compile(pattern[3:])
-    except (re.error, OverflowError, RecursionError) as error:
-        at = getattr(error, "pos", None) or 0
-        finding = f"'{pattern}' is not a regular expression: {getattr(error, 'msg', error)} at position {at}"
-        raise SpecError(f"{finding}\n  {pattern[3:]}\n  {' ' * at}^", path=("path",)) from None
+    if pattern.startswith("re:"):
+        check_expression(pattern[3:], lambda finding: SpecError(f"'{pattern}' {finding}", path=("path",)))
 
 
 def is_target(text: Any) -> bool:

@@ -230,7 +230,7 @@ MISTAKES = {
     "a regex without end": (
         one(path="re:(((.+)+)+)+!"),
         fxplug.SpecError,
-        "'re:(((.+)+)+)+!' backtracks without end on these paths (stopped after 2 s): it repeats something that is "
+        "'re:(((.+)+)+)+!' backtracks without end on these paths (stopped after 0.5 s): it repeats something that is "
         "itself a repeat; write it without the inner one",
     ),
     "a parameter that is not there": (

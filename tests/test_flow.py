@@ -149,7 +149,7 @@ def test_diffusers_folders_that_do_not_fit():
     assert "a pipeline's folder: name one of its models, unet" in message(build, load_config({"model": "pipe"}))
     assert "no .safetensors in 'unet'" in message(build, load_config({"model": "pipe/unet"}))
     Path("pipe/unet/config.json").write_text("{")
-    assert "is not JSON" in message(build, load_config({"model": "pipe/unet"}))
+    assert "is no JSON" in message(build, load_config({"model": "pipe/unet"}))
     Path("pipe/unet/config.json").write_text("{}")
     assert "names no '_class_name'" in message(build, load_config({"model": "pipe/unet"}))
 

@@ -6,7 +6,6 @@ gives what each layer of the file gets, under the names that fxplug's blocks hav
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -15,95 +14,52 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import ArtifactError, did_you_mean
+from .. import reading
+from ..errors import ArtifactError, did_you_mean, shown
+from ..limits import DEFAULT, Limits
+from ..paths import by_ending
+from .finding import find, kind_of, load, object_of
 from .fitting import PARTS, Fit, fit, split_part
-from .updates import AdapterFile, Entry
+from .updates import PRODUCT, AdapterFile, Entry, largest
 
 __all__ = ["AdapterFile", "Entry", "Fit", "fit", "read"]
-SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth", ".ckpt")
+LARGE = 1e30  # no number of an adapter's is larger
+# how many dimensions a tensor has, where it is not 2
+_DIMS = dict.fromkeys(("down", "up", "mid", "lokr_w2"), (2, 5)) | dict.fromkeys(("hada_t1", "hada_t2", "lokr_t2"), (3, 5))
+# what else an update with these may have
+_EXTRA = {"down": ("mid",), "hada_w1_a": ("hada_t1", "hada_t2"), "lokr_w2_a": ("lokr_t2",)}
 
 
 def read(
-    source: str | Path | Mapping[str, Any], *, adapter: str | None = None, config: Mapping[str, Any] | None = None
+    source: str | Path | Mapping[str, Any],
+    *,
+    adapter: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    limits: Limits = DEFAULT,
 ) -> AdapterFile:
     """Read an adapter: a file (.safetensors; .bin, .pt, .pth as plain tensors), a folder, or a state dict.
 
     A folder is one that PEFT, diffusers or `fxplug.save` wrote. `adapter` names one of several in a file (PEFT's adapter names,
     or slots). `config` is PEFT's `adapter_config.json` for a source that has none beside it: it says alpha and rank; without
-    it, and without `.alpha` in the file, the scale is 1. A state dict may hold `.alpha` as numbers.
+    it, and without `.alpha` in the file, the scale is 1. A state dict may hold `.alpha` as numbers. A file is data: nothing in
+    it is run, and it is read within `limits`.
 
     Raises ArtifactError for what is no adapter, half pairs, numbers that are not finite or not floating point, saying the key.
     """
     if isinstance(source, Mapping):
-        where, state = "the state dict", dict(source)
-        about: dict[str, Any] = {}
+        where, folder, state = "the state dict", None, dict(source)
+        about: Mapping[str, Any] = {}
     else:
-        file = _find(Path(source))
-        where = str(file)
-        state, about = _load(file)
+        file = find(Path(source))
+        where, folder = str(file), file.parent
+        state, about = load(file, limits)
         beside = file.parent / "adapter_config.json"
-        if config is None and file.stem == "adapter_model" and beside.is_file():
-            config = _json(beside.read_text(encoding="utf-8"), str(beside))
-    reader = _Reader(where, config, about)
+        if config is None and file.stem == "adapter_model" and kind_of(beside) == "file":
+            config = object_of(reading.read_json(beside, limits=limits), str(beside))
+    reader = _Reader(where, folder, config, about, limits)
     return reader.read(state, adapter)
-
-
-def _find(path: Path) -> Path:
-    """The file that holds the tensors of a file or folder. Raises ArtifactError."""
-    if path.is_file():
-        return path
-    if not path.is_dir():
-        near = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ArtifactError(f"no adapter file or folder '{path}'{did_you_mean(path.name, near)}")
-    for stem in ("adapter_model", "pytorch_lora_weights"):
-        for suffix in (*SAFE, *PICKLED):
-            if (path / f"{stem}{suffix}").is_file():
-                return path / f"{stem}{suffix}"
-    files = sorted(p for p in path.iterdir() if p.suffix in SAFE)
-    if (path / "manifest.json").is_file():  # what `fxplug.save` wrote: the model's own weights are no adapter
-        files = [p for p in files if p.name != "model.safetensors"]
-    if len(files) != 1:
-        inner = sorted(p.name for p in path.iterdir() if p.is_dir() and (p / "adapter_config.json").is_file())
-        if inner and not files:
-            raise ArtifactError(f"'{path}' has the adapters {', '.join(inner)}: give the folder of one")
-        names = f": give one of {', '.join(p.name for p in files[:6])}" if files else ""
-        raise ArtifactError(f"the folder '{path}' has {len(files) or 'no'} files of weights{names}")
-    return files[0]
-
-
-def _load(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of a file on the CPU, and what it says of itself. Nothing but tensors is unpickled."""
-    if file.suffix in SAFE:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                about = dict(opened.metadata() or {})
-                return {key: opened.get_tensor(key) for key in opened.keys()}, about  # noqa: SIM118  (no mapping)
-        except (SafetensorError, OSError) as error:
-            raise ArtifactError(f"{file} cannot be read: {error}") from None
-    if file.suffix not in PICKLED:
-        raise ArtifactError(f"{file}: an adapter is a file that ends in {', '.join((*SAFE, *PICKLED))}, or a folder")
-    try:
-        found = torch.load(file, weights_only=True, map_location="cpu")
-    except Exception as error:  # whatever a damaged or hostile pickle raises
-        raise ArtifactError(f"{file} cannot be read as plain tensors: {str(error).splitlines()[0]}") from None
-    while isinstance(found, Mapping) and "state_dict" in found and isinstance(found["state_dict"], Mapping):
-        found = found["state_dict"]
-    if not isinstance(found, Mapping):
-        raise ArtifactError(f"{file} is a {type(found).__name__} and names no layers: save a dict of tensors by layer")
-    return dict(found), {}
-
-
-def _json(text: str, where: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ArtifactError(f"{where} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ArtifactError(f"{where} is no JSON object")
-    return found
 
 
 # how a key ends -> what the tensor is; {a} may be an adapter's name
@@ -142,15 +98,20 @@ class _Layer:
 
 
 class _Reader:
-    def __init__(self, where: str, config: Mapping[str, Any] | None, about: Mapping[str, Any]) -> None:
-        self.where, self.about = where, about
-        self.configs = {"": dict(config)} if config is not None else _packed(about, where)
+    def __init__(
+        self, where: str, folder: Path | None, config: Mapping[str, Any] | None, about: Mapping[str, Any], limits: Limits
+    ) -> None:
+        self.where, self.folder, self.about, self.limits = where, folder, about, limits
+        self.configs = {"": dict(config)} if config is not None else _packed(about, where, limits)
+        self.chosen: dict[tuple[str, str], Mapping[str, Any]] = {}  # part, key of its configuration -> values by layer
         self.state: dict[str, Any] = {}
         self.slots: dict[str, tuple[int, int]] = {}  # pass -> which of how many slots
         self.kinds: dict[str, str | None] | None = None  # of our blocks, by path
 
     def read(self, state: Mapping[str, Any], adapter: str | None) -> AdapterFile:
         self.state = {str(key).replace("_orig_mod.", ""): value for key, value in state.items()}
+        if len(self.state) < len(state):
+            raise ArtifactError(f"{self.where} has the same tensor compiled ('_orig_mod.') and not: keep one of them")
         gates = {m["owner"]: key for key in self.state if (m := _GATES.match(key)) and m["name"] == "names"}
         adapters: set[str] = set()
         placed = {key: self.place(key, adapter, adapters) for key in self.state if not _GATES.match(key)}
@@ -172,8 +133,21 @@ class _Reader:
             raise ArtifactError(f"{self.where} names no adapter '{adapter}'{did_you_mean(adapter, adapters)}{has}")
         if not layers:
             raise ArtifactError(f"{self.where} {self.none()}")
+        self.read_patterns(layers.values())
         entries = [entry for layer in layers.values() if (entry := self.entry(layer)) is not None]
         return AdapterFile(self.where, tuple(entries), rest, self.configs.get("") or self.about)
+
+    def read_patterns(self, layers: Iterable[_Layer]) -> None:
+        """Look up what PEFT's configurations say of single layers, all at once."""
+        names = list(dict.fromkeys(name for layer in layers for name in _peft_names(layer.name)))
+        tables: dict[tuple[str, str], Mapping[str, Any]] = {}
+        for part, config in self.configs.items():
+            for key in ("alpha_pattern", "rank_pattern"):
+                tables[part, key] = config.get(key) or {}
+                if not isinstance(tables[part, key], Mapping) or not all(isinstance(p, str) for p in tables[part, key]):
+                    raise ArtifactError(f"{self.where}: '{key}' of its configuration must be values by pattern")
+        about = reading.about(f"{self.where}: its configuration")
+        self.chosen = dict(zip(tables, by_ending(list(tables.values()), names, about, self.limits), strict=True))
 
     def none(self) -> str:
         """Why nothing was found."""
@@ -204,7 +178,8 @@ class _Reader:
                 if adapter is not None and parts["adapter"] != adapter:
                     return _Layer("")
             layer = key[: found.start()]
-            if role == "alpha" and layer in self.state:  # diffusers' network_alphas: of a tensor, not of a layer
+            # diffusers' network_alphas are of a tensor, not of a layer
+            if role == "alpha" and layer in self.state and not layer.endswith(".alpha"):
                 of = self.place(layer, adapter, adapters)
                 return of and _Layer(of.name, {"alpha": key} if of.keys else {})
             layer = layer.replace(".base_layer", "")  # PEFT's own wrapper around a layer within another
@@ -221,8 +196,10 @@ class _Reader:
     def choose(self, gates: Mapping[str, str], adapter: str | None) -> None:
         """Which slot of each pass to read."""
         for owner, key in gates.items():
-            rows = self.state[key].tolist()
-            names = [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in rows]
+            table = self.state[key]
+            if not isinstance(table, Tensor) or table.dtype != torch.uint8 or table.dim() != 2 or table.is_meta:
+                raise ArtifactError(f"{self.where}: '{key}' must be the names of slots, as fxplug saves them")
+            names = [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in table.tolist()]
             known = [name for name in names if name]
             wanted = known[0] if adapter is None and len(known) == 1 else adapter
             if wanted is None or wanted not in known:
@@ -240,19 +217,22 @@ class _Reader:
             need = min(_needs(base), key=lambda n: len(n - tensors.keys()))
             lacks = ", ".join(sorted(need - tensors.keys()))
             raise ArtifactError(f"{self.where}: '{next(iter(keys.values()))}' is half an update: '{layer.name}' has no {lacks}")
+        extra = tensors.keys() - wanted - {"bias", "magnitude", *_EXTRA.get(min(wanted & _EXTRA.keys(), default=""), ())}
+        if extra:
+            keys_ = ", ".join(f"'{keys[role]}'" for role in sorted(extra))
+            raise ArtifactError(f"{self.where}: '{layer.name}' is whole without {keys_}, which cannot be applied as well")
         embedding = self.embedding(layer, tensors)
         if layer.own and embedding:
             tensors["down"] = tensors["down"].T
         slot = self.slots.get(layer.group)
         if slot is not None:
-            cut = _cut(tensors, *slot, banked=layer.own == "Lora")
-            if cut is None:
-                return None
-            tensors = cut
+            tensors = self.in_slot(layer, tensors, *slot)
+        self.check(layer, tensors, embedding)
+        if slot is not None and not (tensors := _without_padding(tensors)):
+            return None
         if "mid" in tensors:  # a core between the two halves is the same as a larger down
             mid, low = tensors.pop("mid"), tensors["down"]
             tensors["down"] = torch.einsum("ij...,jn->in...", mid.float(), low.flatten(1).float()).to(low.dtype)
-        self.check(layer, tensors)
         rank = _rank(tensors)
         part_path = (layer.group, layer.name.partition(".")[2]) if layer.own else split_part(layer.name)[1:]
         kind = base
@@ -262,21 +242,28 @@ class _Reader:
                 kind = f"{kind} by input"  # LyCORIS has both
             tensors["magnitude"] = tensors["magnitude"].flatten()
         kind = f"{kind}+bias" if "bias" in tensors else kind
-        scale = self.scale(layer, tensors, rank, part_path, slot is not None)
+        scale = self.scale(layer, tensors, rank, part_path[0], slot is not None)
+        if largest(tensors, scale) > self.limits.update:
+            raise ArtifactError(
+                f"{self.where}: the update of '{layer.name}' is scaled by {scale:g} and can change a weight by more than "
+                f"{self.limits.update:g}, which no model stands; see Limits"
+            )
         flat = "." not in layer.name and not layer.own
         return Entry(layer.name, part_path[1], part_path[0], kind, tensors, scale, rank, embedding, flat)
 
     def embedding(self, layer: _Layer, tensors: Mapping[str, Tensor]) -> bool | None:
         """Whether it is an Embedding's, in whose `blocks.Lora` the rank is the last dimension of `down`; None: may be."""
-        if layer.own != "Lora" or tensors["down"].dim() != 2:
+        if layer.own != "Lora" or not tensors["down"].dim() == tensors["up"].dim() == 2:
             return layer.embedding
         (rows, columns), rank = tensors["down"].shape, tensors["up"].shape[1]
         if not rows == columns == rank:
             return columns == rank
         if self.kinds is None:  # only what the folder says of the block can tell
-            graph = Path(self.where).parent / "graph.json"
-            modules = _json(graph.read_text(encoding="utf-8"), str(graph)).get("modules", {}) if graph.is_file() else {}
-            self.kinds = {name: of["arguments"].get("kind") for name, of in modules.items() if "arguments" in of}
+            graph = self.folder / "graph.json" if self.folder else None
+            read = object_of(reading.read_json(graph, limits=self.limits), str(graph)) if graph and kind_of(graph) else {}
+            modules = read.get("modules")
+            given = {n: m.get("arguments") for n, m in modules.items() if type(m) is dict} if type(modules) is dict else {}
+            self.kinds = {name: of.get("kind") for name, of in given.items() if type(of) is dict}
         kind = self.kinds.get(layer.keys["down"].removesuffix(".down.weight"))
         return kind == "Embedding" if kind or layer.group in self.slots else None
 
@@ -294,20 +281,50 @@ class _Reader:
             raise ArtifactError(f"{self.where}: '{key}' has numbers that are not finite (NaN or infinity)")
         return value
 
-    def check(self, layer: _Layer, tensors: Mapping[str, Tensor]) -> None:
-        """Raise ArtifactError unless the halves have one rank."""
+    def in_slot(self, layer: _Layer, tensors: Mapping[str, Tensor], slot: int, slots: int) -> dict[str, Tensor]:
+        """One slot of a block's. In `blocks.Lora` the slots follow each other in the inner channels, within each group; else
+        they are the first dimension."""
+        for role, tensor in tensors.items():
+            width = tensor.shape[0 if layer.own != "Lora" or role == "down" else 1] if tensor.dim() > 1 else 1
+            if width % slots or (layer.own != "Lora" and width != slots):
+                raise ArtifactError(f"{self.where}: '{layer.keys[role]}' of {list(tensor.shape)} does not have {slots} slots")
+        if layer.own != "Lora":
+            return {role: tensor[slot] for role, tensor in tensors.items()}
+        down, up = tensors["down"], tensors["up"]
+        if down.shape[0] % max(up.shape[1], 1):
+            raise self.odd(layer, "down", "up", tensors)
+        rank = up.shape[1] // slots
+        down = down.reshape(-1, slots, rank, *down.shape[1:])[:, slot].flatten(0, 1)  # (groups * rank, in, *kernel)
+        return {"down": down, "up": up.reshape(up.shape[0], slots, rank, *up.shape[2:])[:, slot]}
+
+    def check(self, layer: _Layer, tensors: Mapping[str, Tensor], embedding: bool | None) -> None:
+        """Raise ArtifactError unless the tensors are not empty, and the parts of a product go together."""
+        for role, tensor in tensors.items():
+            low, high = (1, 5) if role in ("bias", "magnitude") else _DIMS.get(role, (2, 2))
+            high = 2 if embedding is not False else high
+            if not low <= tensor.dim() <= high or not tensor.numel():
+                shape = f"'{layer.keys[role]}' has the shape {list(tensor.shape)}"
+                raise ArtifactError(f"{self.where}: {shape}, which is no {role}'s")
         if "down" not in tensors:
-            pairs = [(f"{p}_a", f"{p}_b") for p in ("hada_w1", "hada_w2", "lokr_w1", "lokr_w2") if f"{p}_a" in tensors]
-            for a, b in pairs:
-                core = tensors.get(b.replace("w", "t")[:-2])
-                left = tensors[a].shape[-1] if core is None else tensors[a].shape[0]
-                if tensors[a].dim() != 2 or tensors[b].dim() != 2 or left != tensors[b].shape[0]:
-                    raise self.odd(layer, a, b, tensors)
+            sides = []
+            for p in ("hada_w1", "hada_w2", "lokr_w1", "lokr_w2"):
+                if f"{p}_a" in tensors:
+                    a, b, core = tensors[f"{p}_a"], tensors[f"{p}_b"], tensors.get(p.replace("w", "t"))
+                    inner = (a.shape[1],) * 2 if core is None else (a.shape[0], core.shape[0])
+                    if inner[0] != inner[1] or b.shape[0] != (inner[0] if core is None else core.shape[1]):
+                        raise self.odd(layer, f"{p}_a", f"{p}_b", tensors)
+                    sides.append((a.shape[0 if core is None else 1], b.shape[1], () if core is None else core.shape[2:]))
+            if "hada_w1_a" in tensors and sides[0] != sides[1]:
+                raise self.odd(layer, "hada_w1_a", "hada_w2_b", tensors)
             return
         down, up = tensors["down"], tensors["up"]
-        pair = min(down.dim(), up.dim()) >= 2 and 0 < up.shape[1] == up.flatten(1).shape[1]
-        if not pair or down.shape[0] % up.shape[1]:
+        if not up.shape[1] == up.flatten(1).shape[1] or down.shape[0] % up.shape[1]:
             raise self.odd(layer, "down", "up", tensors)
+        if "mid" in tensors:
+            mid = tensors["mid"]
+            most = max(PRODUCT, down.numel() + up.numel() + mid.numel())
+            if mid.shape[:2] != (up.shape[1], down.shape[0]) or mid[:, 0].numel() * down[0].numel() > most:
+                raise self.odd(layer, "mid", "down", tensors)
 
     def odd(self, layer: _Layer, a: str, b: str, tensors: Mapping[str, Tensor]) -> ArtifactError:
         shapes = f"{list(tensors[a].shape)} and {list(tensors[b].shape)}"
@@ -316,13 +333,11 @@ class _Reader:
 
     def number(self, key: str) -> float:
         value = self.state[key]
-        if isinstance(value, Tensor) and value.numel() == 1:
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta and not value.is_complex():
             value = value.item()
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ArtifactError(f"{self.where}: '{key}' must be one finite number, not {value!r}")
-        return float(value)
+        return _number(value, f"{self.where}: '{key}'")
 
-    def scale(self, layer: _Layer, tensors: Mapping[str, Tensor], rank: int, where: tuple[str, str], slots: bool) -> float:
+    def scale(self, layer: _Layer, tensors: Mapping[str, Tensor], rank: int, part: str, slots: bool) -> float:
         """What the product is multiplied by: the file's own word, alpha / rank, PEFT's configuration, or 1."""
         if "scale" in layer.keys:
             return 1.0 if slots else self.number(layer.keys["scale"])  # what lies in a slot is scaled already
@@ -330,17 +345,40 @@ class _Reader:
             if "lokr_w1" in tensors and "lokr_w2" in tensors:
                 return 1.0  # LyCORIS: two full matrices are not scaled
             return (self.number(layer.keys["alpha"]) or rank) / rank
-        part, path = where
-        config = self.configs.get(part) or self.configs.get("")
+        part = part if self.configs.get(part) else ""
+        config = self.configs.get(part)
         if not config:
             return 1.0
-        names = [path, layer.name.removeprefix("base_model.model.")]
-        alpha = _pattern(config.get("alpha_pattern"), names, config.get("lora_alpha", config.get("alpha")))
-        r = _pattern(config.get("rank_pattern"), names, config.get("r"))
-        rank = int(r) if "down" not in tensors and r is not None else rank
+        about = f"{self.where}: its configuration: "
+        alpha = self.said(part, "alpha_pattern", layer, config.get("lora_alpha", config.get("alpha")))
+        r = self.said(part, "rank_pattern", layer, config.get("r"))
+        if r is not None and (not isinstance(r, int) or isinstance(r, bool) or not 0 < r < 1 << 31):
+            raise ArtifactError(f"{about}the rank of '{layer.name}' must be a whole number, 1 or more, not {shown(r)}")
+        if config.get("use_rslora") not in (None, True, False):
+            raise ArtifactError(f"{about}use_rslora must be true or false, not {shown(config['use_rslora'])}")
+        rank = r if "down" not in tensors and r is not None else rank
         if alpha is None:
             return 1.0
-        return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        alpha = _number(alpha, f"{about}the alpha of '{layer.name}'")
+        return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+    def said(self, part: str, key: str, layer: _Layer, default: Any) -> Any:
+        """The value of the first of PEFT's patterns that a layer's name matches."""
+        found = self.chosen[part, key]
+        return next((found[name] for name in _peft_names(layer.name) if name in found), default)
+
+
+def _peft_names(name: str) -> tuple[str, str]:
+    """What PEFT may call a layer of a file."""
+    return split_part(name)[2], name.removeprefix("base_model.model.")
+
+
+def _number(value: Any, what: str) -> float:
+    plain = isinstance(value, (bool, int, float, str, type(None)))
+    kind = shown(value) if plain else f"a {type(value).__name__.lower()}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGE:
+        raise ArtifactError(f"{what} must be one finite number, not {kind}")
+    return float(value)
 
 
 def _base(tensors: Mapping[str, Tensor]) -> str:
@@ -372,49 +410,35 @@ def _rank(tensors: Mapping[str, Tensor]) -> int:
     return min(tensors["lokr_w1"].shape)
 
 
-def _cut(tensors: Mapping[str, Tensor], slot: int, slots: int, banked: bool) -> dict[str, Tensor] | None:
-    """One slot of a block's, without what only pads its rank; None if it holds nothing.
-
-    In `blocks.Lora` the slots follow each other in the inner channels, within each group; else they are the first dimension.
-    """
-    if banked:
-        down, up = tensors["down"], tensors["up"]
-        rank = up.shape[1] // slots
-        down = down.reshape(-1, slots, rank, *down.shape[1:])[:, slot]  # (groups, rank, in, *kernel)
-        up = up.reshape(up.shape[0], slots, rank, *up.shape[2:])[:, slot]
-        used = down.transpose(0, 1).flatten(1).any(1) & up.transpose(0, 1).flatten(1).any(1)
-        return {"down": down[:, used].flatten(0, 1), "up": up[:, used]} if used.any() else None
-    made = {name: tensor[slot] for name, tensor in tensors.items()}
+def _without_padding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What lies in a slot without what only pads its rank; nothing if nothing was loaded into it."""
+    made = dict(tensors)
     if not all(tensor.any() for tensor in made.values()):
-        return None
+        return {}
     if any("_t" in name for name in made):
         return made
     for a, b in (("up", "down"), *((f"{n}_a", f"{n}_b") for n in ("hada_w1", "hada_w2", "lokr_w1", "lokr_w2"))):
         if a in made:
-            used = made[a].transpose(0, 1).flatten(1).any(1) & made[b].flatten(1).any(1)
-            made[a], made[b] = made[a][:, used], made[b][used]
+            rank = made[a].shape[1]
+            rows = made[b].unflatten(0, (-1, rank))  # of a grouped convolution each group has as many
+            used = made[a].transpose(0, 1).flatten(1).any(1) & rows.transpose(0, 1).flatten(1).any(1)
+            if not used.any():
+                return {}
+            made[a], made[b] = made[a][:, used], rows[:, used].flatten(0, 1)
     return made
 
 
-def _packed(about: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
+def _packed(about: Mapping[str, Any], where: str, limits: Limits) -> dict[str, dict[str, Any]]:
     """The configurations that diffusers keeps in a file's metadata, by part of the pipeline."""
     text = about.get("lora_adapter_metadata")
     made: dict[str, dict[str, Any]] = {}
-    for key, value in (_json(text, f"{where}: its lora_adapter_metadata") if isinstance(text, str) else {}).items():
+    if not isinstance(text, str):
+        return made
+    what = f"{where}: its lora_adapter_metadata"
+    for key, value in object_of(reading.parse_json(text, reading.about(what), limits), what).items():
         part, _, name = key.rpartition(".") if key.partition(".")[0] in PARTS else ("", "", key)
         made.setdefault(part, {})[name] = value
     return made
-
-
-def _pattern(patterns: Any, names: Iterable[str], default: Any) -> Any:
-    """The value of the first of PEFT's patterns that a layer's name matches."""
-    for pattern, value in dict(patterns or {}).items():
-        try:
-            if any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
-                return value
-        except re.error as error:
-            raise ArtifactError(f"adapter_config.json: '{pattern}' is no pattern: {error}") from None
-    return default
 
 
 def _old_name(layer: str) -> str:

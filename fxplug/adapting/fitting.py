@@ -179,7 +179,8 @@ class _Finder:
         for entry in entries:
             paths = names.get(entry.path, ())
             widths = [shapes[path.removesuffix(SWAPPED)][0] for path in paths]
-            if not paths or sum(widths) != entry.sizes()[0]:
+            whole = (sum(widths), *shapes[paths[0].removesuffix(SWAPPED)][1:]) if paths else ()
+            if not paths or not entry.fits(whole):
                 paths, widths = paths[:1] or (entry.path,), [0]
             start = 0
             for path, width in zip(paths, widths, strict=True):
@@ -193,19 +194,17 @@ class _Finder:
         """The first reading under which every entry has a layer that it fits: fewest components taken away, or some added."""
         first = entries[0].path
         for n in range(1, first.count(".") + 1):
-            hits = self.tried(entries, self.inside(n))
-            if hits.good == len(entries):
+            if hits := self.all(entries, self.inside(n)):
                 return hits
         starts = {path.removesuffix(first) for path in self.shapes if path.endswith(f".{first}")}
-        found = [hits for start in sorted(starts) if (hits := self.tried(entries, self.after(start))).good == len(entries)]
+        found = [hits for start in sorted(starts) if (hits := self.all(entries, self.after(start)))]
         if len(found) > 1:
             where = " or ".join(f"'{hits.paths[0]}'" for hits in found[:3])
             raise ArtifactError(f"{self.file.source}: '{entries[0].name}' may be {where}: name the layers as the graph does")
         if found:
             return found[0]
         for n in range(1, first.count("_") + 1):
-            hits = self.tried(entries, self.inside(n, "_"))
-            if hits.good == len(entries):
+            if hits := self.all(entries, self.inside(n, "_")):
                 return hits
         return self.tried(entries, self.inside(0, "_"))
 
@@ -224,6 +223,16 @@ class _Finder:
     def tried(self, entries: Sequence[Entry], reading: Callable[[Entry], str | None]) -> _Hits:
         paths = [reading(entry) for entry in entries]
         return _Hits(paths, sum(p is not None and e.fits(self.shapes[p]) for e, p in zip(entries, paths, strict=True)))
+
+    def all(self, entries: Sequence[Entry], reading: Callable[[Entry], str | None]) -> _Hits | None:
+        """The layers of all entries, if each has one that it fits; given up at the first that has not."""
+        paths = []
+        for entry in entries:
+            path = reading(entry)
+            if path is None or not entry.fits(self.shapes[path]):
+                return None
+            paths.append(path)
+        return _Hits(paths, len(paths))
 
     def exact(self, path: str) -> str | None:
         return path if path in self.shapes else None

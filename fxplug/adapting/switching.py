@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError, did_you_mean
+from ..limits import DEFAULT, Limits
 from .adapter_files import AdapterFile, Entry, Fit, fit, read
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
@@ -166,6 +167,7 @@ class Adapters:
         config: Mapping[str, Any] | None = None,
         partial: bool = False,
         replace: bool = False,
+        limits: Limits = DEFAULT,
     ) -> Fit:
         """Put an adapter into a free slot under a name; it is not used before `use` says so.
 
@@ -173,14 +175,15 @@ class Adapters:
         some of the layers are fine: what is missing adds nothing. `adapter` names one of several in a file, `part` the part
         of a pipeline that this module is; `config` is PEFT's adapter configuration where none lies beside (without it and
         without alphas in the source, the scale is 1). `partial` leaves out layers that are not here; `replace` takes the slot
-        of an adapter of that name, which is unused while it is written. Gives what went where: see `fitting.Fit`.
+        of an adapter of that name, which is unused while it is written. `limits` bounds what is read of a file. Gives what
+        went where: see `fitting.Fit`.
 
         Raises ArtifactError for a file that cannot be read or has layers that are not here; SpecError for a name that is
         taken, full slots, a rank above theirs, or an update of another kind than they hold. Nothing is changed then.
         """
         with self.lock:
             known = self._check_new(name, replace)
-            file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter, config=config)  # type: ignore[arg-type]
+            file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter, config=config, limits=limits)  # type: ignore[arg-type]
             found = fit(file, {bank.path: bank.shape for banks in self.banks.values() for bank in banks}, part, self.shapes)
             if not (partial and found.placed):
                 found.check()
@@ -267,8 +270,7 @@ class Adapters:
                 "apply the pass with the factors that the adapter was made with"
             )
         made = value.to(tensor.dtype)
-        narrower = torch.finfo(made.dtype).max < torch.finfo(value.dtype).max / 2  # bfloat16 has float32's range
-        if narrower and not made.is_meta and not torch.isfinite(made).all():
+        if not made.is_meta and not torch.isfinite(made).all():
             raise SpecError(f"'{entry.name}': its {key} has numbers beyond {tensor.dtype}, which the slots hold")
         return made
 
@@ -384,8 +386,9 @@ def _values(bank: Bank, entry: Entry, names: Mapping[str, str]) -> tuple[int, di
         tensors = {key: value.float() for key, value in entry.tensors.items()}
         rank = max((tensors[key].shape[dim] for key in tensors for dim in RANKS[key]), default=0)
         for whole in ("lokr_w1", "lokr_w2"):
-            if whole in names and f"{whole}_a" in tensors and "lokr_t2" not in tensors:
-                tensors[whole] = (tensors.pop(f"{whole}_a") @ tensors.pop(f"{whole}_b")).reshape(_whole(bank, entry, whole))
+            split = whole in names and f"{whole}_a" in tensors and "lokr_t2" not in tensors
+            if split and (shape := _whole(bank, entry, whole)):
+                tensors[whole] = (tensors.pop(f"{whole}_a") @ tensors.pop(f"{whole}_b")).reshape(shape)
         if tensors.keys() != names.keys():
             raise SpecError(
                 f"'{entry.name}' has {', '.join(sorted(tensors))}, and the slots at '{bank.path}' are for "
@@ -396,6 +399,8 @@ def _values(bank: Bank, entry: Entry, names: Mapping[str, str]) -> tuple[int, di
             f"'{entry.name}' is {entry.kind}, which is more than a low-rank update: it has no place in slots; apply it as a "
             "pass of its own"
         )
+    elif (rank := entry.product_rank()) > bank.rank:
+        return rank, {}
     else:
         entry = entry.as_lora(bank.shape)
         down, up = (half.float() for half in entry.pair("Linear" if bank.maps else bank.kind))
@@ -409,7 +414,9 @@ def _values(bank: Bank, entry: Entry, names: Mapping[str, str]) -> tuple[int, di
 
 
 def _whole(bank: Bank, entry: Entry, name: str) -> list[int]:
-    """The shape of a factor that the file has decomposed and the bank has whole: only the second has the kernel."""
+    """The shape of a factor that the file has decomposed and the bank has whole: only the second has the kernel.
+
+    Empty where it cannot have one."""
     a, b = entry.tensors[f"{name}_a"].shape[0], entry.tensors[f"{name}_b"].shape[1]
     kernel = list(bank.shape[2:]) if name == "lokr_w2" else []
-    return [a, b // math.prod(kernel), *kernel]
+    return [] if b % math.prod(kernel) else [a, b // math.prod(kernel), *kernel]

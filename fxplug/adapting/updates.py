@@ -14,6 +14,7 @@ from ..errors import ArtifactError
 
 BY_OUTPUT = ("up", "bias", "magnitude")
 FACTORS = {"loha": "hada_", "lokr": "lokr_"}
+PRODUCT = 1 << 24  # elements that a product may have although the file and the layer have fewer
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,9 @@ class Entry:
         """
         if self.kind == "lora":
             return self
+        if self.product_rank() * (shape[0] + math.prod(shape[1:])) > max(PRODUCT, 4 * math.prod(shape)):
+            rank = self.product_rank()
+            raise ArtifactError(f"'{self.name}' is {self.kind}, and as one low-rank product of rank {rank} too large")
         t = {name: tensor.float() for name, tensor in self.tensors.items()}
         if self.kind == "loha":
             (up1, down1), (up2, down2) = (_factors(t, f"hada_w{n}", f"hada_t{n}") for n in (1, 2))
@@ -107,6 +111,13 @@ class Entry:
             raise ArtifactError(f"'{self.name}' is {self.kind}, which is more than a low-rank product: apply it as such")
         tensors = {"down": down.reshape(-1, *shape[1:]), "up": up.reshape(shape[0], -1, *[1] * (len(shape) - 2))}
         return replace(self, kind="lora", tensors=tensors, rank=up.shape[1])
+
+    def product_rank(self) -> int:
+        """The rank of the update as one low-rank product (`as_lora`), without making it."""
+        if self.kind == "lora":
+            return self.rank
+        prefix = FACTORS[self.kind.partition("+")[0]]
+        return math.prod(_inner_rank(self.tensors, f"{prefix}w{n}", f"{prefix}t{n}") for n in (1, 2))
 
     def outputs(self, start: int, number: int) -> Entry:
         """The same for some of the layer's outputs: that of a product that is not a plain LoRA becomes one."""
@@ -149,6 +160,18 @@ class AdapterFile:
         return tuple(dict.fromkeys(entry.part for entry in self.entries))
 
 
+def largest(tensors: Mapping[str, Tensor], scale: float) -> float:
+    """At most so much does an update change one weight: no element of its product, scaled, is larger."""
+    found = abs(scale)
+    for name, tensor in tensors.items():
+        if name not in ("bias", "magnitude") and not tensor.is_meta:
+            numbers = tensor if tensor.itemsize > 1 else tensor.float()
+            low, high = numbers.aminmax()
+            inner = 1 if name in ("up", "lokr_w1", "lokr_w2") or name.endswith("_a") else tensor.shape[0]
+            found *= max(abs(float(low)), abs(float(high))) * inner
+    return found
+
+
 def _factors(t: Mapping[str, Tensor], name: str, core: str) -> tuple[Tensor, Tensor]:
     """One factor of a product as (out, rank) @ (rank, in * kernel)."""
     if name in t:
@@ -159,6 +182,12 @@ def _factors(t: Mapping[str, Tensor], name: str, core: str) -> tuple[Tensor, Ten
     if core in t:
         return a.T, torch.einsum("ij...,jr->ir...", t[core], b).flatten(1)
     return a, b.flatten(1)
+
+
+def _inner_rank(t: Mapping[str, Tensor], name: str, core: str) -> int:
+    if name in t:
+        return min(t[name].flatten(1).shape)
+    return t[f"{name}_a"].shape[0 if core in t else 1]
 
 
 def _kronecker(a: Tensor, b: Tensor) -> Tensor:

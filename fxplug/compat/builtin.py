@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import SpecError, did_you_mean
-from ..paths import identifier
+from ..paths import identifier, select
 from ..source import shown
 from .layers import Layer, Place, places, read_layers
 
@@ -69,7 +69,7 @@ def patterns(layers: Sequence[Layer]) -> list[str]:
     """Path patterns; where an expression matches the empty path, the model itself is named beside it, as HCP-Diffusion does."""
     found: dict[str, None] = {}
     for layer in layers:
-        if layer.regex and re.match(layer.path, ""):
+        if layer.regex and select(f"re:{layer.path}", [""]):
             found[""] = None
         found[layer.pattern] = None
     return list(found)

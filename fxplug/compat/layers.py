@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import SpecError, did_you_mean
-from ..paths import select
+from ..paths import check_expression, select
 
 PREFIXES = ("re", "pre_hook", "prehook", "cls(Name)")
 SHOWN = 8  # so many paths are listed in a message
@@ -63,10 +63,7 @@ def read_layer(text: object) -> Layer:
             raise SpecError(f"'{text}': no prefix '{head}:'{did_you_mean(head, PREFIXES)}; there are {': '.join(PREFIXES)}:")
         rest = tail
     if regex:
-        try:
-            re.compile(rest)
-        except re.error as error:
-            raise SpecError(f"'{text}' is not a regular expression: {error.msg}") from None
+        check_expression(rest, lambda finding: SpecError(f"'{text}' {finding}"))
     return Layer(text, rest, regex, pre_hook, kind)
 
 
