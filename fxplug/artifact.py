@@ -23,11 +23,13 @@ from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, check_manifest, parse,
 from .module import Container, TracedModule
 from .rebuild import fill, read_modules, write_modules
 from .serialize import GraphReader, Unportable, decode, encode, only_keys, portable, write_graph
+from .turns import held
 
 DOCUMENT = ["format", "classes", "training", "modes", "twin_error", "meta", "extras", "tensors", "modules", "stacks", "graphs"]
 MODES = {"eval": False, "train": True}
 
 
+@held
 def save(
     module: TracedModule,
     folder: str | os.PathLike[str],

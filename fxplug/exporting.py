@@ -24,6 +24,7 @@ from .errors import FxplugError, did_you_mean
 from .module import Container, TracedModule, copy_graph, shell
 from .packages import Unfit, check_compiler, write
 from .structure import children, leaves, map_leaves
+from .turns import held
 
 FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2"}
 FREE: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -44,6 +45,7 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
+@held
 def export(
     module: TracedModule,
     path: str | os.PathLike[str],

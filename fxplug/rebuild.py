@@ -26,6 +26,7 @@ from .serialize import (
     is_import_path,
     only_keys,
 )
+from .turns import Turns
 
 INTERNAL = frozenset(vars(nn.Module())) | {"training"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -183,7 +184,7 @@ def _encode(value: Any) -> Any:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {k: v for k, v in vars(module).items() if k not in INTERNAL}
+    return {k: v for k, v in vars(module).items() if k not in INTERNAL and not isinstance(v, Turns)}
 
 
 def _changed_attributes(module: nn.Module, rebuilt: nn.Module) -> dict[str, Any] | str:
