@@ -27,12 +27,14 @@ from .programs import reach
 from .rebuild import fill, read_modules, write_modules
 from .serialize import GraphReader, only_keys, write_graph
 from .snapshot import Snapshot, snapshot
+from .turns import held
 from .values import Unportable, decode, encode, portable, whole
 
 DOCUMENT = ["format", "classes", "training", "modes", "twin_error", "meta", "extras", "tensors", "modules", "stacks", "graphs"]
 MODES = {"eval": False, "train": True}
 
 
+@held
 def save(
     module: TracedModule,
     folder: str | os.PathLike[str],

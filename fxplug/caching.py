@@ -15,6 +15,7 @@ from .errors import SpecError, did_you_mean
 from .module import TracedModule, shell
 from .slicing import Slices
 from .structure import leaves
+from .turns import during, turns_of
 
 TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 GAUGED = ("first", "rest", "short")  # the parts of a gauged policy
@@ -91,6 +92,7 @@ class _Stream:
     index: int
     since: int
     shapes: tuple[Any, ...]
+    changes: int
 
 
 class StepCache(nn.Module):
@@ -112,7 +114,8 @@ class StepCache(nn.Module):
     `clock` names the input that says where in a run a call is: as long as it moves in one direction the run goes on, when it
     goes back a new one begins, and calls at one time (conditional and unconditional ones, up to 8) are kept apart. It is
     read on the host. With None every call is the next step until `reset()`; call that too when a run was broken off. A call
-    with other shapes begins a run. One thread at a time.
+    with other shapes begins a run, and the first one after a change of adapters is computed in full. One thread at a time
+    calls it; others may change its adapters meanwhile.
 
     Raises SpecError for a module that has no marks, marks that cut nothing off, and an unknown clock.
     """
@@ -131,6 +134,7 @@ class StepCache(nn.Module):
         self._position = self._of_clock(clock)
         self._clock = clock
         self._options: dict[str, Any] | None = None
+        self._turns = turns_of(module)
         self._parts: dict[str, TracedModule] = {}  # no submodules: they hold what `module` holds
         for name in self.used:
             self._part(name)
@@ -215,6 +219,10 @@ class StepCache(nn.Module):
 
     @_between
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return during(self._turns, self._step, *args, **kwargs)
+
+    @_between
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
         number, shapes = self._advance(args, kwargs), _shapes(args, kwargs)
         old = self._streams.get(number)
         if old is not None and old.shapes != shapes:
@@ -235,7 +243,7 @@ class StepCache(nn.Module):
 
     @_eager
     def _in_full(self, old: _Stream | None, gauges: tuple[Tensor, ...]) -> bool:
-        if old is None:
+        if old is None or old.changes != self._changes():
             return True
         change = _change(gauges, old.gauges) if gauges else math.nan
         return bool(self.policy(Step(old.index, old.since, change)))
@@ -253,8 +261,11 @@ class StepCache(nn.Module):
         self.counts["full"] += 1
         own = self._owned(dict(enumerate(gauges))).values()
         index = 1 if old is None else old.index + 1
-        self._streams[number] = _Stream(self._owned(kept), tuple(own), index, 0, shapes)
+        self._streams[number] = _Stream(self._owned(kept), tuple(own), index, 0, shapes, self._changes())
         return result
+
+    def _changes(self) -> int:
+        return sum(turns.changes for turns in self._turns)
 
     @_eager
     def _taken(self, old: _Stream | None) -> dict[str, Tensor]:

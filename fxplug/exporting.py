@@ -27,6 +27,7 @@ from .reading import KINDS, reported
 from .sinks import written
 from .structure import children, leaves, map_leaves
 from .temporary import folder
+from .turns import held
 
 FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2"}
 FREE: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -51,6 +52,7 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
+@held
 def export(
     module: TracedModule,
     path: str | os.PathLike[str],

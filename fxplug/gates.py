@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .blocks import Block
+from .turns import Turns
 
 ROWS = 1024  # the most samples of a batch that can have entries of their own
 NAME = 128  # the most bytes of an adapter's name
@@ -29,6 +30,7 @@ class Table(Block):
     def __init__(self, slots: int, rank: int) -> None:
         super().__init__()
         self.slots, self.rank = slots, rank
+        self.turns = Turns()  # shells share it as they share the tensors, and a copy has its own
         self.register_buffer("weights", torch.zeros(ROWS, slots, dtype=torch.float32))
         self.register_buffer("entries", torch.zeros((), dtype=torch.int64))
         self.register_buffer("names", torch.zeros(slots, NAME, dtype=torch.uint8))

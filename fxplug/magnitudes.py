@@ -48,7 +48,7 @@ def check_numbers(graph: fx.Graph, limits: Limits = DEFAULT) -> None:
             )
         known[node] = found
         if node.target is ops.check_inputs and node.args:  # what comes after it has tensors there
-            known.update({n: None for n in node.all_input_nodes})
+            known.update(dict.fromkeys(node.all_input_nodes))
 
 
 def _check_operands(node: fx.Node) -> None:

@@ -9,19 +9,23 @@ import keyword
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo import trace_rules
+from torch._dynamo.eval_frame import skip_code
 
 from . import ops
 from .adapting.switching import Adapters
 from .errors import SpecError, TraceError
+from .turns import change, during, hold, inside, turns_of
 
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype)
 # names that torch's GraphModule and this one use themselves; a model's attribute of that name stays out
 RESERVED = {"meta", "shape_env", "attributes", "graphs", "graph", "code", "classes", "training", "twin_error"}
-OWN_STATE = {"_graph", "_twin", "_extras", "_origin", "_code", "_codes", "_graph_mode", "_adapters"}
+OWN_STATE = {"_graph", "_twin", "_extras", "_origin", "_code", "_codes", "_graph_mode", "_adapters", "_turns"}
 ROOT_STATE = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
 # a lookup that FX writes for a name such as "0"; or a string or comment, which is left as it is
 LOOKUP = re.compile(
@@ -211,6 +215,30 @@ def _is_ours(name: str) -> bool:
     return not name.startswith("_") and hasattr(TracedModule, name)
 
 
+def _in_turn(forward: Any) -> Any:
+    """A forward during which what is in the module's slots is not changed.
+
+    A compiler that is given the module runs this as it stands and compiles what is below; one that compiles something around
+    the module leaves it out.
+    """
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return forward(self, *args, **kwargs)
+        turns = self.__dict__.get("_turns")
+        if turns is None:
+            turns = self.__dict__["_turns"] = turns_of(self)
+        return during(turns, forward, self, *args, **kwargs) if turns else forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+# these frames are not compiled, what they call is; all wrappers have one code
+skip_code(_in_turn(nn.Module.forward).__code__)
+trace_rules.add(during.__module__)
+
+
 class TracedModule(fx.GraphModule):
     """A `torch.fx.GraphModule` that takes the place of the model it was traced from.
 
@@ -276,6 +304,7 @@ class TracedModule(fx.GraphModule):
 
             forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
             cls.forward = forward
+        cls.forward = _in_turn(cls.forward)
         return code
 
     def train(self, mode: bool = True) -> TracedModule:
@@ -289,13 +318,16 @@ class TracedModule(fx.GraphModule):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> TracedModule:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._retie()
+        turns = turns_of(self)
+        with nullcontext() if inside(turns) else change(turns):  # an offloader moves it for a run that holds its adapters
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            self._retie()
         return self
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        found = super().load_state_dict(*args, **kwargs)
-        self._retie()
+        with change(turns_of(self)):
+            found = super().load_state_dict(*args, **kwargs)
+            self._retie()
         return found
 
     def _retie(self) -> None:
@@ -340,9 +372,10 @@ class TracedModule(fx.GraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
         tree: Any = Container(self.classes)
-        for key, value in vars(self).items():
-            if key not in OWN_STATE and key != "meta":  # which may hold whole modules
-                tree.__dict__[key] = copy.deepcopy(value, memo)
+        with hold(turns_of(self)):
+            for key, value in vars(self).items():
+                if key not in OWN_STATE and key != "meta":  # which may hold whole modules
+                    tree.__dict__[key] = copy.deepcopy(value, memo)
         new = TracedModule(tree, {m: copy_graph(g) for m, g in self.graphs.items()}, self._origin, self._extras)
         new.meta = copy.copy(self.meta)
         new._retie()

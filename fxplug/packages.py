@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import sys
-import threading
 import warnings
 import weakref
 import zipfile
@@ -44,6 +43,7 @@ from .reading import about, opened, reported
 from .signatures import Json, Signature, describe
 from .sinks import written
 from .temporary import Folder, ended_by_exceptions, folder
+from .turns import Turns, change, during
 
 LOADER: Any = torch._C._aoti.AOTIModelPackageLoader
 TEMPORARY = "fxplug-package-"
@@ -226,56 +226,15 @@ def _read_by(program: ExportedProgram) -> set[str]:
 # --- running
 
 
-class Turns:
-    """Many calls at once, or one change: a change waits for the calls that run, and calls wait for a change.
-
-    `with turns.call()` is a call, `with turns` a change; a change within a change of the same thread is part of it.
-    """
-
-    def __init__(self) -> None:
-        self._free = threading.Condition()
-        self._calls, self._owner, self._depth, self._waiting = 0, 0, 0, 0
-
-    @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
-        with self._free:
-            self._free.wait_for(lambda: not self._owner and not self._waiting)
-            self._calls += 1
-        try:
-            yield
-        finally:
-            with self._free:
-                self._calls -= 1
-                self._free.notify_all()
-
-    def __enter__(self) -> None:
-        me = threading.get_ident()
-        with self._free:
-            if self._owner != me:
-                self._waiting += 1
-                self._free.wait_for(lambda: not self._owner and not self._calls)
-                self._waiting -= 1
-                self._owner = me
-            self._depth += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._free:
-            self._depth -= 1
-            if not self._depth:
-                self._owner = 0
-            self._free.notify_all()
-
-
 class PackageAdapters(Adapters):
     """The adapters of a package, by name: `load`, `use`, `unload` and `names` as those of a module.
 
     A change waits until the calls of the package that run are done, and later calls wait for it. Files are read before that.
     """
 
-    def __init__(self, manifest: Json, tensors: dict[str, torch.Tensor], turns: Turns) -> None:
+    def __init__(self, manifest: Json, tensors: dict[str, torch.Tensor], turns: tuple[Turns, ...]) -> None:
         self.banks, self.where = _banks(manifest)
-        self.tensors = tensors
-        self.lock = turns  # type: ignore[assignment]
+        self.tensors, self.turns = tensors, turns
 
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[self.where.get(name, name)]
@@ -283,9 +242,6 @@ class PackageAdapters(Adapters):
     def shapes(self) -> dict[str, Any]:
         """The weights of the whole model are the program's own."""
         return {}
-
-    def changed(self, names: Any) -> None:
-        """Nothing is left to do: the program reads the tensors themselves."""
 
     def load(self, name: str, source: Source, *, adapter: str | None = None, **options: Any) -> Fit:
         file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter)  # type: ignore[arg-type]
@@ -304,7 +260,7 @@ class Package:
     def __init__(self, loader: Any, manifest: Json, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
         self._loader, self.manifest, self.tensors, self.device = loader, manifest, tensors, device
         self._signature = Signature(manifest["signature"], device)
-        self._turns = Turns()
+        self._turns = (Turns(),)
         self._adapters = PackageAdapters(manifest, tensors, self._turns) if manifest.get("banks") else None
         # from here on the program reads these tensors where they lie
         loader.load_constants({k: t for k, t in tensors.items() if k in manifest["constants"]}, False, False, True)
@@ -322,11 +278,10 @@ class Package:
         Raises what `Signature.flatten` does, and FxplugError when the program itself fails.
         """
         flat = self._signature.flatten(args, kwargs)
-        with self._turns.call():
-            try:
-                out = self._loader.boxed_run(flat)
-            except RuntimeError as error:
-                raise FxplugError(f"the package failed in this call: {_first(error)}") from error
+        try:
+            out = during(self._turns, self._loader.boxed_run, flat)
+        except RuntimeError as error:
+            raise FxplugError(f"the package failed in this call: {_first(error)}") from error
         return self._signature.unflatten(out)
 
     def state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -355,7 +310,7 @@ class Package:
             ready[name] = value.detach().to(self.device, dtype).contiguous()
             if dtype.is_floating_point and not bool(torch.isfinite(ready[name]).all()):
                 raise FxplugError(f"{name} has values that are not finite")
-        with self._turns, torch.no_grad():
+        with change(self._turns), torch.no_grad():
             for name in self.tensors.keys() & ready.keys():
                 self.tensors[name].copy_(ready.pop(name))
             if ready:

@@ -13,19 +13,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.overrides import TorchFunctionMode
 
 from .blocks import Block
 from .errors import ArtifactError, did_you_mean, shown
 from .limits import DEFAULT, Limits
 from .module import PLAIN_TYPES, RESERVED, Container, TracedModule, is_plain_attribute, plain_attributes
 from .serialize import check_name, check_path, find_function, function_name, import_class, is_import_path, only_keys
+from .turns import Turns
 from .values import Unportable, decode, encode
 
 INTERNAL = frozenset(vars(nn.Module())) | {"training"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-BLOCKS = "adapters blocks conditions frequencies gates merging norms rotations slicing weights".split()  # the files of blocks
+BLOCKS = ["adapters", "blocks", "conditions", "frequencies", "gates", "merging", "norms", "rotations", "slicing", "weights"]  # the files of blocks
 # a recurrent layer finds its weights by names in these; they follow from its constructor, and no file has them
 BY_NAME = ("_flat_weights_names", "_all_weights", "_flat_weights", "_flat_weight_refs")
 KINDS = {
@@ -204,7 +205,7 @@ def _encode(value: Any) -> Any:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {k: v for k, v in vars(module).items() if k not in INTERNAL}
+    return {k: v for k, v in vars(module).items() if k not in INTERNAL and not isinstance(v, Turns)}
 
 
 def _changed_attributes(module: nn.Module, rebuilt: nn.Module) -> dict[str, Any] | str:

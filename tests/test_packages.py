@@ -470,41 +470,6 @@ def test_what_cannot_be_compiled(tmp_path, monkeypatch):
     assert not os.listdir(tmp_path)
 
 
-def test_a_change_waits_for_calls_and_calls_for_a_change(pair):
-    _, package = pair
-    turns, order, inside, leave = package._turns, [], threading.Event(), threading.Event()
-
-    def slow_call():
-        with turns.call():
-            inside.set()
-            leave.wait(10)
-            order.append("call")
-
-    def change():
-        with turns, turns:
-            order.append("change")
-
-    def late_call():
-        with turns.call():
-            order.append("late")
-
-    threads = [threading.Thread(target=slow_call)]
-    threads[0].start()
-    assert inside.wait(10)
-    with turns.call():
-        order.append("beside")  # calls run beside each other
-    for target in (change, late_call):
-        threads.append(threading.Thread(target=target))
-        threads[-1].start()
-        if target is change:
-            while not turns._waiting:
-                pass
-    leave.set()
-    for thread in threads:
-        thread.join(10)
-    assert order == ["beside", "call", "change", "late"]
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()

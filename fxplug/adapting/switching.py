@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import SpecError, did_you_mean
 from ..limits import DEFAULT, Limits
+from ..turns import Turns, change, hold, turns_of
 from .adapter_files import AdapterFile, Entry, Fit, fit, read
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
@@ -61,10 +62,21 @@ class Bank:
 class Adapters:
     """The adapters of a module with slots, by name.
 
-    One object belongs to one module: get it as `module.adapters`. Its calls may come from several threads and exclude each
-    other; they are meant to fall between calls of the module. What a call of the module takes from the slots is read at its
-    start, so that it never sees a half of a change of `use`, and an adapter that is being loaded is used by nobody yet.
+    Get them as `module.adapters`. Everything here may be called from any thread while others call the module, and a call sees
+    one state from its start to its end: a change (`load`, `use`, `unload`, `module.load_state_dict`, a move to another device)
+    waits for the calls that run, and later calls wait for it. Files are read before. A change that fails, at whatever place
+    and for whatever reason, changes nothing. One within a call of the same thread raises SpecError. Lowered forms that share
+    their slots with a module take turns with it; copies do not.
+
+    Calls are those of the module, also within others, compiled by itself or not. Where something *around* it is compiled, as
+    `torch.compile(nn.Sequential(module, head))`, its call is a part of that program, which waits for nobody: put `hold()`
+    around the calls there, and around a forward and its backward pass where activations are computed again in between
+    (`torch.utils.checkpoint`). On a GPU calls and changes are put in line on streams: those of one stream run in their order,
+    which is what threads do that choose none; with several streams the program has to wait for its events itself.
     """
+
+    turns: tuple[Turns, ...]
+    watchers: Sequence[Any] = ()
 
     def __init__(self, module: nn.Module) -> None:
         """Raises SpecError for a module without slots."""
@@ -80,7 +92,7 @@ class Adapters:
                 ]
         if not self.banks:
             raise SpecError("no pass here has slots: apply one with them, such as load_pass('lora', at=..., rank=16, slots=4)")
-        self.lock = threading.RLock()
+        self.turns = turns_of(module)
         self.watchers = [m for m in module.modules() if callable(getattr(m, "switched", None))]
 
     # --- what a package of another kind does in its own way
@@ -100,17 +112,77 @@ class Adapters:
         named = self.module.named_parameters()
         return {name.removesuffix(".weight"): value.shape for name, value in named if name.endswith(".weight")}
 
-    def changed(self, names: Sequence[str]) -> None:
-        """Called after tensors of these names were written."""
+    # --- turns
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """While this is entered nobody changes the adapters: several calls, such as the steps of one picture, see one choice.
+
+        Changes of other threads wait, calls go on; a change of this thread raises SpecError.
+        """
+        with hold(self.turns):
+            yield
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """While this is entered no other thread calls the module or changes its adapters: for several changes at once.
+
+        The other tensors of the slots may be written too, as an optimizer does; what is merged is made anew at the end. Raises
+        SpecError within a call of this thread.
+        """
+        with self._changing():
+            yield
+
+    @contextmanager
+    def _changing(self) -> Iterator[Callable[[Tensor, Any], None]]:
+        """A change, all or nothing: gives the function that writes a number or a tensor into a tensor of the slots."""
+        before: list[tuple[Tensor, Tensor]] = []
+
+        def write(target: Tensor, value: Any) -> None:
+            before.append((target, target.clone()))
+            if isinstance(value, Tensor):
+                target.copy_(value)
+            else:
+                target.fill_(value)
+
+        with change(self.turns):
+            try:
+                yield write
+                self._changed()
+            except BaseException:
+                while True:  # until it is done: whoever interrupts this gets his interrupt, but not a half of it
+                    try:
+                        for target, old in reversed(before):
+                            target.copy_(old)
+                        self._changed()
+                        break
+                    except KeyboardInterrupt:
+                        continue
+                    except Exception as error:
+                        self._set_fault(
+                            f"the weights of this module were left half-made by a change of adapters ({type(error).__name__}): "
+                            "adapters.use(...) makes them anew"
+                        )
+                        break
+                raise
+            self._set_fault("")
+
+    def _changed(self) -> None:
+        """What follows from the state of the slots is made anew."""
         for watcher in self.watchers:
-            watcher.switched(self.module)  # type: ignore[operator]
+            watcher.switched(self.module)
+
+    def _set_fault(self, text: str) -> None:
+        for turns in self.turns:
+            turns.fault = text
 
     # --- names
 
     @property
     def names(self) -> list[str]:
         """The adapters that are loaded, in the order of their slots."""
-        return list(dict.fromkeys(name for p in self.banks for name in self._names(p) if name))
+        with hold(self.turns):
+            return list(dict.fromkeys(name for p in self.banks for name in self._names(p) if name))
 
     @property
     def slots(self) -> int:
@@ -120,7 +192,7 @@ class Adapters:
     @property
     def active(self) -> dict[str, float] | list[dict[str, float]]:
         """What is used: the weight of each adapter that takes part, or that for each sample."""
-        with self.lock:
+        with hold(self.turns):
             tables = {p: (self._table(p, "weights"), int(self._table(p, "entries"))) for p in self.banks}
             named = {p: self._names(p) for p in self.banks}
         count = max(entries for _, entries in tables.values())
@@ -175,36 +247,35 @@ class Adapters:
         some of the layers are fine: what is missing adds nothing. `adapter` names one of several in a file, `part` the part
         of a pipeline that this module is; `config` is PEFT's adapter configuration where none lies beside (without it and
         without alphas in the source, the scale is 1). `partial` leaves out layers that are not here; `replace` takes the slot
-        of an adapter of that name, which is unused while it is written. `limits` bounds what is read of a file. Gives what
-        went where: see `fitting.Fit`.
+        of an adapter of that name, and is used as that was. `limits` bounds what is read of a file. Gives what went where: see
+        `fitting.Fit`.
 
         Raises ArtifactError for a file that cannot be read or has layers that are not here; SpecError for a name that is
         taken, full slots, a rank above theirs, or an update of another kind than they hold. Nothing is changed then.
         """
-        with self.lock:
+        self._check_new(name, replace)  # before a file is read
+        file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter, config=config, limits=limits)  # type: ignore[arg-type]
+        found = fit(file, {bank.path: bank.shape for banks in self.banks.values() for bank in banks}, part, self.shapes)
+        if not (partial and found.placed):
+            found.check()
+        ready = self._ready(found.placed)
+        with self._changing() as write:
             known = self._check_new(name, replace)
-            file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter, config=config, limits=limits)  # type: ignore[arg-type]
-            found = fit(file, {bank.path: bank.shape for banks in self.banks.values() for bank in banks}, part, self.shapes)
-            if not (partial and found.placed):
-                found.check()
-            ready = self._ready(found.placed)
             slots = {p: self._free(p, name) for p in ready}
             homes = {p: self._names(p).index(name) for p in self.banks if name in self._names(p)}
             used = {p: self._table(p, "weights")[:, slot].clone() for p, slot in homes.items()}
-            written = self._clear(name) if known else []
-            for p, tensors in ready.items():
-                for bank, key, tensor_name, value in tensors:
+            if known:
+                self._clear(name, write)
+            for p, rows in ready.items():
+                for bank, key, tensor_name, value in rows:
                     target = bank.views(key, self.tensor(tensor_name), slots[p])
-                    target[tuple(slice(n) for n in value.shape)].copy_(value)
-                    written.append(tensor_name)
-            for p in ready:
+                    write(target[tuple(slice(n) for n in value.shape)], value)
                 # as before, also where this pass had nothing of it until now
-                self._table(p, "weights")[:, slots[p]] = used.get(p, next(iter(used.values()), 0))
+                write(self._table(p, "weights")[:, slots[p]], used.get(p, next(iter(used.values()), 0)))
                 table = self._table(p, "names")
-                table[slots[p]].copy_(torch.tensor(list(name.encode().ljust(table.shape[1], b"\0")), dtype=torch.uint8))
-                written.append(f"{p}.gates.table.names")
-            self.changed(written)
-            return found
+                raw = list(name.encode().ljust(table.shape[1], b"\0"))
+                write(table[slots[p]], torch.tensor(raw, dtype=torch.uint8))
+        return found
 
     def _check_new(self, name: Any, replace: bool) -> bool:
         """Whether an adapter of this name is loaded. Raises SpecError for a name that cannot be taken."""
@@ -277,24 +348,20 @@ class Adapters:
     @torch.no_grad()
     def unload(self, name: str) -> None:
         """Free an adapter's slot; it is used no longer. Raises SpecError for a name that is not loaded."""
-        with self.lock:
-            self.changed(self._clear(self._check_known(name)))
+        with self._changing() as write:
+            self._clear(self._check_known(name), write)
 
-    def _clear(self, name: str) -> list[str]:
-        """Free an adapter's slots; gives the names of what was written."""
-        written: list[str] = []
+    def _clear(self, name: str, write: Callable[[Tensor, Any], None]) -> None:
+        """Free an adapter's slots."""
         for p, banks in self.banks.items():
             if name not in (names := self._names(p)):
                 continue
             slot = names.index(name)
-            self._table(p, "weights")[:, slot] = 0
-            self._table(p, "names")[slot] = 0
-            written += [f"{p}.gates.table.weights", f"{p}.gates.table.names"]
+            write(self._table(p, "weights")[:, slot], 0)
+            write(self._table(p, "names")[slot], 0)
             for bank in banks:
                 for key, tensor_name in self._parameters(bank).items():
-                    bank.views(key, self.tensor(tensor_name), slot).zero_()
-                    written.append(tensor_name)
-        return written
+                    write(bank.views(key, self.tensor(tensor_name), slot), 0)
 
     def _parameters(self, bank: Bank) -> dict[str, str]:
         """The names of a bank's parameters in the state dict."""
@@ -313,7 +380,7 @@ class Adapters:
         number, a position out of range, more entries than there is room for, or samples that differ in adapters that change
         the weight itself; nothing is changed then.
         """
-        with self.lock:
+        with self._changing() as write:
             single = what is None or isinstance(what, (str, Mapping))
             rows = [self._weights(what)] if single else [self._weights(entry, i) for i, entry in self._entries(what)]
             made: dict[str, tuple[Tensor, int]] = {}
@@ -334,12 +401,8 @@ class Adapters:
                     )
             for p, (table, entries) in made.items():
                 weights = self._table(p, "weights")
-                if single:
-                    weights.copy_(table.expand(weights.shape))
-                else:
-                    weights[: len(table)].copy_(table)
-                self._table(p, "entries").fill_(entries)
-            self.changed([f"{p}.gates.table.{name}" for p in self.banks for name in ("weights", "entries")])
+                write(weights if single else weights[: len(table)], table)
+                write(self._table(p, "entries"), entries)
 
     def _entries(self, what: Any) -> Iterator[tuple[int, Any]]:
         if isinstance(what, Tensor):

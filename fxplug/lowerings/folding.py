@@ -16,10 +16,12 @@ from ..module import Graph, TracedModule, copy_graph, shell
 from ..networks import GATES
 from ..paths import Port, identifier
 from ..places import Regions, added, listed
+from ..turns import held
 from .absorbing import BEHIND, LAYERS, PRODUCTS, Reader, argument, evaluate, inner, result_read
 from .deltas import Step, Use, accumulator, changed, mapped
 
 
+@held
 def merge(gm: TracedModule, passes: Sequence[str] | None = None) -> TracedModule:
     """The module with passes folded into a copy of the weights; `gm`, and every tensor of it, stays as it is.
 

@@ -11,11 +11,13 @@ import torch
 
 from ..errors import MatchError, SpecError, did_you_mean
 from ..module import TracedModule
+from ..turns import held
 from . import folding, forms, fusing, nesting, packing, remerging, shadowing
 
 MERGES = ("fold", "live", "remerge", "auto")
 
 
+@held
 def lower(
     gm: TracedModule,
     *,

@@ -14,6 +14,7 @@ from ..errors import SpecError
 from ..gates import Table
 from ..module import TracedModule, copy_graph, shell
 from ..networks import GATES
+from ..turns import held
 from ..weights import Update
 from .deltas import Step, Use, accumulator, mapped, updated, weight_of
 from .folding import Plan, check_unlowered, slotted, uniform
@@ -21,6 +22,7 @@ from .folding import Plan, check_unlowered, slotted, uniform
 HOME = "shadows"  # where the base weights lie in the module tree
 
 
+@held
 def live(gm: TracedModule) -> TracedModule:
     """The module with the adapters of its slots in the weights: as fast as a merged one, and switched as before.
 
@@ -71,6 +73,7 @@ def live(gm: TracedModule) -> TracedModule:
     return new
 
 
+@held
 def unlowered(module: TracedModule) -> TracedModule:
     """What a lowered module was made from, with the adapters that it has now; another module itself."""
     source = module.meta.get("source")
@@ -136,7 +139,6 @@ class Shadows(nn.Module):
         self.rows: list[Row] = []
         self.state: dict[str, list[Part]] = {}  # what each shadow was made of
         self.filled: dict[str, Any] = {}  # which slots of a bank hold something, and in which state that was found
-        self.accepted: dict[str, tuple[Tensor, int]] = {}  # the last choice that one weight could hold
 
     def add(self, use: Use, base: nn.Parameter, paths: dict[str, str]) -> None:
         """Keep the base of one weight."""
@@ -147,7 +149,7 @@ class Shadows(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        for known in (self.state, self.filled, self.accepted):
+        for known in (self.state, self.filled):
             known.clear()  # the weights may have been loaded too
 
     def forward(self, *args: Any) -> Any:
@@ -157,32 +159,25 @@ class Shadows(nn.Module):
     def switched(self, root: nn.Module) -> None:
         """Make those weights anew that another choice or another content of the slots concerns.
 
-        Raises SpecError where samples of a batch differ; the choice before is in force again then.
+        Raises SpecError where samples of a batch differ. A weight that was not finished is made anew by the next call.
         """
         gates = self.choice(root)
         for row in self.rows:
-            old = self.state.get(row.name)
+            old = self.state.pop(row.name, None)
             now = [self.part(root, path, gates[name], old[i] if old else None) for i, (_, path, name) in enumerate(row.steps)]
-            self.state[row.name] = now
             if old is None or any(a.contents is not b.contents or a.used != b.used for a, b in zip(old, now, strict=True)):
-                self.make(root, row, gates)
+                self.make(root, row, now, gates)
+            self.state[row.name] = now
 
     def choice(self, root: nn.Module) -> dict[str, list[float]]:
         """What is taken of each slot, by pass."""
         try:
-            gates = {name: uniform(root, name) for name in self.passes}
+            return {name: uniform(root, name).tolist() for name in self.passes}
         except SpecError:
-            for name, (weights, entries) in self.accepted.items():
-                table = _table(root, name)
-                table.weights.copy_(weights.expand_as(table.weights))
-                table.entries.fill_(entries)
             raise SpecError(
                 "entries for each sample do not go with a live merge, where all samples have one weight; nothing was changed: "
                 "use one choice for all, or lower with merge=None for mixed batches"
             ) from None
-        for name, row in gates.items():
-            self.accepted[name] = row, int(_table(root, name).entries)
-        return {name: row.tolist() for name, row in gates.items()}
 
     def part(self, root: nn.Module, path: str, gates: list[float], old: Part | None) -> Part:
         """What a bank gives with these gates; with the contents of `old` itself where they are still the same."""
@@ -199,12 +194,12 @@ class Shadows(nn.Module):
             return Part(used, seen, old.contents)
         return Part(used, seen, [part.clone() for part in contents])
 
-    def make(self, root: nn.Module, row: Row, gates: dict[str, list[float]]) -> None:
-        """Write one shadow weight, from its base."""
+    def make(self, root: nn.Module, row: Row, now: list[Part], gates: dict[str, list[float]]) -> None:
+        """Write one shadow weight, from its base and what goes into it now."""
         name = getattr(root, "meta", {}).get("originals", {}).get(row.name, row.name)
         shadow = root.get_parameter(name)
         base = self.get_parameter(row.base)
-        parts = [part for part, state in zip(row.steps, self.state[row.name], strict=True) if any(state.used)]
+        parts = [part for part, state in zip(row.steps, now, strict=True) if any(state.used)]
         if not parts:
             shadow.copy_(base)
             return
