@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import Block, along, channel_dim, torch_class
+from .blocks import Block, along, torch_class, width
 from .errors import SpecError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Ssf(Block):
     @classmethod
     def at(cls, site: Site, dim: int | None = None) -> Ssf:
         """A scale and a shift for any tensor; `dim` is where its channels are, if that is not to be guessed."""
-        return cls(*_width(site, site.args[0], dim))
+        return cls(*width(site, site.args[0], dim))
 
     def forward(self, y: Tensor) -> Tensor:
         return y * along(self.scale, y, self.dim) + along(self.shift, y, self.dim)
@@ -88,11 +88,11 @@ class Adapter(Block):
     ) -> Adapter:
         """An adapter between the two values that the rule's `args` name."""
         x, y = site.args
-        width, dim = _width(site, y, dim)
+        features, dim = width(site, y, dim)
         rest = [[n for i, n in enumerate(v.shape) if i != dim % max(len(v.shape), 1)] for v in (x, y)]
         if rest[0] != rest[1]:
             raise SpecError(f"an adapter from {x} to {y}: only the widths (dimension {dim}) may differ; put a serial one here")
-        return cls(x.shape[dim], width, bottleneck, act, scale, dropout, dim)
+        return cls(x.shape[dim], features, bottleneck, act, scale, dropout, dim)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         inner: Tensor = self.activation(self.down(x if self.dim == -1 else x.movedim(self.dim, -1)))
@@ -101,14 +101,6 @@ class Adapter(Block):
 
     def extra_repr(self) -> str:
         return f"scale={self.scale:g}, dropout={self.dropout:g}"
-
-
-def _width(site: Site, value: Value, dim: int | None) -> tuple[int, int]:
-    """How many channels a value has, and in which dimension: `dim`, or what its layer and its shape tell. Raises SpecError."""
-    dim = channel_dim(site, value) if dim is None else dim
-    if not value.shape or not -len(value.shape) <= dim < len(value.shape):
-        raise SpecError(f"{value} has no dimension {dim!r}")
-    return value.shape[dim], dim
 
 
 class Prompt(Block):

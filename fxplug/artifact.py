@@ -102,10 +102,20 @@ def load(
 # --- the document
 
 
-def _document(module: TracedModule) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-    """graph.json, and the tensors of each weight file."""
+def check_savable(module: TracedModule) -> list[str]:
+    """The classes that `load` would have to be allowed. No values are read, and nothing is written.
+
+    Raises ArtifactError for what `save` would refuse to write.
+    """
+    document, _ = _document(unlowered(module), values=False)
+    classes = {record["class"] for record in document["modules"].values() if ":" in record.get("class", "")}
+    return sorted(name for name in classes if not name.startswith("fxplug."))
+
+
+def _document(module: TracedModule, values: bool = True) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """graph.json, and the tensors of each weight file, unless `values` are not wanted."""
     passes = _pass_names(module)
-    tensors, files = _tensors(module, passes)
+    tensors, files = _tensors(module, passes, values)
     stacks: list[Any] = []
     try:
         modules = write_modules(module)
@@ -146,7 +156,7 @@ def _pass_names(module: TracedModule) -> list[str]:
 
 
 def _tensors(
-    module: TracedModule, passes: Sequence[str]
+    module: TracedModule, passes: Sequence[str], values: bool
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, torch.Tensor]]]:
     """What graph.json says of each tensor, and the tensors by file; one that has two names is stored once."""
     records: dict[str, dict[str, Any]] = {}
@@ -162,6 +172,7 @@ def _tensors(
         first[id(tensor)] = name
         if tensor.is_meta:
             record["stored"] = False
+        if tensor.is_meta or not values:
             continue
         prefix = name.partition(".")[0]
         file = f"{prefix}.safetensors" if prefix in passes else "model.safetensors"

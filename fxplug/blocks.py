@@ -11,14 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import samples
+from . import channels, samples
 from .errors import SpecError, did_you_mean
 
 if TYPE_CHECKING:
     from .match import Site, Value
 
 CONVOLUTIONS: dict[str, type[nn.Module]] = {"Conv1d": nn.Conv1d, "Conv2d": nn.Conv2d, "Conv3d": nn.Conv3d}
-CHANNELS_FIRST = ("_ConvNd", "_BatchNorm", "_NormBase", "GroupNorm", "_AdaptiveAvgPoolNd", "_MaxPoolNd")
 
 
 class Block(nn.Module):
@@ -283,9 +282,8 @@ class Scale(Block):
 
     @classmethod
     def at(cls, site: Site, dim: int | None = None) -> Scale:
-        value = site.args[0]
-        dim = channel_dim(site, value) if dim is None else dim
-        return cls(value.shape[dim], dim)
+        """A gate for any tensor; `dim` is where its channels are, if the layers around do not tell. Raises SpecError."""
+        return cls(*width(site, site.args[0], dim))
 
     def forward(self, y: Tensor) -> Tensor:
         return y * along(self.weight, y, self.dim)
@@ -309,14 +307,14 @@ class Skip(Block):
     @classmethod
     def at(cls, site: Site, dim: int | None = None) -> Skip:
         value, source = site.args
-        dim = channel_dim(site, value) if dim is None else dim
+        features, dim = width(site, value, dim)
         rest = [[n for i, n in enumerate(v.shape) if i != dim % max(len(v.shape), 1)] for v in (value, source)]
         if rest[0] != rest[1]:
             raise SpecError(
                 f"a skip from {source} to {value}: only the widths (dimension {dim}) may differ; "
                 "use a block of your own that reshapes"
             )
-        return cls(source.shape[dim], value.shape[dim], dim)
+        return cls(source.shape[dim], features, dim)
 
     def forward(self, value: Tensor, source: Tensor) -> Tensor:
         if self.weight.dim() == 1:
@@ -371,12 +369,33 @@ def torch_class(name: str) -> type[nn.Module]:
 
 
 def channel_dim(site: Site, value: Value) -> int:
-    """Where the channels of a value are: 1 behind convolutions and for images, else the last dimension."""
-    if any(name in CHANNELS_FIRST for name in site.classes):
-        return 1
-    if "Linear" in site.classes or "LayerNorm" in site.classes:
-        return -1
-    return 1 if len(value.shape) >= 4 else -1
+    """Where the channels of a value are: as the layer of the site has them, else as the layers around it do.
+
+    The last dimension is -1, others are counted from the first. Raises SpecError where nothing tells.
+    """
+    rank = len(value.shape)
+    if value.node is None or not rank:
+        raise SpecError(channels.unknown(value))
+    leaf = site.y.node if site.y is not None else None
+    dim: int | None = None
+    if leaf is not None and leaf.op == "call_module" and (value.node is leaf or value.node in leaf.all_input_nodes[:1]):
+        own = channels.of_layer(site.module, rank)
+        dim = None if own is None or -own > rank else own + rank
+    if dim is None:
+        dim = 0 if rank == 1 else channels.dimension(value.node, site.root)
+    if dim is None:
+        raise SpecError(channels.unknown(value))
+    return -1 if dim == rank - 1 else dim
+
+
+def width(site: Site, value: Value, dim: int | None) -> tuple[int, int]:
+    """How many channels a value has, and in which dimension: `dim`, or what its layer and its shape tell. Raises SpecError."""
+    if value.members is not None:
+        raise SpecError(f"{value.address} is several values: name the one whose channels are meant")
+    dim = channel_dim(site, value) if dim is None else dim
+    if not isinstance(dim, int) or isinstance(dim, bool) or not value.shape or not -len(value.shape) <= dim < len(value.shape):
+        raise SpecError(f"{value} has no dimension {dim!r}")
+    return value.shape[dim], dim
 
 
 def along(weight: Tensor, y: Tensor, dim: int) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx, nn
 
 from . import ops
-from .errors import ClashError, MatchError, SpecError
+from .errors import ClashError, SpecError
 from .fakes import no_collection, writable
 from .grafting import Graft, Traces, head
 from .making import make_block, record
@@ -21,7 +21,20 @@ from .networks import check_traced, joined
 from .paths import Port, identifier, parse_port, parse_relative
 from .places import Region, Regions, added, find_input, find_output, members, source
 from .rules import Pass
-from .slots import Slot, flat_ports, hand_over, map_ports, needed, nodes_in, reaches, same_structure, structure, unlooped
+from .slots import (
+    Slot,
+    backward,
+    check_flow,
+    check_order,
+    flat_ports,
+    hand_over,
+    map_ports,
+    needed,
+    nodes_in,
+    same_structure,
+    structure,
+    unlooped,
+)
 
 
 def apply(gm: TracedModule, *passes: Pass) -> TracedModule:
@@ -119,6 +132,7 @@ class Editor:
                     self.map_parameter(site, *blocks[id(site)])
                 else:
                     self.insert(site, blocks.get(id(site)))
+        check_flow(self.graph, self.p.name)
         self.graph.lint()
 
     def present(self, site: Site) -> bool:
@@ -151,7 +165,7 @@ class Editor:
             if value is slot.value or value is slot.only:
                 continue
             reading: set[fx.Node] = unlooped(slot, value) if made is None else set()
-            self.check_order(site, slot, args, value if made is None else max(given), reading)
+            check_order(site, slot, args, value if made is None else max(given), reading)
             if stacked and rule.combine == "sum":
                 value = self.node("call_function", operator.add, (slot.value, value), site, max(slot.value, value))
             elif value not in new or value in taken:  # a name of its own: it is also something else
@@ -357,20 +371,6 @@ class Editor:
         node.meta["pass"] = {"name": self.p.name}
         return node
 
-    def check_order(self, site: Site, slot: Slot, args: list[Any], late: fx.Node, reading: set[fx.Node]) -> None:
-        """Refuse a block whose inputs come from behind the place where its result is used; `reading` goes on as it is."""
-        given = [*nodes_in(args), *reading]
-        early = [u for u in slot.users() if u <= late and u not in given]
-        if not early:
-            return
-        index = next((i for i, arg in enumerate(args) if late in nodes_in(arg)), 0)
-        where = f"{site.rule.where}: " if str(site.rule.where) else ""
-        why = "depends on it" if reaches(early, late) else "is computed only after it was used"
-        raise MatchError(
-            f"{where}{self.p.name}: the value '{site.args[index].address or site.rule.args[index]}' cannot flow to "
-            f"'{site.port}': it {why}, so it would flow backward; a value can only flow to what runs later"
-        )
-
     # --- parameters
 
     def map_parameter(self, site: Site, name: str, block: nn.Module) -> None:
@@ -403,7 +403,7 @@ class Editor:
             self.behind[f"block:{name}"] = result
         early = [user for _, user in users if user <= result]
         if early:
-            raise MatchError(f"{self.p.name}: what maps '{site.port}' is computed only after the parameter was used")
+            raise backward(site, args, last, "the parameter is read first", early)
         for node, user in users:
             user.replace_input_with(node, result)
         self.behind[full] = result

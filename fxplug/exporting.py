@@ -122,6 +122,27 @@ def _target(path: Path, to: str) -> Path:
         return path if path.suffix == ".pt2" else path.with_name(f"{path.name.removesuffix(f'.{to}')}{FORMATS[to]}")
 
 
+PLAIN = (torch.Tensor, torch.SymInt, int, float, bool, str, type(None))  # what an exported program may give
+GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
+
+
+def hindrance(module: TracedModule, inputs: Any, result: Any = None) -> str | None:
+    """Why `export` cannot take a module, as far as its graph, its inputs and its result tell; None where they do not.
+
+    Nothing is exported for it: torch's own objections to a single operation are found by exporting only.
+    """
+    for graph in module.graphs.values():
+        for node in graph.nodes:
+            if node.op.startswith("call") and node.target in GRADIENTS:
+                return f"'{node.name}' computes gradients inside the model, which torch.export has no form for"
+    if any(isinstance(value, torch.Generator) for value in leaves(inputs)):
+        return "one of the inputs is a random generator, which no exported program takes"
+    odd = next((value for value in leaves(result) if not isinstance(value, PLAIN) and not isinstance(value, torch.Size)), None)
+    if odd is not None:
+        return f"the result holds a {type(odd).__module__}.{type(odd).__qualname__}, which no exported program gives"
+    return None
+
+
 # --- for a package
 
 

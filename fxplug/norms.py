@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .blocks import Block
 from .errors import SpecError
-from .weights import norm_except, over_norm, weight_at
+from .weights import in_place_of, norm_except, over_norm, weight_at
 
 if TYPE_CHECKING:
     from .match import Site
@@ -48,7 +48,7 @@ class WeightNorm(Block):
         return block
 
     def forward(self, value: Tensor) -> Tensor:
-        return (value * over_norm(self.magnitude, norm_except(value, self.dim))).to(value.dtype)
+        return in_place_of(value * over_norm(self.magnitude, norm_except(value, self.dim)), value)
 
 
 def power_iteration(matrix: Tensor, u: Tensor, v: Tensor, steps: int, eps: float) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ class SpectralNorm(Block):
         else:
             # a later call in training must not change what this call's gradient reads
             u, v = u.clone(), v.clone()
-        return (value / torch.dot(u, matrix @ v)).to(value.dtype)
+        return in_place_of(value / torch.dot(u, matrix @ v), value)
 
 
 def _check_dim(dim: object, shape: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .blocks import Block
 from .errors import SpecError
-from .weights import divisors, weight_at
+from .weights import divisors, in_place_of, weight_at
 
 if TYPE_CHECKING:
     from .match import Site
@@ -98,7 +98,7 @@ class Oft(Block):
     def forward(self, value: Tensor) -> Tensor:
         matrices = skew(self.rotation, self.size)
         rotations = neumann(matrices, self.terms) if self.terms else cayley(matrices)
-        return turned(value.flatten(1), rotations.to(value.dtype)).reshape(self.shape)
+        return in_place_of(turned(value.flatten(1), rotations.to(value.dtype)).reshape(self.shape), value)
 
     def extra_repr(self) -> str:
         return f"{self.shape}, {self.rotation.shape[0]} of size {self.size}{', shared' if self.share else ''}"
@@ -152,7 +152,7 @@ class Boft(Block):
         matrix = value.flatten(1)
         for order, level in zip(self.order, rotations.to(value.dtype), strict=True):
             matrix = turned(matrix[:, torch.argsort(order)], level)[:, order]
-        return (matrix * self.magnitude).reshape(self.shape).to(value.dtype)
+        return in_place_of((matrix * self.magnitude).reshape(self.shape), value)
 
     def extra_repr(self) -> str:
         return f"{self.shape}, {self.levels} levels of {self.rotation.shape[1]} blocks of size {self.size}"

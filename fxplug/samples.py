@@ -67,7 +67,7 @@ def _after(node: fx.Node, given: fx.Node, before: int, batch: int) -> int | None
     if name in SAME_ORDER and math.prod(old) == math.prod(new):
         return before
     if name in MOVED:
-        return None if dim < 0 else _moved(node, name, len(old), dim)
+        return None if dim < 0 else _moved(node, len(old), dim)
     if dim >= 0:
         kept = len(old) == len(new) and old[dim] == new[dim]
         return math.prod(new[:dim]) if kept else None
@@ -75,17 +75,22 @@ def _after(node: fx.Node, given: fx.Node, before: int, batch: int) -> int | None
     return before if old[:-1] == new[:-1] else None
 
 
-def _moved(node: fx.Node, name: str, dims: int, dim: int) -> int | None:
-    """As `before`, behind a function that only changes the order of dimensions."""
+def order(node: fx.Node, dims: int) -> list[int] | None:
+    """Which dimension of its input each dimension of the result of a function is that only changes their order."""
     constants = [*node.args[1:], *node.kwargs.values()]
     if any(isinstance(value, fx.Node) for value in constants):
         return None
     # a tensor whose sizes are its dimensions' numbers says where each goes
     marked: Any = torch.empty([2 + d for d in range(dims)], device="meta")
-    call = getattr(torch.Tensor, name)
-    order = [size - 2 for size in call(marked, *node.args[1:], **node.kwargs).shape]
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return [size - 2 for size in getattr(torch.Tensor, name)(marked, *node.args[1:], **node.kwargs).shape]
+
+
+def _moved(node: fx.Node, dims: int, dim: int) -> int | None:
+    """As `before`, behind a function that only changes the order of dimensions."""
+    moved = order(node, dims)
     sizes: Sequence[int] = node.meta["shape"]
-    return math.prod(sizes[: order.index(dim)])
+    return None if moved is None else math.prod(sizes[: moved.index(dim)])
 
 
 def _dimension(shape: Sequence[int], before: int, batch: int) -> int:

@@ -9,6 +9,8 @@ import networkx
 from torch import fx
 
 from . import ops
+from .errors import MatchError
+from .match import Site
 from .paths import Port
 from .structure import children, leaves
 
@@ -77,6 +79,40 @@ def unlooped(slot: Slot, value: fx.Node) -> set[fx.Node]:
         if all(user > value for user in edge.users):
             value.append(edge)
     return set()
+
+
+# --- the order of a graph
+
+
+def check_order(site: Site, slot: Slot, args: list[Any], late: fx.Node, reading: set[fx.Node]) -> None:
+    """Refuse a block whose inputs come from behind the place where its result is used; `reading` goes on as it is."""
+    early = [u for u in slot.users() if u <= late and u not in reading]
+    if early:
+        raise backward(site, args, late, f"'{site.port}' runs first", early)
+
+
+def backward(site: Site, args: list[Any], late: fx.Node, first: str, early: list[fx.Node]) -> MatchError:
+    """What to say of an argument, `late` in it, that is computed behind the place where it is wanted."""
+    index = next((i for i, arg in enumerate(args) if late in nodes_in(arg)), 0)
+    where = f"{site.rule.where}: " if str(site.rule.where) else ""
+    why = "depends on it" if reaches(early, late) else "is computed only after it was used"
+    value = site.args[index].address or site.rule.args[index]
+    return MatchError(
+        f"{where}{site.pass_name}: the value '{value}' cannot flow to '{site.port}': {first}, and '{value}' {why}, so it would "
+        "flow backward; a value can only flow to what runs later"
+    )
+
+
+def check_flow(graph: fx.Graph, name: str) -> None:
+    """Refuse a graph in which the pass of this name made something be read before it is there."""
+    for node in graph.nodes:
+        late = next((a for a in node.all_input_nodes if a > node), None)
+        if late is not None:
+            place = late.meta.get("pass", {}).get("site") or late.name
+            raise MatchError(
+                f"{name}: what is put in at '{place}' is computed from values that come after '{node.name}', which reads it: "
+                "a value can only flow to what runs later"
+            )
 
 
 # --- nested values

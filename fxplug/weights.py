@@ -35,6 +35,28 @@ def output_dim(site: Site) -> int:
     return int("Embedding" in site.classes or "_ConvTransposeNd" in site.classes)
 
 
+def in_place_of(result: Tensor, value: Tensor) -> Tensor:
+    """`result`, of the shape of a parameter, in its dtype and its place in memory: with the same strides.
+
+    Which kernel reads a weight, and so the last bit of what it gives, depends on them. A parameter whose elements share
+    memory, as an expanded one's do, cannot be followed there.
+    """
+    result = result.to(value.dtype)
+    if result.stride() == value.stride() or _overlaps(value):
+        return result
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(result)
+
+
+def _overlaps(value: Tensor) -> bool:
+    """Whether elements of a tensor may share memory."""
+    reach = 1
+    for stride, size in sorted((st, n) for st, n in zip(value.stride(), value.shape, strict=True) if n > 1):
+        if stride < reach:
+            return True
+        reach = stride * size
+    return False
+
+
 # --- low rank
 
 
@@ -78,7 +100,7 @@ class Update(Block):
         return {"kind": type(self).__name__, "slots": self.slots, "rank": self.rank, "shape": self.shape, "parameters": names}
 
     def forward(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
-        return self.updated(value, uniform).to(value.dtype)
+        return in_place_of(self.updated(value, uniform), value)
 
     def updated(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
         """The parameter with the update added, or with those of all slots."""
@@ -196,7 +218,7 @@ class Dora(LoraWeight):
     def forward(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
         changed = self.updated(value)
         norm = norm_except(changed.detach().to(value.dtype), self.dim)
-        return (changed * over_norm(self.magnitude.reshape(norm.shape), norm)).to(value.dtype)
+        return in_place_of(changed * over_norm(self.magnitude.reshape(norm.shape), norm), value)
 
 
 # --- Hadamard product
@@ -436,4 +458,4 @@ class Delta(Block):
         return cls(weight_at(site, "a change", 0).shape)
 
     def forward(self, value: Tensor) -> Tensor:
-        return (value + self.delta).to(value.dtype)
+        return in_place_of(value + self.delta, value)

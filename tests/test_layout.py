@@ -18,14 +18,15 @@ ORDER = """
     wording sizes fakes zipped pickled weightfiles onnxfiles
     adapting.updates adapting.renaming adapting.fitting adapting.finding adapting.adapter_files adapting.switching
     module nodes recording regions modes entry restore tracing printing
-    grafting places networks misses match making slots samples
+    grafting places networks misses match making slots samples channels
     blocks gates weights rotations norms adapters conditions merging frequencies
-    edit lowerings.kernels lowerings.products lowerings.forms lowerings.fusing lowerings.remerging checks
+    edit lowerings.kernels lowerings.products lowerings.forms lowerings.fusing lowerings.remerging
+    probe differing neutrality
     lowerings.deltas lowerings.absorbing lowerings.folding lowerings.shadowing
     cutting lowerings.packing lowerings.choosing lowerings.outlining lowerings.nesting slicing caching
     lowerings.sharding lowerings.batchnorms lowerings.tuning lowerings.lowering
     manifest folders snapshot values programs magnitudes serialize rebuild artifact
-    archives temporary sinks machines expressions signatures packed packages exporting models flow pages
+    archives temporary sinks machines expressions signatures packed packages exporting models checks flow pages
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
     compat.drivers compat.builtin compat.entries compat.hcp_config compat.everydream
     training.draws
