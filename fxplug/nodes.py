@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import operator
+import re
 import threading
+from dataclasses import dataclass, field
+from traceback import walk_tb
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -19,11 +23,31 @@ from .module import Graph
 from .paths import identifier
 from .sizes import KINDS, Number, Recorder
 from .structure import children
-from .wording import source_line
+from .wording import is_user_code, source_line, user_frame
 
 PRINTABLE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
 PRINTABLE += (torch.memory_format, torch.layout, range)
+NUMBERS = (bool, *KINDS)
+NUMBER_KIND = re.compile(rf"\b({'|'.join(kind.__name__ for kind in (Number, *KINDS.values()))}|Sym(Int|Float))\b")
 SMALL = 16  # a constant of at most so many numbers is written into the code, a larger one becomes a buffer
+
+
+@dataclass
+class Tries:
+    """What earlier tries to record the same call found that a run needs: autograd on fakes too, code that takes plain numbers."""
+
+    autograd: bool = False
+    plain: set[CodeType] = field(default_factory=set)
+
+    def learn(self, error: TypeError) -> bool:
+        """Whether another try can help: the code that met a recorded number where only Python's own will do takes plain ones."""
+        if not NUMBER_KIND.search(str(error)):
+            return False
+        frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_user_code(frame)]
+        new = next((f.f_code for f in reversed(frames) if f.f_code not in self.plain), None)
+        if new is not None:
+            self.plain.add(new)
+        return new is not None
 
 
 class Frame:
@@ -39,7 +63,7 @@ class Frame:
 class Nodes(TorchFunctionMode, Recorder):
     """A graph that grows: tensors and numbers are tied to its nodes."""
 
-    def __init__(self, model: nn.Module, mode: FakeTensorMode | None, device: torch.device, measured: bool, results: Results):
+    def __init__(self, model: nn.Module, mode: FakeTensorMode | None, device: torch.device, measured: bool, results: Results, tries: Tries):
         super().__init__()
         self.results = results
         self.model = model
@@ -55,11 +79,16 @@ class Nodes(TorchFunctionMode, Recorder):
         self.kept: list[Any] = []  # objects whose id is a key above or below must stay alive
         self.opaque: dict[int, fx.Node] = {}
         self.frame = Frame("", type(model).__qualname__, None)
-        self.numbers: dict[Any, Number] = {}
+        self.numbers: dict[Any, fx.Node] = {}
         self.guards: set[fx.Node] = set()
         self.device_node: fx.Node | None = None
         self.first_tensor: fx.Node | None = None
         self.reads_training = False
+        self.autograd = tries.autograd or mode is None
+        self.states: set[Any] = set()
+        self.switched = 0  # how often the model changed a mode of torch so far
+        self.inference: list[bool] = [torch.is_inference_mode_enabled()]
+        self.plain = tries.plain
         self.active = False
         self.paused = False
         self.thread = threading.get_ident()
@@ -193,16 +222,15 @@ class Nodes(TorchFunctionMode, Recorder):
             if (self.recorded(out) or id(out) in self.parameters) and not node.meta.get("effect"):
                 out = self.alias(out)
             return self.mark(out, node)
-        if type(out) in KINDS:
-            node.meta["value"] = out
-            return KINDS[type(out)](self, node, out)
+        if type(out) in NUMBERS:
+            return self.held(node, out)
         members = children(tuple(out) if isinstance(out, torch.Size) else out)
         if members is None:
             return out
         new: dict[Any, Any] = {}
         for key, member in members:
             new[key] = member
-            if isinstance(member, (torch.Tensor, tuple, list, dict)) or type(member) in KINDS:
+            if isinstance(member, (torch.Tensor, tuple, list, dict)) or type(member) in NUMBERS:
                 item = self.node("call_function", operator.getitem, (node, key), {}, f"{node.name}_{key}")
                 new[key] = self.bind(member, item)
         if isinstance(out, dict):
@@ -211,14 +239,33 @@ class Nodes(TorchFunctionMode, Recorder):
             return type(out)(list(new.values()))
         return type(out)(*new.values()) if type(out) is not tuple else tuple(new.values())
 
+    def held(self, node: fx.Node, value: Any) -> Any:
+        """A plain value that a node gives, as Python gets it: numbers remember their node, what is true or false is decided."""
+        node.meta["value"] = value
+        kind = KINDS.get(type(value))
+        if kind is None or self.wants_plain(user_frame() if self.plain else None):
+            return self.settle(node, value)
+        return kind(self, node, value)
+
+    def wants_plain(self, frame: FrameType | None) -> bool:
+        """Whether code runs that failed on recorded numbers in an earlier try."""
+        return frame is not None and frame.f_code in self.plain
+
+    def settle(self, node: fx.Node, value: Any) -> Any:
+        """Python needs the plain value of a node."""
+        raise NotImplementedError
+
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same values as another tensor object, which can have a node of its own."""
         with torch._C.DisableTorchFunction():
-            if type(tensor) is not FakeTensor:
-                return torch.ops.aten.alias.default(tensor)  # type: ignore[no-any-return]
-            # a fake tensor has no storage to share, and making one anew costs a fraction of a dispatch
-            assert self.mode is not None
-            return fake(tensor, self.mode, tensor.fake_device, tensor.constant)
+            if type(tensor) is not FakeTensor or tensor.requires_grad:
+                new: torch.Tensor = torch.ops.aten.alias.default(tensor)
+            else:
+                # a fake tensor has no storage to share, and making one anew costs a fraction of a dispatch
+                assert self.mode is not None
+                new = fake(tensor, self.mode, tensor.fake_device, tensor.constant)
+            new._fxplug_of = tensor  # type: ignore[attr-defined]
+            return new
 
     def computed(self, value: Any) -> bool:
         """Whether a tensor depends on the inputs, and not on constants and weights alone."""

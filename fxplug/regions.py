@@ -126,7 +126,6 @@ class Regions:
         node = recording.node("call_function", ops.edge, (source,), {}, identifier("_".join(filter(None, parts)) or "out"))
         node.meta.update(port=port, index=index)
         new = recording.mark(recording.alias(tensor), node)
-        new._fxplug_of = tensor  # type: ignore[attr-defined]
         if originals is not None:
             originals[id(new)] = (new, tensor)
         return new

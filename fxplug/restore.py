@@ -64,7 +64,7 @@ class _State:
             done |= new
             for name in new:
                 space = sys.modules.get(name)
-                if isinstance(space, ModuleType) and not _foreign(name):
+                if isinstance(space, ModuleType) and not foreign(name):
                     self.walk_space(space)
 
     def walk(self, value: Any) -> None:
@@ -82,7 +82,7 @@ class _State:
         elif isinstance(value, tuple):
             for member in value:
                 self.walk(member)
-        elif isinstance(value, nn.Module) or not _foreign(type(value).__module__):
+        elif isinstance(value, nn.Module) or not foreign(type(value).__module__):
             self.seen.add(id(value))
             self.walk_class(type(value))
             attributes = getattr(value, "__dict__", None)
@@ -98,7 +98,7 @@ class _State:
 
     def walk_class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if id(base) in self.seen or _foreign(base.__module__):
+            if id(base) in self.seen or foreign(base.__module__):
                 continue
             self.seen.add(id(base))
             self.spaces.add(base.__module__)
@@ -131,7 +131,7 @@ class _State:
             members = [v for name in now for v in _globals(name)]
             names = {v.__name__ for v in members if isinstance(v, ModuleType)}
             names |= {v.__module__ for v in members if isinstance(v, (FunctionType, CACHE, type))}
-            now = {name for name in names - done if not _foreign(name)}
+            now = {name for name in names - done if not foreign(name)}
             done |= now
             found.extend(cache for name in now for value in _globals(name) for cache in _caches_of(value))
         return [cache for cache in found if id(cache) not in known]
@@ -166,7 +166,7 @@ def _globals(name: str) -> list[Any]:
     return list(vars(module).values()) if isinstance(module, ModuleType) else []
 
 
-def _foreign(module: object) -> bool:
+def foreign(module: object) -> bool:
     """Whether a class lives where no model keeps its state."""
     if not isinstance(module, str):
         return True

@@ -19,12 +19,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import entry, modes, targets
+from . import entry, modes, surroundings, targets
 from .errors import FxplugError, TraceError, did_you_mean
 from .fakes import Results, fake, no_collection
 from .module import RESERVED, Container, Graph, TracedModule, class_names, plain_attributes
+from .nodes import Tries
 from .paths import select
-from .recording import NeedsValues, Recording
+from .recording import NeedsAutograd, NeedsValues, Recording
 from .regions import Regions
 from .restore import restored, same_random, same_values
 from .sizes import recorded_math
@@ -126,7 +127,21 @@ def _record(
     return _run(model, call, leaves, False, False, training, results)
 
 
-def _run(
+def _run(*args: Any) -> _Traced:
+    """Record one call, again with what a try has found that a run needs."""
+    tries = Tries()
+    while True:
+        try:
+            return _try(*args, tries)
+        except NeedsAutograd:
+            tries.autograd = True
+        except TypeError as error:
+            if not tries.learn(error):
+                raise
+        gc.collect()
+
+
+def _try(
     model: nn.Module,
     call: Any,
     leaves: set[str],
@@ -134,12 +149,14 @@ def _run(
     measured: bool,
     training: bool | None,
     results: Results,
+    tries: Tries,
 ) -> _Traced:
     mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
     weights = [*model.parameters(), *model.buffers()]
     inputs = [x for x in values(call) if isinstance(x, torch.Tensor)]
     device = next((t.device for t in [*inputs, *weights] if not t.is_meta), torch.device("cpu"))
-    recording = Recording(model, mode, device, measured, results)
+    recording = Recording(model, mode, device, measured, results if not tries.autograd else Results(remember=False), tries)
+    grad = torch.is_grad_enabled()
     regions = Regions(recording, leaves)
     with contextlib.ExitStack() as stack:
         held = stack.enter_context(restored(model))
@@ -147,7 +164,7 @@ def _run(
         stack.enter_context(torch.no_grad())
         stack.enter_context(same_random(model))
         if mode is not None:
-            stack.enter_context(_fake_weights(model, mode, device, recording.parameters))
+            stack.enter_context(_fake_weights(model, mode, device, recording.parameters, tries.autograd))
             stack.enter_context(mode)
         else:
             for name, tensor in _named_tensors(model):
@@ -155,11 +172,12 @@ def _run(
             stack.enter_context(same_values(model, held, device))
             stack.enter_context(_Made(recording))
         stack.enter_context(_patched(recording, regions, training))
+        stack.enter_context(torch.set_grad_enabled(grad))  # the model is asked in the mode that its caller has
         try:
             entry.run(recording, regions, *call)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NeedsValues(recording.needs_values(error)) from error
-        except (FxplugError, NeedsValues):
+        except (FxplugError, NeedsValues, NeedsAutograd):
             raise
         except Exception as error:
             error.add_note(f"while tracing {recording.place(error)}")
@@ -189,7 +207,9 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @contextlib.contextmanager
-def _fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device, names: dict[int, str]) -> Iterator[None]:
+def _fake_weights(
+    model: nn.Module, mode: FakeTensorMode, device: torch.device, names: dict[int, str], autograd: bool
+) -> Iterator[None]:
     """Put a fake tensor in the place of each parameter and buffer, and note its name."""
     fakes: dict[int, torch.Tensor] = {}
     held: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -199,6 +219,8 @@ def _fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device, 
             made = fake(tensor, mode, device)
             if isinstance(tensor, nn.Parameter):
                 made._is_param = True
+            if autograd:
+                made.requires_grad_(tensor.requires_grad)
             fakes[id(tensor)] = made
             names[id(made)] = name
         return fakes[id(tensor)]
@@ -235,12 +257,15 @@ def _patched(recording: Recording, regions: Regions, training: bool | None) -> I
         module.__dict__["training"] = value
 
     def patch(owner: Any, name: str, value: Any) -> None:
-        stack.callback(setattr, owner, name, getattr(owner, name))
+        if name in vars(owner):
+            stack.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            stack.callback(delattr, owner, name)
         setattr(owner, name, value)
 
     with contextlib.ExitStack() as stack:
         patch(nn.Module, "__call__", regions.call(nn.Module.__call__))
-        for owner, name, value in list(modes.patches(recording)):
+        for owner, name, value in [*modes.patches(recording), *surroundings.patches(recording)]:
             patch(owner, name, value)
         apply = vars(torch.autograd.Function)["apply"]
         stack.callback(setattr, torch.autograd.Function, "apply", apply)

@@ -1,0 +1,241 @@
+"""What a model reads of its process while it is traced: an answer that a check of the graph holds, or a refusal."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import io
+import builtins
+import os
+import random
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+import torch.backends
+
+from . import ops
+from .errors import TraceError
+from .recording import Recording
+from .restore import foreign
+from .sizes import Number
+from .wording import asker
+
+Patch = tuple[Any, str, Any]
+MISSING = object()
+RANDOM = "the state of a random generator"
+CLOCK = "the clock"
+# what answers otherwise at every call, or changes what other calls get: no graph can say it
+REFUSED: dict[Any, dict[str, str]] = {
+    torch: {
+        "manual_seed": "sets a random seed", "seed": "sets a random seed", "initial_seed": f"reads {RANDOM}",
+        "get_rng_state": f"reads {RANDOM}", "set_rng_state": f"sets {RANDOM}", "load": "reads a file",
+    },
+    torch.random: {
+        "manual_seed": "sets a random seed", "seed": "sets a random seed", "initial_seed": f"reads {RANDOM}",
+        "get_rng_state": f"reads {RANDOM}", "set_rng_state": f"sets {RANDOM}", "fork_rng": f"sets {RANDOM}",
+    },
+    torch.cuda: {
+        **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), "sets a random seed"),
+        **dict.fromkeys(("get_rng_state", "get_rng_state_all", "initial_seed"), f"reads {RANDOM}"),
+        **dict.fromkeys(("set_rng_state", "set_rng_state_all"), f"sets {RANDOM}"),
+        **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "mem_get_info"), "reads how much memory is free"),
+    },
+    time: dict.fromkeys(
+        """time time_ns perf_counter perf_counter_ns monotonic monotonic_ns process_time process_time_ns thread_time
+        thread_time_ns gmtime localtime ctime asctime strftime""".split(),  # noqa: SIM905
+        f"reads {CLOCK}",
+    ),
+    os: {"urandom": "draws random bytes", "getenv": "reads the environment", "getpid": "reads the number of the process"},
+    random: {"_urandom": "draws random bytes"},
+    uuid: dict.fromkeys(("uuid1", "uuid4"), "makes a random name"),
+    io: {"open": "opens a file"},
+    builtins: {"open": "opens a file"},
+}  # fmt: skip
+
+
+def patches(recording: Recording) -> Iterator[Patch]:
+    """What stands for functions of torch and of the standard library during one run: owner, name and value.
+
+    They are replaced where they are defined, and in the source files of the model's packages that import them by name. What
+    a class or a closure has kept of them before is not seen.
+    """
+    new: dict[int, Any] = {}
+    for owner, name, value in _replaced(recording):
+        original = vars(owner).get(name)
+        if original is not None:
+            new[id(original)] = value
+            yield owner, name, value
+    for module in _sources(recording):
+        space = vars(module)
+        for name in [n for n, v in space.items() if id(v) in new]:
+            yield module, name, new[id(space[name])]
+        if "type" not in space:
+            yield module, "type", Type
+
+
+def _replaced(recording: Recording) -> Iterator[Patch]:
+    for name, function in ops.STATES.items():
+        path, _, last = name.rpartition(".")
+        if name.removeprefix("torch.") in ops.READERS:
+            read = _reader(recording, name, function)
+            yield functools.reduce(getattr, path.split(".")[1:], torch), last, read
+            if vars(torch._C).get(last) is function:
+                yield torch._C, last, read
+    for owner, names in REFUSED.items():
+        for name, does in names.items():
+            if hasattr(owner, name):
+                yield owner, name, _refusing(recording, getattr(owner, name), f"{owner.__name__}.{name}", does)
+    yield os, "environ", _Environment(recording, os.environ)
+    yield datetime, "datetime", _clock(recording, datetime.datetime, ("now", "utcnow", "today"))
+    yield datetime, "date", _clock(recording, datetime.date, ("today",))
+    yield torch.backends.ContextProp, "__get__", _flag(recording, torch.backends.ContextProp.__get__)
+    matmul: Any = type(torch.backends.cuda.matmul)
+    yield matmul, "__getattr__", _matmul(recording, matmul.__getattr__)
+
+
+def _sources(recording: Recording) -> list[ModuleType]:
+    """The modules of Python that belong to the packages which the model's classes are from."""
+    packages = {c.__module__.partition(".")[0] for m in recording.model.modules() for c in type(m).__mro__}
+    packages = {p for p in packages if not foreign(p)}
+    found = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] in packages]
+    return [m for m in found if isinstance(m, ModuleType)]
+
+
+def _asks(recording: Recording) -> bool:
+    """Whether the model's own code has called what stands for a function, two frames above this one."""
+    return recording.recording_here() and asker(sys._getframe(2)) is not None
+
+
+def _reader(recording: Recording, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        if not _asks(recording):
+            return original(*args, **kwargs)
+        if name == "torch.is_inference_mode_enabled" and len(recording.inference) > 1:
+            return recording.inference[-1]  # the model's own mode
+        given = (*args, *kwargs.values())
+        value = recording.inference[0] if name == "torch.is_inference_mode_enabled" else original(*given)
+        return recording.state(name, given, value)
+
+    return read
+
+
+def _refusing(recording: Recording, original: Callable[..., Any], name: str, does: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if _asks(recording):
+            _refuse(recording, name, does)
+        return original(*args, **kwargs)
+
+    return refuse
+
+
+def _refuse(recording: Recording, name: str, does: str) -> NoReturn:
+    raise TraceError(
+        f"{recording.place()}: {does} ({name}), and a graph would keep the answer of this one call; do it before the call, or "
+        f"{recording.way_out()}"
+    )
+
+
+def _clock(recording: Recording, original: type, names: tuple[str, ...]) -> type:
+    """A class of `datetime` that does not tell the time."""
+
+    class Same(type):
+        def __instancecheck__(cls, value: Any) -> bool:
+            return isinstance(value, original)
+
+    def telling(name: str) -> Any:
+        def tell(cls: type, *args: Any, **kwargs: Any) -> Any:
+            if _asks(recording):
+                _refuse(recording, f"{original.__name__}.{name}", f"reads {CLOCK}")
+            return getattr(original, name)(*args, **kwargs)
+
+        return classmethod(tell)
+
+    return Same(original.__name__, (original,), {name: telling(name) for name in names})
+
+
+class _Environment:
+    """Stands for `os.environ`."""
+
+    def __init__(self, recording: Recording, original: Any) -> None:
+        self.recording, self.original = recording, original
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._read(), name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self._read()[name]
+
+    def __setitem__(self, name: str, value: str) -> None:
+        self._read()[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._read()[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._read()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def _read(self) -> Any:
+        if self.recording.recording_here() and asker(sys._getframe(2)) is not None:
+            _refuse(self.recording, "os.environ", "reads the environment")
+        return self.original
+
+
+def _flag(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    names = {
+        id(prop): f"{module.__name__}.{name}"
+        for module in vars(torch.backends).values()
+        for name, prop in vars(type(module)).items()
+        if isinstance(prop, torch.backends.ContextProp)
+    }
+
+    def get(prop: Any, owner: Any, kind: Any = None) -> Any:
+        value = original(prop, owner, kind)
+        return _told(recording, names.get(id(prop), ""), value) if _asks(recording) else value
+
+    return get
+
+
+def _matmul(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def get(owner: Any, name: str) -> Any:
+        value = original(owner, name)
+        return _told(recording, f"torch.backends.cuda.matmul.{name}", value) if _asks(recording) else value
+
+    return get
+
+
+def _told(recording: Recording, name: str, value: Any) -> Any:
+    if name not in ops.STATES:
+        _refuse(recording, name, "reads a setting of torch")
+    return recording.state(name, (), value)
+
+
+class _Type(type):
+    """The class of what stands for `type`."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], Number):
+            return type(args[0].value)
+        return type(*args, **kwargs)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, type)
+
+    def __subclasscheck__(cls, value: Any) -> bool:
+        return issubclass(value, type)
+
+
+class Type(type, metaclass=_Type):
+    """Stands for `type` in the model's source files, where `type(x.shape[0]) is int` must be true."""
