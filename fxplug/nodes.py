@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import threading
+import weakref
 from dataclasses import dataclass, field
 from traceback import walk_tb
 from types import CodeType, FrameType
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from . import ops
 from .errors import TraceError
 from .fakes import Results, fake
+from .journal import Journal
 from .module import Graph
 from .paths import identifier
 from .sizes import KINDS, Number, Recorder
@@ -76,6 +78,8 @@ class Nodes(TorchFunctionMode, Recorder):
         self.parameters: dict[int, str] = {}
         self.weights: dict[int, fx.Node] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.marked: list[weakref.ref[torch.Tensor]] = []
+        self.journal: Journal | None = None
         self.kept: list[Any] = []  # objects whose id is a key above or below must stay alive
         self.opaque: dict[int, fx.Node] = {}
         self.frame = Frame("", type(model).__qualname__, None)
@@ -128,7 +132,17 @@ class Nodes(TorchFunctionMode, Recorder):
     def mark(self, tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
         node.meta.update(shape=tuple(tensor.shape), dtype=tensor.dtype)
         tensor._fxplug = node  # type: ignore[attr-defined]
+        self.marked.append(weakref.ref(tensor))
         return tensor
+
+    def unmark(self) -> None:
+        """Take the marks off all tensors that are still there: a mark holds the whole graph, and copies with its tensor."""
+        for reference in self.marked:
+            tensor = reference()
+            if tensor is not None:
+                for name in ("_fxplug", "_fxplug_of"):
+                    tensor.__dict__.pop(name, None)
+        self.marked.clear()
 
     def recorded(self, tensor: torch.Tensor) -> fx.Node | None:
         """The node of a tensor that this run computed."""
@@ -148,7 +162,7 @@ class Nodes(TorchFunctionMode, Recorder):
 
     def constant(self, tensor: torch.Tensor) -> str:
         """Keep a tensor that was there before the run as a buffer, under the attribute that holds it if there is one."""
-        if isinstance(tensor, FakeTensor) or getattr(tensor, "_fxplug_made", None) is self:
+        if isinstance(tensor, FakeTensor) or (self.journal is not None and self.journal.makes(tensor)):
             raise TraceError(
                 f"{self.place()}: a tensor comes from a function that does not report to torch (numpy, a script function, "
                 f"an extension), so it cannot be recorded; {self.way_out()}"

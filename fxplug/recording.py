@@ -245,7 +245,8 @@ class Recording(Nodes):
     def fresh(self, real: torch.Tensor) -> torch.Tensor:
         """A constant as the new tensor that each call gets."""
         with torch._C.DisableTorchFunction():
-            real._fxplug_made = None  # type: ignore[attr-defined]
+            if self.journal is not None:
+                self.journal.forget(real)
             source = self.lookup(real)
             node = self.node("call_method", "clone", (source,), {}, f"{source.name}_clone")
             return self.mark(self.mode.from_tensor(real) if self.mode is not None else real.clone(), node)

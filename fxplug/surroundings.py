@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import builtins
 import datetime
 import functools
 import io
-import builtins
 import os
 import random
 import sys
@@ -21,8 +21,8 @@ import torch.backends
 from . import ops
 from .errors import TraceError
 from .recording import Recording
-from .restore import foreign
 from .sizes import Number
+from .state import foreign
 from .wording import asker
 
 Patch = tuple[Any, str, Any]

@@ -17,17 +17,17 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import entry, modes, surroundings, targets
 from .errors import FxplugError, TraceError, did_you_mean
 from .fakes import Results, fake, no_collection
+from .journal import Journal
 from .module import RESERVED, Container, Graph, TracedModule, class_names, plain_attributes
 from .nodes import Tries
 from .paths import select
 from .recording import NeedsAutograd, NeedsValues, Recording
 from .regions import Regions
-from .restore import restored, same_random, same_values
+from .restore import restored, same_random
 from .sizes import recorded_math
 from .structure import leaves as values
 
@@ -159,7 +159,8 @@ def _try(
     grad = torch.is_grad_enabled()
     regions = Regions(recording, leaves)
     with contextlib.ExitStack() as stack:
-        held = stack.enter_context(restored(model))
+        stack.callback(recording.unmark)
+        stack.enter_context(restored(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(same_random(model))
@@ -169,8 +170,9 @@ def _try(
         else:
             for name, tensor in _named_tensors(model):
                 recording.parameters.setdefault(id(tensor), name)
-            stack.enter_context(same_values(model, held, device))
-            stack.enter_context(_Made(recording))
+            journal = Journal()
+            stack.callback(journal.put_back)
+            recording.journal = stack.enter_context(journal)
         stack.enter_context(_patched(recording, regions, training))
         stack.enter_context(torch.set_grad_enabled(grad))  # the model is asked in the mode that its caller has
         try:
@@ -184,21 +186,6 @@ def _try(
             raise
     recording.finish()
     return _Traced(recording.graph, recording.constants, regions.called, recording.reads_training)
-
-
-class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which tensors this run makes: one that no recorded function gave is no constant of the model."""
-
-    def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.recording = recording
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in values(out):
-            if isinstance(value, torch.Tensor):
-                value._fxplug_made = self.recording  # type: ignore[attr-defined]
-        return out
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import datetime
-import decimal
-import fractions
-import functools
-import hashlib
-import json
-import os
-import pickle
-import pprint
-import random
-import secrets
-import statistics
-import string
-import struct
-import textwrap
-import time
-import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from exact import difference
 from torch import is_grad_enabled, nn
 
