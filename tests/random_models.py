@@ -254,13 +254,14 @@ class _Writer:
         n, pad = block.number, "        "
         more, own, body = self.body(block.steps)
         returned = "x, {'mean': x.mean()}" if block.how == "tuple" else "x"
+        gain = ", *, gain" if block.how == "keyword" else ""
         self.classes += [
             f"class Block{n}(nn.Module):",
             "    def __init__(self):",
             f"{pad}super().__init__()",
             *more,
             *own,
-            f"    def forward(self, inp, scale=1.0, mask=None, flag=False, extra=None{', *, gain' if block.how == 'keyword' else ''}):",
+            f"    def forward(self, inp, scale=1.0, mask=None, flag=False, extra=None{gain}):",
             f"{pad}extra = {{'bias': 0.25, 'gain': 2}} if extra is None else extra",
             f"{pad}x = inp",
             *body,
@@ -327,7 +328,8 @@ def source(model: Program) -> str:
         net = [line for line in net if line not in globals_]
         at = next(i for i, line in enumerate(net) if line.startswith("    def forward(self, inp"))
         net[at + 1 : at + 1] = globals_
-    return HEADER + (OUT if model.result == "dataclass" else "") + "\n".join([*writer.module, "", "", *writer.classes, *net, ""])
+    head = HEADER + OUT if model.result == "dataclass" else HEADER
+    return head + "\n".join([*writer.module, "", "", *writer.classes, *net, ""])
 
 
 def write(text: str) -> Path:
