@@ -350,7 +350,8 @@ def picture(value: Any, seen: dict[int, int] | None = None) -> Any:
     if isinstance(value, (itertools.count, itertools.cycle)):
         return repr(copy.copy(value)) if isinstance(value, itertools.count) else "cycle"
     if isinstance(value, dict):
-        return {picture(k, seen) if isinstance(k, (int, str)) else str(type(k)): picture(v, seen) for k, v in list(value.items())}
+        keys = [k if isinstance(k, (int, str)) else str(type(k)) for k in value]
+        return dict(zip(keys, [picture(v, seen) for v in list(value.values())], strict=True))
     if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         return [type(value).__name__, *(picture(v, seen) for v in value)]
     if isinstance(value, types.FunctionType):
@@ -495,7 +496,8 @@ def _compare(
         if eager.error is not None:
             traced = play(theirs, first, way, seed)
             if traced.error is None:
-                return Verdict("silent", f"{way.name}: no error where the model has {type(eager.error).__name__}: {eager.error}")
+                what = f"{type(eager.error).__name__}: {eager.error}"
+                return Verdict("silent", f"{way.name}: no error where the model has {what}")
         else:
             traced = play(theirs, first, way, seed)
             if isinstance(traced.error, fxplug.GuardError):

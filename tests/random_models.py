@@ -234,7 +234,7 @@ class _Writer:
                 kept = f"keep{item.number}"
             for where, text in item.snippet.lines:
                 for name, pick in item.picks.items():
-                    text = text.replace("{%s}" % name, pick)
+                    text = text.replace("{" + name + "}", pick)
                 text = text.replace("{n}", str(item.number)).replace("{kept}", kept if kept != "inp" else "x")
                 if where == "module":
                     self.module.append(text)
