@@ -54,6 +54,7 @@ def run(recording: Recording, regions: Regions, args: tuple[Any, ...], kwargs: d
     try:
         with recording:
             out = regions.region(model, "", positional, named)
+            recording.assigned(regions.called)
             node = recording.graph.output(_result(recording, out))
     finally:
         recording.active = False

@@ -29,27 +29,27 @@ class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for value in leaves(args[index] if index < len(args) else kwargs.get(argument.name)):
                     self.keep(value)
         out = func(*args, **kwargs)  # which a recording that listens still sees: a script function's operations come here only
-        given = {storage._cdata for value in leaves((args, kwargs)) if (storage := _storage(value)) is not None}
+        given = {storage._cdata for value in leaves((args, kwargs)) if (storage := storage_of(value)) is not None}
         for value in leaves(out):
-            storage = _storage(value)
+            storage = storage_of(value)
             if storage is not None and storage._cdata not in given:
                 self.made.add(storage._cdata)
         return out
 
     def keep(self, value: Any) -> None:
         """Copy the memory of a tensor, once."""
-        storage = _storage(value)
+        storage = storage_of(value)
         if storage is not None and storage._cdata not in self.made and storage._cdata not in self.kept:
             self.kept[storage._cdata] = (storage, storage.clone())
 
     def makes(self, tensor: torch.Tensor) -> bool:
         """Whether this run took the memory of a tensor."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         return storage is not None and storage._cdata in self.made
 
     def forget(self, tensor: torch.Tensor) -> None:
         """A tensor counts as one that was there before the run."""
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if storage is not None:
             self.made.discard(storage._cdata)
 
@@ -71,7 +71,8 @@ def _is_written(argument: Any) -> bool:
     return (argument.alias_info is not None and argument.alias_info.is_write) or argument.name.startswith("running_")
 
 
-def _storage(value: Any) -> torch.UntypedStorage | None:
+def storage_of(value: Any) -> torch.UntypedStorage | None:
+    """The memory of a tensor that has some."""
     if not isinstance(value, torch.Tensor):
         return None
     with torch._C.DisableTorchFunction():

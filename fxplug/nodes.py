@@ -78,6 +78,7 @@ class Nodes(TorchFunctionMode, Recorder):
         self.parameters: dict[int, str] = {}
         self.weights: dict[int, fx.Node] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.buffers: list[tuple[str, nn.Module, torch.Tensor]] = []
         self.marked: list[weakref.ref[torch.Tensor]] = []
         self.journal: Journal | None = None
         self.kept: list[Any] = []  # objects whose id is a key above or below must stay alive
@@ -114,6 +115,29 @@ class Nodes(TorchFunctionMode, Recorder):
                 if port is None or port.side == "in":
                     self.graph.erase_node(node)
         self.graph.lint()
+
+    def assigned(self, leaves: set[str]) -> None:
+        """Record the buffers that forward assigned anew: their values go into the memory that they have."""
+        for name, module, before in self.buffers:
+            path, _, key = name.rpartition(".")
+            now = module._buffers.get(key)
+            if now is before or now is None or any(f"{path}.".startswith(f"{leaf}.") for leaf in leaves):
+                continue
+            if now.shape != before.shape or now.dtype != before.dtype or self.recorded(now) is None:
+                continue
+            old, new = self.lookup(before), self.lookup(now)
+            if old.users:  # what read the old value keeps it
+                with self.graph.inserting_after(old):
+                    copy = self.node("call_method", "clone", (old,), {}, f"{old.name}_before")
+                copy.meta.update(shape=old.meta["shape"], dtype=old.meta["dtype"])
+                old.replace_all_uses_with(copy, lambda user: user is not copy)
+            for dim, size in enumerate(now.shape):
+                self.decide(self.size_of(new, "size", size, dim))
+            self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
+
+    def size_of(self, node: fx.Node, method: str, value: int, dim: int | None = None) -> Any:
+        """A size of a tensor as a number, read from the node."""
+        raise NotImplementedError
 
     # --- nodes and values
 

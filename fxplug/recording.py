@@ -143,7 +143,13 @@ class Recording(Nodes):
         short = targets.short_name(target)
         changed = [x for x, before in zip(given, versions, strict=True) if x._version != before]
         in_place = bool(changed) or getattr(target, "__name__", str(target)).endswith("_")
-        effect = (in_place and not isinstance(out, bool)) or short in targets.RANDOM or (out is None and method is not None)
+        moves = run is not None and any(flag is True for flag in (*plain, *plain_kw.values()))  # running statistics, unseen
+        effect = (
+            (in_place and not isinstance(out, bool))
+            or short in targets.RANDOM
+            or (out is None and method is not None)
+            or moves
+        )
         if remembered is None and not in_place:
             self.results.put(key, out, given)
         node = self.node(op, target, nodes, node_kw, self.named(short), effect)

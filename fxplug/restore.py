@@ -50,7 +50,7 @@ SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 @contextlib.contextmanager
-def restored(model: nn.Module) -> Iterator[State]:
+def restored(*models: nn.Module) -> Iterator[State]:
     """Give back what a run of `forward` changes: attributes, containers, objects the model holds, class attributes,
     globals and caches of its source files, random generators, settings of torch. None may keep a fake tensor, or a number
     of this one run. The values of tensors are given back where they are written: see `Journal`.
@@ -58,7 +58,7 @@ def restored(model: nn.Module) -> Iterator[State]:
     Yields what the model holds in any of these places.
     """
     settings, draws = process_settings(), random_state()
-    state = State(model)
+    state = State(*models)
     for cache in state.caches:
         cache.cache_clear()
     near = [(cache, cache.cache_info().misses) for cache in state.caches_near()]
@@ -73,14 +73,19 @@ def restored(model: nn.Module) -> Iterator[State]:
         state.restore()
         state.restore_tensors()
         set_random_state(draws)
-        for (_, read, write), value in zip(SETTINGS, settings, strict=True):
-            if read() != value:
-                write(value)
+        set_process_settings(settings)
 
 
 def process_settings() -> list[Any]:
     """The values of SETTINGS."""
     return [read() for _, read, _ in SETTINGS]
+
+
+def set_process_settings(values: list[Any]) -> None:
+    """Put the settings back to what `process_settings` found."""
+    for (_, read, write), value in zip(SETTINGS, values, strict=True):
+        if read() != value:
+            write(value)
 
 
 def random_state() -> tuple[Any, ...]:

@@ -126,10 +126,23 @@ class Place(NamedTuple):
     def __str__(self) -> str:
         return _written(self.link if self.key is None else (self.link, self.key))
 
+    def root(self) -> Any:
+        """The name of the module, class or file that holds the place."""
+        outer, key = self.link
+        while outer is not None:
+            outer, key = outer
+        return key
+
+    def changed(self) -> bool:
+        """Whether the place holds something else than before."""
+        if self.key is None:
+            return not _noting(self.owner).same(self.before, self.now())
+        return self.now() is not self.before
+
     def now(self) -> Any:
         """What the place holds; `MISSING` where it is gone."""
         if self.key is None:
-            return _kind(self.owner).note(self.owner)
+            return _noting(self.owner).note(self.owner)
         return (_items(self.owner) if isinstance(self.owner, dict) else _own(self.owner)).get(self.key, MISSING)
 
 
@@ -145,6 +158,13 @@ class _Held(NamedTuple):
     requires_grad: bool
     grad: torch.Tensor | None
     link: Link
+
+    def __str__(self) -> str:
+        return _written(self.link)
+
+    def is_buffer(self) -> bool:
+        """Whether a module lists it among its buffers."""
+        return self.link[0] is not None and self.link[0][1] == "_buffers"
 
 
 class State:
@@ -330,6 +350,9 @@ class State:
                 tensor, alias = held.tensor, held.alias
                 if _geometry(tensor) != _geometry(alias):
                     tensor.data = alias
+                if not tensor.is_leaf and not held.requires_grad:
+                    with contextlib.suppress(RuntimeError):  # a view keeps the history of what it is a view of
+                        tensor.detach_()
                 if tensor.is_leaf and tensor.requires_grad != held.requires_grad:
                     tensor.requires_grad_(held.requires_grad)
                 if tensor.is_leaf and tensor.grad is not held.grad:
@@ -359,6 +382,12 @@ def _kind(value: Any) -> _Kind | None:
     return found
 
 
+def _noting(value: Any) -> _Kind:
+    found = _kind(value)
+    assert found is not None
+    return found
+
+
 def _own(value: Any) -> dict[str, Any]:
     """The attributes of a class, or those of an object that has slots."""
     if isinstance(value, type):
@@ -380,6 +409,8 @@ def _written(link: Link) -> str:
     outer, key = link
     if outer is None:
         return str(key)
+    if key in ("_buffers", "_parameters", "_modules"):  # where torch keeps what is an attribute
+        return _written(outer)
     if isinstance(key, str) and key.isidentifier():
         return f"{_written(outer)}.{key}"
     return f"{_written(outer)}[{key!r}]" if isinstance(key, (str, int)) else f"{_written(outer)}[...]"

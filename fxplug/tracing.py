@@ -6,7 +6,7 @@ import contextlib
 import gc
 import math
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from . import entry, modes, surroundings, targets
+from . import entry, modes, selfcheck, surroundings, targets
 from .errors import FxplugError, TraceError, did_you_mean
 from .fakes import Results, fake, no_collection
 from .journal import Journal
@@ -39,6 +39,7 @@ def trace(
     *,
     leaf: Iterable[str] = (),
     real: bool | None = None,
+    check: bool = True,
 ) -> TracedModule:
     """Record one call `model(*args, **kwargs)` as a graph that gives `torch.equal` results for every input its guards admit.
 
@@ -48,6 +49,12 @@ def trace(
     asks for that from the start and also admits branches on measured (floating-point) values; `real=False` forbids it.
 
     `leaf` names modules (paths or patterns) to keep whole as one call, beside torch.nn's own.
+
+    The graph is then checked against the model: both are called twice on copies of the inputs, in evaluation and training
+    where that matters, and must give and leave behind the same; without values (meta tensors) nothing is called. In a mode
+    where the two differ, `train()` or `eval()` of the result raises. `check=False` leaves that out.
+
+    One trace runs at a time in a process; model and process are left as they were.
 
     Raises TraceError, with file and line of the model's code, for what cannot be a graph.
     """
@@ -59,10 +66,10 @@ def trace(
     call = (tuple(args), dict(kwargs or {}))
     leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
     with no_collection():
-        return _trace(model, call, leaves, real)
+        return _trace(model, call, leaves, real, check)
 
 
-def _trace(model: nn.Module, call: Any, leaves: set[str], real: bool | None) -> TracedModule:
+def _trace(model: nn.Module, call: Any, leaves: set[str], real: bool | None, check: bool) -> TracedModule:
     results = Results()
     first = _record(model, call, leaves, real, None, results)
     graphs = {model.training: first}
@@ -75,7 +82,20 @@ def _trace(model: nn.Module, call: Any, leaves: set[str], real: bool | None) -> 
         else:
             if second.text() != first.text():
                 graphs[not model.training] = second
-    return _assemble(model, graphs, twin_error)
+    gm = _assemble(model, graphs, twin_error)
+    if not check or not selfcheck.has_values(model, call):
+        return gm
+    with selfcheck.mode_reads() as reads:
+        selfcheck.check(model, gm, call)
+    if twin_error is None and (reads or first.reads_training):
+        try:
+            with restored(model, gm):
+                model.train(not model.training)
+                gm.train(model.training)
+                selfcheck.check(model, gm, call)
+        except (FxplugError, RuntimeError, ValueError) as error:
+            return _assemble(model, {model.training: first}, str(error))
+    return gm
 
 
 class _Traced(NamedTuple):
@@ -166,10 +186,12 @@ def _try(
         stack.enter_context(same_random(model))
         if mode is not None:
             stack.enter_context(_fake_weights(model, mode, device, recording.parameters, tries.autograd))
+            recording.buffers = _buffers(model)
             stack.enter_context(mode)
         else:
             for name, tensor in _named_tensors(model):
                 recording.parameters.setdefault(id(tensor), name)
+            recording.buffers = _buffers(model)
             journal = Journal()
             stack.callback(journal.put_back)
             recording.journal = stack.enter_context(journal)
@@ -186,6 +208,15 @@ def _try(
             raise
     recording.finish()
     return _Traced(recording.graph, recording.constants, regions.called, recording.reads_training)
+
+
+def _buffers(model: nn.Module) -> list[tuple[str, nn.Module, torch.Tensor]]:
+    return [
+        (f"{path}.{key}" if path else key, module, tensor)
+        for path, module in model.named_modules()
+        for key, tensor in module._buffers.items()
+        if tensor is not None
+    ]
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -266,6 +297,9 @@ def _patched(recording: Recording, regions: Regions, training: bool | None) -> I
         yield
 
 
+COPIED = (list, dict, set, deque, OrderedDict)
+
+
 def _assemble(model: nn.Module, recordings: dict[bool, _Traced], twin_error: str | None) -> TracedModule:
     """The module tree of the model with its leaves, weights and constants around the recorded graphs."""
     leaves = set().union(*(r.called for r in recordings.values()))
@@ -279,8 +313,8 @@ def _assemble(model: nn.Module, recordings: dict[bool, _Traced], twin_error: str
             return copies[id(module)]
         if whole or path in leaves:
             new = object.__new__(type(module))
-            # lists as well: an LSTM keeps its weights in one and changes it in place
-            new.__dict__ = {k: v.copy() if type(v) in (list, OrderedDict) else v for k, v in vars(module).items()}
+            # containers as well: an LSTM keeps its weights in a list and changes it in place
+            new.__dict__ = {k: v.copy() if type(v) in COPIED else v for k, v in vars(module).items()}
             whole = True
         else:
             new = Container(class_names(module), plain_attributes(module))

@@ -193,9 +193,9 @@ def source_line(error: BaseException | None = None) -> tuple[str, str]:
     """File:line and text of the innermost line of the user's code that is running, or that raised an error."""
     if error is not None:
         ran = [(frame, line) for frame, line in walk_tb(error.__traceback__) if is_user_code(frame)]
-        return _line(*ran[-1]) if ran else ("?", "?")
+        return line_of(*ran[-1]) if ran else ("?", "?")
     frame = user_frame()
-    return ("?", "?") if frame is None else _line(frame, frame.f_lineno)
+    return ("?", "?") if frame is None else line_of(frame, frame.f_lineno)
 
 
 def user_frame() -> FrameType | None:
@@ -208,7 +208,8 @@ def user_frame() -> FrameType | None:
     return None
 
 
-def _line(frame: FrameType, number: int) -> tuple[str, str]:
+def line_of(frame: FrameType, number: int) -> tuple[str, str]:
+    """File:line of a frame, and the text that stands there."""
     file = frame.f_code.co_filename
     return f"{short_path(file)}:{number}", shortened(linecache.getline(file, number).strip(), 70)
 
