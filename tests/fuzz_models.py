@@ -3,6 +3,7 @@
 A verdict is one of
   equal    traced, and no difference at any call that its guards admit
   guarded  the same, and at least one call was turned away by a GuardError
+  warned   the same but for gradients, and trace warned of a backward that it cannot keep
   refused  trace raised a TraceError
   invalid  the model itself fails on its example
 and the misses: `silent` (a difference), `raw` (an error that is not fxplug's own where the model has none), `useless` (a
@@ -221,7 +222,8 @@ def play(model: nn.Module, first: str, way: Way, seed: int) -> Outcome:
     try:
         prepare(model, way)
         with around(way):
-            calls = [inputs(first, way, seed + i) for i in range(way.calls)]
+            # the call that was traced is made again as it was; elsewhere each call has other values
+            calls = [inputs(first, way, seed + i * (way.name != "as traced")) for i in range(way.calls)]
             random.seed(seed)
             torch.default_generator.manual_seed(seed)
             for args, kwargs in calls:
@@ -459,10 +461,13 @@ def _judge(program: random_models.Program, ways: list[Way]) -> Verdict:
     with fresh() as (space, model):
         args, kwargs = inputs(first, example, seed)
         before = picture([model, vars(space), args, kwargs]), process()
-        try:
-            gm: Any = fxplug.trace(model, args, kwargs, real=program.real)
-        except Exception as error:
-            gm = error
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                gm: Any = fxplug.trace(model, args, kwargs, real=program.real)
+            except Exception as error:
+                gm = error
+        warned = any("has a backward of its own" in str(w.message) for w in told)
         found = _touched(before, picture([model, vars(space), args, kwargs]))
         if isinstance(gm, Exception) and not isinstance(gm, fxplug.FxplugError):
             return Verdict("raw", f"trace: {type(gm).__name__}: {gm}")
@@ -470,7 +475,10 @@ def _judge(program: random_models.Program, ways: list[Way]) -> Verdict:
             return Verdict("dirty", f"{found}{f' (after {gm})' if isinstance(gm, Exception) else ''}")
         if isinstance(gm, Exception):
             return Verdict("refused", str(gm), lines=re.search(r"\.py:\d+", str(gm)) is not None)
-        return _compare(gm, fresh, first, seed, program, ways)
+        verdict = _compare(gm, fresh, first, seed, program, ways)
+        if warned and verdict.kind == "silent" and "gradient of" in verdict.what:
+            return dataclasses.replace(verdict, kind="warned")
+        return verdict
 
 
 def _touched(before: Any, model: Any) -> str | None:
