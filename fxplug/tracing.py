@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from . import entry, modes, selfcheck, targets
+from .alone import alone, undone
 from .errors import FxplugError, TraceError, did_you_mean
 from .fakes import Results, fake, no_collection
 from .module import RESERVED, Container, Graph, TracedModule, class_names, plain_attributes
@@ -64,7 +65,8 @@ def trace(
     args = args if isinstance(args, (tuple, list)) else (args,)
     call = (tuple(args), dict(kwargs or {}))
     leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
-    with no_collection():
+    with alone(model), undone() as stack:
+        stack.enter_context(no_collection())
         return _trace(model, call, leaves, real, check)
 
 
@@ -161,14 +163,14 @@ def _run(
     device = next((t.device for t in [*inputs, *weights] if not t.is_meta), torch.device("cpu"))
     recording = Recording(model, mode, device, measured, results)
     regions = Regions(recording, leaves)
-    with contextlib.ExitStack() as stack:
+    with undone() as shared, undone(here=True) as stack:
         stack.callback(recording.unmark)
-        stack.enter_context(restored(model))
+        shared.enter_context(restored(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(same_random(model))
         if mode is not None:
-            stack.enter_context(_fake_weights(model, mode, device, recording.parameters))
+            shared.enter_context(_fake_weights(model, mode, device, recording.parameters))
             recording.buffers = _buffers(model)
             stack.enter_context(mode)
         else:
@@ -178,7 +180,8 @@ def _run(
             journal = Journal()
             stack.callback(journal.put_back)
             recording.journal = stack.enter_context(journal)
-        stack.enter_context(_patched(recording, regions, training))
+        shared.enter_context(_patched(recording, regions, training))
+        stack.callback(recording.stop)
         try:
             entry.run(recording, regions, *call)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
