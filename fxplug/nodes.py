@@ -107,6 +107,10 @@ class Nodes(TorchFunctionMode, Recorder):
             and self in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         )
 
+    def stop(self) -> None:
+        """Record nothing more, wherever this mode still listens."""
+        self.active, self.paused = False, True
+
     def finish(self) -> None:
         """Drop what nothing uses and has no effect."""
         for node in reversed(list(self.graph.nodes)):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .alone import undone
 from .errors import GuardError, TraceError
 from .frozen import alike, copied, difference, frozen, same_tensors
 from .journal import Journal, storage_of
@@ -38,7 +39,8 @@ def check(model: nn.Module, gm: TracedModule, call: Any) -> None:
 
     Raises TraceError with what differs.
     """
-    with restored(model, gm) as state, torch.inference_mode(False):
+    with undone() as stack, torch.inference_mode(False):
+        state = stack.enter_context(restored(model, gm))
         # what autograd saves is let go at once; a model that differentiates in its forward needs it. A guard may hold
         # what the inputs are to what they were.
         for lean, other in ((True, True), (True, False), (False, True), (False, False)):
@@ -296,8 +298,7 @@ def mode_reads() -> Iterator[list[bool]]:
     def write(module: nn.Module, value: bool) -> None:
         module.__dict__["training"] = value
 
-    nn.Module.training = property(read, write)  # type: ignore[assignment]
-    try:
+    with undone() as stack:
+        stack.callback(delattr, nn.Module, "training")
+        nn.Module.training = property(read, write)  # type: ignore[assignment]
         yield reads
-    finally:
-        del nn.Module.training

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import array
 import contextlib
+import dis
 import functools
 import operator
 import random
@@ -29,6 +30,7 @@ GLOBAL_HOOKS = [value for name, value in vars(torch_module).items() if name.star
 CACHE = type(functools.lru_cache(lambda: None))
 # classes of the standard library that hold what they are given
 HOLDERS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 Link = tuple[Any, Any]  # what holds a place, and under which key: from the module or file down
 
 
@@ -167,6 +169,13 @@ class _Held(NamedTuple):
         return self.link[0] is not None and self.link[0][1] == "_buffers"
 
 
+class _Globals(NamedTuple):
+    """A source file's globals that one of its functions writes; the others may be another thread's to write."""
+
+    space: ModuleType
+    names: set[str]
+
+
 class State:
     """Everything that can be changed by way of modules: attributes, containers, objects that they hold, class attributes,
     globals, closures and caches of their source files.
@@ -280,7 +289,9 @@ class State:
 
     def walk_space(self, space: ModuleType) -> None:
         link = (None, space.__name__)
-        self.note(vars(space), KINDS[dict], link)
+        names = {name for value in list(vars(space).values()) for name in _stored(value, space.__name__)}
+        if names:
+            self.members.append((_Globals(space, names), _own(_Globals(space, names)), link))
         members = {k: v for k, v in vars(space).items() if not k.startswith("__")}
         self.walk_members(members, link)
         for value in members.values():
@@ -336,12 +347,12 @@ class State:
                 kind.put(value, before)
         for owner, members, _ in self.members:
             write = (setattr, delattr) if isinstance(owner, type) else (object.__setattr__, object.__delattr__)
-            now = _own(owner)
+            now, target = _own(owner), owner.space if isinstance(owner, _Globals) else owner
             for key, value in members.items():
                 if now.get(key, MISSING) is not value:
-                    write[0](owner, key, value)
+                    write[0](target, key, value)
             for key in now.keys() - members.keys():
-                write[1](owner, key)
+                write[1](target, key)
 
     def restore_tensors(self) -> None:
         """Give tensors their memory, geometry, gradients and versions back; their values are another matter."""
@@ -389,7 +400,9 @@ def _noting(value: Any) -> _Kind:
 
 
 def _own(value: Any) -> dict[str, Any]:
-    """The attributes of a class, or those of an object that has slots."""
+    """The attributes of a class, those of an object that has slots, or globals that functions write."""
+    if isinstance(value, _Globals):
+        return {name: vars(value.space)[name] for name in value.names if name in vars(value.space)}
     if isinstance(value, type):
         return {k: v for k, v in vars(value).items() if not k.startswith("__")}
     return _slots(value)
@@ -398,6 +411,23 @@ def _own(value: Any) -> dict[str, Any]:
 def _slots(value: Any) -> dict[str, Any]:
     names = [name for base in type(value).__mro__ for name in _listed(vars(base).get("__slots__", ()))]
     return {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
+
+
+def _stored(value: Any, space: str) -> Iterator[str]:
+    """The globals that a function, or a method of a class, declares as `global` and writes."""
+    if isinstance(value, type) and value.__module__ == space:
+        for member in list(vars(value).values()):
+            yield from _stored(getattr(member, "__func__", getattr(member, "fget", member)), space)
+    elif isinstance(value, FunctionType) and value.__module__ == space:
+        yield from _stored_by(value.__code__)
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _stored_by(code: types.CodeType) -> tuple[str, ...]:
+    inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _stored_by(part)]
+    if STORE_GLOBAL not in code.co_code[::2]:
+        return tuple(inner)
+    return (*inner, *(i.argval for i in dis.get_instructions(code) if i.opcode == STORE_GLOBAL))
 
 
 def _listed(names: Any) -> list[str]:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from . import entry, modes, selfcheck, surroundings, targets
+from .alone import alone, undone
 from .errors import FxplugError, TraceError, did_you_mean
 from .fakes import Results, fake, no_collection
 from .journal import Journal
@@ -65,7 +66,8 @@ def trace(
     args = args if isinstance(args, (tuple, list)) else (args,)
     call = (tuple(args), dict(kwargs or {}))
     leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
-    with no_collection():
+    with alone(model), undone() as stack:
+        stack.enter_context(no_collection())
         return _trace(model, call, leaves, real, check)
 
 
@@ -178,14 +180,14 @@ def _try(
     recording = Recording(model, mode, device, measured, results if not tries.autograd else Results(remember=False), tries)
     grad = torch.is_grad_enabled()
     regions = Regions(recording, leaves)
-    with contextlib.ExitStack() as stack:
+    with undone() as shared, undone(here=True) as stack:
         stack.callback(recording.unmark)
-        stack.enter_context(restored(model))
+        shared.enter_context(restored(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(same_random(model))
         if mode is not None:
-            stack.enter_context(_fake_weights(model, mode, device, recording.parameters, tries.autograd))
+            shared.enter_context(_fake_weights(model, mode, device, recording.parameters, tries.autograd))
             recording.buffers = _buffers(model)
             stack.enter_context(mode)
         else:
@@ -195,7 +197,8 @@ def _try(
             journal = Journal()
             stack.callback(journal.put_back)
             recording.journal = stack.enter_context(journal)
-        stack.enter_context(_patched(recording, regions, training))
+        shared.enter_context(_patched(recording, regions, training))
+        stack.callback(recording.stop)
         stack.enter_context(torch.set_grad_enabled(grad))  # the model is asked in the mode that its caller has
         try:
             entry.run(recording, regions, *call)

@@ -352,10 +352,10 @@ for t in range(x.shape[1]):
     outs{n}.append(h{n})
 x = torch.stack(outs{n}, dim=1)
 # tokens positions
-init: self.pos{n} = nn.Embedding(32, C)
+init: self.pos{n} = nn.Embedding(512, C)
 x = x + self.pos{n}(torch.arange(x.shape[1], device=x.device))[None]
 # tokens table_slice
-init: self.pos{n} = nn.Parameter(torch.randn(1, 32, C) * 0.1)
+init: self.pos{n} = nn.Parameter(torch.randn(1, 512, C) * 0.1)
 x = x + self.pos{n}[:, : x.size(1)]
 # tokens sinusoids
 f{n} = torch.exp(torch.arange(0, C, 2).float() * (-math.log(10000.0) / C))
@@ -366,9 +366,9 @@ f{n} = torch.outer(torch.arange(x.shape[-2], dtype=torch.float32), 1.0 / 100 ** 
 r{n}, i{n} = x[..., ::2], x[..., 1::2]
 x = torch.stack((r{n} * f{n}.cos() - i{n} * f{n}.sin(), r{n} * f{n}.sin() + i{n} * f{n}.cos()), -1).flatten(-2).to(x.dtype)
 # tokens relative_bias
-init: self.table{n} = nn.Parameter(torch.randn(63))
+init: self.table{n} = nn.Parameter(torch.randn(1023))
 i{n} = torch.arange(x.shape[1])
-b{n} = self.table{n}[i{n}[:, None] - i{n}[None, :] + 31]
+b{n} = self.table{n}[i{n}[:, None] - i{n}[None, :] + 511]
 x = x + (x @ x.transpose(1, 2) + b{n}).softmax(-1) @ x
 # tokens class_token
 init: self.cls{n} = nn.Parameter(torch.zeros(1, 1, C))

@@ -17,7 +17,7 @@ ORDER = """
     errors limits source structure ops paths rules spec blitz_line blitz_pass sections settings config targets wording sizes
     fakes
     adapting.updates adapting.renaming adapting.fitting adapting.adapter_files adapting.switching
-    journal state restore watching frozen
+    alone journal state restore watching frozen
     module nodes recording regions modes entry surroundings selfcheck tracing printing
     grafting places networks misses match making slots samples
     blocks gates weights rotations norms adapters conditions merging frequencies
