@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class Container(nn.Module):
         self.attributes = tuple(attributes or ())
         self.__dict__.update(attributes or {})
 
-    def __getitem__(self, key: int | str) -> nn.Module:
+    def __getitem__(self, key: int | str) -> Any:
         return _child(self, key)
 
     def __len__(self) -> int:
@@ -99,9 +99,9 @@ class Container(nn.Module):
         raise NotImplementedError(f"the code of this {self.classes[0]} is in the graph of the traced model; call the model")
 
 
-def _child(module: nn.Module, key: int | str) -> nn.Module:
-    """A child by name, or by position as in a ModuleList."""
-    found = module._modules.get(str(key))
+def _child(module: nn.Module, key: int | str) -> Any:
+    """A child or, as in a ParameterList, a parameter by name, or a child by position as in a ModuleList."""
+    found: Any = module._modules.get(str(key), module._parameters.get(str(key)))
     if found is None and isinstance(key, int):
         found = list(module._modules.values())[key]
     if found is None:
@@ -153,17 +153,17 @@ def shell(module: nn.Module) -> nn.Module:
 
 
 def _unwound(forward: Any) -> Any:
-    """A forward that gives gradients and autocast their mode back when an error leaves it between enter and exit."""
+    """A forward that gives gradients and autocast their modes back when an error leaves it between enter and exit."""
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        grad, casts = torch.is_grad_enabled(), [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        before = ops.modes()
         try:
             return forward(self, *args, **kwargs)
-        except Exception:
-            torch.set_grad_enabled(grad)
-            for kind, enabled in zip(("cpu", "cuda"), casts, strict=True):
-                torch.set_autocast_enabled(kind, enabled)
+        except BaseException:
+            ops.set_modes(before)
             raise
 
     return wrapper
@@ -262,7 +262,7 @@ class TracedModule(fx.GraphModule):
             if (retie := getattr(type(module), "retie", None)) is not None:
                 retie(module, self)
 
-    def __getitem__(self, key: int | str) -> nn.Module:
+    def __getitem__(self, key: int | str) -> Any:
         return _child(self, key)
 
     def __getattr__(self, name: str) -> Any:
@@ -297,14 +297,21 @@ class TracedModule(fx.GraphModule):
         raise AttributeError(f"the traced {self.classes[0]} has no attribute '{name}'")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
+        new = memo[id(self)] = self._again(lambda value: copy.deepcopy(value, memo))
+        new._retie()
+        return new
+
+    def __copy__(self) -> TracedModule:
+        """The same graphs on the same tensors and children."""
+        return self._again(lambda value: value.copy() if isinstance(value, (dict, set)) else value)
+
+    def _again(self, copied: Callable[[Any], Any]) -> TracedModule:
         tree: Any = Container(self.classes)
         for key, value in vars(self).items():
             if key not in OWN_STATE and key != "meta":  # which may hold whole modules
-                tree.__dict__[key] = copy.deepcopy(value, memo)
+                tree.__dict__[key] = copied(value)
         new = TracedModule(tree, {m: copy_graph(g) for m, g in self.graphs.items()}, self._origin, self._extras)
         new.meta = copy.copy(self.meta)
-        new._retie()
-        memo[id(self)] = new
         return new
 
     def __reduce__(self) -> Any:

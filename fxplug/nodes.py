@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from . import ops
@@ -30,19 +31,19 @@ from .wording import is_user_code, source_line, user_frame
 PRINTABLE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
 PRINTABLE += (torch.memory_format, torch.layout, range)
 NUMBERS = (bool, *KINDS)
-NUMBER_KIND = re.compile(rf"\b({'|'.join(kind.__name__ for kind in (Number, *KINDS.values()))}|Sym(Int|Float))\b")
+NUMBER_KIND = re.compile(r"\b(Number|Int|Float|SymInt|SymFloat|int|float)\b")  # in the message of a TypeError
 SMALL = 16  # a constant of at most so many numbers is written into the code, a larger one becomes a buffer
 
 
 @dataclass
 class Tries:
-    """What earlier tries to record the same call found that a run needs: autograd on fakes too, code that takes plain numbers."""
+    """What earlier tries at the same call found that it needs: autograd on fakes too, and code that takes plain numbers."""
 
     autograd: bool = False
     plain: set[CodeType] = field(default_factory=set)
 
     def learn(self, error: TypeError) -> bool:
-        """Whether another try can help: the code that met a recorded number where only Python's own will do takes plain ones."""
+        """Whether another try can help: code that failed on a recorded number gets plain ones."""
         if not NUMBER_KIND.search(str(error)):
             return False
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_user_code(frame)]
@@ -65,7 +66,15 @@ class Frame:
 class Nodes(TorchFunctionMode, Recorder):
     """A graph that grows: tensors and numbers are tied to its nodes."""
 
-    def __init__(self, model: nn.Module, mode: FakeTensorMode | None, device: torch.device, measured: bool, results: Results, tries: Tries):
+    def __init__(
+        self,
+        model: nn.Module,
+        mode: FakeTensorMode | None,
+        device: torch.device,
+        measured: bool,
+        results: Results,
+        tries: Tries,
+    ):
         super().__init__()
         self.results = results
         self.model = model
@@ -234,6 +243,9 @@ class Nodes(TorchFunctionMode, Recorder):
             plain_items, node_items = [p for p, _ in pairs], [n for _, n in pairs]
             if isinstance(value, list):
                 return plain_items, node_items
+            if isinstance(value, PackedSequence):
+                packed = self.node("call_function", PackedSequence, tuple(node_items), {}, self.named("packed"))
+                return PackedSequence(*plain_items), packed
             return type(value)(*plain_items) if hasattr(value, "_fields") else tuple(plain_items), tuple(node_items)
         if isinstance(value, dict):
             lowered = {k: self.lower(v) for k, v in value.items()}

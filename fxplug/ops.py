@@ -153,6 +153,28 @@ def exit_autocast(state: Any) -> None:
     torch.amp.autocast_mode._exit_autocast(state)  # type: ignore[no-untyped-call]
 
 
+def modes() -> tuple[Any, ...]:
+    """The modes of torch that a graph changes between its enter and exit nodes: of gradients and of autocast."""
+    kinds = {"cpu", "cuda", *([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])}  # type: ignore[union-attr]
+    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)]
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return torch.is_grad_enabled(), casts, torch.is_autocast_cache_enabled(), depth
+
+
+def set_modes(before: tuple[Any, ...]) -> None:
+    """Set the modes that `modes` gave, where an error has left nodes between enter and exit."""
+    grad, casts, cached, depth = before
+    torch._C._set_grad_enabled(grad)
+    for kind, enabled, dtype in casts:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(cached)
+    while modes()[-1] > depth:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
 def enter_grad(enabled: bool) -> bool:
     """Switch gradients on or off as the model's own code does; the result, the mode before, goes to `exit_grad`."""
     before = torch.is_grad_enabled()

@@ -35,7 +35,8 @@ MANY = 256  # so many numbers that go to numpy are held by one guard
 LEAVING = {"numpy", "__array__", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__", "__reduce_ex__"}
 LEAVING |= {"apply_", "map_", "map2_", "__cuda_array_interface__"}
 # what a graph cannot say of a tensor, as it depends on what was done with it before and after the call
-OUTSIDE = {"grad", "_grad", "_version", "_base", "_cdata", "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "output_nr"}
+OUTSIDE = {"grad", "_grad", "_grad_fn", "_version", "_base", "_cdata", "retains_grad", "output_nr"}
+OUTSIDE |= {"_backward_hooks", "_post_accumulate_grad_hooks"}
 # what happens later, in the backward pass or in another process
 LATER = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "share_memory_", "pin_memory"}
 # fake tensors take the shape of the first argument here: one value per channel, which training refuses, is none to them
@@ -79,7 +80,8 @@ class Recording(Nodes):
         if name in VALUES or func is torch.is_nonzero:
             return self.value(func, name or "is_nonzero", args)
         if name in LATER or func is torch.autograd.backward:
-            raise TraceError(f"{self.place()}: calls '{name or 'backward'}' of a tensor, which a graph cannot say; {self.way_out()}")
+            called = name or "backward"
+            raise TraceError(f"{self.place()}: calls '{called}' of a tensor, which a graph cannot say; {self.way_out()}")
         if func is torch.autograd.grad and not self.autograd:
             raise NeedsAutograd
         if name in LEAVING and self.computed(args[0]):
@@ -198,7 +200,8 @@ class Recording(Nodes):
             where, line = source_line()
             question = name if name.removeprefix("torch.") in ops.FLAGS else f"{name}({', '.join(map(repr, args))})"
             message = f"{where}: '{line}' was decided on {question}, {value} when traced"
-            self.node("call_function", ops.check_state, (name, args, value, message), {}, self.named("check_state"), effect=True)
+            held = (name, args, value, message)
+            self.node("call_function", ops.check_state, held, {}, self.named("check_state"), effect=True)
         return value
 
     def target(self, func: Any, method: str | None, nodes: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:

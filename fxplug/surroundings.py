@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.backends
 
@@ -27,31 +28,45 @@ from .wording import asker
 
 Patch = tuple[Any, str, Any]
 MISSING = object()
-RANDOM = "the state of a random generator"
-CLOCK = "the clock"
-# what answers otherwise at every call, or changes what other calls get: no graph can say it
+SEED, STATE, CLOCK = "sets a random seed", "reads or sets the state of a random generator", "reads the clock"
+FUNCTIONS = "transforms a function"
+# what answers otherwise at every call, or changes what other calls get, by where it is defined
 REFUSED: dict[Any, dict[str, str]] = {
     torch: {
-        "manual_seed": "sets a random seed", "seed": "sets a random seed", "initial_seed": f"reads {RANDOM}",
-        "get_rng_state": f"reads {RANDOM}", "set_rng_state": f"sets {RANDOM}", "load": "reads a file",
+        **dict.fromkeys(("manual_seed", "seed"), SEED),
+        **dict.fromkeys(("initial_seed", "get_rng_state", "set_rng_state"), STATE),
+        "load": "reads a file", "vmap": FUNCTIONS,
     },
     torch.random: {
-        "manual_seed": "sets a random seed", "seed": "sets a random seed", "initial_seed": f"reads {RANDOM}",
-        "get_rng_state": f"reads {RANDOM}", "set_rng_state": f"sets {RANDOM}", "fork_rng": f"sets {RANDOM}",
+        **dict.fromkeys(("manual_seed", "seed"), SEED),
+        **dict.fromkeys(("initial_seed", "get_rng_state", "set_rng_state", "fork_rng"), STATE),
     },
     torch.cuda: {
-        **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), "sets a random seed"),
-        **dict.fromkeys(("get_rng_state", "get_rng_state_all", "initial_seed"), f"reads {RANDOM}"),
-        **dict.fromkeys(("set_rng_state", "set_rng_state_all"), f"sets {RANDOM}"),
-        **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "mem_get_info"), "reads how much memory is free"),
+        **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), SEED),
+        **dict.fromkeys(("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all", "initial_seed"), STATE),
+        **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated"), "asks for memory"),
+        "mem_get_info": "asks for memory",
     },
+    torch.func: dict.fromkeys("vmap grad grad_and_value vjp jvp jacrev jacfwd hessian linearize".split(), FUNCTIONS),  # noqa: SIM905
     time: dict.fromkeys(
         """time time_ns perf_counter perf_counter_ns monotonic monotonic_ns process_time process_time_ns thread_time
         thread_time_ns gmtime localtime ctime asctime strftime""".split(),  # noqa: SIM905
-        f"reads {CLOCK}",
+        CLOCK,
     ),
-    os: {"urandom": "draws random bytes", "getenv": "reads the environment", "getpid": "reads the number of the process"},
-    random: {"_urandom": "draws random bytes"},
+    os: {"urandom": "draws random bytes", "getenv": "reads the environment", "getpid": "asks for the number of the process"},
+    random: {
+        "_urandom": "draws random bytes",
+        **dict.fromkeys(
+            """random randint randrange uniform choice choices sample shuffle gauss normalvariate betavariate triangular
+            expovariate getrandbits randbytes seed getstate setstate""".split(),  # noqa: SIM905
+            "draws from Python's 'random'",
+        ),
+    },
+    np.random: dict.fromkeys(
+        """rand randn randint random random_sample uniform normal standard_normal choice permutation shuffle beta binomial
+        exponential gamma poisson seed get_state set_state""".split(),  # noqa: SIM905
+        "draws from 'numpy.random'",
+    ),
     uuid: dict.fromkeys(("uuid1", "uuid4"), "makes a random name"),
     io: {"open": "opens a file"},
     builtins: {"open": "opens a file"},
@@ -70,12 +85,12 @@ def patches(recording: Recording) -> Iterator[Patch]:
         if original is not None:
             new[id(original)] = value
             yield owner, name, value
+    named = {"type": Type, "hash": _hash(recording), "id": _id(recording)}
     for module in _sources(recording):
         space = vars(module)
         for name in [n for n, v in space.items() if id(v) in new]:
             yield module, name, new[id(space[name])]
-        if "type" not in space:
-            yield module, "type", Type
+        yield from ((module, name, value) for name, value in named.items() if name not in space)
 
 
 def _replaced(recording: Recording) -> Iterator[Patch]:
@@ -91,6 +106,8 @@ def _replaced(recording: Recording) -> Iterator[Patch]:
             if hasattr(owner, name):
                 yield owner, name, _refusing(recording, getattr(owner, name), f"{owner.__name__}.{name}", does)
     yield os, "environ", _Environment(recording, os.environ)
+    yield random.Random, "__init__", _unseeded(recording, random.Random.__init__)
+    yield torch, "default_generator", _Generator(recording, torch.default_generator)
     yield datetime, "datetime", _clock(recording, datetime.datetime, ("now", "utcnow", "today"))
     yield datetime, "date", _clock(recording, datetime.date, ("today",))
     yield torch.backends.ContextProp, "__get__", _flag(recording, torch.backends.ContextProp.__get__)
@@ -137,7 +154,7 @@ def _refusing(recording: Recording, original: Callable[..., Any], name: str, doe
 
 def _refuse(recording: Recording, name: str, does: str) -> NoReturn:
     raise TraceError(
-        f"{recording.place()}: {does} ({name}), and a graph would keep the answer of this one call; do it before the call, or "
+        f"{recording.place()}: {does} ({name}), which a graph cannot do anew at each call; do it outside of forward, or "
         f"{recording.way_out()}"
     )
 
@@ -193,6 +210,29 @@ class _Environment:
         return self.original
 
 
+class _Generator:
+    """Stands for `torch.default_generator`."""
+
+    def __init__(self, recording: Recording, original: Any) -> None:
+        self.recording, self.original = recording, original
+
+    def __getattr__(self, name: str) -> Any:
+        if _asks(self.recording):
+            _refuse(self.recording, f"torch.default_generator.{name}", STATE)
+        return getattr(self.original, name)
+
+
+def _unseeded(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for the constructor of `random.Random`, which draws a seed where it is given none."""
+
+    def init(self: Any, x: Any = None) -> None:
+        if x is None and _asks(recording):
+            _refuse(recording, "random.Random", "draws a random seed")
+        original(self, x)
+
+    return init
+
+
 def _flag(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
     names = {
         id(prop): f"{module.__name__}.{name}"
@@ -239,3 +279,48 @@ class _Type(type):
 
 class Type(type, metaclass=_Type):
     """Stands for `type` in the model's source files, where `type(x.shape[0]) is int` must be true."""
+
+
+class Address(int):
+    """What `id` gives of a tensor: good for telling one object from another, and for nothing else."""
+
+    recording: Recording
+
+
+def _no_number(name: str) -> Callable[..., Any]:
+    def refuse(self: Address, *args: Any) -> Any:
+        if self.recording.active and asker(sys._getframe(1)) is not None:
+            _refuse(self.recording, "id", "calculates with the address of a tensor")
+        return getattr(int, name)(self, *args)
+
+    return refuse
+
+
+for _name in "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow and rand or ror xor rxor".split():  # noqa: SIM905
+    setattr(Address, f"__{_name}__", _no_number(f"__{_name}__"))
+for _name in "rshift lshift neg float lt le gt ge str repr format bool".split():  # noqa: SIM905
+    setattr(Address, f"__{_name}__", _no_number(f"__{_name}__"))
+
+
+def _id(recording: Recording) -> Callable[[Any], int]:
+    """What stands for `id` in the model's source files."""
+
+    def identity(value: Any) -> int:
+        if not (isinstance(value, torch.Tensor) and recording.recording_here()):
+            return id(value)
+        address = Address(id(value))
+        address.recording = recording
+        return address
+
+    return identity
+
+
+def _hash(recording: Recording) -> Callable[[Any], int]:
+    """What stands for `hash` in the model's source files."""
+
+    def hashed(value: Any) -> int:
+        if isinstance(value, torch.Tensor) and recording.recording_here():
+            _refuse(recording, "hash", "calculates with the address of a tensor")
+        return hash(value)
+
+    return hashed

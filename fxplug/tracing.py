@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
 
-from . import entry, modes, selfcheck, surroundings, targets
+from . import entry, modes, ops, selfcheck, surroundings, targets
 from .alone import alone, undone
 from .errors import FxplugError, TraceError, did_you_mean
 from .fakes import Results, fake, no_collection
@@ -73,12 +73,12 @@ def trace(
 
 def _trace(model: nn.Module, call: Any, leaves: set[str], real: bool | None, check: bool) -> TracedModule:
     results = Results()
-    first = _record(model, call, leaves, real, None, results)
+    first = _settled(model, call, leaves, real, None, results)
     graphs = {model.training: first}
     twin_error = None
     if first.reads_training:
         try:
-            second = _record(model, call, leaves, real, not model.training, results)
+            second = _settled(model, call, leaves, real, not model.training, results)
         except (FxplugError, RuntimeError, ValueError) as error:
             twin_error = str(error)
         else:
@@ -108,9 +108,27 @@ class _Traced(NamedTuple):
     called: set[str]
     reads_training: bool
 
-    def text(self) -> str:
+    def text(self, without: tuple[fx.Node, ...] = ()) -> str:
         """What the graph does, for comparing two of them."""
-        return "\n".join(node.format_node() or "" for node in self.graph.nodes)
+        return "\n".join(node.format_node() or "" for node in self.graph.nodes if node not in without)
+
+    def asks_for_gradients(self) -> tuple[fx.Node, ...]:
+        """The checks that gradients are enabled, or are not."""
+        checks = self.graph.find_nodes(op="call_function", target=ops.check_state)
+        return tuple(node for node in checks if node.args[0] == "torch.is_grad_enabled")
+
+
+def _settled(*args: Any) -> _Traced:
+    """A recording; one that asks for gradients, as to checkpoint, and is the same without them holds for both."""
+    first = _record(*args)
+    checks = first.asks_for_gradients()
+    if checks and not torch.is_inference_mode_enabled():
+        with contextlib.suppress(FxplugError, RuntimeError, ValueError), torch.set_grad_enabled(not torch.is_grad_enabled()):
+            second = _record(*args)
+            if first.text(checks) == second.text(second.asks_for_gradients()):
+                for node in checks:
+                    first.graph.erase_node(node)
+    return first
 
 
 def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:
@@ -149,12 +167,20 @@ def _record(
     return _run(model, call, leaves, False, False, training, results)
 
 
-def _run(*args: Any) -> _Traced:
+def _run(
+    model: nn.Module,
+    call: Any,
+    leaves: set[str],
+    on_fakes: bool,
+    measured: bool,
+    training: bool | None,
+    results: Results,
+) -> _Traced:
     """Record one call, again with what a try has found that a run needs."""
     tries = Tries()
     while True:
         try:
-            return _try(*args, tries)
+            return _try(model, call, leaves, on_fakes, measured, training, results, tries)
         except NeedsAutograd:
             tries.autograd = True
         except TypeError as error:
@@ -247,6 +273,8 @@ def _fake_weights(
         return fakes[id(tensor)]
 
     for path, module in model.named_modules(remove_duplicate=True):
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its tensors cannot be exchanged
         for table in (module._parameters, module._buffers):
             held.append((table, dict(table)))
             for key, tensor in table.items():
@@ -314,6 +342,8 @@ def _assemble(model: nn.Module, recordings: dict[bool, _Traced], twin_error: str
     def copy_tree(module: nn.Module, path: str, whole: bool) -> nn.Module:
         if id(module) in copies:
             return copies[id(module)]
+        if isinstance(module, torch.jit.ScriptModule):
+            return module
         if whole or path in leaves:
             new = object.__new__(type(module))
             # containers as well: an LSTM keeps its weights in a list and changes it in place

@@ -11,7 +11,6 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Callable
 from functools import lru_cache
 from traceback import walk_tb
 from types import FrameType
@@ -28,7 +27,7 @@ CALLER = os.path.join(os.path.dirname(__file__), "entry.py")  # what called the 
 OWN = tuple(os.path.dirname(str(file)) + os.sep for file in (torch.__file__, np.__file__, __file__))
 # torch's own ways to what the model asks it, and parts of the standard library that speak to people
 THROUGH = tuple(os.path.join(os.path.dirname(str(torch.__file__)), name) for name in ("_tensor.py", "overrides.py"))
-SPEAKING = tuple(os.path.join(STDLIB, name) for name in ("logging" + os.sep, "warnings.py", "traceback.py", "importlib" + os.sep))
+SPEAKING = tuple(STDLIB + name for name in ("logging" + os.sep, "importlib" + os.sep, "warnings.py", "traceback.py"))
 # functions whose text is read by people only, but for their first argument
 CHECKS = {"_assert", "_check", "_check_value", "_check_type", "_check_index", "_check_not_implemented"}
 MISSING = object()
@@ -136,9 +135,11 @@ def _operands(file: str) -> list[Any]:
 def _texts(file: str) -> list[Any]:
     """Texts that are made for what `raise` raises, and texts in calls that stand alone, with the function called."""
     found = []
+    tries = [t for t in ast.walk(_tree(file)) if isinstance(t, ast.Try) and t.handlers]
+    caught = {id(n) for t in tries for part in t.body for n in ast.walk(part)}  # a text that may be read again
     for node in ast.walk(_tree(file)):
         call = node.exc if isinstance(node, ast.Raise) else node.value if isinstance(node, ast.Expr) else None
-        if isinstance(call, ast.Call):
+        if isinstance(call, ast.Call) and not (isinstance(node, ast.Raise) and id(node) in caught):
             function = None if isinstance(node, ast.Raise) else call.func
             todo: list[ast.expr] = [*call.args[_called(call) in CHECKS :], *(k.value for k in call.keywords)]
             while todo:
@@ -171,13 +172,13 @@ def _resolved(frame: FrameType, name: ast.expr) -> Any:
         return owner.training  # the one that is worth asking for: the run must know that it was read
     found = inspect.getattr_static(owner, name.attr, MISSING)
     if found is MISSING and isinstance(owner, torch.nn.Module):
-        found = owner._modules.get(name.attr, MISSING)  # type: ignore[arg-type]
+        found = owner._modules.get(name.attr, MISSING)
     return found
 
 
 def _speaks(function: Any) -> bool:
     """Whether a function tells people something, or checks a condition: its text goes nowhere else."""
-    if function is builtins.print or (isinstance(function, Callable) and function in vars(logging.Logger).values()):
+    if function is builtins.print or (callable(function) and function in vars(logging.Logger).values()):
         return True
     module, name = getattr(function, "__module__", None), getattr(function, "__name__", "")
     return module in ("logging", "warnings", "_warnings") or (module == "torch" and name in CHECKS)
