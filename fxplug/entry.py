@@ -54,6 +54,7 @@ def run(recording: Recording, regions: Regions, args: tuple[Any, ...], kwargs: d
     try:
         with recording:
             out = regions.region(model, "", positional, named)
+            recording.assigned(regions.called)
             node = recording.graph.output(_result(recording, out))
     finally:
         recording.active = False
@@ -116,8 +117,10 @@ class _Entry:
         recording = self.recording
         with torch._C.DisableTorchFunction():
             if recording.mode is None:
-                return value.detach().clone()
-            return fake(value, recording.mode, recording.device if value.is_meta else value.device)
+                new = value.detach().clone()
+            else:
+                new = fake(value, recording.mode, recording.device if value.is_meta else value.device)
+            return new.requires_grad_(value.requires_grad) if recording.autograd else new
 
     def opaque(self, value: torch.Generator, node: fx.Node, name: str) -> Any:
         """A random generator: what the model is given is a copy, so that the run takes nothing out of it."""

@@ -34,11 +34,14 @@ def _make(geometry: Geometry, mode: FakeTensorMode, constant: Any = None) -> Fak
 class Results:
     """What functions gave on fake tensors, by function and arguments: the same blocks come again and again."""
 
-    def __init__(self) -> None:
+    def __init__(self, remember: bool = True) -> None:
         self.known: dict[Hashable, Any] = {}
+        self.remember = remember
 
     def key(self, function: Any, args: Any, kwargs: Any) -> Hashable:
         """A key for a call, or None where its result may depend on more than the geometry of its arguments."""
+        if not self.remember:
+            return None
         try:
             with torch._C.DisableTorchFunction():
                 return (function, _key(args), _key(kwargs), _surroundings())
@@ -81,7 +84,7 @@ def _surroundings() -> Hashable:
 
 def _key(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        if type(value) is not FakeTensor or value.constant is not None or value.dtype.is_complex:
+        if type(value) is not FakeTensor or value.constant is not None or value.dtype.is_complex or value.requires_grad:
             raise TypeError
         return _geometry(value)
     if isinstance(value, PLAIN) and not isinstance(value, Number):

@@ -76,6 +76,7 @@ def _enter_inference(recording: Recording, original: Callable[..., Any]) -> Call
     def enter(context: Any) -> Any:
         if not recording.recording_here():
             return original(context)
+        recording.inference.append(bool(context.mode))
         if context.mode:
             context._fxplug_before = torch.is_grad_enabled()
             torch._C._set_grad_enabled(False)
@@ -89,6 +90,7 @@ def _exit_inference(recording: Recording, original: Callable[..., Any]) -> Calla
     def leave(context: Any, *error: Any) -> Any:
         if not recording.recording_here():
             return original(context, *error)
+        recording.inference.pop()
         if context.mode:
             _close(recording, context, ops.exit_grad)
             torch._C._set_grad_enabled(context._fxplug_before)
@@ -100,6 +102,7 @@ def _exit_inference(recording: Recording, original: Callable[..., Any]) -> Calla
 def _open(recording: Recording, context: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     node = recording.node("call_function", function, args, {}, recording.named(function.__name__), effect=True)
     context.__dict__.setdefault("_fxplug", []).append(node)
+    recording.switched += 1
 
 
 def _close(recording: Recording, context: Any, function: Callable[..., Any]) -> None:
@@ -107,3 +110,4 @@ def _close(recording: Recording, context: Any, function: Callable[..., Any]) -> 
     if opened:
         name = recording.named(function.__name__)
         recording.node("call_function", function, (opened.pop(),), {}, name, effect=True)
+        recording.switched += 1

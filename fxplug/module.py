@@ -8,7 +8,7 @@ import inspect
 import keyword
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -194,17 +194,17 @@ def shell(module: nn.Module) -> nn.Module:
 
 
 def _unwound(forward: Any) -> Any:
-    """A forward that gives gradients and autocast their mode back when an error leaves it between enter and exit."""
+    """A forward that gives gradients and autocast their modes back when an error leaves it between enter and exit."""
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        grad, casts = torch.is_grad_enabled(), [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        before = ops.modes()
         try:
             return forward(self, *args, **kwargs)
-        except Exception:
-            torch.set_grad_enabled(grad)
-            for kind, enabled in zip(("cpu", "cuda"), casts, strict=True):
-                torch.set_autocast_enabled(kind, enabled)
+        except BaseException:
+            ops.set_modes(before)
             raise
 
     return wrapper
@@ -371,15 +371,22 @@ class TracedModule(fx.GraphModule):
         raise AttributeError(f"the traced {self.classes[0]} has no attribute '{name}'")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
+        new = memo[id(self)] = self._again(lambda value: copy.deepcopy(value, memo))
+        new._retie()
+        return new
+
+    def __copy__(self) -> TracedModule:
+        """The same graphs on the same tensors and children."""
+        return self._again(lambda value: value.copy() if isinstance(value, (dict, set)) else value)
+
+    def _again(self, copied: Callable[[Any], Any]) -> TracedModule:
         tree: Any = Container(self.classes)
         with hold(turns_of(self)):
             for key, value in vars(self).items():
                 if key not in OWN_STATE and key != "meta":  # which may hold whole modules
-                    tree.__dict__[key] = copy.deepcopy(value, memo)
+                    tree.__dict__[key] = copied(value)
         new = TracedModule(tree, {m: copy_graph(g) for m, g in self.graphs.items()}, self._origin, self._extras)
         new.meta = copy.copy(self.meta)
-        new._retie()
-        memo[id(self)] = new
         return new
 
     def __reduce__(self) -> Any:

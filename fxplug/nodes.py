@@ -3,27 +3,54 @@
 from __future__ import annotations
 
 import operator
+import re
 import threading
+import weakref
+from dataclasses import dataclass, field
+from traceback import walk_tb
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from . import ops
 from .errors import TraceError
 from .fakes import Results, fake
+from .journal import Journal
 from .module import Graph
 from .paths import identifier
 from .sizes import KINDS, Number, Recorder
 from .structure import children
-from .wording import source_line
+from .wording import is_user_code, source_line, user_frame
 
 PRINTABLE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
 PRINTABLE += (torch.memory_format, torch.layout, range)
+NUMBERS = (bool, *KINDS)
+NUMBER_KIND = re.compile(r"\b(Number|Int|Float|SymInt|SymFloat|int|float)\b")  # in the message of a TypeError
 SMALL = 16  # a constant of at most so many numbers is written into the code, a larger one becomes a buffer
+
+
+@dataclass
+class Tries:
+    """What earlier tries at the same call found that it needs: autograd on fakes too, and code that takes plain numbers."""
+
+    autograd: bool = False
+    plain: set[CodeType] = field(default_factory=set)
+
+    def learn(self, error: TypeError) -> bool:
+        """Whether another try can help: code that failed on a recorded number gets plain ones."""
+        if not NUMBER_KIND.search(str(error)):
+            return False
+        frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_user_code(frame)]
+        new = next((f.f_code for f in reversed(frames) if f.f_code not in self.plain), None)
+        if new is not None:
+            self.plain.add(new)
+        return new is not None
 
 
 class Frame:
@@ -39,7 +66,15 @@ class Frame:
 class Nodes(TorchFunctionMode, Recorder):
     """A graph that grows: tensors and numbers are tied to its nodes."""
 
-    def __init__(self, model: nn.Module, mode: FakeTensorMode | None, device: torch.device, measured: bool, results: Results):
+    def __init__(
+        self,
+        model: nn.Module,
+        mode: FakeTensorMode | None,
+        device: torch.device,
+        measured: bool,
+        results: Results,
+        tries: Tries,
+    ):
         super().__init__()
         self.results = results
         self.model = model
@@ -52,14 +87,22 @@ class Nodes(TorchFunctionMode, Recorder):
         self.parameters: dict[int, str] = {}
         self.weights: dict[int, fx.Node] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.buffers: list[tuple[str, nn.Module, torch.Tensor]] = []
+        self.marked: list[weakref.ref[torch.Tensor]] = []
+        self.journal: Journal | None = None
         self.kept: list[Any] = []  # objects whose id is a key above or below must stay alive
         self.opaque: dict[int, fx.Node] = {}
         self.frame = Frame("", type(model).__qualname__, None)
-        self.numbers: dict[Any, Number] = {}
+        self.numbers: dict[Any, fx.Node] = {}
         self.guards: set[fx.Node] = set()
         self.device_node: fx.Node | None = None
         self.first_tensor: fx.Node | None = None
         self.reads_training = False
+        self.autograd = tries.autograd or mode is None
+        self.states: set[Any] = set()
+        self.switched = 0  # how often the model changed a mode of torch so far
+        self.inference: list[bool] = [torch.is_inference_mode_enabled()]
+        self.plain = tries.plain
         self.active = False
         self.paused = False
         self.thread = threading.get_ident()
@@ -73,6 +116,10 @@ class Nodes(TorchFunctionMode, Recorder):
             and self in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         )
 
+    def stop(self) -> None:
+        """Record nothing more, wherever this mode still listens."""
+        self.active, self.paused = False, True
+
     def finish(self) -> None:
         """Drop what nothing uses and has no effect."""
         for node in reversed(list(self.graph.nodes)):
@@ -81,6 +128,29 @@ class Nodes(TorchFunctionMode, Recorder):
                 if port is None or port.side == "in":
                     self.graph.erase_node(node)
         self.graph.lint()
+
+    def assigned(self, leaves: set[str]) -> None:
+        """Record the buffers that forward assigned anew: their values go into the memory that they have."""
+        for name, module, before in self.buffers:
+            path, _, key = name.rpartition(".")
+            now = module._buffers.get(key)
+            if now is before or now is None or any(f"{path}.".startswith(f"{leaf}.") for leaf in leaves):
+                continue
+            if now.shape != before.shape or now.dtype != before.dtype or self.recorded(now) is None:
+                continue
+            old, new = self.lookup(before), self.lookup(now)
+            if old.users:  # what read the old value keeps it
+                with self.graph.inserting_after(old):
+                    copy = self.node("call_method", "clone", (old,), {}, f"{old.name}_before")
+                copy.meta.update(shape=old.meta["shape"], dtype=old.meta["dtype"])
+                old.replace_all_uses_with(copy, lambda user: user is not copy)
+            for dim, size in enumerate(now.shape):
+                self.decide(self.size_of(new, "size", size, dim))
+            self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
+
+    def size_of(self, node: fx.Node, method: str, value: int, dim: int | None = None) -> Any:
+        """A size of a tensor as a number, read from the node."""
+        raise NotImplementedError
 
     # --- nodes and values
 
@@ -99,7 +169,17 @@ class Nodes(TorchFunctionMode, Recorder):
     def mark(self, tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
         node.meta.update(shape=tuple(tensor.shape), dtype=tensor.dtype)
         tensor._fxplug = node  # type: ignore[attr-defined]
+        self.marked.append(weakref.ref(tensor))
         return tensor
+
+    def unmark(self) -> None:
+        """Take the marks off all tensors that are still there: a mark holds the whole graph, and copies with its tensor."""
+        for reference in self.marked:
+            tensor = reference()
+            if tensor is not None:
+                for name in ("_fxplug", "_fxplug_of"):
+                    tensor.__dict__.pop(name, None)
+        self.marked.clear()
 
     def recorded(self, tensor: torch.Tensor) -> fx.Node | None:
         """The node of a tensor that this run computed."""
@@ -119,7 +199,7 @@ class Nodes(TorchFunctionMode, Recorder):
 
     def constant(self, tensor: torch.Tensor) -> str:
         """Keep a tensor that was there before the run as a buffer, under the attribute that holds it if there is one."""
-        if isinstance(tensor, FakeTensor) or getattr(tensor, "_fxplug_made", None) is self:
+        if isinstance(tensor, FakeTensor) or (self.journal is not None and self.journal.makes(tensor)):
             raise TraceError(
                 f"{self.place()}: a tensor comes from a function that does not report to torch (numpy, a script function, "
                 f"an extension), so it cannot be recorded; {self.way_out()}"
@@ -163,6 +243,9 @@ class Nodes(TorchFunctionMode, Recorder):
             plain_items, node_items = [p for p, _ in pairs], [n for _, n in pairs]
             if isinstance(value, list):
                 return plain_items, node_items
+            if isinstance(value, PackedSequence):
+                packed = self.node("call_function", PackedSequence, tuple(node_items), {}, self.named("packed"))
+                return PackedSequence(*plain_items), packed
             return type(value)(*plain_items) if hasattr(value, "_fields") else tuple(plain_items), tuple(node_items)
         if isinstance(value, dict):
             lowered = {k: self.lower(v) for k, v in value.items()}
@@ -193,16 +276,15 @@ class Nodes(TorchFunctionMode, Recorder):
             if (self.recorded(out) or id(out) in self.parameters) and not node.meta.get("effect"):
                 out = self.alias(out)
             return self.mark(out, node)
-        if type(out) in KINDS:
-            node.meta["value"] = out
-            return KINDS[type(out)](self, node, out)
+        if type(out) in NUMBERS:
+            return self.held(node, out)
         members = children(tuple(out) if isinstance(out, torch.Size) else out)
         if members is None:
             return out
         new: dict[Any, Any] = {}
         for key, member in members:
             new[key] = member
-            if isinstance(member, (torch.Tensor, tuple, list, dict)) or type(member) in KINDS:
+            if isinstance(member, (torch.Tensor, tuple, list, dict)) or type(member) in NUMBERS:
                 item = self.node("call_function", operator.getitem, (node, key), {}, f"{node.name}_{key}")
                 new[key] = self.bind(member, item)
         if isinstance(out, dict):
@@ -211,14 +293,33 @@ class Nodes(TorchFunctionMode, Recorder):
             return type(out)(list(new.values()))
         return type(out)(*new.values()) if type(out) is not tuple else tuple(new.values())
 
+    def held(self, node: fx.Node, value: Any) -> Any:
+        """A plain value that a node gives, as Python gets it: numbers remember their node, what is true or false is decided."""
+        node.meta["value"] = value
+        kind = KINDS.get(type(value))
+        if kind is None or self.wants_plain(user_frame() if self.plain else None):
+            return self.settle(node, value)
+        return kind(self, node, value)
+
+    def wants_plain(self, frame: FrameType | None) -> bool:
+        """Whether code runs that failed on recorded numbers in an earlier try."""
+        return frame is not None and frame.f_code in self.plain
+
+    def settle(self, node: fx.Node, value: Any) -> Any:
+        """Python needs the plain value of a node."""
+        raise NotImplementedError
+
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same values as another tensor object, which can have a node of its own."""
         with torch._C.DisableTorchFunction():
-            if type(tensor) is not FakeTensor:
-                return torch.ops.aten.alias.default(tensor)  # type: ignore[no-any-return]
-            # a fake tensor has no storage to share, and making one anew costs a fraction of a dispatch
-            assert self.mode is not None
-            return fake(tensor, self.mode, tensor.fake_device, tensor.constant)
+            if type(tensor) is not FakeTensor or tensor.requires_grad:
+                new: torch.Tensor = torch.ops.aten.alias.default(tensor)
+            else:
+                # a fake tensor has no storage to share, and making one anew costs a fraction of a dispatch
+                assert self.mode is not None
+                new = fake(tensor, self.mode, tensor.fake_device, tensor.constant)
+            new._fxplug_of = tensor  # type: ignore[attr-defined]
+            return new
 
     def computed(self, value: Any) -> bool:
         """Whether a tensor depends on the inputs, and not on constants and weights alone."""

@@ -1,12 +1,56 @@
-"""The few functions of our own that stand in a traced graph: edges, guards, checks of the inputs, autocast."""
+"""The few functions of our own that stand in a traced graph: edges, guards, checks of inputs and state, autocast."""
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .errors import GuardError
+
+# functions that answer about the process, and whose answer may be another one at the next call
+READERS = """is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled is_autocast_cache_enabled
+get_autocast_dtype get_autocast_gpu_dtype get_autocast_cpu_dtype get_default_dtype get_default_device
+are_deterministic_algorithms_enabled is_deterministic_algorithms_warn_only_enabled get_deterministic_debug_mode
+get_float32_matmul_precision get_num_threads get_num_interop_threads is_anomaly_enabled is_anomaly_check_nan_enabled
+is_warn_always_enabled cuda.current_device distributed.is_initialized distributed.get_rank distributed.get_world_size
+distributed.get_backend backends.cuda.flash_sdp_enabled backends.cuda.mem_efficient_sdp_enabled
+backends.cuda.math_sdp_enabled backends.cuda.cudnn_sdp_enabled backends.mha.get_fastpath_enabled""".split()  # noqa: SIM905
+# attributes of torch.backends that are such answers
+FLAGS = """backends.cudnn.enabled backends.cudnn.benchmark backends.cudnn.benchmark_limit backends.cudnn.deterministic
+backends.cudnn.allow_tf32 backends.cudnn.fp32_precision backends.mkldnn.enabled backends.mkldnn.deterministic
+backends.mkldnn.allow_tf32 backends.mkldnn.fp32_precision backends.opt_einsum.enabled backends.opt_einsum.strategy
+backends.fp32_precision backends.cuda.matmul.allow_tf32 backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+backends.cuda.matmul.allow_bf16_reduced_precision_reduction backends.cuda.matmul.allow_fp16_accumulation
+backends.cuda.matmul.fp32_precision""".split()  # noqa: SIM905
+
+
+def _flag(name: str) -> Callable[[], Any]:
+    owner, _, attribute = name.rpartition(".")
+    return functools.partial(getattr, operator.attrgetter(owner)(torch), attribute)
+
+
+def _known(name: str) -> bool:
+    try:
+        operator.attrgetter(name)(torch)
+    except AttributeError:  # this torch has no such state
+        return False
+    return True
+
+
+STATES: dict[str, Callable[..., Any]] = {
+    **{f"torch.{name}": operator.attrgetter(name)(torch) for name in READERS if _known(name)},
+    **{f"torch.{name}": _flag(name) for name in FLAGS if _known(name)},
+}
+# what autograd knows of a tensor
+QUESTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "requires_grad": lambda x: x.requires_grad,
+    "is_leaf": lambda x: x.is_leaf,
+    "grad_fn": lambda x: x.grad_fn is not None,
+}
 
 
 def edge(x: Any) -> Any:
@@ -25,6 +69,23 @@ def guard(value: Any, expected: Any, message: str) -> None:
         torch._check(torch.sym_not(value) if free else value == expected)
     elif value != expected:
         raise GuardError(f"{message}; now it is {value}: trace again with such an input")
+
+
+def check_state(name: str, args: tuple[Any, ...], expected: Any, message: str) -> None:
+    """Hold the answer of a function of torch about the process, one of `STATES`: it must still be `expected`.
+
+    Raises GuardError with `message`; a compiled program is an error where the answer is another one.
+    """
+    value = STATES[name](*args)
+    if torch.compiler.is_compiling():
+        torch._check(value == expected)
+    elif value != expected:
+        raise GuardError(f"{message}; now it is {value}: call it as it was traced, or trace again as it is called")
+
+
+def asked(x: torch.Tensor, question: str) -> bool:
+    """What autograd knows of a tensor, one of `QUESTIONS`; `grad_fn` is whether there is one."""
+    return bool(QUESTIONS[question](x))
 
 
 def same(values: tuple[Any, ...], expected: tuple[Any, ...], names: tuple[str, ...]) -> None:
@@ -90,6 +151,28 @@ def enter_autocast(device: torch.device | str, dtype: torch.dtype, enabled: bool
 def exit_autocast(state: Any) -> None:
     """Leave the autocast region that `enter_autocast` opened."""
     torch.amp.autocast_mode._exit_autocast(state)  # type: ignore[no-untyped-call]
+
+
+def modes() -> tuple[Any, ...]:
+    """The modes of torch that a graph changes between its enter and exit nodes: of gradients and of autocast."""
+    kinds = {"cpu", "cuda", *([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])}  # type: ignore[union-attr]
+    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)]
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return torch.is_grad_enabled(), casts, torch.is_autocast_cache_enabled(), depth
+
+
+def set_modes(before: tuple[Any, ...]) -> None:
+    """Set the modes that `modes` gave, where an error has left nodes between enter and exit."""
+    grad, casts, cached, depth = before
+    torch._C._set_grad_enabled(grad)
+    for kind, enabled, dtype in casts:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(cached)
+    while modes()[-1] > depth:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 def enter_grad(enabled: bool) -> bool:

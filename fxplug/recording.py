@@ -16,16 +16,17 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from . import ops, targets
 from .errors import TraceError
-from .nodes import SMALL, Nodes
+from .nodes import NUMBERS, SMALL, Nodes
 from .sizes import KINDS, Number
 from .structure import children
-from .wording import decides_layout_only, describe, shortened, source_line, user_frame
+from .wording import asker, decides_nothing, describe, shortened, source_line, user_frame
 
 CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
 SIZES = {"size", "stride", "numel", "nelement", "storage_offset", "__len__"}
 VALUES = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "__complex__", "is_nonzero"}
 # answers about a tensor's kind, which the checks of the inputs hold
-KIND_QUESTIONS = {"dim", "ndimension", "element_size", "get_device", "dense_dim", "sparse_dim", "has_names"}
+KIND_QUESTIONS = {"dim", "ndimension", "element_size", "get_device", "dense_dim", "sparse_dim"}
+KIND_TESTS = {"is_complex", "is_floating_point", "is_signed", "is_coalesced", "can_cast", "has_names"}
 KIND_ANSWERS = (str, torch.dtype, torch.device, torch.layout, torch.finfo, torch.iinfo)
 RESHAPING = {"resize_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "resize_as_", "set_"}
 ORDERED = {"gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal"}
@@ -33,12 +34,33 @@ MANY = 256  # so many numbers that go to numpy are held by one guard
 # where a tensor's data leaves torch, so that what is done with it there cannot be seen
 LEAVING = {"numpy", "__array__", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__", "__reduce_ex__"}
 LEAVING |= {"apply_", "map_", "map2_", "__cuda_array_interface__"}
+# what a graph cannot say of a tensor, as it depends on what was done with it before and after the call
+OUTSIDE = {"grad", "_grad", "_grad_fn", "_version", "_base", "_cdata", "retains_grad", "output_nr"}
+OUTSIDE |= {"_backward_hooks", "_post_accumulate_grad_hooks"}
+# what happens later, in the backward pass or in another process
+LATER = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "share_memory_", "pin_memory"}
 # fake tensors take the shape of the first argument here: one value per channel, which training refuses, is none to them
 SHAPE_OF_FIRST = {F.batch_norm: torch.empty_like, torch.batch_norm: torch.empty_like}
 
 
 class NeedsValues(Exception):
     """The model reads a number out of its data, which fake tensors do not have."""
+
+
+class Function:
+    """Stands for the `grad_fn` of a tensor, of which a graph can only say whether there is one."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def __getattr__(self, name: str) -> Any:
+        raise TraceError(
+            f"{self._recording.place()}: reads '{name}' of a grad_fn, which a graph cannot say; {self._recording.way_out()}"
+        )
+
+
+class NeedsAutograd(Exception):
+    """The model asks what autograd knows, which fake tensors are told only in a second try."""
 
 
 class Recording(Nodes):
@@ -57,6 +79,11 @@ class Recording(Nodes):
             return self.size(func, name, args, kwargs)
         if name in VALUES or func is torch.is_nonzero:
             return self.value(func, name or "is_nonzero", args)
+        if name in LATER or func is torch.autograd.backward:
+            called = name or "backward"
+            raise TraceError(f"{self.place()}: calls '{called}' of a tensor, which a graph cannot say; {self.way_out()}")
+        if func is torch.autograd.grad and not self.autograd:
+            raise NeedsAutograd
         if name in LEAVING and self.computed(args[0]):
             self.leave_torch(name, args[0])
             return func(*args, **kwargs)
@@ -76,6 +103,10 @@ class Recording(Nodes):
         out = func(tensor, *rest)
         if name == "dtype" and node is not None:
             node.meta["reads_dtype"] = True
+        if name in (*ops.QUESTIONS, *OUTSIDE) and asker(sys._getframe(2)) is not None:
+            if name in ops.QUESTIONS:
+                return self.asked(tensor, name)
+            raise TraceError(f"{self.place()}: reads '{name}' of a tensor, which a graph cannot say; {self.way_out()}")
         if not isinstance(out, torch.Tensor) or name == "grad":
             return out
         if name not in targets.ATTRIBUTES:
@@ -102,15 +133,25 @@ class Recording(Nodes):
         out = remembered
         if remembered is None:
             out = run(given[0]) if run else func(*plain, **plain_kw)
-        if out is NotImplemented or isinstance(out, KIND_ANSWERS) or self.asks_kind(short, out):
+        if out is NotImplemented or isinstance(out, KIND_ANSWERS) or short in KIND_QUESTIONS | KIND_TESTS:
             return out
+        if isinstance(out, bool) and short.startswith(("is_", "has_", "can_", "_")) and asker(sys._getframe(2)) is None:
+            return out  # torch asks for itself, and will ask again
+        if short == "is_inference" and self.inference[-1]:
+            raise TraceError(f"{self.place()}: asks whether a tensor is one of inference mode: trace outside of inference mode")
         if out is None and method is None and func not in targets.names():
             return None
         op, target, nodes = self.target(func, method, nodes)
         short = targets.short_name(target)
         changed = [x for x, before in zip(given, versions, strict=True) if x._version != before]
         in_place = bool(changed) or getattr(target, "__name__", str(target)).endswith("_")
-        effect = (in_place and not isinstance(out, bool)) or short in targets.RANDOM
+        moves = run is not None and any(flag is True for flag in (*plain, *plain_kw.values()))  # running statistics, unseen
+        effect = (
+            (in_place and not isinstance(out, bool))
+            or short in targets.RANDOM
+            or (out is None and method is not None)
+            or moves
+        )
         if remembered is None and not in_place:
             self.results.put(key, out, given)
         node = self.node(op, target, nodes, node_kw, self.named(short), effect)
@@ -119,14 +160,11 @@ class Recording(Nodes):
         if any(out is x for x in changed):
             node.meta.update(shape=tuple(out.shape), dtype=out.dtype)
             return self.mark(out, node) if self.recorded(out) is not None else out
-        if out is not None and not isinstance(out, (torch.Tensor, tuple, list, dict)) and type(out) not in KINDS:
+        if out is not None and not isinstance(out, (torch.Tensor, tuple, list, dict)) and type(out) not in NUMBERS:
             raise TraceError(
                 f"{self.place()}: {short} returns a {type(out).__name__}, which cannot be followed; {self.way_out()}"
             )
-        result = self.bind(out, node)
-        if isinstance(out, bool):  # equal, allclose: what Python does with it is a decision
-            return bool(result)
-        return result
+        return self.bind(out, node)
 
     def leave_torch(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor's values go where they cannot be followed: a few of them can be held by a guard."""
@@ -135,13 +173,36 @@ class Recording(Nodes):
         if name not in ("numpy", "__array__") or tensor.numel() > MANY:
             raise TraceError(f"{self.place()}: takes a tensor out of torch ({name}), so what follows is lost; {self.way_out()}")
         node = self.node("call_method", "tolist", (self.lookup(tensor),), {}, self.named("tolist"))
-        self.guard(node, tensor.tolist())
+        self.guard(node, tensor.tolist(), does=f"takes values that it computes out of torch ({name})")
 
-    def asks_kind(self, short: str, out: Any) -> bool:
-        """Whether a function asks what sort of tensor it has, which does not depend on sizes or values."""
-        if isinstance(out, bool):
-            return short.startswith(("is_", "has_", "can_", "_")) and short != "is_same_size"
-        return short in KIND_QUESTIONS
+    def asked(self, tensor: torch.Tensor, question: str) -> Any:
+        """What autograd knows of a tensor: an answer that holds as long as it is the same."""
+        if not self.autograd:
+            raise NeedsAutograd
+        root = tensor
+        while (of := getattr(root, "_fxplug_of", None)) is not None:
+            root = of
+        with torch._C.DisableTorchFunction():
+            answer = ops.asked(root, question)
+            found = root.grad_fn
+        frame = user_frame()
+        if frame is None or not decides_nothing(frame):
+            node = self.node("call_function", ops.asked, (self.lookup(tensor), question), {}, self.named(question))
+            self.guard(node, answer)
+        return answer if question != "grad_fn" else None if found is None else Function(self)
+
+    def state(self, name: str, args: tuple[Any, ...], value: Any) -> Any:
+        """What a function of torch says about the process: an answer that holds as long as it is the same."""
+        frame = user_frame()
+        key = (name, args, self.switched)
+        if key not in self.states and (frame is None or not decides_nothing(frame)):
+            self.states.add(key)
+            where, line = source_line()
+            question = name if name.removeprefix("torch.") in ops.FLAGS else f"{name}({', '.join(map(repr, args))})"
+            message = f"{where}: '{line}' was decided on {question}, {value} when traced"
+            held = (name, args, value, message)
+            self.node("call_function", ops.check_state, held, {}, self.named("check_state"), effect=True)
+        return value
 
     def target(self, func: Any, method: str | None, nodes: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
         """A public name for what was called: FX op, target, and the arguments in that target's order."""
@@ -193,7 +254,8 @@ class Recording(Nodes):
     def fresh(self, real: torch.Tensor) -> torch.Tensor:
         """A constant as the new tensor that each call gets."""
         with torch._C.DisableTorchFunction():
-            real._fxplug_made = None  # type: ignore[attr-defined]
+            if self.journal is not None:
+                self.journal.forget(real)
             source = self.lookup(real)
             node = self.node("call_method", "clone", (source,), {}, f"{source.name}_clone")
             return self.mark(self.mode.from_tensor(real) if self.mode is not None else real.clone(), node)
@@ -257,15 +319,13 @@ class Recording(Nodes):
 
     def memo(self, key: Any, op: str, target: Any, args: Any, value: Any, name: str) -> Any:
         if key not in self.numbers:
-            node = self.node(op, target, args, {}, name)
-            node.meta["value"] = value
-            self.numbers[key] = KINDS[type(value)](self, node, value)
-        return self.numbers[key]
+            self.numbers[key] = self.node(op, target, args, {}, name)
+        return self.held(self.numbers[key], value)
 
     def number(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
         """`target(*args)` on recorded numbers."""
         value = value.item() if isinstance(value, np.generic) else value
-        if type(value) not in KINDS:
+        if type(value) not in NUMBERS:
             for number in args:
                 self.decide(number)
             return value
@@ -277,22 +337,25 @@ class Recording(Nodes):
         """Python needs the plain value of a number: hold it by a guard."""
         if not isinstance(number, Number):
             return number
-        if number.recorder is self and number.fx_node not in self.guards:
-            frame = user_frame()
-            if frame is None or not decides_layout_only(frame):
-                self.guard(number.fx_node, number.value)
-        return number.value
+        return self.settle(number.fx_node, number.value) if number.recorder is self else number.value
 
-    def guard(self, node: fx.Node, expected: Any, message: str | None = None) -> None:
+    def settle(self, node: fx.Node, value: Any) -> Any:
+        """Python needs the plain value of a node: hold it by a guard, unless nothing hangs on it."""
+        if node not in self.guards:
+            frame = user_frame()
+            if frame is None or not decides_nothing(frame):
+                self.guard(node, value)
+        return value
+
+    def guard(self, node: fx.Node, expected: Any, does: str = "branches on a value that it computes") -> None:
         """Hold a number to what it is now."""
         if node in self.guards:
             return
         self.guards.add(node)
         if not self.fake and not self.measured:
-            self.refuse_measured(node)
-        if message is None:
-            where, line = source_line()
-            message = f"{where}: '{line}' was decided on {describe(node)}, {shortened(repr(expected), 40)} when traced"
+            self.refuse_measured(node, does)
+        where, line = source_line()
+        message = f"{where}: '{line}' was decided on {describe(node)}, {shortened(repr(expected), 40)} when traced"
         self.node("call_function", ops.guard, (node, expected, message), {}, self.named("guard"), effect=True)
 
     def guard_parts(self, short: str, args: Any, kwargs: Any) -> None:
@@ -341,7 +404,7 @@ class Recording(Nodes):
         number = self.bind(read, node)
         return number if name == "item" else type(out)(number)
 
-    def refuse_measured(self, node: fx.Node) -> None:
+    def refuse_measured(self, node: fx.Node, does: str) -> None:
         """A branch on masks, counts or equality is a property of the input; one on a measured value is not."""
         seen, todo = set(), [node]
         while todo:
@@ -356,8 +419,8 @@ class Recording(Nodes):
             if floating and (short in ORDERED or short in ("item", "tolist")):
                 where, line = source_line()
                 raise TraceError(
-                    f"{self.region()} branches on a value that it computes ({where}: {line}); a graph has one way only; "
-                    f"{self.way_out()}, or accept this branch as a guard: trace(..., real=True)"
+                    f"{self.region()} {does} ({where}: {line}), and a graph has one way only; "
+                    f"{self.way_out()}, or accept the values of this call as a guard: trace(..., real=True)"
                 )
             if not floating or short in ("eq", "ne", "isnan", "isinf"):
                 todo.extend(a for a in current.all_input_nodes if not (short in ("eq", "ne") and floating))

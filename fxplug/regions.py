@@ -14,7 +14,7 @@ from . import ops
 from .errors import TraceError
 from .nodes import Frame
 from .paths import Port, identifier
-from .recording import Recording
+from .recording import NeedsValues, Recording
 from .structure import children, leaves, map_leaves, put_back
 
 CONSTANTS = (bool, int, float, str)  # arguments that an edge remembers
@@ -39,11 +39,19 @@ class Regions:
             count = self.calls[path]
             self.calls[path] += 1
             key = path if count == 0 else f"{path}@{count}"
-            if path in self.leaves or is_leaf(module):
+            if path in self.leaves or (is_leaf(module) and not self.replaced(module)):
                 return self.leaf(module, path, key, args, kwargs)
             return self.region(module, key, args, kwargs)
 
         return call
+
+    def replaced(self, module: nn.Module) -> bool:
+        """Whether a module has other tensors than its own for the moment, as `torch.func.functional_call` gives it."""
+        recording = self.recording
+        parameters = [p for p in module._parameters.values() if p is not None]
+        buffers = [b for b in module._buffers.values() if b is not None]
+        known = all(id(p) in recording.parameters for p in parameters)
+        return not known or any(recording.recorded(b) is not None for b in buffers)
 
     def region(self, module: nn.Module, key: str, args: Any, kwargs: Any) -> Any:
         """Run a module's own code between its edges."""
@@ -72,6 +80,8 @@ class Regions:
         remembered_as = recording.results.key(module, plain, plain_kw) if known else None
         out = recording.results.get(remembered_as, recording.mode)
         if out is None:
+            if recording.fake and isinstance(module, torch.jit.ScriptModule):
+                raise NeedsValues(f"'{key}' is a scripted module, which runs on real tensors only: trace before it is scripted")
             recording.paused = True
             try:
                 with torch._C.DisableTorchFunction():
@@ -126,7 +136,6 @@ class Regions:
         node = recording.node("call_function", ops.edge, (source,), {}, identifier("_".join(filter(None, parts)) or "out"))
         node.meta.update(port=port, index=index)
         new = recording.mark(recording.alias(tensor), node)
-        new._fxplug_of = tensor  # type: ignore[attr-defined]
         if originals is not None:
             originals[id(new)] = (new, tensor)
         return new
@@ -145,7 +154,7 @@ def _members(value: Any) -> Any:
 def is_leaf(module: nn.Module) -> bool:
     """Whether a module is kept whole without being named: torch.nn's own, and blocks that passes put in."""
     kind = type(module)
-    if getattr(kind, "is_block", False):
+    if getattr(kind, "is_block", False) or isinstance(module, torch.jit.ScriptModule):
         return True
     if not kind.__module__.startswith(("torch.nn.modules.", "torch.ao.nn.")):
         return False

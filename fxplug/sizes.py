@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from .wording import is_text_for_people, is_user_code
+from .wording import asker, is_text_for_people
 
 
 class Recorder(Protocol):
@@ -33,9 +33,9 @@ TRUNC = math.trunc  # kept here: while a model is traced, `math` has functions t
 
 
 class Number:
-    """A concrete `value` and the node that computes it.
+    """A concrete `value`, int or float, and the node that computes it.
 
-    Arithmetic is recorded and gives another Number; a use that needs the plain value (`if`, `range`, `int()`, a dict
+    Arithmetic is recorded and gives another Number; a use that needs the plain value (a comparison, `range`, `int()`, a dict
     key, text) goes through `Recorder.decide`, which records a guard. For `isinstance` it is the plain type; C code
     sees the real one and has to ask. When the recording is over it is only its value.
     """
@@ -50,7 +50,7 @@ class Number:
         return self.recorder.decide(self) if self.recorder.active else self.value
 
     def __bool__(self) -> bool:
-        return bool(_plain(self if isinstance(self.value, bool) else record(operator.ne, self, 0)))
+        return bool(record(operator.ne, self, 0))
 
     def __int__(self) -> int:
         return int(_plain(self if isinstance(self.value, int) else record(TRUNC, self)))
@@ -78,8 +78,8 @@ class Number:
 
     def _for_text(self, frame: FrameType) -> Any:
         # text may become a key; what a debugger shows, or an error says, leaves no guard behind
-        used = self.recorder.active and is_user_code(frame) and not is_text_for_people(frame)
-        return self.plain() if used else self.value
+        asking = asker(frame) if self.recorder.active else None
+        return self.value if asking is None or is_text_for_people(asking) else self.plain()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         return np.asarray(self.plain(), dtype)
@@ -122,9 +122,6 @@ class _Bridge:
     def int_(self) -> int:
         return int(self.number)
 
-    def bool_(self) -> bool:
-        return bool(self.number)
-
     def guard_int(self, file: str, line: int) -> int:
         return int(self.number)
 
@@ -142,7 +139,7 @@ class _Bridge:
     def maybe_as_int(self) -> Any:
         return None if self.number.recorder.active else self.number.value
 
-    maybe_as_float = maybe_as_bool = maybe_as_int
+    maybe_as_float = maybe_as_int
 
     def is_int(self) -> bool:
         return type(self.number.value) is int
@@ -151,7 +148,7 @@ class _Bridge:
         return type(self.number.value) is float
 
     def is_bool(self) -> bool:
-        return type(self.number.value) is bool
+        return False
 
     def is_symbolic(self) -> bool:
         return True
@@ -184,13 +181,7 @@ class Float(Number, torch.SymFloat):  # type: ignore[misc]
     __class__ = property(lambda self: float)
 
 
-class Bool(Number, torch.SymBool):  # type: ignore[misc]
-    """A recorded bool."""
-
-    __class__ = property(lambda self: bool)
-
-
-KINDS: dict[type, type[Number]] = {int: Int, float: Float, bool: Bool}
+KINDS: dict[type, type[Number]] = {int: Int, float: Float}
 
 
 def _value(x: Any) -> Any:

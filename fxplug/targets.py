@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import PackedSequence
 
 from . import ops
 
 # factories take no tensor, so torch.overrides lists them among the functions it ignores
 FACTORIES = """arange as_tensor bartlett_window blackman_window complex empty empty_strided eye full hamming_window
-hann_window kaiser_window linspace logspace normal ones rand randint randn randperm range scalar_tensor tensor
-tril_indices triu_indices zeros sym_max sym_min sym_float sym_int sym_not sym_ite sym_sum broadcast_shapes
-promote_types result_type finfo iinfo""".split()  # noqa: SIM905
+hann_window kaiser_window linspace logspace normal ones rand rand_like randint randint_like randn randn_like randperm
+range scalar_tensor tensor tril_indices triu_indices zeros sym_max sym_min sym_float sym_int sym_not sym_ite sym_sum
+broadcast_shapes promote_types result_type finfo iinfo""".split()  # noqa: SIM905
 NAMESPACES = {
     "torch.nn.functional": F,
     "torch": torch,
@@ -29,15 +30,19 @@ NAMESPACES = {
 }
 OPERATORS = """add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor neg pos abs invert eq ne lt le gt ge
 getitem setitem contains iadd isub imul itruediv""".split()  # noqa: SIM905
-OPS = """edge guard same check_inputs check_members check_generator check_added device_of enter_autocast exit_autocast
-enter_grad exit_grad""".split()  # noqa: SIM905
+OPS = """edge guard check_state asked same check_inputs check_members check_generator check_added device_of
+enter_autocast exit_autocast enter_grad exit_grad""".split()  # noqa: SIM905
 MATH = "sqrt log log2 log10 exp pow sin cos tan atan ceil floor trunc gcd fabs".split()  # noqa: SIM905
 # kept from the import: while a model is traced, `math` itself has functions that record
 MATH_FUNCTIONS = {name: getattr(math, name) for name in MATH}
-# functions whose only name is a private one
+# functions that are in none of these namespaces
 PRIVATE: dict[str, Callable[..., Any]] = {
     "torch._weight_norm": torch._weight_norm,
     "torch._C._nn.pad_sequence": torch._C._nn.pad_sequence,
+    "torch._pack_padded_sequence": torch._pack_padded_sequence,
+    "torch._pad_packed_sequence": torch._pad_packed_sequence,
+    "torch.autograd.grad": torch.autograd.grad,
+    "torch.nn.utils.rnn.PackedSequence": PackedSequence,
 }
 # methods of Tensor that reach beyond its values: memory by address, other libraries, hooks, other processes, Python's calls
 OUTSIDE = frozenset(

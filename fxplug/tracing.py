@@ -6,27 +6,29 @@ import contextlib
 import gc
 import math
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import entry, modes, targets
+from . import entry, modes, ops, selfcheck, surroundings, targets
+from .alone import alone, undone
 from .errors import FxplugError, TraceError, did_you_mean
 from .fakes import Results, fake, no_collection
+from .journal import Journal
 from .module import RESERVED, Container, Graph, TracedModule, class_names, plain_attributes
+from .nodes import Tries
 from .paths import select
-from .recording import NeedsValues, Recording
+from .recording import NeedsAutograd, NeedsValues, Recording
 from .regions import Regions
-from .restore import restored, same_random, same_values
+from .restore import restored, same_random
 from .sizes import recorded_math
 from .structure import leaves as values
 
@@ -38,6 +40,7 @@ def trace(
     *,
     leaf: Iterable[str] = (),
     real: bool | None = None,
+    check: bool = True,
 ) -> TracedModule:
     """Record one call `model(*args, **kwargs)` as a graph that gives `torch.equal` results for every input its guards admit.
 
@@ -48,6 +51,12 @@ def trace(
 
     `leaf` names modules (paths or patterns) to keep whole as one call, beside torch.nn's own.
 
+    The graph is then checked against the model: both are called twice on copies of the inputs, in evaluation and training
+    where that matters, and must give and leave behind the same; without values (meta tensors) nothing is called. In a mode
+    where the two differ, `train()` or `eval()` of the result raises. `check=False` leaves that out.
+
+    One trace runs at a time in a process; model and process are left as they were.
+
     Raises TraceError, with file and line of the model's code, for what cannot be a graph.
     """
     if not isinstance(model, nn.Module):
@@ -57,24 +66,38 @@ def trace(
     args = args if isinstance(args, (tuple, list)) else (args,)
     call = (tuple(args), dict(kwargs or {}))
     leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
-    with no_collection():
-        return _trace(model, call, leaves, real)
+    with alone(model), undone() as stack:
+        stack.enter_context(no_collection())
+        return _trace(model, call, leaves, real, check)
 
 
-def _trace(model: nn.Module, call: Any, leaves: set[str], real: bool | None) -> TracedModule:
+def _trace(model: nn.Module, call: Any, leaves: set[str], real: bool | None, check: bool) -> TracedModule:
     results = Results()
-    first = _record(model, call, leaves, real, None, results)
+    first = _settled(model, call, leaves, real, None, results)
     graphs = {model.training: first}
     twin_error = None
     if first.reads_training:
         try:
-            second = _record(model, call, leaves, real, not model.training, results)
+            second = _settled(model, call, leaves, real, not model.training, results)
         except (FxplugError, RuntimeError, ValueError) as error:
             twin_error = str(error)
         else:
             if second.text() != first.text():
                 graphs[not model.training] = second
-    return _assemble(model, graphs, twin_error)
+    gm = _assemble(model, graphs, twin_error)
+    if not check or not selfcheck.has_values(model, call):
+        return gm
+    with selfcheck.mode_reads() as reads:
+        selfcheck.check(model, gm, call)
+    if twin_error is None and (reads or first.reads_training):
+        try:
+            with restored(model, gm):
+                model.train(not model.training)
+                gm.train(model.training)
+                selfcheck.check(model, gm, call)
+        except (FxplugError, RuntimeError, ValueError) as error:
+            return _assemble(model, {model.training: first}, str(error))
+    return gm
 
 
 class _Traced(NamedTuple):
@@ -85,9 +108,27 @@ class _Traced(NamedTuple):
     called: set[str]
     reads_training: bool
 
-    def text(self) -> str:
+    def text(self, without: tuple[fx.Node, ...] = ()) -> str:
         """What the graph does, for comparing two of them."""
-        return "\n".join(node.format_node() or "" for node in self.graph.nodes)
+        return "\n".join(node.format_node() or "" for node in self.graph.nodes if node not in without)
+
+    def asks_for_gradients(self) -> tuple[fx.Node, ...]:
+        """The checks that gradients are enabled, or are not."""
+        checks = self.graph.find_nodes(op="call_function", target=ops.check_state)
+        return tuple(node for node in checks if node.args[0] == "torch.is_grad_enabled")
+
+
+def _settled(*args: Any) -> _Traced:
+    """A recording; one that asks for gradients, as to checkpoint, and is the same without them holds for both."""
+    first = _record(*args)
+    checks = first.asks_for_gradients()
+    if checks and not torch.is_inference_mode_enabled():
+        with contextlib.suppress(FxplugError, RuntimeError, ValueError), torch.set_grad_enabled(not torch.is_grad_enabled()):
+            second = _record(*args)
+            if first.text(checks) == second.text(second.asks_for_gradients()):
+                for node in checks:
+                    first.graph.erase_node(node)
+    return first
 
 
 def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:
@@ -135,31 +176,61 @@ def _run(
     training: bool | None,
     results: Results,
 ) -> _Traced:
+    """Record one call, again with what a try has found that a run needs."""
+    tries = Tries()
+    while True:
+        try:
+            return _try(model, call, leaves, on_fakes, measured, training, results, tries)
+        except NeedsAutograd:
+            tries.autograd = True
+        except TypeError as error:
+            if not tries.learn(error):
+                raise
+        gc.collect()
+
+
+def _try(
+    model: nn.Module,
+    call: Any,
+    leaves: set[str],
+    on_fakes: bool,
+    measured: bool,
+    training: bool | None,
+    results: Results,
+    tries: Tries,
+) -> _Traced:
     mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
     weights = [*model.parameters(), *model.buffers()]
     inputs = [x for x in values(call) if isinstance(x, torch.Tensor)]
     device = next((t.device for t in [*inputs, *weights] if not t.is_meta), torch.device("cpu"))
-    recording = Recording(model, mode, device, measured, results)
+    recording = Recording(model, mode, device, measured, results if not tries.autograd else Results(remember=False), tries)
+    grad = torch.is_grad_enabled()
     regions = Regions(recording, leaves)
-    with contextlib.ExitStack() as stack:
-        held = stack.enter_context(restored(model))
+    with undone() as shared, undone(here=True) as stack:
+        stack.callback(recording.unmark)
+        shared.enter_context(restored(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(same_random(model))
         if mode is not None:
-            stack.enter_context(_fake_weights(model, mode, device, recording.parameters))
+            shared.enter_context(_fake_weights(model, mode, device, recording.parameters, tries.autograd))
+            recording.buffers = _buffers(model)
             stack.enter_context(mode)
         else:
             for name, tensor in _named_tensors(model):
                 recording.parameters.setdefault(id(tensor), name)
-            stack.enter_context(same_values(model, held, device))
-            stack.enter_context(_Made(recording))
-        stack.enter_context(_patched(recording, regions, training))
+            recording.buffers = _buffers(model)
+            journal = Journal()
+            stack.callback(journal.put_back)
+            recording.journal = stack.enter_context(journal)
+        shared.enter_context(_patched(recording, regions, training))
+        stack.callback(recording.stop)
+        stack.enter_context(torch.set_grad_enabled(grad))  # the model is asked in the mode that its caller has
         try:
             entry.run(recording, regions, *call)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise NeedsValues(recording.needs_values(error)) from error
-        except (FxplugError, NeedsValues):
+        except (FxplugError, NeedsValues, NeedsAutograd):
             raise
         except Exception as error:
             error.add_note(f"while tracing {recording.place(error)}")
@@ -168,19 +239,13 @@ def _run(
     return _Traced(recording.graph, recording.constants, regions.called, recording.reads_training)
 
 
-class _Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which tensors this run makes: one that no recorded function gave is no constant of the model."""
-
-    def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.recording = recording
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for value in values(out):
-            if isinstance(value, torch.Tensor):
-                value._fxplug_made = self.recording  # type: ignore[attr-defined]
-        return out
+def _buffers(model: nn.Module) -> list[tuple[str, nn.Module, torch.Tensor]]:
+    return [
+        (f"{path}.{key}" if path else key, module, tensor)
+        for path, module in model.named_modules()
+        for key, tensor in module._buffers.items()
+        if tensor is not None
+    ]
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -189,7 +254,9 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @contextlib.contextmanager
-def _fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device, names: dict[int, str]) -> Iterator[None]:
+def _fake_weights(
+    model: nn.Module, mode: FakeTensorMode, device: torch.device, names: dict[int, str], autograd: bool
+) -> Iterator[None]:
     """Put a fake tensor in the place of each parameter and buffer, and note its name."""
     fakes: dict[int, torch.Tensor] = {}
     held: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -199,11 +266,15 @@ def _fake_weights(model: nn.Module, mode: FakeTensorMode, device: torch.device, 
             made = fake(tensor, mode, device)
             if isinstance(tensor, nn.Parameter):
                 made._is_param = True
+            if autograd:
+                made.requires_grad_(tensor.requires_grad)
             fakes[id(tensor)] = made
             names[id(made)] = name
         return fakes[id(tensor)]
 
     for path, module in model.named_modules(remove_duplicate=True):
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its tensors cannot be exchanged
         for table in (module._parameters, module._buffers):
             held.append((table, dict(table)))
             for key, tensor in table.items():
@@ -235,12 +306,15 @@ def _patched(recording: Recording, regions: Regions, training: bool | None) -> I
         module.__dict__["training"] = value
 
     def patch(owner: Any, name: str, value: Any) -> None:
-        stack.callback(setattr, owner, name, getattr(owner, name))
+        if name in vars(owner):
+            stack.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            stack.callback(delattr, owner, name)
         setattr(owner, name, value)
 
     with contextlib.ExitStack() as stack:
         patch(nn.Module, "__call__", regions.call(nn.Module.__call__))
-        for owner, name, value in list(modes.patches(recording)):
+        for owner, name, value in [*modes.patches(recording), *surroundings.patches(recording)]:
             patch(owner, name, value)
         apply = vars(torch.autograd.Function)["apply"]
         stack.callback(setattr, torch.autograd.Function, "apply", apply)
@@ -254,6 +328,9 @@ def _patched(recording: Recording, regions: Regions, training: bool | None) -> I
         yield
 
 
+COPIED = (list, dict, set, deque, OrderedDict)
+
+
 def _assemble(model: nn.Module, recordings: dict[bool, _Traced], twin_error: str | None) -> TracedModule:
     """The module tree of the model with its leaves, weights and constants around the recorded graphs."""
     leaves = set().union(*(r.called for r in recordings.values()))
@@ -265,10 +342,12 @@ def _assemble(model: nn.Module, recordings: dict[bool, _Traced], twin_error: str
     def copy_tree(module: nn.Module, path: str, whole: bool) -> nn.Module:
         if id(module) in copies:
             return copies[id(module)]
+        if isinstance(module, torch.jit.ScriptModule):
+            return module
         if whole or path in leaves:
             new = object.__new__(type(module))
-            # lists as well: an LSTM keeps its weights in one and changes it in place
-            new.__dict__ = {k: v.copy() if type(v) in (list, OrderedDict) else v for k, v in vars(module).items()}
+            # containers as well: an LSTM keeps its weights in a list and changes it in place
+            new.__dict__ = {k: v.copy() if type(v) in COPIED else v for k, v in vars(module).items()}
             whole = True
         else:
             new = Container(class_names(module), plain_attributes(module))

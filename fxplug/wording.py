@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import inspect
 import linecache
+import logging
 import os
 import re
 import sys
@@ -22,9 +25,12 @@ from . import targets
 STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 CALLER = os.path.join(os.path.dirname(__file__), "entry.py")  # what called the model: no line of the model is above it
 OWN = tuple(os.path.dirname(str(file)) + os.sep for file in (torch.__file__, np.__file__, __file__))
-# functions whose text is read by people only: all of it, and all but the first argument
-TELLING = {"print", "warn", "warning", "warning_once", "warn_once", "debug", "info"}
-CHECKS = {"_assert", "_check", "_check_value", "_check_type"}
+# torch's own ways to what the model asks it, and parts of the standard library that speak to people
+THROUGH = tuple(os.path.join(os.path.dirname(str(torch.__file__)), name) for name in ("_tensor.py", "overrides.py"))
+SPEAKING = tuple(STDLIB + name for name in ("logging" + os.sep, "importlib" + os.sep, "warnings.py", "traceback.py"))
+# functions whose text is read by people only, but for their first argument
+CHECKS = {"_assert", "_check", "_check_value", "_check_type", "_check_index", "_check_not_implemented"}
+MISSING = object()
 OPERATORS = {
     "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "eq": "==", "ne": "!=",
     "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and_": "and", "or_": "or",
@@ -37,36 +43,70 @@ def is_user_code(frame: FrameType) -> bool:
     return not file.startswith((*OWN, "<")) and (not file.startswith(STDLIB) or "-packages" in file)
 
 
+def asker(frame: FrameType | None) -> FrameType | None:
+    """The frame of the model's own code that asks, seen from `frame`, or None where torch, a library, a log or an error does.
+
+    Standard functions in between, such as `json.dumps`, ask for the model.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        own = file.startswith(THROUGH) or (file.startswith(STDLIB) and "-packages" not in file)
+        if not own or file.startswith(SPEAKING):
+            return frame if is_user_code(frame) else None
+        frame = frame.f_back
+    return None
+
+
 def is_text_for_people(frame: FrameType) -> bool:
     """Whether the text that a frame is making goes into a check, a log or an error, and nothing else hangs on it."""
-    return _is_within(frame, _texts(frame.f_code.co_filename))
+    return any(function is None or _speaks(_resolved(frame, function)) for function in _around(frame, _texts))
 
 
-def decides_layout_only(frame: FrameType) -> bool:
-    """Whether a frame is at the test of an `if` that does no more than make tensors contiguous: both ways give the same values.
+def decides_nothing(frame: FrameType) -> bool:
+    """Whether a frame is at a test that cannot matter.
 
-    diffusers' upsampling does so above a batch of 64, because of a kernel that was wrong once.
+    Either an `if` that does no more than make tensors contiguous: both ways give the same values (diffusers' upsampling does
+    so above a batch of 64, because of a kernel that was wrong once). Or one part of `a and self.flag`, where the flag is off:
+    the whole is false whatever `a` is, as where diffusers asks for gradients to checkpoint.
     """
-    return _is_within(frame, _layout_tests(frame.f_code.co_filename))
+    if any(_around(frame, _layout_tests)):
+        return True
+    for stop, others in _around(frame, _operands):
+        for other in others:
+            value = _resolved(frame, other)
+            if (value is None or type(value) in (bool, int, float, str)) and bool(value) is stop:
+                return True
+    return False
 
 
-def _is_within(frame: FrameType, places: list[Any]) -> bool:
+def _around(frame: FrameType, find: Any) -> list[Any]:
+    """What `find` notes of the places in a source file around the expression that a frame is at."""
     at = list(frame.f_code.co_positions())[frame.f_lasti // 2]
     if None in at:
-        return False
+        return []
     first, last, start, end = at
-    return any(lower <= (first, start) and (last, end) <= upper for lower, upper in places)
+    places = find(frame.f_code.co_filename)
+    return [note for lower, upper, note in places if lower <= (first, start) and (last, end) <= upper]
+
+
+def _place(part: Any, note: Any) -> tuple[Any, Any, Any]:
+    """Where an expression stands: from (line, column) to (line, column), in bytes as Python counts them."""
+    return (part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset), note
+
+
+@lru_cache(maxsize=64)
+def _tree(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
 
 
 @lru_cache(maxsize=64)
 def _layout_tests(file: str) -> list[Any]:
-    """Where in a source file such tests stand: from (line, column) to (line, column)."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return []
-    found = [n.test for n in ast.walk(tree) if isinstance(n, ast.If) and not n.orelse and all(map(_makes_contiguous, n.body))]
-    return [((test.lineno, test.col_offset), (test.end_lineno, test.end_col_offset)) for test in found]
+    """The tests of each `if` that makes tensors contiguous."""
+    ifs = [n for n in ast.walk(_tree(file)) if isinstance(n, ast.If) and not n.orelse and all(map(_makes_contiguous, n.body))]
+    return [_place(n.test, True) for n in ifs]
 
 
 def _makes_contiguous(statement: ast.stmt) -> bool:
@@ -79,26 +119,69 @@ def _makes_contiguous(statement: ast.stmt) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _texts(file: str) -> list[Any]:
-    """Where in a source file text for people stands: from (line, column) to (line, column)."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return []
+def _operands(file: str) -> list[Any]:
+    """The parts of each `and` and `or`, with what settles the whole and the names among the parts that follow."""
     found = []
-    for call in ast.walk(tree):
-        name = _called(call)
-        if name in CHECKS or name in TELLING or name.endswith(("Error", "Exception", "Warning")):
-            assert isinstance(call, ast.Call)
-            todo: list[ast.expr] = [*call.args[name in CHECKS :], *(k.value for k in call.keywords)]
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.BoolOp):
+            for index, part in enumerate(node.values):
+                names = [p for p in node.values[index + 1 :] if isinstance(p, (ast.Name, ast.Attribute))]
+                if names:
+                    found.append(_place(part, (isinstance(node.op, ast.Or), names)))
+    return found
+
+
+@lru_cache(maxsize=64)
+def _texts(file: str) -> list[Any]:
+    """Texts that are made for what `raise` raises, and texts in calls that stand alone, with the function called."""
+    found = []
+    tries = [t for t in ast.walk(_tree(file)) if isinstance(t, ast.Try) and t.handlers]
+    caught = {id(n) for t in tries for part in t.body for n in ast.walk(part)}  # a text that may be read again
+    for node in ast.walk(_tree(file)):
+        call = node.exc if isinstance(node, ast.Raise) else node.value if isinstance(node, ast.Expr) else None
+        if isinstance(call, ast.Call) and not (isinstance(node, ast.Raise) and id(node) in caught):
+            function = None if isinstance(node, ast.Raise) else call.func
+            todo: list[ast.expr] = [*call.args[_called(call) in CHECKS :], *(k.value for k in call.keywords)]
             while todo:
                 part = todo.pop()
+                if isinstance(part, ast.Lambda):
+                    todo.append(part.body)
                 if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
                     todo += [part.left, part.right]
                 percent = isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) and isinstance(part.left, ast.Constant)
                 if percent or isinstance(part, ast.JoinedStr) or _called(part) in ("str", "repr", "format"):
-                    found.append(((part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset)))
+                    found.append(_place(part, function))
     return found
+
+
+def _resolved(frame: FrameType, name: ast.expr) -> Any:
+    """What a name such as `self.flag` stands for in a frame, found without running anything; MISSING where that is not said."""
+    if isinstance(name, ast.Name):
+        for space in (frame.f_locals, frame.f_globals, vars(builtins)):
+            if name.id in space:
+                return space[name.id]
+        return MISSING
+    if isinstance(name, ast.Call) and _resolved(frame, name.func) is logging.getLogger:
+        return logging.root
+    if not isinstance(name, ast.Attribute):
+        return MISSING
+    owner = _resolved(frame, name.value)
+    if owner is MISSING:
+        return MISSING
+    if isinstance(owner, torch.nn.Module) and name.attr == "training":
+        return owner.training  # the one that is worth asking for: the run must know that it was read
+    found = inspect.getattr_static(owner, name.attr, MISSING)
+    if found is MISSING and isinstance(owner, torch.nn.Module):
+        found = owner._modules.get(name.attr, MISSING)
+    return found
+
+
+def _speaks(function: Any) -> bool:
+    """Whether a function tells people something, or checks a condition: its text goes nowhere else."""
+    if function is builtins.print or (callable(function) and function in vars(logging.Logger).values()):
+        return True
+    module, name = getattr(function, "__module__", None), getattr(function, "__name__", "")
+    return module in ("logging", "warnings", "_warnings") or (module == "torch" and name in CHECKS)
 
 
 def _called(node: ast.AST) -> str:
@@ -111,9 +194,9 @@ def source_line(error: BaseException | None = None) -> tuple[str, str]:
     """File:line and text of the innermost line of the user's code that is running, or that raised an error."""
     if error is not None:
         ran = [(frame, line) for frame, line in walk_tb(error.__traceback__) if is_user_code(frame)]
-        return _line(*ran[-1]) if ran else ("?", "?")
+        return line_of(*ran[-1]) if ran else ("?", "?")
     frame = user_frame()
-    return ("?", "?") if frame is None else _line(frame, frame.f_lineno)
+    return ("?", "?") if frame is None else line_of(frame, frame.f_lineno)
 
 
 def user_frame() -> FrameType | None:
@@ -126,7 +209,8 @@ def user_frame() -> FrameType | None:
     return None
 
 
-def _line(frame: FrameType, number: int) -> tuple[str, str]:
+def line_of(frame: FrameType, number: int) -> tuple[str, str]:
+    """File:line of a frame, and the text that stands there."""
     file = frame.f_code.co_filename
     return f"{short_path(file)}:{number}", shortened(linecache.getline(file, number).strip(), 70)
 
@@ -164,6 +248,8 @@ def _expression(node: Any, depth: int) -> str:
             for a, text in zip(node.args, args, strict=True)
         ]
         return f"{args[0]} {OPERATORS[short]} {args[1]}"
+    if short == "asked":
+        return f"{args[0]}.{node.args[1]}"
     if node.op == "call_method":
         return f"{args[0]}.{short}({', '.join(args[1:])})"
     return f"{short}({', '.join(args)})"

@@ -17,7 +17,8 @@ ORDER = """
     errors limits turns reading source structure ops paths rules spec blitz_line blitz_pass sections settings config targets
     wording sizes fakes zipped pickled weightfiles onnxfiles
     adapting.updates adapting.renaming adapting.fitting adapting.finding adapting.adapter_files adapting.switching
-    module nodes recording regions modes entry restore tracing printing
+    alone journal state restore watching frozen
+    module nodes recording regions modes entry surroundings selfcheck tracing printing
     grafting places networks misses match making slots samples channels
     blocks gates weights rotations norms adapters conditions merging frequencies
     edit lowerings.kernels lowerings.products lowerings.forms lowerings.fusing lowerings.remerging

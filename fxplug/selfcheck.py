@@ -1,0 +1,304 @@
+"""A trace checks itself: the graph runs beside the model on the example inputs, twice, and nothing may differ."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .alone import undone
+from .errors import GuardError, TraceError
+from .frozen import alike, copied, difference, frozen, same_tensors
+from .journal import Journal, storage_of
+from .module import Container, TracedModule
+from .restore import SETTINGS, process_settings, random_state, restored, set_process_settings, set_random_state
+from .state import Place, State
+from .structure import leaves, map_leaves
+from .watching import writer
+
+UNCHECKED = "or take the graph as it is: trace(..., check=False)"
+
+
+def has_values(model: nn.Module, call: Any) -> bool:
+    """Whether weights and inputs are there to run the model, and not only their shapes."""
+    tensors = [*model.parameters(), *model.buffers(), *(x for x in leaves(call) if isinstance(x, torch.Tensor))]
+    return not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
+
+
+def check(model: nn.Module, gm: TracedModule, call: Any) -> None:
+    """Run model and graph twice, each from the same state and random numbers, in the mode that both are in.
+
+    The second call has other floating-point inputs, where graph and model take them. Outputs, inputs, buffers, random
+    generators and settings of torch must be the same after each call, and what else the model keeps must not matter to
+    its next call. Weights are shared; inputs and buffers are copied.
+
+    Raises TraceError with what differs.
+    """
+    with undone() as stack, torch.inference_mode(False):
+        state = stack.enter_context(restored(model, gm))
+        # what autograd saves is let go at once; a model that differentiates in its forward needs it. A guard may hold
+        # what the inputs are to what they were.
+        for lean, other in ((True, True), (True, False), (False, True), (False, False)):
+            pair = _Pair(model, gm, call, state, lean, other)
+            try:
+                if pair.compared():
+                    return
+            finally:
+                pair.rewind()
+
+
+class _Outcome(NamedTuple):
+    """What one call gave and left behind."""
+
+    out: Any
+    facts: list[Any]
+    error: Exception | None
+    inputs: Any
+    buffers: dict[str, torch.Tensor]
+    memory: dict[int, torch.UntypedStorage]
+    draws: tuple[Any, ...]
+    settings: list[Any]
+
+
+class _Pair:
+    """A model and its graph, called from one state."""
+
+    def __init__(self, model: nn.Module, gm: TracedModule, call: Any, state: State, lean: bool, other: bool) -> None:
+        self.model, self.gm, self.state, self.lean, self.other = model, gm, state, lean, other
+        self.example = call
+        self.tables = {id(m._buffers): (f"{path}." if path else "", m) for path, m in model.named_modules()}
+        self.start = random_state(), process_settings()
+        self.journal = Journal()
+
+    # --- runs
+
+    def call(self, module: nn.Module, step: int) -> _Outcome:
+        """Call one of the two on copies of the inputs; those of the second step are others."""
+        args, kwargs = inputs = copied(self.example, self.other and step == 1)
+        given = [t for t in leaves(inputs) if isinstance(t, torch.Tensor)]
+        lean = self.lean and torch.is_grad_enabled()
+        hooks = torch.autograd.graph.saved_tensors_hooks(_let_go, _gone) if lean else contextlib.nullcontext()
+        out: Any = None
+        error: Exception | None = None
+        try:
+            with self.journal, hooks:
+                out = module(*args, **kwargs)
+        except Exception as raised:
+            error = raised
+        facts = _facts(given, out)
+        with torch.no_grad():
+            out, inputs = map_leaves(out, _kept), map_leaves(inputs, _kept)
+            buffers = {name: _kept(b, ()) for name, b in module.named_buffers(remove_duplicate=False)}
+        return _Outcome(out, facts, error, inputs, buffers, self.journal.now(), random_state(), process_settings())
+
+    def rewind(self, to: _Outcome | None = None) -> None:
+        """Put everything back to before the first call; or to after one, but for what Python code keeps."""
+        draws, settings = self.start if to is None else (to.draws, to.settings)
+        self.journal.put_back(None if to is None else to.memory)
+        self.state.restore()
+        self.state.restore_tensors()
+        set_random_state(draws)
+        set_process_settings(settings)
+
+    # --- comparing
+
+    def compared(self) -> bool:
+        """Whether the two could be compared. Raises TraceError where they differ."""
+        first = self.call(self.model, 0)
+        if self.lean and first.error:
+            return False
+        second = self.call(self.model, 1)
+        if second.error and not first.error and (self.lean or self.other):
+            return False
+        theirs = [first, second]
+        places = [place for place in self.state.changes() if not self.is_in_leaf(place)]
+        values = [frozen(place.now()) for place in places]
+        self.rewind()
+        ours = [self.call(self.gm, 0), self.call(self.gm, 1)]
+        if self.other and not ours[0].error and isinstance(ours[1].error, GuardError):
+            return False
+        self.rewind()
+        found = next(((step, text) for step in (0, 1) if (text := self.unlike(theirs[step], ours[step], places))), None)
+        if places and not first.error and not second.error:
+            self.refuse_kept(first, second, ours, places, values)
+        if found:
+            self.refuse(*found, theirs, ours)
+        return True
+
+    def unlike(self, a: _Outcome, b: _Outcome, places: list[Place]) -> str | None:
+        """What the graph's call gave or left otherwise than the model's."""
+        if a.error or b.error:
+            if a.error and b.error:
+                return None  # neither takes these inputs
+            text = f"{type(a.error or b.error).__name__}: {a.error or b.error}"
+            if a.error:
+                return f"the model fails where the graph does not: {text}"
+            return f"the graph fails where the model does not: {text}"
+        if problem := difference(a.out, b.out):
+            return f"the output differs: {problem}"
+        if problem := difference(a.inputs, b.inputs):
+            return f"the inputs are left otherwise: {problem}"
+        for (name, mine), (_, other) in zip(a.facts, b.facts, strict=True):
+            if mine != other:
+                return f"the output has other {name}: {other} instead of {mine}"
+        anew = {self.buffer(place) for place in places}
+        for name, value in a.buffers.items():
+            if name not in anew and name in b.buffers and not alike(value, b.buffers[name]):
+                return f"the buffer '{name}' is left otherwise: {difference(value, b.buffers[name])}"
+        if problem := self.memory(a, b):
+            return problem
+        if not alike(frozen(a.draws), frozen(b.draws)):
+            return "the random generators are left otherwise: the graph draws more numbers than the model, or fewer"
+        for (name, _, _), mine, other in zip(SETTINGS, a.settings, b.settings, strict=True):
+            if mine != other:
+                return f"{name} is left as {other}, not as {mine}"
+        return None
+
+    def memory(self, a: _Outcome, b: _Outcome) -> str | None:
+        """Which tensor that the model holds was written otherwise."""
+        for key, (_, before) in self.journal.kept.items():
+            mine, other = a.memory.get(key, before), b.memory.get(key, before)
+            if mine is not other and bytes(mine.cpu()) != bytes(other.cpu()):  # type: ignore[arg-type]
+                for held in self.state.tensors.values():
+                    if not held.is_buffer() and (storage := storage_of(held.alias)) is not None and storage._cdata == key:
+                        return f"the tensor {held} is left otherwise"
+        return None
+
+    def buffer(self, place: Place) -> str | None:
+        """The name of a buffer that was assigned anew."""
+        table = self.tables.get(id(place.owner))
+        return None if table is None or place.key is None else f"{table[0]}{place.key}"
+
+    def is_in_leaf(self, place: Place) -> bool:
+        """Whether a module holds a place that is kept whole: the graph calls it, and it keeps what it keeps."""
+        root = place.root()
+        if not isinstance(root, str) or not root.startswith("'"):
+            return False
+        try:
+            return not isinstance(self.gm.get_submodule(root.strip("'")), Container)
+        except AttributeError:
+            return False
+
+    # --- what the model keeps from call to call
+
+    def refuse_kept(
+        self, first: _Outcome, second: _Outcome, ours: list[_Outcome], places: list[Place], values: list[Any]
+    ) -> None:
+        """Refuse a model whose second call leaves other things behind when it does not find what the first one left."""
+        recorded = {}
+        for place in places:
+            name = self.buffer(place)
+            pairs = [(m.buffers.get(name), o.buffers.get(name)) for m, o in zip((first, second), ours, strict=True)] if name else []
+            if name and all(mine is not None and alike(mine, other) for mine, other in pairs):
+                recorded[id(place.owner), place.key] = first.buffers[name]
+        rest = [(p, v) for p, v in zip(places, values, strict=True) if (id(p.owner), p.key) not in recorded]
+        if not rest:
+            return
+        self.rewind(first)
+        for place in places:
+            if (id(place.owner), place.key) in recorded:
+                place.owner[place.key] = recorded[id(place.owner), place.key].clone()
+        third = self.call(self.model, 1)
+        kept = [place for place, value in rest if not alike(frozen(place.now()), value)]
+        if not kept and not third.error and difference(second.out, third.out):
+            kept = [place for place, _ in rest]
+        self.rewind()
+        if kept:
+            where = writer(lambda: self.call(self.model, 0), kept)
+            self.rewind()
+            raise TraceError(_text_of_kept(kept[0], where))
+
+    # --- words
+
+    def refuse(self, step: int, text: str, theirs: list[_Outcome], ours: list[_Outcome]) -> None:
+        """Say what differs, after finding out whether the model is the same as itself."""
+        name = type(self.model).__name__
+        again = [self.call(self.model, 0), self.call(self.model, 1)][step]
+        self.rewind()
+        if not theirs[step].error and not again.error and (own := difference(theirs[step].out, again.out)):
+            if _close(theirs[step].out, again.out) and _close(theirs[step].out, ours[step].out):
+                return  # sums in another order each time
+            raise TraceError(
+                f"{name} is not a function of its inputs, weights, buffers and torch's random numbers: called twice from the "
+                f"same state its outputs differ ({own}); it may read a clock, an id, a file or a generator of its own. Keep "
+                f"the module that does so whole: leaf: [its path], {UNCHECKED}"
+            )
+        mode = "training" if self.model.training else "evaluation"
+        error = ours[step].error
+        raise TraceError(
+            f"the graph of {name} is not the model, in {mode} at the {('first', 'second')[step]} call with the example inputs"
+            f"{', of other values' if step and self.other else ''}: {text}. Something reaches the result without being "
+            f"recorded. Keep the module that does so whole: leaf: [its path], {UNCHECKED}"
+        ) from error
+
+
+def _text_of_kept(place: Place, where: str) -> str:
+    root = place.root()
+    path = root.strip("'") if isinstance(root, str) and root.startswith("'") else ""
+    return (
+        f"forward keeps {place} for its next call{where}, and a graph cannot: keep a tensor in a buffer "
+        "(register_buffer) and write it there, which is recorded, or keep the module whole: "
+        f"leaf: [{path or 'its path'}], {UNCHECKED}"
+    )
+
+
+def _facts(given: list[torch.Tensor], out: Any) -> list[Any]:
+    """What values do not show of a result: strides, gradients, and which tensors share memory."""
+    tensors = [x for x in leaves(out) if isinstance(x, torch.Tensor)]
+    strided = [t.stride() if t.layout is torch.strided else None for t in tensors]
+    gradients = [t.requires_grad for t in tensors]
+    first: dict[int, int] = {}
+    shared = []
+    for index, tensor in enumerate([*given, *tensors]):
+        storage = storage_of(tensor)
+        shared.append(index if storage is None else first.setdefault(storage._cdata, index))
+    return [("strides", strided), ("gradients", gradients), ("tensors that share memory", shared)]
+
+
+def _kept(tensor: torch.Tensor, _: Any) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _close(a: Any, b: Any) -> bool:
+    """Whether two results differ by no more than rounding, where a device adds up in another order each time."""
+    pairs = [(x, y) for x, y in zip(leaves(a), leaves(b), strict=True) if isinstance(x, torch.Tensor)]
+    return all(same_tensors(x, y) or (x.device.type != "cpu" and _rounded(x, y)) for x, y in pairs)
+
+
+def _rounded(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or not a.dtype.is_floating_point:
+        return False
+    return torch.allclose(a, b, rtol=torch.finfo(a.dtype).eps ** 0.5, equal_nan=True)
+
+
+def _let_go(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _gone(_: None) -> torch.Tensor:
+    raise RuntimeError("what autograd saved was let go")
+
+
+@contextlib.contextmanager
+def mode_reads() -> Iterator[list[bool]]:
+    """Yields a list that gets a member when a module asks in this thread whether it is in training."""
+    reads: list[bool] = []
+    thread = threading.get_ident()
+
+    def read(module: nn.Module) -> bool:
+        if threading.get_ident() == thread:
+            reads.append(True)
+        return bool(module.__dict__.get("training", True))
+
+    def write(module: nn.Module, value: bool) -> None:
+        module.__dict__["training"] = value
+
+    with undone() as stack:
+        stack.callback(delattr, nn.Module, "training")
+        nn.Module.training = property(read, write)  # type: ignore[assignment]
+        yield reads
