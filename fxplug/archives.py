@@ -176,14 +176,8 @@ class Archive:
         if crc != member.crc:
             raise self._raises(f"is damaged: {member.name} is not as it was written")
 
-    def check(self) -> None:
-        """Raises for a member whose bytes are not as they were written."""
-        for member in self.members.values():
-            for _ in self._chunks(member):
-                pass
-
     def read(self, name: str, limit: int | None = None) -> bytes:
-        """The bytes of a member, at most `limit` of them."""
+        """The bytes of a member, at most `limit` of them. Raises for one that is not as it was written, as `unpack` does."""
         member = self.members[name]
         if limit is not None and member.size > limit:
             raise self._raises(f"has {member.size} bytes in {name}, and more than {limit} are not read; see Limits")

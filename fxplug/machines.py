@@ -15,7 +15,7 @@ from .errors import ArtifactError, shown
 Json = dict[str, Any]
 # AOTInductor's words for the instructions that its own code asks for, in the words of torch.cpu.get_capabilities
 ASKED = {"AVX2": "avx2", "AVX512": "avx512_f", "AVX512_VNNI": "avx512_vnni", "AMX_TILE": "amx_tile", "ASIMD": "neon"}
-ANY = {"INVALID_VEC_ISA", "ZVECTOR", "VSX"}  # every processor of that machine has it, or nothing is asked for
+ANY = {"INVALID_VEC_ISA", "ZVECTOR", "VSX"}  # what packages of earlier versions may list, and every processor there has
 # instructions that a compiler does not choose by itself, so code has them only where AOTInductor asks
 UNCHOSEN = {"aes", "sha", "sha1", "sha2", "pmull", "crc32", "clflush", "clflushopt", "clwb", "sse4a", "lse", "atomics"}
 UNCHOSEN_KINDS = ("amx_", "sme")
@@ -26,7 +26,7 @@ def needed(asked: Iterable[str], capabilities: Mapping[str, Any], native: bool) 
 
     `asked` is what AOTInductor asked for, in its words; `native` says that the compiler could use whatever the processor has.
     """
-    names = {ASKED.get(name, name.lower()) for name in asked if name not in ANY}
+    names = {ASKED[name] for name in asked if name in ASKED}
     if native:
         has = {name for name, value in capabilities.items() if value is True}
         names |= {name for name in has - UNCHOSEN if not name.startswith(UNCHOSEN_KINDS)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -46,17 +46,19 @@ class Packed:
     Whatever else is in it, and whatever contradicts itself, raises ArtifactError with the file's name.
     """
 
-    def __init__(self, file: Any, name: str | Path, limits: Limits = DEFAULT) -> None:
-        raises = about(name)
-        self.name, self._archive = name, Archive(file, raises, limits)
+    def __init__(self, file: BinaryIO, path: Path, limits: Limits = DEFAULT) -> None:
+        raises = about(path)
+        self.path, self._archive = path, Archive(file, raises, limits)
         self._root = root(self._archive)
         inside = [each.removeprefix(self._root) for each in self._archive.members]
         if MANIFEST not in inside:
             raise raises(f"is no package of fxplug's: {_kind(inside)}")
         check_members(self._archive.members, self._root, raises)
-        self._archive.check()
+        for name in KNOWN - {MANIFEST, TENSORS}:
+            if self._root + name in self._archive.members:
+                self._archive.read(self._root + name, limits.text)
         data = self._archive.read(self._root + MANIFEST, limits.json)
-        self.manifest = check_manifest(parse_json(data, about(f"{name}: {MANIFEST}"), limits), raises)
+        self.manifest = check_manifest(parse_json(data, about(f"{path}: {MANIFEST}"), limits), raises)
         self.tensors = self._read_tensors(raises, limits)
         check_tensors(self.manifest, self.tensors, raises)
 
@@ -67,7 +69,7 @@ class Packed:
         length = int.from_bytes(data[:8], "little")
         if len(data) < 8 or length > len(data) - 8:
             raise raises(f"cannot be read: {TENSORS} claims a header of {length} bytes, and has {len(data)}")
-        header = parse_json(data[8 : 8 + length], about(f"{self.name}: {TENSORS}"), limits)
+        header = parse_json(data[8 : 8 + length], about(f"{self.path}: {TENSORS}"), limits)
         if type(header) is not dict or len(header) > limits.tensors:
             raise raises(f"cannot be read: {TENSORS} has a header that is no object, or of more than {limits.tensors} tensors")
         try:

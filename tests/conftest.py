@@ -1,4 +1,4 @@
-"""Golden files, and one seed for every test."""
+"""Golden files, one seed for every test, and nothing of what was measured on this machine."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 def pytest_addoption(parser):
     parser.addoption("--golden", action="store_true", help="write the golden files anew instead of comparing")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def measurements(tmp_path_factory):
+    """What `fxplug tune` measured on this machine decides nothing here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FXPLUG_CACHE", str(tmp_path_factory.mktemp("measurements")))
+        yield
 
 
 @pytest.fixture(autouse=True)
