@@ -13,7 +13,10 @@ class Limits:
     """
 
     json: int = 64 << 20  # of one JSON file or header
-    yaml: int = 4 << 20  # of one YAML file
+    yaml: int = 1 << 19  # of one YAML file
+    entries: int = 20_000  # values of one YAML file, aliases followed
+    lines: int = 1 << 30  # of one metadata.jsonl
+    caption: int = 1 << 20  # of one caption beside an image
     values: int = 2_000_000  # objects, lists and members of one JSON file
     depth: int = 64  # how deep values, modules or archives nest
     nodes: int = 65_536  # of one graph

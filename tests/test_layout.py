@@ -14,8 +14,8 @@ PATHS = {".".join(f.relative_to(PACKAGE).with_suffix("").parts): f for f in sort
 FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 # A module imports only from modules to its left.
 ORDER = """
-    errors limits reading source structure ops paths rules spec blitz_line blitz_pass sections settings config targets wording sizes
-    fakes zipped pickled weightfiles onnxfiles
+    errors limits reading source structure ops paths rules spec blitz_line blitz_pass sections settings config targets wording
+    sizes fakes zipped pickled weightfiles onnxfiles
     adapting.updates adapting.renaming adapting.fitting adapting.finding adapting.adapter_files
     adapting.switching
     module nodes recording regions modes entry restore tracing printing
