@@ -20,7 +20,8 @@ import typer
 from typer.core import TyperGroup
 
 from . import __version__
-from .errors import FxplugError, SpecError, did_you_mean
+from .errors import FxplugError, SpecError, did_you_mean, printable
+from .reading import reported
 
 if TYPE_CHECKING:
     from .config import Config
@@ -52,9 +53,9 @@ def _message(error: BaseException) -> str:
     if isinstance(error, FxplugError):
         return f"{error}\n"
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}\n" if error.filename else f"{error.strerror}\n"
+        return printable(f"{error.filename}: {error.strerror}\n" if error.filename else f"{error.strerror}\n")
     notes = "".join(f"  {note}\n" for note in getattr(error, "__notes__", []))
-    return f"{type(error).__name__}: {error}\n{notes}  (--debug shows where)\n"
+    return printable(f"{type(error).__name__}: {error}\n{notes}  (--debug shows where)\n")
 
 
 def _set_debug(ctx: typer.Context, value: bool) -> bool:
@@ -406,7 +407,8 @@ def convert(
     from .compat.hcp_config import read_input
 
     done = run(file, model=model, part=part, inputs=dict(map(read_input, input or [])), out=out)
-    out.write_text(done.text, "utf-8")
+    with reported(lambda finding: SpecError(f"{out} {finding}"), "cannot be written"):
+        out.write_text(done.text, "utf-8")
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
     print(f"saved in {out}" if model else f"saved in {out}; its model is left to write")

@@ -43,9 +43,10 @@ class Member:
 class Archive:
     """The members of an opened archive, by name. What is no such archive raises what `raises` makes."""
 
-    def __init__(self, file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> None:
+    def __init__(self, file: BinaryIO, raises: Raises, limits: Limits = DEFAULT, most: int | None = None) -> None:
+        """`most` is how many members there may be, as many as tensors where it is not given."""
         self._file, self._raises = file, raises
-        count, start, end = self._directory(limits)
+        count, start, end = self._directory(limits, limits.tensors if most is None else most)
         found = sorted(self._entries(count, start, end, limits), key=lambda entry: entry[0].header)
         self.members: dict[str, Member] = {}
         at = 0
@@ -55,7 +56,7 @@ class Archive:
             self.members[member.name] = member
             at = following
         if at != start:
-            raise raises("is damaged or no package: there is something before its directory that is no member")
+            raise raises("is damaged, or no archive of torch's: there is something before its directory that is no member")
         lower = {name.casefold() for name in self.members}
         if len(self.members) != len(found) or len(lower) != len(found):
             raise raises("holds one name twice")
@@ -64,13 +65,13 @@ class Archive:
         self._file.seek(position)
         data = self._file.read(size)
         if len(data) != size:
-            raise self._raises("is damaged or no package: it ends too early")
+            raise self._raises("is damaged, or no archive of torch's: it ends too early")
         return data
 
-    def _directory(self, limits: Limits) -> tuple[int, int, int]:
+    def _directory(self, limits: Limits, most: int) -> tuple[int, int, int]:
         """How many members there are, and where the directory begins and ends."""
         size = size_of(self._file)
-        wrong = self._raises("is damaged or no package: it does not end as an archive does")
+        wrong = self._raises("is damaged, or no archive of torch's: it does not end as an archive does")
         end = size - END.size
         if end < 0:
             raise wrong
@@ -90,8 +91,8 @@ class Archive:
                     raise wrong
             end = at
         if start + length != end or count * ENTRY.size > length:
-            raise self._raises("is damaged or no package: its directory is not where it says")
-        if count > limits.tensors or length > limits.json:
+            raise self._raises("is damaged, or no archive of torch's: its directory is not where it says")
+        if count > most or length > limits.json:
             raise self._raises(f"has {count} members in a directory of {length} bytes, and so many are not read; see Limits")
         return count, start, end
 
@@ -100,14 +101,14 @@ class Archive:
         at = 0
         for _ in range(count):
             if at + ENTRY.size > len(data):
-                raise self._raises("is damaged or no package: its directory ends too early")
+                raise self._raises("is damaged, or no archive of torch's: its directory ends too early")
             found = ENTRY.unpack_from(data, at)
             mark, _, _, flags, method, _, _, crc, packed, size, name, extra, comment, disk, _, kind, header = found
             at += ENTRY.size
             raw, more = data[at : at + name], data[at + name : at + name + extra]
             at += name + extra + comment
             if mark != b"PK\1\2" or at > len(data) or disk or comment:
-                raise self._raises("is damaged or no package: its directory cannot be read")
+                raise self._raises("is damaged, or no archive of torch's: its directory cannot be read")
             if name > limits.text:
                 raise self._raises(f"has a name of {name} bytes, and more than {limits.text} are not read; see Limits")
             try:
@@ -125,7 +126,7 @@ class Archive:
                 raise self._raises(f"contradicts itself about the size of {shown(text)}")
             yield Member(text, header, 0, size, crc), flags
         if at != len(data):
-            raise self._raises("is damaged or no package: its directory has more than it says")
+            raise self._raises("is damaged, or no archive of torch's: its directory has more than it says")
 
     def _widened(self, numbers: tuple[int, ...], extra: bytes, name: str) -> tuple[int, ...]:
         """Numbers of a header, those that are too large for it taken from its wide field."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import weightfiles
 from .blocks import Block
 from .errors import SpecError, did_you_mean
 from .paths import select
@@ -205,12 +206,7 @@ def _checkpoint(weights: Mapping[str, Any] | str) -> Mapping[str, Tensor]:
 
 @lru_cache(maxsize=1)  # each of a model's layers asks for the same file
 def _read(file: str, changed: int) -> Mapping[str, Any]:
-    if file.endswith(".safetensors"):
-        from safetensors.torch import load_file
-
-        tensors: dict[str, Tensor] = load_file(file)
-        return tensors
-    found = torch.load(file, map_location="cpu", weights_only=True)
+    found, _ = weightfiles.read(file, raises=lambda finding: SpecError(f"'{file}' {finding}"))
     if not isinstance(found, Mapping):
         raise SpecError(f"'{file}' holds a {type(found).__name__}, no weights by name")
     return found

@@ -21,6 +21,7 @@ from pydantic import (
 
 from .blitz_pass import blitz_entry, blitz_schema
 from .errors import SpecError, did_you_mean, dotted
+from .limits import DEFAULT, Limits
 from .rules import COMMON, Pass, check_common
 from .sections import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs, read_model, read_weights
 from .settings import Data, Section, Train
@@ -133,19 +134,24 @@ class Config(BaseModel):
 
 
 def load_config(
-    source: str | Path | Mapping[str, Any], set: Sequence[str] = (), *, base: str | Path | None = None
+    source: str | Path | Mapping[str, Any],
+    set: Sequence[str] = (),
+    *,
+    base: str | Path | None = None,
+    limits: Limits = DEFAULT,
 ) -> Config:
     """Read a run configuration.
 
     `source` is the bare name of a shipped one, the path of a YAML file, or a mapping with the same keys
     (its paths are then relative to `base`, else to the working folder). Items of `set` such as
-    `passes.0.lora.rank=8` change values first. All that is wrong raises SpecError with file and line.
+    `passes.0.lora.rank=8` change values first. `limits` bounds the file. All that is wrong raises SpecError with file and
+    line.
     """
     if isinstance(source, Mapping):
         read, base = Source(_plain(source, ())), Path(base or Path.cwd())
     elif isinstance(source, (str, Path)):
         path = find_file(source, "configs", Path(base) if base else None)
-        read, base = read_yaml(path), path.parent
+        read, base = read_yaml(path, limits), path.parent
     else:
         raise SpecError(f"a configuration is a name, a path or a mapping, not {shown(source)}")
     if not isinstance(read.data, dict):

@@ -13,17 +13,21 @@ class Limits:
     """
 
     json: int = 64 << 20  # of one JSON file or header
-    yaml: int = 4 << 20  # of one YAML file
+    yaml: int = 1 << 19  # of one YAML file
+    entries: int = 20_000  # values of one YAML file, aliases followed
+    lines: int = 1 << 30  # of one metadata.jsonl
+    caption: int = 1 << 20  # of one caption beside an image
     values: int = 2_000_000  # objects, lists and members of one JSON file
     depth: int = 64  # how deep values, modules or archives nest
     nodes: int = 65_536  # of one graph
     modules: int = 65_536
-    tensors: int = 131_072  # of one weight file, or members of one archive
+    tensors: int = 131_072  # of one weight file
     opcodes: int = 1_000_000  # steps of one pickle of weights, some 30 a tensor; fields of one ONNX file
     digits: int = 4_300  # of one number, as Python's own limit
     update: float = 1e6  # of the most that an adapter changes one weight
     text: int = 4_096  # characters of one name or pattern
     string: int = 65_536  # characters of one text among the values of a graph
+    archive: int = 4_096  # members of one package
     members: int = 65_536  # of one range
     size: int = 1 << 40  # of one whole number among the arguments of a constructor
     bits: int = 65_536  # of one whole number that a graph can come to, whatever it is called with

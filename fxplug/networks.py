@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from .grafting import Graft, head, traced
 from .module import Container, Graph, TracedModule, copy_graph, shell
 from .paths import WHOLE, Port, is_pattern, parse_port, select
 from .places import Regions, each, members, source
+from .reading import read_json
 from .rules import Pass, is_target
 from .spec import import_target
 
@@ -207,10 +207,11 @@ def _from_folder(folder: Path, what: str) -> nn.Module:
         parts = sorted(f.parent.name for f in folder.glob("*/config.json"))
         hint = f"; it is a pipeline's folder: name one of its models, {', '.join(parts)}" if parts else ""
         raise SpecError(f"{what}: '{folder}' has no config.json{hint}")
-    try:
-        name = str(json.loads((folder / "config.json").read_text())["_class_name"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise SpecError(f"{what}: '{folder / 'config.json'}' is no configuration of a diffusers model: {error!r}") from None
+    file = folder / "config.json"
+    read = read_json(file, lambda finding: SpecError(f"{what}: '{file}' {finding}"))
+    name = read.get("_class_name") if isinstance(read, dict) else None
+    if not isinstance(name, str):
+        raise SpecError(f"{what}: '{file}' is no configuration of a diffusers model: it has no '_class_name'")
     kind = _kind(name, what)
     try:
         return kind.from_pretrained(folder, local_files_only=True)  # type: ignore[no-any-return]

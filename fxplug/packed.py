@@ -48,7 +48,7 @@ class Packed:
 
     def __init__(self, file: BinaryIO, path: Path, limits: Limits = DEFAULT) -> None:
         raises = about(path)
-        self.path, self._archive = path, Archive(file, raises, limits)
+        self.path, self._archive = path, Archive(file, raises, limits, most=limits.archive)
         self._root = root(self._archive)
         inside = [each.removeprefix(self._root) for each in self._archive.members]
         if MANIFEST not in inside:

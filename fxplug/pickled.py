@@ -16,10 +16,10 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from .archives import Archive
 from .errors import shown
 from .limits import DEFAULT, Limits
 from .reading import Raises, size_of
-from .zipped import Member, members
 
 MAGIC = 0x1950A86A20F9469CFC6C  # the first number of a file of torch before 1.6
 STORAGES = {
@@ -49,7 +49,7 @@ def load(file: BinaryIO, raises: Raises, *, meta: bool = False, limits: Limits =
 
 
 def _load_archive(file: BinaryIO, raises: Raises, meta: bool, limits: Limits) -> Any:
-    held = members(file, raises, limits)
+    held = Archive(file, raises, limits).members
     roots = [name.removesuffix("data.pkl") for name in held if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(roots) != 1:
         found = shown(", ".join(list(held)[:6]), 200)
@@ -57,15 +57,16 @@ def _load_archive(file: BinaryIO, raises: Raises, meta: bool, limits: Limits) ->
     (root,) = roots
     order = held.get(f"{root}byteorder")
     if order is not None:
-        file.seek(order.offset)
+        file.seek(order.start)
         if file.read(min(order.size, 8)) != b"little":
             raise raises("was written on a machine with another order of bytes")
     program = held[f"{root}data.pkl"]
-    file.seek(program.offset)
-    made = _Interpreter(file, raises, meta, limits, program.offset + program.size)
+    file.seek(program.start)
+    made = _Interpreter(file, raises, meta, limits, program.start + program.size)
     value = made.run()
     for key, storage in made.storages.items():
-        _fill(file, storage, held.get(f"{root}data/{key}"), raises)
+        member = held.get(f"{root}data/{key}")
+        _fill(file, storage, member.start if member else 0, member.size if member else -1, raises)
     return value
 
 
@@ -86,7 +87,7 @@ def _load_stream(file: BinaryIO, raises: Raises, meta: bool, limits: Limits) -> 
         if len(head) < 8 or size * storage.dtype.itemsize != storage.size:
             raise raises("is truncated or damaged: a storage has another size than its tensors")
         at = file.tell()
-        _fill(file, storage, Member(at, min(storage.size, made.end - at)), raises)
+        _fill(file, storage, at, made.end - at, raises)
         file.seek(at + storage.size)
     return value
 
@@ -107,11 +108,11 @@ class _Storage:
     memory: Tensor | None
 
 
-def _fill(file: BinaryIO, storage: _Storage, member: Member | None, raises: Raises) -> None:
-    if member is None or member.size < storage.size:
+def _fill(file: BinaryIO, storage: _Storage, start: int, room: int, raises: Raises) -> None:
+    if room < storage.size:
         raise raises("is truncated or damaged: a tensor has fewer bytes than its shape says")
     if storage.memory is not None and storage.size:
-        file.seek(member.offset)
+        file.seek(start)
         if file.readinto(memoryview(storage.memory.numpy())) != storage.size:  # type: ignore[attr-defined]
             raise raises("is truncated: a tensor ends behind the end of the file")
 

@@ -100,7 +100,7 @@ def opened(path: str | os.PathLike[str], limit: int | None = None, raises: Raise
 
 def _check_kind(found: os.stat_result, raises: Raises) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise raises(f"is {KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}, not a file")
+        raise raises(f"cannot be read: it is {KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}, not a file")
 
 
 def missing(path: Path) -> str:
@@ -133,9 +133,9 @@ def text(path: str | os.PathLike[str], limit: int, raises: Raises | None = None)
     data = whole(path, limit, raises)
     try:
         return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
+    except UnicodeDecodeError:
         hint = "; it is UTF-16: save it as UTF-8" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
-        raise raises(f"cannot be read: not UTF-8 text (byte {error.start}){hint}") from None
+        raise raises(f"cannot be read: not UTF-8 text{hint}") from None
 
 
 def begins(start: bytes) -> str:

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
+from . import errors, reading
 from .errors import SpecError, did_you_mean
-
-_MAX_VALUES = 100_000  # aliases of aliases can make a few lines of YAML mean billions of values
+from .limits import DEFAULT, Limits
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,27 @@ class Source:
                 raise self.error(f"missing key '{key}'", *path)
 
 
+class _Beyond(yaml.MarkedYAMLError):
+    """YAML that may be valid, and is not read to its end."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's plain values: `on` and `yes` are text, `1e-4` is a number, `1:30` and dates are text."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
+    limits = DEFAULT
+    nodes = depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.nodes += 1
+        self.depth += 1
+        if self.nodes > self.limits.entries or self.depth > self.limits.depth:
+            entries, depth = self.limits.entries, self.limits.depth
+            finding = f"more than {entries} values" if self.nodes > entries else f"nested too deeply: more than {depth} levels"
+            raise _Beyond(problem=finding, problem_mark=self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        self.depth -= 1
+        return node
 
 
 for _tag, _pattern, _first in (
@@ -94,35 +111,35 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
 
 
-def read_yaml(path: Path) -> Source:
-    """The values of a YAML file with their lines. A missing or unreadable file is a SpecError."""
-    try:
-        return parse_yaml(path.read_text("utf-8-sig"), str(path))
-    except FileNotFoundError:
-        raise SpecError(no_such_file(path), where=Where(str(path))) from None
-    except OSError as error:
-        raise SpecError(f"cannot be read: {error.strerror}", where=Where(str(path))) from None
-    except UnicodeDecodeError:
-        raise SpecError("cannot be read: not UTF-8 text", where=Where(str(path))) from None
+def read_yaml(path: Path, limits: Limits = DEFAULT) -> Source:
+    """The values of a YAML file with their lines. A missing or unreadable file, or one beyond `limits`, is a SpecError."""
+
+    def raises(finding: str) -> SpecError:
+        return SpecError(finding, where=Where(str(path)))
+
+    with reading.reported(raises):
+        if not path.exists() and not path.is_symlink():
+            raise raises(no_such_file(path))
+    return parse_yaml(reading.text(path, limits.yaml, raises), str(path), limits)
 
 
-def parse_yaml(text: str, file: str = "") -> Source:
+def parse_yaml(text: str, file: str = "", limits: Limits = DEFAULT) -> Source:
     """The values of one YAML document; refuses duplicate keys, tags and broken YAML with file and line."""
     source = Source(None, file)
     loader = None
     try:
         loader = _Loader(text)
+        loader.limits = limits
         node = loader.get_single_node()
         if node is not None:
-            source.data = _plain(node, (), source.lines, file, ())
+            source.data = _plain(node, (), source.lines, file, (), limits)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = Where(file, mark.line + 1 if mark else 0)
-        raise SpecError(f"not valid YAML: {error.problem}", where=at) from None
+        what = "" if isinstance(error, _Beyond) else "not valid YAML: "
+        raise SpecError(f"{what}{_cut(str(error.problem))}", where=at) from None
     except yaml.YAMLError as error:
-        raise SpecError(f"not valid YAML: {getattr(error, 'reason', error)}", where=Where(file)) from None
-    except RecursionError:
-        raise SpecError("nested too deeply", where=Where(file)) from None
+        raise SpecError(f"not valid YAML: {_cut(str(getattr(error, 'reason', error)))}", where=Where(file)) from None
     finally:
         if loader is not None:
             loader.dispose()
@@ -135,39 +152,50 @@ def _plain(
     lines: dict[tuple[str | int, ...], Where],
     file: str,
     around: tuple[yaml.Node, ...],
+    limits: Limits,
 ) -> Any:
     def refuse(finding: str, at: yaml.Node) -> SpecError:
         return SpecError(finding, where=Where(file, at.start_mark.line + 1))
 
     if node in around:
         raise refuse("an alias that stands inside its own anchor", node)
-    if len(lines) > _MAX_VALUES:
-        raise refuse(f"more than {_MAX_VALUES} values", node)
+    if len(lines) > limits.entries:
+        raise refuse(f"more than {limits.entries} values", node)
+    if len(path) > limits.depth:
+        raise refuse(f"nested too deeply: more than {limits.depth} levels", node)
     tag = node.tag.removeprefix("tag:yaml.org,2002:")
     if isinstance(node, yaml.MappingNode) and tag == "map":
         mapping: dict[str, Any] = {}
         for key, value in node.value:
             if key.tag != "tag:yaml.org,2002:str":
-                named = f"'{key.value}'" if isinstance(key, yaml.ScalarNode) else "here"
+                named = f"'{_cut(key.value)}'" if isinstance(key, yaml.ScalarNode) else "here"
                 raise refuse(f"key {named} is not text; put it in quotes", key)
             if key.value in mapping:
-                raise refuse(f"key '{key.value}' given twice", key)
+                raise refuse(f"key '{_cut(key.value)}' given twice", key)
+            if len(key.value) > limits.text:
+                raise refuse(f"a key of {len(key.value)} characters, and more than {limits.text} are not read", key)
             lines[*path, key.value] = Where(file, key.start_mark.line + 1)
-            mapping[key.value] = _plain(value, (*path, key.value), lines, file, (*around, node))
+            mapping[key.value] = _plain(value, (*path, key.value), lines, file, (*around, node), limits)
         return mapping
     if isinstance(node, yaml.SequenceNode) and tag == "seq":
         items = []
         for index, item in enumerate(node.value):
             lines[*path, index] = Where(file, item.start_mark.line + 1)
-            items.append(_plain(item, (*path, index), lines, file, (*around, node)))
+            items.append(_plain(item, (*path, index), lines, file, (*around, node), limits))
         return items
     if isinstance(node, yaml.ScalarNode) and tag in _SCALARS:
+        if tag in ("int", "float") and len(node.value) > limits.digits:
+            raise refuse(f"a number of {len(node.value)} digits, and more than {limits.digits} are not read", node)
         try:
             return _SCALARS[tag](node.value)
         except ValueError:
-            raise refuse(f"'{node.value}' does not fit its tag '!!{tag}'", node) from None
-    name = node.tag if tag == node.tag else f"!!{tag}"
+            raise refuse(f"'{_cut(node.value)}' does not fit its tag '!!{tag}'", node) from None
+    name = _cut(node.tag if tag == node.tag else f"!!{tag}")
     raise refuse(f"tag '{name}' is not allowed; only plain values are read", node)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 _SCALARS: dict[str, Callable[[str], Any]] = {
@@ -191,7 +219,7 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower().replace("none", "null")
     if isinstance(value, (str, int, float)):
-        return repr(value)
+        return errors.shown(value, 200)
     if isinstance(value, Mapping):
         return "a mapping"
     return "a list" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"

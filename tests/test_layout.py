@@ -15,7 +15,7 @@ FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 # A module imports only from modules to its left.
 ORDER = """
     errors limits turns reading source structure ops paths rules spec blitz_line blitz_pass sections settings config targets
-    wording sizes fakes zipped pickled weightfiles onnxfiles
+    wording sizes fakes archives pickled weightfiles onnxfiles
     adapting.updates adapting.renaming adapting.fitting adapting.finding adapting.adapter_files adapting.switching
     alone journal state restore watching frozen
     module nodes recording regions modes entry surroundings selfcheck tracing printing
@@ -27,7 +27,7 @@ ORDER = """
     cutting lowerings.packing lowerings.choosing lowerings.outlining lowerings.nesting slicing caching
     lowerings.sharding lowerings.batchnorms lowerings.tuning lowerings.lowering
     manifest folders snapshot values programs magnitudes serialize rebuild artifact
-    archives temporary sinks machines expressions signatures packed packages exporting models checks flow pages
+    temporary sinks machines expressions signatures packed packages exporting models checks flow pages
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
     compat.drivers compat.builtin compat.entries compat.hcp_config compat.everydream
     training.draws

@@ -321,7 +321,7 @@ def test_files_that_are_no_packages(made, tmp_path, monkeypatch):
         load_package(path, runners=0, trusted=True)
     data = bytearray(path.read_bytes())
     (tmp_path / "short.pt2").write_bytes(data[: len(data) // 2])
-    with pytest.raises(ArtifactError, match="damaged or no package"):
+    with pytest.raises(ArtifactError, match="damaged, or no archive of torch's"):
         load_package(tmp_path / "short.pt2", trusted=True)
     data[len(data) // 2] ^= 255
     (tmp_path / "flipped.pt2").write_bytes(data)
@@ -363,7 +363,7 @@ def test_what_is_checked_is_what_runs(made, tmp_path, monkeypatch):
 
     monkeypatch.setattr(packages, "check_machine", swap)
     same(load_package(file, trusted=True), module)
-    with pytest.raises(ArtifactError, match="swapped.pt2 is damaged or no package"):
+    with pytest.raises(ArtifactError, match="swapped.pt2 is damaged, or no archive of torch's"):
         load_package(file, trusted=True)
 
     def write(*args):
@@ -373,7 +373,7 @@ def test_what_is_checked_is_what_runs(made, tmp_path, monkeypatch):
 
     monkeypatch.setattr(packages, "check_machine", write)
     file.write_bytes(path.read_bytes())
-    with pytest.raises(ArtifactError, match="swapped.pt2 is damaged or no package: it ends too early"):
+    with pytest.raises(ArtifactError, match="swapped.pt2 is damaged, or no archive of torch's: it ends too early"):
         load_package(file, trusted=True)
 
 

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from ..errors import SpecError, did_you_mean
+from .. import reading
+from ..errors import FxplugError, SpecError, did_you_mean
 from . import kernels, products
 
 FORMS = {
@@ -154,7 +155,7 @@ def measured(device: torch.device) -> dict[Case, str]:
 def read(file: Path, stamp: int) -> Mapping[Case, dict[str, Any]]:
     """The entries of a file: form and ratios by case; {} with a warning for one that cannot be used."""
     try:
-        document = json.loads(file.read_text("utf-8"))
+        document = reading.read_json(file)
         if document["format"] != FORMAT or document["versions"] != versions():
             old = ", ".join(f"{k} {v}" for k, v in dict(document["versions"]).items())
             say(f"{file}: the measurements are from {old} and are ignored: run 'fxplug tune' again")
@@ -164,7 +165,7 @@ def read(file: Path, stamp: int) -> Mapping[Case, dict[str, Any]]:
             if entry["form"] not in [*FORMS, *KERNELS]:
                 raise ValueError(f"no form {entry['form']!r}")
         return entries
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (FxplugError, ValueError, TypeError, KeyError, AttributeError) as error:
         say(f"{file} is damaged ({type(error).__name__}: {error}) and is ignored: run 'fxplug tune' again, or delete it")
         return {}
 
@@ -177,12 +178,16 @@ def _case(text: str) -> Case:
 def write(device: torch.device, entries: Mapping[Case, dict[str, Any]]) -> Path:
     """Add entries to the device's file, whole or not at all; what other versions wrote goes."""
     file = cache_file(device)
-    file.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings(action="ignore"):
         old = read(file, file.stat().st_mtime_ns) if file.is_file() else {}
     cases = {str(case): entry for case, entry in sorted({**old, **entries}.items())}
     document = {"format": FORMAT, "device": device_name(device), "versions": versions(), "cases": cases}
     new = file.with_suffix(f".{os.getpid()}.tmp")
-    new.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-    new.replace(file)
+    with reading.reported(lambda finding: SpecError(f"{file} {finding}"), "cannot be written"):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+            new.replace(file)
+        finally:
+            new.unlink(missing_ok=True)
     return file

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from .. import reading, weightfiles
 from ..errors import TrainError
 from ..folders import replaced
+from ..limits import DEFAULT, Limits
 from .data.seeding import random_state, random_state_kept, seed_all, set_random_state
 
 FORMAT = 1
@@ -64,15 +66,21 @@ def newest(source: Path) -> Path:
     raise TrainError(f"'{source}' has no checkpoint to resume from")
 
 
-def read(folder: Path) -> Checkpoint:
-    """A checkpoint on the CPU. Nothing is unpickled but tensors and plain values. Raises TrainError for one that is damaged."""
+def read(folder: Path, limits: Limits = DEFAULT) -> Checkpoint:
+    """A checkpoint on the CPU. It holds tensors and plain values, and nothing is unpickled. Raises TrainError for one that is
+    damaged, or beyond `limits`."""
+
+    def raises(finding: str) -> TrainError:
+        return TrainError(f"'{folder}' {finding}; resume from another one")
+
     try:
-        progress = json.loads((folder / "progress.json").read_text("utf-8"))
+        progress = reading.read_json(folder / "progress.json", raises, limits)
         if progress.pop("format") != FORMAT:
             raise TrainError(f"'{folder}' is of another format than {FORMAT}; it was written by another version of fxplug")
-        weights = load_file(folder / "weights.safetensors")
-        ema = load_file(folder / "ema.safetensors") if (folder / "ema.safetensors").is_file() else {}
-        rest = torch.load(folder / "state.pt", map_location="cpu", weights_only=True)
+        weights, _ = weightfiles.read(folder / "weights.safetensors", raises=raises, limits=limits)
+        averaged = (folder / "ema.safetensors").is_file()
+        ema = weightfiles.read(folder / "ema.safetensors", raises=raises, limits=limits)[0] if averaged else {}
+        rest, _ = weightfiles.read(folder / "state.pt", raises=raises, limits=limits)
         return Checkpoint(weights, progress, rest["state"], ema, rest["random"])
     except TrainError:
         raise

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ... import reading
 from ...errors import SpecError, did_you_mean
+from ...limits import DEFAULT, Limits
+from ...reading import parse_json
 from ...source import Where, shown
 
 METADATA = "metadata.jsonl"  # the form of Hugging Face's ImageFolder
@@ -23,24 +26,21 @@ class Line:
     where: Where
 
 
-def read_metadata(file: Path, top: Path) -> dict[str, Line]:
+def read_metadata(file: Path, top: Path, limits: Limits = DEFAULT) -> dict[str, Line]:
     """The lines of a `metadata.jsonl` by image, relative to `top`.
 
     `file_name` is relative to the file's folder; `text` or `caption` is the caption; other keys are kept, null is left out.
     There are none without the file. Raises SpecError with file and line.
     """
     lines: dict[str, Line] = {}
-    if not file.is_file():
+    if not os.path.lexists(file):
         return lines
     below = file.parent.relative_to(top)
-    for number, text in enumerate(_text(file).splitlines(), 1):
+    for number, text in enumerate(_text(file, limits.lines).split("\n"), 1):
         if not text.strip():
             continue
         where = Where(str(file), number)
-        try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise SpecError(f"not JSON: {error.msg} at column {error.colno}", where=where) from None
+        values = parse_json(text, lambda finding, where=where: SpecError(finding, where=where), limits)  # type: ignore[misc]
         if not isinstance(values, dict):
             raise SpecError(f"must be a mapping, not {shown(values)}", where=where)
         values = {key: value for key, value in values.items() if value is not None}
@@ -101,8 +101,8 @@ def captions(
         return
     for name, value in zip(names, values, strict=True):
         beside = (top / name).with_suffix(".txt")
-        if "caption" not in value and beside.is_file():
-            value["caption"] = _text(beside).strip()
+        if "caption" not in value and os.path.lexists(beside):
+            value["caption"] = _text(beside, DEFAULT.caption).strip()
     if law == "optional":
         for value in values:
             value.setdefault("caption", "")
@@ -119,8 +119,5 @@ def captions(
         value.pop("caption", None)
 
 
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise SpecError(f"not UTF-8 text: {error.reason} at byte {error.start}", where=file) from None
+def _text(file: Path, limit: int) -> str:
+    return reading.text(file, limit, lambda finding: SpecError(finding, where=Where(str(file))))
