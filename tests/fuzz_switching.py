@@ -21,12 +21,13 @@ import torch
 from torch import nn
 
 import fxplug
+from fxplug.adapting.adapter_files import AdapterFile, read
 from fxplug.caching import StepCache, Threshold
 from fxplug.errors import FxplugError
 from fxplug.lowerings.outlining import outline
 from fxplug.lowerings.remerging import remerge
 
-WIDTH, SLOTS, RANK, CALLERS = 16, 3, 4, 3
+WIDTH, SLOTS, RANK, CALLERS = 16, 3, 4, 8
 LAYERS = [f"blocks.{i}.{name}" for i in range(3) for name in ("q", "k", "v", "out")]
 
 
@@ -66,14 +67,14 @@ def slotted(*more: Any) -> fxplug.tracing.TracedModule:
 
 
 @cache
-def adapter(seed: int) -> dict[str, torch.Tensor]:
+def adapter(seed: int) -> AdapterFile:
     """An adapter of a rank of its own on layers of its own."""
     gen, rng = torch.Generator().manual_seed(seed), random.Random(seed)
     rank, made = rng.randint(1, RANK), {}
     for path in rng.sample(LAYERS, rng.randint(4, len(LAYERS))):
         made[f"{path}.lora_A.weight"] = torch.randn(rank, WIDTH, generator=gen)
         made[f"{path}.lora_B.weight"] = torch.randn(WIDTH, rank, generator=gen) * 0.3
-    return made
+    return read(made)
 
 
 # --- the forms
@@ -266,14 +267,18 @@ def stress(make: Callable[[], Subject], calls: int, seed: int, until_torn: bool 
         sys.setswitchinterval(interval)
     if errors:
         raise errors[0]
+    assert found["beside a change"], "no call was made beside a change"
     return {**found, "changes": done}
 
 
 def fuzz_switching(cases: int, seed: int) -> dict[str, dict[str, int]]:
     """So many calls over all forms, a package and inductor's code among them. Raises AssertionError if one was torn."""
+    rows = {}
     with tempfile.TemporaryDirectory() as folder:
         forms = {**FORMS, "compiled by inductor": lambda: compiled(slotted()), "package": package(Path(folder))}
-        rows = {name: stress(make, -(-cases // len(forms)), seed + n) for n, (name, make) in enumerate(forms.items())}
+        for number, (name, make) in enumerate(forms.items()):
+            rows[name] = stress(make, -(-cases // len(forms)), seed + number)
+            print(f"{name:22}", *(f"{count:7} {what}" for what, count in rows[name].items()), sep="  ", flush=True)
     assert not any(row["torn"] for row in rows.values()), rows
     return rows
 
@@ -282,6 +287,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--cases", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    for name, row in fuzz_switching(options.cases, options.seed).items():
-        print(f"{name:22}", *(f"{count:7} {what}" for what, count in row.items()), sep="  ")
+    fuzz_switching(**vars(parser.parse_args()))
