@@ -202,17 +202,19 @@ def do(adapters: Any, action: str, args: tuple[Any, ...]) -> None:
         getattr(adapters, action)(*args)
 
 
-def stress(make: Callable[[], Subject], calls: int, seed: int, until_torn: bool = False) -> dict[str, int]:
+def stress(
+    make: Callable[[], Subject], calls: int, seed: int, until_torn: bool = False, changes: int = 40
+) -> dict[str, int]:
     """Calls by some threads while another one changes the adapters over and over; how many there were, and how many torn."""
     rng, x = random.Random(seed), example()
     subject, twin = make(), make()
-    actions = plan(rng, 40, subject.mixes)
+    actions = plan(rng, changes, subject.mixes)
     with torch.no_grad():
         wanted = [twin.call(x)]
         for action in actions:
             do(twin.adapters, *action)
             wanted.append(twin.call(x))
-        assert torch.equal(wanted[0], wanted[-1]) and len(set(map(str, wanted))) > 10
+        assert torch.equal(wanted[0], wanted[-1]) and len(set(map(str, wanted))) > changes // 4
         subject.call(x)
     found = {"calls": 0, "changes": 0, "torn": 0, "beside a change": 0}
     left, lock, errors, stop = [calls], threading.Lock(), [], threading.Event()
