@@ -362,7 +362,7 @@ def test_who_takes_turns_with_whom(tmp_path):
 
 @pytest.mark.parametrize("form", fuzz_switching.FORMS)
 def test_calls_see_one_state(form):
-    row = fuzz_switching.stress(fuzz_switching.FORMS[form], 40, seed=3)
+    row = fuzz_switching.stress(fuzz_switching.FORMS[form], 40, seed=3, changes=12)
     assert row["calls"] == 40 and row["beside a change"] and not row["torn"], row
 
 
@@ -370,5 +370,5 @@ def test_calls_see_one_state(form):
 def test_without_turns_calls_are_torn(form, monkeypatch):
     """What is tried above can fail."""
     monkeypatch.setattr("fxplug.module.during", lambda turns, function, *args, **kwargs: function(*args, **kwargs))
-    row = fuzz_switching.stress(fuzz_switching.FORMS[form], 20_000, seed=3, until_torn=True)
+    row = fuzz_switching.stress(fuzz_switching.FORMS[form], 20_000, seed=3, until_torn=True, changes=12)
     assert row["torn"]

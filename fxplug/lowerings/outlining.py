@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from ..cutting import REGION, Cut, changed_input, extract, members, plan, unique_names, written
-from ..errors import MatchError, SpecError
+from ..errors import FxplugError, MatchError, SpecError
 from ..misses import misses
 from ..module import Container, TracedModule, class_names, copy_graph, shell
 from ..paths import select
@@ -103,15 +103,27 @@ class Checkpointed(nn.Module):
         if torch.compiler.is_compiling():  # a compiled program changes buffers once and its inputs never
             return checkpointed(self.region, *args, use_reentrant=False)
         buffers = [self.region.get_buffer(name) for name in self.written]
-        return checkpointed(self.region, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _as_before(buffers)))
+        read = [t for name, t in (*self.region.named_parameters(), *self.region.named_buffers()) if name not in self.written]
+        return checkpointed(
+            self.region, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _as_before(buffers, read))
+        )
 
 
-def _as_before(buffers: list[Tensor]) -> AbstractContextManager[None]:
-    """A context in which buffers are what they are now; afterwards they are what they were when it was entered."""
+def _as_before(buffers: list[Tensor], read: list[Tensor]) -> AbstractContextManager[None]:
+    """A context in which buffers are what they are now; afterwards they are what they were when it was entered.
+
+    Entering it raises FxplugError where one of the tensors that are `read` was changed since.
+    """
     before = [b.clone() for b in buffers]
+    versions = [t._version for t in read if not t.is_inference()]
 
     @contextmanager
     def again() -> Iterator[None]:
+        if versions != [t._version for t in read if not t.is_inference()]:  # as autograd says of what it keeps
+            raise FxplugError(
+                "weights were changed between a forward and its backward pass, which computes activations again: change "
+                "adapters and weights after it, or hold the adapters, `with module.adapters.hold()`, around both"
+            )
         after = [b.clone() for b in buffers]
         _put(buffers, before)
         try:
