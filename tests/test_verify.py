@@ -108,14 +108,14 @@ def test_a_block_that_writes_into_the_model_is_found_and_undone():
 @pytest.mark.parametrize(
     ("forward", "text"),
     [
-        (lambda self, y: (y + self.weight).double(), "liar: block Lying at 'b' gives torch.float64 where torch.float32 was"),
-        (lambda self, y: torch.cat([y, y + self.weight], -1), r"liar: block Lying at 'b' gives \[2, 3, 8\] where \[2, 3, 4\] was"),
+        (lambda self, y: (y + self.weight).double(), "torch.float64 where torch.float32 was"),
+        (lambda self, y: torch.cat([y, y + self.weight], -1), r"\[2, 3, 8\] where \[2, 3, 4\] was"),
     ],
 )
 def test_another_dtype_or_shape_is_told_at_the_block_that_made_it(forward, text):
     passes = block(lying(forward), "b", "liar"), block(Honest, "b", "behind")
     gm, new = rewritten(Base().eval(), x := torch.randn(2, 3, 4), *passes)
-    with pytest.raises(fxplug.VerifyError, match=text):
+    with pytest.raises(fxplug.VerifyError, match=f"liar: block Lying at 'b' gives {text}"):
         checked(gm, new, x)
 
 
@@ -165,11 +165,12 @@ class Infinite(Base):
 def test_what_a_model_does_itself_is_no_fault_of_a_pass_and_nothing_is_left_changed(kind, training):
     model, x = kind().train(training), torch.randn(2, 3, 4)
     gm, new = rewritten(model, x, block(Honest, "a"))
+    modes = [m.training for m in [*gm.modules(), *new.modules()]]
     state, given, random = {k: v.clone() for k, v in model.state_dict().items()}, x.clone(), torch.get_rng_state()
     assert checked(gm, new, x)["neutral"] == ("ok", "outputs are torch.equal (p), in evaluation twice, in training")
     assert torch.equal(x, given) and torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
-    assert gm.training is new.training is training and all(m.training is training for m in [*gm.modules(), *new.modules()])
+    assert modes == [m.training for m in [*gm.modules(), *new.modules()]]
 
 
 class Unsteady(nn.Module):
@@ -200,7 +201,8 @@ def test_a_model_that_is_never_the_same_is_told_apart_from_its_passes():
 def test_a_model_that_fails_is_told_apart_from_its_passes():
     gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4), Failing()).eval(), (torch.randn(2, 4),), leaf=["1"])
     new = fxplug.apply(gm, block(Honest, "0"))
-    with pytest.raises(fxplug.VerifyError, match="the model itself fails on these inputs, without any pass: ValueError: too much"):
+    text = "the model itself fails on these inputs, without any pass: ValueError: too much"
+    with pytest.raises(fxplug.VerifyError, match=text):
         gm.get_parameter("0.bias").data.fill_(1e9)
         checked(gm, new, torch.ones(2, 4))
 
