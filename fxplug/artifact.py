@@ -24,7 +24,7 @@ from .lowerings.shadowing import unlowered
 from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, parse, wrapped
 from .module import Container, TracedModule
 from .programs import reach
-from .rebuild import fill, read_modules, write_modules
+from .rebuild import fill, foreign_classes, read_modules, write_modules
 from .serialize import GraphReader, only_keys, write_graph
 from .snapshot import Snapshot, snapshot
 from .turns import held
@@ -107,15 +107,22 @@ def check_savable(module: TracedModule) -> list[str]:
 
     Raises ArtifactError for what `save` would refuse to write.
     """
-    document, _ = _document(unlowered(module), values=False)
-    classes = {record["class"] for record in document["modules"].values() if ":" in record.get("class", "")}
-    return sorted(name for name in classes if not name.startswith("fxplug."))
+    module = unlowered(module)
+    _tensors(module, _pass_names(module), values=False)
+    stacks: list[Any] = []
+    try:
+        for graph in module.graphs.values():
+            write_graph(graph, stacks)
+        encode(module.meta.get("passes", []))
+        return foreign_classes(module)
+    except Unportable as error:
+        raise ArtifactError(f"the module cannot be saved: {error}") from None
 
 
-def _document(module: TracedModule, values: bool = True) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-    """graph.json, and the tensors of each weight file, unless `values` are not wanted."""
+def _document(module: TracedModule) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """graph.json, and the tensors of each weight file."""
     passes = _pass_names(module)
-    tensors, files = _tensors(module, passes, values)
+    tensors, files = _tensors(module, passes)
     stacks: list[Any] = []
     try:
         modules = write_modules(module)
@@ -156,7 +163,7 @@ def _pass_names(module: TracedModule) -> list[str]:
 
 
 def _tensors(
-    module: TracedModule, passes: Sequence[str], values: bool
+    module: TracedModule, passes: Sequence[str], values: bool = True
 ) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, torch.Tensor]]]:
     """What graph.json says of each tensor, and the tensors by file; one that has two names is stored once."""
     records: dict[str, dict[str, Any]] = {}

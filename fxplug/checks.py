@@ -94,6 +94,18 @@ def verify(
     ]
     if compile:
         tests.append(("one graph", lambda: _one_graph(gm, new, call)))
+    with neutrality.buffers_restored(gm, new):
+        _run(tests, report, known)
+    if not report.ok:
+        failed = [c.detail for c in report.checks if c.status == "failed"]
+        verify_error = VerifyError("\n".join(failed))
+        verify_error.report = report  # type: ignore[attr-defined]
+        raise verify_error
+    return report
+
+
+def _run(tests: list[tuple[str, Callable[[], str]]], report: Report, known: set[str]) -> None:
+    """Run the checks one after the other; `known` gets the names of those that hold."""
     for name, test in tests:
         start = time.perf_counter()
         try:
@@ -108,12 +120,6 @@ def verify(
         report.checks.append(Check(name, status, detail, round(time.perf_counter() - start, 3)))
         if status == "failed" and name in ("lint", "shapes"):
             break  # nothing after it can be run
-    if not report.ok:
-        failed = [c.detail for c in report.checks if c.status == "failed"]
-        verify_error = VerifyError("\n".join(failed))
-        verify_error.report = report  # type: ignore[attr-defined]
-        raise verify_error
-    return report
 
 
 def _lint(new: TracedModule) -> str:

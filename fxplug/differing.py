@@ -74,7 +74,7 @@ def _digest(value: Any) -> Any:
             plain = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
             plain = plain if plain.dtype == torch.bool else plain + 0
             held = plain.cpu().contiguous().flatten().view(torch.uint8).numpy()
-            rows.append((tuple(t.shape), t.dtype, zlib.crc32(held)))
+            rows.append((tuple(t.shape), t.dtype, zlib.crc32(held.data)))
     return rows
 
 

@@ -271,7 +271,7 @@ class _Copies:
         else:
             storage = tensor.untyped_storage()
             if storage._cdata not in self.storages:
-                self.storages[storage._cdata] = storage.clone()
+                self.storages[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
             new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             new.set_(self.storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
         self.known[id(new)] = new.requires_grad_(tensor.requires_grad)
@@ -317,18 +317,26 @@ def _in_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def buffers_restored(*modules: nn.Module) -> Iterator[None]:
+    """Give the buffers of modules the values back that they have now: a block may write those that it keeps as its own."""
+    values = [(b, b.detach().clone(), b._version) for m in modules for b in m.buffers() if not (b.is_meta or b.is_inference())]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value, version in values:
+                if buffer._version != version:
+                    buffer.copy_(value)
+
+
+@contextlib.contextmanager
 def _kept(gm: TracedModule, new: TracedModule, call: Call) -> Iterator[None]:
-    """See that what the calls got copies of is not written by another way; buffers are given back. Raises VerifyError."""
+    """See that what the calls got copies of is not written by another way. Raises VerifyError."""
     named = {f"the {kind} '{name}' of the model": t for kind in ("parameter", "buffer") for name, t in _named(gm, kind)}
     given = [("an input", t) for t in leaves(call) if isinstance(t, torch.Tensor)]
     watched = [(what, t, t._version) for what, t in [*named.items(), *given] if not t.is_inference()]
-    values = [(b, b.detach().clone()) for module in (gm, new) for b in module.buffers()]
     yield
     changed = [what for what, t, version in watched if t._version != version]
-    with torch.no_grad():
-        for buffer, value in values:
-            if not equal(buffer, value):
-                buffer.copy_(value)
     if changed:
         raise VerifyError(f"{changed[0]} is written by a block that keeps it as its own: a block changes nothing of the model")
 

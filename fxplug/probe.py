@@ -150,6 +150,7 @@ def flows(out: torch.Tensor, goal: Any) -> bool:
 def cut_by(probe: Probe, start: fx.Node) -> fx.Node | None:
     """The first inserted node behind `start` through which no gradient comes back to it, of a graph that ran with gradients."""
     reached = {start}
+    node: fx.Node
     for node in probe.graph.nodes:
         given = [probe.env[a] for a in node.all_input_nodes if a in reached]
         if not given:
@@ -192,8 +193,9 @@ def located(probe: Probe, error: Exception) -> VerifyError:
 def changes(probe: Probe, node: fx.Node) -> bool:
     """Whether an inserted node gives a tensor of another shape or dtype than the one it stands for."""
     made, shape, dtype = probe.env.get(node), node.meta.get("shape"), node.meta.get("dtype")
-    known = isinstance(made, torch.Tensor) and shape is not None
-    return known and (tuple(made.shape) != tuple(shape) or made.dtype != dtype)  # type: ignore[union-attr]
+    if not isinstance(made, torch.Tensor) or shape is None:
+        return False
+    return tuple(made.shape) != tuple(shape) or made.dtype != dtype
 
 
 def origin(probe: Probe, node: fx.Node) -> fx.Node | None:

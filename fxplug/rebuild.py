@@ -76,6 +76,32 @@ def write_modules(root: nn.Module) -> dict[str, dict[str, Any]]:
     return _Writer().write(root, "")
 
 
+def foreign_classes(root: nn.Module) -> list[str]:
+    """The classes, but torch's and fxplug's, that the records of a module tree name. Modules that are alike are tried once.
+
+    Raises ArtifactError for one that cannot be rebuilt.
+    """
+    tried: set[Any] = set()
+    found: set[str] = set()
+
+    def visit(module: nn.Module, path: str) -> None:
+        if not path or isinstance(module, (Container, TracedModule)) or type(module) is nn.Module:
+            for key, child in module._modules.items():
+                if child is not None:
+                    visit(child, f"{path}.{key}" if path else key)
+            return
+        held = tuple((name, type(value)) for name, value in vars(module).items())
+        hooks = sum(len(getattr(module, name)) for name in HOOKS)
+        kind = (type(module), repr(module), held, tuple(_layout(module)), hooks)
+        if kind not in tried:
+            tried.add(kind)
+            records = _Writer().write(module, path).values()
+            found.update(str(r["class"]) for r in records if ":" in r.get("class", ""))
+
+    visit(root, "")
+    return sorted(name for name in found if not name.startswith("fxplug."))
+
+
 class _Writer:
     def __init__(self) -> None:
         self.seen: dict[int, str] = {}

@@ -36,15 +36,18 @@ def output_dim(site: Site) -> int:
 
 
 def in_place_of(result: Tensor, value: Tensor) -> Tensor:
-    """`result`, of the shape of a parameter, in its dtype and its place in memory: with the same strides.
+    """`result`, of the shape of a parameter, in its dtype and with its strides, so that it takes the parameter's place.
 
-    Which kernel reads a weight, and so the last bit of what it gives, depends on them. A parameter whose elements share
-    memory, as an expanded one's do, cannot be followed there.
+    Which kernel reads a weight, and so the last bit of what it gives, depends on its strides, and in torch.matmul on whether
+    it requires a gradient, be gradients on or off. A parameter whose elements share memory, as an expanded one's do, cannot
+    be followed there.
     """
     result = result.to(value.dtype)
-    if result.stride() == value.stride() or _overlaps(value):
-        return result
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(result)
+    if result.stride() != value.stride() and not _overlaps(value):
+        result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(result)
+    if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and result is not value:
+        result.requires_grad_(value.requires_grad)
+    return result
 
 
 def _overlaps(value: Tensor) -> bool:

@@ -177,8 +177,8 @@ MISTAKES = {
     "a skip backward": (
         skip("blocks.1.mlp", "blocks.0.mlp"),
         fxplug.MatchError,
-        "skip.yaml:4: skip: the value 'blocks.1.mlp' cannot flow to 'blocks.0.mlp': it depends on it, so it would flow "
-        "backward; a value can only flow to what runs later",
+        "skip.yaml:4: skip: the value 'blocks.1.mlp' cannot flow to 'blocks.0.mlp': 'blocks.0.mlp' runs first, and "
+        "'blocks.1.mlp' depends on it, so it would flow backward; a value can only flow to what runs later",
     ),
     "a skip of another length": (
         skip("blocks.0.attn:in.mask", "head"),
