@@ -1,9 +1,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+CASES := 10000
+SEED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-gpu lint pages zoo bench clean
+.PHONY: help install demo test test-slow test-gpu lint fuzz pages zoo bench clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -35,6 +37,10 @@ test-slow: install  ## the tests that take minutes
 test-gpu: export HF_HUB_OFFLINE = 1
 test-gpu: install  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
+
+fuzz: export HF_HUB_OFFLINE = 1
+fuzz: install  ## attack readers, tracer and switches with CASES=10000 random cases each, from SEED=0 on
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --cases $(CASES) --seed $(SEED)
 
 pages: export HF_HUB_OFFLINE = 1
 pages: install  ## write examples/passes: a page about each pass

@@ -561,16 +561,16 @@ def shrink(program: random_models.Program, kind: str, tries: int = 60) -> tuple[
     return best, verdict
 
 
-def fuzz_models(cases: int, seed: int) -> int:
-    """Judge this many random models, from this seed on; print what differs. The number of misses."""
+def fuzz_models(cases: int, seed: int) -> list[str]:
+    """Judge this many random models, from this seed on; print what differs. A line for each miss."""
     counts: dict[str, collections.Counter[str]] = {"ordinary": collections.Counter(), "hostile": collections.Counter()}
-    misses = 0
+    misses: list[str] = []
     for number in range(seed, seed + cases):
         program = case(number)
         verdict = judge(program)
         counts["hostile" if number % 2 else "ordinary"][verdict.kind] += 1
         if verdict.kind in MISSES:
-            misses += 1
+            misses.append(f"{number}: {verdict.kind}: {verdict.what}")
             small, again = shrink(program, verdict.kind)
             print(f"\n{verdict.kind}: {verdict.what}\n  again: python tests/fuzz.py models --cases 1 --seed {number}")
             print(f"  shrunk to {', '.join(small.names())}: {again.what}", flush=True)

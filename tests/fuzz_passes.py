@@ -286,8 +286,9 @@ def judge(seed: int) -> tuple[str, str, Trial]:
         torch.set_rng_state(kept)
 
 
-def fuzz_passes(cases: int, seed: int) -> int:
-    """Judge this many random combinations, from this seed on; print what differs. The number of misses."""
+def fuzz_passes(cases: int, seed: int) -> list[str]:
+    """Judge this many random combinations, from this seed on; print what differs. A line for each miss."""
+    misses: list[str] = []
     verdicts: collections.Counter[str] = collections.Counter()
     counts: collections.Counter[str] = collections.Counter()
     for number in range(seed, seed + cases):
@@ -295,6 +296,7 @@ def fuzz_passes(cases: int, seed: int) -> int:
         verdicts[kind] += 1
         counts.update(trial.counts)
         if kind in MISSES:
+            misses.append(f"{number}: {kind}: {what}")
             print(f"\n{kind}: {what}\n  again: python tests/fuzz.py passes --cases 1 --seed {number}", flush=True)
     print(f"passes: {dict(sorted(verdicts.items()))}\n{dict(counts.most_common())}")
-    return sum(verdicts[kind] for kind in MISSES)
+    return misses

@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import fxplug
 from fxplug.errors import ArtifactError
 from fxplug.packed import CODE, MANIFEST, TENSORS
@@ -522,13 +520,3 @@ def run(package: Path, folder: Path, cases: range, seed: int) -> list[str]:
             misses.append(f"case {case} of seed {seed}, {what}: {miss}")
     after = {path.name for path in Path(tempfile.gettempdir()).iterdir() if path.name.startswith("fxplug-package-")}
     return [*misses, *(f"left {name}" for name in sorted(after - before))]
-
-
-def fuzz_packages(cases: int, seed: int) -> list[str]:
-    """The misses of so many hostile packages, all made of one that is compiled for it."""
-    from test_packages import packed_model
-
-    with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        _, path = packed_model(Path(folder))
-        return run(path, Path(folder), range(cases), seed)
