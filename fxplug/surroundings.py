@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import concurrent.futures
 import datetime
 import functools
 import io
 import os
 import random
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -53,6 +55,9 @@ REFUSED: dict[Any, dict[str, str]] = {
         thread_time_ns gmtime localtime ctime asctime strftime""".split(),  # noqa: SIM905
         CLOCK,
     ),
+    threading.Thread: {"start": "starts a thread"},
+    concurrent.futures.ThreadPoolExecutor: {"submit": "gives work to a thread"},
+    torch.autograd.graph.saved_tensors_hooks: {"__enter__": "changes what autograd saves"},
     os: {"urandom": "draws random bytes", "getenv": "reads the environment", "getpid": "asks for the number of the process"},
     random: {
         "_urandom": "draws random bytes",
