@@ -19,7 +19,7 @@ from .errors import TraceError
 from .nodes import NUMBERS, SMALL, Nodes
 from .sizes import KINDS, Number
 from .structure import children
-from .wording import asker, decides_nothing, describe, is_text_for_people, shortened, source_line, user_frame
+from .wording import asker, decides_nothing, describe, is_caught, is_text_for_people, shortened, source_line, user_frame
 
 CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
 SIZES = {"size", "stride", "numel", "nelement", "storage_offset", "__len__"}
@@ -132,6 +132,11 @@ class Recording(Nodes):
             made = self.made_constant(func, args, kwargs)
             if made is not None:
                 return made
+        if is_caught(sys._getframe(2)):
+            raise TraceError(
+                f"{self.place()}: tries an operation and goes on where it fails, so the inputs decide what is computed; a graph "
+                f"has one way only; {self.way_out()}"
+            )
         plain, nodes = self.lower(tuple(args))
         plain_kw, node_kw = self.lower(dict(kwargs))
         short = str(method or getattr(func, "__name__", "")).strip("_")
