@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import threading
@@ -72,19 +73,20 @@ def trace(
 
 def _trace(model: nn.Module, call: Any, leaves: set[str], real: bool | None, check: bool) -> TracedModule:
     results = Results()
-    first = _record(model, call, leaves, real, None, results)
+    valueless = check and not selfcheck.has_values(model, call)
+    first = _record(model, call, leaves, real, None, results, valueless)
     graphs = {model.training: first}
     twin_error = None
     if first.reads_training:
         try:
-            second = _record(model, call, leaves, real, not model.training, results)
+            second = _record(model, call, leaves, real, not model.training, results, valueless)
         except (FxplugError, RuntimeError, ValueError) as error:
             twin_error = str(error)
         else:
             if second.text() != first.text():
                 graphs[not model.training] = second
     gm = _assemble(model, graphs, twin_error)
-    if not check or not selfcheck.has_values(model, call):
+    if not check or valueless:
         return gm
     with selfcheck.mode_reads() as reads:
         selfcheck.check(model, gm, call)
@@ -124,7 +126,7 @@ def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:
 
 
 def _record(
-    model: nn.Module, call: Any, leaves: set[str], real: bool | None, training: bool | None, results: Results
+    model: nn.Module, call: Any, leaves: set[str], real: bool | None, training: bool | None, results: Results, valueless: bool
 ) -> _Traced:
     inputs = [t for t in values(call) if isinstance(t, torch.Tensor)]
     on_meta = any(t.is_meta for t in [*model.parameters(), *model.buffers(), *inputs])
@@ -133,7 +135,7 @@ def _record(
             raise TraceError("real=True needs weights and inputs with values, but some are on the meta device: load them first")
         return _run(model, call, leaves, False, True, training, results)
     try:
-        return _run(model, call, leaves, True, False, training, results)
+        return _run(model, call, leaves, True, False, training, results, valueless)
     except FxplugError:
         raise
     except Exception as error:  # not every function knows fake tensors
@@ -156,6 +158,7 @@ def _run(
     measured: bool,
     training: bool | None,
     results: Results,
+    valueless: bool = False,
 ) -> _Traced:
     mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
     weights = [*model.parameters(), *model.buffers()]
@@ -165,7 +168,7 @@ def _run(
     regions = Regions(recording, leaves)
     with undone() as shared, undone(here=True) as stack:
         stack.callback(recording.unmark)
-        shared.enter_context(restored(model))
+        state = shared.enter_context(restored(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(same_random(model))
@@ -191,6 +194,9 @@ def _run(
         except Exception as error:
             error.add_note(f"while tracing {recording.place(error)}")
             raise
+        if mode is not None and valueless:
+            stand_in = functools.partial(_fake_weights, model, mode, device, {})
+            selfcheck.check_kept(model, call, state, recording, regions.called, stand_in)
     recording.finish()
     return _Traced(recording.graph, recording.constants, regions.called, recording.reads_training)
 
