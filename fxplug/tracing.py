@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import threading
@@ -77,19 +78,28 @@ def trace(
 
 def _trace(model: nn.Module, call: Any, leaves: set[str], real: bool | None, check: bool) -> TracedModule:
     results = Results()
+<<<<<<< HEAD
     first = _settled(model, call, leaves, real, None, results)
+=======
+    valueless = check and not selfcheck.has_values(model, call)
+    first = _record(model, call, leaves, real, None, results, valueless)
+>>>>>>> state
     graphs = {model.training: first}
     twin_error = None
     if first.reads_training:
         try:
+<<<<<<< HEAD
             second = _settled(model, call, leaves, real, not model.training, results)
+=======
+            second = _record(model, call, leaves, real, not model.training, results, valueless)
+>>>>>>> state
         except (FxplugError, RuntimeError, ValueError) as error:
             twin_error = str(error)
         else:
             if second.text() != first.text():
                 graphs[not model.training] = second
     gm = _assemble(model, graphs, twin_error)
-    if not check or not selfcheck.has_values(model, call):
+    if not check or valueless:
         return gm
     with selfcheck.mode_reads() as reads:
         selfcheck.check(model, gm, call)
@@ -148,7 +158,7 @@ def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:
 
 
 def _record(
-    model: nn.Module, call: Any, leaves: set[str], real: bool | None, training: bool | None, results: Results
+    model: nn.Module, call: Any, leaves: set[str], real: bool | None, training: bool | None, results: Results, valueless: bool
 ) -> _Traced:
     inputs = [t for t in values(call) if isinstance(t, torch.Tensor)]
     on_meta = any(t.is_meta for t in [*model.parameters(), *model.buffers(), *inputs])
@@ -157,7 +167,7 @@ def _record(
             raise TraceError("real=True needs weights and inputs with values, but some are on the meta device: load them first")
         return _run(model, call, leaves, False, True, training, results)
     try:
-        return _run(model, call, leaves, True, False, training, results)
+        return _run(model, call, leaves, True, False, training, results, valueless)
     except FxplugError:
         raise
     except Exception as error:  # not every function knows fake tensors
@@ -180,6 +190,7 @@ def _run(
     measured: bool,
     training: bool | None,
     results: Results,
+    valueless: bool = False,
 ) -> _Traced:
     """Record one call, again with what a try has found that a run needs."""
     tries = Tries()
@@ -213,7 +224,11 @@ def _try(
     regions = Regions(recording, leaves)
     with undone() as shared, undone(here=True) as stack:
         stack.callback(recording.unmark)
+<<<<<<< HEAD
         held = shared.enter_context(restored(model))
+=======
+        state = shared.enter_context(restored(model))
+>>>>>>> state
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(same_random(model))
@@ -240,12 +255,18 @@ def _try(
         except Exception as error:
             error.add_note(f"while tracing {recording.place(error)}")
             raise
+<<<<<<< HEAD
         if recording.failed:
             text = f"{recording.failed}: an operation fails here and the code goes on, so the inputs decide what it does"
             if recording.fake:
                 raise NeedsValues(text)
             raise TraceError(f"{text}; a graph has one way only: keep the module whole, leaf: [its path]")
         written = held.changes()
+=======
+        if mode is not None and valueless:
+            stand_in = functools.partial(_fake_weights, model, mode, device, {})
+            selfcheck.check_kept(model, call, state, recording, regions.called, stand_in)
+>>>>>>> state
     recording.finish()
     _refuse_registered(model, written, regions.called)
     return _Traced(recording.graph, recording.constants, regions.called, recording.reads_training, written)
