@@ -134,8 +134,8 @@ class Recording(Nodes):
                 return made
         if is_caught(sys._getframe(2)):
             raise TraceError(
-                f"{self.place()}: tries an operation and goes on where it fails, so the inputs decide what is computed; a graph "
-                f"has one way only; {self.way_out()}"
+                f"{self.place()}: tries an operation and goes on where it fails, so the inputs decide what is computed; "
+                f"a graph has one way only; {self.way_out()}"
             )
         plain, nodes = self.lower(tuple(args))
         plain_kw, node_kw = self.lower(dict(kwargs))

@@ -78,21 +78,13 @@ def trace(
 
 def _trace(model: nn.Module, call: Any, leaves: set[str], real: bool | None, check: bool) -> TracedModule:
     results = Results()
-<<<<<<< HEAD
-    first = _settled(model, call, leaves, real, None, results)
-=======
     valueless = check and not selfcheck.has_values(model, call)
-    first = _record(model, call, leaves, real, None, results, valueless)
->>>>>>> state
+    first = _settled(model, call, leaves, real, None, results, valueless)
     graphs = {model.training: first}
     twin_error = None
     if first.reads_training:
         try:
-<<<<<<< HEAD
-            second = _settled(model, call, leaves, real, not model.training, results)
-=======
-            second = _record(model, call, leaves, real, not model.training, results, valueless)
->>>>>>> state
+            second = _settled(model, call, leaves, real, not model.training, results, valueless)
         except (FxplugError, RuntimeError, ValueError) as error:
             twin_error = str(error)
         else:
@@ -196,7 +188,7 @@ def _run(
     tries = Tries()
     while True:
         try:
-            return _try(model, call, leaves, on_fakes, measured, training, results, tries)
+            return _try(model, call, leaves, on_fakes, measured, training, results, tries, valueless)
         except NeedsAutograd:
             tries.autograd = True
         except (TypeError, AttributeError, RuntimeError) as error:
@@ -214,6 +206,7 @@ def _try(
     training: bool | None,
     results: Results,
     tries: Tries,
+    valueless: bool,
 ) -> _Traced:
     mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
     weights = [*model.parameters(), *model.buffers()]
@@ -224,11 +217,7 @@ def _try(
     regions = Regions(recording, leaves)
     with undone() as shared, undone(here=True) as stack:
         stack.callback(recording.unmark)
-<<<<<<< HEAD
-        held = shared.enter_context(restored(model))
-=======
         state = shared.enter_context(restored(model))
->>>>>>> state
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(same_random(model))
@@ -255,18 +244,15 @@ def _try(
         except Exception as error:
             error.add_note(f"while tracing {recording.place(error)}")
             raise
-<<<<<<< HEAD
         if recording.failed:
             text = f"{recording.failed}: an operation fails here and the code goes on, so the inputs decide what it does"
             if recording.fake:
                 raise NeedsValues(text)
             raise TraceError(f"{text}; a graph has one way only: keep the module whole, leaf: [its path]")
-        written = held.changes()
-=======
+        written = state.changes()
         if mode is not None and valueless:
-            stand_in = functools.partial(_fake_weights, model, mode, device, {})
+            stand_in = functools.partial(_fake_weights, model, mode, device, {}, False)
             selfcheck.check_kept(model, call, state, recording, regions.called, stand_in)
->>>>>>> state
     recording.finish()
     _refuse_registered(model, written, regions.called)
     return _Traced(recording.graph, recording.constants, regions.called, recording.reads_training, written)
