@@ -29,8 +29,8 @@ OWN = tuple(os.path.dirname(str(file)) + os.sep for file in (torch.__file__, np.
 THROUGH = tuple(os.path.join(os.path.dirname(str(torch.__file__)), name) for name in ("_tensor.py", "overrides.py"))
 SPEAKING = tuple(STDLIB + name for name in ("logging" + os.sep, "importlib" + os.sep, "warnings.py", "traceback.py"))
 # errors that operations on tensors do not raise because of what the tensors are
-NOT_OF_OPERATIONS = {"TypeError", "AttributeError", "ImportError", "ModuleNotFoundError", "KeyError", "StopIteration", "NameError"}
-NOT_OF_OPERATIONS |= {"NotImplementedError", "AssertionError", "OSError", "FileNotFoundError"}
+NOT_OF_OPERATIONS = {"TypeError", "AttributeError", "ImportError", "ModuleNotFoundError", "KeyError", "StopIteration"}
+NOT_OF_OPERATIONS |= {"NameError", "NotImplementedError", "AssertionError", "OSError", "FileNotFoundError"}
 # functions whose text is read by people only, but for their first argument
 CHECKS = {"_assert", "_check", "_check_value", "_check_type", "_check_index", "_check_not_implemented"}
 MISSING = object()

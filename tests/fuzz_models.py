@@ -4,6 +4,7 @@ A verdict is one of
   equal    traced, and no difference at any call that its guards admit
   guarded  the same, and at least one call was turned away by a GuardError
   warned   the same but for gradients, and trace warned of a backward that it cannot keep
+  looser   the same, but for calls that the model itself fails on
   refused  trace raised a TraceError
   invalid  the model itself fails on its example
 and the misses: `silent` (a difference), `raw` (an error that is not fxplug's own where the model has none), `useless` (a
@@ -494,6 +495,7 @@ def _compare(
 ) -> Verdict:
     kept = [(t, t.detach().clone(), t.requires_grad) for t in [*gm.parameters(), *gm.buffers()]]
     guards: list[str] = []
+    lost = ""
     for way in ways:
         if way.name == "as traced":
             way = dataclasses.replace(way, training=program.training)
@@ -504,8 +506,7 @@ def _compare(
         if eager.error is not None:
             traced = play(theirs, first, way, seed)
             if traced.error is None:
-                what = f"{type(eager.error).__name__}: {eager.error}"
-                return Verdict("silent", f"{way.name}: no error where the model has {what}")
+                lost = f"{way.name}: no error where the model has {type(eager.error).__name__}: {eager.error}"
         else:
             traced = play(theirs, first, way, seed)
             if isinstance(traced.error, fxplug.GuardError):
@@ -523,7 +524,7 @@ def _compare(
                 t.requires_grad_(requires)
                 t.grad = None
                 t.copy_(value)
-    return Verdict("guarded" if guards else "equal", "", tuple(guards), len(ways))
+    return Verdict("looser" if lost else "guarded" if guards else "equal", lost, tuple(guards), len(ways))
 
 
 def _stale(exposed: dict[str, Any], gm: nn.Module) -> str | None:
