@@ -423,14 +423,14 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def judge(model: random_models.Program, ways: list[Way] | None = None) -> Verdict:
-    """Trace a model and call both in each of these ways; those of an ordinary model are drawn by its seed."""
-    if ways is None and not model.hostile:
+    """Trace a model and call both in each of these ways; when not given, the first of WAYS and some that its seed draws."""
+    if ways is None:
         ways = WAYS[:4] + random.Random(model.seed).sample(WAYS[4:], 12)
     kept = torch.get_rng_state()
     try:
         with limited(SECONDS), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _judge(model, WAYS if ways is None else ways)
+            return _judge(model, ways)
     except _Late:
         return Verdict("hang", f"more than {SECONDS} s")
     finally:
@@ -562,17 +562,20 @@ def shrink(program: random_models.Program, kind: str, tries: int = 60) -> tuple[
     return best, verdict
 
 
-def fuzz_models(cases: int, seed: int) -> int:
+def fuzz_models(cases: int, seed: int, shrinks: bool = True) -> int:
     """Judge this many random models, from this seed on; print what differs. The number of misses."""
-    counts: dict[str, collections.Counter[str]] = {"ordinary": collections.Counter(), "hostile": collections.Counter()}
+    counts: dict[str, collections.Counter[str]] = {
+        "ordinary": collections.Counter(), "hostile": collections.Counter(), "ways": collections.Counter(),
+    }  # fmt: skip
     misses = 0
     for number in range(seed, seed + cases):
         program = case(number)
         verdict = judge(program)
         counts["hostile" if number % 2 else "ordinary"][verdict.kind] += 1
+        counts["ways"].update({way.partition(" (")[0]: 1 for way in verdict.guards})
         if verdict.kind in MISSES:
             misses += 1
-            small, again = shrink(program, verdict.kind)
+            small, again = shrink(program, verdict.kind) if shrinks else (program, verdict)
             print(f"\n{verdict.kind}: {verdict.what}\n  again: python tests/fuzz.py models --cases 1 --seed {number}")
             print(f"  shrunk to {', '.join(small.names())}: {again.what}", flush=True)
             if cases == 1:
@@ -581,5 +584,5 @@ def fuzz_models(cases: int, seed: int) -> int:
         elif cases == 1:
             print(verdict)
     for kind, found in counts.items():
-        print(f"{kind}: {dict(sorted(found.items()))}")
+        print(f"{'turned away by a guard' if kind == 'ways' else kind}: {dict(sorted(found.items()))}")
     return misses
