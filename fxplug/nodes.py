@@ -32,6 +32,7 @@ PRINTABLE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None)
 PRINTABLE += (torch.memory_format, torch.layout, range)
 NUMBERS = (bool, *KINDS)
 NUMBER_KIND = re.compile(r"\b(Number|Int|Float|SymInt|SymFloat|int|float)\b")  # in the message of a TypeError
+NUMBER = re.compile(r"\b(Int|Float|SymInt|SymFloat)\b")  # in that of any other error
 SMALL = 16  # a constant of at most so many numbers is written into the code, a larger one becomes a buffer
 
 
@@ -42,9 +43,9 @@ class Tries:
     autograd: bool = False
     plain: set[CodeType] = field(default_factory=set)
 
-    def learn(self, error: TypeError) -> bool:
+    def learn(self, error: Exception) -> bool:
         """Whether another try can help: code that failed on a recorded number gets plain ones."""
-        if not NUMBER_KIND.search(str(error)):
+        if not (NUMBER_KIND if isinstance(error, TypeError) else NUMBER).search(str(error)):
             return False
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_user_code(frame)]
         new = next((f.f_code for f in reversed(frames) if f.f_code not in self.plain), None)
@@ -95,6 +96,8 @@ class Nodes(TorchFunctionMode, Recorder):
         self.frame = Frame("", type(model).__qualname__, None)
         self.numbers: dict[Any, fx.Node] = {}
         self.guards: set[fx.Node] = set()
+        self.held = Journal()  # of real tensors that a run on fakes writes
+        self.failed = ""  # where an operation raised an error first
         self.device_node: fx.Node | None = None
         self.first_tensor: fx.Node | None = None
         self.reads_training = False

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from . import ops, targets
 from .errors import TraceError
 from .nodes import NUMBERS, SMALL, Nodes
 from .sizes import KINDS, Number
 from .structure import children
-from .wording import asker, decides_nothing, describe, shortened, source_line, user_frame
+from .wording import asker, decides_nothing, describe, is_caught, is_text_for_people, shortened, source_line, user_frame
 
 CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
 SIZES = {"size", "stride", "numel", "nelement", "storage_offset", "__len__"}
@@ -59,6 +59,10 @@ class Function:
         )
 
 
+# what a text shows of a tensor
+TEXT = {"__repr__", "__format__", "__str__"}
+
+
 class NeedsAutograd(Exception):
     """The model asks what autograd knows, which fake tensors are told only in a second try."""
 
@@ -84,12 +88,20 @@ class Recording(Nodes):
             raise TraceError(f"{self.place()}: calls '{called}' of a tensor, which a graph cannot say; {self.way_out()}")
         if func is torch.autograd.grad and not self.autograd:
             raise NeedsAutograd
+        if name in TEXT and self.computed(args[0]):
+            self.text(sys._getframe(1))
         if name in LEAVING and self.computed(args[0]):
             self.leave_torch(name, args[0])
             return func(*args, **kwargs)
         if name == "__deepcopy__":
             return self.call(torch.clone, None, (args[0],), {})
         return self.call(func, name, args, kwargs)
+
+    def text(self, frame: types.FrameType) -> None:
+        """Text that is made of a tensor's values: what people read may be told, anything else hangs on them."""
+        user = asker(frame)
+        if user is not None and not is_text_for_people(user):
+            raise TraceError(f"{self.place()}: makes text of a tensor's values, which a graph cannot follow; {self.way_out()}")
 
     def attribute(self, func: Any, tensor: torch.Tensor, *rest: Any) -> Any:
         name = func.__self__.__name__
@@ -120,19 +132,35 @@ class Recording(Nodes):
             made = self.made_constant(func, args, kwargs)
             if made is not None:
                 return made
+        if is_caught(sys._getframe(2)):
+            raise TraceError(
+                f"{self.place()}: tries an operation and goes on where it fails, so the inputs decide what is computed; "
+                f"a graph has one way only; {self.way_out()}"
+            )
         plain, nodes = self.lower(tuple(args))
         plain_kw, node_kw = self.lower(dict(kwargs))
         short = str(method or getattr(func, "__name__", "")).strip("_")
         if short in ("squeeze", "unbind", "split", "chunk"):
             self.guard_parts(short, args, kwargs)
         given = [x for x in (*plain, *plain_kw.values()) if isinstance(x, torch.Tensor)]
+        called = str(method or getattr(func, "__name__", ""))
+        if self.fake and (called.endswith("_") or called.startswith("__i") or "out" in kwargs):
+            for x in given:  # a tensor that the model holds and that is no weight is written for real
+                if type(x) is not FakeTensor:
+                    with unset_fake_temporarily():
+                        self.held.keep(x)
         versions = [x._version for x in given]
         run = SHAPE_OF_FIRST.get(func) if self.fake else None
         key = self.results.key(func, plain, plain_kw) if self.fake else None
         remembered = self.results.get(key, self.mode)
         out = remembered
         if remembered is None:
-            out = run(given[0]) if run else func(*plain, **plain_kw)
+            try:
+                out = run(given[0]) if run else func(*plain, **plain_kw)
+            except Exception:
+                if asker(sys._getframe(2)) is not None:
+                    self.failed = self.failed or self.place()
+                raise
         if out is NotImplemented or isinstance(out, KIND_ANSWERS) or short in KIND_QUESTIONS | KIND_TESTS:
             return out
         if isinstance(out, bool) and short.startswith(("is_", "has_", "can_", "_")) and asker(sys._getframe(2)) is None:
@@ -352,8 +380,10 @@ class Recording(Nodes):
         if node in self.guards:
             return
         self.guards.add(node)
-        if not self.fake and not self.measured:
-            self.refuse_measured(node, does)
+        if not self.fake:
+            self.refuse_drawn(node)
+            if not self.measured:
+                self.refuse_measured(node, does)
         where, line = source_line()
         message = f"{where}: '{line}' was decided on {describe(node)}, {shortened(repr(expected), 40)} when traced"
         self.node("call_function", ops.guard, (node, expected, message), {}, self.named("guard"), effect=True)
@@ -403,6 +433,22 @@ class Recording(Nodes):
             return out
         number = self.bind(read, node)
         return number if name == "item" else type(out)(number)
+
+    def refuse_drawn(self, node: fx.Node) -> None:
+        """A branch on a random number has another outcome at each call."""
+        seen, todo = set(), [node]
+        while todo:
+            current = todo.pop()
+            if current in seen or (current.op == "call_method" and current.target in ("size", "numel", "stride")):
+                continue
+            seen.add(current)
+            if targets.short_name(current.target) in targets.DRAWS and current.op != "placeholder":
+                where, line = source_line()
+                raise TraceError(
+                    f"{self.region()} branches on a random number ({where}: {line}), and a graph has one way only; "
+                    f"{self.way_out()}"
+                )
+            todo.extend(current.all_input_nodes)
 
     def refuse_measured(self, node: fx.Node, does: str) -> None:
         """A branch on masks, counts or equality is a property of the input; one on a measured value is not."""

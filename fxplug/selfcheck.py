@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .alone import undone
 from .errors import GuardError, TraceError
+from .fakes import fake
 from .frozen import alike, copied, difference, frozen, same_tensors
 from .journal import Journal, storage_of
 from .module import Container, TracedModule
+from .recording import Recording
 from .restore import SETTINGS, process_settings, random_state, restored, set_process_settings, set_random_state
 from .state import Place, State
 from .structure import leaves, map_leaves
@@ -50,6 +53,47 @@ def check(model: nn.Module, gm: TracedModule, call: Any) -> None:
                     return
             finally:
                 pair.rewind()
+
+
+def check_kept(
+    model: nn.Module,
+    call: Any,
+    state: State,
+    recording: Recording,
+    leaves: set[str],
+    stand_in: Callable[[], AbstractContextManager[None]],
+) -> None:
+    """For a model without values, whose recorded run changed places of `state`: refuse what its next call would find there.
+
+    The model runs again on fake tensors, from what the first run left and from the start: what Python code keeps must
+    come out the same. `stand_in` puts fake weights into the model. Raises TraceError.
+    """
+    own = recording.parameters
+    places = [p for p in state.changes() if id(p.now()) not in own and not any(_within(p, leaf) for leaf in leaves)]
+    if not places or recording.mode is None:
+        return
+    mode, device = recording.mode, recording.device
+
+    def again() -> None:
+        args, kwargs = map_leaves(call, lambda t, _: fake(t, mode, device if t.is_meta else t.device))
+        with contextlib.suppress(Exception):  # what the first run left may be of use to nobody
+            model(*args, **kwargs)
+
+    again()
+    values = [_content(place) for place in places]
+    state.restore()
+    with stand_in():
+        again()
+        kept = [place for place, value in zip(places, values, strict=True) if not alike(_content(place), value)]
+        if kept:
+            state.restore()
+            with stand_in():
+                raise TraceError(_text_of_kept(kept[0], writer(again, kept)))
+
+
+def _within(place: Place, leaf: str) -> bool:
+    root = place.root()
+    return isinstance(root, str) and f"{root.strip(chr(39))}.".startswith(f"{leaf}.")
 
 
 class _Outcome(NamedTuple):
@@ -117,7 +161,7 @@ class _Pair:
             return False
         theirs = [first, second]
         places = [place for place in self.state.changes() if not self.is_in_leaf(place)]
-        values = [frozen(place.now()) for place in places]
+        values = [_content(place) for place in places]
         self.rewind()
         ours = [self.call(self.gm, 0), self.call(self.gm, 1)]
         if self.other and not ours[0].error and isinstance(ours[1].error, GuardError):
@@ -161,12 +205,16 @@ class _Pair:
 
     def memory(self, a: _Outcome, b: _Outcome) -> str | None:
         """Which tensor that the model holds was written otherwise."""
-        for key, (_, before) in self.journal.kept.items():
-            mine, other = a.memory.get(key, before), b.memory.get(key, before)
-            if mine is not other and bytes(mine.cpu()) != bytes(other.cpu()):  # type: ignore[arg-type]
-                for held in self.state.tensors.values():
-                    if not held.is_buffer() and (storage := storage_of(held.alias)) is not None and storage._cdata == key:
-                        return f"the tensor {held} is left otherwise"
+        if len(self.journal.kept) == 0:
+            return None
+        for held in self.state.tensors.values():
+            storage = None if held.is_buffer() else storage_of(held.alias)
+            if storage is None or storage._cdata not in self.journal.kept:
+                continue
+            before = self.journal.kept[storage._cdata][1]
+            mine, other = a.memory.get(storage._cdata, before), b.memory.get(storage._cdata, before)
+            if mine is not other and not torch.equal(_bytes(mine), _bytes(other)):
+                return f"the tensor {held} is left otherwise"
         return None
 
     def buffer(self, place: Place) -> str | None:
@@ -204,7 +252,7 @@ class _Pair:
             if (id(place.owner), place.key) in recorded:
                 place.owner[place.key] = recorded[id(place.owner), place.key].clone()
         third = self.call(self.model, 1)
-        kept = [place for place, value in rest if not alike(frozen(place.now()), value)]
+        kept = [place for place, value in rest if not alike(_content(place), value)]
         if not kept and not third.error and difference(second.out, third.out):
             kept = [place for place, _ in rest]
         self.rewind()
@@ -237,6 +285,11 @@ class _Pair:
         ) from error
 
 
+def _content(place: Place) -> Any:
+    now = place.now()
+    return frozen(list(now.values()) if place.key is None and isinstance(now, dict) else now)  # a hook has another key each time
+
+
 def _text_of_kept(place: Place, where: str) -> str:
     root = place.root()
     path = root.strip("'") if isinstance(root, str) and root.startswith("'") else ""
@@ -262,6 +315,10 @@ def _facts(given: list[torch.Tensor], out: Any) -> list[Any]:
 
 def _kept(tensor: torch.Tensor, _: Any) -> torch.Tensor:
     return tensor.detach().clone()
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
 def _close(a: Any, b: Any) -> bool:

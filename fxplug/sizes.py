@@ -194,7 +194,12 @@ def _plain(x: Any) -> Any:
 
 def record(function: Callable[..., Any], *args: Any) -> Any:
     """`function(*args)` as a recorded number, where one of the arguments is one."""
-    value = function(*map(_value, args))
+    try:
+        value = function(*map(_value, args))
+    except (ArithmeticError, ValueError):  # whoever catches it has decided on these values
+        for x in args:
+            _plain(x)
+        raise
     recorder = next((x.recorder for x in args if isinstance(x, Number) and x.recorder.active), None)
     return value if recorder is None else recorder.number(function, args, value)
 
@@ -231,7 +236,7 @@ for _name in "ceil floor trunc".split():  # noqa: SIM905
     setattr(Number, f"__{_name}__", _unary(getattr(math, _name)))
 
 # what numbers have beside arithmetic
-for _name in "real imag numerator denominator conjugate is_integer as_integer_ratio bit_length bit_count hex".split():  # noqa: SIM905
+for _name in "real imag numerator denominator conjugate is_integer as_integer_ratio bit_length bit_count hex to_bytes".split():  # noqa: SIM905
     setattr(Number, _name, _plain_attribute(_name))
 
 

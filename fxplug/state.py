@@ -185,7 +185,7 @@ class State:
         self.seen: set[int] = set()
         self.notes: list[tuple[Any, _Kind, Any, Link]] = []
         self.members: list[tuple[Any, dict[str, Any], Link]] = []
-        self.hooks: list[tuple[dict[Any, Any], Link]] = []
+        self.hooks: list[tuple[dict[Any, Any], dict[Any, Any], Link]] = []
         self.tensors: dict[int, _Held] = {}
         self.caches: list[Any] = []
         modules = {id(m): (m, name) for root in roots for name, m in root.named_modules()}
@@ -245,10 +245,9 @@ class State:
                     self.walk(member, (link, key))
 
     def walk_hooks(self, hooks: dict[Any, Any], link: Link) -> None:
-        if hooks:
-            self.walk(hooks, link)
-        else:
-            self.hooks.append((hooks, link))
+        self.hooks.append((hooks, _items(hooks) if hooks else {}, link))
+        for key, hook in list(hooks.items()):
+            self.walk(hook, (link, key))
 
     def walk_function(self, function: FunctionType, link: Link) -> None:
         if foreign(function.__module__):
@@ -332,16 +331,18 @@ class State:
                     found += _differing(value, before, now, link)
             elif not kind.same(before, kind.note(value)):
                 found.append(Place(value, None, before, link))
-        for hooks, link in self.hooks:
-            found += [Place(hooks, key, MISSING, link) for key in hooks]
+        for hooks, before, link in self.hooks:
+            if not _identical_items(before, hooks):
+                found.append(Place(hooks, None, before, link))
         for owner, members, link in self.members:
             found += _differing(owner, members, _own(owner), link)
         return found
 
     def restore(self) -> None:
         """Put everything back, in whatever order it changed."""
-        for hooks, _ in self.hooks:
-            hooks.clear()
+        for hooks, before, _ in self.hooks:
+            if not _identical_items(before, hooks):
+                _put_items(hooks, before)
         for value, kind, before, _ in self.notes:
             if not kind.same(before, kind.note(value)):
                 kind.put(value, before)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 Keys = tuple[int | str, ...]
 
@@ -29,8 +30,10 @@ def rebuilt(value: Any, members: dict[int | str, Any]) -> Any:
     """A container like `value` with other members."""
     if isinstance(value, tuple):
         return type(value)(*members.values()) if hasattr(value, "_fields") else type(value)(members.values())
-    if type(value) in (list, dict):
-        return members if type(value) is dict else list(members.values())
+    if type(value) in (list, immutable_list):  # FX has its own, which cannot be written
+        return list(members.values())
+    if type(value) in (dict, immutable_dict):
+        return members
     new = copy.copy(value)
     for key, member in members.items():
         set_member(new, key, member)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import builtins
+import concurrent.futures
 import datetime
 import functools
 import io
 import os
 import random
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -53,6 +55,9 @@ REFUSED: dict[Any, dict[str, str]] = {
         thread_time_ns gmtime localtime ctime asctime strftime""".split(),  # noqa: SIM905
         CLOCK,
     ),
+    threading.Thread: {"start": "starts a thread"},
+    concurrent.futures.ThreadPoolExecutor: {"submit": "gives work to a thread"},
+    torch.autograd.graph.saved_tensors_hooks: {"__enter__": "changes what autograd saves"},
     os: {"urandom": "draws random bytes", "getenv": "reads the environment", "getpid": "asks for the number of the process"},
     random: {
         "_urandom": "draws random bytes",
@@ -282,7 +287,7 @@ class Type(type, metaclass=_Type):
 
 
 class Address(int):
-    """What `id` gives of a tensor: good for telling one object from another, and for nothing else."""
+    """What `id` gives: good for telling one object from another, and for nothing else."""
 
     recording: Recording
 
@@ -290,7 +295,7 @@ class Address(int):
 def _no_number(name: str) -> Callable[..., Any]:
     def refuse(self: Address, *args: Any) -> Any:
         if self.recording.active and asker(sys._getframe(1)) is not None:
-            _refuse(self.recording, "id", "calculates with the address of a tensor")
+            _refuse(self.recording, "id", "calculates with the address of an object")
         return getattr(int, name)(self, *args)
 
     return refuse
@@ -306,7 +311,7 @@ def _id(recording: Recording) -> Callable[[Any], int]:
     """What stands for `id` in the model's source files."""
 
     def identity(value: Any) -> int:
-        if not (isinstance(value, torch.Tensor) and recording.recording_here()):
+        if not recording.recording_here():
             return id(value)
         address = Address(id(value))
         address.recording = recording
@@ -319,8 +324,9 @@ def _hash(recording: Recording) -> Callable[[Any], int]:
     """What stands for `hash` in the model's source files."""
 
     def hashed(value: Any) -> int:
-        if isinstance(value, torch.Tensor) and recording.recording_here():
-            _refuse(recording, "hash", "calculates with the address of a tensor")
+        by_address = isinstance(value, torch.Tensor) or type(value).__hash__ in (object.__hash__, torch.nn.Module.__hash__)
+        if by_address and recording.recording_here():
+            _refuse(recording, "hash", "calculates with the address of an object")
         return hash(value)
 
     return hashed

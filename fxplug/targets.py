@@ -79,6 +79,8 @@ RANDOM = """bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ mul
 randint randint_like randn randn_like randperm random_ uniform_ dropout dropout1d dropout2d dropout3d alpha_dropout
 feature_alpha_dropout feature_dropout rrelu rrelu_ gumbel_softmax dropout_ native_dropout
 scaled_dot_product_attention""".split()  # noqa: SIM905
+# those that draw at every call, in evaluation too
+DRAWS = {name for name in RANDOM if "dropout" not in name and name not in ("rrelu", "rrelu_", "scaled_dot_product_attention")}
 
 
 @cache

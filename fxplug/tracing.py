@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import threading
@@ -30,6 +31,7 @@ from .recording import NeedsAutograd, NeedsValues, Recording
 from .regions import Regions
 from .restore import restored, same_random
 from .sizes import recorded_math
+from .state import MISSING, Place
 from .structure import leaves as values
 
 
@@ -63,6 +65,9 @@ def trace(
         raise TraceError(f"trace takes an nn.Module, not {type(model).__name__}")
     if isinstance(model, TracedModule):
         raise TraceError("this model is traced already; trace the model it came from")
+    for name, tensor in _named_tensors(model):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise TraceError(f"'{name}' has no shape before the first call: call the model once before it is traced")
     args = args if isinstance(args, (tuple, list)) else (args,)
     call = (tuple(args), dict(kwargs or {}))
     leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
@@ -73,19 +78,20 @@ def trace(
 
 def _trace(model: nn.Module, call: Any, leaves: set[str], real: bool | None, check: bool) -> TracedModule:
     results = Results()
-    first = _settled(model, call, leaves, real, None, results)
+    valueless = check and not selfcheck.has_values(model, call)
+    first = _settled(model, call, leaves, real, None, results, valueless)
     graphs = {model.training: first}
     twin_error = None
     if first.reads_training:
         try:
-            second = _settled(model, call, leaves, real, not model.training, results)
+            second = _settled(model, call, leaves, real, not model.training, results, valueless)
         except (FxplugError, RuntimeError, ValueError) as error:
             twin_error = str(error)
         else:
             if second.text() != first.text():
                 graphs[not model.training] = second
     gm = _assemble(model, graphs, twin_error)
-    if not check or not selfcheck.has_values(model, call):
+    if not check or valueless:
         return gm
     with selfcheck.mode_reads() as reads:
         selfcheck.check(model, gm, call)
@@ -107,6 +113,7 @@ class _Traced(NamedTuple):
     constants: dict[str, torch.Tensor]
     called: set[str]
     reads_training: bool
+    written: list[Place]
 
     def text(self, without: tuple[fx.Node, ...] = ()) -> str:
         """What the graph does, for comparing two of them."""
@@ -143,7 +150,7 @@ def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:
 
 
 def _record(
-    model: nn.Module, call: Any, leaves: set[str], real: bool | None, training: bool | None, results: Results
+    model: nn.Module, call: Any, leaves: set[str], real: bool | None, training: bool | None, results: Results, valueless: bool
 ) -> _Traced:
     inputs = [t for t in values(call) if isinstance(t, torch.Tensor)]
     on_meta = any(t.is_meta for t in [*model.parameters(), *model.buffers(), *inputs])
@@ -152,7 +159,7 @@ def _record(
             raise TraceError("real=True needs weights and inputs with values, but some are on the meta device: load them first")
         return _run(model, call, leaves, False, True, training, results)
     try:
-        return _run(model, call, leaves, True, False, training, results)
+        return _run(model, call, leaves, True, False, training, results, valueless)
     except FxplugError:
         raise
     except Exception as error:  # not every function knows fake tensors
@@ -175,15 +182,16 @@ def _run(
     measured: bool,
     training: bool | None,
     results: Results,
+    valueless: bool = False,
 ) -> _Traced:
     """Record one call, again with what a try has found that a run needs."""
     tries = Tries()
     while True:
         try:
-            return _try(model, call, leaves, on_fakes, measured, training, results, tries)
+            return _try(model, call, leaves, on_fakes, measured, training, results, tries, valueless)
         except NeedsAutograd:
             tries.autograd = True
-        except TypeError as error:
+        except (TypeError, AttributeError, RuntimeError) as error:
             if not tries.learn(error):
                 raise
         gc.collect()
@@ -198,6 +206,7 @@ def _try(
     training: bool | None,
     results: Results,
     tries: Tries,
+    valueless: bool,
 ) -> _Traced:
     mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
     weights = [*model.parameters(), *model.buffers()]
@@ -208,13 +217,14 @@ def _try(
     regions = Regions(recording, leaves)
     with undone() as shared, undone(here=True) as stack:
         stack.callback(recording.unmark)
-        shared.enter_context(restored(model))
+        state = shared.enter_context(restored(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(same_random(model))
         if mode is not None:
             shared.enter_context(_fake_weights(model, mode, device, recording.parameters, tries.autograd))
             recording.buffers = _buffers(model)
+            stack.callback(recording.held.put_back)
             stack.enter_context(mode)
         else:
             for name, tensor in _named_tensors(model):
@@ -235,8 +245,38 @@ def _try(
         except Exception as error:
             error.add_note(f"while tracing {recording.place(error)}")
             raise
+        if recording.failed:
+            text = f"{recording.failed}: an operation fails here and the code goes on, so the inputs decide what it does"
+            if recording.fake:
+                raise NeedsValues(text)
+            raise TraceError(f"{text}; a graph has one way only: keep the module whole, leaf: [its path]")
+        written = state.changes()
+        if mode is not None and valueless:
+            stand_in = functools.partial(_fake_weights, model, mode, device, {}, False)
+            selfcheck.check_kept(model, call, state, recording, regions.called, stand_in)
     recording.finish()
-    return _Traced(recording.graph, recording.constants, regions.called, recording.reads_training)
+    _refuse_registered(model, written, regions.called)
+    return _Traced(recording.graph, recording.constants, regions.called, recording.reads_training, written)
+
+
+def _refuse_registered(model: nn.Module, written: list[Place], whole: set[str]) -> None:
+    """Refuse a forward that gives a module a new parameter, buffer or child: the traced model would be without it."""
+    tables = {
+        id(table): (path, kind)
+        for path, module in model.named_modules()
+        for table, kind in ((module._parameters, "parameter"), (module._buffers, "buffer"), (module._modules, "module"))
+    }
+    for place in written:
+        path, kind = tables.get(id(place.owner), ("", ""))
+        made = place.now()
+        if kind == "module" and not any(True for _ in (*made.parameters(), *made.buffers())):
+            continue  # it holds nothing that a graph could be without
+        if kind and place.before is MISSING and made is not None and path not in whole:
+            name = f"{path}.{place.key}" if path else place.key
+            raise TraceError(
+                f"forward makes the {kind} '{name}' when it is first called, and the graph would be without it: make it in "
+                "__init__, or call the model once before it is traced"
+            )
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, nn.Module, torch.Tensor]]:
@@ -338,6 +378,14 @@ def _assemble(model: nn.Module, recordings: dict[bool, _Traced], twin_error: str
     for recording in recordings.values():
         constants.update(recording.constants)
     copies: dict[int, nn.Module] = {}
+    places = [place for recording in recordings.values() for place in recording.written]
+    # an attribute that forward writes would stay what it was before the trace
+    stale = {(id(place.owner), place.key) for place in places}
+    owners = {id(place.owner) for place in places if place.key is None or isinstance(place.owner, dict)}
+
+    def kept(module: nn.Module, attributes: dict[str, Any]) -> dict[str, Any]:
+        space = id(vars(module))
+        return {k: v for k, v in attributes.items() if (space, k) not in stale and id(v) not in owners}
 
     def copy_tree(module: nn.Module, path: str, whole: bool) -> nn.Module:
         if id(module) in copies:
@@ -350,7 +398,7 @@ def _assemble(model: nn.Module, recordings: dict[bool, _Traced], twin_error: str
             new.__dict__ = {k: v.copy() if type(v) in COPIED else v for k, v in vars(module).items()}
             whole = True
         else:
-            new = Container(class_names(module), plain_attributes(module))
+            new = Container(class_names(module), kept(module, plain_attributes(module)))
             new.__dict__["training"] = module.training
             new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
         copies[id(module)] = new
@@ -366,7 +414,7 @@ def _assemble(model: nn.Module, recordings: dict[bool, _Traced], twin_error: str
     for name, value in constants.items():
         owner, _, key = name.rpartition(".")
         tree.get_submodule(owner).register_buffer(key, value, persistent=False)
-    gm = TracedModule(tree, {mode: r.graph for mode, r in recordings.items()}, type(model), _extras(model))
+    gm = TracedModule(tree, {mode: r.graph for mode, r in recordings.items()}, type(model), kept(model, _extras(model)))
     gm.twin_error = twin_error
     return gm
 

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from functools import lru_cache
 from traceback import walk_tb
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,9 @@ OWN = tuple(os.path.dirname(str(file)) + os.sep for file in (torch.__file__, np.
 # torch's own ways to what the model asks it, and parts of the standard library that speak to people
 THROUGH = tuple(os.path.join(os.path.dirname(str(torch.__file__)), name) for name in ("_tensor.py", "overrides.py"))
 SPEAKING = tuple(STDLIB + name for name in ("logging" + os.sep, "importlib" + os.sep, "warnings.py", "traceback.py"))
+# errors that operations on tensors do not raise because of what the tensors are
+NOT_OF_OPERATIONS = {"TypeError", "AttributeError", "ImportError", "ModuleNotFoundError", "KeyError", "StopIteration"}
+NOT_OF_OPERATIONS |= {"NameError", "NotImplementedError", "AssertionError", "OSError", "FileNotFoundError"}
 # functions whose text is read by people only, but for their first argument
 CHECKS = {"_assert", "_check", "_check_value", "_check_type", "_check_index", "_check_not_implemented"}
 MISSING = object()
@@ -55,6 +58,32 @@ def asker(frame: FrameType | None) -> FrameType | None:
             return frame if is_user_code(frame) else None
         frame = frame.f_back
     return None
+
+
+def is_caught(frame: FrameType | None) -> bool:
+    """Whether the model's code, from `frame` outwards, would catch an error of an operation and go on."""
+    while frame is not None and frame.f_code.co_filename != CALLER:
+        code = frame.f_code
+        if code.co_exceptiontable and any(first <= frame.f_lineno <= last for first, last in _tries(code)):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _tries(code: CodeType) -> tuple[tuple[int, int], ...]:
+    """From which line to which a code tries something, and goes on where an operation fails."""
+    file = code.co_filename
+    if file.startswith((*OWN, "<", STDLIB)) and "-packages" not in file.removeprefix(STDLIB):
+        return ()
+    tries = [n for n in ast.walk(_tree(file)) if isinstance(n, ast.Try) and any(map(_goes_on, n.handlers))]
+    return tuple((n.body[0].lineno, n.body[-1].end_lineno or 0) for n in tries)
+
+
+def _goes_on(handler: ast.ExceptHandler) -> bool:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    names = {k.attr if isinstance(k, ast.Attribute) else k.id if isinstance(k, ast.Name) else "" for k in kinds}
+    return not names <= NOT_OF_OPERATIONS and not isinstance(handler.body[-1], ast.Raise)
 
 
 def is_text_for_people(frame: FrameType) -> bool:

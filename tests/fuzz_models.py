@@ -4,6 +4,7 @@ A verdict is one of
   equal    traced, and no difference at any call that its guards admit
   guarded  the same, and at least one call was turned away by a GuardError
   warned   the same but for gradients, and trace warned of a backward that it cannot keep
+  looser   the same, but for calls that the model itself fails on
   refused  trace raised a TraceError
   invalid  the model itself fails on its example
 and the misses: `silent` (a difference), `raw` (an error that is not fxplug's own where the model has none), `useless` (a
@@ -422,14 +423,14 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def judge(model: random_models.Program, ways: list[Way] | None = None) -> Verdict:
-    """Trace a model and call both in each of these ways; those of an ordinary model are drawn by its seed."""
-    if ways is None and not model.hostile:
+    """Trace a model and call both in each of these ways; when not given, the first of WAYS and some that its seed draws."""
+    if ways is None:
         ways = WAYS[:4] + random.Random(model.seed).sample(WAYS[4:], 12)
     kept = torch.get_rng_state()
     try:
         with limited(SECONDS), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _judge(model, WAYS if ways is None else ways)
+            return _judge(model, ways)
     except _Late:
         return Verdict("hang", f"more than {SECONDS} s")
     finally:
@@ -494,6 +495,7 @@ def _compare(
 ) -> Verdict:
     kept = [(t, t.detach().clone(), t.requires_grad) for t in [*gm.parameters(), *gm.buffers()]]
     guards: list[str] = []
+    lost = ""
     for way in ways:
         if way.name == "as traced":
             way = dataclasses.replace(way, training=program.training)
@@ -504,8 +506,7 @@ def _compare(
         if eager.error is not None:
             traced = play(theirs, first, way, seed)
             if traced.error is None:
-                what = f"{type(eager.error).__name__}: {eager.error}"
-                return Verdict("silent", f"{way.name}: no error where the model has {what}")
+                lost = f"{way.name}: no error where the model has {type(eager.error).__name__}: {eager.error}"
         else:
             traced = play(theirs, first, way, seed)
             if isinstance(traced.error, fxplug.GuardError):
@@ -523,7 +524,7 @@ def _compare(
                 t.requires_grad_(requires)
                 t.grad = None
                 t.copy_(value)
-    return Verdict("guarded" if guards else "equal", "", tuple(guards), len(ways))
+    return Verdict("looser" if lost else "guarded" if guards else "equal", lost, tuple(guards), len(ways))
 
 
 def _stale(exposed: dict[str, Any], gm: nn.Module) -> str | None:
@@ -561,17 +562,20 @@ def shrink(program: random_models.Program, kind: str, tries: int = 60) -> tuple[
     return best, verdict
 
 
-def fuzz_models(cases: int, seed: int) -> list[str]:
+def fuzz_models(cases: int, seed: int, shrinks: bool = True) -> list[str]:
     """Judge this many random models, from this seed on; print what differs. A line for each miss."""
-    counts: dict[str, collections.Counter[str]] = {"ordinary": collections.Counter(), "hostile": collections.Counter()}
+    counts: dict[str, collections.Counter[str]] = {
+        "ordinary": collections.Counter(), "hostile": collections.Counter(), "ways": collections.Counter(),
+    }  # fmt: skip
     misses: list[str] = []
     for number in range(seed, seed + cases):
         program = case(number)
         verdict = judge(program)
         counts["hostile" if number % 2 else "ordinary"][verdict.kind] += 1
+        counts["ways"].update({way.partition(" (")[0]: 1 for way in verdict.guards})
         if verdict.kind in MISSES:
             misses.append(f"{number}: {verdict.kind}: {verdict.what}")
-            small, again = shrink(program, verdict.kind)
+            small, again = shrink(program, verdict.kind) if shrinks else (program, verdict)
             print(f"\n{verdict.kind}: {verdict.what}\n  again: python tests/fuzz.py models --cases 1 --seed {number}")
             print(f"  shrunk to {', '.join(small.names())}: {again.what}", flush=True)
             if cases == 1:
@@ -580,5 +584,5 @@ def fuzz_models(cases: int, seed: int) -> list[str]:
         elif cases == 1:
             print(verdict)
     for kind, found in counts.items():
-        print(f"{kind}: {dict(sorted(found.items()))}")
+        print(f"{'turned away by a guard' if kind == 'ways' else kind}: {dict(sorted(found.items()))}")
     return misses

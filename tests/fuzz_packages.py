@@ -15,4 +15,4 @@ def fuzz_packages(cases: int, seed: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         _, path = packed_model(Path(folder))
-        return run(path, Path(folder), range(cases), seed)
+        return run(path, Path(folder), range(seed, seed + cases), 0)

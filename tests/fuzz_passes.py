@@ -160,6 +160,7 @@ class Trial:
                 made = drawn(rng, new, index)
                 if made is None:
                     continue
+                self.step = f"{made.name} {made.params}"
                 torch.default_generator.manual_seed(self.seed)
                 new = fxplug.apply(new, made)
                 texts.append(made.name)
@@ -174,7 +175,10 @@ class Trial:
         self.counts["combinations"] += 1
         neutral = all(entry["neutral"] for entry in new.meta["passes"])
         opened = any(isinstance(m, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for m in gm.modules())
+        draws = any(isinstance(m, nn.Dropout) for n, m in new.named_modules() if n.startswith("added"))
         for way in ways:
+            if way.training and draws:  # the numbers that the model's own dropout would have got
+                continue
             # an opened MultiheadAttention computes in another order
             if neutral and (found := self.unlike(before[way.name], self.call(new, way), 1e-12 if opened else 0)):
                 return f"neutral, {way.name}: {found}"

@@ -18,8 +18,7 @@ WAYS = [way for way in fuzz_models.WAYS if way.name in FEW]
 
 def hold(program, ways=None):
     verdict = fuzz_models.judge(program, ways)
-    assert verdict.kind in ("equal", "guarded", "refused"), f"{verdict}\n{random_models.source(program)}"
-    assert verdict.lines, f"a refusal without file and line: {verdict.what}"
+    assert verdict.kind not in fuzz_models.MISSES, f"{verdict}\n{random_models.source(program)}"
 
 
 @pytest.mark.parametrize("names", [NAMES[i::12][:4] for i in range(12)], ids="-".join)
