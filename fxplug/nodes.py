@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import re
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from traceback import walk_tb
 from types import CodeType, FrameType
@@ -59,6 +60,12 @@ class Frame:
         self.flat = identifier(key) if key else ""
         self.stack: dict[str, tuple[str, str]] = {**(parent.stack if parent else {}), key: (key.partition("@")[0], kind)}
         self.parent = parent
+
+
+def drop(nodes: Iterable[fx.Node]) -> None:
+    """Take nodes that nothing uses out of their graph."""
+    for node in nodes:
+        node.graph.erase_node(node)
 
 
 class Nodes(TorchFunctionMode, Recorder):
