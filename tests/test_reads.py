@@ -85,6 +85,7 @@ def setting(change: Callable[[Any], Any], value: Any, before: Any) -> Iterator[N
         change(before)
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.is_autocast_cpu_enabled")
 PLAIN: Callable[[], Any] = contextlib.nullcontext
 STATES: dict[str, Callable[[], Any]] = {
     "plain": PLAIN,
