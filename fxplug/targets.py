@@ -43,6 +43,7 @@ PRIVATE: dict[str, Callable[..., Any]] = {
     "torch._pad_packed_sequence": torch._pad_packed_sequence,
     "torch.autograd.grad": torch.autograd.grad,
     "torch.nn.utils.rnn.PackedSequence": PackedSequence,
+    "torch.Size": torch.Size,
 }
 # methods of Tensor that reach beyond its values: memory by address, other libraries, hooks, other processes, Python's calls
 OUTSIDE = frozenset(
