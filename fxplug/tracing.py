@@ -23,11 +23,11 @@ from . import entry, modes, selfcheck, targets
 from .alone import alone, undone
 from .errors import FxplugError, TraceError, did_you_mean
 from .fakes import Results, fake, no_collection
+from .journal import Journal
 from .module import RESERVED, Container, Graph, TracedModule, class_names, plain_attributes
 from .paths import select
 from .recording import NeedsValues, Recording
 from .regions import Regions
-from .journal import Journal
 from .restore import restored, same_random
 from .sizes import recorded_math
 from .structure import leaves as values
