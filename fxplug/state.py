@@ -313,7 +313,7 @@ class State:
             value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
             if isinstance(value, CACHE):
                 self.caches.append(value)
-            elif isinstance(value, (FunctionType, *CONTAINERS, tuple)) or type(value).__module__ in self.spaces or not isinstance(value, PLAIN) and (type(value) in KINDS or isinstance(value, HOLDERS)):
+            elif isinstance(value, (FunctionType, *CONTAINERS, tuple, *HOLDERS, *KINDS)) or type(value).__module__ in self.spaces:
                 self.walk(value, (link, key))
 
     def caches_near(self) -> list[Any]:
