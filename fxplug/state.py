@@ -313,8 +313,11 @@ class State:
             value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
             if isinstance(value, CACHE):
                 self.caches.append(value)
-            elif isinstance(value, (FunctionType, *CONTAINERS, tuple, *HOLDERS, *KINDS)) or type(value).__module__ in self.spaces:
+            elif isinstance(value, (FunctionType, *CONTAINERS, tuple, *HOLDERS, *KINDS)) or self.is_ours(value):
                 self.walk(value, (link, key))
+
+    def is_ours(self, value: Any) -> bool:
+        return type(value).__module__ in self.spaces
 
     def caches_near(self) -> list[Any]:
         """Caches in the modules that the model's source files import from, and those import from."""
