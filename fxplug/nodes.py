@@ -153,7 +153,8 @@ class Nodes(TorchFunctionMode, Recorder):
                 with self.graph.inserting_after(old):
                     copy = self.node("call_method", "clone", (old,), {}, f"{old.name}_before")
                 copy.meta.update(shape=old.meta["shape"], dtype=old.meta["dtype"])
-                old.replace_all_uses_with(copy, lambda user: user is not copy)
+                for user in [user for user in old.users if user is not copy]:
+                    user.replace_input_with(old, copy)
             for dim, size in enumerate(now.shape):
                 self.decide(self.size_of(new, "size", size, dim))
             self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
