@@ -117,7 +117,7 @@ def odd_tensor(rng, tensor):
         lambda: tensor.half(),
         lambda: tensor.bfloat16(),
         lambda: tensor.double(),
-        lambda: torch.full_like(tensor, value),
+        lambda: torch.full(tensor.shape, value),
         lambda: torch.randn([rng.choice([0, 1, 2, 3, 8, 12, 300]) for _ in range(rng.randint(0, 4))]),
         lambda: torch.zeros(rng.choice([20000, 2]), rng.choice([20000, 1]) // 100),
         lambda: tensor * 1e20,
