@@ -22,6 +22,7 @@ from pydantic import (
 from .blitz_pass import blitz_entry, blitz_schema
 from .errors import SpecError, did_you_mean, dotted
 from .limits import DEFAULT, Limits
+from .reading import reported
 from .rules import COMMON, Pass, check_common
 from .sections import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs, read_model, read_weights
 from .settings import Data, Section, Train
@@ -159,7 +160,7 @@ def load_config(
     for item in [set] if isinstance(set, str) else set:
         _assign(read, item)
     try:
-        with read.inside():
+        with read.inside(), reported(read.error, "names a file that cannot be looked for"):
             config = Config.model_validate(read.data, context={"source": read, "base": base})
     except ValidationError as error:
         raise _translated(error, read) from None

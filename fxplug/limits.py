@@ -14,13 +14,13 @@ class Limits:
 
     json: int = 64 << 20  # of one JSON file or header
     yaml: int = 1 << 19  # of one YAML file
-    entries: int = 20_000  # values of one YAML file, aliases followed
+    entries: int = 10_000  # values of one YAML file, aliases followed
     lines: int = 1 << 30  # of one metadata.jsonl
     caption: int = 1 << 20  # of one caption beside an image
     values: int = 2_000_000  # objects, lists and members of one JSON file
     depth: int = 64  # how deep values, modules or archives nest
     nodes: int = 65_536  # of one graph
-    modules: int = 65_536
+    modules: int = 65_536  # of one graph
     tensors: int = 131_072  # of one weight file
     opcodes: int = 1_000_000  # steps of one pickle of weights, some 30 a tensor; fields of one ONNX file
     digits: int = 4_300  # of one number, as Python's own limit

@@ -116,7 +116,8 @@ def compile_pattern(text: str) -> re.Pattern[str]:
         try:
             return re.compile(text[3:])
         except (re.error, OverflowError, RecursionError) as error:
-            place = f" at position {error.pos}" if getattr(error, "pos", None) is not None else ""
+            at = getattr(error, "pos", None)
+            place = "" if at is None else f" at position {at}"
             raise SpecError(f"{shown(text)} is not a regular expression: {getattr(error, 'msg', error)}{place}") from None
     out = []
     seen: set[str] = set()

@@ -157,7 +157,10 @@ class Draft:
             at = source.where("rules", index, "use")
             _check_allowed(rules[-1].use, allow, at, ("rules", index, "use"))
             _check_options(rules[-1].options, allow, source.where("rules", index), ("rules", index, "options"))
-        for name, network in (data.get("networks") or {}).items():
+        networks = data.get("networks") or {}
+        if not isinstance(networks, Mapping):
+            raise source.error(f"must be a mapping, not {shown(networks)}", "networks")
+        for name, network in networks.items():
             if isinstance(network, Mapping):
                 where, path = source.where("networks", name), ("networks", name)
                 given = _fill({k: network.get(k) for k in ("use", "options")}, values, used, source, path)

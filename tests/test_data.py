@@ -154,7 +154,7 @@ def test_metadata_gives_captions_labels_and_more(tmp_path):
     [
         ('{"file_name": "5.png", "text": "x"}', r"metadata.jsonl:2: no image '5.png' \(did you mean"),
         ('{"file_nam": "0.png"}', r"metadata.jsonl:2: needs 'file_name', .*did you mean 'file_nam'"),
-        ("{file_name: 0.png}", r"metadata.jsonl:2: not JSON: .* at column 2"),
+        ("{file_name: 0.png}", r"metadata.jsonl:2: is no JSON: .* column 2"),
         ("[1]", "metadata.jsonl:2: must be a mapping, not a list"),
         ('{"file_name": "0.png", "text": "a"}', "metadata.jsonl:2: '0.png' again, after line 1"),
         ('{"file_name": "1.png", "text": "a", "caption": "b"}', "metadata.jsonl:2: both 'text' and 'caption'"),

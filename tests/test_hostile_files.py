@@ -1,0 +1,204 @@
+"""Files from strangers: a fixed sample of the random attacks, and each way in which a file is none."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import struct
+import zipfile
+from pathlib import Path
+
+import fuzz_adapters
+import fuzz_configs
+import pytest
+import torch
+from hostile_files import attacked
+from safetensors.torch import load_file, save_file
+
+from fxplug import Limits, reading, weightfiles
+from fxplug.errors import ArtifactError, SpecError, did_you_mean
+from fxplug.paths import select
+from fxplug.source import parse_yaml
+
+
+@pytest.mark.parametrize("attack", [fuzz_adapters.fuzz_adapters, fuzz_configs.fuzz_configs])
+def test_a_sample_of_the_attacks(attack, capsys):
+    assert attack(50, 7) == 0, capsys.readouterr().out
+
+
+def nested(value):
+    if isinstance(value, dict):
+        return {key: nested(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [nested(inner) for inner in value]
+    return (value.dtype, value.stride(), value.float().tolist()) if isinstance(value, torch.Tensor) else value
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["archive", "stream"])
+def test_what_torch_saves_is_read_as_torch_reads_it(new, tmp_path):
+    base = torch.arange(12.0).reshape(3, 4)
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    value = {
+        "view": base.t()[1:],
+        "base": base,
+        "parameter": torch.nn.Parameter(torch.ones(2).bfloat16()),
+        "none": torch.zeros(0, 3),
+        "plain": [1, -2, 2**70, 2.5, None, True, "x" * 300, (1, (2,))],
+        "size": torch.Size([2, 3]),
+        "scalar": torch.tensor(3),
+        "state": torch.nn.BatchNorm1d(2).state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "bool": torch.tensor([True, False]),
+    }
+    torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
+    found, _ = weightfiles.read(tmp_path / "a.pt")
+    assert nested(found) == nested(torch.load(tmp_path / "a.pt", weights_only=True))
+    assert found["view"].untyped_storage().data_ptr() == found["base"].untyped_storage().data_ptr()
+    shapes, _ = weightfiles.read(tmp_path / "a.pt", meta=True)
+    assert shapes["view"].is_meta and shapes["view"].shape == found["view"].shape
+
+
+def test_safetensors_are_read_as_the_library_reads_them(tmp_path):
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint8]
+    save_file(
+        {str(d): torch.ones(2, 3).to(d) for d in dtypes} | {"e": torch.zeros(0, 2), "s": torch.tensor(1.0)},
+        tmp_path / "a.safetensors",
+    )
+    found, _ = weightfiles.read(tmp_path / "a.safetensors")
+    assert nested(found) == nested(load_file(tmp_path / "a.safetensors"))
+
+
+class Reduced:
+    def __init__(self, *how):
+        self.how = how
+
+    def __reduce__(self):
+        return self.how
+
+
+def tuples(depth):
+    value = (1,)
+    for _ in range(depth):
+        value = (value, value)
+    return {value: 1} if depth < 20 else [value]
+
+
+def archive(data, method=zipfile.ZIP_STORED, name="a/data.pkl"):
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", method) as file:
+        file.writestr(name, data)
+    return made.getvalue()
+
+
+def header(text):
+    return struct.pack("<Q", len(text)) + text
+
+
+FILES = {
+    "a call": pickle.dumps(Reduced(os.system, ("true",)), 2),
+    "bytes by the gigabyte": archive(pickle.dumps(Reduced(bytearray, (10**10,)), 2)),
+    "keys that take forever": archive(pickle.dumps(tuples(3), 2)),
+    "compressed": archive(b"\0" * 10**7, zipfile.ZIP_DEFLATED),
+    "leads out": archive(b"x", name="../../a/data.pkl"),
+    "no data.pkl": archive(b"x", name="a/b"),
+    "a million operations": archive(b"\x80\x02" + b"]0" * 10 + b"N" * 1_100_000 + b"."),
+    "many brackets": header(b"[" * 10**6),
+    "many objects": header(b'{"a":[' + b"{}," * 1_000_000 + b"{}]}"),
+    "digits": header(b'{"a":' + b"9" * 10**6 + b"}"),
+    "a header of exabytes": struct.pack("<Q", 2**63) + b"{}",
+    "a shape of exabytes": header(b'{"a":{"dtype":"F32","shape":[1000000000,1000000000],"data_offsets":[0,4]}}') + b"\0" * 4,
+    "no bytes for a shape": header(b'{"a":{"dtype":"F32","shape":[0,4611686018427387904,9],"data_offsets":[0,0]}}'),
+    "twice": header(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{}}') + b"\0" * 4,
+    "overlap": header(
+        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"b":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    )
+    + b"\0" * 4,
+    "gzip": b"\x1f\x8b" + b"\0" * 99,
+    "git-lfs": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+    "HTML": b"<!DOCTYPE html><html>",
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_holds_no_weights(name, suffix, tmp_path):
+    file = tmp_path / f"a{suffix}"
+    file.write_bytes(FILES[name])
+    for _ in range(2):  # what is imported once is there the second time
+        _, refused, wrong = attacked(lambda: weightfiles.read(file), len(FILES[name]))
+    assert isinstance(refused, ArtifactError) and not wrong, wrong
+    assert str(file) in str(refused)
+
+
+@pytest.mark.parametrize("expanded", [torch.zeros(1).expand(10**6, 10**6), [torch.zeros(10**6).view(-1)] * 1])
+def test_tensors_have_no_more_elements_than_bytes(expanded, tmp_path):
+    torch.save({"a": expanded, "b": [torch.zeros(1)] * 3}, tmp_path / "a.pt")
+    if isinstance(expanded, list):
+        assert weightfiles.read(tmp_path / "a.pt")
+        return
+    with pytest.raises(ArtifactError, match="more elements than there are in the file"):
+        weightfiles.read(tmp_path / "a.pt")
+
+
+def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch):
+    made = {
+        "folder": os.mkdir,
+        "pipe": os.mkfifo,
+        "loop": lambda p: os.symlink(p, p),
+        "zero": lambda p: os.symlink("/dev/zero", p),
+    }
+    for name, make in made.items():
+        make(tmp_path / name)
+        with pytest.raises(ArtifactError, match=f"{name} cannot be read"):
+            reading.whole(tmp_path / name, 100)
+    for name in ("nul\0", "x" * 5000, "none", "folder/none"):
+        with pytest.raises(ArtifactError):
+            reading.whole(tmp_path / name, 100)
+    (tmp_path / "file").write_bytes(b"x" * 101)
+    with pytest.raises(ArtifactError, match="101 bytes, and more than 100 are not read"):
+        reading.whole(tmp_path / "file", 100)
+    with pytest.raises(ArtifactError, match="changed while it was read"), reading.opened(tmp_path / "file"):
+        (tmp_path / "file").write_bytes(b"y")
+
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(ArtifactError, match="file cannot be read: permission denied"):
+        reading.whole(tmp_path / "file", 100)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(((.+)+)+)+!", ".*" * 12 + "!", "(a|a)(a|aa)" * 30 + "!", "(?i)" + "[\u0100-\uffff]" * 400, "(", "a{9" + "9" * 20 + "}"],
+)
+def test_a_pattern_ends(text):
+    names = ["a" * 60, "blocks.0.attn"]
+    _, refused, wrong = attacked(lambda: select(f"re:{text}", names))
+    assert not wrong, wrong
+    assert refused is None or isinstance(refused, SpecError)
+
+
+def test_limits_can_be_raised():
+    text = "- 1\n" * 20
+    with pytest.raises(SpecError, match="more than 10 values"):
+        parse_yaml(text, limits=Limits(entries=10))
+    assert len(parse_yaml(text, limits=Limits(entries=50)).data) == 20
+
+
+def test_the_nearest_name_is_found_in_bounded_time():
+    assert not attacked(lambda: did_you_mean("a" * 10**6, ["a" * 10**6] * 3))[2]
+    assert not attacked(lambda: did_you_mean("ab" * 80, ["ba" * 80 + str(i) for i in range(10_000)]))[2]
+    assert did_you_mean("blocks.7.attn.to_qq", [f"blocks.{i}.attn.to_{x}" for i in range(500) for x in "qkv"]) == (
+        " (did you mean 'blocks.7.attn.to_q'?)"
+    )
+
+
+def test_every_limit_is_told_in_security_md():
+    told = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", (Path(__file__).parents[1] / "SECURITY.md").read_text(), re.M))
+    del told["Limits"]
+    code = (Path(__file__).parents[1] / "fxplug" / "limits.py").read_text()
+    assert told == dict(re.findall(r"^    (\w+): \w+ = (.+?)  #", code, re.M))
