@@ -3,7 +3,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-gpu lint pages zoo bench clean
+.PHONY: help install demo test test-slow test-gpu fuzz lint pages zoo bench clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -35,6 +35,10 @@ test-slow: install  ## the tests that take minutes
 test-gpu: export HF_HUB_OFFLINE = 1
 test-gpu: install  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
+
+fuzz: export HF_HUB_OFFLINE = 1
+fuzz: install  ## try hostile files and random models by the thousand: CASES=50000 SEED=0
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --cases $(or $(CASES),10000) --seed $(or $(SEED),0)
 
 pages: export HF_HUB_OFFLINE = 1
 pages: install  ## write examples/passes: a page about each pass

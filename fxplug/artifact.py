@@ -320,7 +320,7 @@ def _build(
     modules = read_modules(document["modules"], allow, records, files.limits)
     tree = modules[""]
     assert isinstance(tree, Container)
-    tree.classes = tuple(str(c) for c in document["classes"])
+    vars(tree)["classes"] = tuple(str(c) for c in document["classes"])  # a child may have that name
     names = [name for name, _, _ in _state(tree)]
     if names != list(records):
         odd = sorted(set(names) ^ set(records)) or names

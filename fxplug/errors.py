@@ -86,8 +86,11 @@ def shown(value: object, length: int = 80) -> str:
 
 def did_you_mean(word: object, known: Iterable[object]) -> str:
     """` (did you mean 'x'?)` for the name in `known` nearest to `word`, or an empty text."""
+    text = shown(word, 200) if isinstance(word, int) else str(word)
+    if len(text) > 100:
+        return ""  # no name, and dear to compare
     names = {str(name).lower(): str(name) for name in known}
-    near = get_close_matches(str(word).lower(), names, n=1)
+    near = get_close_matches(text.lower(), names, n=1)
     return f" (did you mean '{names[near[0]]}'?)" if near else ""
 
 

@@ -23,7 +23,7 @@ class Limits:
     text: int = 4_096  # characters of one name or pattern
     string: int = 65_536  # characters of one text among the values of a graph
     members: int = 65_536  # of one range
-    size: int = 1 << 40  # of one whole number among the arguments of a constructor
+    size: int = 1 << 32  # of one whole number among the arguments of a constructor
     bits: int = 65_536  # of one whole number that a graph can come to, whatever it is called with
 
 

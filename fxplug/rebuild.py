@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.overrides import TorchFunctionMode
 
 from .blocks import Block
 from .errors import ArtifactError, did_you_mean, shown
@@ -25,7 +25,7 @@ from .values import Unportable, decode, encode
 
 INTERNAL = frozenset(vars(nn.Module())) | {"training"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-BLOCKS = "adapters blocks conditions frequencies gates merging norms rotations slicing weights".split()  # the files of blocks
+BLOCKS = ["adapters", "blocks", "conditions", "frequencies", "gates", "merging", "norms", "rotations", "slicing", "weights"]  # the files of blocks
 # a recurrent layer finds its weights by names in these; they follow from its constructor, and no file has them
 BY_NAME = ("_flat_weights_names", "_all_weights", "_flat_weights", "_flat_weight_refs")
 KINDS = {

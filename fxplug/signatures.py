@@ -19,7 +19,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
-from .errors import ArtifactError, FxplugError, GuardError
+from .errors import ArtifactError, FxplugError, GuardError, shown
+from .limits import DEFAULT, Limits
 from .structure import children
 
 Json = dict[str, Any]
@@ -159,8 +160,9 @@ class Signature:
             self.ranges = {name: (low, high) for name, (low, high) in data["ranges"].items()}
             self.guards = [(text, parsed(text)) for text in data["guards"]]
             self.result = data["result"]
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise ArtifactError(f"the signature in the package cannot be read: {type(error).__name__}: {error}") from None
+        except (FxplugError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            what = f"{type(error).__name__}: {shown(str(error), 200)}"
+            raise ArtifactError(f"the signature in the package cannot be read: {what}") from None
         self._seen: set[tuple[Any, ...]] = set()
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -239,15 +241,15 @@ class Signature:
 
 
 def _parameter(entry: Json) -> inspect.Parameter:
-    kind = getattr(inspect._ParameterKind, entry["kind"])
+    kind = inspect._ParameterKind[entry["kind"]]
     # the value does not matter: what is left out is compared by its entry
     return inspect.Parameter(entry["name"], kind, default=None if "default" in entry else inspect.Parameter.empty)
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
+    found = vars(torch).get(name)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name} is no dtype")
+        raise ValueError(f"{shown(name)} is no dtype")
     return found
 
 
@@ -315,12 +317,20 @@ def _short(value: Any) -> str:
 # --- conditions on sizes
 
 
-def parsed(text: str) -> ast.expr:
-    """The tree of a condition. Raises FxplugError for what is none."""
+def parsed(text: str, limits: Limits = DEFAULT) -> ast.expr:
+    """The tree of a condition. Raises FxplugError for what is none, or longer or deeper than the limits."""
+    if not isinstance(text, str) or len(text) > limits.string:
+        raise FxplugError(f"a condition is no text of at most {limits.string} characters")
     try:
-        return ast.parse(text, mode="eval").body
+        tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise FxplugError("it is no expression") from None
+    level: list[ast.AST] = [tree]
+    for _ in range(4 * limits.depth):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if not level:
+            return tree
+    raise FxplugError("a condition is nested too deeply")
 
 
 def readable(text: str) -> str:
@@ -340,7 +350,14 @@ def evaluate(tree: ast.expr, arguments: Mapping[str, Any]) -> Any:
     if isinstance(tree, ast.Constant) and isinstance(tree.value, (bool, int, float)):
         return tree.value
     if isinstance(tree, ast.BinOp) and type(tree.op) in ARITHMETIC:
-        return ARITHMETIC[type(tree.op)](value(tree.left), value(tree.right))
+        left, right = value(tree.left), value(tree.right)
+        if not isinstance(left, (int, float)) or not isinstance(right, (int, float)):
+            raise FxplugError(f"{shown(ast.unparse(tree))} is no size")
+        if isinstance(left, int) and isinstance(right, int):
+            bits = {ast.Mult: left.bit_length() + right.bit_length(), ast.Pow: left.bit_length() * max(right, 0)}
+            if bits.get(type(tree.op), 0) > DEFAULT.bits:
+                raise FxplugError(f"{shown(ast.unparse(tree))} has more than {DEFAULT.bits} bits")
+        return ARITHMETIC[type(tree.op)](left, right)
     if isinstance(tree, ast.UnaryOp) and type(tree.op) in ARITHMETIC:
         return ARITHMETIC[type(tree.op)](value(tree.operand))
     if isinstance(tree, ast.BoolOp):
@@ -361,4 +378,4 @@ def evaluate(tree: ast.expr, arguments: Mapping[str, Any]) -> Any:
         function = FUNCTIONS.get(ast.unparse(tree.func))
         if function is not None:
             return function(*map(value, tree.args))
-    raise FxplugError(f"{ast.unparse(tree)} is no size")
+    raise FxplugError(f"{shown(ast.unparse(tree))} is no size")

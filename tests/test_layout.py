@@ -24,7 +24,8 @@ ORDER = """
     lowerings.deltas lowerings.absorbing lowerings.folding lowerings.shadowing
     cutting lowerings.packing lowerings.choosing lowerings.outlining lowerings.nesting slicing caching
     lowerings.sharding lowerings.batchnorms lowerings.tuning lowerings.lowering
-    manifest folders snapshot values programs magnitudes serialize rebuild artifact signatures packages exporting models flow pages
+    manifest folders snapshot values programs magnitudes serialize rebuild artifact signatures packages exporting
+    models flow pages
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
     compat.drivers compat.builtin compat.entries compat.hcp_config compat.everydream
     training.draws
