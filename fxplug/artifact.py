@@ -363,7 +363,10 @@ def _read_graphs(
 ) -> dict[bool, Any]:
     called = {n for n, m in modules.items() if not isinstance(m, Container)}
     tensors = {
-        f"{path}.{key}" if path else key for path, m in modules.items() for table in (m._parameters, m._buffers) for key in table
+        f"{path}.{key}" if path else key
+        for path, m in modules.items()
+        for table in (m._parameters, m._buffers)
+        for key in table
     }
     reader = GraphReader(called, tensors, document["stacks"], allow, limits)
     only_keys(document["graphs"], MODES, "the graphs")

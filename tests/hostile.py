@@ -109,8 +109,8 @@ NAMES = sorted(
 FUNCTIONS = sorted(targets.functions()) + ["os.system", "builtins.eval", "torch.load", "torch.save", "torch.compile"]
 METHODS = sorted(targets.methods()) + ["numpy", "apply_", "__class__", "register_hook", "format"]
 CLASSES = sorted(torch_classes()) + sorted(block_classes()) + [
-    "fxplug.training.trainer:Trainer", "fxplug.module:TracedModule", "fxplug.compat.zhijian:Addin", "os:system", "torch.nn:Linear",
-    "fxplug.blocks:Block", "subprocess:Popen", "LazyLinear", "DataParallel", "Module",
+    "fxplug.training.trainer:Trainer", "fxplug.module:TracedModule", "fxplug.compat.zhijian:Addin", "os:system",
+    "torch.nn:Linear", "fxplug.blocks:Block", "subprocess:Popen", "LazyLinear", "DataParallel", "Module",
 ]  # fmt: skip
 INTEGERS = [0, 1, -1, 2, 3, 4, 6, 8, 63, 2**31, 2**62, 2**63 - 1, -(2**63), 10**40]
 TEXTS = [

@@ -37,8 +37,8 @@ def test_the_watch_sees_what_it_is_for(tmp_path):
         watch = hostile.Watch()
         watch.on = True
         for act in (
-            lambda: (tmp_path / "x").write_text("x"), lambda: os.system("true"), lambda: exec("1"), lambda: __import__("yaml.x"),
-            lambda: os.remove(tmp_path / "x"), lambda: eval(compile("1", "<string>", "eval")),
+            lambda: (tmp_path / "x").write_text("x"), lambda: os.system("true"), lambda: exec("1"),
+            lambda: __import__("yaml.x"), lambda: os.remove(tmp_path / "x"), lambda: eval(compile("1", "<string>", "eval")),
         ):  # fmt: skip
             with contextlib.suppress(Exception):
                 act()
