@@ -340,7 +340,7 @@ def _build(
     modules = read_modules(document["modules"], allow, records, files.limits)
     tree = modules[""]
     assert isinstance(tree, Container)
-    tree.classes = tuple(str(c) for c in document["classes"])
+    vars(tree)["classes"] = tuple(str(c) for c in document["classes"])  # a child may have that name
     names = [name for name, _, _ in _state(tree)]
     if names != list(records):
         odd = sorted(set(names) ^ set(records)) or names
@@ -383,7 +383,10 @@ def _read_graphs(
 ) -> dict[bool, Any]:
     called = {n for n, m in modules.items() if not isinstance(m, Container)}
     tensors = {
-        f"{path}.{key}" if path else key for path, m in modules.items() for table in (m._parameters, m._buffers) for key in table
+        f"{path}.{key}" if path else key
+        for path, m in modules.items()
+        for table in (m._parameters, m._buffers)
+        for key in table
     }
     reader = GraphReader(called, tensors, document["stacks"], allow, limits)
     only_keys(document["graphs"], MODES, "the graphs")

@@ -89,7 +89,7 @@ def shown(value: object, length: int = 80) -> str:
 
 def did_you_mean(word: object, known: Iterable[object]) -> str:
     """` (did you mean 'x'?)` for the name in `known` nearest to `word`, or an empty text."""
-    near = nearest(str(word), known)
+    near = nearest(shown(word, 200) if isinstance(word, int) else str(word), known)
     return f" (did you mean '{near}'?)" if near else ""
 
 

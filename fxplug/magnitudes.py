@@ -64,7 +64,9 @@ def _bits(node: fx.Node, known: dict[fx.Node, Bits]) -> Bits:
     if node.op == "placeholder":
         return READ
     if node.op == "call_method":
-        return FLOAT if node.target in NUMBERS else None
+        if node.target not in NUMBERS:
+            return None
+        return FLOAT if node.target in ("item", "tolist") else READ
     if node.op != "call_function":
         return None if node.op in ("get_attr", "call_module") else 0
     if node.target in MATH:
@@ -102,7 +104,7 @@ def _of_arithmetic(node: fx.Node, values: list[float]) -> Bits:
 
 def _of_math(name: str, bits: float) -> Bits:
     if name.startswith("log"):
-        return math.log2(bits + FLOAT) + 1
+        return math.log2(max(bits, 2)) + 1
     if name in ("exp", "pow", "tan"):
         return FLOAT
     return bits + 1
@@ -115,7 +117,7 @@ def _of(value: Any, known: dict[fx.Node, Bits]) -> Bits:
         return int(value).bit_length()
     if isinstance(value, (float, complex)):
         size = abs(value)
-        return max(math.frexp(size)[1], 1) if math.isfinite(size) else FLOAT
+        return max(abs(math.frexp(size)[1]), 1) if math.isfinite(size) else FLOAT
     if isinstance(value, dict):
         value = [*value.values()]
     if isinstance(value, (list, tuple)):

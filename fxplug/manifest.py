@@ -18,7 +18,7 @@ MANIFEST = "manifest.json"
 FIXED = ("model.safetensors", "graph.json", "graph.txt", "config.yaml", "config.json")
 CODE = {".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".bin", ".sh"}
 PASS_NAME = re.compile(r"^[A-Za-z_][\w\-]*\Z", re.ASCII)
-TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # one that does not end goes to the end: no second try
 MARKS = b"[]{},"
 
 

@@ -157,7 +157,8 @@ def is_plain_attribute(name: str, value: Any) -> bool:
     def plain(x: Any) -> bool:
         return isinstance(x, PLAIN_TYPES) or (type(x) in (tuple, list) and all(map(plain, x)))
 
-    return not (name.startswith("_") or name in ("training", "classes", "attributes") or hasattr(Container, name)) and plain(value)
+    taken = name in ("training", "classes", "attributes") or hasattr(Container, name)
+    return not (name.startswith("_") or taken) and plain(value)
 
 
 def class_names(module: nn.Module) -> tuple[str, ...]:

@@ -26,7 +26,8 @@ from .values import Unportable, decode, encode
 
 INTERNAL = frozenset(vars(nn.Module())) | {"training"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-BLOCKS = ["adapters", "blocks", "conditions", "frequencies", "gates", "merging", "norms", "rotations", "slicing", "weights"]  # the files of blocks
+# the files of blocks
+BLOCKS = ("adapters", "blocks", "conditions", "frequencies", "gates", "merging", "norms", "rotations", "slicing", "weights")
 # a recurrent layer finds its weights by names in these; they follow from its constructor, and no file has them
 BY_NAME = ("_flat_weights_names", "_all_weights", "_flat_weights", "_flat_weight_refs")
 KINDS = {
@@ -409,7 +410,8 @@ class _Reader:
         known = [p.name for p in _written_parameters(cls)]
         for name, value in arguments.items():
             if name not in known:
-                raise ArtifactError(f"graph.json: {where}: a {cls.__name__} is not made with '{name}'{did_you_mean(name, known)}")
+                near = did_you_mean(name, known)
+                raise ArtifactError(f"graph.json: {where}: a {cls.__name__} is not made with {shown(name)}{near}")
             _check_size(value, self.limits.size, f"'{name}' of {where}")
         try:
             with _Budget(STEPS * (self.expected[path] + 16)):
@@ -427,7 +429,8 @@ class _Reader:
             raise ArtifactError(f"graph.json: fxplug has no block {shown(name)}{did_you_mean(name, known)}")
         cls = import_class(name, self.allow)
         if not issubclass(cls, nn.Module) or (kind == "block" and getattr(cls, "is_block", False) is not True):
-            raise ArtifactError(f"graph.json: {name} is no {kind}: it is not an nn.Module" + " with is_block" * (kind == "block"))
+            needed = "an nn.Module" + " with is_block" * (kind == "block")
+            raise ArtifactError(f"graph.json: {shown(name)} is no {kind}: it is not {needed}")
         return cls
 
     def _value(self, data: Any, function: bool) -> Any:

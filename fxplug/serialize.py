@@ -340,5 +340,6 @@ def _check_pairs(graph: fx.Graph) -> None:
                 raise ArtifactError(f"graph.json: '{node.name}' changes a mode of torch that nothing changes back")
             inside.append(node)
         elif node.target in pairs:
-            if node.args != (inside[-1] if inside else None,) or node.kwargs or inside.pop().target is not pairs[node.target]:
+            last = inside.pop() if inside else None
+            if last is None or node.args != (last,) or node.kwargs or last.target is not pairs[node.target]:
                 raise ArtifactError(f"graph.json: '{node.name}' leaves a mode of torch that it did not enter last")

@@ -152,8 +152,9 @@ class Signature:
             indices = [i for entry in data["parameters"] for i in _check_tree(entry["value"], ("tensor",)) if i is not None]
             if sorted(indices) != list(range(len(self.tensors))):
                 raise ValueError(f"its parameters take {len(indices)} tensors, and it describes {len(self.tensors)}")
-        except (KeyError, TypeError, ValueError, AttributeError, FxplugError) as error:
-            raise ArtifactError(f"the signature in the package cannot be read: {type(error).__name__}: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, FxplugError) as error:
+            what = f"{type(error).__name__}: {shown(str(error), 200)}"
+            raise ArtifactError(f"the signature in the package cannot be read: {what}") from None
         self._seen: set[tuple[Any, ...]] = set()
 
     def flatten(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

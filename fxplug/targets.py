@@ -119,7 +119,7 @@ def names() -> dict[Any, str]:
 
 @cache
 def methods() -> frozenset[str]:
-    """The methods of Tensor that a graph may call: public ones that are neither dunder nor among those OUTSIDE and UNCHECKED."""
+    """The methods of Tensor that a graph may call: public ones, neither OUTSIDE nor UNCHECKED."""
     known = (n for n in dir(torch.Tensor) if not n.startswith("_") and callable(getattr(torch.Tensor, n)))
     return frozenset(n for n in known if n not in OUTSIDE and not UNCHECKED.match(n))
 

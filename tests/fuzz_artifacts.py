@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import tempfile
+import traceback
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -32,7 +33,12 @@ def fuzz_artifacts(cases: int, seed: int) -> list[str]:
         while first < last:
             pid = os.fork()
             if not pid:
-                _batch(home, first, min(first + BATCH, last))
+                try:
+                    _batch(home, first, min(first + BATCH, last))
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(1)  # never back into the caller's code
             _, status = os.waitpid(pid, 0)
             rows = [json.loads(line) for line in (home / "rows").read_text().splitlines()]
             (home / "rows").unlink()

@@ -109,11 +109,26 @@ NAMES = sorted(
 FUNCTIONS = sorted(targets.functions()) + ["os.system", "builtins.eval", "torch.load", "torch.save", "torch.compile"]
 METHODS = sorted(targets.methods()) + ["numpy", "apply_", "__class__", "register_hook", "format"]
 CLASSES = sorted(torch_classes()) + sorted(block_classes()) + [
-    "fxplug.training.trainer:Trainer", "fxplug.module:TracedModule", "fxplug.compat.zhijian:Addin", "os:system", "torch.nn:Linear",
-    "fxplug.blocks:Block", "subprocess:Popen", "LazyLinear", "DataParallel", "Module",
+    "fxplug.training.trainer:Trainer", "fxplug.module:TracedModule", "fxplug.compat.zhijian:Addin", "os:system",
+    "torch.nn:Linear", "fxplug.blocks:Block", "subprocess:Popen", "LazyLinear", "DataParallel", "Module",
 ]  # fmt: skip
 INTEGERS = [0, 1, -1, 2, 3, 4, 6, 8, 63, 2**31, 2**62, 2**63 - 1, -(2**63), 10**40]
-TEXTS = ["", "x", "mean", "none", "zeros", "import os", "'); import os #", '"', "\\", "{x}", "\n", "\x00", 'getattr(self, "a")', "self.a"]
+TEXTS = [
+    "",
+    "x",
+    "mean",
+    "none",
+    "zeros",
+    "import os",
+    "'); import os #",
+    '"',
+    "\\",
+    "{x}",
+    "\n",
+    "\x00",
+    'getattr(self, "a")',
+    "self.a",
+]
 
 
 def value(r: random.Random, nodes: list[str] = [], depth: int = 0) -> Any:  # noqa: B006
@@ -130,7 +145,9 @@ def value(r: random.Random, nodes: list[str] = [], depth: int = 0) -> Any:  # no
             return r.choice([0.5, 1e308, -0.0, 1e-320, {"float": "nan"}, {"float": "inf"}, {"float": "1e999"}])
         case 6:
             form = r.choice(["dtype", "layout", "memory_format", "device", "type", "bytes", "ellipsis", "node", "function"])
-            return {form: r.choice(["float16", "strided", "cpu", "meta", "lazy", "int", "00", True, "relu", "channels_last", 3])}
+            return {
+                form: r.choice(["float16", "strided", "cpu", "meta", "lazy", "int", "00", True, "relu", "channels_last", 3])
+            }
         case 7:
             return {r.choice(["range", "slice"]): [r.choice([*INTEGERS, None]) for _ in range(r.choice([1, 2, 3, 3]))]}
         case 10:
@@ -194,7 +211,9 @@ def change_node(r: random.Random, d: dict[str, Any], weights: Any) -> None:
         paths = [*d["modules"], *d["tensors"]]
         op = record["op"]
         known = {"call_function": FUNCTIONS, "call_method": METHODS, "call_module": paths, "get_attr": paths}.get(op, NAMES)
-        record["target"] = r.choice([r.choice(known), r.choice(known), r.choice(NAMES), {"result": "a:B", "fields": [r.choice(NAMES)]}])
+        record["target"] = r.choice(
+            [r.choice(known), r.choice(known), r.choice(NAMES), {"result": "a:B", "fields": [r.choice(NAMES)]}]
+        )
     elif key == "args":
         args = record.setdefault("args", [])
         if args and r.random() < 0.6:
@@ -233,7 +252,9 @@ def change_module(r: random.Random, d: dict[str, Any], weights: Any) -> None:
         case 0:
             record.setdefault("attributes", {})[r.choice(NAMES)] = held
         case 1:
-            record.setdefault("attributes", {})[r.choice(["forward", "_flat_weights_names", "_call_impl", "activation", "terms"])] = held
+            record.setdefault("attributes", {})[
+                r.choice(["forward", "_flat_weights_names", "_call_impl", "activation", "terms"])
+            ] = held
         case 2 if isinstance(record.get("arguments"), dict) and record["arguments"]:
             record["arguments"][r.choice(list(record["arguments"]))] = r.choice([held, 10**9, 10**12 + 39, -1])
         case 3:
@@ -352,13 +373,15 @@ def case(seed: int, folder: Path, base: Path) -> Base:
         files[name] = len(text).to_bytes(8, "little") + text + weights[name][1]
     if r.random() < 0.1:
         change_bytes(r, files)
-    manifest = json.loads(files["manifest.json"]) if r.random() > 0.02 else {"format": value(r), "files": value(r)}
+    broken = files["manifest.json"] != chosen.files["manifest.json"]
+    manifest = json.loads(chosen.files["manifest.json"]) if r.random() > 0.02 else {"format": value(r), "files": value(r)}
     for name in list(manifest["files"]) if isinstance(manifest.get("files"), dict) else []:
         if name in files and r.random() > 0.01:
             manifest["files"][name] = {"sha256": hashlib.sha256(files[name]).hexdigest(), "size": len(files[name])}
         elif r.random() < 0.3:
             manifest["files"][r.choice(NAMES)] = value(r)
-    files["manifest.json"] = json.dumps(manifest).encode()
+    if not broken:
+        files["manifest.json"] = json.dumps(manifest).encode()
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)
@@ -369,7 +392,17 @@ def case(seed: int, folder: Path, base: Path) -> Base:
 
 # --- the watch
 
-READING = {"open", "os.listdir", "os.scandir", "import", "compile", "exec", "sys._getframe", "object.__getattr__", "builtins.id"}
+READING = {
+    "open",
+    "os.listdir",
+    "os.scandir",
+    "import",
+    "compile",
+    "exec",
+    "sys._getframe",
+    "object.__getattr__",
+    "builtins.id",
+}
 SILENT = {"object.__setattr__", "object.__delattr__", "marshal.loads", "gc.get_referrers", "array.__new__", "signal.setitimer"}
 IMPORTS = ("torch", "fxplug", "numpy", "sympy", "mpmath", "encodings", "math", "opt_einsum")
 
