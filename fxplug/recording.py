@@ -148,7 +148,7 @@ class Recording(Nodes):
             for x in given:  # a tensor that the model holds and that is no weight is written for real
                 if type(x) is not FakeTensor:
                     with unset_fake_temporarily():
-                        self.held.keep(x)
+                        self.overwritten.keep(x)
         versions = [x._version for x in given]
         run = SHAPE_OF_FIRST.get(func) if self.fake else None
         key = self.results.key(func, plain, plain_kw) if self.fake else None

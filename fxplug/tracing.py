@@ -222,7 +222,7 @@ def _try(
         if mode is not None:
             shared.enter_context(_fake_weights(model, mode, device, recording.parameters, tries.autograd))
             recording.buffers = _buffers(model)
-            stack.callback(recording.held.put_back)
+            stack.callback(recording.overwritten.put_back)
             stack.enter_context(mode)
         else:
             for name, tensor in _named_tensors(model):
