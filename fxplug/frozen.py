@@ -48,7 +48,7 @@ def alike(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return same_tensors(a, b)
     if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and (a.dtype == object or a.tobytes() == b.tobytes())
+        return a.dtype == b.dtype and a.shape == b.shape and bool(a.dtype == object or a.tobytes() == b.tobytes())
     if isinstance(a, dict):
         return list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
     if isinstance(a, tuple):
@@ -115,9 +115,10 @@ def copied(call: Any, other: bool = False) -> Any:
     spans: dict[Any, tuple[int, int]] = {}
     for t in tensors:
         if key := _memory(t):
-            first, last = spans.get(key, (t.storage_offset(), 0))
-            end = t.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-            spans[key] = min(first, t.storage_offset()), max(last, end if t.numel() else t.storage_offset())
+            offset = int(t.storage_offset())
+            first, last = spans.get(key, (offset, 0))
+            end = offset + 1 + sum((int(n) - 1) * int(s) for n, s in zip(t.shape, t.stride(), strict=True))
+            spans[key] = min(first, offset), max(last, end if t.numel() else offset)
     flats: dict[Any, torch.Tensor] = {}
     known: dict[int, torch.Tensor] = {}
 

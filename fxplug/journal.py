@@ -40,7 +40,7 @@ class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Copy the memory of a tensor, once."""
         storage = storage_of(value)
         if storage is not None and storage._cdata not in self.made and storage._cdata not in self.kept:
-            self.kept[storage._cdata] = (storage, storage.clone())
+            self.kept[storage._cdata] = (storage, storage.clone())  # type: ignore[no-untyped-call]
 
     def makes(self, tensor: torch.Tensor) -> bool:
         """Whether this run took the memory of a tensor."""
@@ -55,7 +55,7 @@ class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def now(self) -> dict[int, torch.UntypedStorage]:
         """A copy of what stands now in all memory that was written."""
-        return {key: storage.clone() for key, (storage, _) in self.kept.items()}
+        return {key: storage.clone() for key, (storage, _) in self.kept.items()}  # type: ignore[no-untyped-call]
 
     def put_back(self, values: dict[int, torch.UntypedStorage] | None = None) -> None:
         """Give the memory the bytes that it had before the run, or those of `now()` at a time between."""
@@ -68,7 +68,7 @@ class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_written(argument: Any) -> bool:
     # batch norms do not say that they move their running statistics
-    return (argument.alias_info is not None and argument.alias_info.is_write) or argument.name.startswith("running_")
+    return bool(argument.alias_info and argument.alias_info.is_write) or argument.name.startswith("running_")
 
 
 def storage_of(value: Any) -> torch.UntypedStorage | None:

@@ -129,7 +129,8 @@ class _Reader:
 
     def node(self, span: Span) -> tuple[str, str] | None:
         """For a MatMul with a nameless weight, that weight and what its name would be."""
-        inputs, name, kind = [], "", ""
+        inputs: list[str] = []
+        name, kind = "", ""
         for number, value in self.fields(span):
             if number == 1 and len(inputs) < 3:
                 inputs.append(self.text(value))
@@ -174,5 +175,5 @@ class _Reader:
         made = torch.empty(shape, dtype=dtype, device="meta" if meta else "cpu")
         if count and not meta:
             self.file.seek(begin)
-            self.file.readinto(memoryview(made.view(-1).view(torch.uint8).numpy()))  # type: ignore[attr-defined]
+            self.file.readinto(made.view(-1).view(torch.uint8).numpy().data)  # type: ignore[attr-defined]
         return name, made

@@ -113,7 +113,7 @@ def _fill(file: BinaryIO, storage: _Storage, start: int, room: int, raises: Rais
         raise raises("is truncated or damaged: a tensor has fewer bytes than its shape says")
     if storage.memory is not None and storage.size:
         file.seek(start)
-        if file.readinto(memoryview(storage.memory.numpy())) != storage.size:  # type: ignore[attr-defined]
+        if file.readinto(storage.memory.numpy().data) != storage.size:  # type: ignore[attr-defined]
             raise raises("is truncated: a tensor ends behind the end of the file")
 
 
@@ -299,7 +299,7 @@ class _Interpreter:
             return torch.empty(size, dtype=dtype, device="meta" if self.meta else "cpu")
         if storage.memory is None:
             return torch.empty_strided(size, stride, dtype=dtype, device="meta")
-        return torch.empty(0, dtype=dtype).set_(storage.memory.untyped_storage(), offset, size, stride)  # type: ignore[no-any-return]
+        return torch.empty(0, dtype=dtype).set_(storage.memory.untyped_storage(), offset, size, stride)
 
 
 def _of(value: Any, kind: type) -> Any:

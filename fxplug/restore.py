@@ -16,6 +16,16 @@ from torch import nn
 from .errors import TraceError
 from .state import State
 
+
+def _set_autocast(kind: str, enabled: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_enabled(kind, enabled)
+    torch.set_autocast_dtype(kind, dtype)
+
+
+def _set_filters(filters: list[Any]) -> None:
+    warnings.filters[:] = filters  # type: ignore[index]
+
+
 # settings of the process that code in forward can switch: name, how to read one, how to set it
 SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("gradients", torch.is_grad_enabled, torch._C._set_grad_enabled),
@@ -32,7 +42,7 @@ SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
         (
             f"autocast on {kind}",
             lambda kind=kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-            lambda value, kind=kind: (torch.set_autocast_enabled(kind, value[0]), torch.set_autocast_dtype(kind, value[1])),
+            lambda value, kind=kind: _set_autocast(kind, *value),
         )
         for kind in ("cpu", "cuda")
     ),
@@ -44,7 +54,7 @@ SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
         )
         for name in names
     ),
-    ("the filters of warnings", lambda: list(warnings.filters), lambda value: warnings.filters.__setitem__(slice(None), value)),
+    ("the filters of warnings", lambda: list(warnings.filters), _set_filters),
     ("numpy's handling of errors", np.geterr, lambda value: np.seterr(**value)),
 )
 
@@ -90,7 +100,7 @@ def set_process_settings(values: list[Any]) -> None:
 
 def random_state() -> tuple[Any, ...]:
     """Where the generators of Python, numpy and torch (CPU, and CUDA where it runs) stand."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 

@@ -320,7 +320,7 @@ def _kept(tensor: torch.Tensor, _: Any) -> torch.Tensor:
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _close(a: Any, b: Any) -> bool:

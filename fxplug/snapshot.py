@@ -65,7 +65,7 @@ class Snapshot:
         found = hashlib.sha256()
         for key, dtype, shape, size in _header(file, name, found, self.limits):
             memory = torch.empty(size, dtype=torch.uint8)
-            view = memoryview(memory.numpy())
+            view = memory.numpy().data
             done = 0
             while done < size and (count := file.readinto(view[done : done + PIECE])):  # type: ignore[attr-defined]
                 found.update(view[done : done + count])
@@ -159,7 +159,7 @@ def _open(folder: Path, home: int | None, name: str, stack: contextlib.ExitStack
     file = stack.enter_context(os.fdopen(handle, "rb", buffering=0))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         raise ArtifactError(f"{name} is no plain file")
-    return file  # type: ignore[return-value]
+    return file
 
 
 def _read_json(file: BinaryIO, name: str, limits: Limits) -> bytes:

@@ -93,7 +93,7 @@ class _Loader(yaml.SafeLoader):
             entries, depth = self.limits.entries, self.limits.depth
             finding = f"more than {entries} values" if self.nodes > entries else f"nested too deeply: more than {depth} levels"
             raise _Beyond(problem=finding, problem_mark=self.peek_event().start_mark)  # type: ignore[no-untyped-call]
-        node = super().compose_node(parent, index)  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
         self.depth -= 1
         return node
 

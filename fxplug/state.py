@@ -30,7 +30,7 @@ HOOKS = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "_non_p
 GLOBAL_HOOKS = [value for name, value in vars(torch_module).items() if name.startswith("_global_") and isinstance(value, dict)]
 CACHE = type(functools.lru_cache(lambda: None))
 # classes of the standard library that hold what they are given
-HOLDERS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
+HOLDERS: tuple[type, ...] = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
 HOLDERS += (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 Link = tuple[Any, Any]  # what holds a place, and under which key: from the module or file down

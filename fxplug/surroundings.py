@@ -30,6 +30,7 @@ from .wording import asker
 
 Patch = tuple[Any, str, Any]
 MISSING = object()
+HASHES: tuple[Any, ...] = (object.__hash__, torch.nn.Module.__hash__)  # of an address
 SEED, STATE, CLOCK = "sets a random seed", "reads or sets the state of a random generator", "reads the clock"
 FUNCTIONS = "transforms a function"
 # what answers otherwise at every call, or changes what other calls get, by where it is defined
@@ -324,7 +325,7 @@ def _hash(recording: Recording) -> Callable[[Any], int]:
     """What stands for `hash` in the model's source files."""
 
     def hashed(value: Any) -> int:
-        by_address = isinstance(value, torch.Tensor) or type(value).__hash__ in (object.__hash__, torch.nn.Module.__hash__)
+        by_address = isinstance(value, torch.Tensor) or type(value).__hash__ in HASHES
         if by_address and recording.recording_here():
             _refuse(recording, "hash", "calculates with the address of an object")
         return hash(value)

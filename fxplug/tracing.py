@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.nn.parameter import is_lazy
 
 from . import entry, modes, ops, selfcheck, surroundings, targets
 from .alone import alone, undone
@@ -66,7 +67,7 @@ def trace(
     if isinstance(model, TracedModule):
         raise TraceError("this model is traced already; trace the model it came from")
     for name, tensor in _named_tensors(model):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise TraceError(f"'{name}' has no shape before the first call: call the model once before it is traced")
     args = args if isinstance(args, (tuple, list)) else (args,)
     call = (tuple(args), dict(kwargs or {}))

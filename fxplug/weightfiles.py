@@ -126,6 +126,6 @@ def _tensor(file: BinaryIO, record: Record, raises: Raises, meta: bool) -> Tenso
     if record.size:
         file.seek(record.offset)
         flat = made.view(-1).view(torch.uint8)
-        if file.readinto(memoryview(flat.numpy())) != record.size:  # type: ignore[attr-defined]
+        if file.readinto(flat.numpy().data) != record.size:  # type: ignore[attr-defined]
             raise raises("changed while it was read")
     return made

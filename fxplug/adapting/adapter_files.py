@@ -420,7 +420,7 @@ def _without_padding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for a, b in (("up", "down"), *((f"{n}_a", f"{n}_b") for n in ("hada_w1", "hada_w2", "lokr_w1", "lokr_w2"))):
         if a in made:
             rank = made[a].shape[1]
-            rows = made[b].unflatten(0, (-1, rank))  # of a grouped convolution each group has as many
+            rows = torch.unflatten(made[b], 0, (-1, rank))  # of a grouped convolution each group has as many
             used = made[a].transpose(0, 1).flatten(1).any(1) & rows.transpose(0, 1).flatten(1).any(1)
             if not used.any():
                 return {}
