@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import get_autocast_dtype, get_default_dtype, is_autocast_enabled  # torch's own, whatever a run puts in their place
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
@@ -78,8 +79,8 @@ def _geometry(tensor: torch.Tensor) -> Geometry:
 
 def _surroundings() -> Hashable:
     """What else decides the dtype of a result."""
-    casts = [torch.get_autocast_dtype(d) if torch.is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
-    return (*casts, torch.get_default_dtype())
+    casts = [get_autocast_dtype(d) if is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
+    return (*casts, get_default_dtype())
 
 
 def _key(value: Any) -> Hashable:

@@ -6,6 +6,7 @@ import operator
 import re
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from traceback import walk_tb
 from types import CodeType, FrameType
@@ -62,6 +63,12 @@ class Frame:
         self.flat = identifier(key) if key else ""
         self.stack: dict[str, tuple[str, str]] = {**(parent.stack if parent else {}), key: (key.partition("@")[0], kind)}
         self.parent = parent
+
+
+def drop(nodes: Iterable[fx.Node]) -> None:
+    """Take nodes that nothing uses out of their graph."""
+    for node in nodes:
+        node.graph.erase_node(node)
 
 
 class Nodes(TorchFunctionMode, Recorder):

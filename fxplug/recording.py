@@ -216,6 +216,7 @@ class Recording(Nodes):
         frame = user_frame()
         if frame is None or not decides_nothing(frame):
             node = self.node("call_function", ops.asked, (self.lookup(tensor), question), {}, self.named(question))
+            node.meta["value"] = answer
             self.guard(node, answer)
         return answer if question != "grad_fn" else None if found is None else Function(self)
 

@@ -48,10 +48,10 @@ class Regions:
     def replaced(self, module: nn.Module) -> bool:
         """Whether a module has other tensors than its own for the moment, as `torch.func.functional_call` gives it."""
         recording = self.recording
-        parameters = [p for p in module._parameters.values() if p is not None]
-        buffers = [b for b in module._buffers.values() if b is not None]
-        known = all(id(p) in recording.parameters for p in parameters)
-        return not known or any(recording.recorded(b) is not None for b in buffers)
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in recording.parameters:
+                return True
+        return any(buffer is not None and recording.recorded(buffer) is not None for buffer in module._buffers.values())
 
     def region(self, module: nn.Module, key: str, args: Any, kwargs: Any) -> Any:
         """Run a module's own code between its edges."""

@@ -42,6 +42,7 @@ PRIVATE: dict[str, Callable[..., Any]] = {
     "torch._pad_packed_sequence": torch._pad_packed_sequence,
     "torch.autograd.grad": torch.autograd.grad,
     "torch.nn.utils.rnn.PackedSequence": PackedSequence,
+    "torch.Size": torch.Size,
 }
 IN_PLACE = ("iadd", "isub", "imul", "itruediv")
 REFLECTED = "add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor".split()  # noqa: SIM905

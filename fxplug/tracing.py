@@ -25,7 +25,7 @@ from .errors import FxplugError, TraceError, did_you_mean
 from .fakes import Results, fake, no_collection
 from .journal import Journal
 from .module import RESERVED, Container, Graph, TracedModule, class_names, plain_attributes
-from .nodes import Tries
+from .nodes import Tries, drop
 from .paths import select
 from .recording import NeedsAutograd, NeedsValues, Recording
 from .regions import Regions
@@ -133,8 +133,7 @@ def _settled(*args: Any) -> _Traced:
         with contextlib.suppress(FxplugError, RuntimeError, ValueError), torch.set_grad_enabled(not torch.is_grad_enabled()):
             second = _record(*args)
             if first.text(checks) == second.text(second.asks_for_gradients()):
-                for node in checks:
-                    first.graph.erase_node(node)
+                drop(checks)
     return first
 
 
@@ -194,7 +193,6 @@ def _run(
         except (TypeError, AttributeError, RuntimeError) as error:
             if not tries.learn(error):
                 raise
-        gc.collect()
 
 
 def _try(
