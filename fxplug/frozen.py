@@ -72,6 +72,7 @@ def same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def difference(a: Any, b: Any) -> str | None:
     """What of `b` is not as in `a`, or None where type, structure and every bit are the same."""
+    a, b = (x.item() if isinstance(x, np.generic) else x for x in (a, b))  # a graph gives Python's own numbers
     if type(a) is not type(b):
         return f"a {type(b).__name__} instead of a {type(a).__name__}"
     if isinstance(a, torch.Tensor):

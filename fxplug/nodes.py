@@ -103,7 +103,6 @@ class Nodes(TorchFunctionMode, Recorder):
         self.frame = Frame("", type(model).__qualname__, None)
         self.numbers: dict[Any, fx.Node] = {}
         self.guards: set[fx.Node] = set()
-        self.overwritten = Journal()  # of real tensors that a run on fakes writes
         self.failed = ""  # where an operation raised an error first
         self.device_node: fx.Node | None = None
         self.first_tensor: fx.Node | None = None
@@ -153,7 +152,8 @@ class Nodes(TorchFunctionMode, Recorder):
                 with self.graph.inserting_after(old):
                     copy = self.node("call_method", "clone", (old,), {}, f"{old.name}_before")
                 copy.meta.update(shape=old.meta["shape"], dtype=old.meta["dtype"])
-                old.replace_all_uses_with(copy, lambda user: user is not copy)
+                for user in [user for user in old.users if user is not copy]:
+                    user.replace_input_with(old, copy)
             for dim, size in enumerate(now.shape):
                 self.decide(self.size_of(new, "size", size, dim))
             self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)

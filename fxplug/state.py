@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules import module as torch_module
 
 PLAIN = (str, int, float, type(None), type, ModuleType)
@@ -29,7 +30,8 @@ HOOKS = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "_non_p
 GLOBAL_HOOKS = [value for name, value in vars(torch_module).items() if name.startswith("_global_") and isinstance(value, dict)]
 CACHE = type(functools.lru_cache(lambda: None))
 # classes of the standard library that hold what they are given
-HOLDERS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+HOLDERS = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
+HOLDERS += (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 Link = tuple[Any, Any]  # what holds a place, and under which key: from the module or file down
 
@@ -101,6 +103,11 @@ def _same_arrays(a: np.ndarray, b: np.ndarray) -> bool:
     return a.tobytes() == b.tobytes() if a.dtype != object else _identical(a.ravel(), b.ravel())
 
 
+def _same_generators(a: torch.Generator, b: torch.Generator) -> bool:
+    with unset_fake_temporarily():
+        return torch.equal(a.get_state(), b.get_state())
+
+
 KINDS: dict[type, _Kind] = {
     dict: _Kind(_items, _identical_items, _put_items),
     list: _Kind(list, _identical, _put_list),
@@ -110,7 +117,7 @@ KINDS: dict[type, _Kind] = {
     bytearray: _Kind(bytes, lambda a, b: a == b, _put_list),
     array.array: _Kind(lambda v: v[:], lambda a, b: a.tobytes() == b.tobytes(), _put_list),
     np.ndarray: _Kind(lambda v: v.copy(), _same_arrays, _put_array),
-    torch.Generator: _Kind(lambda v: v.get_state(), torch.equal, lambda v, s: v.set_state(s)),
+    torch.Generator: _Kind(lambda v: v.clone_state(), _same_generators, lambda v, s: v.set_state(s.get_state())),
     random.Random: _Kind(lambda v: v.getstate(), lambda a, b: a == b, lambda v, s: v.setstate(s)),
     np.random.RandomState: _Kind(lambda v: v.get_state(), lambda a, b: repr(a) == repr(b), lambda v, s: v.set_state(s)),
     np.random.Generator: _Kind(lambda v: v.bit_generator.state, lambda a, b: repr(a) == repr(b), _put_bit_state),
@@ -192,7 +199,7 @@ class State:
         self.spaces = {type(m).__module__ for m, _ in modules.values()}
         self.own = set(modules)
         for module, name in modules.values():
-            self.walk(module, (None, f"'{name}'" if name else type(module).__name__))
+            self.walk_object(module, (None, f"'{name}'" if name else type(module).__name__))
         for hooks in GLOBAL_HOOKS:
             self.walk_hooks(hooks, (None, "the hooks of all modules"))
         done: set[str] = set()
@@ -228,7 +235,11 @@ class State:
             self.seen.add(id(value))
             for member in (value.func, value.args, value.keywords):
                 self.walk(member, link)
-        elif isinstance(value, (nn.Module, *HOLDERS)) or not foreign(type(value).__module__):
+        elif id(value) not in self.own and (isinstance(value, (nn.Module, *HOLDERS)) or not foreign(type(value).__module__)):
+            self.walk_object(value, link)
+
+    def walk_object(self, value: Any, link: Link) -> None:
+        if id(value) not in self.seen:
             self.seen.add(id(value))
             self.walk_class(type(value))
             attributes = getattr(value, "__dict__", None)
@@ -302,8 +313,11 @@ class State:
             value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
             if isinstance(value, CACHE):
                 self.caches.append(value)
-            elif isinstance(value, (FunctionType, *CONTAINERS, tuple)) or type(value).__module__ in self.spaces or not isinstance(value, PLAIN) and (type(value) in KINDS or isinstance(value, HOLDERS)):
+            elif isinstance(value, (FunctionType, *CONTAINERS, tuple, *HOLDERS, *KINDS)) or self.is_ours(value):
                 self.walk(value, (link, key))
+
+    def is_ours(self, value: Any) -> bool:
+        return type(value).__module__ in self.spaces
 
     def caches_near(self) -> list[Any]:
         """Caches in the modules that the model's source files import from, and those import from."""

@@ -220,9 +220,12 @@ def _try(
         stack.enter_context(torch.no_grad())
         stack.enter_context(same_random(model))
         if mode is not None:
+            # an operation in place on a tensor that has no stand-in runs on it for real
+            own = {id(t) for t in weights}
+            for each in [h.tensor for h in state.tensors.values() if id(h.tensor) not in own and not h.tensor.is_meta]:
+                shared.callback(each.data.copy_, each.detach().clone())
             shared.enter_context(_fake_weights(model, mode, device, recording.parameters, tries.autograd))
             recording.buffers = _buffers(model)
-            stack.callback(recording.overwritten.put_back)
             stack.enter_context(mode)
         else:
             for name, tensor in _named_tensors(model):

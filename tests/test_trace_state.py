@@ -1,0 +1,589 @@
+"""State that forward reads and writes: the graph has it, call after call, or the trace says where it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import math
+import os
+import random
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxplug
+from fxplug.frozen import alike, difference, frozen
+from fxplug.restore import process_settings, random_state
+
+COUNTS: dict[str, Any] = {"calls": 0}
+TOTAL = 0
+
+
+class Shared:
+    count = 0
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Holding(nn.Module):
+    """One of each thing that a model can keep, and a forward that is given."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.fc = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.25)
+        self.register_buffer("ema", torch.zeros(4))
+        self.register_buffer("var", torch.ones(4))
+        self.count, self.last, self.flag = 0, None, False
+        self.items: list[Any] = []
+        self.table: dict[Any, Any] = {}
+        self.plain = torch.zeros(4)
+        self.array = np.zeros(4, dtype=np.float32)
+        self.space = types.SimpleNamespace(count=0)
+        self.slotted = Slotted()
+        self.generator = torch.Generator().manual_seed(0)
+        self.random = random.Random(0)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+def X(*shape: int) -> torch.Tensor:  # noqa: N802
+    shape = shape or (3, 4)
+    return torch.arange(1.0, 1.0 + math.prod(shape)).reshape(shape) / math.prod(shape)
+
+
+# --- what is recorded
+
+
+def ema(m: Any, x: Any) -> Any:
+    m.ema = m.ema * 0.9 + x.mean(0) * 0.1
+    return m.drop(m.fc(x)) + m.ema
+
+
+def the_old_value_too(m: Any, x: Any) -> Any:
+    old = m.ema
+    m.ema = old + x.mean(0)
+    return x + old, old, m.ema
+
+
+def assigned_twice(m: Any, x: Any) -> Any:
+    m.ema = m.ema + 1
+    m.ema = m.ema * 2
+    return x * m.ema
+
+
+def written_then_assigned(m: Any, x: Any) -> Any:
+    m.ema.add_(1)
+    m.ema = m.ema * x.mean(0)
+    return x + m.ema
+
+
+def registered(m: Any, x: Any) -> Any:
+    m.register_buffer("ema", m.ema + x.sum(0))
+    return m.fc(x)
+
+
+def in_the_table(m: Any, x: Any) -> Any:
+    m._buffers["ema"] = m.ema + 1
+    return x + m.ema
+
+
+def swapped(m: Any, x: Any) -> Any:
+    m.ema, m.var = m.var * 2, m.ema + 1
+    return x + m.ema
+
+
+def in_training_only(m: Any, x: Any) -> Any:
+    if m.training:
+        m.ema = m.ema + x.mean(0)
+    return x + m.ema
+
+
+def in_place(m: Any, x: Any) -> Any:
+    m.ema.mul_(0.5).add_(x.mean(0))
+    m.ema[:2] += 1
+    return x + m.ema
+
+
+def view_of_a_buffer(m: Any, x: Any) -> Any:
+    m.ema.view(2, 2)[:, 0].fill_(float(x.shape[0]))
+    return x + m.ema
+
+
+def plain_tensor(m: Any, x: Any) -> Any:
+    m.plain.add_(1)
+    return x + m.plain
+
+
+def unused_statistics(m: Any, x: Any) -> Any:
+    F.batch_norm(x, m.ema, m.var, training=m.training)
+    F.instance_norm(x.T.reshape(1, 4, -1), m.ema, m.var)
+    return m.fc(x)
+
+
+def input_in_place(m: Any, x: Any) -> Any:
+    x[:, 0] = 0
+    x.t()[1].mul_(2)
+    return m.fc(x)
+
+
+def parameter(m: Any, x: Any) -> Any:
+    with torch.no_grad():
+        m.fc.weight.mul_(0.5)
+    return m.fc(x)
+
+
+def parameter_by_data(m: Any, x: Any) -> Any:
+    m.fc.weight.data.mul_(0.5)
+    return m.fc(x)
+
+
+# --- what makes no difference
+
+
+def kept_output(m: Any, x: Any) -> Any:
+    m.last = m.fc(x)
+    m.table["last"] = [m.last]
+    return m.last * 2
+
+
+def lazy_table(m: Any, x: Any) -> Any:
+    if x.shape[1] not in m.table:
+        m.table[x.shape[1]] = torch.arange(float(x.shape[1]))
+    return x + m.table[x.shape[1]]
+
+
+def lazy_buffer(m: Any, x: Any) -> Any:
+    if not hasattr(m, "lazy"):
+        m.register_buffer("lazy", torch.ones(4), persistent=False)
+    return x + m.lazy
+
+
+def a_size_noted(m: Any, x: Any) -> Any:
+    m.count = int(x.shape[1])
+    return x * m.count
+
+
+def hook_installed(m: Any, x: Any) -> Any:
+    if not m.flag:
+        m.fc.register_forward_hook(lambda module, args, out: out * 2)
+        m.flag = True
+    return m.fc(x)
+
+
+def forward_replaced(m: Any, x: Any) -> Any:
+    if not m.flag:
+        old = m.fc.forward
+        m.fc.forward = lambda value: old(value) + 1
+        m.flag = True
+    return m.fc(x)
+
+
+RECORDED = [
+    ema, the_old_value_too, assigned_twice, written_then_assigned, registered, in_the_table, swapped, in_training_only,
+    in_place, view_of_a_buffer, plain_tensor, unused_statistics, input_in_place, parameter, parameter_by_data, kept_output,
+    lazy_table, lazy_buffer, a_size_noted, hook_installed, forward_replaced,
+]  # fmt: skip
+
+
+# --- what a graph cannot say
+
+
+def counter(m: Any, x: Any) -> Any:
+    m.count += 1  # HERE
+    return m.fc(x)
+
+
+def counter_that_decides_late(m: Any, x: Any) -> Any:
+    m.count += 1  # HERE
+    return x * 2 if m.count > 50 else x
+
+
+def kept_and_read(m: Any, x: Any) -> Any:
+    y = x if m.last is None else x + m.last
+    m.last = x * 1  # HERE
+    return y
+
+
+def first_call_calibrates(m: Any, x: Any) -> Any:
+    if m.last is None:
+        m.last = x.mean(0)  # HERE
+    return x - m.last
+
+
+def list_that_grows(m: Any, x: Any) -> Any:
+    m.items.append(x.sum())  # HERE
+    return x * len(m.items)
+
+
+def dictionary(m: Any, x: Any) -> Any:
+    m.table["n"] = m.table.get("n", 0) + 1  # HERE
+    return x
+
+
+def plain_tensor_anew(m: Any, x: Any) -> Any:
+    m.plain = m.plain + 1  # HERE
+    return x + m.plain
+
+
+def array(m: Any, x: Any) -> Any:
+    m.array += 1  # HERE
+    return x + torch.from_numpy(m.array)
+
+
+def object_with_slots(m: Any, x: Any) -> Any:
+    m.slotted.count += 1  # HERE
+    return x * m.slotted.count
+
+
+def namespace(m: Any, x: Any) -> Any:
+    m.space.count += 1  # HERE
+    return x
+
+
+def class_attribute(m: Any, x: Any) -> Any:
+    Shared.count += 1  # HERE
+    return x * Shared.count
+
+
+def global_container(m: Any, x: Any) -> Any:
+    COUNTS["calls"] += 1  # HERE
+    return x
+
+
+def global_name(m: Any, x: Any) -> Any:
+    global TOTAL
+    TOTAL += 1  # HERE
+    return x * TOTAL
+
+
+def closure() -> Callable[..., Any]:
+    calls = 0
+
+    def in_a_closure(m: Any, x: Any) -> Any:
+        nonlocal calls
+        calls += 1  # HERE
+        return x * calls
+
+    return in_a_closure
+
+
+def default_argument(m: Any, x: Any, calls: list[int] = [0]) -> Any:  # noqa: B006
+    calls[0] += 1  # HERE
+    return x * calls[0]
+
+
+def function_attribute(m: Any, x: Any) -> Any:
+    function_attribute.calls = getattr(function_attribute, "calls", 0) + 1  # type: ignore[attr-defined]  # HERE
+    return x
+
+
+REFUSED = [
+    counter, counter_that_decides_late, kept_and_read, first_call_calibrates, list_that_grows, dictionary, plain_tensor_anew,
+    array, object_with_slots, namespace, class_attribute, global_container, global_name, closure(), default_argument,
+    function_attribute,
+]  # fmt: skip
+
+
+# --- what is no function of anything that is known
+
+
+def own_generator(m: Any, x: Any) -> Any:
+    return x * m.random.random()
+
+
+def identity(m: Any, x: Any) -> Any:
+    return x * hash(repr(object()))
+
+
+def settings(m: Any, x: Any) -> Any:
+    torch.set_default_dtype(torch.float64)
+    return x * 2
+
+
+ODD = [own_generator, identity, settings]
+
+
+def fingerprint(model: nn.Module) -> Any:
+    """All that a model holds, where it is, and the state of the process."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    kept = {n: {k: frozen(v) if k != "function" else None for k, v in vars(m).items()} for n, m in model.named_modules()}
+    places = {
+        n: (id(t), t.data_ptr(), t.stride(), t.requires_grad, t._version, id(t.grad), sorted(vars(t)))
+        for n, t in tensors.items()
+    }
+    patched = [nn.Module.__call__, math.floor, torch.no_grad.__enter__, torch.autocast.__enter__, torch.from_numpy]
+    patched += [vars(torch.autograd.Function)["apply"], "training" in vars(nn.Module)]
+    outside = [frozen(COUNTS), TOTAL, Shared.count, frozen(vars(function_attribute))]
+    values = {n: frozen(t.detach()) for n, t in tensors.items()}
+    return values, kept, places, frozen(random_state()), process_settings(), patched, outside
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported() -> None:
+    fxplug.trace(nn.Linear(4, 4), X())  # torch imports more of itself, which adds filters of warnings
+
+
+def assert_left(before: Any, model: nn.Module) -> None:
+    after = fingerprint(model)
+    assert all(alike(a, b) for a, b in zip(before[:2], after[:2], strict=True))
+    assert alike(before[3], after[3])
+    assert before[2] == after[2] and before[4:] == after[4:]
+
+
+def three_calls(model: nn.Module, gm: nn.Module) -> None:
+    for step in range(3):
+        x = X(3, 4) * (step + 1)
+        mine, other = x.clone(), x.clone()
+        torch.manual_seed(step)
+        a = model(mine)
+        torch.manual_seed(step)
+        b = gm(other)
+        assert difference(a, b) is None, f"call {step}"
+        assert torch.equal(mine, other)
+        buffers = dict(gm.named_buffers())
+        for name, value in [*model.state_dict().items(), ("plain", model.plain)]:
+            assert torch.equal(value, gm.state_dict().get(name, buffers.get(name, value))), name
+
+
+@pytest.mark.parametrize("real", [None, True])
+@pytest.mark.parametrize("function", RECORDED, ids=lambda f: f.__name__)
+def test_state_that_a_graph_has(function: Callable[..., Any], real: bool | None) -> None:
+    model = Holding(function)
+    x = X()
+    before = fingerprint(model)
+    gm = fxplug.trace(model, x, real=real)
+    assert_left(before, model)
+    assert torch.equal(x, X())
+    for mode in (False, True):
+        with torch.no_grad():
+            three_calls(copy.deepcopy(model).train(mode), copy.deepcopy(gm).train(mode))
+
+
+@pytest.mark.parametrize("real", [None, True])
+@pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
+def test_state_that_a_graph_cannot_have(function: Callable[..., Any], real: bool | None) -> None:
+    lines, start = inspect.getsourcelines(function)
+    line = start + next(i for i, text in enumerate(lines) if "# HERE" in text)
+    model = Holding(function)
+    before = fingerprint(model)
+    with pytest.raises(fxplug.TraceError, match=rf"test_trace_state.py:{line}: .*register_buffer"):
+        fxplug.trace(model, X(), real=real)
+    assert_left(before, model)
+
+
+@pytest.mark.parametrize("function", ODD, ids=lambda f: f.__name__)
+def test_what_is_no_function_of_inputs_and_state(function: Callable[..., Any]) -> None:
+    model = Holding(function)
+    before = fingerprint(model)
+    with pytest.raises(fxplug.TraceError):
+        fxplug.trace(model, X())
+    assert_left(before, model)
+
+
+@pytest.mark.parametrize("function", [counter, list_that_grows, dictionary, global_name, closure()], ids=lambda f: f.__name__)
+def test_state_is_refused_without_values(function: Callable[..., Any]) -> None:
+    model = Holding(function).to("meta")
+    with pytest.raises(fxplug.TraceError, match="for its next call"):
+        fxplug.trace(model, X().to("meta"))
+    assert fxplug.trace(model, X().to("meta"), check=False)
+
+
+@pytest.mark.parametrize("function", [counter, kept_and_read, list_that_grows], ids=lambda f: f.__name__)
+def test_a_module_kept_whole_keeps_what_it_keeps(function: Callable[..., Any]) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Holding(function)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.inner(x)
+
+    model = Outer()
+    with pytest.raises(fxplug.TraceError, match=r"leaf: \[inner\]"):
+        fxplug.trace(model, X())
+    gm = fxplug.trace(model, X(), leaf="inner")
+    for step in range(3):
+        assert torch.equal(gm(X() * step), model(X() * step))
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("real", [None, True])
+@pytest.mark.parametrize("calls", range(1, 6))
+def test_an_error_at_any_call_leaves_nothing(error: type[BaseException], real: bool | None, calls: int) -> None:
+    left = threading.local()  # counts over all runs of one trace, as nothing of it is put back
+    left.calls = calls
+
+    def function(m: Any, x: Any) -> Any:
+        m.ema = m.ema + 1
+        m.var.add_(1)
+        m.last = m.fc(x)
+        left.calls -= 1
+        with torch.no_grad():
+            if left.calls == 0:
+                raise error("on purpose")
+        return m.drop(m.last)
+
+    model = Holding(function)
+    before = fingerprint(model)
+    with contextlib.suppress(error, fxplug.TraceError):
+        fxplug.trace(model, X(), real=real)
+    assert_left(before, model)
+    assert torch.is_grad_enabled()
+
+
+def test_a_deepcopy_of_model_and_result_after_a_trace() -> None:
+    model = Holding(kept_output)
+    gm = fxplug.trace(model, X(), real=True)
+    for again in (copy.deepcopy(model), copy.deepcopy(gm), copy.deepcopy(copy.deepcopy(gm))):
+        assert torch.equal(again.eval()(X()), model.eval()(X()))
+
+
+def test_the_check_can_be_left_out() -> None:
+    gm = fxplug.trace(Holding(counter), X(), check=False)
+    assert torch.equal(gm(X()), gm(X()))
+
+
+def test_a_mode_that_differs_is_not_claimed() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def train(self, mode: bool = True) -> Frozen:
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x)
+
+    gm = fxplug.trace(Frozen().eval(), X())
+    with pytest.raises(fxplug.TraceError, match="in training"):
+        gm.train()
+
+
+# --- threads and processes
+
+
+class Slow(nn.Module):
+    def __init__(self, hook: Callable[[], Any] = lambda: None) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.hook = hook
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hook()
+        return self.net(x) * math.floor(x.shape[0] / 2)
+
+
+def patches() -> list[Any]:
+    return [nn.Module.__call__, math.floor, math.sqrt, torch.no_grad.__enter__, "training" in vars(nn.Module)]
+
+
+def test_traces_in_threads_take_turns() -> None:
+    before, wrong = patches(), []
+
+    def work() -> None:
+        for _ in range(3):
+            model = Slow()
+            if not torch.equal(fxplug.trace(model, X())(X(5, 4)), model(X(5, 4))):
+                wrong.append(model)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and patches() == before
+
+
+def test_the_model_itself_is_called_in_another_thread_meanwhile() -> None:
+    model, stop, wrong = Slow(), threading.Event(), []
+    right = model(X())
+
+    def work() -> None:
+        while not stop.is_set():
+            out = model(X())
+            if type(out) is not torch.Tensor or not torch.equal(out, right):
+                wrong.append(out)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(3):
+            fxplug.trace(model, X())
+    finally:
+        stop.set()
+        thread.join()
+    assert not wrong
+
+
+def test_a_trace_inside_a_trace_is_refused() -> None:
+    before = patches()
+    with pytest.raises(fxplug.TraceError, match="inside a trace"):
+        fxplug.trace(Slow(lambda: fxplug.trace(nn.Linear(4, 4), X())), X())
+    assert patches() == before and fxplug.trace(Slow(), X())
+
+
+def in_child(check: Callable[[], bool]) -> int:
+    """The exit code of a forked child that makes a check."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are threads
+        child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if check() else 2
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("where", ["forward", "another thread"])
+def test_a_forked_child_finds_nothing_of_a_trace(where: str) -> None:
+    before, left = patches(), threading.local()  # of which no trace puts anything back
+    inside, go_on = threading.Event(), threading.Event()
+
+    def check() -> bool:
+        model.hook = lambda: None
+        plain = type(model.net[0].weight) is nn.Parameter and type(torch.ones(2) + 1) is torch.Tensor
+        return plain and patches() == before and torch.is_grad_enabled() and fxplug.trace(Slow(), X()) is not None
+
+    def hook() -> None:
+        if where == "forward":
+            left.code = in_child(check)
+        else:
+            inside.set()
+            go_on.wait(30)
+
+    model = Slow(hook)
+    trace = functools.partial(fxplug.trace, model, X(), check=False)
+    if where == "forward":
+        trace()
+    else:
+        thread = threading.Thread(target=trace)
+        thread.start()
+        inside.wait(30)
+        left.code = in_child(check)
+        go_on.set()
+        thread.join()
+    assert left.code == 0 and patches() == before
