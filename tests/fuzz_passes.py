@@ -175,7 +175,7 @@ class Trial:
         self.counts["combinations"] += 1
         neutral = all(entry["neutral"] for entry in new.meta["passes"])
         opened = any(isinstance(m, (nn.MultiheadAttention, nn.TransformerEncoderLayer)) for m in gm.modules())
-        draws = any(isinstance(m, nn.Dropout) for n, m in new.named_modules() if n.startswith("added"))
+        draws = any(getattr(m, "dropout", 0) for n, m in new.named_modules() if n.startswith("added"))
         for way in ways:
             if way.training and draws:  # the numbers that the model's own dropout would have got
                 continue
