@@ -103,6 +103,7 @@ class Nodes(TorchFunctionMode, Recorder):
         self.frame = Frame("", type(model).__qualname__, None)
         self.numbers: dict[Any, fx.Node] = {}
         self.guards: set[fx.Node] = set()
+        self.overwritten = Journal()  # of real tensors that a run on fakes writes
         self.failed = ""  # where an operation raised an error first
         self.device_node: fx.Node | None = None
         self.first_tensor: fx.Node | None = None

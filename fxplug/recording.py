@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from . import ops, targets
 from .errors import TraceError
@@ -143,6 +143,12 @@ class Recording(Nodes):
         if short in ("squeeze", "unbind", "split", "chunk"):
             self.guard_parts(short, args, kwargs)
         given = [x for x in (*plain, *plain_kw.values()) if isinstance(x, torch.Tensor)]
+        called = str(method or getattr(func, "__name__", ""))
+        if self.fake and (called.endswith("_") or called.startswith("__i") or "out" in kwargs):
+            for x in given:  # a tensor that the model holds and that is no weight is written for real
+                if type(x) is not FakeTensor:
+                    with unset_fake_temporarily():
+                        self.overwritten.keep(x)
         versions = [x._version for x in given]
         run = SHAPE_OF_FIRST.get(func) if self.fake else None
         key = self.results.key(func, plain, plain_kw) if self.fake else None
