@@ -103,6 +103,9 @@ class Nodes(TorchFunctionMode, Recorder):
         self.frame = Frame("", type(model).__qualname__, None)
         self.numbers: dict[Any, fx.Node] = {}
         self.guards: set[fx.Node] = set()
+        self.dtypes: dict[fx.Node, fx.Node] = {}  # by the tensor's node
+        self.dtype_reads: list[Any] = []
+        self.dtype_at: dict[Any, Any] = {}  # by frame, and expression or name
         self.overwritten = Journal()  # of real tensors that a run on fakes writes
         self.failed = ""  # where an operation raised an error first
         self.device_node: fx.Node | None = None
@@ -244,6 +247,8 @@ class Nodes(TorchFunctionMode, Recorder):
             return value, value.item()
         if isinstance(value, torch.device):
             return value, self.dynamic_device(value)
+        if isinstance(value, torch.dtype):
+            return value, self.dynamic_dtype(value)
         if isinstance(value, PRINTABLE) or value in (int, float, bool, complex):
             return value, value
         if isinstance(value, slice):
@@ -269,6 +274,10 @@ class Nodes(TorchFunctionMode, Recorder):
         raise TraceError(
             f"{self.place()}: {what} is given to a torch function and cannot be written into a graph; {self.way_out()}"
         )
+
+    def dynamic_dtype(self, dtype: torch.dtype) -> Any:
+        """A dtype among arguments: as it is, or the node that reads it of a tensor."""
+        return dtype
 
     def dynamic_device(self, device: torch.device) -> Any:
         # a graph that is traced here must run wherever its inputs are moved later

@@ -88,6 +88,11 @@ def asked(x: torch.Tensor, question: str) -> bool:
     return bool(QUESTIONS[question](x))
 
 
+def dtype_of(x: torch.Tensor) -> torch.dtype:
+    """The dtype that a tensor has at this call."""
+    return x.dtype
+
+
 def same(values: tuple[Any, ...], expected: tuple[Any, ...], names: tuple[str, ...]) -> None:
     """Hold the arguments that are no tensors to the values they were traced with. Raises GuardError."""
     for value, old, name in zip(values, expected, names, strict=True):

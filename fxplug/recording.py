@@ -6,6 +6,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from . import ops, targets
+from . import dtypes, ops, targets
 from .errors import TraceError
 from .nodes import NUMBERS, SMALL, Nodes
 from .sizes import KINDS, Number
@@ -25,8 +26,8 @@ CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
 SIZES = {"size", "stride", "numel", "nelement", "storage_offset", "__len__"}
 VALUES = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "__complex__", "is_nonzero"}
 # answers about a tensor's kind, which the checks of the inputs hold
-KIND_QUESTIONS = {"dim", "ndimension", "element_size", "get_device", "dense_dim", "sparse_dim"}
-KIND_TESTS = {"is_complex", "is_floating_point", "is_signed", "is_coalesced", "can_cast", "has_names"}
+KIND_QUESTIONS = {"dim", "ndimension", "get_device", "dense_dim", "sparse_dim"}
+KIND_TESTS = {"is_coalesced", "can_cast", "has_names"}
 KIND_ANSWERS = (str, torch.dtype, torch.device, torch.layout, torch.finfo, torch.iinfo)
 RESHAPING = {"resize_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "resize_as_", "set_"}
 ORDERED = {"gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal"}
@@ -65,6 +66,16 @@ TEXT = {"__repr__", "__format__", "__str__"}
 
 class NeedsAutograd(Exception):
     """The model asks what autograd knows, which fake tensors are told only in a second try."""
+
+
+@dataclass
+class DtypeRead:
+    """One read of a dtype by the model's code. `given` is whether it went straight to a torch function."""
+
+    node: fx.Node
+    where: str
+    line: str
+    given: bool = False
 
 
 class Recording(Nodes):
@@ -113,8 +124,8 @@ class Recording(Nodes):
         if name == "nbytes" and node is not None:
             return self.size_of(node, "numel", tensor.numel()) * tensor.element_size()
         out = func(tensor, *rest)
-        if name == "dtype" and node is not None:
-            node.meta["reads_dtype"] = True
+        if name == "dtype":
+            return self.dtype(tensor, out, sys._getframe(2))
         if name in (*ops.QUESTIONS, *OUTSIDE) and asker(sys._getframe(2)) is not None:
             if name in ops.QUESTIONS:
                 return self.asked(tensor, name)
@@ -202,6 +213,47 @@ class Recording(Nodes):
             raise TraceError(f"{self.place()}: takes a tensor out of torch ({name}), so what follows is lost; {self.way_out()}")
         node = self.node("call_method", "tolist", (self.lookup(tensor),), {}, self.named("tolist"))
         self.guard(node, tensor.tolist(), does=f"takes values that it computes out of torch ({name})")
+
+    def dtype(self, tensor: torch.Tensor, answer: torch.dtype, frame: types.FrameType) -> torch.dtype:
+        """The model reads a dtype: a torch function that is given just that has it from the graph, else it is a guard."""
+        user = asker(frame)
+        known = self.recorded(tensor) is not None or id(tensor) in self.parameters
+        if user is None or not known or decides_nothing(user):
+            return answer
+        of = self.lookup(tensor)
+        if of not in self.dtypes:
+            self.dtypes[of] = self.node("call_function", ops.dtype_of, (of,), {}, f"{of.name}_dtype")
+            self.dtypes[of].meta["value"] = answer
+        read = DtypeRead(self.dtypes[of], *source_line())
+        self.dtype_reads.append(read)
+        place, uses = dtypes.at(user), dtypes.reads(user)
+        if user is frame and place in uses.given:
+            self.dtype_at[id(user), place] = read
+        elif user is frame and place in uses.held:
+            self.dtype_at[id(user), uses.held[place]] = read
+        return answer
+
+    def dynamic_dtype(self, dtype: torch.dtype) -> Any:
+        frame = user_frame()
+        place = None if frame is None else dtypes.at(frame)
+        if frame is None or place is None:
+            return dtype
+        for use in dtypes.reads(frame).uses.get(place, ()):
+            read = self.dtype_at.get((id(frame), use.read or use.name))
+            if read is not None and read.node.meta["value"] == dtype:
+                read.given = True
+                return read.node
+        return dtype
+
+    def finish(self) -> None:
+        for read in self.dtype_reads:
+            if not read.given and read.node not in self.guards:
+                self.guards.add(read.node)
+                answer, name = read.node.meta["value"], f"{read.node.name}_guard"
+                message = f"{read.where}: '{read.line}' was decided on {describe(read.node)}, {answer} when traced"
+                with self.graph.inserting_after(read.node):
+                    self.node("call_function", ops.guard, (read.node, answer, message), {}, name, effect=True)
+        super().finish()
 
     def asked(self, tensor: torch.Tensor, question: str) -> Any:
         """What autograd knows of a tensor: an answer that holds as long as it is the same."""

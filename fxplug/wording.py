@@ -76,7 +76,7 @@ def _tries(code: CodeType) -> tuple[tuple[int, int], ...]:
     file = code.co_filename
     if file.startswith((*OWN, "<", STDLIB)) and "-packages" not in file.removeprefix(STDLIB):
         return ()
-    tries = [n for n in ast.walk(_tree(file)) if isinstance(n, ast.Try) and any(map(_goes_on, n.handlers))]
+    tries = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.Try) and any(map(_goes_on, n.handlers))]
     return tuple((n.body[0].lineno, n.body[-1].end_lineno or 0) for n in tries)
 
 
@@ -108,12 +108,23 @@ def decides_nothing(frame: FrameType) -> bool:
     return False
 
 
+def position(frame: FrameType) -> tuple[int, int, int, int] | None:
+    """The expression that a frame is at: line, column, last line, last column; columns in bytes, as Python counts them."""
+    first, last, start, end = _positions(frame.f_code)[frame.f_lasti // 2]
+    return None if first is None or last is None or start is None or end is None else (first, start, last, end)
+
+
+@lru_cache(maxsize=4096)
+def _positions(code: CodeType) -> list[tuple[int | None, int | None, int | None, int | None]]:
+    return list(code.co_positions())
+
+
 def _around(frame: FrameType, find: Any) -> list[Any]:
     """What `find` notes of the places in a source file around the expression that a frame is at."""
-    at = list(frame.f_code.co_positions())[frame.f_lasti // 2]
-    if None in at:
+    at = position(frame)
+    if at is None:
         return []
-    first, last, start, end = at
+    first, start, last, end = at
     places = find(frame.f_code.co_filename)
     return [note for lower, upper, note in places if lower <= (first, start) and (last, end) <= upper]
 
@@ -124,7 +135,8 @@ def _place(part: Any, note: Any) -> tuple[Any, Any, Any]:
 
 
 @lru_cache(maxsize=64)
-def _tree(file: str) -> ast.Module:
+def tree_of(file: str) -> ast.Module:
+    """The tree of a source file; an empty one where there is no source."""
     try:
         return ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
@@ -134,7 +146,7 @@ def _tree(file: str) -> ast.Module:
 @lru_cache(maxsize=64)
 def _layout_tests(file: str) -> list[Any]:
     """The tests of each `if` that makes tensors contiguous."""
-    ifs = [n for n in ast.walk(_tree(file)) if isinstance(n, ast.If) and not n.orelse and all(map(_makes_contiguous, n.body))]
+    ifs = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.If) and not n.orelse and all(map(_makes_contiguous, n.body))]
     return [_place(n.test, True) for n in ifs]
 
 
@@ -151,7 +163,7 @@ def _makes_contiguous(statement: ast.stmt) -> bool:
 def _operands(file: str) -> list[Any]:
     """The parts of each `and` and `or`, with what settles the whole and the names among the parts that follow."""
     found = []
-    for node in ast.walk(_tree(file)):
+    for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.BoolOp):
             for index, part in enumerate(node.values):
                 names = [p for p in node.values[index + 1 :] if isinstance(p, (ast.Name, ast.Attribute))]
@@ -164,9 +176,9 @@ def _operands(file: str) -> list[Any]:
 def _texts(file: str) -> list[Any]:
     """Texts that are made for what `raise` raises, and texts in calls that stand alone, with the function called."""
     found = []
-    tries = [t for t in ast.walk(_tree(file)) if isinstance(t, ast.Try) and t.handlers]
+    tries = [t for t in ast.walk(tree_of(file)) if isinstance(t, ast.Try) and t.handlers]
     caught = {id(n) for t in tries for part in t.body for n in ast.walk(part)}  # a text that may be read again
-    for node in ast.walk(_tree(file)):
+    for node in ast.walk(tree_of(file)):
         call = node.exc if isinstance(node, ast.Raise) else node.value if isinstance(node, ast.Expr) else None
         if isinstance(call, ast.Call) and not (isinstance(node, ast.Raise) and id(node) in caught):
             function = None if isinstance(node, ast.Raise) else call.func

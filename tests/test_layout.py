@@ -15,7 +15,7 @@ FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 # A module imports only from modules to its left.
 ORDER = """
     errors limits turns reading source structure ops paths rules spec blitz_line blitz_pass sections settings config targets
-    wording sizes fakes archives pickled weightfiles onnxfiles
+    wording dtypes sizes fakes archives pickled weightfiles onnxfiles
     adapting.updates adapting.renaming adapting.fitting adapting.finding adapting.adapter_files adapting.switching
     alone journal state restore watching frozen
     module nodes recording regions modes entry surroundings selfcheck tracing printing
