@@ -103,9 +103,6 @@ class Nodes(TorchFunctionMode, Recorder):
         self.frame = Frame("", type(model).__qualname__, None)
         self.numbers: dict[Any, fx.Node] = {}
         self.guards: set[fx.Node] = set()
-        self.dtypes: dict[fx.Node, fx.Node] = {}  # by the tensor's node
-        self.dtype_reads: list[Any] = []
-        self.dtype_at: dict[Any, Any] = {}  # by frame, and expression or name
         self.overwritten = Journal()  # of real tensors that a run on fakes writes
         self.failed = ""  # where an operation raised an error first
         self.device_node: fx.Node | None = None
@@ -141,6 +138,11 @@ class Nodes(TorchFunctionMode, Recorder):
                 if port is None or port.side == "in":
                     self.graph.erase_node(node)
         self.graph.lint()
+
+    def guard_after(self, node: fx.Node, expected: Any, message: str) -> None:
+        """Hold a value to what it is now, from where it is computed on."""
+        with self.graph.inserting_after(node):
+            self.node("call_function", ops.guard, (node, expected, message), {}, f"{node.name}_guard", effect=True)
 
     def assigned(self, leaves: set[str]) -> None:
         """Record the buffers that forward assigned anew: their values go into the memory that they have."""

@@ -6,7 +6,6 @@ import sys
 import types
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ import torch.nn.functional as F
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from . import dtypes, ops, targets
+from . import ops, targets
+from .dtypes import Dtypes
 from .errors import TraceError
 from .nodes import NUMBERS, SMALL, Nodes
 from .sizes import KINDS, Number
@@ -68,18 +68,12 @@ class NeedsAutograd(Exception):
     """The model asks what autograd knows, which fake tensors are told only in a second try."""
 
 
-@dataclass
-class DtypeRead:
-    """One read of a dtype by the model's code. `given` is whether it went straight to a torch function."""
-
-    node: fx.Node
-    where: str
-    line: str
-    given: bool = False
-
-
 class Recording(Nodes):
     """A graph that grows while the model runs inside it: every call of a torch function becomes a node."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.dtypes = Dtypes(self)
 
     # --- torch functions
 
@@ -125,7 +119,7 @@ class Recording(Nodes):
             return self.size_of(node, "numel", tensor.numel()) * tensor.element_size()
         out = func(tensor, *rest)
         if name == "dtype":
-            return self.dtype(tensor, out, sys._getframe(2))
+            return self.dtypes.read(tensor, out, sys._getframe(2))
         if name in (*ops.QUESTIONS, *OUTSIDE) and asker(sys._getframe(2)) is not None:
             if name in ops.QUESTIONS:
                 return self.asked(tensor, name)
@@ -214,45 +208,12 @@ class Recording(Nodes):
         node = self.node("call_method", "tolist", (self.lookup(tensor),), {}, self.named("tolist"))
         self.guard(node, tensor.tolist(), does=f"takes values that it computes out of torch ({name})")
 
-    def dtype(self, tensor: torch.Tensor, answer: torch.dtype, frame: types.FrameType) -> torch.dtype:
-        """The model reads a dtype: a torch function that is given just that has it from the graph, else it is a guard."""
-        user = asker(frame)
-        known = self.recorded(tensor) is not None or id(tensor) in self.parameters
-        if user is None or not known or decides_nothing(user):
-            return answer
-        of = self.lookup(tensor)
-        if of not in self.dtypes:
-            self.dtypes[of] = self.node("call_function", ops.dtype_of, (of,), {}, f"{of.name}_dtype")
-            self.dtypes[of].meta["value"] = answer
-        read = DtypeRead(self.dtypes[of], *source_line())
-        self.dtype_reads.append(read)
-        place, uses = dtypes.at(user), dtypes.reads(user)
-        if user is frame and place in uses.given:
-            self.dtype_at[id(user), place] = read
-        elif user is frame and place in uses.held:
-            self.dtype_at[id(user), uses.held[place]] = read
-        return answer
-
     def dynamic_dtype(self, dtype: torch.dtype) -> Any:
-        frame = user_frame()
-        place = None if frame is None else dtypes.at(frame)
-        if frame is None or place is None:
-            return dtype
-        for use in dtypes.reads(frame).uses.get(place, ()):
-            read = self.dtype_at.get((id(frame), use.read or use.name))
-            if read is not None and read.node.meta["value"] == dtype:
-                read.given = True
-                return read.node
-        return dtype
+        return self.dtypes.given(dtype)
 
     def finish(self) -> None:
-        for read in self.dtype_reads:
-            if not read.given and read.node not in self.guards:
-                self.guards.add(read.node)
-                answer, name = read.node.meta["value"], f"{read.node.name}_guard"
-                message = f"{read.where}: '{read.line}' was decided on {describe(read.node)}, {answer} when traced"
-                with self.graph.inserting_after(read.node):
-                    self.node("call_function", ops.guard, (read.node, answer, message), {}, name, effect=True)
+        for node, message in self.dtypes.decided():
+            self.guard_after(node, node.meta["value"], message)
         super().finish()
 
     def asked(self, tensor: torch.Tensor, question: str) -> Any:

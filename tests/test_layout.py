@@ -15,10 +15,10 @@ FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 # A module imports only from modules to its left.
 ORDER = """
     errors limits turns reading source structure ops paths rules spec blitz_line blitz_pass sections settings config targets
-    wording dtypes sizes fakes archives pickled weightfiles onnxfiles
+    wording sizes fakes archives pickled weightfiles onnxfiles
     adapting.updates adapting.renaming adapting.fitting adapting.finding adapting.adapter_files adapting.switching
     alone journal state restore watching frozen
-    module nodes recording regions modes entry surroundings selfcheck tracing printing
+    module nodes dtypes recording regions modes entry surroundings selfcheck tracing printing
     grafting places networks misses match making slots samples channels
     blocks gates weights rotations norms adapters conditions merging frequencies
     edit lowerings.kernels lowerings.products lowerings.forms lowerings.fusing lowerings.remerging
