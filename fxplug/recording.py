@@ -149,7 +149,8 @@ class Recording(Nodes):
             self.guard_parts(short, args, kwargs)
         given = [x for x in (*plain, *plain_kw.values()) if isinstance(x, torch.Tensor)]
         called = str(method or getattr(func, "__name__", ""))
-        if self.fake and (called.endswith("_") or called.startswith("__i") or "out" in kwargs):
+        writes = called.endswith("_") or called.startswith(("__i", "__set")) or "out" in kwargs or kwargs.get("inplace") is True
+        if self.fake and writes:
             for x in given:  # a tensor that the model holds and that is no weight is written for real
                 if type(x) is not FakeTensor:
                     with unset_fake_temporarily():
