@@ -396,7 +396,7 @@ class _Reader:
         for name, value in attributes.items():
             check_name(name, f"attribute of {where}")
             if not is_plain_attribute(name, value):
-                raise ArtifactError(f"graph.json: {where} sets '{name}', which is part of every module, or is no plain value")
+                raise ArtifactError(f"graph.json: {where} sets {shown(name)}, which is part of every module, or is no plain value")
         if type(record.get("classes")) is not list or not record["classes"]:
             raise ArtifactError(f"graph.json: {where} names no class")
         module = Container(tuple(str(c) for c in record["classes"]), attributes)
@@ -412,7 +412,7 @@ class _Reader:
             if name not in known:
                 near = did_you_mean(name, known)
                 raise ArtifactError(f"graph.json: {where}: a {cls.__name__} is not made with {shown(name)}{near}")
-            _check_size(value, self.limits.size, f"'{name}' of {where}")
+            _check_size(value, self.limits.size, f"{shown(name)} of {where}")
         try:
             with _Budget(STEPS * (self.expected[path] + 16)):
                 return _construct(cls, arguments)
@@ -479,7 +479,7 @@ def _set_attribute(module: nn.Module, name: str, value: Any, where: str) -> None
         and name in BY_NAME
         or not (inherited is None or isinstance(inherited, PLAIN_TYPES) and isinstance(value, (*PLAIN_TYPES, list, tuple)))
     ):
-        raise ArtifactError(f"graph.json: {where} sets '{name}', which is part of every module of its class")
+        raise ArtifactError(f"graph.json: {where} sets {shown(name)}, which is part of every module of its class")
     vars(module)[name] = value
 
 

@@ -14,7 +14,7 @@ PATHS = {".".join(f.relative_to(PACKAGE).with_suffix("").parts): f for f in sort
 FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 # A module imports only from modules to its left.
 ORDER = """
-    errors limits turns reading source structure ops paths rules spec blitz_line blitz_pass sections settings config targets
+    errors limits turns reading source structure ops checked paths rules spec blitz_line blitz_pass sections settings config targets
     wording sizes fakes archives pickled weightfiles onnxfiles
     adapting.updates adapting.renaming adapting.fitting adapting.finding adapting.adapter_files adapting.switching
     alone journal state restore watching frozen
