@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,11 +78,15 @@ class Base:
 
     files: dict[str, bytes]
     args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+ZOO = ("timm/levit", "diffusers/UNet2DConditionModel/sd15", "diffusers/FluxTransformer2DModel")
 
 
 @cache
-def bases(folder: Path) -> list[Base]:
-    """The artifacts that are changed: small ones, with adapters, slots and both modes among them."""
+def bases(folder: Path, wide: bool = False) -> list[Base]:
+    """The artifacts that are changed: small ones, with adapters, slots and both modes among them; `wide`, models of the zoo too."""
     torch.manual_seed(0)
     x, tokens = torch.randn(2, 4), torch.randint(0, 11, (2, 6))
     linears, layers = fxplug.trace(Linears().eval(), x), fxplug.trace(Layers().eval(), tokens)

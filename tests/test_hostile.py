@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import resource
+import signal
 import sys
 import threading
 import time
@@ -160,10 +161,16 @@ SOUND = {
     "torch.lstm": (ROWS, SIZES, *LAYER),
 }
 BATCHES = [[], [2, 1, 2, 1, 2, 1], [5], [-1, 5], [4, 0], [[2], [2]], 4, [0, 4], [2**62, 2**62, 2**62, 2**62, 4]]
+NORMS = [(G[:1], 0), (G, 1), (V, 0), (G, -1), (G, 2), (G, 9), (G.to("meta"), 0)]
 ODD = [
-    *[("torch._weight_norm", (V, *args)) for args in ((G[:1], 0), (G, 1), (V, 0), (G, -1), (G, 2), (G, 9), (G.to("meta"), 0))],
+    *[("torch._weight_norm", (V, *args)) for args in NORMS],
     ("torch._weight_norm", (torch.tensor(1.0), torch.tensor(1.0), -1)),
-    *[(name, (ROWS, torch.tensor(sizes, dtype=torch.int64), *args[2:])) for sizes in BATCHES for name, args in SOUND.items() if args[0] is ROWS],
+    *[
+        (name, (ROWS, torch.tensor(sizes, dtype=torch.int64), *args[2:]))
+        for sizes in BATCHES
+        for name, args in SOUND.items()
+        if args[0] is ROWS
+    ],
 ]
 
 
@@ -364,6 +371,59 @@ def test_several_saves_into_one_folder_and_loads_meanwhile(tmp_path):
     done.set()
     reader.join()
     assert errors == [] and [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def forked(act):
+    """The process that does this."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        act()
+        code = 0
+    except SystemExit as error:
+        code = int(error.code)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    finally:
+        os._exit(code)
+
+
+def test_processes_that_save_into_one_folder_and_load_meanwhile(tmp_path):
+    modules, out = [small(0), small(1)], tmp_path / "out"
+    fxplug.save(modules[0], out)
+
+    def save(module):
+        for _ in range(5):
+            fxplug.save(module, out)
+
+    savers = [forked(lambda module=module: save(module)) for module in modules]
+    codes = []
+    while len(codes) < len(savers):
+        found = fxplug.load(out).state_dict()
+        assert any(all(torch.equal(found[k], v) for k, v in m.state_dict().items()) for m in modules)
+        codes += [status for pid, status in [os.waitpid(-1, os.WNOHANG)] if pid in savers]
+    assert codes == [0, 0] and os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_save_that_is_ended_leaves_nothing(number, tmp_path, monkeypatch):
+    fxplug.save(small(0), tmp_path / "out")
+    read, write = os.pipe()
+
+    def wait(*args):
+        os.write(write, b"x")
+        time.sleep(60)
+
+    monkeypatch.setattr("fxplug.artifact.save_file", wait)
+    saver = forked(lambda: fxplug.save(small(1), tmp_path / "out"))
+    os.read(read, 1)
+    assert len(os.listdir(tmp_path)) == 2
+    os.kill(saver, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(saver, 0)[1]) == 128 + number
+    assert os.listdir(tmp_path) == ["out"]
+    assert torch.equal(fxplug.load(tmp_path / "out").a.weight, small(0).a.weight)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "graph.json", "model.safetensors", "graph.txt"])
