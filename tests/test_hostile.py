@@ -27,7 +27,7 @@ from fxplug.signatures import evaluate, parsed
 
 
 def test_hostile_artifacts_do_nothing():
-    assert fuzz_artifacts.fuzz_artifacts(40, 0) == []
+    assert fuzz_artifacts.fuzz_artifacts(40, 0, wide=False) == []
 
 
 def test_the_watch_sees_what_it_is_for(tmp_path):
