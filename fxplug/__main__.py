@@ -274,12 +274,11 @@ def _changed(folder: Path, allow: list[str] | None, save: bool = True) -> Iterat
     Adapters(module)  # which says so where there are no slots
     yield module
     if save:
-        import yaml
-
         from .artifact import save as write
+        from .source import read_yaml
 
         config = folder / "config.yaml"
-        write(module, folder, config=yaml.safe_load(config.read_text("utf-8")) if config.is_file() else None)
+        write(module, folder, config=read_yaml(config).data if config.is_file() else None)
 
 
 def _weight(text: str) -> tuple[str, float]:

@@ -280,7 +280,7 @@ def _sha256(path: Path) -> str:
 def _yaml(config: Mapping[str, Any]) -> str:
     try:
         return str(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, TypeError, ValueError) as error:
         raise ArtifactError(f"the configuration holds something that is not plain data: {error}") from None
 
 

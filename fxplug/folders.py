@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import glob
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .manifest import FIXED, MANIFEST
+from .temporary import folder
 
 try:
     import fcntl
@@ -30,43 +28,30 @@ def replaced(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent):
-        _clean(target)
-        work = Path(tempfile.mkdtemp(prefix=f"{_temporary(target)}{os.getpid()}-", dir=target.parent))
-        mine = contextlib.ExitStack()
-        mine.enter_context(_locked(work))  # tells others that its process lives
-    with mine:
-        try:
-            yield work
-            mode = 0o666 & ~_umask()
-            for path in work.iterdir():
-                path.chmod(mode)
-            work.chmod(0o777 & ~_umask())
-            for path in (*work.iterdir(), work):
-                _sync(path)
-            with _locked(target.parent):
-                _keep_others(target, work)
-                _swap(work, target)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+        _restore(target)
+    with folder(f".{target.name}.saving-", target.parent) as work:
+        yield work
+        mode = 0o666 & ~_umask()
+        for path in work.iterdir():
+            path.chmod(mode)
+        work.chmod(0o777 & ~_umask())
+        for path in (*work.iterdir(), work):
+            _sync(path)
+        with _locked(target.parent):
+            _keep_others(target, work)
+            _swap(work, target)
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, wait: bool = True) -> Iterator[bool | None]:
-    """Hold a folder against others who ask for it too; the system lets go of it when the process ends, however it does.
-
-    Gives whether it is held; None where the system cannot tell, as on some network file systems.
-    """
-    handle, held = None, None
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a folder against others who ask for it too, where the system can: on some network file systems it cannot."""
+    handle = None
     try:
-        with contextlib.suppress(PermissionError, IsADirectoryError):
-            handle = os.open(folder, os.O_RDONLY)
-        if fcntl is not None and handle is not None:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-                held = True
-            except OSError as error:
-                held = False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-        yield held
+        with contextlib.suppress(OSError):
+            handle = os.open(path, os.O_RDONLY)
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
     finally:
         if handle is not None:
             os.close(handle)
@@ -81,10 +66,6 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _temporary(target: Path) -> str:
-    return f".{target.name}.saving-"
-
-
 def _old(target: Path) -> Path:
     return target.with_name(f".{target.name}.old")
 
@@ -95,29 +76,14 @@ def _umask() -> int:
     return mask
 
 
-def _clean(target: Path) -> None:
-    """Remove what saves left that were killed, and bring back a folder that was between its two renames."""
-    for path in target.parent.glob(f"{glob.escape(_temporary(target))}*"):
-        process = path.name.removeprefix(_temporary(target)).partition("-")[0]
-        with contextlib.suppress(FileNotFoundError), _locked(path, wait=False) as free:
-            if free or (free is None and not (process.isdigit() and _alive(int(process)))):
-                shutil.rmtree(path, ignore_errors=True)
+def _restore(target: Path) -> None:
+    """Bring back a folder that was between its two renames when a save was killed."""
     old = _old(target)
     if old.exists():
         if target.exists():
             shutil.rmtree(old)
         else:
             os.rename(old, target)
-
-
-def _alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _keep_others(target: Path, work: Path) -> None:
@@ -166,6 +132,6 @@ def _exchange(a: Path, b: Path) -> bool:
     return bool(rename(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0)
 
 
-def recovered(folder: Path) -> Path:
-    old = _old(folder.absolute())
-    return old if not folder.exists() and old.is_dir() else folder
+def recovered(target: Path) -> Path:
+    old = _old(target.absolute())
+    return old if not target.exists() and old.is_dir() else target

@@ -8,9 +8,10 @@ import operator
 from typing import Any
 
 from torch import fx
+from torch.overrides import TorchFunctionMode
 
 from . import ops, targets
-from .errors import ArtifactError
+from .errors import ArtifactError, shown
 from .limits import DEFAULT, Limits
 
 READ = 64  # bits of a size, and of a number that the caller gives
@@ -123,3 +124,25 @@ def _of(value: Any, known: dict[fx.Node, Bits]) -> Bits:
     if isinstance(value, (list, tuple)):
         return max((bits for bits in (_of(v, known) for v in value) if bits is not None), default=0)
     return 0
+
+
+class Budget(TorchFunctionMode):
+    """Ends a constructor that makes more than its file says."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls -= 1
+        if self.calls < 0:
+            raise ArtifactError("it makes more than the tensors that the file has for it")
+        return func(*args, **(kwargs or {}))
+
+
+def check_size(value: Any, limit: int, what: str) -> None:
+    """Refuse a whole number beyond `limit` among the values of an argument. Raises ArtifactError."""
+    if isinstance(value, int) and abs(value) > limit:
+        raise ArtifactError(f"graph.json: {what} is {shown(value)}; more than {limit} is not read")
+    for member in value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ():
+        check_size(member, limit, what)

@@ -1,25 +1,21 @@
-"""What belongs to an artifact, by its manifest; and JSON from strangers."""
+"""What belongs to an artifact, by its manifest."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from .errors import ArtifactError, shown
 from .limits import DEFAULT, Limits
+from .reading import about, parse_json
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 FIXED = ("model.safetensors", "graph.json", "graph.txt", "config.yaml", "config.json")
 CODE = {".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".bin", ".sh"}
 PASS_NAME = re.compile(r"^[A-Za-z_][\w\-]*\Z", re.ASCII)
-TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # one that does not end goes to the end: no second try
-MARKS = b"[]{},"
 
 
 @contextlib.contextmanager
@@ -65,39 +61,7 @@ def listed(manifest: dict[str, Any], folder: object) -> dict[str, tuple[int, str
 
 def parse(data: bytes, name: str = "graph.json", limits: Limits = DEFAULT) -> dict[str, Any]:
     """The object of a JSON text, within the limits. Raises ArtifactError, which names the file `name`."""
-    _check_bounds(data, name, limits)
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ArtifactError(f"{name} says something twice in one object")
-        return found
-
-    def refuse(constant: str) -> Any:
-        raise ArtifactError(f"{name} holds {constant}, which is no JSON")
-
-    try:
-        found = json.loads(data, object_pairs_hook=unique, parse_constant=refuse)
-    except RecursionError:
-        raise ArtifactError(f"{name} is nested too deeply") from None
-    except ValueError as error:
-        raise ArtifactError(f"{name} is no JSON: {shown(str(error), 200)}") from None
+    found = parse_json(data, about(name), limits)
     if type(found) is not dict:
         raise ArtifactError(f"{name} is no JSON object")
     return found
-
-
-def _check_bounds(data: bytes, name: str, limits: Limits) -> None:
-    """Refuse a text before anything is made of it: its values take many times the space of their commas."""
-    if len(data) > limits.json:
-        raise ArtifactError(f"{name} has {len(data)} bytes; more than {limits.json} are not read")
-    bare = TEXT.sub(b"", data)
-    marks = np.frombuffer(bare.translate(None, bytes(set(range(256)) - set(MARKS))), np.uint8)
-    if len(marks) > limits.values:
-        raise ArtifactError(f"{name} has {len(marks)} values; more than {limits.values} are not read")
-    opened = np.isin(marks, np.frombuffer(b"[{", np.uint8)).astype(np.int32)
-    closed = np.isin(marks, np.frombuffer(b"]}", np.uint8)).astype(np.int32)
-    if len(marks) and int(np.cumsum(opened - closed).max()) > limits.depth:
-        raise ArtifactError(f"{name} is nested too deeply: more than {limits.depth} levels are not read")
-    if re.search(rb"\d{%d}" % (limits.digits + 1), bare):
-        raise ArtifactError(f"{name} has a number of more than {limits.digits} digits")

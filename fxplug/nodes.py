@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from . import ops
+from . import checked, ops
 from .errors import TraceError
 from .fakes import Results, fake
 from .journal import Journal
@@ -262,7 +262,7 @@ class Nodes(TorchFunctionMode, Recorder):
             if isinstance(value, list):
                 return plain_items, node_items
             if isinstance(value, PackedSequence):
-                packed = self.node("call_function", PackedSequence, tuple(node_items), {}, self.named("packed"))
+                packed = self.node("call_function", checked.packed_sequence, tuple(node_items), {}, self.named("packed"))
                 return PackedSequence(*plain_items), packed
             return type(value)(*plain_items) if hasattr(value, "_fields") else tuple(plain_items), tuple(node_items)
         if isinstance(value, dict):

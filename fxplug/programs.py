@@ -179,7 +179,7 @@ def reach(root: nn.Module, path: str) -> Any:
             known = key in vars(found) or any(key in vars(base) for base in type(found).__mro__)
             taken = None if known else declared[0]
         if taken is not declared[0]:
-            raise ArtifactError(f"'{path}' is no path of the model: '{key}' is part of every {type(found).__name__}")
+            raise ArtifactError(f"{shown(path)} is no path of the model: {shown(key)} is part of every {type(found).__name__}")
         found = declared[0]
     return found
 

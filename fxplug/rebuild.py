@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.overrides import TorchFunctionMode
 
 from .blocks import Block
 from .errors import ArtifactError, did_you_mean, shown
 from .limits import DEFAULT, Limits
+from .magnitudes import Budget, check_size
 from .module import PLAIN_TYPES, RESERVED, Container, TracedModule, is_plain_attribute, plain_attributes
 from .serialize import check_name, check_path, find_function, function_name, import_class, is_import_path, only_keys
 from .turns import Turns
@@ -396,7 +396,7 @@ class _Reader:
         for name, value in attributes.items():
             check_name(name, f"attribute of {where}")
             if not is_plain_attribute(name, value):
-                raise ArtifactError(f"graph.json: {where} sets '{name}', which is part of every module, or is no plain value")
+                raise ArtifactError(f"graph.json: {where} sets {shown(name)}, a part of every module, or no plain value")
         if type(record.get("classes")) is not list or not record["classes"]:
             raise ArtifactError(f"graph.json: {where} names no class")
         module = Container(tuple(str(c) for c in record["classes"]), attributes)
@@ -412,9 +412,9 @@ class _Reader:
             if name not in known:
                 near = did_you_mean(name, known)
                 raise ArtifactError(f"graph.json: {where}: a {cls.__name__} is not made with {shown(name)}{near}")
-            _check_size(value, self.limits.size, f"'{name}' of {where}")
+            check_size(value, self.limits.size, f"{shown(name)} of {where}")
         try:
-            with _Budget(STEPS * (self.expected[path] + 16)):
+            with Budget(STEPS * (self.expected[path] + 16)):
                 return _construct(cls, arguments)
         except Exception as error:
             raise ArtifactError(f"{where}: {cls.__qualname__} cannot be built again: {shown(str(error), 300)}") from error
@@ -442,27 +442,6 @@ class _Reader:
 STEPS = 64  # calls of torch for each tensor that a constructor is to make
 
 
-class _Budget(TorchFunctionMode):
-    """Ends a constructor that makes more than its file says."""
-
-    def __init__(self, calls: int) -> None:
-        super().__init__()
-        self.calls = calls
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls -= 1
-        if self.calls < 0:
-            raise ArtifactError("it makes more than the tensors that the file has for it")
-        return func(*args, **(kwargs or {}))
-
-
-def _check_size(value: Any, limit: int, what: str) -> None:
-    if isinstance(value, int) and abs(value) > limit:
-        raise ArtifactError(f"graph.json: {what} is {shown(value)}; more than {limit} is not read")
-    for member in value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ():
-        _check_size(member, limit, what)
-
-
 def _set_attribute(module: nn.Module, name: str, value: Any, where: str) -> None:
     """Set what `save` may have found: no attribute that a class or another part of the module answers for.
 
@@ -479,7 +458,7 @@ def _set_attribute(module: nn.Module, name: str, value: Any, where: str) -> None
         and name in BY_NAME
         or not (inherited is None or isinstance(inherited, PLAIN_TYPES) and isinstance(value, (*PLAIN_TYPES, list, tuple)))
     ):
-        raise ArtifactError(f"graph.json: {where} sets '{name}', which is part of every module of its class")
+        raise ArtifactError(f"graph.json: {where} sets {shown(name)}, which is part of every module of its class")
     vars(module)[name] = value
 
 

@@ -249,8 +249,8 @@ class Recording(Nodes):
 
     def target(self, func: Any, method: str | None, nodes: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
         """A public name for what was called: FX op, target, and the arguments in that target's order."""
-        if func in targets.names():
-            return "call_function", func, nodes
+        if listed := targets.listed(func):
+            return "call_function", listed, nodes
         if method is not None:
             if method in targets.DUNDERS:
                 function, swapped = targets.DUNDERS[method]
@@ -260,8 +260,8 @@ class Recording(Nodes):
             if not method.startswith("_"):
                 return "call_method", method, nodes
         public = getattr(torch, getattr(func, "__name__", ""), None)
-        if public in targets.names():
-            return "call_function", public, nodes
+        if listed := targets.listed(public):
+            return "call_function", listed, nodes
         if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
             return "call_function", func, nodes
         owner = sys.modules.get(getattr(func, "__module__", None) or "")

@@ -61,7 +61,7 @@ def only_keys(data: Any, known: Iterable[str], where: str) -> dict[str, Any]:
     known = list(known)
     for key in data:
         if key not in known:
-            raise ArtifactError(f"graph.json: {where} has an unexpected entry '{key}'{did_you_mean(key, known)}")
+            raise ArtifactError(f"graph.json: {where} has an unexpected entry {shown(key)}{did_you_mean(key, known)}")
     return data
 
 
@@ -267,7 +267,7 @@ class GraphReader:
         meta = self._meta(record.get("meta", {}))
         target = self._target(op, name, record.get("target"), meta)
         if op == "call_method" and not (args and isinstance(args[0], fx.Node)):
-            raise ArtifactError(f"graph.json: node '{name}' calls the method '{target}' of nothing")
+            raise ArtifactError(f"graph.json: node '{name}' calls the method {shown(target)} of nothing")
         if op in COUNTS and (kwargs or len(args) not in COUNTS[op]):
             raise ArtifactError(f"graph.json: node '{name}' has arguments that a {op} cannot have")
         node = graph.create_node(op, target, args, kwargs, name=name)
@@ -293,10 +293,10 @@ class GraphReader:
                 raise ArtifactError(f"graph.json: {shown(target)} is not a method that a graph may call{near}")
         elif op == "get_attr":
             if check_path(target, "attribute") not in self.tensors:
-                raise ArtifactError(f"graph.json: node '{name}' reads '{target}', which is no tensor of the artifact")
+                raise ArtifactError(f"graph.json: node '{name}' reads {shown(target)}, which is no tensor of the artifact")
         elif op == "call_module":
             if check_path(target, "module path") not in self.modules:
-                raise ArtifactError(f"graph.json: node '{name}' calls '{target}', which is no module of the artifact")
+                raise ArtifactError(f"graph.json: node '{name}' calls {shown(target)}, which is no module of the artifact")
         elif op == "placeholder":
             plain = check_name(target.removeprefix("*").removeprefix("*") if type(target) is str else target, "argument")
             if plain in ("self", "torch"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import os
 import stat
 from collections.abc import Iterator
@@ -17,18 +16,12 @@ from .errors import ArtifactError, printable, shown
 from .folders import recovered
 from .limits import DEFAULT, Limits
 from .manifest import CODE, MANIFEST, listed, parse
+from .reading import about, reported, size_of
+from .weightfiles import header, in_file
 
 TRIES = 100  # how often a folder may be replaced while its files are opened
 PIECE = 1 << 24
 HERE = os.open in os.supports_dir_fd and os.listdir in os.supports_fd  # files of an opened folder can be opened
-# what safetensors calls the types; https://github.com/huggingface/safetensors#format
-TYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32", "I16": "int16",
-    "I8": "int8", "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}  # fmt: skip
-DTYPES: dict[str, torch.dtype] = {name: vars(torch)[value] for name, value in TYPES.items() if value in vars(torch)}
 
 
 class Snapshot:
@@ -44,7 +37,7 @@ class Snapshot:
     def json(self, name: str) -> dict[str, Any]:
         """The object in a file. Raises ArtifactError."""
         file, digest = self.files[name]
-        data = _read_json(file, name, self.limits)
+        data = _text(file, name, self.limits)
         _check(name, hashlib.sha256(data), digest)
         return parse(data, name, self.limits)
 
@@ -63,7 +56,10 @@ class Snapshot:
         """
         file, digest = self.files[name]
         found = hashlib.sha256()
-        for key, dtype, shape, size in _header(file, name, found, self.limits):
+        head = header(file, about(name), self.limits)
+        found.update(head.start)
+        for key, record in sorted(head.records.items(), key=in_file):
+            dtype, size = record.dtype, record.size
             memory = torch.empty(size, dtype=torch.uint8)
             view = memory.numpy().data
             done = 0
@@ -73,7 +69,7 @@ class Snapshot:
             if done < size:
                 raise ArtifactError(f"{name} became shorter while it was read")
             # another byte than 0 or 1 is no bool, and torch does not look
-            yield key, (memory.ne(0) if dtype is torch.bool else memory.view(dtype)).reshape(shape)
+            yield key, (memory.ne(0) if dtype is torch.bool else memory.view(dtype)).reshape(record.shape)
         _check(name, found, digest)
 
 
@@ -125,11 +121,11 @@ def _open_files(folder: Path, home: int | None, stack: contextlib.ExitStack, lim
     if MANIFEST not in names:
         raise ArtifactError(f"{folder} is no artifact: it has no {MANIFEST}")
     manifest = _open(folder, home, MANIFEST, stack)
-    files = listed(parse(_read_json(manifest, MANIFEST, limits), MANIFEST, limits), folder)
+    files = listed(parse(_text(manifest, MANIFEST, limits), MANIFEST, limits), folder)
     opened = {}
     for name, (size, digest) in files.items():
         file = _open(folder, home, name, stack)
-        found = os.fstat(file.fileno()).st_size
+        found = size_of(file)
         if found != size:
             what = "truncated: the copy is incomplete" if found < size else "longer than it was"
             raise ArtifactError(f"{name} has {found} bytes instead of {shown(size)}; it is {what}")
@@ -156,71 +152,23 @@ def _open(folder: Path, home: int | None, name: str, stack: contextlib.ExitStack
         raise ArtifactError(f"{name} is missing from {folder}") from None
     except OSError as error:
         raise ArtifactError(f"{name} cannot be read: {error.strerror}") from None
-    file = stack.enter_context(os.fdopen(handle, "rb", buffering=0))
+    file = stack.enter_context(os.fdopen(handle, "rb"))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         raise ArtifactError(f"{name} is no plain file")
     return file
 
 
-def _read_json(file: BinaryIO, name: str, limits: Limits) -> bytes:
-    size = os.fstat(file.fileno()).st_size
+def _text(file: BinaryIO, name: str, limits: Limits) -> bytes:
+    raises, size = about(name), size_of(file)
     if size > limits.json:
-        raise ArtifactError(f"{name} has {size} bytes; more than {limits.json} are not read")
-    return _read(file, size, name)
-
-
-def _read(file: BinaryIO, size: int, name: str) -> bytes:
-    data = bytearray()
-    try:
-        while len(data) < size and (piece := file.read(size - len(data))):
-            data += piece
-    except OSError as error:
-        raise ArtifactError(f"{name} cannot be read: {error.strerror}") from None
+        raise raises(f"has {size} bytes, and more than {limits.json} are not read; see Limits")
+    with reported(raises):
+        data = file.read(size)
     if len(data) < size:
-        raise ArtifactError(f"{name} became shorter while it was read")
-    return bytes(data)
+        raise raises("became shorter while it was read")
+    return data
 
 
 def _check(name: str, found: Any, digest: str) -> None:
     if found.hexdigest() != digest:
         raise ArtifactError(f"{name} is not as it was written: its SHA-256 differs from the manifest's")
-
-
-def _header(file: BinaryIO, name: str, found: Any, limits: Limits) -> list[tuple[str, torch.dtype, list[int], int]]:
-    """Name, dtype, shape and bytes of each tensor of a safetensors file, in the order in which they lie there."""
-    size = os.fstat(file.fileno()).st_size
-    start = _read(file, min(size, 8), name)
-    length = int.from_bytes(start, "little")
-    if size < 8 or length > size - 8:
-        raise ArtifactError(f"{name} claims a header of {length} bytes, which a file of {size} bytes cannot have")
-    if length > limits.json:
-        raise ArtifactError(f"{name} has a header of {length} bytes; more than {limits.json} are not read")
-    text = _read(file, length, name)
-    found.update(start + text)
-    records = parse(text, f"the header of {name}", limits)
-    records.pop("__metadata__", None)
-    if len(records) > limits.tensors:
-        raise ArtifactError(f"{name} has {len(records)} tensors; more than {limits.tensors} are not read")
-    rows, end = [], 0
-    for key, record in sorted(records.items(), key=lambda item: _offsets(item, name)):
-        begin, last = _offsets((key, record), name)
-        dtype, shape = record.get("dtype"), record.get("shape")
-        if type(dtype) is not str or dtype not in DTYPES:
-            raise ArtifactError(f"{name}: {shown(key)} has the unknown type {shown(dtype)}")
-        if type(shape) is not list or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape) or len(shape) > limits.depth:
-            raise ArtifactError(f"{name}: {shown(key)} has the shape {shown(shape)}")
-        if begin != end or last - begin != math.prod(shape) * DTYPES[dtype].itemsize:
-            raise ArtifactError(f"{name}: {shown(key)} lies at {begin} to {last}, where its {shown(shape)} do not fit")
-        rows.append((key, DTYPES[dtype], shape, last - begin))
-        end = last
-    if end != size - 8 - length:
-        raise ArtifactError(f"{name} has {size} bytes, and its header speaks of {8 + length + end}")
-    return rows
-
-
-def _offsets(item: tuple[str, Any], name: str) -> tuple[int, int]:
-    key, record = item
-    offsets = record.get("data_offsets") if type(record) is dict else None
-    if type(offsets) is not list or len(offsets) != 2 or not all(type(n) is int and n >= 0 for n in offsets):
-        raise ArtifactError(f"{name} does not say where {shown(key)} lies")
-    return offsets[0], offsets[1]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from . import ops
+from . import checked, ops
 
 # factories take no tensor, so torch.overrides lists them among the functions it ignores
 FACTORIES = """arange as_tensor bartlett_window blackman_window complex empty empty_strided eye full hamming_window
@@ -37,13 +37,17 @@ MATH = "sqrt log log2 log10 exp pow sin cos tan atan ceil floor trunc gcd fabs".
 MATH_FUNCTIONS = {name: getattr(math, name) for name in MATH}
 # functions that are in none of these namespaces
 PRIVATE: dict[str, Callable[..., Any]] = {
-    "torch._weight_norm": torch._weight_norm,
     "torch._C._nn.pad_sequence": torch._C._nn.pad_sequence,
     "torch._pack_padded_sequence": torch._pack_padded_sequence,
-    "torch._pad_packed_sequence": torch._pad_packed_sequence,
     "torch.autograd.grad": torch.autograd.grad,
-    "torch.nn.utils.rnn.PackedSequence": PackedSequence,
     "torch.Size": torch.Size,
+}
+# functions that trust their callers, by public name, with what a graph calls in their place
+CHECKED: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "torch._weight_norm": (torch._weight_norm, checked.weight_norm),
+    "torch._pad_packed_sequence": (torch._pad_packed_sequence, checked.pad_packed_sequence),
+    "torch.nn.utils.rnn.PackedSequence": (PackedSequence, checked.packed_sequence),
+    **{f"torch.{f.__name__}": (f, checked.recurrent(f)) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }
 # methods of Tensor that reach beyond its values: memory by address, other libraries, hooks, other processes, Python's calls
 OUTSIDE = frozenset(
@@ -102,6 +106,7 @@ def functions() -> dict[str, Callable[..., Any]]:
     table.update({f"operator.{n}": getattr(operator, n) for n in OPERATORS})
     table.update({f"math.{n}": function for n, function in MATH_FUNCTIONS.items()})
     table.update(PRIVATE)
+    table.update({name: function for name, (_, function) in CHECKED.items()})
     table["builtins.round"] = builtins.round
     table["builtins.pow"] = builtins.pow
     table.update({f"fxplug.ops.{n}": getattr(ops, n) for n in OPS})
@@ -110,11 +115,17 @@ def functions() -> dict[str, Callable[..., Any]]:
 
 @cache
 def names() -> dict[Any, str]:
-    """The public dotted name of every function in `functions()`."""
-    table: dict[Any, str] = {}
+    """The public dotted name of every function in `functions()`, and of those that some of them check the arguments of."""
+    table: dict[Any, str] = {function: name for name, (function, _) in CHECKED.items()}
     for name, function in functions().items():
         table.setdefault(function, name)
     return table
+
+
+def listed(function: Any) -> Callable[..., Any] | None:
+    """The function that a graph calls for this one, or None where it may not."""
+    name = names().get(function)
+    return functions()[name] if name is not None else None
 
 
 @cache

@@ -23,7 +23,8 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16,
     "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 
 
@@ -39,10 +40,14 @@ class Record:
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says is in it. `about` is its metadata."""
+    """What a safetensors file says is in it. `about` is its metadata.
+
+    `start` is what the header was read from: the bytes before those of the first tensor.
+    """
 
     records: Mapping[str, Record]
     about: Mapping[str, str]
+    start: bytes
 
 
 def read(
@@ -75,12 +80,14 @@ def header(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> Header:
     """The header of a safetensors file, checked: every byte behind it belongs to one tensor, whose shape takes just so many."""
     total = size_of(file)
     file.seek(0)
-    length = int.from_bytes(file.read(8), "little")
+    start = file.read(8)
+    length = int.from_bytes(start, "little")
     if total < 8 or length > total - 8:
         raise raises(f"cannot be read: it claims a header of {length} bytes, which a file of {total} bytes cannot have")
     if length > limits.json:
         raise raises(f"has a header of {length} bytes, and more than {limits.json} are not read; see Limits")
-    found = parse_json(file.read(length), lambda finding: raises(f"cannot be read: its header {finding}"), limits)
+    start += file.read(length)
+    found = parse_json(start[8:], lambda finding: raises(f"cannot be read: its header {finding}"), limits)
     if type(found) is not dict:
         raise raises("cannot be read: its header is no JSON object")
     said = found.pop("__metadata__", {})
@@ -90,14 +97,19 @@ def header(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> Header:
         raise raises(f"has {len(found)} tensors, and more than {limits.tensors} are not read; see Limits")
     records = {name: _record(name, entry, 8 + length, raises, limits) for name, entry in found.items()}
     at = 8 + length
-    for name, record in sorted(records.items(), key=lambda item: (item[1].offset, item[1].size)):
+    for name, record in sorted(records.items(), key=in_file):
         if record.offset != at:
             raise raises(f"is damaged: the bytes of {shown(name)} do not begin where those before it end")
         at += record.size
     if at != total:
         what = "truncated" if at > total else "longer than its tensors"
         raise raises(f"is {what}: it has {total} bytes, and its header tells of {at}")
-    return Header(records, said)
+    return Header(records, said, start)
+
+
+def in_file(item: tuple[str, Record]) -> tuple[int, int]:
+    """A key that sorts the records of a header by where their bytes are."""
+    return item[1].offset, item[1].size
 
 
 def _record(name: str, entry: Any, start: int, raises: Raises, limits: Limits) -> Record:

@@ -22,19 +22,19 @@ SECONDS = 20  # of processor time for one case
 MEMORY = 4 << 30  # beyond what the process has
 
 
-def fuzz_artifacts(cases: int, seed: int) -> list[str]:
-    """Try that many cases; what went wrong, each with the number of its case."""
+def fuzz_artifacts(cases: int, seed: int, wide: bool = True) -> list[str]:
+    """Try that many cases, `wide` with models of the zoo too; what went wrong, each with the number of its case."""
     wrong: list[str] = []
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
-        hostile.bases(home)
+        hostile.bases(home, wide)
         first, last = seed, seed + cases
         while first < last:
             pid = os.fork()
             if not pid:
                 try:
-                    _batch(home, first, min(first + BATCH, last))
+                    _batch(home, first, min(first + BATCH, last), wide)
                 except BaseException:
                     traceback.print_exc()
                 finally:
@@ -52,7 +52,7 @@ def fuzz_artifacts(cases: int, seed: int) -> list[str]:
     return wrong
 
 
-def _batch(home: Path, first: int, last: int) -> None:
+def _batch(home: Path, first: int, last: int, wide: bool) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -69,7 +69,7 @@ def _batch(home: Path, first: int, last: int) -> None:
             rows.write(json.dumps([number, "begun", []]) + "\n")
             folder = home / "case"
             shutil.rmtree(folder, ignore_errors=True)
-            base = hostile.case(number, folder, home)
+            base = hostile.case(number, folder, home, wide)
             torch.manual_seed(number)
             signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
             result, found = hostile.outcome(folder, base, watch)

@@ -13,7 +13,7 @@ import os
 import random
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,21 +78,35 @@ class Base:
 
     files: dict[str, bytes]
     args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+ZOO = ("timm/vision_transformer", "timm/mobilevit", "diffusers/UNet2DConditionModel-sd15")
 
 
 @cache
-def bases(folder: Path) -> list[Base]:
-    """The artifacts that are changed: small ones, with adapters, slots and both modes among them."""
+def bases(folder: Path, wide: bool = False) -> list[Base]:
+    """The artifacts that are changed: small ones, with adapters, slots and both modes among them.
+
+    With `wide` models of the zoo are among them.
+    """
     torch.manual_seed(0)
     x, tokens = torch.randn(2, 4), torch.randint(0, 11, (2, 6))
     linears, layers = fxplug.trace(Linears().eval(), x), fxplug.trace(Layers().eval(), tokens)
     made = [(linears, (x,)), (layers, (tokens,))]
     for name, options in (("lora", {"rank": 2}), ("lora", {"rank": 2, "slots": 2}), ("oft", {"block_size": 2}), ("ia3", {})):
         made.append((fxplug.apply(linears, fxplug.load_pass(name, at="*", **options)), (x,)))
+    calls = [(module, args, {}) for module, args in made]
+    if wide:
+        import zoo
+
+        for case in (case for case in zoo.cases() if case.name in ZOO):
+            args, kwargs = case.inputs()
+            calls.append((fxplug.trace(case.build(), *args, **kwargs), args, kwargs))
     found = []
-    for index, (module, args) in enumerate(made):
+    for index, (module, args, kwargs) in enumerate(calls):
         path = fxplug.save(module, folder / f"base{index}")
-        found.append(Base({file.name: file.read_bytes() for file in path.iterdir()}, args))
+        found.append(Base({file.name: file.read_bytes() for file in path.iterdir()}, args, kwargs))
     return found
 
 
@@ -355,10 +369,10 @@ def split(data: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
-def case(seed: int, folder: Path, base: Path) -> Base:
-    """Write the hostile artifact of that number into an empty folder."""
+def case(seed: int, folder: Path, base: Path, wide: bool = False) -> Base:
+    """Write the hostile artifact of that number into an empty folder; `wide` as in `bases`."""
     r = random.Random(seed)
-    known = bases(base)
+    known = bases(base, wide)
     chosen = known[r.choice([0, 0, 1, *range(len(known))])]
     files = dict(chosen.files)
     document = json.loads(files["graph.json"])
@@ -467,7 +481,7 @@ def outcome(folder: Path, base: Base, watch: Watch) -> tuple[str, list[str]]:
         wrong.append(f"refused after {spent:.1f} s")
     if result == "ran":
         try:
-            module(*base.args)
+            module(*base.args, **base.kwargs)
         except NameError as error:
             wrong.append(f"the code has a name that is not there: {error}")
         except PLAIN_ERRORS:

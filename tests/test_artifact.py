@@ -598,7 +598,7 @@ def test_code_has_no_place(folder: Path) -> None:
 def test_deep_and_huge_json(folder: Path) -> None:
     (folder / "graph.json").write_text("[" * 200_000 + "]" * 200_000)
     restamp(folder)
-    refused(folder, "nested too deeply")
+    refused(folder, "nested more than 64 deep")
     refused(folder, "more than 100 are not read", limits=fxplug.Limits(json=100))
 
 

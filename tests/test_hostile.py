@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import resource
+import signal
 import sys
 import threading
 import time
@@ -26,7 +27,7 @@ from fxplug.signatures import evaluate, parsed
 
 
 def test_hostile_artifacts_do_nothing():
-    assert fuzz_artifacts.fuzz(150, 0) == []
+    assert fuzz_artifacts.fuzz_artifacts(40, 0, wide=False) == []
 
 
 def test_the_watch_sees_what_it_is_for(tmp_path):
@@ -77,19 +78,7 @@ def test_any_name_of_a_child_or_tensor_is_that_child_or_tensor(key, tmp_path):
     assert torch.equal(fxplug.load(fxplug.save(gm, tmp_path / "out"))(x), model(x))
 
 
-TAKEN = [
-    "to_folder",
-    "recompile",
-    "forward",
-    "train",
-    "_modules",
-    "_call_impl",
-    "graph",
-    "adapters",
-    "code",
-    "meta",
-    "training",
-]
+TAKEN = ["to_folder", "_modules", "_call_impl", "graph", "training"]
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -161,6 +150,50 @@ def test_modes_of_torch_are_left_in_order(folder):  # noqa: F811
 
 def test_functions_that_trust_their_callers_are_not_listed():
     assert not [n for n in (*targets.functions(), *targets.methods()) if "fbgemm" in n or "quantized_" in n or n == "index"]
+
+
+V, G, ROWS, SIZES = torch.ones(3, 4), torch.ones(3, 1), torch.ones(4, 2), torch.tensor([2, 1, 1])
+LAYER = ([torch.ones(1, 2, 2)] * 2, [torch.ones(8, 2)] * 2, False, 1, 0.0, False, False)
+SOUND = {
+    "torch._weight_norm": (V, G, 0),
+    "torch._pad_packed_sequence": (ROWS, SIZES, False, 0.0, 3),
+    "torch.nn.utils.rnn.PackedSequence": (ROWS, SIZES),
+    "torch.lstm": (ROWS, SIZES, *LAYER),
+}
+BATCHES = [[], [2, 1, 2, 1, 2, 1], [5], [-1, 5], [4, 0], [[2], [2]], 4, [0, 4], [2**62, 2**62, 2**62, 2**62, 4]]
+NORMS = [(G[:1], 0), (G, 1), (V, 0), (G, -1), (G, 2), (G, 9), (G.to("meta"), 0)]
+ODD = [
+    *[("torch._weight_norm", (V, *args)) for args in NORMS],
+    ("torch._weight_norm", (torch.tensor(1.0), torch.tensor(1.0), -1)),
+    *[
+        (name, (ROWS, torch.tensor(sizes, dtype=torch.int64), *args[2:]))
+        for sizes in BATCHES
+        for name, args in SOUND.items()
+        if args[0] is ROWS
+    ],
+]
+
+
+def test_functions_that_trust_their_callers_are_called_with_what_they_take():
+    """Without the checks most of these read or write memory that is not theirs."""
+    for name, args in SOUND.items():
+        targets.functions()[name](*args)
+    for name, args in ODD:
+        with pytest.raises(fxplug.GuardError):
+            targets.functions()[name](*args)
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_weight_norm_is_what_it_was(dim, tmp_path):
+    with pytest.warns(FutureWarning):
+        model = nn.utils.weight_norm(nn.Linear(4, 4), dim=dim).eval()
+    x = torch.randn(2, 4)
+    gm = fxplug.trace(model, x)
+    loaded = fxplug.load(fxplug.save(gm, tmp_path / "out"))
+    assert '"torch._weight_norm"' in (tmp_path / "out" / "graph.json").read_text()
+    assert torch.equal(gm(x), model(x)) and torch.equal(loaded(x), model(x))
+    again = fxplug.save(loaded, tmp_path / "again")
+    assert all((again / f.name).read_bytes() == f.read_bytes() for f in (tmp_path / "out").iterdir())
 
 
 # --- budgets
@@ -338,6 +371,59 @@ def test_several_saves_into_one_folder_and_loads_meanwhile(tmp_path):
     done.set()
     reader.join()
     assert errors == [] and [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def forked(act):
+    """The process that does this."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        act()
+        code = 0
+    except SystemExit as error:
+        code = int(error.code)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    finally:
+        os._exit(code)
+
+
+def test_processes_that_save_into_one_folder_and_load_meanwhile(tmp_path):
+    modules, out = [small(0), small(1)], tmp_path / "out"
+    fxplug.save(modules[0], out)
+
+    def save(module):
+        for _ in range(5):
+            fxplug.save(module, out)
+
+    savers = [forked(lambda module=module: save(module)) for module in modules]
+    codes = []
+    while len(codes) < len(savers):
+        found = fxplug.load(out).state_dict()
+        assert any(all(torch.equal(found[k], v) for k, v in m.state_dict().items()) for m in modules)
+        codes += [status for pid, status in [os.waitpid(-1, os.WNOHANG)] if pid in savers]
+    assert codes == [0, 0] and os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_save_that_is_ended_leaves_nothing(number, tmp_path, monkeypatch):
+    fxplug.save(small(0), tmp_path / "out")
+    read, write = os.pipe()
+
+    def wait(*args):
+        os.write(write, b"x")
+        time.sleep(60)
+
+    monkeypatch.setattr("fxplug.artifact.save_file", wait)
+    saver = forked(lambda: fxplug.save(small(1), tmp_path / "out"))
+    os.read(read, 1)
+    assert len(os.listdir(tmp_path)) == 2
+    os.kill(saver, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(saver, 0)[1]) == 128 + number
+    assert os.listdir(tmp_path) == ["out"]
+    assert torch.equal(fxplug.load(tmp_path / "out").a.weight, small(0).a.weight)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "graph.json", "model.safetensors", "graph.txt"])

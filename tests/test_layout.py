@@ -14,8 +14,8 @@ PATHS = {".".join(f.relative_to(PACKAGE).with_suffix("").parts): f for f in sort
 FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 # A module imports only from modules to its left.
 ORDER = """
-    errors limits turns reading source structure ops paths rules spec blitz_line blitz_pass sections settings config targets
-    wording sizes fakes archives pickled weightfiles onnxfiles
+    errors limits turns reading source structure ops checked paths rules spec blitz_line blitz_pass sections settings config
+    targets wording sizes fakes archives pickled weightfiles onnxfiles
     adapting.updates adapting.renaming adapting.fitting adapting.finding adapting.adapter_files adapting.switching
     alone journal state restore watching frozen
     module nodes dtypes recording regions modes entry surroundings selfcheck tracing printing
@@ -26,8 +26,8 @@ ORDER = """
     lowerings.deltas lowerings.absorbing lowerings.folding lowerings.shadowing
     cutting lowerings.packing lowerings.choosing lowerings.outlining lowerings.nesting slicing caching
     lowerings.sharding lowerings.batchnorms lowerings.tuning lowerings.lowering
-    manifest folders snapshot values programs magnitudes serialize rebuild artifact
-    temporary sinks machines expressions signatures packed packages exporting models checks flow pages
+    manifest temporary folders snapshot values programs magnitudes serialize rebuild artifact
+    sinks machines expressions signatures packed packages exporting models checks flow pages
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
     compat.drivers compat.builtin compat.entries compat.hcp_config compat.everydream
     training.draws
