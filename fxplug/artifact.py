@@ -25,7 +25,7 @@ from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, parse, wrapped
 from .module import Container, TracedModule
 from .programs import reach
 from .rebuild import fill, foreign_classes, read_modules, write_modules
-from .serialize import GraphReader, only_keys, write_graph
+from .serialize import GraphReader, check_calls, only_keys, write_graph
 from .snapshot import Snapshot, snapshot
 from .turns import held
 from .values import Unportable, decode, encode, portable, whole
@@ -109,10 +109,9 @@ def check_savable(module: TracedModule) -> list[str]:
     """
     module = unlowered(module)
     _tensors(module, _pass_names(module), values=False)
-    stacks: list[Any] = []
     try:
         for graph in module.graphs.values():
-            write_graph(graph, stacks)
+            check_calls(graph)
         encode(module.meta.get("passes", []))
         return foreign_classes(module)
     except Unportable as error:

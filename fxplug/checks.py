@@ -71,9 +71,10 @@ def verify(
     `export`; with `compile`, one graph under `torch.compile(fullgraph=True)`, by capture alone.
 
     Values are needed for neutrality only: on meta weights or inputs it is reported as skipped. Both modules are then called
-    with the same seed on copies of inputs and state: in evaluation twice, the second time with gradients; in training; and
-    with channels-last copies of 4-D and 5-D inputs. Other shapes, dtypes and devices than the example's are not tried, nor
-    are values of gradients. Nothing is left changed.
+    with the same seed on copies of inputs and state: in evaluation twice, the second time with gradients; in training, where
+    anything in them can know of it; and with channels-last copies of 4-D and 5-D inputs, where passes map a parameter or
+    stand at such values. Other shapes, dtypes and devices than the example's are not tried, nor are values of gradients.
+    Nothing is left changed.
 
     Raises VerifyError, with the report as its `report`, when something does not hold.
     """

@@ -161,7 +161,18 @@ def _key(stack: Any) -> str:
     return repr(stack)
 
 
+def check_calls(graph: fx.Graph) -> None:
+    """Raise ArtifactError for a node whose target or arguments have no JSON form."""
+    for node in graph.nodes:
+        _write_call(node)
+
+
 def _write_node(node: fx.Node, stacks: list[Any], known: dict[str, int]) -> dict[str, Any]:
+    record, meta = _write_call(node), _write_meta(node, stacks, known)
+    return {**record, "meta": meta} if meta else record
+
+
+def _write_call(node: fx.Node) -> dict[str, Any]:
     record = {"name": node.name, "op": node.op, "target": _write_target(node)}
     try:
         if node.args:
@@ -170,8 +181,7 @@ def _write_node(node: fx.Node, stacks: list[Any], known: dict[str, int]) -> dict
             record["kwargs"] = {k: encode(v) for k, v in node.kwargs.items()}
     except Unportable as error:
         raise ArtifactError(f"the node '{node.name}' cannot be saved: {error}") from None
-    meta = _write_meta(node, stacks, known)
-    return {**record, "meta": meta} if meta else record
+    return record
 
 
 def _write_target(node: fx.Node) -> Any:

@@ -298,10 +298,21 @@ def test_verify_finds_nothing_and_one_graph_is_captured(case):
     whole = case.made.name == "lora" or case.base is small.vit()  # capture takes seconds
     report = fxplug.verify(case.base.gm, case.new, *case.call, compile=whole)
     status = {c.name: c.status for c in report.checks}
+    reason = next(c.detail for c in report.checks if c.name == "neutral")
     neutral = "ok" if case.new.meta["passes"][-1]["neutral"] else "skipped"
     able = dict.fromkeys(("lint", "base", "shapes", "saved", "exported"), "ok")
     assert status == {**able, "neutral": neutral} | ({"one graph": "ok"} if whole else {})
+    name = case.made.name
+    assert reason.startswith({"ok": f"outputs are torch.equal ({name})", "skipped": f"{name} changes the output"}[neutral])
     assert not (case.name in LOUD and neutral == "ok") and not (case.name in NEUTRAL and neutral != "ok")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in shipped("passes") if cases_of(name)[0][0] != "vit" and name != "lora"])
+def test_one_graph_is_captured_of_every_other_pass(name):
+    case = made_once(name, 0)
+    report = fxplug.verify(case.base.gm, case.new, *case.call)
+    assert {c.name: c.status for c in report.checks}["one graph"] == "ok"
 
 
 def test_it_exports(case):

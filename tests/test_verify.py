@@ -365,7 +365,7 @@ def local():
     ("model", "kind", "saved", "exported"),
     [
         (Base, None, "ok", "ok"),
-        (Gradient, None, "cannot", "cannot"),
+        (Gradient, None, "ok", "cannot"),
         (WithDtype, None, "ok", "cannot"),
         (Base, local(), "cannot", "ok"),
     ],
