@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -274,12 +275,10 @@ def _changed(folder: Path, allow: list[str] | None, save: bool = True) -> Iterat
     Adapters(module)  # which says so where there are no slots
     yield module
     if save:
-        import yaml
-
         from .artifact import save as write
+        from .flow import saved_config
 
-        config = folder / "config.yaml"
-        write(module, folder, config=yaml.safe_load(config.read_text("utf-8")) if config.is_file() else None)
+        write(module, folder, config=saved_config(folder))
 
 
 def _weight(text: str) -> tuple[str, float]:
@@ -408,7 +407,12 @@ def convert(
 
     done = run(file, model=model, part=part, inputs=dict(map(read_input, input or [])), out=out)
     with reported(lambda finding: SpecError(f"{out} {finding}"), "cannot be written"):
-        out.write_text(done.text, "utf-8")
+        beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")  # so that the old file stays where the new one has no room
+        try:
+            beside.write_text(done.text, "utf-8")
+            os.replace(beside, out)
+        finally:
+            beside.unlink(missing_ok=True)
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
     print(f"saved in {out}" if model else f"saved in {out}; its model is left to write")
