@@ -407,15 +407,24 @@ def convert(
 
     done = run(file, model=model, part=part, inputs=dict(map(read_input, input or [])), out=out)
     with reported(lambda finding: SpecError(f"{out} {finding}"), "cannot be written"):
-        beside = out.with_name(f".{out.name}.{os.getpid()}.tmp")  # so that the old file stays where the new one has no room
-        try:
-            beside.write_text(done.text, "utf-8")
-            os.replace(beside, out)
-        finally:
-            beside.unlink(missing_ok=True)
+        _write(out, done.text)
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
     print(f"saved in {out}" if model else f"saved in {out}; its model is left to write")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole, or leave it as it was; into what is no file, such as a pipe, it is written straight."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, "utf-8")
+        return
+    target = Path(os.path.realpath(path))
+    beside = target.with_name(f".{os.getpid()}.tmp")
+    try:
+        beside.write_text(text, "utf-8")
+        os.replace(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _read(config: str, set: list[str] | None) -> Config:

@@ -151,7 +151,7 @@ def attacked(call, size: int = 0):
 
 
 def attacks(name: str, one, cases: int, seed: int) -> list[str]:
-    """Run `one(seed, folder)` so many times, from this seed on; a line for each miss. `one` tells the outcome and what is wrong."""
+    """Run `one(seed, folder)`, which tells the outcome and what is wrong, so many times; a line for each miss."""
     counts: Counter[str] = Counter()
     misses: list[str] = []
     with tempfile.TemporaryDirectory() as top:
