@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import threading
 import time
@@ -275,10 +276,9 @@ def _changed(folder: Path, allow: list[str] | None, save: bool = True) -> Iterat
     yield module
     if save:
         from .artifact import save as write
-        from .source import read_yaml
+        from .flow import saved_config
 
-        config = folder / "config.yaml"
-        write(module, folder, config=read_yaml(config).data if config.is_file() else None)
+        write(module, folder, config=saved_config(folder))
 
 
 def _weight(text: str) -> tuple[str, float]:
@@ -407,10 +407,24 @@ def convert(
 
     done = run(file, model=model, part=part, inputs=dict(map(read_input, input or [])), out=out)
     with reported(lambda finding: SpecError(f"{out} {finding}"), "cannot be written"):
-        out.write_text(done.text, "utf-8")
+        _write(out, done.text)
     for note in done.notes:
         print(f"note: {note}", file=sys.stderr)
     print(f"saved in {out}" if model else f"saved in {out}; its model is left to write")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole, or leave it as it was; into what is no file, such as a pipe, it is written straight."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, "utf-8")
+        return
+    target = Path(os.path.realpath(path))
+    beside = target.with_name(f".{os.getpid()}.tmp")
+    try:
+        beside.write_text(text, "utf-8")
+        os.replace(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _read(config: str, set: list[str] | None) -> Config:

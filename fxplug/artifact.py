@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 
 from . import __version__
@@ -24,8 +22,10 @@ from .lowerings.shadowing import unlowered
 from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, parse, wrapped
 from .module import Container, TracedModule
 from .programs import reach
+from .reading import Raises, reported
 from .rebuild import fill, foreign_classes, read_modules, write_modules
 from .serialize import GraphReader, check_calls, only_keys, write_graph
+from .sinks import save_file
 from .snapshot import Snapshot, snapshot
 from .turns import held
 from .values import Unportable, decode, encode, portable, whole
@@ -56,15 +56,13 @@ def save(
         raise ArtifactError(f"save takes a traced module, not a {type(module).__name__}: fxplug.trace(model, inputs) makes one")
     module = unlowered(module)
     target = Path(folder).absolute()
-    _check_target(target, overwrite)
+    raises = _unwritten(folder)
+    with reported(raises, "cannot be written"):
+        _check_target(target, overwrite)
     document, files = _document(module)
     _check_readable(module, document)
-    try:
-        with replaced(target) as work:
-            _write_files(work, module, document, files, config)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ArtifactError(f"{folder} cannot be written: {reason}; what was there is as it was") from error
+    with reported(raises, "cannot be written"), replaced(target) as work:
+        _write_files(work, module, document, files, config)
     return Path(folder)
 
 
@@ -308,6 +306,10 @@ def _readable(module: TracedModule) -> str:
             title = {"eval": "evaluation", "train": "training"}[name] if len(module.graphs) == 2 else "both modes"
             parts.append(f"# {title}\n{module.graphs[mode].python_code('self').src.strip()}\n")
     return "\n".join(parts)
+
+
+def _unwritten(folder: str | os.PathLike[str]) -> Raises:
+    return lambda finding: ArtifactError(f"{folder} {finding}; what was there is as it was")
 
 
 def _check_target(target: Path, overwrite: bool) -> None:

@@ -81,12 +81,22 @@ def rewrite(
     return result
 
 
+def saved_config(folder: str | Path) -> dict[str, Any] | None:
+    """The configuration in the folder of a saved rewrite, as plain data; None where there is none. SpecError for no such."""
+    file = Path(folder) / "config.yaml"
+    if not file.exists():
+        return None
+    read = read_yaml(file)
+    if not isinstance(read.data, dict):
+        raise SpecError("this is no configuration: it has no keys", where=read.where())
+    return read.data
+
+
 def saved_inputs(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Example inputs for a saved rewrite, as the configuration in its folder has them. Builds and imports nothing."""
-    file = Path(folder) / "config.yaml"
-    if not file.is_file():
+    read = saved_config(folder)
+    if read is None:
         raise SpecError(f"'{folder}' was saved without a configuration, so its example inputs are not known")
-    read = read_yaml(file).data
     kept = {key: read[key] for key in ("inputs", "device", "dtype", "seed", "mode") if key in read}
     return example_inputs(load_config({"model": "the saved one", **kept}), module)
 

@@ -23,6 +23,7 @@ DTYPES = {
 PACKED = {4: torch.float32, 10: torch.float64}
 VARINTS = {5: (torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool), 7: (torch.int64,)}
 RAW, EXTERNAL = 9, 14
+WORD = (1 << 64) - 1
 
 
 def read(path: Path, raises: Raises, *, meta: bool = False, limits: Limits = DEFAULT) -> dict[str, Tensor]:
@@ -75,7 +76,7 @@ class _Reader:
             byte = self.file.read(1)[0]
             value |= (byte & 127) << shift
             if byte < 128:
-                return value
+                return value & WORD
             shift += 7
         raise self.broken()
 
@@ -118,7 +119,7 @@ class _Reader:
         data = self.bytes(span, 1 << 16)
         made, value, shift = [], 0, 0
         for byte in data:
-            value |= (byte & 127) << shift
+            value |= (byte & 127) << shift & WORD
             shift += 7
             if byte < 128:
                 made.append(value - (1 << 64) if value >> 63 else value)
@@ -159,7 +160,7 @@ class _Reader:
             elif number in (RAW, *PACKED, *VARINTS):
                 data, where = value, number if data is None else -1
         dtype = DTYPES.get(kind)
-        sound = all(0 <= n < 1 << 40 for n in shape) and len(shape) <= 64
+        sound = len(shape) <= 64 and min(shape, default=0) >= 0 and math.prod(max(n, 1) for n in shape) < 1 << 58
         if dtype is None or not sound or where not in (0, RAW) and dtype not in (PACKED.get(where), *VARINTS.get(where, ())):
             raise self.raises(f"cannot be read: {shown(name)} has a dtype, a shape or a form that is not read")
         count = math.prod(shape)

@@ -12,6 +12,7 @@ import yaml
 from .errors import SpecError
 from .flow import Result, rewrite
 from .printing import diff, parameters
+from .reading import Raises, reported
 from .spec import REQUIRED, Draft, open_pass, shipped
 
 LINES = 24  # so much of the diff is shown
@@ -52,11 +53,16 @@ def write(folder: str | Path) -> list[Path]:
     """Write the pages of all shipped passes into a folder, one file each."""
     files = []
     for name in shipped("passes"):
-        file = Path(folder) / f"{name}.md"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(page(name))
+        file, text = Path(folder) / f"{name}.md", page(name)
+        with reported(_unwritten(file), "cannot be written"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, "utf-8")
         files.append(file)
     return files
+
+
+def _unwritten(file: Path) -> Raises:
+    return lambda finding: SpecError(f"{file} {finding}")
 
 
 def _papers(data: dict[str, Any]) -> list[str]:

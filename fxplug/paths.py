@@ -19,6 +19,7 @@ from .reading import Raises
 SLOW_PATTERN_SECONDS = 0.5  # of CPU time, for all patterns of a file together
 WAITED = 10.0  # seconds that a busy machine may take for them
 WAYS = 1_000_000  # so many ways to match a name can be tried here
+LENGTH = 128  # characters of a name, in what is reckoned of them
 EACH = "*"  # a key that stands for each member of a value
 WHOLE = ":"  # a last key that stands for the whole value, with all its members
 
@@ -161,6 +162,19 @@ def select(pattern: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
     return {name: match.groupdict() for name in names if (match := regex.match(name))}
 
 
+def searched(expression: str, names: Iterable[str], raises: Raises) -> set[str]:
+    """The names that a regular expression is found in anywhere, as by `re.search`, in bounded time.
+
+    Raises what `raises` makes for one that is none, or backtracks without end.
+    """
+    names = list(names)
+    check_expression(expression, raises)
+    if _is_risky(expression, starts=LENGTH):
+        (found,) = first_matches([[expression]], names, raises, anywhere=True)
+        return set(found)
+    return {name for name in names if re.search(expression, name)}
+
+
 def _select_sliced(pattern: str, regex: re.Pattern[str], names: list[str]) -> dict[str, dict[str, str]]:
     slices = {}
     for number, part in enumerate(PARTS.split(pattern)):
@@ -197,14 +211,15 @@ def _numbers(pattern: str, part: str, text: str, prefix: str, counts: dict[str, 
     return range(count)[slice(start, stop, step)]
 
 
-def _is_risky(expression: str) -> bool:
-    """Whether an expression may take long to compile, or to match: a short one that tries few ways does neither."""
+def _is_risky(expression: str, starts: int = 1) -> bool:
+    """Whether an expression may take long to compile, or to match from so many places of a name on: a short one that tries few
+    ways does neither."""
     if len(expression) > 512 or re.search(r"\(\?[a-zA-Z]*i", expression):
         return True
     from re import _parser  # type: ignore[attr-defined]
 
     try:
-        return ways(_parser.parse(expression)) > WAYS
+        return starts * ways(_parser.parse(expression)) > WAYS
     except (re.error, OverflowError, RecursionError):
         return False  # `compile_pattern` says what is wrong with it
 
@@ -224,7 +239,7 @@ def check_expression(text: str, raises: Raises) -> None:
         raise raises(f"is not a regular expression: {getattr(error, 'msg', error)}{place}") from None
 
 
-def ways(item: object, length: int = 128) -> float:
+def ways(item: object, length: int = LENGTH) -> float:
     """At most so many ways does a parsed expression have to match a name of that length: what it may try before it gives up."""
     if isinstance(item, tuple) and len(item) == 2 and str(item[0]) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
         low, high, body = item[1]
@@ -243,10 +258,10 @@ def ways(item: object, length: int = 128) -> float:
 
 
 def first_matches(
-    groups: Sequence[Sequence[str]], names: Sequence[str], raises: Raises
+    groups: Sequence[Sequence[str]], names: Sequence[str], raises: Raises, anywhere: bool = False
 ) -> list[dict[str, tuple[int, dict[str, str]]]]:
-    """For each group of regular expressions: which of them is the first that matches a name from its start, and what its
-    groups caught; a name that none matches is left out.
+    """For each group of regular expressions: which of them is the first that matches a name from its start (or
+    `anywhere` in it), and what its groups caught; a name that none matches is left out.
 
     They run in a process of their own that ends by itself, as `re` cannot be interrupted from inside: neither matching nor
     compiling them takes longer than SLOW_PATTERN_SECONDS. Raises what `raises` makes for those that would, or that are none.
@@ -254,7 +269,7 @@ def first_matches(
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _PROGRAM],
-            input=json.dumps([SLOW_PATTERN_SECONDS, groups, names]),
+            input=json.dumps([SLOW_PATTERN_SECONDS, "search" if anywhere else "match", groups, names]),
             capture_output=True,
             text=True,
             encoding="utf-8",
@@ -279,7 +294,7 @@ def first_matches(
 # a process without a handler ends when its CPU time is used up, also in the middle of a match
 _PROGRAM = """
 import json, re, sys
-seconds, groups, names = json.load(sys.stdin)
+seconds, method, groups, names = json.load(sys.stdin)
 try:
     import resource, signal
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -298,7 +313,7 @@ for group in groups:
     found.append({})
     for name in names:
         for index, regex in enumerate(group):
-            match = regex.match(name)
+            match = getattr(regex, method)(name)
             if match:
                 found[-1][name] = index, match.groupdict()
                 break

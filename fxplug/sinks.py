@@ -1,13 +1,17 @@
-"""A file that torch writes into: a full disk is an error then, and not the end of the process."""
+"""Files that torch and safetensors write: a full disk is an OSError then, and neither a text nor the end of the process."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
+
+from safetensors import SafetensorError, torch
+from torch import Tensor
 
 
 class Sink(io.RawIOBase):
@@ -49,3 +53,14 @@ def written(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             raise sink.error
         file.flush()
         os.fsync(file.fileno())
+
+
+def save_file(tensors: dict[str, Tensor], path: str | os.PathLike[str]) -> None:
+    """Write a safetensors file. Raises OSError where that failed, which safetensors tells as text."""
+    try:
+        torch.save_file(tensors, path)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None

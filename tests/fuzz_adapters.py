@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import struct
-import tempfile
 import zipfile
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import torch
-from hostile_files import ODD, PATTERNS, attacked
+from hostile_files import ODD, PATTERNS, attacked, attacks
 from torch import nn
 
 import fxplug
@@ -327,19 +324,4 @@ def one(seed: str, folder: Path) -> tuple[str, str]:
 def fuzz_adapters(cases: int, seed: int) -> list[str]:
     """Run so many cases, from this seed on; a line for each miss."""
     modules()
-    counts: Counter[str] = Counter()
-    misses: list[str] = []
-    with tempfile.TemporaryDirectory() as top:
-        for number in range(-20, cases):  # the first ones import what is needed later
-            folder = Path(top) / "case"
-            folder.mkdir()
-            outcome, wrong = one(str(seed + number if number >= 0 else f"first-{number}"), folder)
-            shutil.rmtree(folder)
-            if number < 0:
-                continue
-            counts[outcome] += 1
-            if wrong:
-                misses.append(f"{seed + number}: {wrong}")
-                print(f"adapters {misses[-1]}", flush=True)
-    print(f"adapters: {cases} cases, {dict(counts)}, {len(misses)} misses")
-    return misses
+    return attacks("adapters", one, cases, seed)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-import tempfile
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import yaml
-from hostile_files import ODD, PATTERNS, attacked
+from hostile_files import ODD, PATTERNS, attacked, attacks
 
 from fxplug.config import load_config
 from fxplug.spec import load_pass, shipped
@@ -125,16 +123,4 @@ def fuzz_configs(cases: int, seed: int) -> list[str]:
     for kind, name, _ in files():
         if kind == "configs":
             load_config(name)
-    counts: Counter[str] = Counter()
-    misses: list[str] = []
-    with tempfile.TemporaryDirectory() as top:
-        for number in range(-20, cases):  # the first ones import what is needed later
-            outcome, wrong = one(str(seed + number if number >= 0 else f"first-{number}"), Path(top))
-            if number < 0:
-                continue
-            counts[outcome] += 1
-            if wrong:
-                misses.append(f"{seed + number}: {wrong}")
-                print(f"configs {misses[-1]}", flush=True)
-    print(f"configs: {cases} cases, {dict(counts)}, {len(misses)} misses")
-    return misses
+    return attacks("configs", one, cases, seed)

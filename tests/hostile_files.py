@@ -5,9 +5,13 @@ from __future__ import annotations
 import encodings.unicode_escape  # noqa: F401  (messages ask for it, now and then for the first time)
 import os
 import resource
+import shutil
 import signal
 import sys
+import tempfile
+from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 
 from fxplug.errors import FxplugError
 from fxplug.paths import _PROGRAM
@@ -144,3 +148,23 @@ def attacked(call, size: int = 0):
     elif len(text) > 12_000:
         wrong = f"a message of {len(text)} characters"
     return result, refused, wrong
+
+
+def attacks(name: str, one, cases: int, seed: int) -> list[str]:
+    """Run `one(seed, folder)`, which tells the outcome and what is wrong, so many times; a line for each miss."""
+    counts: Counter[str] = Counter()
+    misses: list[str] = []
+    with tempfile.TemporaryDirectory() as top:
+        for number in range(-20, cases):  # the first ones import what is needed later
+            folder = Path(top) / "case"
+            folder.mkdir()
+            outcome, wrong = one(str(seed + number if number >= 0 else f"first-{number}"), folder)
+            shutil.rmtree(folder)
+            if number < 0:
+                continue
+            counts[outcome] += 1
+            if wrong:
+                misses.append(f"{seed + number}: {wrong}")
+                print(f"{name} {misses[-1]}", flush=True)
+    print(f"{name}: {cases} cases, {dict(counts)}, {len(misses)} misses")
+    return misses

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import fuzz_adapters
 import fuzz_configs
+import fuzz_files
 import pytest
 import torch
 from hostile_files import attacked
@@ -23,9 +24,9 @@ from fxplug.paths import select
 from fxplug.source import parse_yaml
 
 
-@pytest.mark.parametrize("attack", [fuzz_adapters.fuzz_adapters, fuzz_configs.fuzz_configs])
+@pytest.mark.parametrize("attack", [fuzz_adapters.fuzz_adapters, fuzz_configs.fuzz_configs, fuzz_files.fuzz_files])
 def test_a_sample_of_the_attacks(attack, capsys):
-    assert attack(50, 7) == 0, capsys.readouterr().out
+    assert attack(50, 7) == [], capsys.readouterr().out
 
 
 def nested(value):

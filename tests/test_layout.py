@@ -26,8 +26,8 @@ ORDER = """
     lowerings.deltas lowerings.absorbing lowerings.folding lowerings.shadowing
     cutting lowerings.packing lowerings.choosing lowerings.outlining lowerings.nesting slicing caching
     lowerings.sharding lowerings.batchnorms lowerings.tuning lowerings.lowering
-    manifest temporary folders snapshot values programs magnitudes serialize rebuild artifact
-    sinks machines expressions signatures packed packages exporting models checks flow pages
+    manifest temporary folders sinks snapshot values programs magnitudes serialize rebuild artifact
+    machines expressions signatures packed packages exporting models checks flow pages
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
     compat.drivers compat.builtin compat.entries compat.hcp_config compat.everydream
     training.draws

@@ -8,7 +8,6 @@ its host, and its methods are run once, while the graph is written. The names an
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, cast
@@ -16,7 +15,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
-from ..errors import SpecError
+from ..errors import SpecError, shown
+from ..paths import searched
 
 
 class Ref:
@@ -92,16 +92,22 @@ class WrapablePlugin:
     ) -> Iterator[tuple[str, nn.Module]]:
         """`named_modules` without what has a path that `exclude_key` (a regular expression) is found in, and what is in it."""
         memo = set() if memo is None else memo
-        excluded = exclude_key is not None and re.search(exclude_key, prefix)
-        if self in memo or excluded or isinstance(self, exclude_classes):
-            return
-        if remove_duplicate:
-            memo.add(self)
-        yield prefix, self
-        for name, child in self._modules.items():
-            if child is not None:
-                path = f"{prefix}.{name}" if prefix else name
-                yield from cls.named_modules_with_exclude(child, memo, path, remove_duplicate, exclude_key, exclude_classes)
+        excluded: set[str] = set()
+        if exclude_key is not None:
+            paths = [path for path, _ in self.named_modules(prefix=prefix, remove_duplicate=False)]
+            excluded = searched(exclude_key, paths, lambda finding: SpecError(f"exclude_key {shown(exclude_key)} {finding}"))
+
+        def walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+            if module in memo or path in excluded or isinstance(module, exclude_classes):
+                return
+            if remove_duplicate:
+                memo.add(module)
+            yield path, module
+            for name, child in module._modules.items():
+                if child is not None:
+                    yield from walk(child, f"{path}.{name}" if path else name)
+
+        yield from walk(self, prefix)
 
     @classmethod
     def wrap_model(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..errors import SpecError, TraceError, did_you_mean
+from ..errors import SpecError, TraceError, did_you_mean, shown
+from ..paths import searched
 from ..spec import import_target
 from .hcp import BasePluginBlock, MultiPluginBlock, PatchPluginBlock, PluginBlock, SinglePluginBlock
 
@@ -159,7 +159,9 @@ class _Inputs(dict[str, Any]):
 
 
 def _refuse_excluded(site: Site, exclude_key: str | None) -> None:
-    if exclude_key is not None and re.search(exclude_key, site.path):
+    if exclude_key is None:
+        return
+    if searched(exclude_key, [site.path], lambda finding: SpecError(f"exclude_key {shown(exclude_key)} {finding}")):
         raise SpecError(
             f"wrap_model leaves out '{site.path}' (exclude_key '{exclude_key}'), and a pass cannot: list the layers, or "
             "convert with --model, which does"

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from .. import reading, weightfiles
 from ..errors import TrainError
 from ..folders import replaced
 from ..limits import DEFAULT, Limits
+from ..sinks import save_file, written
 from .data.seeding import random_state, random_state_kept, seed_all, set_random_state
 
 FORMAT = 1
@@ -45,7 +45,8 @@ def write(folder: Path, made: Checkpoint, keep: int) -> Path:
         save_file(_contiguous(made.weights), work / "weights.safetensors")
         if made.ema:
             save_file(_contiguous(made.ema), work / "ema.safetensors")
-        torch.save({"state": made.state, "random": made.random}, work / "state.pt")
+        with written(work / "state.pt") as file:
+            torch.save({"state": made.state, "random": made.random}, file)
         text = json.dumps({"format": FORMAT, **made.progress}, indent=1)
         (work / "progress.json").write_text(text, "utf-8")
     for old in found(folder)[:-keep]:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from ..artifact import save
 from ..errors import TrainError
+from ..reading import reason
 from ..settings import written
 from .checkpoint import PREFIX, Checkpoint, differences, found, plain_random_state, read, set_plain_random_state, write
 from .launch import gathered
@@ -36,8 +37,10 @@ def keep(trainer: Trainer) -> None:
     made = _snapshot(trainer)
     place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.step}
     if trainer.first:
+        path = None
         with _reported(trainer, f"checkpoint of step {trainer.progress.step}"):
             path = write(trainer.out / "checkpoints", made, trainer.settings.save.keep)
+        if path is not None:
             trainer.plugins.call("on_model_save", path=path, **place)
 
 
@@ -158,25 +161,30 @@ def _fill(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def _reported(trainer: Trainer, what: str) -> Iterator[None]:
-    """Tell a disk that is full from other errors: the run stops with what is still there, or goes on, as told."""
+    """Tell an error of the system's: the run stops with what is still there. On a full disk it may go on, as told."""
     try:
         yield
     except Exception as error:
-        if not _is_full(error):
+        found_error = _system_error(error)
+        if found_error is None:
             raise
+        full = found_error.errno in FULL
         kept = found(trainer.out / "checkpoints") if trainer.out else []
         last = f"the newest checkpoint is '{kept[-1]}'" if kept else "there is no checkpoint yet"
-        text = f"the {what} could not be written, the disk is full ({error}); {last}"
+        why = "the disk is full" if full else reason(found_error)
+        text = f"the {what} could not be written, {why} ({error}); {last}"
+        if not full:
+            raise TrainError(f"{text}; make the folder writable and resume") from error
         if trainer.settings.save.on_full_disk == "stop":
             raise TrainError(f"{text}; make room and resume, or set save.on_full_disk: continue") from error
         trainer.watch.note(f"{text}; the run goes on")
 
 
-def _is_full(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in FULL
-    # safetensors and torch write with code of their own, which gives the system's error as text
-    return any(f"os error {number}" in str(error) for number in FULL) or "PytorchStreamWriter failed" in str(error)
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The error of the system's that another one tells of."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 @contextmanager

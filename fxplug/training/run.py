@@ -11,9 +11,10 @@ from typing import Any
 import yaml
 
 from ..config import Config, load_config, resolved
-from ..errors import SpecError
+from ..errors import SpecError, TrainError
 from ..flow import Step, rewrite
 from ..module import TracedModule
+from ..reading import reported
 from ..settings import Data
 from .checkpoint import found
 from .data.items import open_items, with_classes
@@ -130,5 +131,6 @@ def _start(folder: Path, resume: bool | str | Path) -> Path | None:
 
 
 def _written(folder: Path, plain: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), "utf-8")
+    with reported(lambda finding: TrainError(f"{folder} {finding}"), "cannot be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), "utf-8")
