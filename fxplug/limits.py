@@ -22,7 +22,7 @@ class Limits:
     nodes: int = 65_536  # of one graph
     modules: int = 65_536  # of one graph
     tensors: int = 131_072  # of one weight file
-    opcodes: int = 1_000_000  # steps of one pickle of weights, some 30 a tensor; fields of one ONNX file
+    opcodes: int = 1_000_000  # steps of one pickle of weights, some 30 a tensor; a field of an ONNX file is 4
     digits: int = 4_300  # of one number, as Python's own limit
     update: float = 1e6  # of the most that an adapter changes one weight
     text: int = 4_096  # characters of one name or pattern

@@ -24,6 +24,7 @@ PACKED = {4: torch.float32, 10: torch.float64}
 VARINTS = {5: (torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool), 7: (torch.int64,)}
 RAW, EXTERNAL = 9, 14
 WORD = (1 << 64) - 1
+STEPS = 4  # operations of a pickle that a field takes as long as
 
 
 def read(path: Path, raises: Raises, *, meta: bool = False, limits: Limits = DEFAULT) -> dict[str, Tensor]:
@@ -84,9 +85,10 @@ class _Reader:
         """The fields of a message: a number, or where a text, a message or packed numbers are."""
         at, end = span
         while at < end:
-            self.seen += 1
+            self.seen += STEPS
             if self.seen > self.limits.opcodes:
-                raise self.raises(f"has more than {self.limits.opcodes} fields, which are not read; see Limits")
+                most = self.limits.opcodes // STEPS
+                raise self.raises(f"has more than {most} fields, and so many are not read; see Limits")
             self.file.seek(at)
             tag = self.varint(end)
             kind, value = tag & 7, 0
