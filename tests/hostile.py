@@ -102,7 +102,7 @@ def bases(folder: Path, wide: bool = False) -> list[Base]:
 
         for case in (case for case in zoo.cases() if case.name in ZOO):
             args, kwargs = case.inputs()
-            calls.append((fxplug.trace(case.build(), *args, **kwargs), args, kwargs))
+            calls.append((fxplug.trace(case.build(), args, kwargs), args, kwargs))
     found = []
     for index, (module, args, kwargs) in enumerate(calls):
         path = fxplug.save(module, folder / f"base{index}")

@@ -330,7 +330,7 @@ def test_numbers_that_models_calculate_are_allowed():
     "text", ["9**9**9", "(2**60000)**60000", "-" * 3000 + "1", "L['x'].size()[0]**10**10", "+".join("1" * 900)]
 )
 def test_conditions_of_packages_are_bounded(text):
-    with pytest.raises(fxplug.FxplugError) as error:
+    with pytest.raises((fxplug.FxplugError, ArithmeticError)) as error:
         evaluate(parsed(text), {"x": torch.ones(3)})
     assert len(str(error.value)) < 300
 
