@@ -97,7 +97,7 @@ def saved_inputs(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, .
     read = saved_config(folder)
     if read is None:
         raise SpecError(f"'{folder}' was saved without a configuration, so its example inputs are not known")
-    kept = {key: read[key] for key in ("inputs", "device", "dtype", "seed", "mode") if key in read}
+    kept: dict[str, Any] = {key: read[key] for key in ("inputs", "device", "dtype", "seed", "mode") if key in read}
     return example_inputs(load_config({"model": "the saved one", **kept}), module)
 
 
