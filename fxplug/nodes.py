@@ -147,7 +147,10 @@ class Nodes(TorchFunctionMode, Recorder):
             now = module._buffers.get(key)
             if now is before or now is None or any(f"{path}.".startswith(f"{leaf}.") for leaf in leaves):
                 continue
-            if now.shape != before.shape or now.dtype != before.dtype or self.recorded(now) is None:
+            with torch._C.DisableTorchFunction():
+                sizes = tuple(now.shape)
+                alike = sizes == tuple(before.shape) and now.dtype == before.dtype
+            if not alike or self.recorded(now) is None:
                 continue
             old, new = self.lookup(before), self.lookup(now)
             if old.users:  # what read the old value keeps it
@@ -156,7 +159,7 @@ class Nodes(TorchFunctionMode, Recorder):
                 copy.meta.update(shape=old.meta["shape"], dtype=old.meta["dtype"])
                 for user in [user for user in old.users if user is not copy]:
                     user.replace_input_with(old, copy)
-            for dim, size in enumerate(now.shape):
+            for dim, size in enumerate(sizes):
                 self.decide(self.size_of(new, "size", size, dim))
             self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
 
