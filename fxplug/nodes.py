@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from . import checked, ops
 from .errors import TraceError
 from .fakes import Results, fake
-from .journal import Journal
+from .journal import Journal, storage_of
 from .module import Graph
 from .paths import identifier
 from .sizes import KINDS, Number, Recorder
@@ -104,6 +104,7 @@ class Nodes(TorchFunctionMode, Recorder):
         self.numbers: dict[Any, fx.Node] = {}
         self.guards: set[fx.Node] = set()
         self.overwritten = Journal()  # of real tensors that a run on fakes writes
+        self.memory: dict[int, str] = {}  # the parameter whose memory a storage is
         self.failed = ""  # where an operation raised an error first
         self.device_node: fx.Node | None = None
         self.first_tensor: fx.Node | None = None
@@ -151,7 +152,10 @@ class Nodes(TorchFunctionMode, Recorder):
             now = module._buffers.get(key)
             if now is before or now is None or any(f"{path}.".startswith(f"{leaf}.") for leaf in leaves):
                 continue
-            if now.shape != before.shape or now.dtype != before.dtype or self.recorded(now) is None:
+            with torch._C.DisableTorchFunction():
+                sizes = tuple(now.shape)
+                alike = sizes == tuple(before.shape) and now.dtype == before.dtype
+            if not alike or self.recorded(now) is None:
                 continue
             old, new = self.lookup(before), self.lookup(now)
             if old.users:  # what read the old value keeps it
@@ -160,7 +164,7 @@ class Nodes(TorchFunctionMode, Recorder):
                 copy.meta.update(shape=old.meta["shape"], dtype=old.meta["dtype"])
                 for user in [user for user in old.users if user is not copy]:
                     user.replace_input_with(old, copy)
-            for dim, size in enumerate(now.shape):
+            for dim, size in enumerate(sizes):
                 self.decide(self.size_of(new, "size", size, dim))
             self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
 
@@ -340,8 +344,22 @@ class Nodes(TorchFunctionMode, Recorder):
                 # a fake tensor has no storage to share, and making one anew costs a fraction of a dispatch
                 assert self.mode is not None
                 new = fake(tensor, self.mode, tensor.fake_device, tensor.constant)
+                if (name := self.parameter_of(tensor)) is not None:
+                    self.holds(new, name)
             new._fxplug_of = tensor  # type: ignore[attr-defined]
             return new
+
+    def holds(self, tensor: torch.Tensor, name: str) -> None:
+        """Note that a tensor's memory is that of a parameter."""
+        storage = storage_of(tensor)
+        if storage is not None:
+            self.memory[storage._cdata] = name
+            self.kept.append(storage)
+
+    def parameter_of(self, tensor: torch.Tensor) -> str | None:
+        """The parameter that would be written with a tensor: itself, or what it is a view of."""
+        storage = storage_of(tensor)
+        return None if storage is None else self.memory.get(storage._cdata)
 
     def computed(self, value: Any) -> bool:
         """Whether a tensor depends on the inputs, and not on constants and weights alone."""

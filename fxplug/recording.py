@@ -147,7 +147,8 @@ class Recording(Nodes):
         short = str(method or getattr(func, "__name__", "")).strip("_")
         if short in ("squeeze", "unbind", "split", "chunk"):
             self.guard_parts(short, args, kwargs)
-        given = [x for x in (*plain, *plain_kw.values()) if isinstance(x, torch.Tensor)]
+        several = [x if type(x) in (list, tuple) else (x,) for x in (*plain, *plain_kw.values())]
+        given = [x for some in several for x in some if isinstance(x, torch.Tensor)]
         called = str(method or getattr(func, "__name__", ""))
         writes = called.endswith("_") or called.startswith(("__i", "__set")) or "out" in kwargs or kwargs.get("inplace") is True
         if self.fake and writes:
@@ -157,7 +158,9 @@ class Recording(Nodes):
                         self.overwritten.keep(x)
         versions = [x._version for x in given]
         run = SHAPE_OF_FIRST.get(func) if self.fake else None
-        key = self.results.key(func, plain, plain_kw) if self.fake else None
+        # a remembered result has memory of its own, which does not tell what it is a view of
+        views = any(map(self.parameter_of, given))
+        key = self.results.key(func, plain, plain_kw) if self.fake and not views else None
         remembered = self.results.get(key, self.mode)
         out = remembered
         if remembered is None:
@@ -167,19 +170,26 @@ class Recording(Nodes):
                 if asker(sys._getframe(2)) is not None:
                     self.failed = self.failed or self.place()
                 raise
+        changed = [x for x, before in zip(given, versions, strict=True) if x._version != before]
+        if called.endswith("_") and isinstance(plain[0], list):  # functions on lists count no versions
+            changed += plain[0]
+        if views and (written := next(filter(None, map(self.parameter_of, changed)), None)):
+            raise TraceError(
+                f"{self.place()}: writes the parameter '{written}' in place, and weights are never written by a graph: make it "
+                f"a buffer (register_buffer), whose writes are recorded, or {self.way_out()}"
+            )
         if out is NotImplemented or isinstance(out, KIND_ANSWERS) or short in KIND_QUESTIONS | KIND_TESTS:
             return out
         if isinstance(out, bool) and short.startswith(("is_", "has_", "can_", "_")) and asker(sys._getframe(2)) is None:
             return out  # torch asks for itself, and will ask again
         if short == "is_inference" and self.inference[-1]:
             raise TraceError(f"{self.place()}: asks whether a tensor is one of inference mode: trace outside of inference mode")
-        if out is None and method is None and func not in targets.names():
+        if out is None and method is None and func not in targets.names() and not changed:
             return None
         op, target, nodes = self.target(func, method, nodes)
         short = targets.short_name(target)
-        changed = [x for x, before in zip(given, versions, strict=True) if x._version != before]
         in_place = bool(changed) or getattr(target, "__name__", str(target)).endswith("_")
-        moves = run is not None and any(flag is True for flag in (*plain, *plain_kw.values()))  # running statistics, unseen
+        moves = func in SHAPE_OF_FIRST and any(flag is True for flag in (*plain, *plain_kw.values()))  # running statistics, unseen
         effect = (
             (in_place and not isinstance(out, bool))
             or short in targets.RANDOM

@@ -213,6 +213,7 @@ def _try(
     device = next((t.device for t in [*inputs, *weights] if not t.is_meta), torch.device("cpu"))
     recording = Recording(model, mode, device, measured, results if not tries.autograd else Results(remember=False), tries)
     grad = torch.is_grad_enabled()
+    originals = dict(_named_tensors(model))
     regions = Regions(recording, leaves)
     with undone() as shared, undone(here=True) as stack:
         stack.callback(recording.unmark)
@@ -232,6 +233,8 @@ def _try(
             journal = Journal()
             stack.callback(journal.put_back)
             recording.journal = stack.enter_context(journal)
+        for name, parameter in model.named_parameters():
+            recording.holds(parameter, name)
         shared.enter_context(_patched(recording, regions, training))
         stack.callback(recording.stop)
         stack.enter_context(torch.set_grad_enabled(grad))  # the model is asked in the mode that its caller has
@@ -250,32 +253,48 @@ def _try(
                 raise NeedsValues(text)
             raise TraceError(f"{text}; a graph has one way only: keep the module whole, leaf: [its path]")
         written = state.changes()
+        _refuse_anew(model, originals, recording.parameters, written, leaves)
         if mode is not None and valueless:
             stand_in = functools.partial(_fake_weights, model, mode, device, {}, False)
             selfcheck.check_kept(model, call, state, recording, regions.called, stand_in)
     recording.finish()
-    _refuse_registered(model, written, regions.called)
     return _Traced(recording.graph, recording.constants, regions.called, recording.reads_training, written)
 
 
-def _refuse_registered(model: nn.Module, written: list[Place], whole: set[str]) -> None:
-    """Refuse a forward that gives a module a new parameter, buffer or child: the traced model would be without it."""
+def _refuse_anew(
+    model: nn.Module, originals: dict[str, torch.Tensor], names: dict[int, str], written: list[Place], whole: set[str]
+) -> None:
+    """Refuse a forward that gives a module a parameter, a child or a buffer of its state dict that it did not have: the
+    traced model would be without it.
+
+    `originals` are the model's tensors by name; `names` those of what stands for them in the run, by id.
+    """
     tables = {
-        id(table): (path, kind)
+        id(table): (path, kind, module._non_persistent_buffers_set)
         for path, module in model.named_modules()
         for table, kind in ((module._parameters, "parameter"), (module._buffers, "buffer"), (module._modules, "module"))
     }
     for place in written:
-        path, kind = tables.get(id(place.owner), ("", ""))
+        path, kind, unsaved = tables.get(id(place.owner), ("", "", set()))
         made = place.now()
-        if kind == "module" and not any(True for _ in (*made.parameters(), *made.buffers())):
+        if not kind or (made is None and place.before is MISSING) or any(f"{path}.".startswith(f"{leaf}.") for leaf in whole):
+            continue
+        if kind == "module" and not (isinstance(made, nn.Module) and any(True for _ in _named_tensors(made))):
             continue  # it holds nothing that a graph could be without
-        if kind and place.before is MISSING and made is not None and path not in whole:
-            name = f"{path}.{place.key}" if path else place.key
+        if kind == "buffer" and (place.before is not MISSING or place.key in unsaved):
+            continue  # assigned anew, which is recorded; or a constant
+        if kind == "parameter" and place.before is originals.get(names.get(id(made), "")):
+            continue  # what stands for it
+        name = f"{path}.{place.key}" if path else place.key
+        if place.before is MISSING:
             raise TraceError(
                 f"forward makes the {kind} '{name}' when it is first called, and the graph would be without it: make it in "
                 "__init__, or call the model once before it is traced"
             )
+        raise TraceError(
+            f"forward puts another tensor in the place of the {kind} '{name}', which a graph cannot: make it a buffer "
+            f"(register_buffer), or keep the module whole: leaf: [{path or 'its path'}]"
+        )
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, nn.Module, torch.Tensor]]:

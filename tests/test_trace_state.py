@@ -144,17 +144,6 @@ def input_in_place(m: Any, x: Any) -> Any:
     return m.fc(x)
 
 
-def parameter(m: Any, x: Any) -> Any:
-    with torch.no_grad():
-        m.fc.weight.mul_(0.5)
-    return m.fc(x)
-
-
-def parameter_by_data(m: Any, x: Any) -> Any:
-    m.fc.weight.data.mul_(0.5)
-    return m.fc(x)
-
-
 # --- what makes no difference
 
 
@@ -198,8 +187,7 @@ def forward_replaced(m: Any, x: Any) -> Any:
 
 RECORDED = [
     ema, the_old_value_too, assigned_twice, written_then_assigned, registered, in_the_table, swapped, in_training_only,
-    in_place, view_of_a_buffer, plain_tensor, unused_statistics, input_in_place, parameter, parameter_by_data, kept_output,
-    lazy_table, lazy_buffer, a_size_noted, hook_installed, forward_replaced,
+    in_place, view_of_a_buffer, plain_tensor, unused_statistics, input_in_place, kept_output, lazy_table, lazy_buffer, a_size_noted, hook_installed, forward_replaced,
 ]  # fmt: skip
 
 
@@ -302,6 +290,96 @@ REFUSED = [
 ]  # fmt: skip
 
 
+# --- writes of parameters, which nothing may write but training
+
+
+def parameter(m: Any, x: Any) -> Any:
+    with torch.no_grad():
+        m.fc.weight.mul_(0.5)  # HERE
+    return m.fc(x)
+
+
+def parameter_by_data(m: Any, x: Any) -> Any:
+    m.fc.weight.data.mul_(0.5)  # HERE
+    return m.fc(x)
+
+
+def parameter_detached(m: Any, x: Any) -> Any:
+    m.fc.weight.detach().t()[0] = 1.0  # HERE
+    return m.fc(x)
+
+
+def parameter_flattened(m: Any, x: Any) -> Any:
+    x = x + m.fc.weight.detach().flatten()[:4]
+    m.fc.weight.detach().flatten()[:4].add_(1)  # HERE
+    return m.fc(x)
+
+
+def parameter_as_out(m: Any, x: Any) -> Any:
+    with torch.no_grad():
+        torch.add(m.fc.bias, 1, out=m.fc.bias)  # HERE
+    return m.fc(x)
+
+
+def parameters_in_a_list(m: Any, x: Any) -> Any:
+    with torch.no_grad():
+        torch._foreach_mul_([m.fc.weight, m.fc.bias], 0.5)  # HERE
+    return m.fc(x)
+
+
+def parameter_initialised(m: Any, x: Any) -> Any:
+    nn.init.zeros_(m.fc.bias)  # HERE
+    return m.fc(x)
+
+
+def parameter_of_a_submodule(m: Any, x: Any) -> Any:
+    class Writer(nn.Module):
+        def forward(self, weight: Any) -> None:
+            weight.detach()[0].zero_()  # HERE
+
+    m.table.setdefault("writer", Writer())(m.fc.weight)
+    return m.fc(x)
+
+
+def rows_of_an_embedding(m: Any, x: Any) -> Any:
+    return F.embedding(x.long(), m.fc.weight, max_norm=0.1)  # HERE
+
+
+def parameter_anew(m: Any, x: Any) -> Any:
+    m.fc.weight = nn.Parameter(m.fc.weight * 0.5)
+    return m.fc(x)
+
+
+def parameter_deleted(m: Any, x: Any) -> Any:
+    m.fc.bias = None
+    return m.fc(x)
+
+
+def parameter_made(m: Any, x: Any) -> Any:
+    if not hasattr(m, "gain"):
+        m.gain = nn.Parameter(torch.ones(4))
+    return m.fc(x) * m.gain
+
+
+def buffer_made(m: Any, x: Any) -> Any:
+    if not hasattr(m, "gain"):
+        m.register_buffer("gain", torch.ones(4))
+    return m.fc(x) * m.gain
+
+
+def child_made(m: Any, x: Any) -> Any:
+    if not hasattr(m, "late"):
+        m.late = nn.Linear(4, 4)
+    return m.late(x)
+
+
+WRITTEN = [
+    parameter, parameter_by_data, parameter_detached, parameter_flattened, parameter_as_out, parameters_in_a_list,
+    parameter_initialised, parameter_of_a_submodule, rows_of_an_embedding,
+]  # fmt: skip
+EXCHANGED = [parameter_anew, parameter_deleted, parameter_made, buffer_made, child_made]
+
+
 # --- what is no function of anything that is known
 
 
@@ -377,16 +455,61 @@ def test_state_that_a_graph_has(function: Callable[..., Any], real: bool | None)
             three_calls(copy.deepcopy(model).train(mode), copy.deepcopy(gm).train(mode))
 
 
+def line_of(function: Callable[..., Any]) -> int:
+    lines, start = inspect.getsourcelines(function)
+    return start + next(i for i, text in enumerate(lines) if "# HERE" in text)
+
+
 @pytest.mark.parametrize("real", [None, True])
 @pytest.mark.parametrize("function", REFUSED, ids=lambda f: f.__name__)
 def test_state_that_a_graph_cannot_have(function: Callable[..., Any], real: bool | None) -> None:
-    lines, start = inspect.getsourcelines(function)
-    line = start + next(i for i, text in enumerate(lines) if "# HERE" in text)
     model = Holding(function)
     before = fingerprint(model)
-    with pytest.raises(fxplug.TraceError, match=rf"test_trace_state.py:{line}: .*register_buffer"):
+    with pytest.raises(fxplug.TraceError, match=rf"test_trace_state.py:{line_of(function)}: .*register_buffer"):
         fxplug.trace(model, X(), real=real)
     assert_left(before, model)
+
+
+@pytest.mark.parametrize("where", ["values", "real", "meta"])
+@pytest.mark.parametrize("function", WRITTEN, ids=lambda f: f.__name__)
+def test_a_parameter_that_forward_writes(function: Callable[..., Any], where: str) -> None:
+    model, x = Holding(function), X()
+    if where == "meta":
+        model, x = model.to("meta"), x.to("meta")
+    before = fingerprint(model)
+    with pytest.raises(fxplug.TraceError, match=rf"test_trace_state.py:{line_of(function)}: .*writes the parameter 'fc\."):
+        fxplug.trace(model, x, real=True if where == "real" else None, check=False)
+    assert_left(before, model)
+
+
+@pytest.mark.parametrize("where", ["values", "real", "meta"])
+@pytest.mark.parametrize("function", EXCHANGED, ids=lambda f: f.__name__)
+def test_a_tensor_of_the_state_dict_that_forward_exchanges(function: Callable[..., Any], where: str) -> None:
+    model, x = Holding(function), X()
+    if where == "meta":
+        model, x = model.to("meta"), x.to("meta")
+    before = fingerprint(model)
+    with pytest.raises(fxplug.TraceError, match=r"'(fc\.weight|fc\.bias|gain|late)'|does not report to torch"):
+        fxplug.trace(model, x, real=True if where == "real" else None, check=False)
+    assert_left(before, model)
+
+
+def test_copies_of_parameters_may_be_written() -> None:
+    def forward(m: Any, x: Any) -> Any:
+        weight = m.fc.weight.detach().clone().mul_(2)
+        weight[0] = m.fc.bias.to(torch.float64).mul_(0.5).float()
+        with torch.no_grad():
+            return F.linear(x, weight.t().contiguous().add_(1)) + (m.fc.bias + 1).mul_(2)
+
+    model = Holding(forward)
+    for real in (None, True):
+        three_calls(model, fxplug.trace(model, X(), real=real))
+
+
+def test_a_leaf_may_write_its_own() -> None:
+    model = nn.Sequential(nn.Embedding(4, 4, max_norm=0.1))
+    gm = fxplug.trace(model, torch.arange(4))
+    assert torch.equal(copy.deepcopy(gm)(torch.arange(4)), copy.deepcopy(model)(torch.arange(4)))
 
 
 @pytest.mark.parametrize("function", ODD, ids=lambda f: f.__name__)
