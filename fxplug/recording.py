@@ -189,7 +189,8 @@ class Recording(Nodes):
         op, target, nodes = self.target(func, method, nodes)
         short = targets.short_name(target)
         in_place = bool(changed) or getattr(target, "__name__", str(target)).endswith("_")
-        moves = func in SHAPE_OF_FIRST and any(flag is True for flag in (*plain, *plain_kw.values()))  # running statistics, unseen
+        # running statistics, unseen
+        moves = func in SHAPE_OF_FIRST and any(flag is True for flag in (*plain, *plain_kw.values()))
         effect = (
             (in_place and not isinstance(out, bool))
             or short in targets.RANDOM

@@ -270,7 +270,8 @@ class State:
                 self.note(cell, KINDS[CellType], (link, name))
                 for member in _contents(cell):
                     self.walk(member, (link, name))
-        for part in (function.__dict__, function.__defaults__, function.__kwdefaults__):
+        self.walk(function.__dict__, link)
+        for part in (function.__defaults__, function.__kwdefaults__):
             if part:
                 self.walk(part, link)
 
@@ -306,7 +307,7 @@ class State:
         self.walk_members(members, link)
         for value in members.values():
             if isinstance(value, type) and value.__module__ == space.__name__:
-                self.walk_members(vars(value), (link, value.__qualname__))
+                self.walk_class(value)
 
     def walk_members(self, members: Any, link: Link) -> None:
         for key, value in list(members.items()):

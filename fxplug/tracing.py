@@ -66,13 +66,13 @@ def trace(
         raise TraceError(f"trace takes an nn.Module, not {type(model).__name__}")
     if isinstance(model, TracedModule):
         raise TraceError("this model is traced already; trace the model it came from")
-    for name, tensor in _named_tensors(model):
-        if is_lazy(tensor):
-            raise TraceError(f"'{name}' has no shape before the first call: call the model once before it is traced")
-    args = args if isinstance(args, (tuple, list)) else (args,)
-    call = (tuple(args), dict(kwargs or {}))
-    leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
     with alone(model), undone() as stack:
+        for name, tensor in _named_tensors(model):
+            if is_lazy(tensor):
+                raise TraceError(f"'{name}' has no shape before the first call: call the model once before it is traced")
+        args = args if isinstance(args, (tuple, list)) else (args,)
+        call = (tuple(args), dict(kwargs or {}))
+        leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
         stack.enter_context(no_collection())
         return _trace(model, call, leaves, real, check)
 

@@ -187,7 +187,8 @@ def forward_replaced(m: Any, x: Any) -> Any:
 
 RECORDED = [
     ema, the_old_value_too, assigned_twice, written_then_assigned, registered, in_the_table, swapped, in_training_only,
-    in_place, view_of_a_buffer, plain_tensor, unused_statistics, input_in_place, kept_output, lazy_table, lazy_buffer, a_size_noted, hook_installed, forward_replaced,
+    in_place, view_of_a_buffer, plain_tensor, unused_statistics, input_in_place, kept_output, lazy_table,
+    lazy_buffer, a_size_noted, hook_installed, forward_replaced,
 ]  # fmt: skip
 
 
@@ -660,9 +661,9 @@ def test_the_model_itself_is_called_in_another_thread_meanwhile() -> None:
 
 
 def test_a_trace_inside_a_trace_is_refused() -> None:
-    before = patches()
+    before, inner, x = patches(), nn.Linear(4, 4), X()
     with pytest.raises(fxplug.TraceError, match="inside a trace"):
-        fxplug.trace(Slow(lambda: fxplug.trace(nn.Linear(4, 4), X())), X())
+        fxplug.trace(Slow(lambda: fxplug.trace(inner, x)), X())
     assert patches() == before and fxplug.trace(Slow(), X())
 
 
