@@ -105,6 +105,7 @@ class Nodes(TorchFunctionMode, Recorder):
         self.guards: set[fx.Node] = set()
         self.overwritten = Journal()  # of real tensors that a run on fakes writes
         self.memory: dict[int, str] = {}  # the parameter whose memory a storage is
+        self.views: set[fx.Node] = set()  # parameters and what may be views of them
         self.failed = ""  # where an operation raised an error first
         self.device_node: fx.Node | None = None
         self.first_tensor: fx.Node | None = None
@@ -188,6 +189,8 @@ class Nodes(TorchFunctionMode, Recorder):
 
     def mark(self, tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
         node.meta.update(shape=tuple(tensor.shape), dtype=tensor.dtype)
+        if node.op != "call_module" and not self.views.isdisjoint(node.all_input_nodes):
+            self.views.add(node)
         tensor._fxplug = node  # type: ignore[attr-defined]
         self.marked.append(weakref.ref(tensor))
         return tensor
@@ -213,6 +216,8 @@ class Nodes(TorchFunctionMode, Recorder):
             name = self.parameters.get(id(tensor)) or self.constant(tensor)
             node = self.node("get_attr", name, (), {}, identifier(name))
             node.meta.update(shape=tuple(tensor.shape), dtype=tensor.dtype)
+            if id(tensor) in self.parameters:
+                self.views.add(node)
             self.weights[id(tensor)] = node
             self.kept.append(tensor)
         return node
@@ -358,6 +363,8 @@ class Nodes(TorchFunctionMode, Recorder):
 
     def parameter_of(self, tensor: torch.Tensor) -> str | None:
         """The parameter that would be written with a tensor: itself, or what it is a view of."""
+        if id(tensor) not in self.parameters and self.recorded(tensor) not in self.views:
+            return None  # asking for memory is dear
         storage = storage_of(tensor)
         return None if storage is None else self.memory.get(storage._cdata)
 

@@ -60,20 +60,17 @@ SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
 
 
 @contextlib.contextmanager
-def restored(*models: nn.Module) -> Iterator[State]:
-    """Give back what a run of `forward` changes: attributes, containers, objects the model holds, class attributes,
-    globals and caches of its source files, random generators, settings of torch. None may keep a fake tensor, or a number
-    of this one run. The values of tensors are given back where they are written: see `Journal`.
-
-    Yields what the model holds in any of these places.
+def restored(state: State) -> Iterator[None]:
+    """Give back what a run of `forward` changes in what was noted in `state`: attributes, containers, objects the model holds,
+    class attributes, globals and caches of its source files; and random generators and settings of torch. None may keep a fake
+    tensor, or a number of this one run. The values of tensors are given back where they are written: see `Journal`.
     """
     settings, draws = process_settings(), random_state()
-    state = State(*models)
     for cache in state.caches:
         cache.cache_clear()
-    near = [(cache, cache.cache_info().misses) for cache in state.caches_near()]
+    near = [(cache, cache.cache_info().misses) for cache in state.near]
     try:
-        yield state
+        yield
     finally:
         for cache in state.caches:
             cache.cache_clear()

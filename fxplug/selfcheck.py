@@ -33,26 +33,34 @@ def has_values(model: nn.Module, call: Any) -> bool:
     return not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
 
 
-def check(model: nn.Module, gm: TracedModule, call: Any) -> None:
+def check(model: nn.Module, gm: TracedModule, call: Any, state: State) -> None:
     """Run model and graph twice, each from the same state and random numbers, in the mode that both are in.
 
     The second call has other floating-point inputs, where graph and model take them. Outputs, inputs, buffers, random
     generators and settings of torch must be the same after each call, and what else the model keeps must not matter to
-    its next call. Weights are shared; inputs and buffers are copied.
+    its next call. Weights are shared; inputs and buffers are copied. `state` is what the model holds, in this mode.
 
     Raises TraceError with what differs.
     """
     with undone() as stack, torch.inference_mode(False):
-        state = stack.enter_context(restored(model, gm))
+        # modules that the graph keeps whole are copies, and may keep things as well
+        whole = State(*_whole(gm))
+        stack.enter_context(restored(state))
+        stack.enter_context(restored(whole))
         # what autograd saves is let go at once; a model that differentiates in its forward needs it. A guard may hold
         # what the inputs are to what they were.
         for lean, other in ((True, True), (True, False), (False, True), (False, False)):
-            pair = _Pair(model, gm, call, state, lean, other)
+            pair = _Pair(model, gm, call, state, whole, lean, other)
             try:
                 if pair.compared():
                     return
             finally:
                 pair.rewind()
+
+
+def _whole(gm: TracedModule) -> list[nn.Module]:
+    """The modules that are kept whole and are none of torch's: their code may keep things from call to call."""
+    return [m for m in gm.modules() if not type(m).__module__.startswith(("torch.", "fxplug."))]
 
 
 def check_kept(
@@ -112,8 +120,10 @@ class _Outcome(NamedTuple):
 class _Pair:
     """A model and its graph, called from one state."""
 
-    def __init__(self, model: nn.Module, gm: TracedModule, call: Any, state: State, lean: bool, other: bool) -> None:
-        self.model, self.gm, self.state, self.lean, self.other = model, gm, state, lean, other
+    def __init__(
+        self, model: nn.Module, gm: TracedModule, call: Any, state: State, whole: State, lean: bool, other: bool
+    ) -> None:
+        self.model, self.gm, self.state, self.whole, self.lean, self.other = model, gm, state, whole, lean, other
         self.example = call
         self.tables = {id(m._buffers): (f"{path}." if path else "", m) for path, m in model.named_modules()}
         self.start = random_state(), process_settings()
@@ -144,8 +154,9 @@ class _Pair:
         """Put everything back to before the first call; or to after one, but for what Python code keeps."""
         draws, settings = self.start if to is None else (to.draws, to.settings)
         self.journal.put_back(None if to is None else to.memory)
-        self.state.restore()
-        self.state.restore_tensors()
+        for state in (self.state, self.whole):
+            state.restore()
+            state.restore_tensors()
         set_random_state(draws)
         set_process_settings(settings)
 

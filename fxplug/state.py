@@ -14,6 +14,7 @@ import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -320,7 +321,8 @@ class State:
     def is_ours(self, value: Any) -> bool:
         return type(value).__module__ in self.spaces
 
-    def caches_near(self) -> list[Any]:
+    @cached_property
+    def near(self) -> list[Any]:
         """Caches in the modules that the model's source files import from, and those import from."""
         known = {id(cache) for cache in self.caches}
         found: list[Any] = []
@@ -341,13 +343,13 @@ class State:
         found = []
         for value, kind, before, link in self.notes:
             if isinstance(value, dict):
-                now = _items(value)
-                if not _identical_items(before, now):
-                    found += _differing(value, before, now, link)
+                if type(value) is dict and _identical_items(before, value):
+                    continue  # most are, and need no copy
+                found += _differing(value, before, _items(value), link)
             elif not kind.same(before, kind.note(value)):
                 found.append(Place(value, None, before, link))
         for hooks, before, link in self.hooks:
-            if not _identical_items(before, hooks):
+            if (hooks or before) and not _identical_items(before, hooks):
                 found.append(Place(hooks, None, before, link))
         for owner, members, link in self.members:
             found += _differing(owner, members, _own(owner), link)
@@ -356,9 +358,11 @@ class State:
     def restore(self) -> None:
         """Put everything back, in whatever order it changed."""
         for hooks, before, _ in self.hooks:
-            if not _identical_items(before, hooks):
+            if (hooks or before) and not _identical_items(before, hooks):
                 _put_items(hooks, before)
         for value, kind, before, _ in self.notes:
+            if type(value) is dict and _identical_items(before, value):
+                continue
             if not kind.same(before, kind.note(value)):
                 kind.put(value, before)
         for owner, members, _ in self.members:

@@ -32,7 +32,7 @@ from .recording import NeedsAutograd, NeedsValues, Recording
 from .regions import Regions
 from .restore import restored, same_random
 from .sizes import recorded_math
-from .state import MISSING, Place
+from .state import MISSING, Place, State
 from .structure import leaves as values
 
 
@@ -77,15 +77,26 @@ def trace(
         return _trace(model, call, leaves, real, check)
 
 
+class _Job(NamedTuple):
+    """What all runs of one trace share. `state` is what the model holds before the first, and again after each."""
+
+    model: nn.Module
+    call: Any
+    leaves: set[str]
+    state: State
+    results: Results
+    valueless: bool
+
+
 def _trace(model: nn.Module, call: Any, leaves: set[str], real: bool | None, check: bool) -> TracedModule:
-    results = Results()
     valueless = check and not selfcheck.has_values(model, call)
-    first = _settled(model, call, leaves, real, None, results, valueless)
+    job = _Job(model, call, leaves, State(model), Results(), valueless)
+    first = _settled(job, real, None)
     graphs = {model.training: first}
     twin_error = None
     if first.reads_training:
         try:
-            second = _settled(model, call, leaves, real, not model.training, results, valueless)
+            second = _settled(job, real, not model.training)
         except (FxplugError, RuntimeError, ValueError) as error:
             twin_error = str(error)
         else:
@@ -95,13 +106,13 @@ def _trace(model: nn.Module, call: Any, leaves: set[str], real: bool | None, che
     if not check or valueless:
         return gm
     with selfcheck.mode_reads() as reads:
-        selfcheck.check(model, gm, call)
+        selfcheck.check(model, gm, call, job.state)
     if twin_error is None and (reads or first.reads_training):
         try:
-            with restored(model, gm):
+            with restored(job.state), _as_it_is(gm):
                 model.train(not model.training)
                 gm.train(model.training)
-                selfcheck.check(model, gm, call)
+                selfcheck.check(model, gm, call, State(model))
         except (FxplugError, RuntimeError, ValueError) as error:
             return _assemble(model, {model.training: first}, str(error))
     return gm
@@ -126,13 +137,25 @@ class _Traced(NamedTuple):
         return tuple(node for node in checks if node.args[0] == "torch.is_grad_enabled")
 
 
-def _settled(*args: Any) -> _Traced:
+@contextlib.contextmanager
+def _as_it_is(gm: TracedModule) -> Iterator[None]:
+    """Give a traced module and what is in it the mode back."""
+    modes = [(m, m.training) for m in gm.modules()]
+    try:
+        yield
+    finally:
+        gm.train(modes[0][1])
+        for module, training in modes[1:]:
+            module.training = training
+
+
+def _settled(job: _Job, real: bool | None, training: bool | None) -> _Traced:
     """A recording; one that asks for gradients, as to checkpoint, and is the same without them holds for both."""
-    first = _record(*args)
+    first = _record(job, real, training)
     checks = first.asks_for_gradients()
     if checks and not torch.is_inference_mode_enabled():
         with contextlib.suppress(FxplugError, RuntimeError, ValueError), torch.set_grad_enabled(not torch.is_grad_enabled()):
-            second = _record(*args)
+            second = _record(job, real, training)
             if first.text(checks) == second.text(second.asks_for_gradients()):
                 drop(checks)
     return first
@@ -149,17 +172,15 @@ def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:
     return found
 
 
-def _record(
-    model: nn.Module, call: Any, leaves: set[str], real: bool | None, training: bool | None, results: Results, valueless: bool
-) -> _Traced:
-    inputs = [t for t in values(call) if isinstance(t, torch.Tensor)]
-    on_meta = any(t.is_meta for t in [*model.parameters(), *model.buffers(), *inputs])
+def _record(job: _Job, real: bool | None, training: bool | None) -> _Traced:
+    inputs = [t for t in values(job.call) if isinstance(t, torch.Tensor)]
+    on_meta = any(t.is_meta for t in [*job.model.parameters(), *job.model.buffers(), *inputs])
     if real:
         if on_meta:
             raise TraceError("real=True needs weights and inputs with values, but some are on the meta device: load them first")
-        return _run(model, call, leaves, False, True, training, results)
+        return _run(job, False, True, training)
     try:
-        return _run(model, call, leaves, True, False, training, results, valueless)
+        return _run(job, True, False, training)
     except FxplugError:
         raise
     except Exception as error:  # not every function knows fake tensors
@@ -171,24 +192,15 @@ def _record(
         else:
             raise
     gc.collect()  # fake tensors of the first try
-    return _run(model, call, leaves, False, False, training, results)
+    return _run(job, False, False, training)
 
 
-def _run(
-    model: nn.Module,
-    call: Any,
-    leaves: set[str],
-    on_fakes: bool,
-    measured: bool,
-    training: bool | None,
-    results: Results,
-    valueless: bool = False,
-) -> _Traced:
+def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> _Traced:
     """Record one call, again with what a try has found that a run needs."""
     tries = Tries()
     while True:
         try:
-            return _try(model, call, leaves, on_fakes, measured, training, results, tries, valueless)
+            return _try(job, on_fakes, measured, training, tries)
         except NeedsAutograd:
             tries.autograd = True
         except (TypeError, AttributeError, RuntimeError) as error:
@@ -196,17 +208,8 @@ def _run(
                 raise
 
 
-def _try(
-    model: nn.Module,
-    call: Any,
-    leaves: set[str],
-    on_fakes: bool,
-    measured: bool,
-    training: bool | None,
-    results: Results,
-    tries: Tries,
-    valueless: bool,
-) -> _Traced:
+def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries: Tries) -> _Traced:
+    model, call, leaves, state, results, valueless = job
     mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
     weights = [*model.parameters(), *model.buffers()]
     inputs = [x for x in values(call) if isinstance(x, torch.Tensor)]
@@ -217,7 +220,7 @@ def _try(
     regions = Regions(recording, leaves)
     with undone() as shared, undone(here=True) as stack:
         stack.callback(recording.unmark)
-        state = shared.enter_context(restored(model))
+        shared.enter_context(restored(state))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         stack.enter_context(same_random(model))
