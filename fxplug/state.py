@@ -194,6 +194,7 @@ class State:
         self.notes: list[tuple[Any, _Kind, Any, Link]] = []
         self.members: list[tuple[Any, dict[str, Any], Link]] = []
         self.hooks: list[tuple[dict[Any, Any], dict[Any, Any], Link]] = []
+        self.classes: dict[int, dict[str, Any]] = {}
         self.tensors: dict[int, _Held] = {}
         self.caches: list[Any] = []
         modules = {id(m): (m, name) for root in roots for name, m in root.named_modules()}
@@ -294,6 +295,7 @@ class State:
                 continue
             self.seen.add(id(base))
             self.spaces.add(base.__module__)
+            self.classes[id(base)] = dict(vars(base))
             members = _own(base)
             link = (None, base.__qualname__)
             self.members.append((base, members, link))
@@ -352,8 +354,13 @@ class State:
             if (hooks or before) and not _identical_items(before, hooks):
                 found.append(Place(hooks, None, before, link))
         for owner, members, link in self.members:
-            found += _differing(owner, members, _own(owner), link)
+            if not self.is_untouched(owner):
+                found += _differing(owner, members, _own(owner), link)
         return found
+
+    def is_untouched(self, owner: Any) -> bool:
+        """Whether it is a class that holds the very objects it did, which most are."""
+        return id(owner) in self.classes and _identical_items(self.classes[id(owner)], vars(owner))
 
     def restore(self) -> None:
         """Put everything back, in whatever order it changed."""
@@ -366,6 +373,8 @@ class State:
             if not kind.same(before, kind.note(value)):
                 kind.put(value, before)
         for owner, members, _ in self.members:
+            if self.is_untouched(owner):
+                continue
             write = (setattr, delattr) if isinstance(owner, type) else (object.__setattr__, object.__delattr__)
             now, target = _own(owner), owner.space if isinstance(owner, _Globals) else owner
             for key, value in members.items():
