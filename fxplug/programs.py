@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ PLAIN = (
     ast.operator, ast.unaryop, ast.cmpop, ast.expr_context,
 )  # fmt: skip
 HOLDERS = (Container, TracedModule, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+SETITEM = _get_qualified_name(operator.setitem)
 GETTERS = [vars(holder)["__getitem__"] for holder in HOLDERS]
 
 
@@ -108,7 +110,7 @@ class _Reader:
             self.statement(statement, names)
 
     def statement(self, statement: ast.stmt, known: set[str]) -> None:
-        """One of `x = value`, `x += value`, `x = y = None` and `return value`."""
+        """One of `x = value`, `x += value`, `x[key] = value`, `x = y = None` and `return value`."""
         if not isinstance(statement, (ast.Assign, ast.AugAssign, ast.Return)) or statement.value is None:
             raise SyntaxError(f"{shown(ast.unparse(statement))} is no node")
         self.expression(statement.value, known)
@@ -116,6 +118,9 @@ class _Reader:
             self.expression(statement.target, known)
         elif isinstance(statement, ast.Assign):
             for place in statement.targets:
+                if isinstance(place, ast.Subscript) and _path(place) is None and SETITEM in self.functions:
+                    self.expressions([place.value, place.slice], known)
+                    continue
                 if not isinstance(place, ast.Name) or place.id in self.globals or place.id in RESERVED:
                     raise SyntaxError(f"{shown(ast.unparse(place))} is no name of a node")
                 known.add(place.id)

@@ -416,10 +416,12 @@ def _geometry(tensor: torch.Tensor) -> Any:
 
 
 def _kind(value: Any) -> _Kind | None:
-    found = KINDS.get(type(value))
-    if found is None:
-        found = next((kind for base, kind in KINDS.items() if isinstance(value, base)), None)
-    return found
+    return _kind_of(type(value))
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _kind_of(cls: type) -> _Kind | None:
+    return next((kind for base, kind in KINDS.items() if issubclass(cls, base)), None)
 
 
 def _noting(value: Any) -> _Kind:
@@ -438,8 +440,13 @@ def _own(value: Any) -> dict[str, Any]:
 
 
 def _slots(value: Any) -> dict[str, Any]:
-    names = [name for base in type(value).__mro__ for name in _listed(vars(base).get("__slots__", ()))]
-    return {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
+    return {name: getattr(value, name) for name in _slot_names(type(value)) if hasattr(value, name)}
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _slot_names(cls: type) -> tuple[str, ...]:
+    names = (name for base in cls.__mro__ for name in _listed(vars(base).get("__slots__", ())))
+    return tuple(name for name in names if not name.startswith("__"))
 
 
 def _stored(value: Any, space: str) -> Iterator[str]:

@@ -186,7 +186,9 @@ def test_what_lasts_from_call_to_call_is_an_error(case):
     with pytest.raises(TraceError) as error:
         traced(function, **attributes)
     text = str(error.value)
-    assert case in text and "input of the pass" in text and "register_buffer" in text
+    # weights that are made in forward are refused where they are made, before what lasts is asked for
+    made = case == "self.late" and "plugin" in text and "keep that module whole" in text
+    assert case in text and (made or "input of the pass" in text and "register_buffer" in text)
 
 
 def test_a_plain_tensor_that_is_changed_in_place_is_refused():

@@ -265,8 +265,9 @@ def test_numbers_of_an_earlier_trace_are_plain_in_the_next() -> None:
         return x * kept + kept * x.shape[2]
 
     model = Apply(keep)
-    fxplug.trace(model, image(*TRACED))
-    gm = fxplug.trace(model, image(2, 3, 4))
+    # torch itself computes otherwise with a number that a model kept, so the check would refuse this one
+    fxplug.trace(model, image(*TRACED), check=False)
+    gm = fxplug.trace(model, image(2, 3, 4), check=False)
     assert torch.equal(gm(image(2, 3, 5)), image(2, 3, 5) * 6 + 30)
 
 
