@@ -42,7 +42,10 @@ def check(model: nn.Module, gm: TracedModule, call: Any, state: State) -> None:
 
     Raises TraceError with what differs.
     """
-    with undone() as stack, torch.inference_mode(False):
+    grad = torch.is_grad_enabled()
+    with undone() as stack:
+        stack.enter_context(torch.inference_mode(False))  # which enables gradients
+        stack.enter_context(torch.set_grad_enabled(grad))
         # modules that the graph keeps whole are copies, and may keep things as well
         whole = State(*_whole(gm))
         stack.enter_context(restored(state))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import array
 import contextlib
-import dis
 import functools
 import operator
 import random
@@ -13,7 +12,7 @@ import sys
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -24,16 +23,16 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules import module as torch_module
 
+from .spaces import CACHE, caches_of, foreign, globals_of, stored
+
 PLAIN = (str, int, float, type(None), type, ModuleType)
 CONTAINERS = (dict, list, set, deque)
 # what torch itself keeps in a module beside its state: hooks, most of them dicts that are empty
 HOOKS = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
 GLOBAL_HOOKS = [value for name, value in vars(torch_module).items() if name.startswith("_global_") and isinstance(value, dict)]
-CACHE = type(functools.lru_cache(lambda: None))
 # classes of the standard library that hold what they are given
 HOLDERS: tuple[type, ...] = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
 HOLDERS += (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
-STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 Link = tuple[Any, Any]  # what holds a place, and under which key: from the module or file down
 
 
@@ -266,7 +265,7 @@ class State:
         if foreign(function.__module__):
             return
         self.seen.add(id(function))
-        self.caches.extend(_caches_of(function))
+        self.caches.extend(caches_of(function))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self.seen:
                 self.note(cell, KINDS[CellType], (link, name))
@@ -303,7 +302,7 @@ class State:
 
     def walk_space(self, space: ModuleType) -> None:
         link = (None, space.__name__)
-        names = {name for value in list(vars(space).values()) for name in _stored(value, space.__name__)}
+        names = {name for value in list(vars(space).values()) for name in stored(value, space.__name__)}
         if names:
             self.members.append((_Globals(space, names), _own(_Globals(space, names)), link))
         members = {k: v for k, v in vars(space).items() if not k.startswith("__")}
@@ -330,12 +329,12 @@ class State:
         found: list[Any] = []
         done, now = set(self.spaces), set(self.spaces)
         for _ in range(2):
-            members = [v for name in now for v in _globals(name)]
+            members = [v for name in now for v in globals_of(name)]
             names = {v.__name__ for v in members if isinstance(v, ModuleType)}
             names |= {v.__module__ for v in members if isinstance(v, (FunctionType, CACHE, type))}
             now = {name for name in names - done if not foreign(name)}
             done |= now
-            found.extend(cache for name in now for value in _globals(name) for cache in _caches_of(value))
+            found.extend(cache for name in now for value in globals_of(name) for cache in caches_of(value))
         return [cache for cache in found if id(cache) not in known]
 
     # --- what became of it
@@ -449,23 +448,6 @@ def _slot_names(cls: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
-def _stored(value: Any, space: str) -> Iterator[str]:
-    """The globals that a function, or a method of a class, declares as `global` and writes."""
-    if isinstance(value, type) and value.__module__ == space:
-        for member in list(vars(value).values()):
-            yield from _stored(getattr(member, "__func__", getattr(member, "fget", member)), space)
-    elif isinstance(value, FunctionType) and value.__module__ == space:
-        yield from _stored_by(value.__code__)
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _stored_by(code: types.CodeType) -> tuple[str, ...]:
-    inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _stored_by(part)]
-    if STORE_GLOBAL not in code.co_code[::2]:
-        return tuple(inner)
-    return (*inner, *(i.argval for i in dis.get_instructions(code) if i.opcode == STORE_GLOBAL))
-
-
 def _listed(names: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names)
 
@@ -480,30 +462,3 @@ def _written(link: Link) -> str:
     if isinstance(key, str) and key.isidentifier():
         return f"{_written(outer)}.{key}"
     return f"{_written(outer)}[{key!r}]" if isinstance(key, (str, int)) else f"{_written(outer)}[...]"
-
-
-def _globals(name: str) -> list[Any]:
-    """What an imported module holds."""
-    module = sys.modules.get(name)
-    return list(vars(module).values()) if isinstance(module, ModuleType) else []
-
-
-def foreign(module: object) -> bool:
-    """Whether a class lives where no model keeps its state."""
-    if not isinstance(module, str):
-        return True
-    package = module.partition(".")[0]
-    return package in ("torch", "numpy", "fxplug") or (package in sys.stdlib_module_names and module != "__main__")
-
-
-def _caches_of(function: Any) -> Iterator[Any]:
-    """The cache that a function is, wraps, or calls by way of its closure."""
-    if isinstance(function, CACHE):
-        yield function
-    elif isinstance(function, FunctionType):
-        if isinstance(function.__dict__.get("__wrapped__"), CACHE):
-            yield function.__dict__["__wrapped__"]
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # a cell that is still empty
-                if isinstance(cell.cell_contents, CACHE):
-                    yield cell.cell_contents

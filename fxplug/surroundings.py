@@ -25,7 +25,7 @@ from . import ops
 from .errors import TraceError
 from .recording import Recording
 from .sizes import Number
-from .state import foreign
+from .spaces import foreign
 from .wording import asker
 
 Patch = tuple[Any, str, Any]

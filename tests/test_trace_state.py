@@ -711,3 +711,11 @@ def test_a_forked_child_finds_nothing_of_a_trace(where: str) -> None:
         go_on.set()
         thread.join()
     assert left.code == 0 and patches() == before
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_the_gradient_mode_stays(mode: Callable[[], Any]) -> None:
+    with mode():
+        before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        fxplug.trace(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1)), torch.randn(2, 3))
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
