@@ -315,7 +315,7 @@ def _knows_mode(module: TracedModule) -> bool:
         return True
     called = {str(n.target) for n in module.graph.nodes if n.op == "call_module"}
     classes = {type(m) for path in called for m in module.get_submodule(path).modules()}
-    return any(_reads_mode(kind) for kind in classes)
+    return any(_reads_mode(kind) for kind in classes)  # type: ignore[arg-type]
 
 
 @cache

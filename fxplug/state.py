@@ -415,7 +415,7 @@ def _geometry(tensor: torch.Tensor) -> Any:
 
 
 def _kind(value: Any) -> _Kind | None:
-    return _kind_of(type(value))
+    return _kind_of(type(value))  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -439,7 +439,7 @@ def _own(value: Any) -> dict[str, Any]:
 
 
 def _slots(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in _slot_names(type(value)) if hasattr(value, name)}
+    return {name: getattr(value, name) for name in _slot_names(type(value)) if hasattr(value, name)}  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=1 << 14)
