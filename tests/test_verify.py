@@ -138,13 +138,6 @@ class WritesItsInput(Base):
         return self.a(x)
 
 
-class WritesItsWeight(Base):
-    def forward(self, x):
-        with torch.no_grad():
-            self.b.bias.mul_(2)
-        return self.a(x) + self.b.bias
-
-
 class Normed(Base):
     def __init__(self):
         super().__init__()
@@ -160,7 +153,7 @@ class Infinite(Base):
         return y, y.masked_fill(y > 0, torch.inf), y.masked_fill(y < 0, torch.nan)
 
 
-@pytest.mark.parametrize("kind", [Base, Counts, WritesItsInput, WritesItsWeight, Normed, Infinite])
+@pytest.mark.parametrize("kind", [Base, Counts, WritesItsInput, Normed, Infinite])
 @pytest.mark.parametrize("training", [False, True])
 def test_what_a_model_does_itself_is_no_fault_of_a_pass_and_nothing_is_left_changed(kind, training):
     model, x = kind().train(training), torch.randn(2, 3, 4)
@@ -193,7 +186,7 @@ class Failing(nn.Module):
 
 def test_a_model_that_is_never_the_same_is_told_apart_from_its_passes():
     x = torch.randn(2, 3, 4)
-    gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4), Unsteady()).eval(), (x,), leaf=["1"])
+    gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4), Unsteady()).eval(), (x,), leaf=["1"], check=False)
     status, text = checked(gm, fxplug.apply(gm, block(Honest, "0")), x)["neutral"]
     assert status == "skipped" and text.startswith("the model itself does otherwise when it is called again")
 
