@@ -171,8 +171,8 @@ class Recording(Nodes):
                     self.failed = self.failed or self.place()
                 raise
         changed = [x for x, before in zip(given, versions, strict=True) if x._version != before]
-        if called.endswith("_") and isinstance(plain[0], list):  # functions on lists count no versions
-            changed += plain[0]
+        if called.endswith("_") and several and isinstance(several[0], list):  # functions on lists count no versions
+            changed += several[0]
         if views and (written := next(filter(None, map(self.parameter_of, changed)), None)):
             raise TraceError(
                 f"{self.place()}: writes the parameter '{written}' in place, and weights are never written by a graph: make it "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -101,6 +100,16 @@ def random_state() -> tuple[Any, ...]:
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
 
 
+def same_random_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Whether two of what `random_state` gives are the same."""
+    tensors = zip([a[2], *a[3]], [b[2], *b[3]], strict=False)
+    return a[0] == b[0] and _same_numpy(a[1], b[1]) and all(torch.equal(x, y) for x, y in tensors)
+
+
+def _same_numpy(a: Any, b: Any) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 def set_random_state(state: tuple[Any, ...]) -> None:
     """Put the generators where `random_state` found them."""
     random.setstate(state[0])
@@ -116,7 +125,7 @@ def same_random(model: nn.Module) -> Iterator[None]:
     before, numpy_before = random.getstate(), np.random.get_state()
     yield
     drew = "random" if random.getstate() != before else ""
-    if pickle.dumps(np.random.get_state()) != pickle.dumps(numpy_before):
+    if not _same_numpy(np.random.get_state(), numpy_before):
         drew = "numpy.random"
     if drew:
         raise TraceError(

@@ -1,41 +1,47 @@
-"""What source files hold: globals, those that their functions write, and caches."""
+"""What code names: globals and attributes, and the globals it writes."""
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import functools
 import sys
 import types
-from collections.abc import Iterator
-from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 CACHE = type(functools.lru_cache(lambda: None))
-STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+STORES = {dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]}
 
 
-def stored(value: Any, space: str) -> Iterator[str]:
-    """The globals that a function, or a method of a class, declares as `global` and writes."""
-    if isinstance(value, type) and value.__module__ == space:
-        for member in list(vars(value).values()):
-            yield from stored(getattr(member, "__func__", getattr(member, "fget", member)), space)
-    elif isinstance(value, FunctionType) and value.__module__ == space:
-        yield from _stored_by(value.__code__)
+class Names(NamedTuple):
+    """What code calls by name, other than its locals: globals and attributes; and the globals it writes."""
+
+    used: frozenset[str]
+    written: frozenset[str]
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _stored_by(code: types.CodeType) -> tuple[str, ...]:
-    inner = [name for part in code.co_consts if isinstance(part, types.CodeType) for name in _stored_by(part)]
-    if STORE_GLOBAL not in code.co_code[::2]:
-        return tuple(inner)
-    return (*inner, *(i.argval for i in dis.get_instructions(code) if i.opcode == STORE_GLOBAL))
+def names_of(code: types.CodeType) -> Names:
+    """The names in a function's code and in the functions that it defines."""
+    # a text may be the name of an attribute
+    used = {*code.co_names, *(x for x in code.co_consts if isinstance(x, str) and x.isidentifier())}
+    written = set()
+    if STORES & set(code.co_code[::2]):
+        written = {i.argval for i in dis.get_instructions(code) if i.opcode in STORES}
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            inner = names_of(part)
+            used |= inner.used
+            written |= inner.written
+    return Names(frozenset(used), frozenset(written))
 
 
-def globals_of(name: str) -> list[Any]:
-    """What an imported module holds."""
-    module = sys.modules.get(name)
-    return list(vars(module).values()) if isinstance(module, ModuleType) else []
+def functions_of(member: Any) -> list[Any]:
+    """The functions that a member of a class runs: its own, or those of a property."""
+    if isinstance(member, property):
+        return [f for f in (member.fget, member.fset, member.fdel) if f is not None]
+    if isinstance(member, functools.cached_property):
+        return [member.func]
+    return [getattr(member, "__func__", member)] if isinstance(member, (classmethod, staticmethod)) else [member]
 
 
 def foreign(module: object) -> bool:
@@ -44,16 +50,3 @@ def foreign(module: object) -> bool:
         return True
     package = module.partition(".")[0]
     return package in ("torch", "numpy", "fxplug") or (package in sys.stdlib_module_names and module != "__main__")
-
-
-def caches_of(function: Any) -> Iterator[Any]:
-    """The cache that a function is, wraps, or calls by way of its closure."""
-    if isinstance(function, CACHE):
-        yield function
-    elif isinstance(function, FunctionType):
-        if isinstance(function.__dict__.get("__wrapped__"), CACHE):
-            yield function.__dict__["__wrapped__"]
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # a cell that is still empty
-                if isinstance(cell.cell_contents, CACHE):
-                    yield cell.cell_contents

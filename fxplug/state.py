@@ -3,125 +3,47 @@
 from __future__ import annotations
 
 import argparse
-import array
 import contextlib
+import enum
 import functools
-import operator
-import random
+import inspect
+import logging
+import pathlib
+import re
 import sys
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Callable
-from functools import cached_property
-from types import CellType, FunctionType, MethodType, ModuleType
+from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.modules import module as torch_module
+from torch.utils._contextlib import _DecoratorContextManager
 
-from .spaces import CACHE, caches_of, foreign, globals_of, stored
+from .kinds import KINDS, Kind, contents, identical_items, items, kind_of, put_items
+from .spaces import CACHE, foreign, functions_of, names_of
 
-PLAIN = (str, int, float, type(None), type, ModuleType)
+PLAIN: tuple[type, ...] = (str, bytes, int, float, complex, type(None), ModuleType, BuiltinFunctionType)
+PLAIN += (types.WrapperDescriptorType, types.MethodDescriptorType, types.MemberDescriptorType, types.GetSetDescriptorType)
+PLAIN += (frozenset, range, slice, re.Pattern, enum.Enum, pathlib.PurePath, inspect.Signature, logging.Logger, weakref.ref)
+PLAIN += (type(vars(NamedTuple("Pair", [("first", int)]))["first"]), types.GenericAlias, types.UnionType)
+PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format, _DecoratorContextManager, np.generic, np.dtype)
 CONTAINERS = (dict, list, set, deque)
 # what torch itself keeps in a module beside its state: hooks, most of them dicts that are empty
 HOOKS = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
-GLOBAL_HOOKS = [value for name, value in vars(torch_module).items() if name.startswith("_global_") and isinstance(value, dict)]
+GLOBAL_HOOKS = {
+    name: value
+    for name, value in vars(torch_module).items()
+    if name.startswith("_global_") and type(value) in (dict, OrderedDict)
+}
 # classes of the standard library that hold what they are given
 HOLDERS: tuple[type, ...] = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
 HOLDERS += (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 Link = tuple[Any, Any]  # what holds a place, and under which key: from the module or file down
-
-
-class _Kind(NamedTuple):
-    """How to note what a value holds, to tell whether it changed, and to give it back."""
-
-    note: Callable[[Any], Any]
-    same: Callable[[Any, Any], bool]
-    put: Callable[[Any, Any], None]
-
-
-def _identical(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b))
-
-
-def _base(value: Any) -> Any:
-    """The class whose methods work on a dict, as its own may forbid changing it."""
-    return OrderedDict if isinstance(value, OrderedDict) else dict
-
-
-def _items(value: Any) -> dict[Any, Any]:
-    return dict(OrderedDict.items(value)) if isinstance(value, OrderedDict) else dict.copy(value)
-
-
-def _identical_items(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(map(operator.is_, a, b)) and all(map(operator.is_, a.values(), b.values()))
-
-
-def _put_items(value: Any, members: Any) -> None:
-    base = _base(value)
-    base.clear(value)
-    for key, member in members.items():
-        base.__setitem__(value, key, member)
-
-
-def _put_list(value: Any, members: Any) -> None:
-    value[:] = members
-
-
-def _put_members(value: Any, members: Any) -> None:
-    value.clear()
-    (value.update if isinstance(value, set) else value.extend)(members)
-
-
-def _fill(cell: CellType, contents: list[Any]) -> None:
-    if contents:
-        cell.cell_contents = contents[0]
-    else:
-        del cell.cell_contents
-
-
-def _contents(cell: CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # still empty
-        return []
-
-
-def _put_array(value: np.ndarray, copy: np.ndarray) -> None:
-    value[...] = copy
-
-
-def _put_bit_state(value: np.random.Generator, state: Any) -> None:
-    value.bit_generator.state = state
-
-
-def _same_arrays(a: np.ndarray, b: np.ndarray) -> bool:
-    return a.tobytes() == b.tobytes() if a.dtype != object else _identical(a.ravel(), b.ravel())
-
-
-def _same_generators(a: torch.Generator, b: torch.Generator) -> bool:
-    with unset_fake_temporarily():
-        return torch.equal(a.get_state(), b.get_state())
-
-
-KINDS: dict[type, _Kind] = {
-    dict: _Kind(_items, _identical_items, _put_items),
-    list: _Kind(list, _identical, _put_list),
-    deque: _Kind(list, _identical, _put_members),
-    set: _Kind(lambda v: set(v), lambda a, b: a == b, _put_members),
-    CellType: _Kind(_contents, _identical, _fill),
-    bytearray: _Kind(bytes, lambda a, b: a == b, _put_list),
-    array.array: _Kind(lambda v: v[:], lambda a, b: a.tobytes() == b.tobytes(), _put_list),
-    np.ndarray: _Kind(lambda v: v.copy(), _same_arrays, _put_array),
-    torch.Generator: _Kind(lambda v: v.clone_state(), _same_generators, lambda v, s: v.set_state(s.get_state())),
-    random.Random: _Kind(lambda v: v.getstate(), lambda a, b: a == b, lambda v, s: v.setstate(s)),
-    np.random.RandomState: _Kind(lambda v: v.get_state(), lambda a, b: repr(a) == repr(b), lambda v, s: v.set_state(s)),
-    np.random.Generator: _Kind(lambda v: v.bit_generator.state, lambda a, b: repr(a) == repr(b), _put_bit_state),
-}
 
 
 class Place(NamedTuple):
@@ -145,14 +67,14 @@ class Place(NamedTuple):
     def changed(self) -> bool:
         """Whether the place holds something else than before."""
         if self.key is None:
-            return not _noting(self.owner).same(self.before, self.now())
+            return not kind_of(self.owner).same(self.before, self.now())
         return self.now() is not self.before
 
     def now(self) -> Any:
         """What the place holds; `MISSING` where it is gone."""
         if self.key is None:
-            return _noting(self.owner).note(self.owner)
-        return (_items(self.owner) if isinstance(self.owner, dict) else _own(self.owner)).get(self.key, MISSING)
+            return kind_of(self.owner).note(self.owner)
+        return (items(self.owner) if isinstance(self.owner, dict) else _own(self.owner)).get(self.key, MISSING)
 
 
 MISSING = type("Missing", (), {"__repr__": lambda self: "nothing"})()
@@ -184,60 +106,78 @@ class _Globals(NamedTuple):
 
 
 class State:
-    """Everything that can be changed by way of modules: attributes, containers, objects that they hold, class attributes,
-    globals, closures and caches of their source files.
+    """Everything that can be changed by way of modules: attributes, containers, objects that they hold, attributes of their
+    classes, and the globals, closures and caches that their code names, in whatever file but torch's and Python's own.
     """
 
     def __init__(self, *roots: nn.Module) -> None:
         self.seen: set[int] = set()
-        self.notes: list[tuple[Any, _Kind, Any, Link]] = []
+        self.notes: list[tuple[Any, Kind, Any, Link]] = []
         self.members: list[tuple[Any, dict[str, Any], Link]] = []
-        self.hooks: list[tuple[dict[Any, Any], dict[Any, Any], Link]] = []
+        self.hooks: list[tuple[dict[str, dict[Any, Any]], dict[str, dict[Any, Any]], Link]] = []
         self.classes: dict[int, dict[str, Any]] = {}
         self.tensors: dict[int, _Held] = {}
-        self.caches: list[Any] = []
+        self.caches: list[Any] = []  # of the files that the model's classes are from
+        self.near: list[Any] = []  # of others
+        self.functions: list[FunctionType] = []
+        self.named = {"forward", "train"}
+        self.methods: dict[str, list[tuple[FunctionType, Link]]] = {}  # that no code met so far names
+        self.opaque = False  # whether there is an object, such as an iterator, of which nobody can tell what it keeps
         modules = {id(m): (m, name) for root in roots for name, m in root.named_modules()}
-        self.spaces = {type(m).__module__ for m, _ in modules.values()}
+        self.files = {c.__module__ for m, _ in modules.values() for c in type(m).__mro__}
         self.own = set(modules)
         for module, name in modules.values():
             self.walk_object(module, (None, f"'{name}'" if name else type(module).__name__))
-        for hooks in GLOBAL_HOOKS:
-            self.walk_hooks(hooks, (None, "the hooks of all modules"))
-        done: set[str] = set()
-        while new := self.spaces - done:
-            done |= new
-            for name in new:
-                space = sys.modules.get(name)
-                if isinstance(space, ModuleType) and not foreign(name):
-                    self.walk_space(space)
+        self.walk_hooks(GLOBAL_HOOKS, (None, "torch.nn.modules.module"))
+        self.walk_code()
 
     # --- what there is
 
     def walk(self, value: Any, link: Link) -> None:
-        if isinstance(value, PLAIN) or id(value) in self.seen:
-            return
-        if isinstance(value, torch.Tensor):
-            self.hold(value, link)
-        elif isinstance(value, fx.GraphModule) and id(value) not in self.own:
-            return  # a graph that lies about, such as this model's of an earlier trace: no code of the model changes it
-        elif (kind := _kind(value)) is not None:
-            self.note(value, kind, link)
-            if isinstance(value, CONTAINERS):
-                for key, member in list(value.items()) if isinstance(value, dict) else enumerate(list(value)):
-                    self.walk(member, (link, key))
-        elif isinstance(value, tuple):
-            for key, member in enumerate(value):
+        way = _way(type(value))  # type: ignore[arg-type]
+        if way is not None and id(value) not in self.seen:
+            way(self, value, link)
+
+    def walk_all(self, members: Iterable[tuple[Any, Any]], link: Link) -> None:
+        for key, member in members:
+            if _way(type(member)) is not None:  # type: ignore[arg-type]
                 self.walk(member, (link, key))
-        elif isinstance(value, FunctionType):
-            self.walk_function(value, link)
-        elif isinstance(value, MethodType):
-            self.walk(value.__self__, link)
-        elif isinstance(value, functools.partial):
+
+    def walk_kind(self, value: Any, link: Link) -> None:
+        self.note(value, kind_of(value), link)
+        if isinstance(value, CONTAINERS):
+            self.walk_all(list(value.items()) if isinstance(value, dict) else enumerate(list(value)), link)
+
+    def walk_tuple(self, value: tuple[Any, ...], link: Link) -> None:
+        self.walk_all(enumerate(value), link)
+
+    def walk_method(self, value: MethodType, link: Link) -> None:
+        self.walk(value.__self__, link)
+
+    def walk_partial(self, value: functools.partial[Any], link: Link) -> None:
+        self.seen.add(id(value))
+        self.walk_all(((None, member) for member in (value.func, value.args, value.keywords)), link)
+
+    def walk_type(self, value: type, link: Link) -> None:
+        self.walk_class(value)
+
+    def walk_cache(self, value: Any, link: Link) -> None:
+        if not foreign(value.__module__):
             self.seen.add(id(value))
-            for member in (value.func, value.args, value.keywords):
-                self.walk(member, link)
-        elif id(value) not in self.own and (isinstance(value, (nn.Module, *HOLDERS)) or not foreign(type(value).__module__)):
+            (self.caches if value.__module__ in self.files else self.near).append(value)
+            self.walk(value.__wrapped__, link)
+
+    def walk_graph(self, value: fx.GraphModule, link: Link) -> None:
+        # one that lies about, such as this model's of an earlier trace, no code of the model changes
+        if id(value) in self.own:
             self.walk_object(value, link)
+
+    def walk_other(self, value: Any, link: Link) -> None:
+        if id(value) not in self.own:
+            self.walk_object(value, link)
+
+    def walk_closed(self, value: Any, link: Link) -> None:
+        self.opaque = True
 
     def walk_object(self, value: Any, link: Link) -> None:
         if id(value) not in self.seen:
@@ -246,37 +186,37 @@ class State:
             attributes = getattr(value, "__dict__", None)
             if isinstance(attributes, dict):
                 self.note(attributes, KINDS[dict], link)
-                for key, member in list(attributes.items()):
-                    if key not in HOOKS:
-                        self.walk(member, (link, key))
-                    elif isinstance(member, dict):
-                        self.walk_hooks(member, (link, key))
+                if isinstance(value, nn.Module):
+                    self.walk_hooks({key: attributes[key] for key in HOOKS if isinstance(attributes.get(key), dict)}, link)
+                    self.walk_all([item for item in attributes.items() if item[0] not in HOOKS], link)
+                else:
+                    self.walk_all(list(attributes.items()), link)
             if slots := _slots(value):
                 self.members.append((value, slots, link))
-                for key, member in slots.items():
-                    self.walk(member, (link, key))
+                self.walk_all(slots.items(), link)
 
-    def walk_hooks(self, hooks: dict[Any, Any], link: Link) -> None:
-        self.hooks.append((hooks, _items(hooks) if hooks else {}, link))
-        for key, hook in list(hooks.items()):
-            self.walk(hook, (link, key))
+    def walk_hooks(self, tables: dict[str, dict[Any, Any]], link: Link) -> None:
+        self.hooks.append((tables, {key: items(hooks) for key, hooks in tables.items() if hooks}, link))
+        if any(tables.values()):
+            for key, hooks in tables.items():
+                self.walk_all(list(hooks.items()), (link, key))
 
     def walk_function(self, function: FunctionType, link: Link) -> None:
         if foreign(function.__module__):
             return
         self.seen.add(id(function))
-        self.caches.extend(caches_of(function))
+        self.functions.append(function)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if id(cell) not in self.seen:
                 self.note(cell, KINDS[CellType], (link, name))
-                for member in _contents(cell):
+                for member in contents(cell):
                     self.walk(member, (link, name))
         self.walk(function.__dict__, link)
         for part in (function.__defaults__, function.__kwdefaults__):
             if part:
                 self.walk(part, link)
 
-    def note(self, value: Any, kind: _Kind, link: Link) -> None:
+    def note(self, value: Any, kind: Kind, link: Link) -> None:
         self.seen.add(id(value))
         self.notes.append((value, kind, kind.note(value), link))
 
@@ -293,49 +233,46 @@ class State:
             if id(base) in self.seen or foreign(base.__module__):
                 continue
             self.seen.add(id(base))
-            self.spaces.add(base.__module__)
             self.classes[id(base)] = dict(vars(base))
-            members = _own(base)
             link = (None, base.__qualname__)
-            self.members.append((base, members, link))
-            self.walk_members(members, link)
+            self.members.append((base, _own(base), link))
+            for key, member in self.classes[id(base)].items():
+                for value in functions_of(member):
+                    if isinstance(value, FunctionType) and key not in self.named and not key.startswith("__"):
+                        self.methods.setdefault(key, []).append((value, link))
+                    elif isinstance(value, FunctionType) or not key.startswith("__"):
+                        self.walk(value, (link, key))
 
-    def walk_space(self, space: ModuleType) -> None:
-        link = (None, space.__name__)
-        names = {name for value in list(vars(space).values()) for name in stored(value, space.__name__)}
-        if names:
-            self.members.append((_Globals(space, names), _own(_Globals(space, names)), link))
-        members = {k: v for k, v in vars(space).items() if not k.startswith("__")}
-        self.walk_members(members, link)
-        for value in members.values():
-            if isinstance(value, type) and value.__module__ == space.__name__:
-                self.walk_class(value)
+    def walk_code(self) -> None:
+        """What the functions met so far name: methods of the classes met, globals, and what those name in turn."""
+        written: dict[str, set[str]] = {}
+        while self.functions:
+            function = self.functions.pop()
+            names = names_of(function.__code__)
+            for name in names.used - self.named:
+                self.named.add(name)
+                for method, link in self.methods.pop(name, ()):
+                    self.walk(method, (link, name))
+            self.walk_named(function, names.used)
+            written.setdefault(function.__globals__.get("__name__", ""), set()).update(names.written)
+        for name, changed in written.items():
+            if changed and isinstance(space := sys.modules.get(name), ModuleType):
+                self.members.append((_Globals(space, changed), _own(_Globals(space, changed)), (None, name)))
 
-    def walk_members(self, members: Any, link: Link) -> None:
-        for key, value in list(members.items()):
-            value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-            if isinstance(value, CACHE):
-                self.caches.append(value)
-            elif isinstance(value, (FunctionType, *CONTAINERS, tuple, *HOLDERS, *KINDS)) or self.is_ours(value):
-                self.walk(value, (link, key))
-
-    def is_ours(self, value: Any) -> bool:
-        return type(value).__module__ in self.spaces
-
-    @cached_property
-    def near(self) -> list[Any]:
-        """Caches in the modules that the model's source files import from, and those import from."""
-        known = {id(cache) for cache in self.caches}
-        found: list[Any] = []
-        done, now = set(self.spaces), set(self.spaces)
-        for _ in range(2):
-            members = [v for name in now for v in globals_of(name)]
-            names = {v.__name__ for v in members if isinstance(v, ModuleType)}
-            names |= {v.__module__ for v in members if isinstance(v, (FunctionType, CACHE, type))}
-            now = {name for name in names - done if not foreign(name)}
-            done |= now
-            found.extend(cache for name in now for value in globals_of(name) for cache in caches_of(value))
-        return [cache for cache in found if id(cache) not in known]
+    def walk_named(self, function: FunctionType, names: frozenset[str]) -> None:
+        """Globals that a function may use, of its own file and by way of modules that it names."""
+        todo, done = [function.__globals__], set()
+        while todo:
+            space = todo.pop()
+            done.add(id(space))
+            link = (None, space.get("__name__"))
+            for name in names & space.keys():
+                value = space[name]
+                if isinstance(value, ModuleType):
+                    if id(vars(value)) not in done and not foreign(value.__name__):
+                        todo.append(vars(value))
+                elif not name.startswith("__"):
+                    self.walk(value, (link, name))
 
     # --- what became of it
 
@@ -344,30 +281,34 @@ class State:
         found = []
         for value, kind, before, link in self.notes:
             if isinstance(value, dict):
-                if type(value) is dict and _identical_items(before, value):
+                if type(value) is dict and identical_items(before, value):
                     continue  # most are, and need no copy
-                found += _differing(value, before, _items(value), link)
+                found += _differing(value, before, items(value), link)
             elif not kind.same(before, kind.note(value)):
                 found.append(Place(value, None, before, link))
-        for hooks, before, link in self.hooks:
-            if (hooks or before) and not _identical_items(before, hooks):
-                found.append(Place(hooks, None, before, link))
+        found += [Place(hooks, None, before, (link, key)) for hooks, before, link, key in self.changed_hooks()]
         for owner, members, link in self.members:
             if not self.is_untouched(owner):
                 found += _differing(owner, members, _own(owner), link)
         return found
 
+    def changed_hooks(self) -> Iterator[tuple[dict[Any, Any], dict[Any, Any], Link, str]]:
+        for tables, before, link in self.hooks:
+            if before or any(tables.values()):
+                for key, hooks in tables.items():
+                    if not identical_items(before.get(key, {}), hooks):
+                        yield hooks, before.get(key, {}), link, key
+
     def is_untouched(self, owner: Any) -> bool:
         """Whether it is a class that holds the very objects it did, which most are."""
-        return id(owner) in self.classes and _identical_items(self.classes[id(owner)], vars(owner))
+        return id(owner) in self.classes and identical_items(self.classes[id(owner)], vars(owner))
 
     def restore(self) -> None:
         """Put everything back, in whatever order it changed."""
-        for hooks, before, _ in self.hooks:
-            if (hooks or before) and not _identical_items(before, hooks):
-                _put_items(hooks, before)
+        for hooks, before, _, _ in self.changed_hooks():
+            put_items(hooks, before)
         for value, kind, before, _ in self.notes:
-            if type(value) is dict and _identical_items(before, value):
+            if type(value) is dict and identical_items(before, value):
                 continue
             if not kind.same(before, kind.note(value)):
                 kind.put(value, before)
@@ -414,19 +355,28 @@ def _geometry(tensor: torch.Tensor) -> Any:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _kind(value: Any) -> _Kind | None:
-    return _kind_of(type(value))  # type: ignore[arg-type]
+Way = Callable[[State, Any, Link], None]
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _kind_of(cls: type) -> _Kind | None:
-    return next((kind for base, kind in KINDS.items() if issubclass(cls, base)), None)
-
-
-def _noting(value: Any) -> _Kind:
-    found = _kind(value)
-    assert found is not None
-    return found
+def _way(cls: type) -> Way | None:
+    """How to walk a value of a class; None where it holds nothing that changes."""
+    if issubclass(cls, PLAIN) or cls.__module__ == "typing":
+        return None
+    ways: list[tuple[Any, Way]] = [
+        (torch.Tensor, State.hold),
+        (type, State.walk_type),
+        (CACHE, State.walk_cache),
+        (fx.GraphModule, State.walk_graph),
+        (tuple(KINDS), State.walk_kind),
+        (tuple, State.walk_tuple),
+        (FunctionType, State.walk_function),
+        (MethodType, State.walk_method),
+        (functools.partial, State.walk_partial),
+        ((nn.Module, *HOLDERS), State.walk_other),
+    ]
+    found = next((way for base, way in ways if issubclass(cls, base)), None)
+    return found or (State.walk_closed if foreign(cls.__module__) else State.walk_other)
 
 
 def _own(value: Any) -> dict[str, Any]:

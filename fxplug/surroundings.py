@@ -26,7 +26,7 @@ from .errors import TraceError
 from .recording import Recording
 from .sizes import Number
 from .spaces import foreign
-from .wording import asker
+from .wording import asker, is_importing
 
 Patch = tuple[Any, str, Any]
 MISSING = object()
@@ -125,13 +125,14 @@ def _sources(recording: Recording) -> list[ModuleType]:
     """The modules of Python that belong to the packages which the model's classes are from."""
     packages = {c.__module__.partition(".")[0] for m in recording.model.modules() for c in type(m).__mro__}
     packages = {p for p in packages if not foreign(p)}
-    found = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] in packages]
+    starts = tuple(f"{p}." for p in packages)
+    found = [m for name, m in list(sys.modules.items()) if name.startswith(starts) or name in packages]
     return [m for m in found if isinstance(m, ModuleType)]
 
 
-def _asks(recording: Recording) -> bool:
-    """Whether the model's own code has called what stands for a function, two frames above this one."""
-    return recording.recording_here() and asker(sys._getframe(2)) is not None
+def _asks(recording: Recording, above: int = 2) -> bool:
+    """Whether the model's own code has called what stands for a function, so many frames above this one."""
+    return recording.recording_here() and (asked := asker(sys._getframe(above))) is not None and not is_importing(asked)
 
 
 def _reader(recording: Recording, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,7 +212,7 @@ class _Environment:
         return len(self._read())
 
     def _read(self) -> Any:
-        if self.recording.recording_here() and asker(sys._getframe(2)) is not None:
+        if _asks(self.recording, 3):
             _refuse(self.recording, "os.environ", "reads the environment")
         return self.original
 
@@ -240,18 +241,22 @@ def _unseeded(recording: Recording, original: Callable[..., Any]) -> Callable[..
 
 
 def _flag(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
-    names = {
+    def get(prop: Any, owner: Any, kind: Any = None) -> Any:
+        value = original(prop, owner, kind)
+        return _told(recording, _flags().get(id(prop), ""), value) if _asks(recording) else value
+
+    return get
+
+
+@functools.cache
+def _flags() -> dict[int, str]:
+    """The settings under torch.backends by the properties that read them."""
+    return {
         id(prop): f"{module.__name__}.{name}"
         for module in vars(torch.backends).values()
         for name, prop in vars(type(module)).items()
         if isinstance(prop, torch.backends.ContextProp)
     }
-
-    def get(prop: Any, owner: Any, kind: Any = None) -> Any:
-        value = original(prop, owner, kind)
-        return _told(recording, names.get(id(prop), ""), value) if _asks(recording) else value
-
-    return get
 
 
 def _matmul(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ import re
 import sys
 import sysconfig
 from functools import lru_cache
+from importlib.util import find_spec
 from traceback import walk_tb
 from types import CodeType, FrameType
 from typing import Any
@@ -24,7 +25,9 @@ from . import targets
 
 STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 CALLER = os.path.join(os.path.dirname(__file__), "entry.py")  # what called the model: no line of the model is above it
-OWN = tuple(os.path.dirname(str(file)) + os.sep for file in (torch.__file__, np.__file__, __file__))
+# libraries that torch works with by itself: what they ask, no model asks
+TORCHS = [spec.origin for name in ("filelock", "fsspec", "sympy", "mpmath", "triton") if (spec := find_spec(name))]
+OWN = tuple(os.path.dirname(str(file)) + os.sep for file in (torch.__file__, np.__file__, __file__, *TORCHS))
 # torch's own ways to what the model asks it, and parts of the standard library that speak to people
 THROUGH = tuple(os.path.join(os.path.dirname(str(torch.__file__)), name) for name in ("_tensor.py", "overrides.py"))
 SPEAKING = tuple(STDLIB + name for name in ("logging" + os.sep, "importlib" + os.sep, "warnings.py", "traceback.py"))
@@ -58,6 +61,15 @@ def asker(frame: FrameType | None) -> FrameType | None:
             return frame if is_user_code(frame) else None
         frame = frame.f_back
     return None
+
+
+def is_importing(frame: FrameType | None) -> bool:
+    """Whether `frame` runs while a module is imported, which happens once and is no model's doing."""
+    while frame is not None and frame.f_code.co_filename != CALLER:
+        if frame.f_code.co_name == "<module>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_caught(frame: FrameType | None) -> bool:

@@ -17,7 +17,7 @@ ORDER = """
     errors limits turns reading source structure ops checked paths rules spec blitz_line blitz_pass sections settings config
     targets wording sizes fakes archives pickled weightfiles onnxfiles
     adapting.updates adapting.renaming adapting.fitting adapting.finding adapting.adapter_files adapting.switching
-    alone journal spaces state restore watching frozen
+    alone journal spaces kinds state restore watching frozen
     module nodes dtypes recording regions modes entry surroundings selfcheck tracing printing
     grafting places networks misses match making slots samples channels
     blocks gates weights rotations norms adapters conditions merging frequencies

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib
 import inspect
 import math
 import os
 import random
+import sys
 import threading
 import types
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -578,6 +581,108 @@ def test_a_deepcopy_of_model_and_result_after_a_trace() -> None:
     gm = fxplug.trace(model, X(), real=True)
     for again in (copy.deepcopy(model), copy.deepcopy(gm), copy.deepcopy(copy.deepcopy(gm))):
         assert torch.equal(again.eval()(X()), model.eval()(X()))
+
+
+HELPERS = """
+import functools
+import torch
+
+TABLES, COUNT, TOTAL = {}, [0], 0
+
+
+class Registry:
+    seen = {}
+
+
+class Box:
+    value = None
+
+
+BOX = Box()
+
+
+def rope(x):
+    if x.shape[-1] not in TABLES:
+        TABLES[x.shape[-1]] = torch.arange(x.shape[-1]).float()
+    return x + TABLES[x.shape[-1]]
+
+
+def boxed(x):
+    if BOX.value is None:
+        BOX.value = torch.ones(x.shape[-1])
+    return x + BOX.value
+
+
+def registered(x):
+    if x.shape[-1] not in Registry.seen:
+        Registry.seen[x.shape[-1]] = torch.ones(x.shape[-1])
+    return x + Registry.seen[x.shape[-1]]
+
+
+@functools.lru_cache
+def table(n):
+    return torch.ones(n)
+
+
+def cached(x):
+    return x + table(x.shape[-1])
+
+
+def counted(x):
+    COUNT[0] += 1
+    return x * COUNT[0]
+
+
+def totalled(x):
+    global TOTAL
+    TOTAL += 1
+    return x * TOTAL
+"""
+WAYS_THERE = {
+    "by name": "from package.deep.helpers import {0}\ndef way(m, x): return {0}(x)",
+    "by module": "from package.deep import helpers\ndef way(m, x): return helpers.{0}(x)",
+    "by package": "import package.deep.helpers\ndef way(m, x): return package.deep.helpers.{0}(x)",
+    "by a method": (
+        "from package.deep import helpers\nclass Tool:\n    def use(self, x): return helpers.{0}(x)\n"
+        "def way(m, x): return Tool().use(x)"
+    ),
+    "by getattr": (
+        "from package.deep import helpers\nclass Tool:\n    def use(self, x): return helpers.{0}(x)\n"
+        "TOOL = Tool()\ndef way(m, x): return getattr(TOOL, 'use')(x)"
+    ),
+}
+
+
+@pytest.fixture
+def helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "package" / "deep").mkdir(parents=True)
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "deep" / "__init__.py").touch()
+    (tmp_path / "package" / "deep" / "helpers.py").write_text(HELPERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("package.deep.helpers")
+    for name in [name for name in sys.modules if name.startswith("package")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("way", WAYS_THERE)
+@pytest.mark.parametrize("name", ["rope", "boxed", "registered", "cached", "counted", "totalled"])
+def test_state_in_another_file_is_found(name: str, way: str, device: str, helpers: Any, tmp_path: Path) -> None:
+    (tmp_path / "package" / "ways.py").write_text(WAYS_THERE[way].format(name))
+    importlib.invalidate_caches()
+    with torch.device(device):
+        model, x = Holding(importlib.import_module("package.ways").way), torch.randn(2, 4)
+    if name in ("counted", "totalled"):
+        with pytest.raises(fxplug.TraceError, match=r"keeps package\.deep\.helpers\..* \(.*helpers\.py:\d+: "):
+            fxplug.trace(model, x)
+    else:
+        gm = fxplug.trace(model, x)
+        if device == "cpu":
+            assert torch.equal(gm(x), model(x))  # and left in it no tensor of the trace
+            return
+    left = [helpers.TABLES, helpers.COUNT, helpers.TOTAL, helpers.BOX.value, helpers.Registry.seen]
+    assert left == [{}, [0], 0, None, {}] and helpers.table.cache_info().currsize == 0
 
 
 def test_the_check_can_be_left_out() -> None:
