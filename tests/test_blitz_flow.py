@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
@@ -57,7 +58,7 @@ def test_what_cannot_make_an_add_in_is_refused(net):
 def test_training_moves_the_add_in_only_and_a_saved_one_needs_no_class(net, tmp_path):
     model, gm, image = net
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    new = fxplug.apply(gm, quiet(LINES[5], mlp_addin(), lr=1e-2))
+    new = copy.deepcopy(fxplug.apply(gm, quiet(LINES[5], mlp_addin(), lr=1e-2)))  # the model is other tests' as well
     for name, parameter in new.named_parameters():
         parameter.requires_grad_(name.startswith("blitz."))
     optimizer = torch.optim.Adam([p for p in new.parameters() if p.requires_grad], lr=1e-2)
