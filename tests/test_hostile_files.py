@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from fxplug import Limits, reading, weightfiles
 from fxplug.errors import ArtifactError, SpecError, did_you_mean
-from fxplug.paths import select
+from fxplug.paths import searched, select
 from fxplug.source import parse_yaml
 
 
@@ -178,9 +178,10 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch):
 )
 def test_a_pattern_ends(text):
     names = ["a" * 60, "blocks.0.attn"]
-    _, refused, wrong = attacked(lambda: select(f"re:{text}", names))
-    assert not wrong, wrong
-    assert refused is None or isinstance(refused, SpecError)
+    for find in (lambda: select(f"re:{text}", names), lambda: searched(text, names, SpecError)):  # as `at`, as exclude_key
+        _, refused, wrong = attacked(find)
+        assert not wrong, wrong
+        assert refused is None or isinstance(refused, SpecError)
 
 
 def test_limits_can_be_raised():

@@ -511,7 +511,7 @@ def test_lowered_modules(tmp_path, how):
 
 @pytest.mark.slow
 def test_operators_of_ours(tmp_path):
-    from fxplug import kernels, products  # noqa: F401  (which define them)
+    from fxplug.lowerings import kernels, products  # noqa: F401  (which define them)
 
     class Maps(nn.Module):
         def __init__(self) -> None:
