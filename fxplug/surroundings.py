@@ -123,11 +123,17 @@ def _replaced(recording: Recording) -> Iterator[Patch]:
 
 def _sources(recording: Recording) -> list[ModuleType]:
     """The modules of Python that belong to the packages which the model's classes are from."""
-    packages = {c.__module__.partition(".")[0] for m in recording.model.modules() for c in type(m).__mro__}
-    packages = {p for p in packages if not foreign(p)}
+    classes = {type(m) for m in recording.model.modules()}
+    packages = frozenset(c.__module__.partition(".")[0] for kind in classes for c in kind.__mro__ if not foreign(c.__module__))
+    known = _imported(packages, len(sys.modules), next(reversed(sys.modules)))
+    return [m for name in known if isinstance(m := sys.modules.get(name), ModuleType)]
+
+
+@functools.lru_cache(maxsize=64)
+def _imported(packages: frozenset[str], count: int, last: str) -> list[str]:
+    """The modules of some packages, while as many are imported."""
     starts = tuple(f"{p}." for p in packages)
-    found = [m for name, m in list(sys.modules.items()) if name.startswith(starts) or name in packages]
-    return [m for m in found if isinstance(m, ModuleType)]
+    return [name for name in list(sys.modules) if name.startswith(starts) or name in packages]
 
 
 def _asks(recording: Recording, above: int = 2) -> bool:

@@ -366,27 +366,28 @@ def _patched(recording: Recording, regions: Regions, training: bool | None) -> I
     def write_training(module: nn.Module, value: bool) -> None:
         module.__dict__["training"] = value
 
-    def patch(owner: Any, name: str, value: Any) -> None:
-        if name in vars(owner):
-            stack.callback(setattr, owner, name, vars(owner)[name])
-        else:
-            stack.callback(delattr, owner, name)
-        setattr(owner, name, value)
-
-    with contextlib.ExitStack() as stack:
-        patch(nn.Module, "__call__", regions.call(nn.Module.__call__))
-        for owner, name, value in [*modes.patches(recording), *surroundings.patches(recording)]:
-            patch(owner, name, value)
-        apply = vars(torch.autograd.Function)["apply"]
-        stack.callback(setattr, torch.autograd.Function, "apply", apply)
-        torch.autograd.Function.apply = recording.function_apply(apply)
-        for name in ("from_numpy", "frombuffer"):
-            patch(torch, name, recording.from_numpy(getattr(torch, name)))
-        for name in targets.MATH:
-            patch(math, name, recorded_math(name))
-        stack.callback(delattr, nn.Module, "training")
-        nn.Module.training = property(read_training, write_training)  # type: ignore[assignment]
+    apply = vars(torch.autograd.Function)["apply"]
+    patches = [
+        (nn.Module, "__call__", regions.call(nn.Module.__call__)),
+        *modes.patches(recording),
+        *surroundings.patches(recording),
+        (torch.autograd.Function, "apply", recording.function_apply(apply)),
+        *((torch, name, recording.from_numpy(getattr(torch, name))) for name in ("from_numpy", "frombuffer")),
+        *((math, name, recorded_math(name)) for name in targets.MATH),
+        (nn.Module, "training", property(read_training, write_training)),
+    ]
+    before = []
+    try:
+        for owner, name, value in patches:
+            before.append((owner, name, vars(owner).get(name, MISSING)))
+            setattr(owner, name, value)
         yield
+    finally:
+        for owner, name, value in reversed(before):
+            if value is MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 COPIED = (list, dict, set, deque, OrderedDict)
