@@ -35,9 +35,9 @@ from .watching import writer
 UNCHECKED = "or take the graph as it is: trace(..., check=False)"
 
 
-def has_values(model: nn.Module, call: Any) -> bool:
-    """Whether weights and inputs are there to run the model, and not only their shapes."""
-    tensors = [*model.parameters(), *model.buffers(), *(x for x in leaves(call) if isinstance(x, torch.Tensor))]
+def has_values(weights: list[torch.Tensor], call: Any) -> bool:
+    """Whether weights and inputs are there to run a model, and not only their shapes."""
+    tensors = [*weights, *(x for x in leaves(call) if isinstance(x, torch.Tensor))]
     return not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
 
 
@@ -81,17 +81,18 @@ def check_kept(
     model: nn.Module,
     call: Any,
     state: State,
+    written: list[Place],
     recording: Recording,
     leaves: set[str],
     stand_in: Callable[[], AbstractContextManager[None]],
 ) -> None:
-    """For a model without values, whose recorded run changed places of `state`: refuse what its next call would find there.
+    """For a model without values, whose recorded run has `written` places of `state`: refuse what its next call would find.
 
     The model runs again on fake tensors, from what the first run left and from the start: what Python code keeps must
     come out the same. `stand_in` puts fake weights into the model. Raises TraceError.
     """
     own = recording.parameters
-    places = [p for p in state.changes() if id(p.now()) not in own and not any(_within(p, leaf) for leaf in leaves)]
+    places = [p for p in written if id(p.now()) not in own and not any(_within(p, leaf) for leaf in leaves)]
     if not places or recording.mode is None:
         return
     mode, device = recording.mode, recording.device

@@ -123,13 +123,13 @@ class State:
         self.named = {"forward", "train"}
         self.methods: dict[str, list[tuple[FunctionType, Link]]] = {}  # that no code met so far names
         self.opaque = False  # whether there is an object, such as an iterator, of which nobody can tell what it keeps
-        modules = {id(m): (m, name) for root in roots for name, m in root.named_modules()}
-        self.files = {c.__module__ for m, _ in modules.values() for c in type(m).__mro__}
-        self.own = set(modules)
-        for module, name in modules.values():
-            self.walk_object(module, (None, f"'{name}'" if name else type(module).__name__))
-        self.walk_hooks(GLOBAL_HOOKS, (None, "torch.nn.modules.module"))
-        self.walk_code()
+        self.modules = {id(m): (m, name) for root in roots for name, m in root.named_modules()}
+        self.files = {c.__module__ for kind in {type(m) for m, _ in self.modules.values()} for c in kind.__mro__}
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            for module, name in self.modules.values():
+                self.walk_object(module, (None, f"'{name}'" if name else type(module).__name__))
+            self.walk_hooks(GLOBAL_HOOKS, (None, "torch.nn.modules.module"))
+            self.walk_code()
 
     # --- what there is
 
@@ -169,11 +169,11 @@ class State:
 
     def walk_graph(self, value: fx.GraphModule, link: Link) -> None:
         # one that lies about, such as this model's of an earlier trace, no code of the model changes
-        if id(value) in self.own:
+        if id(value) in self.modules:
             self.walk_object(value, link)
 
     def walk_other(self, value: Any, link: Link) -> None:
-        if id(value) not in self.own:
+        if id(value) not in self.modules:
             self.walk_object(value, link)
 
     def walk_closed(self, value: Any, link: Link) -> None:
@@ -223,7 +223,7 @@ class State:
     def hold(self, tensor: torch.Tensor, link: Link) -> None:
         if id(tensor) in self.tensors:
             return
-        with torch._C.DisableTorchFunction(), torch.no_grad(), contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):
             grad = tensor.grad if tensor.is_leaf else None
             version = 0 if tensor.is_inference() else tensor._version
             self.tensors[id(tensor)] = _Held(tensor, tensor.detach(), version, tensor.requires_grad, grad, link)

@@ -67,20 +67,22 @@ def trace(
     if isinstance(model, TracedModule):
         raise TraceError("this model is traced already; trace the model it came from")
     with alone(model), undone() as stack:
-        for name, tensor in _named_tensors(model):
+        tensors = list(_named_tensors(model))
+        for name, tensor in tensors:
             if is_lazy(tensor):
                 raise TraceError(f"'{name}' has no shape before the first call: call the model once before it is traced")
         args = args if isinstance(args, (tuple, list)) else (args,)
         call = (tuple(args), dict(kwargs or {}))
         leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
         stack.enter_context(no_collection())
-        return _trace(model, call, leaves, real, check)
+        return _trace(model, tensors, call, leaves, real, check)
 
 
 class _Job(NamedTuple):
     """What all runs of one trace share. `state` is what the model holds before the first, and again after each."""
 
     model: nn.Module
+    tensors: list[tuple[str, torch.Tensor]]  # parameters and buffers
     call: Any
     leaves: set[str]
     state: State
@@ -88,9 +90,11 @@ class _Job(NamedTuple):
     valueless: bool
 
 
-def _trace(model: nn.Module, call: Any, leaves: set[str], real: bool | None, check: bool) -> TracedModule:
-    valueless = check and not selfcheck.has_values(model, call)
-    job = _Job(model, call, leaves, State(model), Results(), valueless)
+def _trace(
+    model: nn.Module, tensors: list[tuple[str, torch.Tensor]], call: Any, leaves: set[str], real: bool | None, check: bool
+) -> TracedModule:
+    valueless = check and not selfcheck.has_values([t for _, t in tensors], call)
+    job = _Job(model, tensors, call, leaves, State(model), Results(), valueless)
     first = _settled(job, real, None)
     graphs = {model.training: first}
     twin_error = None
@@ -174,7 +178,7 @@ def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:
 
 def _record(job: _Job, real: bool | None, training: bool | None) -> _Traced:
     inputs = [t for t in values(job.call) if isinstance(t, torch.Tensor)]
-    on_meta = any(t.is_meta for t in [*job.model.parameters(), *job.model.buffers(), *inputs])
+    on_meta = any(t.is_meta for t in [*(t for _, t in job.tensors), *inputs])
     if real:
         if on_meta:
             raise TraceError("real=True needs weights and inputs with values, but some are on the meta device: load them first")
@@ -209,14 +213,12 @@ def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> _T
 
 
 def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries: Tries) -> _Traced:
-    model, call, leaves, state, results, valueless = job
+    model, tensors, call, leaves, state, results, valueless = job
     mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
-    weights = [*model.parameters(), *model.buffers()]
     inputs = [x for x in values(call) if isinstance(x, torch.Tensor)]
-    device = next((t.device for t in [*inputs, *weights] if not t.is_meta), torch.device("cpu"))
+    device = next((t.device for t in [*inputs, *(t for _, t in tensors)] if not t.is_meta), torch.device("cpu"))
     recording = Recording(model, mode, device, measured, results if not tries.autograd else Results(remember=False), tries)
     grad = torch.is_grad_enabled()
-    originals = dict(_named_tensors(model))
     regions = Regions(recording, leaves)
     with undone() as shared, undone(here=True) as stack:
         stack.callback(recording.unmark)
@@ -225,18 +227,17 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
         stack.enter_context(torch.no_grad())
         stack.enter_context(same_random(model))
         if mode is not None:
-            shared.enter_context(_fake_weights(model, mode, device, recording.parameters, tries.autograd))
-            recording.buffers = _buffers(model)
+            shared.enter_context(_fake_weights(state, mode, device, recording.parameters, tries.autograd))
             stack.callback(recording.overwritten.put_back)
             stack.enter_context(mode)
         else:
-            for name, tensor in _named_tensors(model):
+            for name, tensor in tensors:
                 recording.parameters.setdefault(id(tensor), name)
-            recording.buffers = _buffers(model)
             journal = Journal()
             stack.callback(journal.put_back)
             recording.journal = stack.enter_context(journal)
-        for name, parameter in model.named_parameters():
+        recording.buffers = _tabled(state, "_buffers")
+        for name, _, parameter in _tabled(state, "_parameters"):
             recording.holds(parameter, name)
         shared.enter_context(_patched(recording, regions, training))
         stack.callback(recording.stop)
@@ -256,16 +257,16 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
                 raise NeedsValues(text)
             raise TraceError(f"{text}; a graph has one way only: keep the module whole, leaf: [its path]")
         written = state.changes()
-        _refuse_anew(model, originals, recording.parameters, written, leaves)
+        _refuse_anew(state, dict(tensors), recording.parameters, written, leaves)
         if mode is not None and valueless:
-            stand_in = functools.partial(_fake_weights, model, mode, device, {}, False)
-            selfcheck.check_kept(model, call, state, recording, regions.called, stand_in)
+            stand_in = functools.partial(_fake_weights, state, mode, device, {}, False)
+            selfcheck.check_kept(model, call, state, written, recording, regions.called, stand_in)
     recording.finish()
     return _Traced(recording.graph, recording.constants, regions.called, recording.reads_training, written)
 
 
 def _refuse_anew(
-    model: nn.Module, originals: dict[str, torch.Tensor], names: dict[int, str], written: list[Place], whole: set[str]
+    state: State, originals: dict[str, torch.Tensor], names: dict[int, str], written: list[Place], whole: set[str]
 ) -> None:
     """Refuse a forward that gives a module a parameter, a child or a buffer of its state dict that it did not have: the
     traced model would be without it.
@@ -274,7 +275,7 @@ def _refuse_anew(
     """
     tables = {
         id(table): (path, kind, module._non_persistent_buffers_set)
-        for path, module in model.named_modules()
+        for module, path in state.modules.values()
         for table, kind in ((module._parameters, "parameter"), (module._buffers, "buffer"), (module._modules, "module"))
     }
     for place in written:
@@ -300,11 +301,12 @@ def _refuse_anew(
         )
 
 
-def _buffers(model: nn.Module) -> list[tuple[str, nn.Module, torch.Tensor]]:
+def _tabled(state: State, table: str) -> list[tuple[str, nn.Module, torch.Tensor]]:
+    """The parameters or buffers that the modules have now: name, module and tensor."""
     return [
         (f"{path}.{key}" if path else key, module, tensor)
-        for path, module in model.named_modules()
-        for key, tensor in module._buffers.items()
+        for module, path in state.modules.values()
+        for key, tensor in getattr(module, table).items()
         if tensor is not None
     ]
 
@@ -316,7 +318,7 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextlib.contextmanager
 def _fake_weights(
-    model: nn.Module, mode: FakeTensorMode, device: torch.device, names: dict[int, str], autograd: bool
+    state: State, mode: FakeTensorMode, device: torch.device, names: dict[int, str], autograd: bool
 ) -> Iterator[None]:
     """Put a fake tensor in the place of each parameter and buffer, and note its name."""
     fakes: dict[int, torch.Tensor] = {}
@@ -333,7 +335,7 @@ def _fake_weights(
             names[id(made)] = name
         return fakes[id(tensor)]
 
-    for path, module in model.named_modules(remove_duplicate=True):
+    for module, path in state.modules.values():
         if isinstance(module, torch.jit.ScriptModule):
             continue  # its tensors cannot be exchanged
         for table in (module._parameters, module._buffers):
