@@ -20,6 +20,7 @@ from torch._dynamo.eval_frame import skip_code
 from . import ops
 from .adapting.switching import Adapters
 from .errors import SpecError, TraceError
+from .limits import DEFAULT
 from .turns import change, during, hold, inside, turns_of
 
 PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype)
@@ -154,8 +155,8 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 def is_plain_attribute(name: str, value: Any) -> bool:
     """Whether a Container has an attribute: a public one, of no name that a module has itself, and a plain value."""
 
-    def plain(x: Any) -> bool:
-        return isinstance(x, PLAIN_TYPES) or (type(x) in (tuple, list) and all(map(plain, x)))
+    def plain(x: Any, depth: int = DEFAULT.depth) -> bool:
+        return isinstance(x, PLAIN_TYPES) or (type(x) in (tuple, list) and depth > 0 and all(plain(y, depth - 1) for y in x))
 
     taken = name in ("training", "classes", "attributes") or hasattr(Container, name)
     return not (name.startswith("_") or taken) and plain(value)

@@ -119,6 +119,7 @@ class State:
         self.tensors: dict[int, _Held] = {}
         self.caches: list[Any] = []  # of the files that the model's classes are from
         self.near: list[Any] = []  # of others
+        self.todo: list[tuple[Any, Link]] = []
         self.functions: list[FunctionType] = []
         self.named = {"forward", "train"}
         self.methods: dict[str, list[tuple[FunctionType, Link]]] = {}  # that no code met so far names
@@ -134,14 +135,14 @@ class State:
     # --- what there is
 
     def walk(self, value: Any, link: Link) -> None:
-        way = _way(type(value))  # type: ignore[arg-type]
-        if way is not None and id(value) not in self.seen:
-            way(self, value, link)
+        """Look into a value, later: a list may nest deeper than Python calls."""
+        if _way(type(value)) is not None and id(value) not in self.seen:  # type: ignore[arg-type]
+            self.todo.append((value, link))
 
     def walk_all(self, members: Iterable[tuple[Any, Any]], link: Link) -> None:
         for key, member in members:
-            if _way(type(member)) is not None:  # type: ignore[arg-type]
-                self.walk(member, (link, key))
+            if _way(type(member)) is not None and id(member) not in self.seen:  # type: ignore[arg-type]
+                self.todo.append((member, (link, key)))
 
     def walk_kind(self, value: Any, link: Link) -> None:
         self.note(value, kind_of(value), link)
@@ -149,6 +150,7 @@ class State:
             self.walk_all(list(value.items()) if isinstance(value, dict) else enumerate(list(value)), link)
 
     def walk_tuple(self, value: tuple[Any, ...], link: Link) -> None:
+        self.seen.add(id(value))
         self.walk_all(enumerate(value), link)
 
     def walk_method(self, value: MethodType, link: Link) -> None:
@@ -244,9 +246,16 @@ class State:
                         self.walk(value, (link, key))
 
     def walk_code(self) -> None:
-        """What the functions met so far name: methods of the classes met, globals, and what those name in turn."""
+        """What the values met so far hold, and what their functions name: methods of the classes met, and globals."""
         written: dict[str, set[str]] = {}
-        while self.functions:
+        while self.todo or self.functions:
+            while self.todo:
+                value, link = self.todo.pop()
+                way = _way(type(value))  # type: ignore[arg-type]
+                if way is not None and id(value) not in self.seen:
+                    way(self, value, link)
+            if not self.functions:
+                break
             function = self.functions.pop()
             names = names_of(function.__code__)
             for name in names.used - self.named:
@@ -404,11 +413,16 @@ def _listed(names: Any) -> list[str]:
 
 def _written(link: Link) -> str:
     """A place as a person would write it: `'blocks.0'.cache['x']`."""
-    outer, key = link
-    if outer is None:
-        return str(key)
-    if key in ("_buffers", "_parameters", "_modules"):  # where torch keeps what is an attribute
-        return _written(outer)
-    if isinstance(key, str) and key.isidentifier():
-        return f"{_written(outer)}.{key}"
-    return f"{_written(outer)}[{key!r}]" if isinstance(key, (str, int)) else f"{_written(outer)}[...]"
+    keys = []
+    while link[0] is not None:
+        link, key = link
+        keys.append(key)
+    text = str(link[1])
+    for key in reversed(keys):
+        if key in ("_buffers", "_parameters", "_modules"):  # where torch keeps what is an attribute
+            continue
+        if isinstance(key, str) and key.isidentifier():
+            text += f".{key}"
+        else:
+            text += f"[{key!r}]" if isinstance(key, (str, int)) else "[...]"
+    return text

@@ -685,6 +685,32 @@ def test_state_in_another_file_is_found(name: str, way: str, device: str, helper
     assert left == [{}, [0], 0, None, {}] and helpers.table.cache_info().currsize == 0
 
 
+class Link:
+    def __init__(self, next: Any) -> None:
+        self.next = next
+
+
+NESTED = {"list": lambda x: [x], "dict": lambda x: {"x": x}, "tuple": lambda x: (x, [x]), "chain": Link}
+
+
+@pytest.mark.parametrize("wrap", NESTED.values(), ids=NESTED)
+def test_a_model_may_hold_what_nests_deep(wrap: Callable[[Any], Any]) -> None:
+    def deep_counter(m: Any, x: Any) -> Any:
+        m.end.append(1)
+        return m.fc(x) * len(m.end)
+
+    for function in (kept_output, deep_counter):
+        model = Holding(function)
+        model.deep = model.end = []
+        for _ in range(5000):
+            model.deep = wrap(model.deep)
+        if function is kept_output:
+            assert torch.equal(fxplug.trace(model, X(), real=True)(X()), model(X()))
+        else:
+            with pytest.raises(fxplug.TraceError, match=r"keeps .*end.* \(.*test_trace_state\.py:\d+: m\.end"):
+                fxplug.trace(model, X())
+
+
 def test_the_check_can_be_left_out() -> None:
     gm = fxplug.trace(Holding(counter), X(), check=False)
     assert torch.equal(gm(X()), gm(X()))
