@@ -6,6 +6,7 @@ import dis
 import functools
 import sys
 import types
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 CACHE = type(functools.lru_cache(lambda: None))
@@ -15,24 +16,39 @@ STORES = {dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]}
 class Names(NamedTuple):
     """What code calls by name, other than its locals: globals and attributes; and the globals it writes."""
 
-    used: frozenset[str]
-    written: frozenset[str]
+    used: set[str]
+    written: set[str]
+    parts: set[str]  # with which names begin or end that code puts together for getattr or globals()
+
+    def among(self, known: Collection[str]) -> set[str]:
+        """Those of some names that the code may mean."""
+        found = {name for name in known if name in self.used} if len(known) < len(self.used) else self.used & set(known)
+        if self.parts:
+            parts = tuple(self.parts)
+            found |= {name for name in known if name.startswith(parts) or name.endswith(parts)}
+        return found
+
+    def add(self, other: Names) -> None:
+        """Take in what other code calls."""
+        for mine, more in zip(self, other, strict=True):
+            mine.update(more)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def names_of(code: types.CodeType) -> Names:
     """The names in a function's code and in the functions that it defines."""
-    # a text may be the name of an attribute
-    used = {*code.co_names, *(x for x in code.co_consts if isinstance(x, str) and x.isidentifier())}
-    written = set()
+    texts = [x for x in code.co_consts if isinstance(x, str) and x.isidentifier()]
+    names = Names({*code.co_names, *texts}, set(), set())
+    if "globals" in code.co_names:
+        names.parts.add("")
+    if "getattr" in code.co_names:
+        names.parts.update(x for x in texts if len(x) > 1)
     if STORES & set(code.co_code[::2]):
-        written = {i.argval for i in dis.get_instructions(code) if i.opcode in STORES}
+        names.written.update(i.argval for i in dis.get_instructions(code) if i.opcode in STORES)
     for part in code.co_consts:
         if isinstance(part, types.CodeType):
-            inner = names_of(part)
-            used |= inner.used
-            written |= inner.written
-    return Names(frozenset(used), frozenset(written))
+            names.add(names_of(part))
+    return names
 
 
 def functions_of(member: Any) -> list[Any]:

@@ -25,7 +25,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._contextlib import _DecoratorContextManager
 
 from .kinds import KINDS, Kind, contents, identical_items, items, kind_of, put_items
-from .spaces import CACHE, foreign, functions_of, names_of
+from .spaces import CACHE, Names, foreign, functions_of, names_of
 
 PLAIN: tuple[type, ...] = (str, bytes, int, float, complex, type(None), ModuleType, BuiltinFunctionType)
 PLAIN += (types.WrapperDescriptorType, types.MethodDescriptorType, types.MemberDescriptorType, types.GetSetDescriptorType)
@@ -121,7 +121,7 @@ class State:
         self.near: list[Any] = []  # of others
         self.todo: list[tuple[Any, Link]] = []
         self.functions: list[FunctionType] = []
-        self.named = {"forward", "train"}
+        self.named = Names({"forward", "train"}, set(), set())
         self.methods: dict[str, list[tuple[FunctionType, Link]]] = {}  # that no code met so far names
         self.opaque = False  # whether there is an object, such as an iterator, of which nobody can tell what it keeps
         self.modules = {id(m): (m, name) for root in roots for name, m in root.named_modules()}
@@ -240,7 +240,7 @@ class State:
             self.members.append((base, _own(base), link))
             for key, member in self.classes[id(base)].items():
                 for value in functions_of(member):
-                    if isinstance(value, FunctionType) and key not in self.named and not key.startswith("__"):
+                    if isinstance(value, FunctionType) and not key.startswith("__") and not self.named.among([key]):
                         self.methods.setdefault(key, []).append((value, link))
                     elif isinstance(value, FunctionType) or not key.startswith("__"):
                         self.walk(value, (link, key))
@@ -258,24 +258,24 @@ class State:
                 break
             function = self.functions.pop()
             names = names_of(function.__code__)
-            for name in names.used - self.named:
-                self.named.add(name)
-                for method, link in self.methods.pop(name, ()):
+            self.named.add(names)
+            for name in names.among(self.methods):
+                for method, link in self.methods.pop(name):
                     self.walk(method, (link, name))
-            self.walk_named(function, names.used)
+            self.walk_named(function, names)
             written.setdefault(function.__globals__.get("__name__", ""), set()).update(names.written)
         for name, changed in written.items():
             if changed and isinstance(space := sys.modules.get(name), ModuleType):
                 self.members.append((_Globals(space, changed), _own(_Globals(space, changed)), (None, name)))
 
-    def walk_named(self, function: FunctionType, names: frozenset[str]) -> None:
+    def walk_named(self, function: FunctionType, names: Names) -> None:
         """Globals that a function may use, of its own file and by way of modules that it names."""
         todo, done = [function.__globals__], set()
         while todo:
             space = todo.pop()
             done.add(id(space))
             link = (None, space.get("__name__"))
-            for name in names & space.keys():
+            for name in names.among(space):
                 value = space[name]
                 if isinstance(value, ModuleType):
                     if id(vars(value)) not in done and not foreign(value.__name__):

@@ -650,6 +650,10 @@ WAYS_THERE = {
         "from package.deep import helpers\nclass Tool:\n    def use(self, x): return helpers.{0}(x)\n"
         "TOOL = Tool()\ndef way(m, x): return getattr(TOOL, 'use')(x)"
     ),
+    "by a made name": (
+        "from package.deep import helpers\nHALF = ['{1}']\ndef way(m, x): return getattr(helpers, HALF[0] + '{2}')(x)"
+    ),
+    "by globals": "from package.deep.helpers import {0}\nHALF = ['{1}']\ndef way(m, x): return globals()[HALF[0] + '{2}'](x)",
 }
 
 
@@ -669,7 +673,7 @@ def helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("way", WAYS_THERE)
 @pytest.mark.parametrize("name", ["rope", "boxed", "registered", "cached", "counted", "totalled"])
 def test_state_in_another_file_is_found(name: str, way: str, device: str, helpers: Any, tmp_path: Path) -> None:
-    (tmp_path / "package" / "ways.py").write_text(WAYS_THERE[way].format(name))
+    (tmp_path / "package" / "ways.py").write_text(WAYS_THERE[way].format(name, name[:2], name[2:]))
     importlib.invalidate_caches()
     with torch.device(device):
         model, x = Holding(importlib.import_module("package.ways").way), torch.randn(2, 4)
