@@ -22,7 +22,8 @@ class Names(NamedTuple):
 
     def among(self, known: Collection[str]) -> set[str]:
         """Those of some names that the code may mean."""
-        found = {name for name in known if name in self.used} if len(known) < len(self.used) else self.used & set(known)
+        fewer, more = sorted((known, self.used), key=len)
+        found = {name for name in fewer if name in more}
         if self.parts:
             parts = tuple(self.parts)
             found |= {name for name in known if name.startswith(parts) or name.endswith(parts)}

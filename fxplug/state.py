@@ -238,9 +238,10 @@ class State:
             self.classes[id(base)] = dict(vars(base))
             link = (None, base.__qualname__)
             self.members.append((base, _own(base), link))
+            called = self.named.among(self.classes[id(base)])
             for key, member in self.classes[id(base)].items():
                 for value in functions_of(member):
-                    if isinstance(value, FunctionType) and not key.startswith("__") and not self.named.among([key]):
+                    if isinstance(value, FunctionType) and not key.startswith("__") and key not in called:
                         self.methods.setdefault(key, []).append((value, link))
                     elif isinstance(value, FunctionType) or not key.startswith("__"):
                         self.walk(value, (link, key))
