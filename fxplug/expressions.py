@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .errors import FxplugError, shown
+from .reading import syntax_tree
 
 # what a condition is written in: no braces, colons, backslashes, so that there is little for a parser to get lost in
 CONDITION = re.compile(r"[\w\s.,()\[\]'+\-*/%<>=!]+\Z", re.ASCII)
@@ -56,7 +57,7 @@ def parsed(text: str) -> ast.expr:
     if not CONDITION.match(text):
         raise FxplugError("it is no expression")
     try:
-        tree = ast.parse(text, mode="eval").body
+        tree: ast.expr = syntax_tree(text, "eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise FxplugError("it is no expression") from None
     level = [tree]

@@ -34,6 +34,7 @@ def _base(value: Any) -> Any:
 
 
 def items(value: Any) -> dict[Any, Any]:
+    """What a dict holds, whatever its class makes of `items()`."""
     return dict(OrderedDict.items(value)) if isinstance(value, OrderedDict) else dict.copy(value)
 
 
@@ -49,7 +50,7 @@ def put_items(value: Any, members: Any) -> None:
 
 
 def _put_list(value: Any, members: Any) -> None:
-    value[:] = members
+    (list if isinstance(value, list) else type(value)).__setitem__(value, slice(None), members)
 
 
 def _put_members(value: Any, members: Any) -> None:
@@ -90,9 +91,9 @@ def _same_generators(a: torch.Generator, b: torch.Generator) -> bool:
 
 KINDS: dict[type, Kind] = {
     dict: Kind(items, identical_items, put_items),
-    list: Kind(list, _identical, _put_list),
-    deque: Kind(list, _identical, _put_members),
-    set: Kind(lambda v: set(v), lambda a, b: a == b, _put_members),
+    list: Kind(lambda v: list(list.__iter__(v)), _identical, _put_list),
+    deque: Kind(lambda v: list(deque.__iter__(v)), _identical, _put_members),
+    set: Kind(lambda v: set(set.__iter__(v)), lambda a, b: a == b, _put_members),
     CellType: Kind(contents, _identical, _fill),
     bytearray: Kind(bytes, lambda a, b: a == b, _put_list),
     array.array: Kind(lambda v: v[:], lambda a, b: a.tobytes() == b.tobytes(), _put_list),

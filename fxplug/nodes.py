@@ -37,6 +37,10 @@ NUMBER = re.compile(r"\b(Int|Float|SymInt|SymFloat)\b")  # in that of any other 
 SMALL = 16  # a constant of at most so many numbers is written into the code, a larger one becomes a buffer
 
 
+class StandIn(torch.Generator):
+    """What stands for torch's default generator during a run."""
+
+
 @dataclass
 class Tries:
     """What earlier tries at the same call found that it needs: autograd on fakes too, and code that takes plain numbers."""

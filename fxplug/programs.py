@@ -14,6 +14,7 @@ from torch.fx.node import _get_qualified_name
 
 from .errors import ArtifactError, shown
 from .module import Container, Graph, TracedModule, by_index, without_edges
+from .reading import syntax_tree
 from .values import TORCH_NAMES
 
 # names of Python that FX writes for values, `slice(0, 1, None)`
@@ -35,7 +36,7 @@ def check_program(graph: Graph) -> None:
     """
     program = graph.python_code("self")
     try:
-        (function,) = ast.parse(program.src).body
+        (function,) = syntax_tree(program.src).body
         if not isinstance(function, ast.FunctionDef) or function.decorator_list or function.returns:
             raise SyntaxError("it is not one function")
         _Reader(graph, program.globals).check(function)

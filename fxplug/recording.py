@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from . import ops, targets
 from .dtypes import Dtypes
 from .errors import TraceError
-from .nodes import NUMBERS, SMALL, Nodes
+from .nodes import NUMBERS, SMALL, Nodes, StandIn
 from .sizes import KINDS, Number
 from .structure import children
 from .wording import asker, decides_nothing, describe, is_caught, is_text_for_people, shortened, source_line, user_frame
@@ -133,6 +133,8 @@ class Recording(Nodes):
 
     def call(self, func: Any, method: str | None, args: Any, kwargs: Any) -> Any:
         """Run a torch function and record it under its public name."""
+        if isinstance(kwargs.get("generator"), StandIn):
+            kwargs = {**kwargs, "generator": None}  # torch's own, which is the one without any
         if func in CONSTANTS and not self.traced(args) and not self.traced(kwargs):
             made = self.made_constant(func, args, kwargs)
             if made is not None:

@@ -145,9 +145,9 @@ class State:
                 self.todo.append((member, (link, key)))
 
     def walk_kind(self, value: Any, link: Link) -> None:
-        self.note(value, kind_of(value), link)
+        held = self.note(value, kind_of(value), link)
         if isinstance(value, CONTAINERS):
-            self.walk_all(list(value.items()) if isinstance(value, dict) else enumerate(list(value)), link)
+            self.walk_all(list(held.items()) if isinstance(value, dict) else enumerate(held), link)
 
     def walk_tuple(self, value: tuple[Any, ...], link: Link) -> None:
         self.seen.add(id(value))
@@ -218,9 +218,11 @@ class State:
             if part:
                 self.walk(part, link)
 
-    def note(self, value: Any, kind: Kind, link: Link) -> None:
+    def note(self, value: Any, kind: Kind, link: Link) -> Any:
         self.seen.add(id(value))
-        self.notes.append((value, kind, kind.note(value), link))
+        held = kind.note(value)
+        self.notes.append((value, kind, held, link))
+        return held
 
     def hold(self, tensor: torch.Tensor, link: Link) -> None:
         if id(tensor) in self.tensors:

@@ -23,6 +23,7 @@ import torch.backends
 
 from . import ops
 from .errors import TraceError
+from .nodes import StandIn
 from .recording import Recording
 from .sizes import Number
 from .spaces import foreign
@@ -30,6 +31,7 @@ from .wording import asker, is_importing
 
 Patch = tuple[Any, str, Any]
 MISSING = object()
+DEFAULT_GENERATOR = torch.default_generator
 HASHES: tuple[Any, ...] = (object.__hash__, torch.nn.Module.__hash__)  # of an address
 SEED, STATE, CLOCK = "sets a random seed", "reads or sets the state of a random generator", "reads the clock"
 FUNCTIONS = "transforms a function"
@@ -113,7 +115,7 @@ def _replaced(recording: Recording) -> Iterator[Patch]:
                 yield owner, name, _refusing(recording, getattr(owner, name), f"{owner.__name__}.{name}", does)
     yield os, "environ", _Environment(recording, os.environ)
     yield random.Random, "__init__", _unseeded(recording, random.Random.__init__)
-    yield torch, "default_generator", _Generator(recording, torch.default_generator)
+    yield torch, "default_generator", _default_generator(recording)
     yield datetime, "datetime", _clock(recording, datetime.datetime, ("now", "utcnow", "today"))
     yield datetime, "date", _clock(recording, datetime.date, ("today",))
     yield torch.backends.ContextProp, "__get__", _flag(recording, torch.backends.ContextProp.__get__)
@@ -223,16 +225,29 @@ class _Environment:
         return self.original
 
 
-class _Generator:
-    """Stands for `torch.default_generator`."""
+class _Generator(StandIn):
+    """Stands for `torch.default_generator`: may be handed on to a torch function, and tells nothing."""
 
-    def __init__(self, recording: Recording, original: Any) -> None:
-        self.recording, self.original = recording, original
+    recording: Recording
 
-    def __getattr__(self, name: str) -> Any:
+
+def _silent(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def ask(self: _Generator, *args: Any) -> Any:
         if _asks(self.recording):
             _refuse(self.recording, f"torch.default_generator.{name}", STATE)
-        return getattr(self.original, name)
+        return original(DEFAULT_GENERATOR, *args)
+
+    return ask
+
+
+for _name in ("manual_seed", "seed", "initial_seed", "get_state", "set_state", "clone_state"):
+    setattr(_Generator, _name, _silent(_name, getattr(torch.Generator, _name)))
+
+
+def _default_generator(recording: Recording) -> _Generator:
+    generator = _Generator()
+    generator.recording = recording
+    return generator
 
 
 def _unseeded(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:

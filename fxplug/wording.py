@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from . import targets
+from .reading import syntax_tree
 
 STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 CALLER = os.path.join(os.path.dirname(__file__), "entry.py")  # what called the model: no line of the model is above it
@@ -147,10 +148,10 @@ def _place(part: Any, note: Any) -> tuple[Any, Any, Any]:
 
 
 @lru_cache(maxsize=64)
-def tree_of(file: str) -> ast.Module:
+def tree_of(file: str) -> Any:
     """The tree of a source file; an empty one where there is no source."""
     try:
-        return ast.parse("".join(linecache.getlines(file)))
+        return syntax_tree("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return ast.Module([], [])
 

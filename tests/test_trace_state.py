@@ -14,6 +14,7 @@ import sys
 import threading
 import types
 import warnings
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -687,6 +688,27 @@ def test_state_in_another_file_is_found(name: str, way: str, device: str, helper
             return
     left = [helpers.TABLES, helpers.COUNT, helpers.TOTAL, helpers.BOX.value, helpers.Registry.seen]
     assert left == [{}, [0], 0, None, {}] and helpers.table.cache_info().currsize == 0
+
+
+def test_the_default_generator_may_be_handed_on() -> None:
+    model = Holding(lambda m, x: x + torch.rand(3, 4, generator=torch.default_generator))
+    gm = fxplug.trace(model, X())
+    torch.manual_seed(3)
+    expected = model(X())
+    torch.manual_seed(3)
+    assert torch.equal(gm(X()), expected)
+
+
+@pytest.mark.parametrize("base", [dict, OrderedDict, list, set, deque])
+def test_containers_whose_methods_do_more_are_left_alone(base: type) -> None:
+    def refuse(self: Any, *args: Any) -> Any:
+        raise RuntimeError("this container was asked")
+
+    names = ("__iter__", "__getitem__", "__len__", "items", "keys", "values", "copy")
+    strange = type("Strange", (base,), dict.fromkeys(names, refuse))
+    model = Holding(lambda m, x: m.fc(x))
+    model.strange = strange()
+    assert torch.equal(fxplug.trace(model, X())(X()), model(X()))
 
 
 class Link:
