@@ -14,12 +14,14 @@ from torch import fx
 from . import ops
 from .errors import TraceError
 from .fakes import fake
+from .frozen import alike, frozen
+from .kinds import identical_items
 from .nodes import PRINTABLE
 from .paths import identifier
 from .recording import Recording
 from .regions import Regions
 from .sizes import Number
-from .structure import children, has_tensor
+from .structure import children, has_tensor, rebuilt
 
 # objects that a model hands on to torch functions without looking into them
 OPAQUE = (torch.Generator,)
@@ -55,6 +57,7 @@ def run(recording: Recording, regions: Regions, args: tuple[Any, ...], kwargs: d
         with recording:
             out = regions.region(model, "", positional, named)
             recording.assigned(regions.called)
+            entry.record_writes()
             node = recording.graph.output(_result(recording, out))
     finally:
         recording.active = False
@@ -68,6 +71,7 @@ class _Entry:
         self.recording = recording
         self.tensors: list[tuple[fx.Node, torch.Tensor, str]] = []
         self.constants: list[tuple[fx.Node, Any, str]] = []
+        self.containers: list[tuple[fx.Node, Any, Any, str]] = []  # outermost last; each with what it held
 
     def bind(self, signature: inspect.Signature, given: dict[str, Any]) -> dict[str, Any]:
         """A placeholder for each parameter; the values as the model will see them."""
@@ -97,7 +101,7 @@ class _Entry:
             if not _printable(value):
                 raise TraceError(f"argument '{name}' is a {type(value).__name__}: {CAN_BE_INPUTS}")
             self.constants.append((node, value, name))
-            return copy.deepcopy(value)
+            return self.contained(node, copy.deepcopy(value), name)
         if not isinstance(value, (tuple, list, dict)):
             raise TraceError(f"argument '{name}' is a {type(value).__name__}: {CAN_BE_INPUTS}")
         members = dict(children(value) or ())
@@ -108,9 +112,27 @@ class _Entry:
             short = f"{identifier(name)}_{identifier(str(key)).strip('_')}"
             item = self.recording.node("call_function", operator.getitem, (node, key), {}, short)
             new[key] = self.input(member, item, f"{name}[{key!r}]")
-        if isinstance(value, dict):
-            return type(value)(new)
-        return type(value)(*new.values()) if hasattr(value, "_fields") else type(value)(new.values())
+        return self.contained(node, rebuilt(value, new), name)
+
+    def contained(self, node: fx.Node, value: Any, name: str) -> Any:
+        """An input as the model will see it; what a list or dict holds is noted."""
+        if isinstance(value, (list, dict)):
+            self.containers.append((node, value, frozen(value) if not has_tensor(value) else dict(children(value) or ()), name))
+        return value
+
+    def record_writes(self) -> None:
+        """Record what the model put into the lists and dicts that it was given, and took out of them."""
+        for node, value, before, name in self.containers:
+            now = dict(children(value) or ())
+            if identical_items(now, before) if isinstance(before, dict) else alike(frozen(value), before):
+                continue
+            try:
+                members = {key: _result(self.recording, member) for key, member in now.items()}
+            except TraceError as error:
+                text = str(error).replace("the model returns", "it holds", 1)
+                raise TraceError(f"forward puts into the argument '{name}' what a graph cannot: {text}") from None
+            args = (node, members if isinstance(value, dict) else list(members.values()))
+            self.recording.node("call_function", ops.put_members, args, {}, "put_members", effect=True)
 
     def example(self, value: torch.Tensor) -> torch.Tensor:
         """An example tensor that the run may use up: fake, or a copy."""
@@ -181,7 +203,7 @@ def _result(recording: Recording, value: Any) -> Any:
     if members is None:
         raise TraceError(
             f"the model returns a {type(value).__name__}, which a graph cannot make: a result is a tensor, a plain value, or "
-            "a tuple, list, dict or dataclass of them; turn that part of the result off, or trace a submodule"
+            "a tuple, list, dict or dataclass of them; turn that part off, or trace a submodule"
         )
     new = {key: _result(recording, member) for key, member in members}
     if type(value) in (tuple, list):

@@ -135,6 +135,12 @@ def check_members(value: Any, keys: tuple[Any, ...], name: str) -> None:
         )
 
 
+def put_members(value: Any, members: Any) -> None:
+    """Leave a list or dict that was given with other members."""
+    value.clear()
+    (value.extend if isinstance(value, list) else value.update)(members)
+
+
 def check_generator(value: Any, kind: str, name: str) -> None:
     """Hold a random generator among the arguments to its kind of device. Raises GuardError."""
     if not isinstance(value, torch.Generator) or value.device.type != kind:

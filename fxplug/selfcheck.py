@@ -161,7 +161,7 @@ class _Pair:
             error = raised
         facts = _facts(given, out)
         with torch.no_grad():
-            out, inputs = map_leaves(out, _kept), map_leaves(given, _kept)
+            out, inputs = map_leaves(out, _kept), map_leaves(inputs, _kept)
             buffers = {name: _kept(b, ()) for name, b in module.named_buffers(remove_duplicate=False)}
         return _Outcome(out, facts, error, inputs, buffers, self.journal.now(), random_state(), process_settings())
 

@@ -11,6 +11,7 @@ import logging
 import pathlib
 import re
 import sys
+import threading
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, deque
@@ -30,6 +31,7 @@ from .spaces import CACHE, Names, foreign, functions_of, names_of
 PLAIN: tuple[type, ...] = (str, bytes, int, float, complex, type(None), ModuleType, BuiltinFunctionType)
 PLAIN += (types.WrapperDescriptorType, types.MethodDescriptorType, types.MemberDescriptorType, types.GetSetDescriptorType)
 PLAIN += (frozenset, range, slice, re.Pattern, enum.Enum, pathlib.PurePath, inspect.Signature, logging.Logger, weakref.ref)
+PLAIN += (threading.Thread,)  # what one of another kind keeps, such as tqdm's monitor, it writes at any time
 PLAIN += (type(vars(NamedTuple("Pair", [("first", int)]))["first"]), types.GenericAlias, types.UnionType)
 PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format, _DecoratorContextManager, np.generic, np.dtype)
 CONTAINERS = (dict, list, set, deque)

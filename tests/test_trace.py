@@ -6,8 +6,10 @@ import copy
 import functools
 import random
 import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,6 +173,60 @@ def test_a_generator_is_an_input() -> None:
         assert torch.equal(want, got)
     with pytest.raises(fxplug.GuardError):
         gm(X(), None)
+
+
+def _puts(self: Any, x: torch.Tensor, given: Any) -> torch.Tensor:
+    given["new"] = [x * 2, x.shape[0]]
+    return x + given.pop("old")
+
+
+def _replaces(self: Any, x: torch.Tensor, given: Any) -> torch.Tensor:
+    given["old"] = given["old"] + x
+    return x * 2
+
+
+def _appends(self: Any, x: torch.Tensor, given: Any) -> torch.Tensor:
+    given[0].append(x.shape)
+    given.insert(0, x.sum())
+    return x * 2
+
+
+def _sorts(self: Any, x: torch.Tensor, given: Any) -> torch.Tensor:
+    given.append("c")
+    given.sort()
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("forward", "given"),
+    [
+        (_puts, {"old": X()}),
+        (_puts, OrderedDict(old=X(), other=1)),
+        (_puts, defaultdict(list, old=X())),
+        (_replaces, {"other": [1], "old": X()}),
+        (_appends, [[X()], X()]),
+        (_appends, [[1]]),
+        (_sorts, ["d", "a"]),
+    ],
+)
+def test_containers_that_are_given_are_left_as_the_model_leaves_them(forward: Any, given: Any, tmp_path: Path) -> None:
+    model = Model(forward)
+    gm = fxplug.trace(model, (X(), given))
+    fxplug.save(gm, tmp_path / "saved")
+    for graph in (gm, fxplug.load(tmp_path / "saved")):
+        theirs, ours = copy.deepcopy(given), copy.deepcopy(given)
+        assert difference(model(X(), theirs), graph(X(), ours)) is None
+        assert difference(theirs, ours) is None and difference(theirs, given) is not None
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_no_graph_can_put_into_an_argument_is_refused(device: str) -> None:
+    def put(self: Any, x: torch.Tensor, given: Any) -> torch.Tensor:
+        given["seen"] = object()
+        return x * 2
+
+    with pytest.raises(fxplug.TraceError, match=r"into the argument 'args\[1\]' what a graph cannot: it holds a object"):
+        fxplug.trace(Model(put), (X().to(device), {}))
 
 
 def test_example_inputs_are_not_used_up() -> None:

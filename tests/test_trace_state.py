@@ -699,6 +699,31 @@ def test_the_default_generator_may_be_handed_on() -> None:
     assert torch.equal(gm(X()), expected)
 
 
+class Monitor(threading.Thread):
+    """Counts all the time, as tqdm's thread notes when it woke."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.woken, self.over = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(1e-4):
+            self.woken += 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_another_thread_keeps_is_its_own(device: str) -> None:
+    with torch.device(device):
+        model, x = Holding(lambda m, x: m.fc(x)), torch.randn(2, 4)
+    model.monitor = Monitor()
+    model.monitor.start()
+    try:
+        assert [fxplug.trace(model, x) for _ in range(3)]
+    finally:
+        model.monitor.over.set()
+        model.monitor.join()
+
+
 @pytest.mark.parametrize("base", [dict, OrderedDict, list, set, deque])
 def test_containers_whose_methods_do_more_are_left_alone(base: type) -> None:
     def refuse(self: Any, *args: Any) -> Any:
