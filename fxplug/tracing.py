@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 import threading
+import traceback
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from .restore import restored, same_random
 from .sizes import recorded_math
 from .state import MISSING, Place, State
 from .structure import leaves as values
+from .wording import is_user_code
 
 
 def trace(
@@ -75,7 +77,20 @@ def trace(
         call = (tuple(args), dict(kwargs or {}))
         leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
         stack.enter_context(no_collection())
-        return _trace(model, tensors, call, leaves, real, check)
+        try:
+            return _trace(model, tensors, call, leaves, real, check)
+        except RecursionError as error:
+            if (function := _walking(error)) is None:
+                raise  # the model's own
+            raise TraceError(
+                f"an input, a result or what a list holds nests too deep for a graph, or without end ({function})"
+            ) from None
+
+
+def _walking(error: RecursionError) -> str | None:
+    """The function that went too deep into a value; None where it is the model's code that did."""
+    frames = list(traceback.walk_tb(error.__traceback__))[-20:]
+    return None if any(is_user_code(frame) for frame, _ in frames) else frames[-1][0].f_code.co_name
 
 
 class _Job(NamedTuple):

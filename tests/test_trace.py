@@ -219,6 +219,23 @@ def test_containers_that_are_given_are_left_as_the_model_leaves_them(forward: An
         assert difference(theirs, ours) is None and difference(theirs, given) is not None
 
 
+def test_containers_that_hold_themselves_are_refused() -> None:
+    def put(self: Any, x: torch.Tensor, given: Any) -> Any:
+        given.append(given)
+        return x * 2
+
+    def deep(self: Any, x: torch.Tensor, given: Any) -> Any:
+        return deep(self, x, given)
+
+    endless: list[Any] = [X()]
+    endless.append(endless)
+    for model, given in [(Model(put), []), (Model(lambda self, x, given: endless), []), (Model(lambda self, x, g: x), endless)]:
+        with pytest.raises(fxplug.TraceError, match="nests too deep for a graph, or without end"):
+            fxplug.trace(model, (X(), given))
+    with pytest.raises(RecursionError):  # the model's own
+        fxplug.trace(Model(deep), (X(), []))
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_what_no_graph_can_put_into_an_argument_is_refused(device: str) -> None:
     def put(self: Any, x: torch.Tensor, given: Any) -> torch.Tensor:
