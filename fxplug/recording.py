@@ -99,8 +99,17 @@ class Recording(Nodes):
             self.leave_torch(name, args[0])
             return func(*args, **kwargs)
         if name == "__deepcopy__":
-            return self.call(torch.clone, None, (args[0],), {})
+            return self.copied(args[0])
         return self.call(func, name, args, kwargs)
+
+    def copied(self, tensor: torch.Tensor) -> Any:
+        """A copy of its own: gradients reach it and not the tensor."""
+        new = self.call(torch.clone, None, (tensor,), {})
+        new = self.call(torch.Tensor.detach, "detach", (new,), {})
+        if not tensor.is_floating_point():
+            return new
+        asked = self.node("call_function", ops.asked, (self.lookup(tensor), "requires_grad"), {}, self.named("requires_grad"))
+        return self.mark(new, self.node("call_method", "requires_grad_", (self.lookup(new), asked), {}, "copied"))
 
     def text(self, frame: types.FrameType) -> None:
         """Text that is made of a tensor's values: what people read may be told, anything else hangs on them."""

@@ -901,3 +901,15 @@ def test_the_gradient_mode_stays(mode: Callable[[], Any]) -> None:
         before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         fxplug.trace(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.1)), torch.randn(2, 3))
         assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
+
+
+def test_gradients_stay_with_a_copy() -> None:
+    model = Holding(lambda m, x: (copy.deepcopy(m.fc)(x), copy.deepcopy(m.fc.weight)))
+    gm = fxplug.trace(model, X())
+    for frozen in (False, True):
+        model.fc.weight.requires_grad_(not frozen)
+        for module in (model, gm):
+            (out, weight) = module(X())
+            assert weight.requires_grad is not frozen and weight.is_leaf and weight is not model.fc.weight
+            out.sum().backward()
+            assert model.fc.weight.grad is None and model.fc.bias.grad is None
