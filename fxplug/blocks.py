@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import channels, samples
-from .errors import SpecError, did_you_mean
+from .errors import GuardError, SpecError, did_you_mean
 
 if TYPE_CHECKING:
     from .match import Site, Value
@@ -293,7 +293,7 @@ class Skip(Block):
     """value + source: a skip connection with a learned gate per channel, zero when new.
 
     Sources of another width go through a linear map (a convolution of size 1 when `dim` is 1), zero when new. Both tensors
-    must agree in every other dimension.
+    must agree in every other dimension. `forward` raises GuardError for other widths than these.
     """
 
     neutral = True
@@ -317,6 +317,11 @@ class Skip(Block):
         return cls(source.shape[dim], features, dim)
 
     def forward(self, value: Tensor, source: Tensor) -> Tensor:
+        if source.shape[self.dim] != self.source_width or value.shape[self.dim] != self.width:
+            raise GuardError(
+                f"a skip from width {self.source_width} to {self.width} (dimension {self.dim}) gets {tuple(source.shape)} and "
+                f"{tuple(value.shape)}: that dimension follows the size of the input; skip where it does not"
+            )
         if self.weight.dim() == 1:
             return value + source * along(self.weight, source, self.dim)
         moved = F.linear(source.movedim(self.dim, -1), self.weight).movedim(-1, self.dim)

@@ -68,6 +68,7 @@ def restored(state: State) -> Iterator[None]:
     for cache in state.caches:
         cache.cache_clear()
     near = [(cache, cache.cache_info().misses) for cache in state.near]
+    state.lend()
     try:
         yield
     finally:

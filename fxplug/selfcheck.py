@@ -105,11 +105,13 @@ def check_kept(
     again()
     values = [_content(place) for place in places]
     state.restore()
+    state.lend()
     with stand_in():
         again()
         kept = [place for place, value in zip(places, values, strict=True) if not alike(_content(place), value)]
         if kept:
             state.restore()
+            state.lend()
             with stand_in():
                 raise TraceError(_text_of_kept(kept[0], writer(again, kept)))
 
@@ -171,6 +173,7 @@ class _Pair:
         self.journal.put_back(None if to is None else to.memory)
         for state in (self.state, self.whole):
             state.restore()
+            state.lend()
             state.restore_tensors()
         set_random_state(draws)
         set_process_settings(settings)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import enum
 import functools
 import inspect
+import itertools
 import logging
 import pathlib
 import re
 import sys
 import threading
 import types
+import warnings
 import weakref
 from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +38,8 @@ PLAIN += (threading.Thread,)  # what one of another kind keeps, such as tqdm's m
 PLAIN += (type(vars(NamedTuple("Pair", [("first", int)]))["first"]), types.GenericAlias, types.UnionType)
 PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format, _DecoratorContextManager, np.generic, np.dtype)
 CONTAINERS = (dict, list, set, deque)
+# they are copied as they stand, and what they go through is shared
+ITERATORS = (itertools.count, itertools.repeat, *(type(iter(x)) for x in ([], (), "", b"", range(1), range(1 << 99))))
 # what torch itself keeps in a module beside its state: hooks, most of them dicts that are empty
 HOOKS = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
 GLOBAL_HOOKS = {
@@ -126,6 +131,9 @@ class State:
         self.named = Names({"forward", "train"}, set(), set())
         self.methods: dict[str, list[tuple[FunctionType, Link]]] = {}  # that no code met so far names
         self.opaque = False  # whether there is an object, such as an iterator, of which nobody can tell what it keeps
+        self.iterators: dict[int, Any] = {}  # of these, those that can be copied
+        self.lent: list[Any] = []
+        self.held: list[tuple[Any, Any, Any]] = []  # a dict, list or cell, under which key it holds one of them, and which
         self.modules = {id(m): (m, name) for root in roots for name, m in root.named_modules()}
         self.files = {c.__module__ for kind in {type(m) for m, _ in self.modules.values()} for c in kind.__mro__}
         with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -133,6 +141,11 @@ class State:
                 self.walk_object(module, (None, f"'{name}'" if name else type(module).__name__))
             self.walk_hooks(GLOBAL_HOOKS, (None, "torch.nn.modules.module"))
             self.walk_code()
+        if self.iterators:
+            for value, kind, before, _ in self.notes:
+                if kind in (KINDS[dict], KINDS[list], KINDS[CellType]):
+                    members = before.items() if isinstance(before, dict) else enumerate(before)
+                    self.held += [(value, key, member) for key, member in members if id(member) in self.iterators]
 
     # --- what there is
 
@@ -182,6 +195,8 @@ class State:
 
     def walk_closed(self, value: Any, link: Link) -> None:
         self.opaque = True
+        if isinstance(value, ITERATORS):
+            self.iterators[id(value)] = value
 
     def walk_object(self, value: Any, link: Link) -> None:
         if id(value) not in self.seen:
@@ -304,7 +319,8 @@ class State:
         for owner, members, link in self.members:
             if not self.is_untouched(owner):
                 found += _differing(owner, members, _own(owner), link)
-        return found
+        lent = set(map(id, self.lent))
+        return [place for place in found if id(place.now()) not in lent] if lent else found
 
     def changed_hooks(self) -> Iterator[tuple[dict[Any, Any], dict[Any, Any], Link, str]]:
         for tables, before, link in self.hooks:
@@ -336,6 +352,18 @@ class State:
                     write[0](target, key, value)
             for key in now.keys() - members.keys():
                 write[1](target, key)
+
+    def lend(self) -> None:
+        """Put copies in the place of iterators, which nobody can set back; `restore` gives them back."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            copies = {key: copy.copy(iterator) for key, iterator in self.iterators.items()}
+        self.lent = list(copies.values())
+        for value, key, iterator in self.held:
+            if isinstance(value, CellType):
+                value.cell_contents = copies[id(iterator)]
+            else:
+                (list if isinstance(value, list) else dict).__setitem__(value, key, copies[id(iterator)])
 
     def restore_tensors(self) -> None:
         """Give tensors their memory, geometry, gradients and versions back; their values are another matter."""

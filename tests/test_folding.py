@@ -282,6 +282,23 @@ def test_with_slots_the_adapters_in_use_are_folded(name):
         merge(gm)
 
 
+@pytest.mark.parametrize("name", ["ssf", "scale", "lora"])
+def test_what_stands_behind_a_bias_that_stays_mapped(name):
+    model = nn.Sequential(nn.Linear(4, 6), nn.ReLU())
+    x = torch.randn(3, 4)
+    gm = fxplug.apply(fxplug.trace(model, x), fxplug.load_pass("bitfit", at="0"), fxplug.load_pass(name, at="0"))
+    with torch.no_grad():
+        for key, p in gm.named_parameters():
+            if key.startswith(("bitfit.", f"{name}.")):
+                p.normal_()
+    if name == "lora":  # a sum, in whatever order
+        assert torch.allclose(merge(gm, [name])(x), gm(x), atol=1e-6)
+    else:
+        with pytest.raises(fxplug.SpecError, match="behind a block of another pass, which is not merged: merge that one too"):
+            merge(gm, [name])
+    assert torch.allclose(merge(gm)(x), gm(x), atol=1e-6)
+
+
 def test_wrong_calls_are_told():
     base = small.layers()
     gm = put(base, "lora", at="out")

@@ -7,6 +7,7 @@ import copy
 import functools
 import importlib
 import inspect
+import itertools
 import math
 import os
 import random
@@ -906,10 +907,26 @@ def test_the_gradient_mode_stays(mode: Callable[[], Any]) -> None:
 def test_gradients_stay_with_a_copy() -> None:
     model = Holding(lambda m, x: (copy.deepcopy(m.fc)(x), copy.deepcopy(m.fc.weight)))
     gm = fxplug.trace(model, X())
-    for frozen in (False, True):
-        model.fc.weight.requires_grad_(not frozen)
+    for fixed in (False, True):
+        model.fc.weight.requires_grad_(not fixed)
         for module in (model, gm):
             (out, weight) = module(X())
-            assert weight.requires_grad is not frozen and weight.is_leaf and weight is not model.fc.weight
+            assert weight.requires_grad is not fixed and weight.is_leaf and weight is not model.fc.weight
             out.sum().backward()
             assert model.fc.weight.grad is None and model.fc.bias.grad is None
+
+
+@pytest.mark.parametrize("kind", ["count", "list", "range", "text"])
+@pytest.mark.parametrize("held", ["attribute", "list", "closure"])
+def test_iterators_are_left_as_they_were(kind: str, held: str) -> None:
+    made = {"count": lambda: itertools.count(3), "list": lambda: iter([1, 2, 3, 4] * 9), "range": lambda: iter(range(99))}
+    ids = made.get(kind, lambda: iter("a text that is long enough"))()
+    first = copy.copy(ids)
+    model = Holding(lambda m, x: (next(m.ids if held == "attribute" else m.all[0] if held == "list" else ids), m.fc(x))[1])
+    if held == "attribute":
+        model.ids = ids
+    elif held == "list":
+        model.all = [ids]
+    gm = fxplug.trace(model, X())
+    assert (model.ids if held == "attribute" else model.all[0] if held == "list" else ids) is ids
+    assert next(ids) == next(first) and torch.equal(gm(X()), model(X()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -130,7 +130,8 @@ class Reader:
         name, first, rest = self.mapped(weight)
         if not name:
             return
-        around = self.around(node, kind, None, rest)
+        other, second, others = self.mapped(bias) if bias is not None and kind != "Embedding" else ("", (), [])
+        around = self.around(node, kind, None, rest, others)
         path = next(reversed((node.meta.get("nn_module_stack") or {"": ("", "")}).values()))[0]
         own = f"{path}.weight"
         if (first or around) and not rest and own != name and self.tensor(own) is self.tensor(name):
@@ -139,7 +140,6 @@ class Reader:
         if kind == "Embedding":
             return
         if bias is not None:
-            other, second, rest = self.mapped(bias)
             if other:
                 self.note(Use(other, "bias", kind, node, (*second, *around)))
         elif self.gives_bias(around):
@@ -180,10 +180,12 @@ class Reader:
                 self.gone[block] = inner(block)
         return str(node.target), tuple(steps), rest
 
-    def around(self, node: fx.Node, kind: str, module: nn.Module | None, rest: list[Any]) -> tuple[Step, ...]:
+    def around(
+        self, node: fx.Node, kind: str, module: nn.Module | None, rest: list[Any], others: Sequence[Any] = ()
+    ) -> tuple[Step, ...]:
         """The blocks before and behind a layer that are folded, in the order in which they change the weight.
 
-        `rest` has the blocks on the way of the weight that are not.
+        `rest` has the blocks on the way of the weight that are not, `others` those on the way of the bias.
         """
         steps = []
         x = inside_edges(argument(node, 0, "input"))
@@ -199,7 +201,7 @@ class Reader:
             else:
                 self.refuse(x, reason)
                 scaled = None
-        value, left = node, list(rest)
+        value, left = node, [*rest, *others]
         while len(found := readers(value)) == 1:
             user, block = found[0], self.block(found[0])
             place = user.meta.get("pass", {}).get("place")
