@@ -39,7 +39,8 @@ PLAIN += (type(vars(NamedTuple("Pair", [("first", int)]))["first"]), types.Gener
 PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format, _DecoratorContextManager, np.generic, np.dtype)
 CONTAINERS = (dict, list, set, deque)
 # they are copied as they stand, and what they go through is shared
-ITERATORS = (itertools.count, itertools.repeat, *(type(iter(x)) for x in ([], (), "", b"", range(1), range(1 << 99))))
+SEQUENCES: tuple[Any, ...] = ([], (), "", b"", range(1), range(1 << 99))
+ITERATORS: tuple[type, ...] = (itertools.count, itertools.repeat, *(type(iter(sequence)) for sequence in SEQUENCES))
 # what torch itself keeps in a module beside its state: hooks, most of them dicts that are empty
 HOOKS = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
 GLOBAL_HOOKS = {
