@@ -473,37 +473,28 @@ class Recording(Nodes):
 
     def refuse_drawn(self, node: fx.Node) -> None:
         """A branch on a random number has another outcome at each call."""
-        seen, todo = set(), [node]
-        while todo:
-            current = todo.pop()
-            if current in seen or (current.op == "call_method" and current.target in ("size", "numel", "stride")):
-                continue
-            seen.add(current)
-            if targets.short_name(current.target) in targets.DRAWS and current.op != "placeholder":
-                where, line = source_line()
-                raise TraceError(
-                    f"{self.region()} branches on a random number ({where}: {line}), and a graph has one way only; "
-                    f"{self.way_out()}"
-                )
-            todo.extend(current.all_input_nodes)
+
+        def look(current: fx.Node, short: str) -> list[fx.Node]:
+            if short in targets.DRAWS:
+                self.refuse_way("branches on a random number")
+            return current.all_input_nodes
+
+        targets.computed_by(node, look)
 
     def refuse_measured(self, node: fx.Node, does: str) -> None:
         """A branch on masks, counts or equality is a property of the input; one on a measured value is not."""
-        seen, todo = set(), [node]
-        while todo:
-            current = todo.pop()
-            if current in seen or (current.op == "call_method" and current.target in ("size", "numel", "stride")):
-                continue
-            seen.add(current)
-            short = targets.short_name(current.target) if current.op != "placeholder" else ""
-            floating = any(
-                isinstance(a, fx.Node) and getattr(a.meta.get("dtype"), "is_floating_point", False) for a in current.args
-            )
+
+        def look(current: fx.Node, short: str) -> list[fx.Node]:
+            given = [a for a in current.args if isinstance(a, fx.Node)]
+            floating = any(getattr(a.meta.get("dtype"), "is_floating_point", False) for a in given)
             if floating and (short in ORDERED or short in ("item", "tolist")):
-                where, line = source_line()
-                raise TraceError(
-                    f"{self.region()} {does} ({where}: {line}), and a graph has one way only; "
-                    f"{self.way_out()}, or accept the values of this call as a guard: trace(..., real=True)"
-                )
-            if not floating or short in ("eq", "ne", "isnan", "isinf"):
-                todo.extend(a for a in current.all_input_nodes if not (short in ("eq", "ne") and floating))
+                self.refuse_way(does, ", or accept the values of this call as a guard: trace(..., real=True)")
+            follows = not floating or short in ("isnan", "isinf")
+            return current.all_input_nodes if follows else []
+
+        targets.computed_by(node, look)
+
+    def refuse_way(self, does: str, more: str = "") -> None:
+        where, line = source_line()
+        text = f"{self.region()} {does} ({where}: {line}), and a graph has one way only; {self.way_out()}{more}"
+        raise TraceError(text)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import fx
 from torch.nn.utils.rnn import PackedSequence
 
 from . import checked, ops
@@ -154,3 +155,13 @@ def short_name(target: Any) -> str:
     if isinstance(target, str):
         return target.rsplit(".", 1)[-1]
     return getattr(target, "__name__", type(target).__name__).strip("_")
+
+
+def computed_by(node: fx.Node, look: Callable[[fx.Node, str], list[fx.Node]]) -> None:
+    """Look at what a value is computed by, sizes apart, as far back as `look` says: it gets a node and its short name."""
+    seen, todo = set(), [node]
+    while todo:
+        current = todo.pop()
+        if current not in seen and not (current.op == "call_method" and current.target in ("size", "numel", "stride")):
+            seen.add(current)
+            todo += look(current, short_name(current.target) if current.op != "placeholder" else "")
