@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .lowerings.tuning import tune
     from .match import Site, find
     from .packages import Package, load_package
+    from .parallel.plan import Plan, parallel_plan, parallelize
     from .printing import diff, show
     from .rules import Match, Pass, Rule
     from .spec import load_pass
@@ -60,6 +61,7 @@ __all__ = [
     "MatchError",
     "Package",
     "Pass",
+    "Plan",
     "Result",
     "Rule",
     "Run",
@@ -84,6 +86,8 @@ __all__ = [
     "load_pass",
     "lower",
     "merge",
+    "parallel_plan",
+    "parallelize",
     "rewrite",
     "save",
     "show",
@@ -110,6 +114,7 @@ _HOME = {
     "limits": ["Limits"],
     "match": ["Site", "find"],
     "packages": ["Package", "load_package"],
+    "parallel.plan": ["Plan", "parallel_plan", "parallelize"],
     "printing": ["diff", "show"],
     "rules": ["Match", "Pass", "Rule"],
     "spec": ["load_pass"],

@@ -20,6 +20,7 @@ from .errors import ArtifactError, did_you_mean, shown
 from .limits import DEFAULT, Limits
 from .magnitudes import Budget, check_size
 from .module import PLAIN_TYPES, RESERVED, Container, TracedModule, is_plain_attribute, plain_attributes
+from .parallel.mesh import World
 from .serialize import check_name, check_path, find_function, function_name, import_class, is_import_path, only_keys
 from .turns import Turns
 from .values import Unportable, decode, encode
@@ -27,7 +28,8 @@ from .values import Unportable, decode, encode
 INTERNAL = frozenset(vars(nn.Module())) | {"training"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # the files of blocks
-BLOCKS = ("adapters", "blocks", "conditions", "frequencies", "gates", "merging", "norms", "rotations", "slicing", "weights")
+BLOCKS: tuple[str, ...] = ("adapters", "blocks", "conditions", "frequencies", "gates", "merging", "norms", "rotations")
+BLOCKS += ("slicing", "weights", "parallel.attention", "parallel.collectives")
 # a recurrent layer finds its weights by names in these; they follow from its constructor, and no file has them
 BY_NAME = ("_flat_weights_names", "_all_weights", "_flat_weights", "_flat_weight_refs")
 KINDS = {
@@ -232,7 +234,7 @@ def _encode(value: Any) -> Any:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {k: v for k, v in vars(module).items() if k not in INTERNAL and not isinstance(v, Turns)}
+    return {k: v for k, v in vars(module).items() if k not in INTERNAL and not isinstance(v, (Turns, World))}
 
 
 def _changed_attributes(module: nn.Module, rebuilt: nn.Module) -> dict[str, Any] | str:

@@ -26,6 +26,8 @@ ORDER = """
     lowerings.deltas lowerings.absorbing lowerings.folding lowerings.shadowing
     cutting lowerings.packing lowerings.choosing lowerings.outlining lowerings.nesting slicing caching
     lowerings.sharding lowerings.batchnorms lowerings.tuning lowerings.lowering
+    parallel.layouts parallel.mesh parallel.pretending parallel.collectives parallel.attention parallel.trying parallel.walking
+    parallel.planning parallel.births parallel.writing parallel.plan
     manifest temporary folders sinks snapshot values programs magnitudes serialize rebuild artifact
     machines expressions signatures packed packages exporting models checks flow pages
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
@@ -48,7 +50,7 @@ EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_
 EDITORS = {
     "edit", "slots", "grafting", "networks", "nodes", "exporting", "lowerings.fusing", "cutting",
     "lowerings.outlining", "lowerings.batchnorms", "lowerings.remerging", "lowerings.packing", "lowerings.folding",
-    "lowerings.shadowing", "lowerings.nesting", "slicing", "caching",
+    "lowerings.shadowing", "lowerings.nesting", "slicing", "caching", "parallel.writing",
 }
 LONG: set[str] = set()  # files of more than 500 lines: to be split, none to be added
 

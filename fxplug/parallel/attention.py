@@ -1,0 +1,193 @@
+"""Attention over tokens that are split: by heads (Ulysses), around a ring, or both.
+
+Jacobs et al. 2023 (DeepSpeed-Ulysses, arXiv 2309.14509), Liu et al. 2023 (Ring Attention, arXiv 2310.01889), Fang and Zhao
+2024 (USP, arXiv 2405.07719).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import layouts
+from .collectives import Collective, exchanged, gathered
+from .mesh import SEQUENCE
+
+MaskOf = Callable[[int], Tensor | None]
+
+
+class Attention(Collective):
+    """`scaled_dot_product_attention` of parts: forward(query, key, value, mask, scale, *sizes).
+
+    query, key and value are (..., heads, tokens, features) or (batch, tokens, features), with tokens split over ring x
+    ulysses. `mask` is whole: None, or what the function takes for the whole; `causal` is its is_causal. `sizes` are the whole
+    sizes of the queries' streams, then, after the first `queries` of them, of the keys'.
+    """
+
+    def __init__(self, ways: dict[str, int], queries: int = 1, causal: bool = False) -> None:
+        super().__init__(ways, SEQUENCE)
+        self.queries, self.causal = queries, causal
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, *sizes: int
+    ) -> Tensor:
+        given = sizes[: self.queries], sizes[self.queries :]
+        if query.dim() == 4:
+            return self.attend(query, key, value, mask, scale, *given)
+        if query.dim() > 4:
+            lead = query.shape[:-3]
+            query, key, value = (t.flatten(0, -4) for t in (query, key, value))
+            if mask is not None and mask.dim() > 3:
+                mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
+            return self.attend(query, key, value, mask, scale, *given).reshape(*lead, *query.shape[1:-1], value.shape[-1])
+        query, key, value = (t.unsqueeze(-3) for t in (query, key, value))
+        mask = mask.unsqueeze(-3) if mask is not None and mask.dim() == 3 else mask
+        if query.dim() == 3:  # (tokens, features)
+            query, key, value = (t.unsqueeze(0) for t in (query, key, value))
+            return self.attend(query, key, value, mask, scale, *given)[0, 0]
+        return self.attend(query, key, value, mask, scale, *given).squeeze(1)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float | None,
+        queries: Sequence[int],
+        keys: Sequence[int],
+    ) -> Tensor:
+        """Of (batch, heads, tokens, features)."""
+        world = self.here()
+        heads, inner, ring = query.shape[1], world.sizes["ulysses"], world.sizes["ring"]
+        mine, column = world.ranks["ring"], world.ranks["ulysses"]
+        everyone = inner * ring
+        row = range(mine * inner, (mine + 1) * inner)  # the ranks whose tokens come together here
+        by_heads = inner > 1 and heads >= inner
+        if key.shape[1] != heads and (ring > 1 or key.shape[1] % inner or heads % inner):
+            key, value = (t.repeat_interleave(heads // t.shape[1], 1) for t in (key, value))
+        if inner > 1:
+            asked, held = ([layouts.counts(sizes, everyone)[rank] for rank in row] for sizes in (queries, keys))
+            group = world.groups.get("ulysses")
+            if by_heads:
+                query = self.to_heads(query, asked, column, group)
+                key, value = (self.to_heads(t, held, column, group) for t in (key, value))
+            else:  # fewer heads than processes: keys and values of all
+                key, value = (gathered(t, 2, held, column, group) for t in (key, value))
+        ours = row if by_heads or inner == 1 else [row[column]]
+        mask = self.rows(mask, queries, ours, everyone, query, sum(keys))
+        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1 and by_heads:
+            mask = mask.narrow(1, layouts.start(heads, column, inner), query.shape[1])
+        if ring == 1:
+            if mask is not None:
+                mask = self.columns(mask, keys, row, everyone)
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, scale=scale, enable_gqa=key.shape[1] != query.shape[1]
+            )
+        else:
+            ranks = [range(r * inner, (r + 1) * inner) for r in range(ring)]
+            lengths = [sum(layouts.counts(keys, everyone)[rank] for rank in there) for there in ranks]
+            kept = mask
+            out = around(
+                query, key, value, lambda r: None if kept is None else self.columns(kept, keys, ranks[r], everyone),
+                scale, lengths, mine, world.groups.get("ring"),
+            )  # fmt: skip
+        return self.to_tokens(out, asked, column, heads, world.groups.get("ulysses")) if by_heads else out
+
+    def rows(
+        self, mask: Tensor | None, sizes: Sequence[int], ranks: Sequence[int], world: int, query: Tensor, keys: int
+    ) -> Tensor | None:
+        """The rows of a mask that are for the queries here."""
+        if self.causal:
+            at = layouts.positions(sizes, ranks, world, query.device)
+            return torch.arange(keys, device=query.device) <= at[:, None]
+        if mask is None or mask.dim() < 2 or mask.shape[-2] == 1:
+            return mask
+        return mask.index_select(-2, layouts.positions(sizes, ranks, world, mask.device))
+
+    def columns(self, mask: Tensor, sizes: Sequence[int], ranks: Sequence[int], world: int) -> Tensor:
+        """Those of the keys that some ranks have."""
+        if mask.shape[-1] == 1:
+            return mask
+        return mask.index_select(-1, layouts.positions(sizes, ranks, world, mask.device))
+
+    def to_heads(self, x: Tensor, counts: Sequence[int], rank: int, group: Any) -> Tensor:
+        """All tokens of some heads, for some tokens of all heads; (batch, heads, tokens, features)."""
+        batch, heads, _, features = x.shape
+        world = len(counts)
+        parts = [layouts.count(heads, r, world) for r in range(world)]
+        flat = torch.cat([part.reshape(-1) for part in torch.split(x, parts, 1)])
+        give = [batch * n * counts[rank] * features for n in parts]
+        take = [batch * parts[rank] * n * features for n in counts]
+        came = torch.split(exchanged(flat, give, take, rank, group), take)
+        return torch.cat([p.view(batch, parts[rank], n, features) for p, n in zip(came, counts, strict=True)], 2)
+
+    def to_tokens(self, x: Tensor, counts: Sequence[int], rank: int, heads: int, group: Any) -> Tensor:
+        """The other way round."""
+        batch, _, _, features = x.shape
+        world = len(counts)
+        parts = [layouts.count(heads, r, world) for r in range(world)]
+        flat = torch.cat([part.reshape(-1) for part in torch.split(x, list(counts), 2)])
+        give = [batch * parts[rank] * n * features for n in counts]
+        take = [batch * n * counts[rank] * features for n in parts]
+        came = torch.split(exchanged(flat, give, take, rank, group), take)
+        return torch.cat([p.view(batch, n, counts[rank], features) for p, n in zip(came, parts, strict=True)], 1)
+
+
+def around(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask_of: MaskOf,
+    scale: float | None,
+    counts: Sequence[int],
+    rank: int,
+    group: Any,
+) -> Tensor:
+    """Attention to the keys and values of a whole ring, which go around; parts are merged by their denominators.
+
+    What comes next is asked for before the part at hand is computed.
+    """
+    world, most = len(counts), max(counts)
+    both = torch.stack([key, value]) if key.shape == value.shape else None
+    if both is None:  # features of different number travel as one row
+        both = torch.cat([key, value], -1)[None]
+    both = F.pad(both, [0, 0, 0, most - both.shape[-2]])
+    shape, size = both.shape, both.numel()
+    give, take = [0] * world, [0] * world
+    give[(rank + 1) % world] = take[(rank - 1) % world] = size
+    out = weight = None
+    for step in range(world):
+        source = (rank - step) % world
+        here = both
+        if step + 1 < world:
+            both = exchanged(both.reshape(-1), give, take, rank, group).view(shape)
+        here = here.narrow(-2, 0, counts[source])
+        k, v = here.unbind(0) if len(here) == 2 else torch.split(here[0], [key.shape[-1], value.shape[-1]], -1)
+        part, more = block(query, k, v, mask_of(source), scale)
+        if out is None or weight is None:
+            out, weight = part, more
+        else:
+            joined = torch.logaddexp(weight, more)
+            # rows that see nothing so far
+            safe = joined.masked_fill(joined == float("-inf"), 0.0)
+            out = out * (weight - safe).exp()[..., None] + part * (more - safe).exp()[..., None]
+            weight = joined
+    assert out is not None
+    return out.to(query.dtype)
+
+
+def block(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Attention to some keys, and the logarithm of its denominators; both float32 or more."""
+    high = torch.promote_types(query.dtype, torch.float32)
+    scores = (query.to(high) @ key.to(high).transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    top = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(high).min)
+    shares = (scores - top).exp()
+    total = shares.sum(-1, keepdim=True)
+    return (shares @ value.to(high)) / total.clamp_min(torch.finfo(high).tiny), (top + total.log()).squeeze(-1)

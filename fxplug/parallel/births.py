@@ -1,0 +1,216 @@
+"""Where tokens are born: from attention back, operation by operation, as long as one dimension carries them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from .. import ops
+from ..module import TracedModule
+from .layouts import Layout
+from .planning import Found, Unsplittable, arguments, planned
+from .trying import Leaf, Number, Place, Step, Tries, name_of
+from .walking import Walk
+
+SOFTMAX = ("softmax", "_softmax")
+PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum", "__matmul__")
+
+
+def sites(walk: Walk) -> list[tuple[fx.Node, fx.Node, int]]:
+    """Where tokens of one kind meet each other: the node, the value with the queries, and their dimension in it.
+
+    `scaled_dot_product_attention`, or a softmax or a product with as many columns as there are rows.
+    """
+    found, products = [], []
+    for node in walk.graph.nodes:
+        name = name_of(node)
+        if name == "scaled_dot_product_attention":
+            given = arguments(node)
+            query, key = given["query"], given["key"]
+            if isinstance(query, fx.Node) and isinstance(key, fx.Node):
+                n = walk.values[query].shape[-2]
+                if n == walk.values[key].shape[-2] and n > 1:
+                    found.append((node, query, walk.values[query].dim() - 2))
+        elif name in SOFTMAX or (node.op == "call_module" and "softmax" in str(node.target).lower()):
+            scores = node.all_input_nodes[0]
+            shape: tuple[int, ...] = tuple(getattr(walk.values[scores], "shape", ()))
+            if len(shape) >= 3 and shape[-1] == shape[-2] > 1:
+                found.append((node, scores, len(shape) - 2))
+        elif name in PRODUCTS:
+            shape = tuple(walk.values[node].shape)
+            if len(shape) >= 3 and shape[-1] == shape[-2] > 1:
+                products.append((node, node, len(shape) - 2))
+    return found + products
+
+
+class Births:
+    """Follows a dimension back to the values where it begins."""
+
+    def __init__(self, walk: Walk, tries: Tries) -> None:
+        self.walk, self.tries = walk, tries
+        self.seen: dict[tuple[fx.Node, int], None] = {}
+
+    def of(self, node: fx.Node, dim: int) -> dict[fx.Node, int]:
+        """The births of what lies along a dimension of a value."""
+        found: dict[fx.Node, int] = {}
+        todo = [(node, dim)]
+        while todo:
+            value, at = todo.pop()
+            if (value, at) in self.seen:
+                continue
+            self.seen[value, at] = None
+            if value.op == "get_attr":
+                continue
+            if value.op == "placeholder" or not (before := self.before(value, at)):
+                found[value] = at
+            else:
+                todo += before
+        return found
+
+    def before(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
+        """The inputs whose dimensions become this one; none where it begins here."""
+        if name_of(node) == "scaled_dot_product_attention":
+            query = arguments(node)["query"]
+            return [(query, dim)] if isinstance(query, fx.Node) and dim == self.walk.values[node].dim() - 2 else []
+        size = self.walk.values[node].shape[dim]
+        operation, member = node, None
+        if node.target is operator.getitem and isinstance(self.walk.values[node.all_input_nodes[0]], (tuple, list)):
+            operation, member = node.all_input_nodes[0], node.args[1]
+        inputs = operation.all_input_nodes
+        choices = []
+        for index, one in enumerate(inputs):
+            value = self.walk.values[one]
+            dims = [d for d, n in enumerate(getattr(value, "shape", ())) if n == size > 1]
+            dims.sort(key=lambda d: d != dim)
+            if dims and hasattr(value, "dim"):
+                choices.append([(index, d) for d in dims])
+        if name_of(node) in ("cat", "concat", "concatenate"):
+            return self.joined(node, dim)
+        tries = [[pick] for pick in itertools.chain(*choices)]
+        if 1 < len(choices) <= 4:
+            tries = [list(picked) for picked in itertools.islice(itertools.product(*choices), 64)] + tries
+        for picked in tries:
+            if self.becomes(operation, member, dim, picked):
+                return [(inputs[index], d) for index, d in picked]
+        return []
+
+    def joined(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
+        rank = self.walk.values[node].dim()
+        along = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
+        parts = [n for n in node.all_input_nodes if getattr(self.walk.values[n], "shape", ())]
+        if isinstance(along, int):
+            return [(n, dim) for n in parts if self.walk.values[n].dim() == rank and self.walk.values[n].shape[dim] > 1]
+        return []
+
+    def becomes(self, node: fx.Node, member: Any, dim: int, picked: list[tuple[int, int]]) -> bool:
+        """Whether parts of inputs along these dimensions become parts of the result, or of one of its members."""
+        inputs = node.all_input_nodes
+        sizes = {self.walk.values[inputs[index]].shape[d] for index, d in picked}
+        if len(sizes) != 1:
+            return False
+        (size,) = sizes
+        self.tries.streams.true.clear()
+        layout = Layout((self.tries.streams.new(size),))
+        small = layout.total(self.tries.streams.small)
+        parts = [layout.total([n]) for n in (self.tries.streams.bounds(0)[0][1], self.tries.streams.bounds(1)[0][1])]
+        placed = {index: Place(d, layout) for index, d in picked}
+        values = {}
+        for index, one in enumerate(inputs):
+
+            def leaf(value: object, index: int = index) -> object:
+                if hasattr(value, "shape") and hasattr(value, "dtype"):
+                    return Leaf(value, placed.get(index))  # type: ignore[arg-type]
+                if type(value) is int and value > 1 and value % size == 0:
+                    return Number(value, value // size * small, tuple(value // size * n for n in parts))
+                return value
+
+            values[one] = pytree.tree_map(leaf, self.walk.values[one])
+        found = self.tries.tried(node, values, Step())
+        if found is None:
+            return False
+        whole, pieces, _ = found
+        value = self.tries.placed(self.walk.values[node], whole, pieces, [layout], True)
+        if value is None:
+            return False
+        leaf = value[0] if member is None else value[0][member]
+        return isinstance(leaf, Leaf) and leaf.place is not None and leaf.place.dim == dim
+
+
+def blocks(walk: Walk) -> list[tuple[fx.Node, int]]:
+    """What enters the first of repeated blocks along its second dimension: for models whose tokens meet in other ways."""
+    paths = {str(node.meta["port"].path) for node in walk.graph.nodes if "port" in node.meta}
+    found = []
+    for node in walk.graph.nodes:
+        port = node.meta.get("port")
+        if port is None or port.side != "in" or node.target is not ops.edge:
+            continue
+        owner, _, last = port.path.rpartition(".")
+        shape: tuple[int, ...] = tuple(getattr(walk.values[node], "shape", ()))
+        if last == "0" and f"{owner}.1" in paths and len(shape) == 3 and shape[1] > 1:
+            found.append((node, 1))
+    return found
+
+
+def samples(walk: Walk) -> dict[fx.Node, int]:
+    """The inputs that have the batch of the first of them with three dimensions or more: along the first dimension."""
+    given = []
+    for node in walk.graph.nodes:
+        inner = node.op == "call_function" and node.target is operator.getitem and node.args[0] in walk.inputs
+        if node.op == "placeholder" or inner:
+            walk.inputs.add(node)
+            if isinstance(walk.values[node], Tensor) and walk.values[node].dim():
+                given.append(node)
+    first = next((n for n in given if walk.values[n].dim() > 2), next(iter(given), None))
+    if first is None:
+        raise Unsplittable("no input is a tensor with samples")
+    batch = walk.values[first].shape[0]
+    return {node: 0 for node in given if walk.values[node].shape[0] == batch}
+
+
+def best(gm: TracedModule, walk: Walk, seed: int = 0) -> Found:
+    """The plan that splits most work, and of those one with few gathers, from births that are all needed.
+
+    Raises Unsplittable where no plan splits anything.
+    """
+    tries = Tries(gm, seed)
+    found: Found | None = None
+    failed: Unsplittable | None = None
+    for start in ([(query, dim) for _, query, dim in sites(walk)], blocks(walk)):
+        for value, dim in start:
+            if found is not None and found.is_split(value):
+                continue
+            more = Births(walk, tries).of(value, dim)
+            try:
+                found = _better(walk, tries, found, {**(found.births if found else {}), **more})
+            except Unsplittable as error:
+                failed = error
+        if found is not None and found.share() > ENOUGH:
+            break
+    if found is None:
+        raise failed or Unsplittable("no attention among tokens of one kind, and no repeated blocks of tokens")
+    return found
+
+
+ENOUGH = 0.5  # of the work: other places to begin are not looked for
+
+
+def _better(walk: Walk, tries: Tries, before: Found | None, births: dict[fx.Node, int]) -> Found:
+    """The best of a plan that there is and one from these births, without those that add nothing."""
+    found = planned(walk, tries, births)
+    for node in list(births):
+        fewer = {n: d for n, d in found.births.items() if n is not node}
+        if fewer:
+            with contextlib.suppress(Unsplittable):
+                other = planned(walk, tries, fewer)
+                if _rank(other) >= _rank(found):
+                    found = other
+    return found if before is None or _rank(found) > _rank(before) else before
+
+
+def _rank(found: Found) -> tuple[float, int]:
+    return round(found.share(), 3), -sum(len(step.gathers) for step in found.steps.values())

@@ -1,0 +1,238 @@
+"""What a parallel graph calls: parts of what is whole, the whole of what is split, sums; all differentiable.
+
+A gradient is that of the sum of what all processes compute: each has the loss of the whole, so the mean over the processes of
+a parameter's gradients is its gradient, as DDP and FSDP take it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..blocks import Block
+from ..errors import GuardError
+from . import layouts
+from .mesh import World, world_of
+from .pretending import PRETENDED, Local
+
+
+class Collective(Block):
+    """A block that runs on every process along an axis of the mesh. `ways` are the sizes of all axes.
+
+    `world` is this process's place, looked up when the first call finds none; a file has no rank.
+    """
+
+    world: World | None = None
+
+    def __init__(self, ways: dict[str, int], axis: str) -> None:
+        super().__init__()
+        self.ways, self.axis = dict(ways), axis
+
+    def here(self) -> World:
+        """This process's place. Raises SpecError where there is no process group, or one of another size."""
+        if not torch.compiler.is_compiling() and (world := PRETENDED.get()) is not None:
+            return world
+        if self.world is None:
+            self.world = world_of(self.ways)
+        return self.world
+
+    def along(self) -> tuple[int, int, Any]:
+        """Rank, number of processes and group along the axis."""
+        world = self.here()
+        return world.ranks[self.axis], world.sizes[self.axis], world.groups.get(self.axis)
+
+
+class Split(Collective):
+    """This process's part of a tensor: forward(x, *sizes), with the whole sizes of the streams in dimension `dim`.
+
+    A token has `inner` elements; the streams stand there once, or several times in front of each other.
+    """
+
+    def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int = 1) -> None:
+        super().__init__(ways, axis)
+        self.dim, self.inner = dim, inner
+
+    def forward(self, x: Tensor, *sizes: int) -> Tensor:
+        rank, world, _ = self.along()
+        for size in sizes:
+            if size < world:
+                where = f"dimension {self.dim} of {tuple(x.shape)}"
+                raise GuardError(f"{size} tokens ({where}) cannot be split over {world} processes")
+        total = sum(sizes) * self.inner
+        y = torch.unflatten(x, self.dim, (-1, total))
+        parts, before = [], 0
+        for size in sizes:
+            first = (before + layouts.start(size, rank, world)) * self.inner
+            parts.append(y.narrow(self.dim + 1, first, layouts.count(size, rank, world) * self.inner))
+            before += size
+        return (torch.cat(parts, self.dim + 1) if len(parts) > 1 else parts[0]).flatten(self.dim, self.dim + 1)
+
+
+class Gather(Collective):
+    """The whole of a tensor whose dimension `dim` is split: forward(x, *sizes), the inverse of `Split`."""
+
+    def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int = 1) -> None:
+        super().__init__(ways, axis)
+        self.dim, self.inner = dim, inner
+
+    def forward(self, x: Tensor, *sizes: int) -> Tensor:
+        rank, world, group = self.along()
+        counts = layouts.counts(sizes, world)
+        y = torch.unflatten(x, self.dim, (-1, counts[rank] * self.inner))
+        y = gathered(y, self.dim + 1, [n * self.inner for n in counts], rank, group)
+        if len(sizes) > 1:
+            lengths = [layouts.count(n, r, world) * self.inner for r in range(world) for n in sizes]
+            parts = torch.split(y, lengths, self.dim + 1)
+            y = torch.cat([parts[r * len(sizes) + i] for i in range(len(sizes)) for r in range(world)], self.dim + 1)
+        return y.flatten(self.dim, self.dim + 1)
+
+
+class Sum(Collective):
+    """The sum over the processes: forward(x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, world, group = self.along()
+        if world == 1:
+            return x
+        sent(2 * (world - 1) * x.element_size() * x.numel() // world)
+        found: Tensor = _Sum.apply(x, group)
+        return found
+
+
+class Whole(Collective):
+    """The size that a split dimension has in one process: forward(x, *sizes)."""
+
+    def __init__(self, ways: dict[str, int], axis: str, dim: int) -> None:
+        super().__init__(ways, axis)
+        self.dim = dim
+
+    def forward(self, x: Tensor, *sizes: int) -> int:
+        rank, world, _ = self.along()
+        return x.shape[self.dim] // layouts.counts(sizes, world)[rank] * sum(sizes)
+
+
+class Numel(Whole):
+    """The number of elements that a split tensor has in one process: forward(x, *sizes)."""
+
+    def forward(self, x: Tensor, *sizes: int) -> int:
+        return x.numel() // x.shape[self.dim] * super().forward(x, *sizes)
+
+
+# --- the operations below
+
+
+TRAFFIC: ContextVar[list[int] | None] = ContextVar("traffic", default=None)
+
+
+@contextlib.contextmanager
+def traffic() -> Iterator[list[int]]:
+    """Yields a list that gets the bytes that this process sends, a number for each collective of a forward pass.
+
+    An all-reduce counts as a ring does it: 2 (n - 1) / n of its bytes.
+    """
+    found: list[int] = []
+    token = TRAFFIC.set(found)
+    try:
+        yield found
+    finally:
+        TRAFFIC.reset(token)
+
+
+def sent(count: int) -> None:
+    """Note bytes that are sent, where somebody counts them."""
+    if not torch.compiler.is_compiling() and (found := TRAFFIC.get()) is not None:
+        found.append(count)
+
+
+def gathered(x: Tensor, dim: int, counts: Sequence[int], rank: int, group: Any) -> Tensor:
+    """What all ranks have, in their order, where they have `counts` rows along a dimension."""
+    if len(counts) == 1:
+        return x
+    sent(x.element_size() * x.numel() // max(1, x.shape[dim]) * max(counts) * (len(counts) - 1))
+    y = x.movedim(dim, 0)
+    most = max(counts)
+    if min(counts) != most:
+        y = F.pad(y, [0, 0] * (y.dim() - 1) + [0, most - counts[rank]])
+    y = _Gather.apply(y.contiguous(), len(counts), group)
+    if min(counts) != most:
+        y = torch.cat([y.narrow(0, r * most, n) for r, n in enumerate(counts)])
+    return y.movedim(0, dim)
+
+
+def exchanged(flat: Tensor, give: list[int], take: list[int], rank: int, group: Any) -> Tensor:
+    """One-dimensional: `give[r]` elements of this rank's go to rank r, `take[r]` come from it."""
+    sent(flat.element_size() * (sum(give) - give[rank]))
+    found: Tensor = _Exchange.apply(flat, give, take, group)
+    return found
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, give: list[int], take: list[int], group: Any) -> Tensor:
+        ctx.way = give, take, group
+        return _all_to_all(flat, give, take, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        give, take, group = ctx.way
+        return _all_to_all(grad, take, give, group), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather along the first dimension; backward adds up what each rank's part got everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: int, group: Any) -> Tensor:
+        ctx.way = world, group
+        if group is None:
+            return x.new_zeros(world * x.shape[0], *x.shape[1:])
+        if isinstance(group, Local):
+            return group.all_gather(x)
+        return _waited(functional.all_gather_tensor(x, 0, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        world, group = ctx.way
+        even = [grad.shape[0] // world] * world
+        came = _all_to_all(grad, even, even, group)
+        return came.view(world, even[0], *grad.shape[1:]).sum(0), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _all_reduce(grad, ctx.group), None
+
+
+def _all_to_all(x: Tensor, give: list[int], take: list[int], group: Any) -> Tensor:
+    """Rows of the first dimension go to each rank, and come from each. Without a group nothing travels."""
+    if group is None:
+        return x.new_zeros(sum(take), *x.shape[1:])
+    if isinstance(group, Local):
+        return group.all_to_all(x, give)
+    return _waited(functional.all_to_all_single(x.contiguous(), take, give, group))
+
+
+def _all_reduce(x: Tensor, group: Any) -> Tensor:
+    if group is None:
+        return x.clone()
+    if isinstance(group, Local):
+        return group.all_reduce(x)
+    return _waited(functional.all_reduce(x.contiguous(), "sum", group))
+
+
+def _waited(x: Tensor) -> Tensor:
+    found: Tensor = functional.wait_tensor(x)  # type: ignore[no-untyped-call]
+    return found

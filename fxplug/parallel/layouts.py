@@ -1,0 +1,59 @@
+"""How the dimension of a tensor lies over processes: streams of tokens behind each other, each in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def start(size: int, rank: int, world: int) -> int:
+    """Where the part of a rank begins; parts differ by one at most, and no size is a special case."""
+    return size * rank // world
+
+
+def count(size: int, rank: int, world: int) -> int:
+    """How long the part of a rank is."""
+    return start(size, rank + 1, world) - start(size, rank, world)
+
+
+def counts(sizes: Sequence[int], world: int) -> list[int]:
+    """How much of all streams each rank has."""
+    return [sum(count(size, rank, world) for size in sizes) for rank in range(world)]
+
+
+def positions(sizes: Sequence[int], ranks: Sequence[int], world: int, device: torch.device | None = None) -> Tensor:
+    """Where what some ranks have, one behind the other, stands in the whole: int64 (their tokens)."""
+    found = []
+    for rank in ranks:
+        before = 0
+        for size in sizes:
+            first = before + start(size, rank, world)
+            found.append(torch.arange(first, first + count(size, rank, world), device=device))
+            before += size
+    return torch.cat(found)
+
+
+class Layout(NamedTuple):
+    """What a split dimension holds: `outer` times the streams behind each other, each token with `inner` elements."""
+
+    streams: tuple[int, ...]
+    outer: int = 1
+    inner: int = 1
+
+    def total(self, sizes: Sequence[int]) -> int:
+        """The size of the dimension where the streams have these sizes."""
+        return self.outer * self.inner * sum(sizes[stream] for stream in self.streams)
+
+    def rows(self, bounds: Sequence[tuple[int, int, int]]) -> Tensor:
+        """The indices, int64, of what one process has; `bounds` gives start, length and size of each stream's part."""
+        found, before = [], 0
+        for stream in self.streams:
+            first, length, size = bounds[stream]
+            found.append(torch.arange(before + first, before + first + length))
+            before += size
+        tokens = torch.cat(found)
+        elements = (tokens[:, None] * self.inner + torch.arange(self.inner)).reshape(-1)
+        return (torch.arange(self.outer)[:, None] * (before * self.inner) + elements).reshape(-1)

@@ -1,0 +1,330 @@
+"""The public face: a plan found for a model, printed and costed, and the model written with it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import SpecError, VerifyError, did_you_mean
+from ..frozen import copied
+from ..module import Graph, TracedModule, copy_graph, shell
+from ..selfcheck import has_values
+from ..structure import leaves, map_leaves
+from . import births
+from .collectives import Collective, traffic
+from .layouts import counts
+from .mesh import SEQUENCE, World, ways_of, world_of
+from .planning import Found, Unsplittable, planned
+from .pretending import PRETENDED, placed, pretended
+from .trying import Tries
+from .walking import bound, walk
+from .writing import Writer
+
+NAMES = {SEQUENCE: "sequence_parallel", "batch": "batch_parallel"}
+
+
+@dataclass
+class Stage:
+    """What one axis of the mesh does: the plan of each graph, by training mode."""
+
+    axis: str
+    found: dict[bool, Found]
+
+    @property
+    def name(self) -> str:
+        return NAMES[self.axis]
+
+
+@dataclass
+class Plan:
+    """Where a model is split over processes; `print(plan)` shows it, `parallelize` writes it.
+
+    `ways` are the processes along each axis, `share` is the part of the work in products, convolutions and attention (counted
+    in floating-point operations on the example inputs) that no process does alone.
+    """
+
+    ways: dict[str, int]
+    stages: list[Stage]
+    mark: str
+    mode: bool
+    written: TracedModule = field(repr=False)
+    example: tuple[Any, Any] = field(repr=False)
+    costs: dict[int, list[tuple[str, int, int]]] = field(default_factory=dict, repr=False)
+
+    @property
+    def share(self) -> float:
+        """The least share that an axis splits; 1.0 for a plan with one process."""
+        return min((stage.found[self.mode].share() for stage in self.stages), default=1.0)
+
+    def collectives(self, rank: int = 0) -> list[tuple[str, int, int]]:
+        """Node, calls and bytes sent of each collective in a call with the example inputs, for the process of a rank.
+
+        The graph runs as that process would run it, and nothing travels.
+        """
+        if rank not in self.costs:
+            token = PRETENDED.set(placed(self.ways, rank))
+            try:
+                self.costs[rank] = _costs(self.written, *self.example)
+            finally:
+                PRETENDED.reset(token)
+        return self.costs[rank]
+
+    def bytes(self, rank: int = 0) -> int:
+        """What a process sends in one call on the example inputs."""
+        return sum(row[2] for row in self.collectives(rank))
+
+    def check(self) -> float:
+        """Run the model on pretended processes, threads of this one, on the example inputs, beside one process.
+
+        Gives the largest difference of an output, over the output's largest value. Raises VerifyError for one above 1e-4 (in
+        float32; 2e-2 in half precision), with the first node that differs.
+        """
+        one = self.outputs(0, alone())[0]
+        worst = 0.0
+        for many in pretended(self.ways, lambda rank: self.outputs(rank, None)[0]):
+            for a, b in zip(leaves(one), leaves(many), strict=True):
+                worst = max(worst, _apart(a, b))
+        if worst > 1e-4:
+            where = self.first_difference()
+            raise VerifyError(f"the plan is not right for this model: an output differs by {worst:.1e}{where}")
+        return worst
+
+    def outputs(self, rank: int, world: World | None, keep: bool = False) -> tuple[Any, dict[str, Any]]:
+        """What the written graph gives as a process runs it, and what its nodes give."""
+        token = None if world is None else PRETENDED.set(world)
+        kept: dict[str, Any] = {}
+
+        class Runner(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                value = super().run_node(n)
+                if keep and n.op != "output":
+                    kept[n.name] = map_leaves(value, lambda t, _: t.clone())
+                return value
+
+        try:
+            with torch.no_grad():
+                return Runner(self.written).run(*copied(bound(self.written, *self.example))), kept
+        finally:
+            if token is not None:
+                PRETENDED.reset(token)
+
+    def first_difference(self) -> str:
+        """The first node whose value, where it is whole, is another in one of the processes."""
+        one = self.outputs(0, alone(), keep=True)[1]
+        found = pretended(self.ways, lambda rank: self.outputs(rank, None, keep=True)[1])
+        for name, value in one.items():
+            for many in found:
+                a, b = leaves(value), leaves(many.get(name))
+                if len(a) == len(b) and any(
+                    isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.shape == y.shape and _apart(x, y) > 1e-4
+                    for x, y in zip(a, b, strict=True)
+                ):
+                    return f"; the first value that differs is '{name}'"
+        return ""
+
+    def __str__(self) -> str:
+        lines = [f"{' x '.join(f'{axis} {n}' for axis, n in self.ways.items() if n > 1) or 'one process'}"]
+        for stage in self.stages:
+            found = stage.found[self.mode]
+            lines.append(f"{stage.name}: {found.share():.1%} of the work is split")
+            for index, (node, dim) in enumerate(found.origins):
+                parts = counts([found.sizes[index]], placed(self.ways, 0).sizes[stage.axis])
+                lines.append(f"  stream {index}: {found.sizes[index]} from '{node.name}', dimension {dim}, in parts of {parts}")
+            made = (node.meta.get("pass", {}) for node in self.written.graph.nodes)
+            kinds = Counter(m["block"] for m in made if m.get("name") == stage.name and m["block"])
+            lines.append("  " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()))
+            for node, why in found.why.items():
+                lines.append(f"  whole at '{node.name}': {why}")
+        rows = self.collectives()
+        calls, size = sum(row[1] for row in rows), sum(row[2] for row in rows)
+        lines.append(f"{calls} collectives of process 0 send {size:,} bytes a call:")
+        lines += [f"  {node}: {calls}, {size:,} bytes" for node, calls, size in rows]
+        return "\n".join(lines)
+
+
+def parallel_plan(
+    gm: TracedModule,
+    args: Sequence[Any] | torch.Tensor = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    ulysses: int = 1,
+    ring: int = 1,
+    batch: int = 1,
+    split: Mapping[str, int] | None = None,
+    check: bool = True,
+) -> Plan:
+    """Find where a model can be split over processes, by trying its operations on parts of example inputs.
+
+    `ulysses` and `ring` split tokens (their product is how many ways; Jacobs et al. 2023, arXiv 2309.14509; Liu et al. 2023,
+    arXiv 2310.01889), `batch` splits samples, guidance included. Nothing is known of any model: each distinct operation runs
+    once on small random values, whole and in unequal parts, and once more on others. Weights and inputs may be on the meta
+    device. What has values is then run on pretended processes beside one (`Plan.check`; `check=False` leaves it out): attention
+    may hide an order of tokens that no comparison of parts can see. `split` gives births in the stead of those found: the name
+    of a node, or of an argument, and a dimension.
+
+    Raises SpecError for ways that are none, inputs that the model does not take, a node that is not there, fewer tokens or
+    samples than ways, and where nothing can be split, with what stands in the way; VerifyError for a plan that proves wrong.
+    """
+    if not isinstance(gm, TracedModule):
+        raise SpecError(f"parallel_plan takes a traced module, not {type(gm).__name__}: trace the model first")
+    if any(isinstance(module, Collective) for module in gm.modules()):
+        raise SpecError("this module is parallel already: make a plan of all ways for the one that it was made of")
+    args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    ways = ways_of({"ulysses": ulysses, "ring": ring, "batch": batch})
+    plan = Plan(ways, [], _mark(gm), gm._graph_mode, gm, (args, dict(kwargs or {})))
+    for axis, number in (("batch", batch), (SEQUENCE, ulysses * ring)):
+        if number == 1:
+            continue
+        found = {}
+        for mode, graph in plan.written.graphs.items():
+            try:
+                found[mode] = _found(plan.written, graph, args, kwargs or {}, axis, split if axis == SEQUENCE else None)
+            except Unsplittable as error:
+                raise SpecError(f"nothing of this model can be split along '{axis}': {error}") from None
+        stage = Stage(axis, found)
+        _check_sizes(stage, number, plan.mode)
+        plan.stages.append(stage)
+        plan.written = _written(plan.written, stage, plan.ways)
+    if check and plan.stages and has_values(list(gm.state_dict().values()), plan.example):
+        plan.check()
+    return plan
+
+
+def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) -> TracedModule:
+    """The module that runs on every process of a plan; `gm` stays as it was, weights are shared.
+
+    `mesh` has the plan's axes by name; without one it is made of all processes of torch.distributed, when there are some, else
+    at the first call. One graph serves every process. With one process along every axis it is the same graph again.
+
+    Raises SpecError for a plan of another graph, and for a mesh or a number of processes that does not fit.
+    """
+    if plan.mark != _mark(gm):
+        raise SpecError("the plan is for another graph: make one for this module, after the last pass is applied")
+    for stage in plan.stages:
+        gm = _written(gm, stage, plan.ways)
+    if mesh is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        place(gm, world_of(plan.ways, mesh))
+    else:
+        place(gm, None)
+    return gm
+
+
+def place(gm: nn.Module, world: World | None) -> None:
+    """Tell the collectives of a module where this process stands."""
+    for module in gm.modules():
+        if isinstance(module, Collective):
+            vars(module).pop("world", None)
+            if world is not None:
+                module.world = world
+
+
+def _found(
+    gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping[str, Any], axis: str, split: Any
+) -> Found:
+    walked = walk(gm, graph, args, kwargs)
+    results = []
+    for seed in (0, 1):
+        if axis == "batch" or split:
+            given = births.samples(walked) if split is None else _given(graph, split)
+            results.append(planned(walked, Tries(gm, seed), given, one=axis == "batch"))
+        elif seed == 0:
+            results.append(births.best(gm, walked, seed))
+        else:
+            results.append(planned(walked, Tries(gm, seed), results[0].births))
+    if results[0].steps != results[1].steps:
+        node = next(n for n in graph.nodes if results[0].steps.get(n) != results[1].steps.get(n))
+        raise Unsplittable(f"'{node.name}' does other things with other random values")
+    if results[0].share() == 0:
+        raise Unsplittable(next((f"'{n.name}': {why}" for n, why in results[0].why.items()), "no work is left to parts"))
+    return results[0]
+
+
+def _given(graph: fx.Graph, split: Mapping[str, int]) -> dict[fx.Node, int]:
+    known = {node.name: node for node in graph.nodes}
+    for name in split:
+        if name not in known:
+            raise SpecError(f"split: no node '{name}'{did_you_mean(name, known)}")
+    return {known[name]: dim for name, dim in split.items()}
+
+
+def _check_sizes(stage: Stage, number: int, mode: bool) -> None:
+    found = stage.found[mode]
+    for index, (node, dim) in enumerate(found.origins):
+        if found.sizes[index] < number:
+            what = "samples" if stage.axis == "batch" else "tokens"
+            raise SpecError(
+                f"{found.sizes[index]} {what} ('{node.name}', dimension {dim}) cannot be split {number} ways: give fewer ways, "
+                "or example inputs of the size that is run"
+            )
+
+
+def _written(gm: TracedModule, stage: Stage, ways: Mapping[str, int]) -> TracedModule:
+    if stage.name in dict(gm.named_children()):
+        raise SpecError(f"the model has a module '{stage.name}' of its own")
+    tree = shell(gm)
+    graphs: dict[bool, Graph] = {}
+    sites: list[Any] = []
+    for mode, graph in gm.graphs.items():
+        graphs[mode] = copy_graph(graph)
+        writer = Writer(graphs[mode], tree, stage.found[mode], stage.name, ways, stage.axis)
+        writer.run()
+        sites = writer.sites
+    new = TracedModule(tree, graphs, gm._origin, gm._extras)
+    new.twin_error = gm.twin_error
+    entry = {
+        "name": stage.name, "about": "", "params": {k: n for k, n in ways.items() if n > 1}, "lr": None,
+        "weight_decay": None, "train": False, "neutral": False, "sites": sites, "slots": 0, "inputs": [], "networks": [],
+    }  # fmt: skip
+    new.meta = {**gm.meta, "passes": [*gm.meta.get("passes", []), entry]}
+    place(new, alone())
+    return new
+
+
+def _costs(gm: TracedModule, args: Any, kwargs: Any) -> list[tuple[str, int, int]]:
+    found = []
+
+    class Runner(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            with traffic() as numbers:
+                value = super().run_node(n)
+            if numbers:
+                found.append((n.name, len(numbers), sum(numbers)))
+            return value
+
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        Runner(gm).run(*copied(bound(gm, args, kwargs)))
+    return found
+
+
+def _apart(a: Any, b: Any) -> float:
+    """How far two values are apart, of the largest; half precision counts a two hundredth."""
+    if not isinstance(a, torch.Tensor):
+        return 0.0 if a == b or a != a else math.inf
+    if not isinstance(b, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return math.inf
+    if not a.numel():
+        return 0.0
+    x, y = (torch.nan_to_num(t.detach().to(torch.complex128 if t.is_complex() else torch.float64)) for t in (a, b))
+    off = float((x - y).abs().max()) / max(1e-12, float(x.abs().max()))
+    return off / 200 if a.dtype in (torch.float16, torch.bfloat16) else off
+
+
+def _mark(gm: TracedModule) -> str:
+    """What two graphs have in common that a plan fits."""
+    text = "\n".join(f"{mode} {node.format_node()}" for mode, graph in gm.graphs.items() for node in graph.nodes)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def alone() -> World:
+    """The only process."""
+    sizes = dict.fromkeys((*ways_of({}), SEQUENCE), 1)
+    return World(sizes, dict.fromkeys(sizes, 0), {})
+

@@ -1,0 +1,328 @@
+"""A plan: what every node does on parts, found node by node from where tokens are born."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from .. import ops
+from .layouts import Layout
+from .trying import Leaf, Number, Place, Step, Tries, is_value, name_of
+from .walking import Walk
+
+CHECKS = (ops.guard, ops.same, ops.check_inputs, ops.check_members, ops.check_generator, ops.check_added, ops.check_state)
+FACTS = (ops.device_of, ops.dtype_of, ops.asked)  # of a tensor, the same for its parts
+PLAIN = (Tensor, int, float, bool, complex, str, type(None), tuple, list, dict)
+MOST = 4  # inputs that are split together in one try
+
+
+class Unsplittable(Exception):
+    """Why there is no plan from these births."""
+
+
+class _Again(Exception):
+    """A value that must be whole, found when the graph had gone on from it."""
+
+
+@dataclass
+class Found:
+    """A plan for one graph: steps by node, where streams begin, and how every value lies."""
+
+    walk: Walk
+    tries: Tries
+    births: dict[fx.Node, int]
+    steps: dict[fx.Node, Step] = field(default_factory=dict)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    origins: list[tuple[fx.Node, int]] = field(default_factory=list)  # of each stream: a whole value, and its dimension
+    why: dict[fx.Node, str] = field(default_factory=dict)  # what had to be gathered, and for what
+    sizes: list[int] = field(default_factory=list)  # of each stream
+
+    def place(self, node: fx.Node) -> Place | None:
+        value = self.values.get(node)
+        return value.place if isinstance(value, Leaf) else None
+
+    def is_split(self, node: fx.Node) -> bool:
+        return any(isinstance(leaf, Leaf) and leaf.place for leaf in _leaves(self.values.get(node)))
+
+    def hangs_on_sizes(self, node: fx.Node) -> bool:
+        return any(isinstance(leaf, Number) for leaf in _leaves(self.values.get(node)))
+
+    def share(self) -> float:
+        """Of the work in products, convolutions and attention: how much is done on parts."""
+        done = sum(n for node, n in self.walk.work.items() if self.is_split(node) or self.summed(node))
+        return done / max(1, sum(self.walk.work.values()))
+
+    def summed(self, node: fx.Node) -> bool:
+        step = self.steps.get(node)
+        return step is not None and step.add
+
+
+def planned(walk: Walk, tries: Tries, births: Mapping[fx.Node, int], one: bool = False) -> Found:
+    """A plan from these births: values whose dimension is split from there on. With `one` all are of one stream.
+
+    Raises Unsplittable.
+    """
+    forced: set[fx.Node] = set()
+    while True:
+        tries.streams.true.clear()
+        try:
+            found = _Planner(Found(walk, tries, dict(births)), forced, one).run()
+            found.sizes = list(tries.streams.true)
+            return found
+        except _Again as error:
+            (node,) = error.args
+            if node in forced or node in walk.views or len(forced) > 20:
+                raise Unsplittable(f"'{node.name}' is written in place, and what is written lies otherwise") from None
+            forced.add(node)
+
+
+class _Planner:
+    def __init__(self, found: Found, forced: set[fx.Node], one: bool) -> None:
+        self.found, self.forced, self.one = found, forced, one
+        self.walk, self.tries, self.values = found.walk, found.tries, found.values
+
+    def run(self) -> Found:
+        for node in self.walk.graph.nodes:
+            if node.op == "output":
+                break
+            self.values[node] = self.value(node)
+            if node in self.found.births and node not in self.forced and not self.found.is_split(node):
+                self.bear(node, self.found.births[node])
+        return self.found
+
+    def whole(self, node: fx.Node) -> Any:
+        return pytree.tree_map(lambda v: Leaf(v, None) if isinstance(v, Tensor) else v, self.walk.values[node])
+
+    def bear(self, node: fx.Node, dim: int) -> None:
+        value = self.values[node]
+        if not isinstance(value, Leaf) or not -value.tensor.dim() <= dim < value.tensor.dim():
+            raise Unsplittable(f"'{node.name}' has no dimension {dim}")
+        dim %= value.tensor.dim()
+        layout = Layout((self.stream(node, dim, value.tensor.shape[dim]),))
+        self.values[node] = Leaf(value.tensor, Place(dim, layout))
+
+    def stream(self, node: fx.Node, dim: int, size: int) -> int:
+        for index, origin in enumerate(self.found.origins):
+            if origin == (node, dim) or (self.one and size == self.tries.streams.true[index]):
+                return index
+        self.found.origins.append((node, dim))
+        try:
+            return self.tries.streams.new(size)
+        except NotImplementedError as error:
+            raise Unsplittable(str(error)) from None
+
+    # --- one node
+
+    def value(self, node: fx.Node) -> Any:
+        inputs = node.all_input_nodes
+        split = [i for i, n in enumerate(inputs) if self.found.is_split(n)]
+        sized = [i for i, n in enumerate(inputs) if self.found.hangs_on_sizes(n)]
+        true = self.walk.values[node]
+        if node.op in ("placeholder", "get_attr") or not (split or sized) or node.target in FACTS:
+            return self.whole(node)
+        if node.target in CHECKS:
+            self.found.steps[node] = Step(whole_numbers=True)
+            return self.whole(node)
+        everything = Step(gathers=tuple(split), whole_numbers=True)
+        if node in self.forced or not isinstance(true, PLAIN):
+            return self.gathered(node, everything, "its result is one of another kind" if node not in self.forced else "")
+        if (value := self.attention(node)) is not None:
+            return value
+        key = self.key(node)
+        if key is not None and key in self.tries.known:
+            outcome = self.tries.known[key]
+        else:
+            before = len(self.tries.streams.true)
+            outcome = self.outcome(node, split, sized)
+            if key is not None and len(self.tries.streams.true) == before:  # else streams begin here
+                self.tries.known[key] = outcome
+        if outcome is None:
+            return self.gathered(node, everything, "it mixes tokens")
+        step, kinds, written = outcome
+        for index in written:
+            self.check_written(inputs[index])
+        if step != Step():
+            self.found.steps[node] = step
+        if step.gathers:
+            self.found.why[node] = "one of its values must be whole"
+        leaves, tree = pytree.tree_flatten(true)
+        return pytree.tree_unflatten([_again(leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)], tree)
+
+    def gathered(self, node: fx.Node, step: Step, why: str) -> Any:
+        self.found.steps[node] = step
+        if step.gathers:
+            self.found.why[node] = why or "it is written in place"
+        return self.whole(node)
+
+    def key(self, node: fx.Node) -> Any:
+        """What two operations have in common that do the same on parts."""
+        names = {n: i for i, n in enumerate(node.all_input_nodes)}
+        form = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: f"<{names[n]}>"))
+        target: Any = node.target
+        if node.op == "call_module":
+            module = self.tries.gm.get_submodule(str(node.target))
+            target = (type(module), repr(module), tuple((k, v.shape, v.dtype) for k, v in module.state_dict().items()))
+        try:
+            key = (node.op, target, form, tuple(_signature(self.values[n]) for n in names))
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def outcome(self, node: fx.Node, split: list[int], sized: list[int]) -> Any:
+        """The first step that works, what the leaves of the result are then, and whether an input is written."""
+        for step in self.ways(node, split, sized):
+            got = self.attempt(node, step, split)
+            if got is not None:
+                return got
+        return None
+
+    def attempt(self, node: fx.Node, step: Step, split: list[int]) -> Any:
+        inputs = node.all_input_nodes
+        result = self.tries.tried(node, self.values, step)
+        if result is None:
+            return None
+        whole, parts, given = result
+        layouts = [place.layout for _, place in step.splits]
+        for index in split:
+            if index not in step.gathers:
+                layouts += [leaf.place.layout for leaf in _leaves(self.values[inputs[index]]) if _placed(leaf)]
+        sizes = layouts or [Layout((stream,)) for stream in range(len(self.tries.streams.true))]
+        from_parts = bool(step.splits) or len(step.gathers) < len(split)
+        found = self.tries.placed(self.walk.values[node], whole, parts, list(dict.fromkeys(sizes)), from_parts)
+        if found is None:
+            return None
+        written = []
+        for index, one in enumerate(inputs):
+            state = self.tries.left(given[one], self.values[one])
+            if state is None or (state and (index in step.gathers or index in dict(step.splits))):
+                raise _Again(one)  # it writes into what would be a copy, or what it writes lies otherwise
+            written += [index] * state
+        value, add = found
+        kinds = [leaf.place if isinstance(leaf, Leaf) else leaf for leaf in _leaves(value)]
+        return step._replace(add=add), kinds, written
+
+    def check_written(self, value: fx.Node) -> None:
+        """Refuse writing into memory that the graph shares and a plan does not: that of a copy, gathered or split."""
+        step = self.found.steps.get(value, Step())
+        if value in self.walk.views:
+            if step.gathers or step.splits:
+                raise Unsplittable(f"'{value.name}' is written in place, and is the memory of another value")
+            for one in value.all_input_nodes:
+                self.check_written(one)
+
+    def ways(self, node: fx.Node, split: list[int], sized: list[int]) -> Iterator[Step]:
+        """Repairs, the cheapest first."""
+        inputs = node.all_input_nodes
+        yield Step()
+        if sized:
+            yield Step(whole_numbers=True)
+        wholes = [
+            i for i, n in enumerate(inputs) if isinstance(self.values[n], Leaf) and self.values[n].place is None
+        ]  # fmt: skip
+        if name_of(node) in ("cat", "concat", "concatenate") and split:
+            yield from self.joined(node, split, wholes)
+        sizes: dict[int, tuple[Layout, int]] = {}
+        for index in split:
+            value = self.values[inputs[index]]
+            if isinstance(value, Leaf) and value.place:
+                from_end = value.place.dim - value.tensor.dim()
+                sizes.setdefault(value.place.layout.total(self.tries.streams.true), (value.place.layout, from_end))
+        choices: list[list[tuple[int, Place]]] = []
+        for index in wholes:
+            tensor = self.values[inputs[index]].tensor
+            fits = [(d, *sizes[n]) for d, n in enumerate(tensor.shape) if n in sizes and n > 1]
+            dims = tensor.dim()
+            fits.sort(key=lambda fit, dims=dims: fit[0] - dims != fit[2])  # type: ignore[misc]
+            if fits:
+                choices.append([(index, Place(d, layout)) for d, layout, _ in fits[:2]])
+        flags = [False, True] if sized else [False]
+        if 0 < len(choices) <= MOST:
+            for flag in flags:
+                for picked in itertools.product(*choices):
+                    yield Step(splits=tuple(picked), whole_numbers=flag)
+                if len(choices) > 1:
+                    yield from (Step(splits=(one,), whole_numbers=flag) for one in itertools.chain(*choices))
+        if len(split) > 1:
+            for index in reversed(split):
+                yield from (Step(gathers=(index,), whole_numbers=flag) for flag in flags)
+
+    def joined(self, node: fx.Node, split: list[int], wholes: list[int]) -> Iterator[Step]:
+        """What is put behind tokens becomes tokens: a stream of its own."""
+        inputs = node.all_input_nodes
+        value = self.values[inputs[split[0]]]
+        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
+        if not isinstance(value, Leaf) or value.place is None or not isinstance(dim, int):
+            return
+        if dim % value.tensor.dim() == value.place.dim and wholes:
+            at = value.place.dim
+            splits = []
+            for index in wholes:
+                tensor = self.values[inputs[index]].tensor
+                splits.append((index, Place(at, Layout((self.stream(inputs[index], at, tensor.shape[at]),)))))
+            yield Step(splits=tuple(splits))
+
+    def attention(self, node: fx.Node) -> Any:
+        """Attention whose queries, keys and values are split along their tokens."""
+        if name_of(node) != "scaled_dot_product_attention":
+            return None
+        given = arguments(node)
+        if given["dropout_p"] or not isinstance(given["is_causal"], bool):
+            return None
+        nodes = [given[name] for name in ("query", "key", "value")]
+        if not all(isinstance(n, fx.Node) for n in nodes):
+            return None
+        places = [self.found.place(n) for n in nodes]
+        dims = [self.values[n].tensor.dim() - 2 for n in nodes if isinstance(self.values[n], Leaf)]
+        if len(dims) < 3 or any(p is None or p.dim != d or p.layout[1:] != (1, 1) for p, d in zip(places, dims, strict=True)):
+            return None
+        if places[1] != places[2]:
+            return None  # keys and values in different orders: they are gathered
+        mask, inputs = given["attn_mask"], node.all_input_nodes
+        masks = (inputs.index(mask),) if isinstance(mask, fx.Node) and self.found.is_split(mask) else ()
+        self.found.steps[node] = Step(gathers=masks, special="attention")
+        return Leaf(self.walk.values[node], places[0])
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of scaled_dot_product_attention by name."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _leaves(value: Any) -> list[Any]:
+    leaves: list[Any] = pytree.tree_leaves(value, is_leaf=is_value)
+    return leaves
+
+
+def _placed(leaf: Any) -> bool:
+    return isinstance(leaf, Leaf) and leaf.place is not None
+
+
+def _again(true: Any, kind: Any) -> Any:
+    """A leaf of a result like one that was tried before."""
+    if isinstance(true, Tensor):
+        return Leaf(true, kind)
+    return kind if isinstance(kind, Number) else true
+
+
+def _signature(value: Any) -> Any:
+    """What matters of a value to what an operation makes of its parts."""
+    found: list[Any] = [str(pytree.tree_structure(value, is_leaf=is_value))]
+    for leaf in _leaves(value):
+        if isinstance(leaf, Leaf):
+            known = not leaf.tensor.is_meta
+            content = leaf.tensor.cpu().numpy().tobytes() if known else b""
+            found.append((tuple(leaf.tensor.shape), leaf.tensor.dtype, leaf.place, content))
+        elif isinstance(leaf, (int, float, bool, str, type(None), Number)):
+            found.append((type(leaf), leaf))
+        else:
+            found.append(repr(leaf))
+    return tuple(found)
+

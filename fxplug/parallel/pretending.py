@@ -1,0 +1,97 @@
+"""Processes that are threads of this one: a parallel graph as all of them run it, to compare with one process."""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .mesh import SEQUENCE, World
+
+WAIT = 600  # seconds for all to come to one collective
+
+
+class Meeting:
+    """Where the threads of one group hand each other values."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=WAIT)
+        self.slots: list[Any] = [None] * size
+
+
+class Local:
+    """One thread's way into a group."""
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank = meeting, rank
+
+    def swap(self, value: Any) -> list[Any]:
+        """What each thread of the group gave."""
+        self.meeting.slots[self.rank] = value
+        self.meeting.barrier.wait()
+        found = list(self.meeting.slots)
+        self.meeting.barrier.wait()
+        return found
+
+    def all_to_all(self, x: Tensor, give: list[int]) -> Tensor:
+        return torch.cat([pieces[self.rank] for pieces in self.swap(torch.split(x, give))])
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self.swap(x))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.stack(self.swap(x)).sum(0)
+        return found
+
+
+PRETENDED: contextvars.ContextVar[World | None] = contextvars.ContextVar("pretended", default=None)
+
+
+def placed(ways: Mapping[str, int], rank: int) -> World:
+    """Where the process of a rank stands, without groups."""
+    sizes, ranks = dict(ways), dict(ways)
+    for axis in reversed(list(ways)):
+        ranks[axis] = rank % ways[axis]
+        rank //= ways[axis]
+    sizes[SEQUENCE] = sizes["ring"] * sizes["ulysses"]
+    ranks[SEQUENCE] = ranks["ring"] * sizes["ulysses"] + ranks["ulysses"]
+    return World(sizes, ranks, {})
+
+
+def pretended(ways: Mapping[str, int], call: Callable[[int], Any]) -> list[Any]:
+    """What `call(rank)` gives in as many threads as a mesh has processes. Raises the first error of any."""
+    count = math.prod(ways.values())
+    worlds = [placed(ways, rank) for rank in range(count)]
+    meetings: dict[Any, Meeting] = {}
+    for world in worlds:
+        for axis, size in world.sizes.items():
+            own = ("ring", "ulysses") if axis == SEQUENCE else (axis,)
+            key = (axis, *(n for a, n in world.ranks.items() if a not in (*own, SEQUENCE)))
+            meeting = meetings.setdefault(key, Meeting(size))
+            world.groups[axis] = Local(meeting, world.ranks[axis])
+    results: list[Any] = [None] * count
+    errors: list[BaseException] = []
+
+    def run(rank: int, grad: bool) -> None:
+        PRETENDED.set(worlds[rank])
+        try:
+            with torch.set_grad_enabled(grad):
+                results[rank] = call(rank)
+        except BaseException as error:
+            errors.append(error)
+            for meeting in meetings.values():
+                meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank, torch.is_grad_enabled())) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results

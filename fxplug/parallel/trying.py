@@ -1,0 +1,311 @@
+"""What an operation makes of parts: tried on small random values beside the whole, never told by rules about it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from .layouts import Layout
+
+# small sizes of streams in one process and in the two that are pretended: unequal, so that no size is right by accident
+PARTS = ((7, 4), (8, 5), (10, 7), (11, 8), (13, 10), (16, 13), (17, 12), (19, 12), (20, 17), (23, 18))
+CLOSE = 1e-4  # of the largest value: rounding of float32 sums
+POOL = 1_299_709  # random values, a prime number of them: rows that take them again begin elsewhere
+RANGE = 2  # random whole numbers are below
+
+
+class Place(NamedTuple):
+    """A tensor is split: along which dimension, and what lies there."""
+
+    dim: int
+    layout: Layout
+
+
+class Number(NamedTuple):
+    """A number that hangs on the size of a stream: as it is, in small sizes, and in each pretended process."""
+
+    true: Any
+    small: Any
+    parts: tuple[Any, ...]
+
+
+class Leaf(NamedTuple):
+    """A tensor of a node's value as one process has it, meta or not, and how it is split; None: each process has all of it."""
+
+    tensor: Tensor
+    place: Place | None
+
+
+class Step(NamedTuple):
+    """What is done with the arguments of a node, by their position among its inputs, before it runs on parts."""
+
+    splits: tuple[tuple[int, Place], ...] = ()
+    gathers: tuple[int, ...] = ()
+    whole_numbers: bool = False
+    special: str = ""  # "attention": its keys and values travel
+    add: bool = False  # what each process gives is a summand
+
+
+class Streams:
+    """The dimensions along which tokens lie: their true and their small sizes."""
+
+    def __init__(self) -> None:
+        self.true: list[int] = []
+
+    def new(self, size: int) -> int:
+        if len(self.true) == len(PARTS):
+            raise NotImplementedError(f"more than {len(PARTS)} streams of tokens")
+        self.true.append(size)
+        return len(self.true) - 1
+
+    @property
+    def small(self) -> list[int]:
+        return [sum(parts) for parts in PARTS[: len(self.true)]]
+
+    def bounds(self, rank: int) -> list[tuple[int, int, int]]:
+        """Start, length and size of each stream's part in a pretended process."""
+        return [(0 if rank == 0 else parts[0], parts[rank], sum(parts)) for parts in PARTS[: len(self.true)]]
+
+
+class Tries:
+    """Runs operations on small values in one process and in two pretended ones."""
+
+    def __init__(self, gm: nn.Module, seed: int) -> None:
+        self.gm = gm
+        self.streams = Streams()
+        self.pool = torch.rand(POOL, generator=torch.Generator().manual_seed(seed)) + 0.1
+        self.used = 0
+        self.known: dict[Any, Any] = {}
+        self.modules: dict[str, nn.Module] = {}
+        self.count = 0
+
+    # --- values
+
+    def random(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Values of their own: floating-point ones lie between 0.1 and 1.1, so that logarithms and roots have values too."""
+        if dtype.is_complex:
+            return torch.complex(*(self.random(shape, torch.float32) for _ in range(2))).to(dtype)
+        size = math.prod(shape)
+        first = self.used % len(self.pool)
+        self.used += size
+        found = self.pool.repeat(-(-(first + size) // len(self.pool)))[first : first + size].view(tuple(shape))
+        if dtype.is_floating_point:
+            return found.to(dtype, copy=True)
+        return found < 0.6 if dtype == torch.bool else ((found - 0.1) * RANGE).to(dtype)
+
+    def whole(self, tensor: Tensor, place: Place | None) -> Tensor:
+        """A small tensor in the stead of a true one: whole numbers that are known are kept."""
+        shape = list(tensor.shape)
+        known = not tensor.is_meta and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        if place is None:
+            return tensor.detach().clone() if known else self.random(shape, tensor.dtype)
+        size = place.layout.total(self.streams.small)
+        if known:
+            return tensor.index_select(place.dim, torch.arange(size) % max(1, tensor.shape[place.dim]))
+        shape[place.dim] = size
+        return self.random(shape, tensor.dtype)
+
+    def part(self, whole: Tensor, place: Place | None, rank: int) -> Tensor:
+        if place is None:
+            return whole.clone()
+        return whole.index_select(place.dim, place.layout.rows(self.streams.bounds(rank)))
+
+    # --- one operation
+
+    def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        self.count += 1
+        if node.op == "call_function":
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return self.module(str(node.target))(*args, **kwargs)
+
+    def module(self, path: str) -> nn.Module:
+        """A module of the model; one without values with random ones, kept for the moment only."""
+        found = self.gm.get_submodule(path)
+        if any(t.is_meta for t in itertools.chain(found.parameters(), found.buffers())):
+            if path not in self.modules:
+                self.modules.clear()
+                self.modules[path] = self.filled(found)
+            return self.modules[path]
+        return found
+
+    def filled(self, module: nn.Module) -> nn.Module:
+        new = copy.deepcopy(module).to_empty(device="cpu")
+        with torch.no_grad():
+            for tensor in itertools.chain(new.parameters(), new.buffers()):
+                tensor.copy_(self.random(tensor.shape, tensor.dtype))
+        return new
+
+    def tried(self, node: fx.Node, values: dict[fx.Node, Any], step: Step) -> tuple[Any, list[Any], dict[fx.Node, Any]] | None:
+        """What the operation gives in one process and in each pretended one, and the inputs as it leaves them.
+
+        None where it fails.
+        """
+        inputs = node.all_input_nodes
+        given: dict[fx.Node, tuple[Any, list[Any]]] = {}
+        for index, one in enumerate(inputs):
+            split = dict(step.splits).get(index)
+            given[one] = self.given(values[one], split, index in step.gathers, step.whole_numbers)
+        try:
+            with torch.no_grad():
+                whole = self.run(node, {n: v[0] for n, v in given.items()})
+                parts = [self.run(node, {n: v[1][rank] for n, v in given.items()}) for rank in (0, 1)]
+        except Exception:  # sizes that do not go together: any error of torch's
+            return None
+        return whole, parts, given
+
+    def given(self, value: Any, split: Place | None, gathered: bool, numbers: bool) -> tuple[Any, list[Any]]:
+        """A value of a node in one process and in each pretended one."""
+        leaves, tree = pytree.tree_flatten(value, is_leaf=is_value)
+        wholes: list[Any] = []
+        parts: list[list[Any]] = [[], []]
+        for leaf in leaves:
+            if isinstance(leaf, Leaf):
+                place = split or (None if gathered else leaf.place)
+                whole = self.whole(leaf.tensor, place)
+                wholes.append(whole)
+                for rank in (0, 1):
+                    parts[rank].append(self.part(whole, place, rank))
+            elif isinstance(leaf, Number):
+                wholes.append(leaf.true if gathered else leaf.small)
+                for rank in (0, 1):
+                    parts[rank].append(leaf.true if gathered else leaf.small if numbers else leaf.parts[rank])
+            else:
+                wholes.append(leaf)
+                for rank in (0, 1):
+                    parts[rank].append(leaf)
+        return pytree.tree_unflatten(wholes, tree), [pytree.tree_unflatten(p, tree) for p in parts]
+
+    def left(self, given: tuple[Any, list[Any]], value: Any) -> bool | None:
+        """Whether an operation wrote into an input; None where what it wrote does not lie as the input does."""
+        wholes, parts = pytree.tree_leaves(given[0]), [pytree.tree_leaves(part) for part in given[1]]
+        written = False
+        for position, leaf in enumerate(pytree.tree_leaves(value, is_leaf=is_value)):
+            if isinstance(leaf, Leaf) and wholes[position]._version:
+                written = True
+                for rank in (0, 1):
+                    if not alike(self.part(wholes[position], leaf.place, rank), parts[rank][position]):
+                        return None
+        return written
+
+    def run(self, node: fx.Node, given: dict[fx.Node, Any]) -> Any:
+        args: Any = _on_cpu(fx.node.map_arg(node.args, given.__getitem__))
+        kwargs: Any = _on_cpu(fx.node.map_arg(node.kwargs, given.__getitem__))
+        if name_of(node) in ("empty", "empty_like", "new_empty"):  # what is not written yet is the same everywhere
+            return self.call(node, args, kwargs).zero_()
+        return self.call(node, args, kwargs)
+
+    # --- what came out
+
+    def placed(
+        self, true: Any, whole: Any, parts: list[Any], layouts: Sequence[Layout], from_parts: bool
+    ) -> tuple[Any, bool] | None:
+        """The value of a node, and whether it is a sum of what the processes gave; None where neither whole nor split."""
+        leaves, tree = pytree.tree_flatten(whole)
+        rows = [pytree.tree_flatten(part) for part in parts]
+        trues, same = pytree.tree_flatten(true)
+        if any(t != tree for _, t in rows) or same != tree:
+            return None
+        found: list[Any] = []
+        add = False
+        for index, small in enumerate(leaves):
+            got, real = [row[index] for row, _ in rows], trues[index]
+            if not isinstance(small, Tensor):
+                alike = all(type(g) is type(small) and g == small for g in got) and small == real
+                found.append(real if alike else Number(real, small, tuple(got)))
+                continue
+            place = self.place(small, got, layouts, from_parts)
+            if place is None:
+                return None
+            if place == "sum":
+                add, place = True, "whole"
+            if place != "whole" and not self.as_true(real, small, place):
+                return None
+            if place == "whole" and real.shape != small.shape:
+                return None
+            found.append(Leaf(real, None if place == "whole" else place))
+        if add and len(found) != 1:
+            return None
+        return pytree.tree_unflatten(found, tree), add
+
+    def as_true(self, true: Tensor, small: Tensor, place: Place) -> bool:
+        """Whether the true value is as large as the small one says."""
+        sizes = list(small.shape)
+        sizes[place.dim] = place.layout.total(self.streams.true)
+        return list(true.shape) == sizes
+
+    def place(self, whole: Tensor, got: list[Any], layouts: Sequence[Layout], from_parts: bool) -> Any:
+        if any(not isinstance(g, Tensor) or g.dim() != whole.dim() for g in got):
+            return None
+        if all(g.shape == whole.shape for g in got):
+            if all(alike(whole, g) for g in got):
+                return None if from_parts and whole.numel() else "whole"  # by chance: it was computed from parts
+            summed = got[0] + got[1] if whole.is_floating_point() else None
+            return "sum" if summed is not None and alike(whole, summed) else None
+        dims = {d for g in got for d in range(whole.dim()) if g.shape[d] != whole.shape[d]}
+        if len(dims) != 1:
+            return None
+        dim = dims.pop()
+        for layout in candidates(layouts, self.streams.small, whole.shape[dim]):
+            place = Place(dim, layout)
+            if all(alike(self.part(whole, place, rank), g) for rank, g in enumerate(got)):
+                return place
+        return None
+
+
+def is_value(value: Any) -> bool:
+    return isinstance(value, (Leaf, Number))
+
+
+def _on_cpu(values: Any) -> Any:
+    """Arguments for a try, which is made where there are values."""
+    return pytree.tree_map(lambda v: torch.device("cpu") if isinstance(v, torch.device) and v.type == "meta" else v, values)
+
+
+def name_of(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    if a.numel() == 0:
+        return True
+    a, b = (torch.nan_to_num(t.to(torch.complex128 if t.is_complex() else torch.float64)) for t in (a, b))
+    bound = CLOSE if a.dtype != torch.bfloat16 else 1e-2
+    return float((a - b).abs().max()) <= bound * max(1e-6, float(a.abs().max()))
+
+
+def candidates(layouts: Sequence[Layout], sizes: Sequence[int], size: int) -> Iterator[Layout]:
+    """Layouts that fill a dimension: those at hand, runs of their streams, several behind each other, in and out of others."""
+    found: dict[tuple[int, ...], None] = {}
+    for layout in layouts:
+        for first, last in itertools.combinations(range(len(layout.streams) + 1), 2):
+            found[layout.streams[first:last]] = None
+    if 1 < len(layouts) <= 4:
+        for order in itertools.permutations(layouts):
+            found[tuple(stream for layout in order for stream in layout.streams)] = None
+    seen = set()
+    for layout in layouts:
+        if layout.total(sizes) == size:
+            seen.add(layout)
+            yield layout
+    for streams in found:
+        tokens = sum(sizes[stream] for stream in streams)
+        if size % tokens == 0:
+            times = size // tokens
+            for outer in range(1, times + 1):
+                layout = Layout(streams, outer, times // outer)
+                if times % outer == 0 and layout not in seen:
+                    yield layout
+

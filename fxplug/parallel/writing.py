@@ -1,0 +1,248 @@
+"""A plan written into a graph: collectives as blocks, whole sizes beside sizes of parts. No rank is in it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import fx, nn
+
+from ..edit import ROOT
+from ..grafting import head
+from ..module import Container, Graph
+from ..paths import identifier
+from .attention import Attention
+from .collectives import Collective, Gather, Numel, Split, Sum, Whole
+from .planning import Found, arguments
+from .trying import Leaf, Number, Place, Step
+
+_At = Callable[[fx.Graph], AbstractContextManager[Any]]
+
+
+def _after(node: fx.Node) -> _At:
+    return lambda graph: graph.inserting_after(node)
+
+
+def _before(node: fx.Node) -> _At:
+    return lambda graph: graph.inserting_before(node)
+
+
+class Writer:
+    """One plan on one copied graph. `tree` gets the blocks under the pass's name; equal ones are one block."""
+
+    def __init__(self, graph: Graph, tree: nn.Module, found: Found, name: str, ways: Mapping[str, int], axis: str) -> None:
+        self.graph, self.tree, self.found, self.name = graph, tree, found, name
+        self.ways, self.axis = dict(ways), axis
+        self.twin: dict[str, fx.Node] = {node.name: node for node in graph.nodes}
+        self.made: dict[Any, Any] = {}
+        self.sizes: dict[int, fx.Node] = {}
+        self.now: dict[fx.Node, fx.Node] = {}  # what stands for a node since it was split or summed
+        self.sites: list[dict[str, Any]] = []
+
+    def run(self) -> None:
+        for node in self.found.walk.graph.nodes:
+            if node.op == "output":
+                self.finish(node)
+                break
+            if (step := self.found.steps.get(node)) is not None:
+                self.step(node, step)
+            if node in self.found.births and self.found.is_split(node):
+                self.bear(node)
+        self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op != "get_attr" and not self.is_idle(n))
+        self.graph.lint()
+
+    def is_idle(self, node: fx.Node) -> bool:
+        """Whether a node is one of ours that only gives a value, which nobody may need."""
+        return bool(node.meta.get("pass", {}).get("name") == self.name)
+
+    # --- nodes
+
+    def block(self, kind: type[Collective], *args: Any) -> str:
+        """The path of a block, made when it is first needed."""
+        key = (kind, *map(repr, args))
+        if key not in self.made:
+            owner = self.tree._modules.get(self.name)
+            if owner is None:
+                owner = self.tree._modules[self.name] = Container()
+            known = next((k for k, m in owner._modules.items() if _same(m, kind, self.ways, args)), None)
+            if known is None:
+                known = f"{kind.__name__.lower()}{sum(isinstance(m, kind) for m in owner._modules.values()) + 1}"
+                owner._modules[known] = kind(self.ways, *args)
+            self.made[key] = f"{self.name}.{known}"
+        return str(self.made[key])
+
+    def call(
+        self, kind: type[Collective], settings: tuple[Any, ...], value: fx.Node, streams: tuple[int, ...], at: _At
+    ) -> fx.Node:
+        """A call of a collective on a value and the sizes of its streams, at a place in the graph."""
+        path = self.block(kind, *settings)
+        sizes = tuple(self.size(stream) for stream in streams)
+        with at(self.graph):
+            node: fx.Node = self.graph.create_node("call_module", path, (value, *sizes), {}, name=identifier(path))
+        node.meta.update({k: value.meta[k] for k in ("shape", "dtype") if k in value.meta})
+        return self.marked(node, value, kind.__name__)
+
+    def marked(self, node: fx.Node, like: fx.Node, block: str) -> fx.Node:
+        node.meta["nn_module_stack"] = ROOT
+        site = {"site": like.name, "place": "node", "block": block}
+        node.meta["pass"] = {"name": self.name, **site, "where": ""}
+        if block:
+            self.sites.append({"path": like.name, "place": "node", "block": block})
+        return node
+
+    def node(self, one: fx.Node) -> fx.Node:
+        """What a node of the plan is in this graph now."""
+        twin = self.twin[one.name]
+        return self.now.get(twin, twin)
+
+    def size(self, stream: int) -> fx.Node:
+        """The whole size of a stream, asked where it begins."""
+        if stream not in self.sizes:
+            one, dim = self.found.origins[stream]
+            origin = self.twin[one.name]
+            with self.graph.inserting_after(head(self.graph) if origin.op == "placeholder" else origin):
+                self.sizes[stream] = self.marked(self.graph.call_method("size", (origin, dim)), origin, "")
+        return self.sizes[stream]
+
+    # --- steps
+
+    def bear(self, node: fx.Node) -> None:
+        place = self.found.place(node)
+        assert place is not None
+        twin = self.twin[node.name]
+        (stream,) = place.layout.streams
+        settings = self.axis, place.dim, place.layout.inner
+        after = max(self.size(stream), head(self.graph) if twin.op == "placeholder" else twin)
+        cut = self.call(Split, settings, twin, (stream,), _after(after))
+        keep = {cut, *self.sizes.values()}
+        twin.replace_all_uses_with(cut, delete_user_cb=lambda user: user not in keep)
+        self.now[twin] = cut
+
+    def step(self, node: fx.Node, step: Step) -> None:
+        inputs = node.all_input_nodes
+        twin = self.twin[node.name]
+        table: dict[fx.Node, Any] = {}
+        for index in step.gathers:
+            table[self.node(inputs[index])] = self.gathered(inputs[index], twin)
+        for index, place in step.splits:
+            table[self.node(inputs[index])] = self.split(inputs[index], place, twin)
+        if step.whole_numbers:
+            for one in inputs:
+                if self.found.hangs_on_sizes(one) and self.node(one) not in table:
+                    table[self.node(one)] = self.whole_number(one)
+        if step.special == "attention":
+            self.attention(node, twin, table)
+            return
+        if table:
+            twin.args = fx.node.map_arg(twin.args, lambda n: table.get(n, n))
+            twin.kwargs = fx.node.map_arg(twin.kwargs, lambda n: table.get(n, n))
+        if step.add:
+            total = self.call(Sum, (self.axis,), twin, (), _after(twin))
+            twin.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
+            self.now[twin] = total
+
+    def split(self, one: fx.Node, place: Place, before: fx.Node) -> fx.Node:
+        key = ("split", one, place)
+        if key not in self.made:
+            settings = self.axis, place.dim, place.layout.inner
+            self.made[key] = self.call(Split, settings, self.node(one), place.layout.streams, _before(before))
+        found: fx.Node = self.made[key]
+        return found
+
+    def gathered(self, one: fx.Node, before: fx.Node) -> Any:
+        """The whole of a value: a node, or nested ones."""
+        key = ("gather", one)
+        if key not in self.made:
+            self.made[key] = self.gather(self.found.values[one], self.node(one), before)
+        return self.made[key]
+
+    def gather(self, value: Any, node: Any, before: fx.Node) -> Any:
+        if isinstance(value, Leaf):
+            if value.place is None:
+                return node
+            dim, layout = value.place
+            return self.call(Gather, (self.axis, dim, layout.inner), node, layout.streams, _before(before))
+        if isinstance(value, Number):
+            return self.whole_number(node)
+        if isinstance(value, (tuple, list, dict)):
+            members = {}
+            for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+                with self.graph.inserting_before(before):
+                    item = self.graph.call_function(operator.getitem, (node, key))
+                members[key] = self.gather(member, self.marked(item, node, ""), before)
+            return members if isinstance(value, dict) else type(value)(members.values())
+        return node
+
+    def whole_number(self, one: fx.Node) -> Any:
+        """A number as one process has it."""
+        twin = self.twin.get(one.name, one)
+        if not self.found.hangs_on_sizes(one):
+            return self.now.get(twin, twin)
+        key = ("number", one)
+        if key in self.made:
+            return self.made[key]
+        (source, *_) = one.all_input_nodes
+        place = self.found.place(source)
+        asked = {"numel": Numel, "size": Whole if len(one.args) + len(one.kwargs) == 2 else None}.get(str(one.target))
+        if asked is not None and place is not None:
+            streams = place.layout.streams
+            after = max(twin, *(self.size(stream) for stream in streams))
+            made = self.call(asked, (self.axis, place.dim), self.node(source), streams, _after(after))
+        else:
+            given = {n: self.now_whole(n, twin) for n in one.all_input_nodes}
+            with self.graph.inserting_after(max(twin, *_nodes(given.values()))):
+                args: Any = fx.node.map_arg(one.args, given.__getitem__)
+                kwargs: Any = fx.node.map_arg(one.kwargs, given.__getitem__)
+                made = self.graph.create_node(one.op, one.target, args, kwargs)
+            self.marked(made, twin, "")
+        self.made[key] = made
+        return made
+
+    def now_whole(self, one: fx.Node, before: fx.Node) -> Any:
+        if self.found.is_split(one):
+            return self.gathered(one, before)
+        return self.whole_number(one)
+
+    def attention(self, node: fx.Node, twin: fx.Node, table: Mapping[fx.Node, Any]) -> None:
+        given = arguments(node)
+        query, key = (self.found.place(given[name]) for name in ("query", "key"))
+        assert query is not None and key is not None
+        values = [self.node(given[name]) for name in ("query", "key", "value")]
+        mask, scale = (self.node(v) if isinstance(v, fx.Node) else v for v in (given["attn_mask"], given["scale"]))
+        mask = table.get(mask, mask) if isinstance(mask, fx.Node) else mask
+        streams = (*query.layout.streams, *key.layout.streams)
+        sizes = tuple(self.size(stream) for stream in streams)
+        settings = len(query.layout.streams), given["is_causal"]
+        path = self.block(Attention, *settings)
+        with self.graph.inserting_before(twin):
+            new = self.graph.create_node("call_module", path, (*values, mask, scale, *sizes), {}, name=f"{twin.name}_parallel")
+        new.meta.update(twin.meta)
+        stack = twin.meta.get("nn_module_stack", ROOT)
+        self.marked(new, twin, "Attention").meta["nn_module_stack"] = stack
+        twin.replace_all_uses_with(new)
+        self.now[twin] = new
+        self.graph.erase_node(twin)
+
+    def finish(self, node: fx.Node) -> None:
+        twin = self.twin[node.name]
+        table = {}
+        for one in node.all_input_nodes:
+            if self.found.is_split(one):
+                table[self.node(one)] = self.gathered(one, twin)
+            elif self.found.hangs_on_sizes(one):
+                table[self.node(one)] = self.whole_number(one)
+        twin.args = fx.node.map_arg(twin.args, lambda n: table.get(n, n))
+
+
+def _same(module: Any, kind: type[Collective], ways: Mapping[str, int], args: tuple[Any, ...]) -> bool:
+    return type(module) is kind and repr(vars(kind(dict(ways), *args))) == repr(vars(module))
+
+
+def _nodes(values: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for value in values:
+        fx.node.map_arg(value, found.append)
+    return found
+

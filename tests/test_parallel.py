@@ -1,0 +1,388 @@
+"""One plan for many processes: found for models that nobody listed, exact on pretended and on real processes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import socket
+
+import pytest
+import small
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import zoo
+from torch import nn
+
+import fxplug
+from fxplug.parallel import layouts
+from fxplug.parallel.attention import Attention
+from fxplug.parallel.collectives import Gather, Split, Sum, Whole, traffic
+from fxplug.parallel.mesh import ways_of
+from fxplug.parallel.plan import _apart
+from fxplug.parallel.pretending import pretended
+from fxplug.structure import leaves
+
+CLOSE = 1e-6
+CASES = {case.name: case for case in zoo.cases("diffusers/")}
+
+
+# --- the operations
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_parts_are_even_within_one_and_cover_the_whole(world):
+    for size in range(1, 40):
+        lengths = [layouts.count(size, rank, world) for rank in range(world)]
+        assert sum(lengths) == size and max(lengths) - min(lengths) <= 1
+        found = torch.cat([layouts.positions([size, 7], [rank], world) for rank in range(world)])
+        assert sorted(found.tolist()) == list(range(size + 7))
+
+
+@pytest.mark.parametrize("inner", [1, 3])
+@pytest.mark.parametrize("sizes", [[8], [7], [4, 9], [5, 4, 6]])
+@pytest.mark.parametrize("outer", [1, 2])
+def test_what_is_split_and_gathered_is_what_it_was(sizes, inner, outer):
+    ways = ways_of({"ulysses": 4})
+    x = torch.randn(3, outer * sum(sizes) * inner, 2, requires_grad=True)
+    split, gather, whole = (kind(ways, "sequence", 1) for kind in (Split, Gather, Whole))
+    split.inner = gather.inner = inner
+    weights = torch.randn_like(x)
+
+    def run(rank):
+        part = split(x, *sizes)
+        again = gather(part, *sizes)
+        (gradient,) = torch.autograd.grad((again * weights).sum(), x)
+        return part.shape[1], again, whole(part, *sizes), gradient
+
+    found = pretended(ways, run)
+    assert sum(length for length, *_ in found) == x.shape[1]
+    assert all(torch.equal(again, x) and size == x.shape[1] for _, again, size, _ in found)
+    torch.testing.assert_close(sum(gradient for *_, gradient in found) / 4, weights)
+
+
+WAYS = [{"ulysses": 2}, {"ulysses": 3}, {"ring": 2}, {"ring": 3}, {"ulysses": 2, "ring": 2}]
+MASKS = {
+    "none": lambda heads, n: None,
+    "causal": lambda heads, n: None,
+    "keys": lambda heads, n: (torch.arange(n) % 3 > 0)[None, None, None].expand(2, 1, 1, n),
+    "rows": lambda heads, n: torch.randn(n, n),
+    "heads": lambda heads, n: torch.randn(2, heads, n, n),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("ways", WAYS, ids=str)
+def test_attention_of_parts_and_its_gradients(ways, mask):
+    ways = ways_of(ways)
+    torch.manual_seed(0)
+    for sizes, (heads, held) in itertools.product(([12], [5, 8]), ((4, 4), (4, 2), (5, 5), (1, 1))):
+        n = sum(sizes)
+        given = [torch.randn(2, h, n, 6, requires_grad=True) for h in (heads, held, held)]
+        bias, causal = MASKS[mask](heads, n), mask == "causal"
+        one = F.scaled_dot_product_attention(*given, attn_mask=bias, is_causal=causal, enable_gqa=heads != held)
+        weights = torch.randn_like(one)
+        wanted = torch.autograd.grad((one * weights).sum(), given)
+        split, gather = (kind(ways, "sequence", 2) for kind in (Split, Gather))
+        attention = Attention(ways, len(sizes), causal)
+
+        def run(rank, parts=(given, bias, sizes, weights, split, gather, attention)):
+            given, bias, sizes, weights, split, gather, attention = parts
+            out = gather(attention(*(split(t, *sizes) for t in given), bias, None, *sizes, *sizes), *sizes)
+            return out, torch.autograd.grad((out * weights).sum(), given)
+
+        found = pretended(ways, run)
+        for out, _ in found:
+            torch.testing.assert_close(out, one, rtol=1e-5, atol=1e-5)
+        for index, gradient in enumerate(wanted):  # the mean over the processes
+            torch.testing.assert_close(sum(g[index] for _, g in found) / len(found), gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_sums_and_their_gradients():
+    ways = ways_of({"ulysses": 2})
+    x = torch.randn(4, 3, requires_grad=True)
+    total = Sum(ways, "sequence")
+    for out, (gradient,) in pretended(ways, lambda rank: ((y := total(x * (rank + 1))), torch.autograd.grad(y.sum(), x))):
+        torch.testing.assert_close(out, 3 * x)
+        assert gradient.shape == x.shape
+
+
+# --- models that nobody listed
+
+
+class Attend(nn.Module):
+    """Self-attention written in one of the ways that people write it."""
+
+    def __init__(self, how: str, width: int = 24, heads: int = 4) -> None:
+        super().__init__()
+        self.how, self.heads = how, heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        b, n, c = x.shape
+        if self.how == "einsum":
+            q, k, v = self.qkv(x).view(b, n, 3, self.heads, -1).unbind(2)
+            a = torch.einsum("bnhd,bmhd->bhnm", q, k).mul((c // self.heads) ** -0.5).softmax(-1)
+            return self.out(torch.einsum("bhnm,bmhd->bnhd", a, v).reshape(b, n, c))
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        if self.how == "bmm":
+            q, k, v = (t.reshape(b * self.heads, n, -1) for t in (q, k, v))
+            a = torch.bmm(q, k.transpose(1, 2)) * (c // self.heads) ** -0.5
+            y = torch.bmm(torch.softmax(a, dim=-1), v).view(b, self.heads, n, -1)
+        elif self.how == "softmax":
+            a = (q @ k.transpose(-2, -1)) * (c // self.heads) ** -0.5
+            a = (a - a.amax(-1, keepdim=True)).exp()
+            y = (a / a.sum(-1, keepdim=True)) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v)
+        return self.out(y.transpose(1, 2).reshape(b, n, c))
+
+
+class OwnDiT(nn.Module):
+    """A diffusion transformer as one might write it: patches, positions, modulation by the step, a head, pictures again."""
+
+    def __init__(self, how: str, depth: int = 3, width: int = 24) -> None:
+        super().__init__()
+        self.patch, self.step = nn.Conv2d(4, width, 2, 2), nn.Linear(8, 6 * width)
+        self.position = nn.Parameter(torch.randn(1, 256, width) * 0.1)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm": nn.LayerNorm(width), "attn": Attend(how, width), "again": nn.LayerNorm(width),
+                    "mlp": nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)),
+                }
+            )
+            for _ in range(depth)
+        )  # fmt: skip
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, x, step):
+        b, _, h, w = x.shape
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = x + self.position[:, : x.shape[1]]
+        shift, scale, gate, more, wide, last = self.step(step).unsqueeze(1).chunk(6, -1)
+        for block in self.blocks:
+            x = x + gate * block["attn"](block["norm"](x) * (1 + scale) + shift)
+            x = x + last * block["mlp"](block["again"](x) * (1 + wide) + more)
+        x = self.head(x).view(b, h // 2, w // 2, 4, 2, 2)
+        return x.permute(0, 3, 1, 4, 2, 5).reshape(b, 4, h, w)
+
+
+HOWS = ("sdpa", "einsum", "bmm", "softmax")
+
+
+@functools.cache
+def own(how):
+    model = small.seeded(lambda: OwnDiT(how)).eval()
+    return fxplug.trace(model, own_inputs()).eval()
+
+
+def own_inputs(batch=2, height=8, width=12):
+    return small.seeded(lambda: (torch.randn(batch, 4, height, width), torch.randn(batch, 8)))
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_a_diffusion_transformer_that_no_library_has(how):
+    gm = own(how)
+    plan = fxplug.parallel_plan(gm, own_inputs(), ulysses=2)
+    assert plan.share > 0.8 and plan.check() < CLOSE
+    kinds = [m["block"] for n in plan.written.graph.nodes if (m := n.meta.get("pass"))]
+    assert (kinds.count("Attention") == 3) is (how == "sdpa")
+
+
+def test_the_plan_is_printed():
+    text = str(fxplug.parallel_plan(own("sdpa"), own_inputs(), ulysses=2))
+    for line in (
+        "ulysses 2",
+        "of the work is split",
+        "stream 0: 24 from 'flatten', dimension 2, in parts of [12, 12]",
+        "3 Attention",
+        "whole at 'view': it mixes tokens",
+        "collectives of process 0 send",
+    ):
+        assert line in text, text
+
+
+NAMES = {
+    "DiTTransformer2DModel": 0.7, "PixArtTransformer2DModel": 0.7, "SD3Transformer2DModel": 0.9, "FluxTransformer2DModel": 0.9,
+    "AuraFlowTransformer2DModel": 0.9, "CogVideoXTransformer3DModel": 0.9, "WanTransformer3DModel": 0.8,
+    "LTXVideoTransformer3DModel": 0.8, "QwenImageTransformer2DModel": 0.9, "HunyuanDiT2DModel": 0.5,
+    "SanaTransformer2DModel": 0.4,
+}  # fmt: skip
+
+
+@functools.cache
+def case(name):
+    found = CASES[f"diffusers/{name}"]
+    args, kwargs = found.inputs(2)
+    return fxplug.trace(found.build().eval(), args, kwargs, check=False).eval(), args, kwargs
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_transformers_of_diffusers(name):
+    gm, args, kwargs = case(name)
+    plan = fxplug.parallel_plan(gm, args, kwargs, ulysses=2, check=False)
+    assert plan.share >= NAMES[name] and plan.check() < CLOSE
+
+
+@pytest.mark.parametrize("ways", [*WAYS[2:], {"ulysses": 4}, {"batch": 2}, {"batch": 2, "ulysses": 2}], ids=str)
+@pytest.mark.parametrize("name", ["DiTTransformer2DModel", "SD3Transformer2DModel"])
+def test_ways_and_their_combinations(name, ways):
+    gm, args, kwargs = case(name)
+    plan = fxplug.parallel_plan(gm, args, kwargs, **ways)
+    assert plan.check() < CLOSE
+
+
+def test_a_plan_that_is_wrong_is_refused_with_the_node(monkeypatch):
+    gm = own("sdpa")
+    monkeypatch.setattr(Attention, "attend", lambda self, q, k, v, *rest: F.scaled_dot_product_attention(q, k, v))
+    with pytest.raises(fxplug.VerifyError, match=r"not right for this model: an output differs by .*e-\d+; the first value"):
+        fxplug.parallel_plan(gm, own_inputs(), ulysses=2)
+
+
+# --- as every other module
+
+
+def test_collectives_are_nodes_of_a_pass_that_is_saved(tmp_path):
+    gm = own("sdpa")
+    plan = fxplug.parallel_plan(gm, own_inputs(), ulysses=2)
+    new = fxplug.parallelize(gm, plan)
+    assert "sequence_parallel" in fxplug.diff(gm, new) and "sequence_parallel.attention1(" in fxplug.show(new)
+    fxplug.save(new, tmp_path / "saved")
+    again = fxplug.load(tmp_path / "saved")
+    assert [n.format_node() for n in again.graph.nodes] == [n.format_node() for n in new.graph.nodes]
+    want = gm(*own_inputs(3, 12, 8))
+    for out in pretended(plan.ways, lambda rank: again(*own_inputs(3, 12, 8))):
+        assert _apart(want, out) < CLOSE
+
+
+def test_one_process_has_the_graph_that_it_had():
+    gm = own("sdpa")
+    plan = fxplug.parallel_plan(gm, own_inputs())
+    assert plan.share == 1 and plan.bytes() == 0 and fxplug.parallelize(gm, plan) is gm
+
+
+def test_a_plan_needs_shapes_only():
+    with torch.device("meta"):
+        model, inputs = OwnDiT("sdpa", width=768, depth=4).eval(), (torch.empty(1, 4, 32, 32), torch.empty(1, 8))
+    plan = fxplug.parallel_plan(fxplug.trace(model, inputs).eval(), inputs, ulysses=2, ring=2)
+    assert plan.share > 0.95
+    # DeepSpeed-Ulysses: queries, keys, values and results of N / P tokens, of which all but a P-th goes to others
+    with_ulysses = fxplug.parallel_plan(fxplug.trace(model, inputs).eval(), inputs, ulysses=4)
+    rows = [row for row in with_ulysses.collectives() if "attention" in row[0]]
+    assert [row[1:] for row in rows] == [(4, 4 * 64 * 768 * 4 * 3 // 4)] * 4
+
+
+# --- real processes
+
+
+def learn(gm, new, steps=4):
+    """Losses of a few steps with gradients averaged, and one process's; the model learns everything."""
+    x, step = own_inputs()
+    optimizer = torch.optim.SGD(new.parameters(), 1e-2)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (new(x, step) - x).square().mean()
+        loss.backward()
+        for p in new.parameters():
+            if dist.is_initialized():
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+        optimizer.step()
+        found.append(loss.item())
+    return found, [p.detach().clone() for p in new.parameters()]
+
+
+def process(rank, world, port, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    try:
+        for name, ways in {
+            "SD3Transformer2DModel": {"ulysses": 2, "ring": 2}, "DiTTransformer2DModel": {"batch": 2, "ulysses": 2},
+        }.items():  # fmt: skip
+            gm, args, kwargs = case(name)
+            plan = fxplug.parallel_plan(gm, args, kwargs, check=False, **ways)
+            new = fxplug.parallelize(gm, plan)
+            with torch.no_grad(), traffic() as sent:
+                out = new(*args, **kwargs)
+            assert sum(sent) == plan.bytes(rank) > 0
+            assert all(_apart(a, b) < CLOSE for a, b in zip(leaves(gm(*args, **kwargs)), leaves(out), strict=True))
+        gm = own("sdpa")
+        new = fxplug.load(folder)  # saved by one process, with no rank in it
+        assert _apart(gm(*own_inputs()), new(*own_inputs())) < CLOSE
+        compiled = torch.compile(new, fullgraph=True, backend="aot_eager", dynamic=True)
+        with torch.no_grad(), torch.compiler.set_stance("default"):
+            assert _apart(gm(*own_inputs()), compiled(*own_inputs())) < CLOSE
+        with pytest.raises(fxplug.SpecError, match="the plan is for 2 processes .ulysses 2., and there are 4"):
+            fxplug.parallelize(gm, fxplug.parallel_plan(gm, own_inputs(), ulysses=2, check=False))
+        losses, weights = learn(gm, new)
+        torch.save((losses, weights), f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_four_processes_give_and_learn_what_one_does(tmp_path):
+    gm = own("sdpa")
+    plan = fxplug.parallel_plan(gm, own_inputs(), ulysses=2, ring=2)
+    fxplug.save(fxplug.parallelize(gm, plan), tmp_path / "saved")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(process, (4, port, str(tmp_path / "saved")), nprocs=4)
+    again = fxplug.trace(small.seeded(lambda: OwnDiT("sdpa")).eval(), own_inputs()).eval()
+    losses, weights = learn(again, again)
+    for rank in range(4):
+        found, learned = torch.load(tmp_path / "saved" / f"{rank}.pt")
+        assert found == pytest.approx(losses, rel=1e-5) and losses[-1] < losses[0]
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(weights, learned, strict=True))
+    assert os.path.exists(tmp_path / "saved")
+
+
+# --- what cannot be
+
+
+def test_wrong_calls_are_told():
+    gm, inputs = own("sdpa"), own_inputs()
+    for given, text in [
+        ({"ulysses": 0}, "ulysses must be a whole number, 1 or more, not 0"),
+        ({"ring": True}, "ring must be a whole number"),
+        ({"ulysses": 32}, r"24 tokens \('flatten', dimension 2\) cannot be split 32 ways: give fewer ways"),
+        ({"batch": 3}, r"2 samples \('x', dimension 0\) cannot be split 3 ways"),
+        ({"ulysses": 2, "split": {"flaten": 1}}, "split: no node 'flaten' .did you mean 'flatten'"),
+        ({"ulysses": 2, "split": {"flatten": 7}}, "'flatten' has no dimension 7"),
+    ]:
+        with pytest.raises(fxplug.SpecError, match=text):
+            fxplug.parallel_plan(gm, inputs, **given)
+    with pytest.raises(fxplug.SpecError, match="takes a traced module, not OwnDiT"):
+        fxplug.parallel_plan(OwnDiT("sdpa"), inputs, ulysses=2)
+    with pytest.raises(fxplug.SpecError, match="does not take these example inputs: missing a required argument: 'step'"):
+        fxplug.parallel_plan(gm, inputs[:1], ulysses=2)
+    with pytest.raises(fxplug.SpecError, match="nothing of this model can be split along 'sequence': no attention"):
+        fxplug.parallel_plan(fxplug.trace(nn.Linear(3, 3), torch.randn(2, 3)), torch.randn(2, 3), ulysses=2)
+
+
+def test_what_is_called_otherwise_than_planned_is_told():
+    gm, inputs = own("sdpa"), own_inputs()
+    plan = fxplug.parallel_plan(gm, inputs, ulysses=2)
+    new = fxplug.parallelize(gm, plan)
+    with pytest.raises(fxplug.SpecError, match="runs on 2 processes, and there is no process group: start with torchrun"):
+        new(*inputs)
+    with pytest.raises(fxplug.SpecError, match="the plan is for another graph"):
+        fxplug.parallelize(fxplug.apply(gm, fxplug.load_pass("lora", at="head", rank=2)), plan)
+    with pytest.raises(fxplug.SpecError, match="is parallel already"):
+        fxplug.parallel_plan(new, inputs, ulysses=2)
+    with pytest.raises(fxplug.GuardError, match=r"1 tokens .dimension 2 of \(1, 24, 1\). cannot be split over 2 processes"):
+        pretended(plan.ways, lambda rank: new(*own_inputs(1, 2, 2)))
+
+
+def test_an_adapter_under_it_switches_as_ever():
+    inputs = own_inputs()
+    new = fxplug.apply(own("sdpa"), fxplug.load_pass("lora", at="blocks.*.mlp.0", rank=2))
+    with torch.no_grad():
+        for name, p in new.named_parameters():
+            if name.startswith("lora."):
+                p.normal_(generator=torch.Generator().manual_seed(1))
+    plan = fxplug.parallel_plan(new, inputs, ulysses=2)
+    assert plan.check() < CLOSE and not torch.equal(new(*inputs), own("sdpa")(*inputs))
