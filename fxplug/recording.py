@@ -124,8 +124,9 @@ class Recording(Nodes):
         if name == "shape":
             return self.shape(tensor)
         node = self.recorded(tensor) if isinstance(tensor, torch.Tensor) else None
-        if name == "nbytes" and node is not None:
-            return self.size_of(node, "numel", tensor.numel()) * tensor.element_size()
+        if name in ("nbytes", "itemsize") and node is not None:
+            count = self.size_of(node, "numel", tensor.numel()) if name == "nbytes" else 1
+            return count * self.size_of(node, "element_size", tensor.element_size())
         out = func(tensor, *rest)
         if name == "dtype":
             return self.dtypes.read(tensor, out, sys._getframe(2))
@@ -496,5 +497,4 @@ class Recording(Nodes):
 
     def refuse_way(self, does: str, more: str = "") -> None:
         where, line = source_line()
-        text = f"{self.region()} {does} ({where}: {line}), and a graph has one way only; {self.way_out()}{more}"
-        raise TraceError(text)
+        raise TraceError(f"{self.region()} {does} ({where}: {line}), and a graph has one way only; {self.way_out()}{more}")

@@ -299,3 +299,19 @@ def test_an_if_that_does_more_than_a_layout_is_held():
         gm(torch.randn(4, 3))
     with pytest.raises(fxplug.GuardError, match=r"shape\[1\] >= 4"):
         gm(torch.randn(2, 4))
+
+
+def test_bytes_follow_the_dtype() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[int, int, int]:
+            y = self.fc(x)
+            return y.nbytes, y.itemsize, y.element_size()
+
+    model = Counts()
+    gm = fxplug.trace(model, torch.randn(2, 4))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert gm(torch.ones(3, 4)) == model(torch.ones(3, 4)) == (24, 2, 2)

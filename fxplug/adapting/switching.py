@@ -469,6 +469,11 @@ def _values(bank: Bank, entry: Entry, names: Mapping[str, str]) -> tuple[int, di
         down, up = (half.float() for half in entry.pair("Linear" if bank.maps else bank.kind))
         rank = up.shape[1]
         if not bank.maps and bank.kind != "Embedding":
+            if len(down) % bank.groups:
+                raise SpecError(
+                    f"'{entry.name}' has rank {len(down)}, and the convolution '{bank.path}' {bank.groups} groups, each with a "
+                    "part of the rank: it is made for another layer"
+                )
             down = torch.unflatten(down, 0, (bank.groups, -1))
         tensors = {"down": down, "up": up}
     key = next(key for key in SCALED if key in tensors)
