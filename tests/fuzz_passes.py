@@ -111,6 +111,8 @@ def adapter(gm: nn.Module, name: str, seed: int) -> dict[str, torch.Tensor]:
                 found[f"{key}embedding_A"] = torch.randn(1, layer.num_embeddings, generator=g)
                 found[f"{key}embedding_B"] = torch.randn(layer.embedding_dim, 1, generator=g)
             else:
+                if not hasattr(layer, "weight"):  # it is computed, and no file says of what shape
+                    continue
                 out, inner, *kernel = layer.weight.shape
                 found[f"{key}A.weight"] = torch.randn(1, inner, *kernel, generator=g) * 0.1
                 found[f"{key}B.weight"] = torch.randn(out, 1, *[1] * len(kernel), generator=g) * 0.1
