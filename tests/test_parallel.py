@@ -299,21 +299,18 @@ def process(rank, world, port, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     try:
-        for name, ways in {
-            "SD3Transformer2DModel": {"ulysses": 2, "ring": 2}, "DiTTransformer2DModel": {"batch": 2, "ulysses": 2},
-        }.items():  # fmt: skip
-            gm, args, kwargs = case(name)
-            plan = fxplug.parallel_plan(gm, args, kwargs, check=False, **ways)
-            new = fxplug.parallelize(gm, plan)
-            with torch.no_grad(), traffic() as sent:
-                out = new(*args, **kwargs)
-            assert sum(sent) == plan.bytes(rank) > 0
-            assert all(_apart(a, b) < CLOSE for a, b in zip(leaves(gm(*args, **kwargs)), leaves(out), strict=True))
+        gm, args, kwargs = case("DiTTransformer2DModel")
+        plan = fxplug.parallel_plan(gm, args, kwargs, check=False, batch=2, ulysses=2)
+        new = fxplug.parallelize(gm, plan)
+        with torch.no_grad(), traffic() as sent:
+            out = new(*args, **kwargs)
+        assert sum(sent) == plan.bytes(rank) > 0
+        assert all(_apart(a, b) < CLOSE for a, b in zip(leaves(gm(*args, **kwargs)), leaves(out), strict=True))
         gm = own("sdpa")
         new = fxplug.load(folder)  # saved by one process, with no rank in it
         assert _apart(gm(*own_inputs()), new(*own_inputs())) < CLOSE
-        compiled = torch.compile(new, fullgraph=True, backend="aot_eager", dynamic=True)
-        with torch.no_grad(), torch.compiler.set_stance("default"):
+        compiled = torch.compile(new, fullgraph=True, backend="eager", dynamic=True)
+        with torch.no_grad():
             assert _apart(gm(*own_inputs()), compiled(*own_inputs())) < CLOSE
         with pytest.raises(fxplug.SpecError, match="the plan is for 2 processes .ulysses 2., and there are 4"):
             fxplug.parallelize(gm, fxplug.parallel_plan(gm, own_inputs(), ulysses=2, check=False))

@@ -135,7 +135,8 @@ class Attention(Collective):
         give = [batch * parts[rank] * n * features for n in counts]
         take = [batch * n * counts[rank] * features for n in parts]
         came = torch.split(exchanged(flat, give, take, rank, group), take)
-        return torch.cat([p.view(batch, n, counts[rank], features) for p, n in zip(came, parts, strict=True)], 1)
+        tokens = [p.view(batch, n, counts[rank], features).transpose(1, 2) for p, n in zip(came, parts, strict=True)]
+        return torch.cat(tokens, 2).transpose(1, 2)  # in memory as torch's kernels leave it: a view may follow
 
 
 def around(
@@ -178,7 +179,7 @@ def around(
             out = out * (weight - safe).exp()[..., None] + part * (more - safe).exp()[..., None]
             weight = joined
     assert out is not None
-    return out.to(query.dtype)
+    return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def block(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:

@@ -52,24 +52,29 @@ class Births:
     """Follows a dimension back to the values where it begins."""
 
     def __init__(self, walk: Walk, tries: Tries) -> None:
-        self.walk, self.tries = walk, tries
+        self.walk, self.tries, self.fed = walk, tries, walk.fed()
         self.seen: dict[tuple[fx.Node, int], None] = {}
 
     def of(self, node: fx.Node, dim: int) -> dict[fx.Node, int]:
         """The births of what lies along a dimension of a value."""
         found: dict[fx.Node, int] = {}
-        todo = [(node, dim)]
+        todo: list[tuple[fx.Node, int, tuple[fx.Node, int], fx.Node | None]] = [(node, dim, (node, dim), None)]
         while todo:
-            value, at = todo.pop()
+            value, at, reader, held = todo.pop()
             if (value, at) in self.seen:
                 continue
             self.seen[value, at] = None
-            if value.op == "get_attr":
+            if value not in self.fed:  # a table, which is split where tokens meet it
                 continue
+            if self.walk.written & self.walk.roots(value):  # it is written in parts: tokens may be born where it is read first
+                found.pop(held, None)  # type: ignore[arg-type]
+                held, found[reader[0]] = reader
+            else:
+                held = None
             if value.op == "placeholder" or not (before := self.before(value, at)):
                 found[value] = at
             else:
-                todo += before
+                todo += [(*one, (value, at), held) for one in before]
         return found
 
     def before(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
@@ -186,7 +191,7 @@ def best(gm: TracedModule, walk: Walk, seed: int = 0) -> Found:
                 continue
             more = Births(walk, tries).of(value, dim)
             try:
-                found = _better(walk, tries, found, {**(found.births if found else {}), **more})
+                found = _better(walk, tries, found, more)
             except Unsplittable as error:
                 failed = error
         if found is not None and found.share() > ENOUGH:
@@ -197,19 +202,27 @@ def best(gm: TracedModule, walk: Walk, seed: int = 0) -> Found:
 
 
 ENOUGH = 0.5  # of the work: other places to begin are not looked for
+ALMOST = 0.95  # of the work: nothing better is looked for
 
 
 def _better(walk: Walk, tries: Tries, before: Found | None, births: dict[fx.Node, int]) -> Found:
-    """The best of a plan that there is and one from these births, without those that add nothing."""
-    found = planned(walk, tries, births)
-    for node in list(births):
-        fewer = {n: d for n, d in found.births.items() if n is not node}
-        if fewer:
+    """The best of a plan that there is and those from its births and some of these: each time the one that adds most."""
+    found, left = before, dict(births)
+    while left and (found is None or found.share() < ALMOST):
+        trials = []
+        for node, dim in left.items():
             with contextlib.suppress(Unsplittable):
-                other = planned(walk, tries, fewer)
-                if _rank(other) >= _rank(found):
-                    found = other
-    return found if before is None or _rank(found) > _rank(before) else before
+                trials.append(planned(walk, tries, {**(found.births if found else {}), node: dim}))
+                if trials[-1].share() > ALMOST:
+                    break
+        best = max(trials, key=_rank, default=None)
+        if best is None or (found is not None and _rank(best) <= _rank(found)):
+            break
+        found = best
+        left = {node: dim for node, dim in left.items() if node not in best.births}
+    if found is None:
+        return planned(walk, tries, births)
+    return found
 
 
 def _rank(found: Found) -> tuple[float, int]:

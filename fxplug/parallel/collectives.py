@@ -52,27 +52,29 @@ class Collective(Block):
 class Split(Collective):
     """This process's part of a tensor: forward(x, *sizes), with the whole sizes of the streams in dimension `dim`.
 
-    A token has `inner` elements; the streams stand there once, or several times in front of each other.
+    A token has `inner` elements; the streams stand there once, or several times in front of each other. `born` says
+    that tokens begin here: fewer than there are processes raise GuardError.
     """
 
-    def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int = 1) -> None:
+    def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int = 1, born: bool = False) -> None:
         super().__init__(ways, axis)
-        self.dim, self.inner = dim, inner
+        self.dim, self.inner, self.born = dim, inner, born
 
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
         rank, world, _ = self.along()
         for size in sizes:
-            if size < world:
+            if self.born and size < world:
                 where = f"dimension {self.dim} of {tuple(x.shape)}"
                 raise GuardError(f"{size} tokens ({where}) cannot be split over {world} processes")
         total = sum(sizes) * self.inner
-        y = torch.unflatten(x, self.dim, (-1, total))
+        y = torch.unflatten(x, self.dim, (x.shape[self.dim] // total if total else 1, total))
         parts, before = [], 0
         for size in sizes:
             first = (before + layouts.start(size, rank, world)) * self.inner
             parts.append(y.narrow(self.dim + 1, first, layouts.count(size, rank, world) * self.inner))
             before += size
-        return (torch.cat(parts, self.dim + 1) if len(parts) > 1 else parts[0]).flatten(self.dim, self.dim + 1)
+        # what is contiguous in one process is so in each: a view may follow
+        return (torch.cat(parts, self.dim + 1) if len(parts) > 1 else parts[0]).flatten(self.dim, self.dim + 1).contiguous()
 
 
 class Gather(Collective):
@@ -85,13 +87,14 @@ class Gather(Collective):
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
         rank, world, group = self.along()
         counts = layouts.counts(sizes, world)
-        y = torch.unflatten(x, self.dim, (-1, counts[rank] * self.inner))
+        mine = counts[rank] * self.inner
+        y = torch.unflatten(x, self.dim, (x.shape[self.dim] // mine if mine else 1, mine))
         y = gathered(y, self.dim + 1, [n * self.inner for n in counts], rank, group)
         if len(sizes) > 1:
             lengths = [layouts.count(n, r, world) * self.inner for r in range(world) for n in sizes]
             parts = torch.split(y, lengths, self.dim + 1)
             y = torch.cat([parts[r * len(sizes) + i] for i in range(len(sizes)) for r in range(world)], self.dim + 1)
-        return y.flatten(self.dim, self.dim + 1)
+        return y.flatten(self.dim, self.dim + 1).contiguous()
 
 
 class Sum(Collective):

@@ -20,14 +20,15 @@ from ..selfcheck import has_values
 from ..structure import leaves, map_leaves
 from . import births
 from .collectives import Collective, traffic
-from .layouts import counts
+from .layouts import count, counts, start
 from .mesh import SEQUENCE, World, ways_of, world_of
 from .planning import Found, Unsplittable, planned
 from .pretending import PRETENDED, placed, pretended
-from .trying import Tries
+from .trying import Leaf, Tries, leaves_of
 from .walking import bound, walk
 from .writing import Writer
 
+CLOSE = 1e-4  # of the largest value: what sums in another order may differ by
 NAMES = {SEQUENCE: "sequence_parallel", "batch": "batch_parallel"}
 
 
@@ -87,12 +88,20 @@ class Plan:
         Gives the largest difference of an output, over the output's largest value. Raises VerifyError for one above 1e-4 (in
         float32; 2e-2 in half precision), with the first node that differs.
         """
-        one = self.outputs(0, alone())[0]
         worst = 0.0
-        for many in pretended(self.ways, lambda rank: self.outputs(rank, None)[0]):
+        try:
+            one = self.outputs(0, alone())[0]
+            found = pretended(self.ways, lambda rank: self.outputs(rank, None)[0])
+        except Exception as error:  # what an operation makes of wrong parts may be anything
+            text = str(error).partition("While executing")
+            where = f", at '{text[2].split('=')[0].strip(' %:').partition(' ')[0]}'" if text[2] else ""
+            raise VerifyError(
+                f"the plan is not right for this model: {type(error).__name__}: {text[0].strip()[:300]}{where}"
+            ) from error
+        for many in found:
             for a, b in zip(leaves(one), leaves(many), strict=True):
                 worst = max(worst, _apart(a, b))
-        if worst > 1e-4:
+        if worst > CLOSE:
             where = self.first_difference()
             raise VerifyError(f"the plan is not right for this model: an output differs by {worst:.1e}{where}")
         return worst
@@ -117,18 +126,30 @@ class Plan:
                 PRETENDED.reset(token)
 
     def first_difference(self) -> str:
-        """The first node whose value, where it is whole, is another in one of the processes."""
+        """The first value of the plan that is another in one of the processes than in one process."""
         one = self.outputs(0, alone(), keep=True)[1]
         found = pretended(self.ways, lambda rank: self.outputs(rank, None, keep=True)[1])
-        for name, value in one.items():
-            for many in found:
-                a, b = leaves(value), leaves(many.get(name))
-                if len(a) == len(b) and any(
-                    isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.shape == y.shape and _apart(x, y) > 1e-4
-                    for x, y in zip(a, b, strict=True)
-                ):
-                    return f"; the first value that differs is '{name}'"
+        last = self.stages[-1]
+        plan = last.found[self.mode]
+        for node in plan.walk.graph.nodes:
+            for rank, many in enumerate(found):
+                values = (leaves_of(v) for v in (plan.values.get(node), one.get(node.name), many.get(node.name)))
+                for leaf, a, b in zip(*values, strict=False):
+                    if isinstance(leaf, Leaf) and isinstance(a, torch.Tensor) and node not in plan.births:
+                        want = self.part(plan, leaf, a, placed(self.ways, rank), last.axis)
+                        if want is not None and not plan.summed(node) and _apart(want, b) > CLOSE:
+                            return f"; the first value that differs is '{node.name}', in process {rank}"
         return ""
+
+    def part(self, plan: Found, leaf: Leaf, whole: torch.Tensor, world: World, axis: str) -> torch.Tensor | None:
+        """What a process has of a value; None where another axis splits it too."""
+        if len(self.stages) > 1:
+            return whole if leaf.place is None and world.sizes["batch"] == 1 else None
+        if leaf.place is None:
+            return whole
+        rank, each = world.ranks[axis], world.sizes[axis]
+        bounds = [(start(n, rank, each), count(n, rank, each), n) for n in plan.sizes]
+        return whole.index_select(leaf.place.dim, leaf.place.layout.rows(bounds).to(whole.device))
 
     def __str__(self) -> str:
         lines = [f"{' x '.join(f'{axis} {n}' for axis, n in self.ways.items() if n > 1) or 'one process'}"]
@@ -258,7 +279,7 @@ def _given(graph: fx.Graph, split: Mapping[str, int]) -> dict[fx.Node, int]:
 def _check_sizes(stage: Stage, number: int, mode: bool) -> None:
     found = stage.found[mode]
     for index, (node, dim) in enumerate(found.origins):
-        if found.sizes[index] < number:
+        if found.sizes[index] < number and node in found.births:
             what = "samples" if stage.axis == "batch" else "tokens"
             raise SpecError(
                 f"{found.sizes[index]} {what} ('{node.name}', dimension {dim}) cannot be split {number} ways: give fewer ways, "

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from .. import ops
 from .layouts import Layout
-from .trying import Leaf, Number, Place, Step, Tries, is_value, name_of
+from .trying import Leaf, Number, Place, Step, Tries, is_value, leaves_of, name_of
 from .walking import Walk
 
 CHECKS = (ops.guard, ops.same, ops.check_inputs, ops.check_members, ops.check_generator, ops.check_added, ops.check_state)
@@ -47,10 +47,10 @@ class Found:
         return value.place if isinstance(value, Leaf) else None
 
     def is_split(self, node: fx.Node) -> bool:
-        return any(isinstance(leaf, Leaf) and leaf.place for leaf in _leaves(self.values.get(node)))
+        return any(isinstance(leaf, Leaf) and leaf.place for leaf in leaves_of(self.values.get(node)))
 
     def hangs_on_sizes(self, node: fx.Node) -> bool:
-        return any(isinstance(leaf, Number) for leaf in _leaves(self.values.get(node)))
+        return any(isinstance(leaf, Number) for leaf in leaves_of(self.values.get(node)))
 
     def share(self) -> float:
         """Of the work in products, convolutions and attention: how much is done on parts."""
@@ -76,9 +76,10 @@ def planned(walk: Walk, tries: Tries, births: Mapping[fx.Node, int], one: bool =
             return found
         except _Again as error:
             (node,) = error.args
-            if node in forced or node in walk.views or len(forced) > 20:
+            more = walk.roots(node) | {node}
+            if more <= forced or len(forced) > 40:
                 raise Unsplittable(f"'{node.name}' is written in place, and what is written lies otherwise") from None
-            forced.add(node)
+            forced |= more
 
 
 class _Planner:
@@ -142,6 +143,9 @@ class _Planner:
             if key is not None and len(self.tries.streams.true) == before:  # else streams begin here
                 self.tries.known[key] = outcome
         if outcome is None:
+            for one in self.walk.writes.get(node, ()):
+                if self.found.is_split(one):
+                    raise _Again(one)  # what is written must be the memory itself, not what is gathered of it
             return self.gathered(node, everything, "it mixes tokens")
         step, kinds, written = outcome
         for index in written:
@@ -168,7 +172,8 @@ class _Planner:
             module = self.tries.gm.get_submodule(str(node.target))
             target = (type(module), repr(module), tuple((k, v.shape, v.dtype) for k, v in module.state_dict().items()))
         try:
-            key = (node.op, target, form, tuple(_signature(self.values[n]) for n in names))
+            streams = tuple(self.tries.streams.true)
+            key = (node.op, target, form, streams, tuple(_signature(self.values[n]) for n in names))
             hash(key)
         except TypeError:
             return None
@@ -191,10 +196,12 @@ class _Planner:
         layouts = [place.layout for _, place in step.splits]
         for index in split:
             if index not in step.gathers:
-                layouts += [leaf.place.layout for leaf in _leaves(self.values[inputs[index]]) if _placed(leaf)]
+                layouts += [leaf.place.layout for leaf in leaves_of(self.values[inputs[index]]) if _placed(leaf)]
         sizes = layouts or [Layout((stream,)) for stream in range(len(self.tries.streams.true))]
         from_parts = bool(step.splits) or len(step.gathers) < len(split)
-        found = self.tries.placed(self.walk.values[node], whole, parts, list(dict.fromkeys(sizes)), from_parts)
+        from_sizes = not step.whole_numbers and any(self.found.hangs_on_sizes(n) for n in inputs)
+        layouts = list(dict.fromkeys(sizes))
+        found = self.tries.placed(self.walk.values[node], whole, parts, layouts, from_parts, from_sizes)
         if found is None:
             return None
         written = []
@@ -204,7 +211,7 @@ class _Planner:
                 raise _Again(one)  # it writes into what would be a copy, or what it writes lies otherwise
             written += [index] * state
         value, add = found
-        kinds = [leaf.place if isinstance(leaf, Leaf) else leaf for leaf in _leaves(value)]
+        kinds = [leaf.place if isinstance(leaf, Leaf) else leaf for leaf in leaves_of(value)]
         return step._replace(add=add), kinds, written
 
     def check_written(self, value: fx.Node) -> None:
@@ -296,11 +303,6 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-def _leaves(value: Any) -> list[Any]:
-    leaves: list[Any] = pytree.tree_leaves(value, is_leaf=is_value)
-    return leaves
-
-
 def _placed(leaf: Any) -> bool:
     return isinstance(leaf, Leaf) and leaf.place is not None
 
@@ -315,7 +317,7 @@ def _again(true: Any, kind: Any) -> Any:
 def _signature(value: Any) -> Any:
     """What matters of a value to what an operation makes of its parts."""
     found: list[Any] = [str(pytree.tree_structure(value, is_leaf=is_value))]
-    for leaf in _leaves(value):
+    for leaf in leaves_of(value):
         if isinstance(leaf, Leaf):
             known = not leaf.tensor.is_meta
             content = leaf.tensor.cpu().numpy().tobytes() if known else b""

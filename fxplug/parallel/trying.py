@@ -206,9 +206,12 @@ class Tries:
     # --- what came out
 
     def placed(
-        self, true: Any, whole: Any, parts: list[Any], layouts: Sequence[Layout], from_parts: bool
+        self, true: Any, whole: Any, parts: list[Any], layouts: Sequence[Layout], from_parts: bool, from_sizes: bool = False
     ) -> tuple[Any, bool] | None:
-        """The value of a node, and whether it is a sum of what the processes gave; None where neither whole nor split."""
+        """The value of a node, and whether it is a sum of what the processes gave; None where neither whole nor split.
+
+        What seems the same everywhere may be so by chance: a tensor that is computed `from_parts`, a number `from_sizes`.
+        """
         leaves, tree = pytree.tree_flatten(whole)
         rows = [pytree.tree_flatten(part) for part in parts]
         trues, same = pytree.tree_flatten(true)
@@ -220,7 +223,8 @@ class Tries:
             got, real = [row[index] for row, _ in rows], trues[index]
             if not isinstance(small, Tensor):
                 alike = all(type(g) is type(small) and g == small for g in got) and small == real
-                found.append(real if alike else Number(real, small, tuple(got)))
+                chance = from_sizes and isinstance(small, (bool, int, float))
+                found.append(real if alike and not chance else Number(real, small, tuple(got)))
                 continue
             place = self.place(small, got, layouts, from_parts)
             if place is None:
@@ -263,6 +267,11 @@ class Tries:
 
 def is_value(value: Any) -> bool:
     return isinstance(value, (Leaf, Number))
+
+
+def leaves_of(value: Any) -> list[Any]:
+    leaves: list[Any] = pytree.tree_leaves(value, is_leaf=is_value)
+    return leaves
 
 
 def _on_cpu(values: Any) -> Any:

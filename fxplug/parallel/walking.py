@@ -27,6 +27,31 @@ class Walk:
     work: dict[fx.Node, int] = field(default_factory=dict)  # floating-point operations
     inputs: set[fx.Node] = field(default_factory=set)  # placeholders, and what is taken out of them
     views: set[fx.Node] = field(default_factory=set)  # nodes whose tensors share memory with their inputs'
+    writes: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # the inputs that a node writes into
+    written: set[fx.Node] = field(default_factory=set)  # values that are written after they were made
+
+    def fed(self) -> set[fx.Node]:
+        """The values that are computed from tensors among the inputs, and not from weights and sizes alone."""
+        found: set[fx.Node] = set()
+        for node, value in self.values.items():
+            tensors = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+            if tensors and (node.op == "placeholder" or not found.isdisjoint(node.all_input_nodes)):
+                found.add(node)
+        return found
+
+    def roots(self, node: fx.Node) -> set[fx.Node]:
+        """The values whose memory a value shares, itself when it has its own."""
+        found, todo, seen = set(), [node], set()
+        while todo:
+            one = todo.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            if one in self.views:
+                todo += one.all_input_nodes
+            else:
+                found.add(one)
+        return found
 
 
 def walk(gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Walk:
@@ -44,7 +69,10 @@ def walk(gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping
         for node in graph.nodes:
             if node.op == "output":
                 break
+            versions = {n: _versions(env[n]) for n in node.all_input_nodes}
             env[node] = value = pytree.tree_map(_copied, next(places)) if node.op == "placeholder" else _run(gm, node, env)
+            if changed := [n for n, version in versions.items() if version != _versions(env[n])]:
+                found.writes[node] = changed
             found.values[node] = pytree.tree_map(_outline, value)
             after = counter.get_total_flops()
             if after > before:
@@ -53,6 +81,9 @@ def walk(gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping
                 found.views.add(node)
             for one in gone.get(node, ()):
                 env.pop(one, None)
+    for changed in found.writes.values():
+        for one in changed:
+            found.written |= found.roots(one)
     return found
 
 
@@ -92,6 +123,10 @@ def _outline(value: Any) -> Any:
     if not (value.is_floating_point() or value.is_complex()) and value.numel() <= KEPT:
         return value.detach().clone()
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _versions(value: Any) -> int:
+    return sum(t._version for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and not t.is_inference())
 
 
 def _memory(value: Any) -> set[int]:

@@ -113,7 +113,7 @@ class Writer:
         assert place is not None
         twin = self.twin[node.name]
         (stream,) = place.layout.streams
-        settings = self.axis, place.dim, place.layout.inner
+        settings = self.axis, place.dim, place.layout.inner, True
         after = max(self.size(stream), head(self.graph) if twin.op == "placeholder" else twin)
         cut = self.call(Split, settings, twin, (stream,), _after(after))
         keep = {cut, *self.sizes.values()}
