@@ -24,6 +24,7 @@ from .rules import Pass
 from .slots import (
     Slot,
     backward,
+    behind,
     check_flow,
     check_order,
     flat_ports,
@@ -151,8 +152,8 @@ class Editor:
         args = [self.argument(site, index, item, slots) for index, item in enumerate(rule.args)]
         if stacked and rule.combine == "chain" and not any(item in ("y", "y[:]") for item in rule.args):
             args = [slots[0][1].value if item == "x" else arg for item, arg in zip(rule.args, args, strict=True)]
-        given = [*nodes_in(args), *(slot.value for _, slot in slots)]
-        result, new = (args[0], []) if made is None else self.call(site, *made, args, max(given), slots)
+        last = behind([*nodes_in(args), *(slot.value for _, slot in slots)], [slot for _, slot in slots])
+        result, new = (args[0], []) if made is None else self.call(site, *made, args, last, slots)
         if rule.name is not None:
             result, kept = (self.member(result, i, new) for i in (0, 1))
             self.kept[fill(rule.name, site.caught)] = kept
@@ -165,7 +166,7 @@ class Editor:
             if value is slot.value or value is slot.only:
                 continue
             reading: set[fx.Node] = unlooped(slot, value) if made is None else set()
-            check_order(site, slot, args, value if made is None else max(given), reading)
+            check_order(site, slot, args, value if made is None else last, reading)
             if stacked and rule.combine == "sum":
                 value = self.node("call_function", operator.add, (slot.value, value), site, max(slot.value, value))
             elif value not in new or value in taken:  # a name of its own: it is also something else

@@ -8,7 +8,7 @@ from typing import Any
 import networkx
 from torch import fx
 
-from . import ops
+from . import ops, targets
 from .errors import MatchError
 from .match import Site
 from .paths import Port
@@ -36,6 +36,25 @@ class Slot:
             self.only.update_arg(self.index, new)
         else:
             self.only.update_kwarg(list(self.only.kwargs)[self.index - len(self.only.args)], new)
+
+
+def behind(given: list[fx.Node], slots: list[Slot]) -> fx.Node:
+    """Where a block stands: behind the last of its values, and behind what writes into one before it is read."""
+    last = max(given)
+    readers = [slot.only for slot in slots if slot.only is not None]
+    node = min(readers).prev if readers else last
+    while node > last:
+        if writes(node):
+            return node
+        node = node.prev
+    return last
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node changes a value in place."""
+    name = targets.short_name(node.target) if node.op in ("call_function", "call_method") else ""
+    flagged = node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None
+    return flagged or (name.endswith("_") and not name.endswith("__")) or name in (*targets.IN_PLACE, "setitem")
 
 
 def needed(inside: list[fx.Node]) -> set[fx.Node]:

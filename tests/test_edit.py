@@ -414,3 +414,39 @@ def test_a_hook_on_one_tree_is_none_on_another(net):
     expected = call(net.gm, net)
     with net.model.head.register_forward_hook(lambda *_: 1 / 0), new.head.register_forward_hook(lambda *_: 1 / 0):
         assert same(call(net.gm, net), expected)
+
+
+class Overwrites(torch.nn.Module):
+    """Gives a tensor that it has written into after it was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+        self.head = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.head(self.inner(x))
+
+
+class Inner(torch.nn.Module):
+    def forward(self, x):
+        y = x * 2
+        y[:, 0] = y[:, 1]
+        y.add_(1)
+        return y
+
+
+@pytest.mark.parametrize("name", ["adapter", "scale"])
+def test_a_block_reads_what_a_region_has_written_last(name):
+    model, x = Overwrites(), torch.randn(3, 4)
+    gm = fxplug.trace(model, x)
+    new = fxplug.apply(gm, fxplug.load_pass(name, at="inner"))
+    assert torch.equal(new(x), model(x))
+    with torch.no_grad():
+        for key, p in new.named_parameters():
+            if key.startswith(f"{name}."):
+                p.normal_(generator=torch.Generator().manual_seed(1))
+    with hooked(model, "inner", after=lambda y, x: new.get_submodule(name).inner._modules[block](*[y] * reads)) as other:
+        (block,) = new.get_submodule(name).inner._modules
+        reads = 2 if name == "adapter" else 1
+        assert torch.allclose(new(x), other(x), atol=1e-6) and not torch.allclose(new(x), gm(x))
