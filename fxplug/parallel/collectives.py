@@ -131,6 +131,8 @@ class Numel(Whole):
 # --- the operations below
 
 
+# its name since torch 2.15, and before
+ALL_GATHER: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 TRAFFIC: ContextVar[list[int] | None] = ContextVar("traffic", default=None)
 
 
@@ -198,7 +200,7 @@ class _Gather(torch.autograd.Function):
             return x.new_zeros(world * x.shape[0], *x.shape[1:])
         if isinstance(group, Local):
             return group.all_gather(x)
-        return _waited(functional.all_gather_tensor(x, 0, group))
+        return _waited(ALL_GATHER(x, 0, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
