@@ -91,6 +91,8 @@ class _Entry:
     def input(self, value: Any, node: fx.Node, name: str) -> Any:
         """An example as the model will see it, bound to its node; members of containers by `getitem`."""
         if isinstance(value, torch.Tensor):
+            if own := ops.attributes(value):
+                raise TraceError(f"argument '{name}' is a tensor with {own}, which no graph can read: pass it without")
             if self.recording.first_tensor is None:
                 self.recording.first_tensor = node
             self.tensors.append((node, value, name))

@@ -123,6 +123,16 @@ def check_inputs(values: tuple[Any, ...], ranks: tuple[int, ...], dtypes: tuple[
                 f"argument '{name}' was {dtype} when the model was traced, and the graph depends on it; "
                 f"now it is {value.dtype}: convert the input, or trace again in that dtype"
             )
+        if own := attributes(value):
+            raise GuardError(f"argument '{name}' is a tensor with {own}: a model may read that, and a graph does not")
+
+
+def attributes(value: torch.Tensor) -> str:
+    """The attributes that somebody has put on a tensor; names that begin with an underscore are torch's own."""
+    if torch.compiler.is_compiling() or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return ""
+    found = [name for name in vars(value) if not name.startswith("_")]
+    return f"the attribute {', '.join(map(repr, sorted(found)[:3]))}" if found else ""
 
 
 def check_members(value: Any, keys: tuple[Any, ...], name: str) -> None:

@@ -949,3 +949,15 @@ def test_sizes_that_depend_on_data_are_not_propagated_and_verify_says_so():
     status = {c.name: (c.status, c.detail) for c in fxplug.verify(gm, new, (x, mask), compile=False).checks}
     assert status["shapes"] == ("skipped", "the model's sizes depend on its data, which fake tensors do not have")
     assert status["neutral"][0] == "ok" and torch.equal(new(x, ~mask), gm(x, ~mask))
+
+
+def test_attributes_of_input_tensors_are_told() -> None:
+    model = Model(lambda self, x: x * getattr(x, "mark", 1.0))
+    gm, marked = fxplug.trace(model, X()), X()
+    marked._own = 1  # of a library
+    assert torch.equal(gm(marked), model(marked))
+    marked.mark = 3.0
+    with pytest.raises(fxplug.GuardError, match="argument 'args\\[0\\]' is a tensor with the attribute 'mark'"):
+        gm(marked)
+    with pytest.raises(fxplug.TraceError, match="is a tensor with the attribute 'mark', which no graph can read"):
+        fxplug.trace(model, marked)
