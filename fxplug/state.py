@@ -134,7 +134,8 @@ class State:
         self.opaque = False  # whether there is an object, such as an iterator, of which nobody can tell what it keeps
         self.iterators: dict[int, Any] = {}  # of these, those that can be copied
         self.lent: list[Any] = []
-        self.held: list[tuple[Any, Any, Any]] = []  # a dict, list or cell, under which key it holds one of them, and which
+        self.spaces: list[dict[str, Any]] = []  # globals that hold one of them
+        self.held: list[tuple[Any, Any, Any]] = []  # a dict, list, cell or globals, under which key it holds one, and which
         self.modules = {id(m): (m, name) for root in roots for name, m in root.named_modules()}
         self.files = {c.__module__ for kind in {type(m) for m, _ in self.modules.values()} for c in kind.__mro__}
         with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -143,10 +144,11 @@ class State:
             self.walk_hooks(GLOBAL_HOOKS, (None, "torch.nn.modules.module"))
             self.walk_code()
         if self.iterators:
-            for value, kind, before, _ in self.notes:
-                if kind in (KINDS[dict], KINDS[list], KINDS[CellType]):
-                    members = before.items() if isinstance(before, dict) else enumerate(before)
-                    self.held += [(value, key, member) for key, member in members if id(member) in self.iterators]
+            kinds = (KINDS[dict], KINDS[list], KINDS[CellType])
+            noted: list[tuple[Any, Any]] = [(value, before) for value, kind, before, _ in self.notes if kind in kinds]
+            for value, before in noted + [(space, space) for space in self.spaces]:
+                members = list(before.items()) if isinstance(before, dict) else list(enumerate(before))
+                self.held += [(value, key, member) for key, member in members if id(member) in self.iterators]
 
     # --- what there is
 
@@ -197,7 +199,9 @@ class State:
     def walk_closed(self, value: Any, link: Link) -> None:
         self.opaque = True
         if isinstance(value, ITERATORS):
-            self.iterators[id(value)] = value
+            with contextlib.suppress(TypeError):  # later Pythons copy fewer of them
+                _copies([value])
+                self.iterators[id(value)] = value
 
     def walk_object(self, value: Any, link: Link) -> None:
         if id(value) not in self.seen:
@@ -303,6 +307,8 @@ class State:
                         todo.append(vars(value))
                 elif not name.startswith("__"):
                     self.walk(value, (link, name))
+                    if isinstance(value, ITERATORS):
+                        self.spaces.append(space)
 
     # --- what became of it
 
@@ -336,6 +342,7 @@ class State:
 
     def restore(self) -> None:
         """Put everything back, in whatever order it changed."""
+        self.hand_out(self.iterators)
         for hooks, before, _, _ in self.changed_hooks():
             put_items(hooks, before)
         for value, kind, before, _ in self.notes:
@@ -356,15 +363,19 @@ class State:
 
     def lend(self) -> None:
         """Put copies in the place of iterators, which nobody can set back; `restore` gives them back."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            copies = {key: copy.copy(iterator) for key, iterator in self.iterators.items()}
-        self.lent = list(copies.values())
+        if self.iterators:
+            self.lent = _copies(self.iterators.values())
+            self.hand_out(dict(zip(self.iterators, self.lent, strict=True)))
+
+    def hand_out(self, iterators: dict[int, Any]) -> None:
+        """Put iterators where those with these ids were."""
         for value, key, iterator in self.held:
             if isinstance(value, CellType):
-                value.cell_contents = copies[id(iterator)]
-            else:
-                (list if isinstance(value, list) else dict).__setitem__(value, key, copies[id(iterator)])
+                value.cell_contents = iterators[id(iterator)]
+            elif isinstance(value, dict):
+                dict.__setitem__(value, key, iterators[id(iterator)])
+            elif key < list.__len__(value):
+                list.__setitem__(value, key, iterators[id(iterator)])
 
     def restore_tensors(self) -> None:
         """Give tensors their memory, geometry, gradients and versions back; their values are another matter."""
@@ -382,6 +393,12 @@ class State:
                     tensor.grad = held.grad
                 if not tensor.is_inference() and tensor._version != held.version:
                     torch._C._autograd._unsafe_set_version_counter((tensor,), (held.version,))
+
+
+def _copies(iterators: Iterable[Any]) -> list[Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return [copy.copy(iterator) for iterator in iterators]
 
 
 def _differing(owner: Any, before: dict[Any, Any], now: dict[Any, Any], link: Link) -> list[Place]:

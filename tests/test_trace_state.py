@@ -916,17 +916,25 @@ def test_gradients_stay_with_a_copy() -> None:
             assert model.fc.weight.grad is None and model.fc.bias.grad is None
 
 
+IDS: Any = None  # an iterator, while a test lasts
+
+
 @pytest.mark.parametrize("kind", ["count", "list", "range", "text"])
-@pytest.mark.parametrize("held", ["attribute", "list", "closure"])
-def test_iterators_are_left_as_they_were(kind: str, held: str) -> None:
+@pytest.mark.parametrize("held", ["attribute", "list", "closure", "global"])
+def test_iterators_are_left_as_they_were(kind: str, held: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = {"count": lambda: itertools.count(3), "list": lambda: iter([1, 2, 3, 4] * 9), "range": lambda: iter(range(99))}
     ids = made.get(kind, lambda: iter("a text that is long enough"))()
     first = copy.copy(ids)
-    model = Holding(lambda m, x: (next(m.ids if held == "attribute" else m.all[0] if held == "list" else ids), m.fc(x))[1])
+    monkeypatch.setitem(globals(), "IDS", ids if held == "global" else None)
+    model = Holding(
+        (lambda m, x: (next(IDS), m.fc(x))[1])
+        if held == "global"
+        else lambda m, x: (next(m.ids if held == "attribute" else m.all[0] if held == "list" else ids), m.fc(x))[1]
+    )
     if held == "attribute":
         model.ids = ids
     elif held == "list":
         model.all = [ids]
     gm = fxplug.trace(model, X())
-    assert (model.ids if held == "attribute" else model.all[0] if held == "list" else ids) is ids
+    assert (model.ids if held == "attribute" else model.all[0] if held == "list" else IDS if held == "global" else ids) is ids
     assert next(ids) == next(first) and torch.equal(gm(X()), model(X()))

@@ -34,10 +34,10 @@ NAMES = {SEQUENCE: "sequence_parallel", "batch": "batch_parallel"}
 
 @dataclass
 class Stage:
-    """What one axis of the mesh does: the plan of each graph, by training mode."""
+    """What one axis of the mesh does to the graph of the mode in force."""
 
     axis: str
-    found: dict[bool, Found]
+    found: Found
 
     @property
     def name(self) -> str:
@@ -63,7 +63,7 @@ class Plan:
     @property
     def share(self) -> float:
         """The least share that an axis splits; 1.0 for a plan with one process."""
-        return min((stage.found[self.mode].share() for stage in self.stages), default=1.0)
+        return min((stage.found.share() for stage in self.stages), default=1.0)
 
     def collectives(self, rank: int = 0) -> list[tuple[str, int, int]]:
         """Node, calls and bytes sent of each collective in a call with the example inputs, for the process of a rank.
@@ -130,7 +130,7 @@ class Plan:
         one = self.outputs(0, alone(), keep=True)[1]
         found = pretended(self.ways, lambda rank: self.outputs(rank, None, keep=True)[1])
         last = self.stages[-1]
-        plan = last.found[self.mode]
+        plan = last.found
         for node in plan.walk.graph.nodes:
             for rank, many in enumerate(found):
                 values = (leaves_of(v) for v in (plan.values.get(node), one.get(node.name), many.get(node.name)))
@@ -154,7 +154,7 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"{' x '.join(f'{axis} {n}' for axis, n in self.ways.items() if n > 1) or 'one process'}"]
         for stage in self.stages:
-            found = stage.found[self.mode]
+            found = stage.found
             lines.append(f"{stage.name}: {found.share():.1%} of the work is split")
             for index, (node, dim) in enumerate(found.origins):
                 parts = counts([found.sizes[index]], placed(self.ways, 0).sizes[stage.axis])
@@ -204,14 +204,12 @@ def parallel_plan(
     for axis, number in (("batch", batch), (SEQUENCE, ulysses * ring)):
         if number == 1:
             continue
-        found = {}
-        for mode, graph in plan.written.graphs.items():
-            try:
-                found[mode] = _found(plan.written, graph, args, kwargs or {}, axis, split if axis == SEQUENCE else None)
-            except Unsplittable as error:
-                raise SpecError(f"nothing of this model can be split along '{axis}': {error}") from None
+        try:
+            found = _found(plan.written, args, kwargs or {}, axis, split if axis == SEQUENCE else None)
+        except Unsplittable as error:
+            raise SpecError(f"nothing of this model can be split along '{axis}': {error}") from None
         stage = Stage(axis, found)
-        _check_sizes(stage, number, plan.mode)
+        _check_sizes(stage, number)
         plan.stages.append(stage)
         plan.written = _written(plan.written, stage, plan.ways)
     if check and plan.stages and has_values(list(gm.state_dict().values()), plan.example):
@@ -247,9 +245,8 @@ def place(gm: nn.Module, world: World | None) -> None:
                 module.world = world
 
 
-def _found(
-    gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping[str, Any], axis: str, split: Any
-) -> Found:
+def _found(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], axis: str, split: Any) -> Found:
+    graph = gm.graphs[gm._graph_mode]
     walked = walk(gm, graph, args, kwargs)
     results = []
     for seed in (0, 1):
@@ -276,8 +273,8 @@ def _given(graph: fx.Graph, split: Mapping[str, int]) -> dict[fx.Node, int]:
     return {known[name]: dim for name, dim in split.items()}
 
 
-def _check_sizes(stage: Stage, number: int, mode: bool) -> None:
-    found = stage.found[mode]
+def _check_sizes(stage: Stage, number: int) -> None:
+    found = stage.found
     for index, (node, dim) in enumerate(found.origins):
         if found.sizes[index] < number and node in found.births:
             what = "samples" if stage.axis == "batch" else "tokens"
