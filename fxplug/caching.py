@@ -48,7 +48,10 @@ class Step:
 
 
 class Policy(Protocol):
-    """Whether a step is computed in full. One that reads `step.change` has an attribute `gauged` that is True."""
+    """Whether a step is computed in full. One that reads `step.change` has an attribute `gauged` that is True.
+
+    It goes by the step alone: where several processes run one model, each asks its own and must be told the same.
+    """
 
     def __call__(self, step: Step, /) -> bool: ...
 
@@ -117,6 +120,9 @@ class StepCache(nn.Module):
     with other shapes begins a run, and the first one after a change of adapters is computed in full. One thread at a time
     calls it; others may change its adapters meanwhile.
 
+    Of a module that `parallelize` has written each process has a cache of its own, and they decide as one: a gauge is measured
+    over all parts, and a step is computed in full everywhere if it has to be anywhere.
+
     Raises SpecError for a module that has no marks, marks that cut nothing off, and an unknown clock.
     """
 
@@ -135,6 +141,8 @@ class StepCache(nn.Module):
         self._clock = clock
         self._options: dict[str, Any] | None = None
         self._turns = turns_of(module)
+        collectives: list[Any] = [m for m in module.modules() if hasattr(m, "everywhere")]
+        self._everywhere: Callable[[Tensor], Tensor] | None = collectives[0].everywhere if collectives else None
         self._parts: dict[str, TracedModule] = {}  # no submodules: they hold what `module` holds
         for name in self.used:
             self._part(name)
@@ -230,11 +238,11 @@ class StepCache(nn.Module):
         gauges: tuple[Tensor, ...] = ()
         if self.gauged:
             gauges, carried = self.first(*args, **kwargs)
-            if self._in_full(old, gauges):
+            if self._in_full(old, gauges, args, kwargs):
                 result, kept = self.rest(**carried)
                 return self._store(number, old, kept, gauges, shapes, result)
             out = self.short(**carried, **self._taken(old))
-        elif self._in_full(old, gauges):
+        elif self._in_full(old, gauges, args, kwargs):
             result, kept = self.full(*args, **kwargs)
             return self._store(number, old, kept, gauges, shapes, result)
         else:
@@ -242,10 +250,18 @@ class StepCache(nn.Module):
         return out
 
     @_eager
-    def _in_full(self, old: _Stream | None, gauges: tuple[Tensor, ...]) -> bool:
-        if old is None or old.changes != self._changes():
+    def _in_full(self, old: _Stream | None, gauges: tuple[Tensor, ...], *call: Any) -> bool:
+        if old is not None and old.changes != self._changes():
+            old = None
+        wanted = old is None or (not self.gauged and bool(self.policy(Step(old.index, old.since))))
+        if wanted and self._everywhere is None:
             return True
-        change = _change(gauges, old.gauges) if gauges else math.nan
+        row = _row(wanted, gauges, gauges if old is None else old.gauges, call)
+        if self._everywhere is not None:
+            row = self._everywhere(row).sum(0)
+        if row[0] or old is None or not self.gauged:
+            return bool(row[0])
+        change = float((row[1::2] / row[2::2]).max())
         return bool(self.policy(Step(old.index, old.since, change)))
 
     @_eager
@@ -347,7 +363,11 @@ def _shapes(*call: Any) -> tuple[Any, ...]:
     return tuple((x.shape, x.dtype, x.device) for x in leaves(call) if isinstance(x, Tensor))
 
 
-def _change(now: Iterable[Tensor], then: Iterable[Tensor]) -> float:
-    """The largest relative L1 change of gauges."""
-    rows = [(a.float() - b.float()).abs().mean() / b.float().abs().mean() for a, b in zip(now, then, strict=True)]
-    return float(torch.stack(rows).max())
+def _row(wanted: bool, now: Iterable[Tensor], then: Iterable[Tensor], call: Any) -> Tensor:
+    """What a decision hangs on, in sums over a process's part: whether a full step is wanted in any case, and of each gauge by
+    how much it differs from what it was, and how much that was; float32."""
+    device = next((x.device for x in leaves(call) if isinstance(x, Tensor)), None)
+    row = [torch.tensor(float(wanted), device=device)]
+    for a, b in zip(now, then, strict=True):
+        row += [(a.float() - b.float()).abs().sum(), b.float().abs().sum()]
+    return torch.stack(row)

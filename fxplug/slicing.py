@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from . import ops
 from .blocks import Block
 from .cutting import SWITCHES, aliases, is_random, written
-from .errors import SpecError
+from .errors import GuardError, SpecError
 from .module import MODES, Graph, copy_graph
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Keep(Mark):
         return cls()
 
     def forward(self, value: Tensor, base: Tensor | None = None) -> Tensor:
-        return value
+        return value if base is None else _alike(value, base)
 
 
 class Gauge(Mark):
@@ -86,7 +86,14 @@ class Gauge(Mark):
         return cls()
 
     def forward(self, y: Tensor, x: Tensor) -> Tensor:
-        return y
+        return _alike(y, x)
+
+
+def _alike(value: Tensor, other: Tensor) -> Tensor:
+    """The first; where only one of them is split over processes it is found out here that the other has to be."""
+    if value.shape != other.shape:
+        raise GuardError(f"a mark stands on two values of one shape, here {tuple(value.shape)} and {tuple(other.shape)}")
+    return value
 
 
 def _check_alike(site: Site, what: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import socket
 from functools import cache
 
 import pytest
 import small
 import torch
+import torch.distributed as dist
 import unets
 import zoo
 from torch import nn
@@ -16,6 +18,7 @@ from torch import nn
 import fxplug
 from fxplug.caching import Every, StepCache, Threshold
 from fxplug.lowerings.nesting import nest, regions_of
+from fxplug.parallel.pretending import pretended
 from fxplug.structure import leaves
 
 PICTURE = {"first": "transformer_blocks.0:out[1]", "last": "transformer_blocks.{-1}:out[1]"}
@@ -436,6 +439,113 @@ def test_each_part_may_be_lowered():
     assert [path for path, _ in regions_of(cache.rest)] == ["transformer_blocks.1", "transformer_blocks.2"]  # alike as ever
     for _ in range(2):
         for a, b in zip(leaves(run(cache, base)), leaves(run(base.gm, base)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+# --- over processes
+
+
+def parallel(name, **ways):
+    base, new, _ = cached(name)
+    plan = fxplug.parallel_plan(new, base.args, base.kwargs, **ways)
+    return base, fxplug.parallelize(new, plan), plan.ways
+
+
+def in_turn(cache, calls):
+    """What the steps give, and which of them are in full."""
+    found, full = [], []
+    for one in calls:
+        before = cache.counts["full"]
+        found.append(run(cache, one))
+        full.append(cache.counts["full"] > before)
+    return found, full
+
+
+@pytest.mark.parametrize("ways", [{"ulysses": 2}, {"batch": 2, "ulysses": 2}], ids=str)
+@pytest.mark.parametrize("name", ["pixart", "flux", "sd15"])
+def test_processes_take_the_steps_that_one_does(name, ways):
+    base, new, ways = parallel(name, **({"batch": 2} if name == "sd15" else ways))
+    calls = [changed(base, by) for by in (0.0, 0.05, 0.1, 3.0, 3.05, 0.0)]
+    policy = Every(2) if name == "sd15" else Threshold(0.15, at_most=1)
+    want, steps = in_turn(StepCache(cached(name)[1], policy, clock=None), calls)
+    assert 1 < sum(steps) < len(steps)
+    for found, took in pretended(ways, lambda rank: in_turn(StepCache(new, policy, clock=None), calls)):
+        assert took == steps
+        for a, b in zip(leaves(found), leaves(want), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("ways", [{"ulysses": 2}, {"ulysses": 3}, {"batch": 2}], ids=str)
+def test_a_decision_is_everybodys(ways):
+    """Only one part of the picture changes, by just the limit; then inputs differ by rounding between processes."""
+    base, new, ways = parallel("pixart", **ways)
+    part = changed(base, 0.0)
+    part.kwargs["hidden_states"] = part.kwargs["hidden_states"].clone()
+    part.kwargs["hidden_states"][0, :, :3] += 0.5
+    one = cached("pixart")[2]
+    now, then = (run(one.first, b)[0][0] for b in (part, base))
+    limit = float((now - then).abs().sum() / then.abs().sum())
+    for off in (-1e-2, -1e-7, 0.0, 1e-7, 1e-2):
+
+        def steps(rank, limit=limit * (1 + off)):
+            calls = [changed(one, rank * 1e-7, seed=4) for one in (base, part, base, part)]
+            return in_turn(StepCache(new, Threshold(limit), clock=None), calls)[1]
+
+        first, *others = pretended(ways, steps)
+        assert all(took == first for took in others)
+        assert abs(off) < 1e-3 or first == ([True] * 4 if off < 0 else [True, False, False, False])
+
+
+def test_a_step_that_is_in_full_anywhere_is_so_everywhere():
+    base, new, ways = parallel("pixart", ulysses=2)
+    for policy in (Threshold(0.5), Every(9)):
+
+        def steps(rank, policy=policy):
+            cache = StepCache(new, policy, clock=None)
+            first = in_turn(cache, [base, base])[1]
+            if rank:
+                cache.reset()
+            return first + in_turn(cache, [base, base])[1]
+
+        assert pretended(ways, steps) == [[True, False, True, False]] * 2
+
+
+def process(rank, port, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        base = pixart()
+        cache = StepCache(fxplug.load(folder), Threshold(0.15), clock=None)
+        torch.save(in_turn(cache, [changed(base, by) for by in (0.0, 0.05, 3.0)]), f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_real_processes_decide_as_one(tmp_path):
+    base, new, _ = parallel("pixart", ulysses=2)
+    fxplug.save(new, tmp_path / "saved")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(process, (port, str(tmp_path / "saved")), nprocs=2)
+    cache = StepCache(cached("pixart")[1], Threshold(0.15), clock=None)
+    want, steps = in_turn(cache, [changed(base, by) for by in (0.0, 0.05, 3.0)])
+    for rank in range(2):
+        found, took = torch.load(tmp_path / "saved" / f"{rank}.pt", weights_only=False)
+        assert took == steps == [True, False, True]
+        for a, b in zip(leaves(found), leaves(want), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_marks_may_come_after_the_collectives():
+    base = pixart()
+    plan = fxplug.parallel_plan(base.gm, base.args, base.kwargs, ulysses=2)
+    new = fxplug.apply(fxplug.parallelize(base.gm, plan), fxplug.load_pass("first_block_cache"))
+    calls = [changed(base, by) for by in (0.0, 0.02, 3.0)]
+    want, steps = in_turn(StepCache(cached("pixart")[1], Threshold(0.2), clock=None), calls)
+    for found, took in pretended(plan.ways, lambda rank: in_turn(StepCache(new, Threshold(0.2), clock=None), calls)):
+        assert took == steps == [True, False, True]
+        for a, b in zip(leaves(found), leaves(want), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 

@@ -48,6 +48,15 @@ class Collective(Block):
         world = self.here()
         return world.ranks[self.axis], world.sizes[self.axis], world.groups.get(self.axis)
 
+    def everywhere(self, x: Tensor) -> Tensor:
+        """What every process of the mesh has of a small tensor: stacked, in one order, the same in each."""
+        world, rows = self.here(), x[None]
+        for axis in self.ways:
+            if world.sizes[axis] > 1:
+                even = [len(rows)] * world.sizes[axis]
+                rows = gathered(rows, 0, even, world.ranks[axis], world.groups.get(axis))
+        return rows
+
 
 class Split(Collective):
     """This process's part of a tensor: forward(x, *sizes), with the whole sizes of the streams in dimension `dim`.
