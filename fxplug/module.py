@@ -311,7 +311,7 @@ class TracedModule(fx.GraphModule):
 
     def train(self, mode: bool = True) -> TracedModule:
         if self._twin is None and mode != self._graph_mode and self.twin_error:
-            raise TraceError(f"this model could not be traced in {'training' if mode else 'evaluation'}: {self.twin_error}")
+            raise TraceError(f"this model has no graph for {'training' if mode else 'evaluation'}: {self.twin_error}")
         super().train(mode)
         if self._twin is not None and mode != self._graph_mode:
             other, self._twin = self._twin, self._graph

@@ -117,7 +117,7 @@ class _Pair:
     def check(self, way: Way) -> str | None:
         """Compare one way of calling. Gives a note, which begins with 'not ' where nothing could be compared."""
         try:
-            with _in_mode(way.training, self.gm, self.new):
+            with in_mode(way.training, self.gm, self.new):
                 return self.compared(way)
         except TraceError:
             return f"not {way.said}: the model could not be traced in that mode"
@@ -331,7 +331,7 @@ def _reads_mode(kind: type[nn.Module]) -> bool:
 
 
 @contextlib.contextmanager
-def _in_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
+def in_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
     """Training or evaluation for the time of a check; each module's own mode is given back. Raises TraceError as train()."""
     held = [(m, m.training) for root in modules for m in root.modules()]
     roots = [(root, root.training) for root in modules]
@@ -357,7 +357,7 @@ def buffers_restored(*modules: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, value, version in values:
-                if buffer._version != version:
+                if buffer._version != version or not torch.equal(buffer, value):  # batch norms write without a version
                     buffer.copy_(value)
 
 

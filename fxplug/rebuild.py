@@ -382,8 +382,9 @@ class _Reader:
         if kind == "container":
             return self._container(record, attributes, where)
         cls = self._class(kind, record.get("class"))
-        if record.get("arguments") is None:
-            if issubclass(cls, nn.RNNBase):
+        checked = getattr(cls, "by_constructor", False) is True  # which says what it may hold
+        if record.get("arguments") is None or (checked and attributes):
+            if checked or issubclass(cls, nn.RNNBase):
                 raise ArtifactError(f"graph.json: {where}: a {cls.__name__} is made from constructor arguments only")
             module = object.__new__(cls)
             nn.Module.__init__(module)

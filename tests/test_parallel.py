@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
+import json
 import os
 import socket
 
@@ -337,7 +339,122 @@ def test_four_processes_give_and_learn_what_one_does(tmp_path):
     assert os.path.exists(tmp_path / "saved")
 
 
+# --- what a call leaves, and draws
+
+
+class Drawing(nn.Module):
+    """Attention with dropout, a batch norm and labels that are dropped by chance: another graph in training."""
+
+    def __init__(self, attend="plain", norm=True):
+        super().__init__()
+        self.attend, self.attn, self.fc = attend, Attend("sdpa"), nn.Linear(24, 24)
+        self.norm = nn.BatchNorm1d(24) if norm else nn.Identity()
+
+    def forward(self, x, label):
+        if self.training:
+            label = torch.where(torch.rand(label.shape) < 0.5, 0.0, label)
+        x = self.attn(x + label[:, None])
+        if self.attend == "hidden":
+            x = F.scaled_dot_product_attention(x, x, x, dropout_p=0.3 * self.training)
+        return self.fc(F.dropout(self.norm(x.mT).mT, 0.3, self.training))
+
+
+def drawing(**options):
+    inputs = small.seeded(lambda: (torch.randn(4, 12, 24), torch.randn(4, 24)))
+    return fxplug.trace(small.seeded(lambda: Drawing(**options)), inputs, check=False), inputs
+
+
+@pytest.mark.parametrize("ways", [{"ulysses": 2}, {"ring": 2}, {"batch": 2}], ids=str)
+@pytest.mark.parametrize("attend", ["plain", "hidden"])
+@pytest.mark.parametrize("training", [False, True])
+def test_random_numbers_are_the_first_process_s(training, attend, ways):
+    gm, inputs = drawing(attend=attend)
+    gm.train(training)
+    plan = fxplug.parallel_plan(gm, inputs, **ways)
+    assert plan.away < CLOSE and len(plan.written.graphs) == 2
+    written = plan.written.train()
+    drawn = [n for n in written.graph.nodes if (m := n.meta.get("pass")) and m["block"] == "Same"]
+    assert len(drawn) == 2 + (attend == "hidden") and "it draws random numbers" in str(plan.stages[0].modes[True].why)
+    outs = pretended(plan.ways, lambda rank: written(*inputs))
+    assert torch.equal(outs[0], outs[1])
+
+
+def test_a_plan_changes_nothing():
+    gm, inputs = drawing()
+    gm.train()
+    before, draws = {k: v.clone() for k, v in gm.state_dict().items()}, torch.get_rng_state()
+    print(plan := fxplug.parallel_plan(gm, inputs, ulysses=2))
+    plan.check()
+    assert gm.training and torch.equal(draws, torch.get_rng_state())
+    assert all(torch.equal(v, before[k]) for k, v in gm.state_dict().items())
+
+
+def test_a_mode_that_cannot_be_split_is_told(monkeypatch):
+    gm, inputs = drawing()
+    found = fxplug.parallel.plan._found
+
+    def only_evaluation(gm, mode, *rest):
+        if mode:
+            raise fxplug.parallel.plan.Unsplittable("'dropout' stands in the way")
+        return found(gm, mode, *rest)
+
+    monkeypatch.setattr(fxplug.parallel.plan, "_found", only_evaluation)
+    plan = fxplug.parallel_plan(gm.eval(), inputs, ulysses=2)
+    assert "no graph for training: 'dropout' stands in the way" in str(plan)
+    new = fxplug.parallelize(gm, plan)
+    with pytest.raises(fxplug.TraceError, match="no graph for training: 'dropout' stands in the way"):
+        new.train()
+    with pytest.raises(fxplug.SpecError, match="nothing of this model can be split along 'sequence': 'dropout'"):
+        fxplug.parallel_plan(gm.train(), inputs, ulysses=2)
+
+
 # --- what cannot be
+
+
+HOSTILE = [
+    (Split, ({"ulysses": 2}, "tokens", 1), "a collective runs along one of"),
+    (Split, ({"ulysses": 2}, None, 1), "a collective runs along one of"),
+    (Split, ([2], "sequence", 1), "a collective runs along one of"),
+    (Split, ({"ulysses": "2"}, "sequence", 1), "ulysses must be a whole number"),
+    (Split, ({"evil": 2}, "sequence", 1), "no axis 'evil'"),
+    (Split, ({}, "sequence", "1"), "dim must be a whole number"),
+    (Split, ({}, "sequence", 1, 0), "inner must be a whole number, 1 or more"),
+    (Gather, ({}, "sequence", 1, -3), "inner must be a whole number, 1 or more"),
+    (Gather, ({}, "sequence", -1), "dim must be a whole number, 0 or more"),
+    (Whole, ({}, "sequence", 1.5), "dim must be a whole number"),
+    (Attention, ({}, 0), "queries must be a whole number, 1 or more"),
+    (Attention, ({}, True), "queries must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("kind", "args", "text"), HOSTILE, ids=range(len(HOSTILE)))
+def test_collectives_that_are_none(kind, args, text):
+    with pytest.raises(fxplug.SpecError, match=text):
+        kind(*args)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda r: r.update(arguments=None), "made from constructor arguments only"),
+        (lambda r: r["attributes"].update(dim="1"), "made from constructor arguments only"),
+        (lambda r: r["arguments"].update(dim="1"), "dim must be a whole number"),
+        (lambda r: r["arguments"].update(world=3), "is not made with 'world'"),
+    ],
+)
+def test_a_file_s_collectives_are_checked(tmp_path, change, text):
+    gm = own("sdpa")
+    fxplug.save(fxplug.parallelize(gm, fxplug.parallel_plan(gm, own_inputs(), ulysses=2)), tmp_path)
+    (file,) = tmp_path.glob("graph.json")
+    document = json.loads(file.read_text())
+    change(document["modules"]["sequence_parallel.split1"])
+    file.write_text(json.dumps(document))
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    data = file.read_bytes()
+    manifest["files"]["graph.json"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(fxplug.ArtifactError, match=text):
+        fxplug.load(tmp_path)
 
 
 def test_wrong_calls_are_told():

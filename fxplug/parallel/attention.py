@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import layouts
-from .collectives import Collective, exchanged, gathered
+from .collectives import Collective, exchanged, gathered, whole_number
 from .mesh import SEQUENCE
 
 MaskOf = Callable[[int], Tensor | None]
@@ -30,7 +30,7 @@ class Attention(Collective):
 
     def __init__(self, ways: dict[str, int], queries: int = 1, causal: bool = False) -> None:
         super().__init__(ways, SEQUENCE)
-        self.queries, self.causal = queries, causal
+        self.queries, self.causal = whole_number("queries", queries, 1), bool(causal)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, *sizes: int

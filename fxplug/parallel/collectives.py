@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed._functional_collectives as functional
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..blocks import Block
-from ..errors import GuardError
+from ..errors import GuardError, SpecError
 from . import layouts
-from .mesh import World, world_of
+from .mesh import AXES, SEQUENCE, World, ways_of, world_of
 from .pretending import PRETENDED, Local
 
 
@@ -30,10 +30,13 @@ class Collective(Block):
     """
 
     world: World | None = None
+    by_constructor: ClassVar[bool] = True
 
     def __init__(self, ways: dict[str, int], axis: str) -> None:
         super().__init__()
-        self.ways, self.axis = dict(ways), axis
+        if not isinstance(ways, dict) or axis not in (*AXES, SEQUENCE):
+            raise SpecError(f"a collective runs along one of {', '.join((*AXES, SEQUENCE))}, not {axis!r} of {ways!r}")
+        self.ways, self.axis = ways_of(ways), axis
 
     def here(self) -> World:
         """This process's place. Raises SpecError where there is no process group, or one of another size."""
@@ -67,7 +70,7 @@ class Split(Collective):
 
     def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int = 1, born: bool = False) -> None:
         super().__init__(ways, axis)
-        self.dim, self.inner, self.born = dim, inner, born
+        self.dim, self.inner, self.born = whole_number("dim", dim), whole_number("inner", inner, 1), bool(born)
 
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
         rank, world, _ = self.along()
@@ -91,7 +94,7 @@ class Gather(Collective):
 
     def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int = 1) -> None:
         super().__init__(ways, axis)
-        self.dim, self.inner = dim, inner
+        self.dim, self.inner = whole_number("dim", dim), whole_number("inner", inner, 1)
 
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
         rank, world, group = self.along()
@@ -118,12 +121,27 @@ class Sum(Collective):
         return found
 
 
+class Same(Collective):
+    """What the first process has: forward(x). For what every process would draw by chance for itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, world, group = self.along()
+        if world == 1:
+            return x
+        flat = x.reshape(-1)
+        flat = flat.view(torch.uint8) if x.dtype == torch.bool else flat  # not every backend sends truth values
+        give = [flat.numel() * (rank == 0)] * world
+        take = [flat.numel() * (other == 0) for other in range(world)]
+        found = exchanged(flat.repeat(world if rank == 0 else 0), give, take, rank, group)
+        return (found.view(torch.bool) if x.dtype == torch.bool else found).reshape(x.shape)
+
+
 class Whole(Collective):
     """The size that a split dimension has in one process: forward(x, *sizes)."""
 
     def __init__(self, ways: dict[str, int], axis: str, dim: int) -> None:
         super().__init__(ways, axis)
-        self.dim = dim
+        self.dim = whole_number("dim", dim)
 
     def forward(self, x: Tensor, *sizes: int) -> int:
         rank, world, _ = self.along()
@@ -135,6 +153,13 @@ class Numel(Whole):
 
     def forward(self, x: Tensor, *sizes: int) -> int:
         return x.numel() // x.shape[self.dim] * super().forward(x, *sizes)
+
+
+def whole_number(name: str, value: Any, least: int = 0) -> int:
+    """The value. Raises SpecError for one that is no whole number, or below `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SpecError(f"{name} must be a whole number, {least} or more, not {value!r}")
+    return value
 
 
 # --- the operations below

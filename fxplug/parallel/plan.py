@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import SpecError, VerifyError, did_you_mean
 from ..frozen import copied
 from ..module import Graph, TracedModule, copy_graph, shell
+from ..neutrality import in_mode
 from ..selfcheck import has_values
 from ..structure import leaves, map_leaves
 from . import births
@@ -25,19 +28,20 @@ from .mesh import SEQUENCE, World, ways_of, world_of
 from .planning import Found, Unsplittable, planned
 from .pretending import PRETENDED, placed, pretended
 from .trying import Leaf, Tries, leaves_of
-from .walking import bound, walk
+from .walking import bound, left_alone, walk
 from .writing import Writer
 
-CLOSE = 1e-4  # of the largest value: what sums in another order may differ by
+CLOSE = 1e-5  # of the largest value: what sums in another order may differ by
 NAMES = {SEQUENCE: "sequence_parallel", "batch": "batch_parallel"}
 
 
 @dataclass
 class Stage:
-    """What one axis of the mesh does to the graph of the mode in force."""
+    """What one axis of the mesh does: to the graph of the mode in force, and to those of all modes that have a plan."""
 
     axis: str
     found: Found
+    modes: dict[bool, Found]
 
     @property
     def name(self) -> str:
@@ -59,6 +63,7 @@ class Plan:
     written: TracedModule = field(repr=False)
     example: tuple[Any, Any] = field(repr=False)
     costs: dict[int, list[tuple[str, int, int]]] = field(default_factory=dict, repr=False)
+    away: float | None = None  # how far an output was from one process's, once that was looked at
 
     @property
     def share(self) -> float:
@@ -73,7 +78,7 @@ class Plan:
         if rank not in self.costs:
             token = PRETENDED.set(placed(self.ways, rank))
             try:
-                self.costs[rank] = _costs(self.written, *self.example)
+                self.costs[rank] = _costs(self.written, self.mode, *self.example)
             finally:
                 PRETENDED.reset(token)
         return self.costs[rank]
@@ -85,52 +90,69 @@ class Plan:
     def check(self) -> float:
         """Run the model on pretended processes, threads of this one, on the example inputs, beside one process.
 
-        Gives the largest difference of an output, over the output's largest value. Raises VerifyError for one above 1e-4 (in
+        Gives the largest difference of an output, over the output's largest value. Raises VerifyError for one above 1e-5 (in
         float32; 2e-2 in half precision), with the first node that differs.
         """
+        worst = max((self.apart(mode) for mode in self.written.graphs), default=0.0)
+        self.away = worst
+        return worst
+
+    def apart(self, mode: bool) -> float:
+        """What `check` says of the graph of one mode."""
         worst = 0.0
         try:
-            one = self.outputs(0, alone())[0]
-            found = pretended(self.ways, lambda rank: self.outputs(rank, None)[0])
+            one, many = self.outputs(mode)
         except Exception as error:  # what an operation makes of wrong parts may be anything
             text = str(error).partition("While executing")
             where = f", at '{text[2].split('=')[0].strip(' %:').partition(' ')[0]}'" if text[2] else ""
             raise VerifyError(
                 f"the plan is not right for this model: {type(error).__name__}: {text[0].strip()[:300]}{where}"
             ) from error
-        for many in found:
-            for a, b in zip(leaves(one), leaves(many), strict=True):
+        for found in many:
+            for a, b in zip(leaves(one), leaves(found), strict=True):
                 worst = max(worst, _apart(a, b))
         if worst > CLOSE:
-            where = self.first_difference()
+            where = self.first_difference(mode)
             raise VerifyError(f"the plan is not right for this model: an output differs by {worst:.1e}{where}")
         return worst
 
-    def outputs(self, rank: int, world: World | None, keep: bool = False) -> tuple[Any, dict[str, Any]]:
-        """What the written graph gives as a process runs it, and what its nodes give."""
-        token = None if world is None else PRETENDED.set(world)
-        kept: dict[str, Any] = {}
+    def outputs(self, mode: bool, keep: bool = False) -> tuple[Any, list[Any]]:
+        """What the written graph gives in one process, and in each of many; with `keep`, what its nodes give."""
+        drawing = {node.name for stage in self.stages for node in stage.modes[mode].walk.random}
+        turn = threading.Lock()
 
-        class Runner(fx.Interpreter):
-            def run_node(self, n: fx.Node) -> Any:
-                value = super().run_node(n)
-                if keep and n.op != "output":
-                    kept[n.name] = map_leaves(value, lambda t, _: t.clone())
+        def run(_: int) -> Any:
+            kept: dict[str, Any] = {}
+
+            def each(node: fx.Node, call: Callable[[], Any]) -> Any:
+                if node.name in drawing:  # the threads share the generators
+                    with turn, torch.random.fork_rng(devices=[]):
+                        torch.manual_seed(len(node.name))
+                        value = call()
+                else:
+                    value = call()
+                if keep and node.op != "output":
+                    kept[node.name] = map_leaves(value, lambda t, _: t.clone())
                 return value
 
-        try:
-            with torch.no_grad():
-                return Runner(self.written).run(*copied(bound(self.written, *self.example))), kept
-        finally:
-            if token is not None:
-                PRETENDED.reset(token)
+            out = Runner(self.written, mode, each).run(*copied(bound(self.written, *self.example)))
+            return kept if keep else out
 
-    def first_difference(self) -> str:
+        with torch.no_grad():
+            token = PRETENDED.set(alone())
+            try:
+                with _in(mode, self.written):
+                    one = run(0)
+            finally:
+                PRETENDED.reset(token)
+            with _in(mode, self.written):
+                return one, pretended(self.ways, run)
+
+    def first_difference(self, mode: bool) -> str:
         """The first value of the plan that is another in one of the processes than in one process."""
-        one = self.outputs(0, alone(), keep=True)[1]
-        found = pretended(self.ways, lambda rank: self.outputs(rank, None, keep=True)[1])
+        one, found = self.outputs(mode, keep=True)
         last = self.stages[-1]
-        plan = last.found
+        plan = last.modes[mode]
         for node in plan.walk.graph.nodes:
             for rank, many in enumerate(found):
                 values = (leaves_of(v) for v in (plan.values.get(node), one.get(node.name), many.get(node.name)))
@@ -164,6 +186,10 @@ class Plan:
             lines.append("  " + ", ".join(f"{n} {kind}" for kind, n in kinds.items()))
             for node, why in found.why.items():
                 lines.append(f"  whole at '{node.name}': {why}")
+        checked = "not checked on values" if self.away is None else f"an output is at most {self.away:.0e} from one process's"
+        lines.append(checked)
+        if self.written.twin_error and self.stages:
+            lines.append(f"no graph for {'evaluation' if self.mode else 'training'}: {self.written.twin_error}")
         rows = self.collectives()
         calls, size = sum(row[1] for row in rows), sum(row[2] for row in rows)
         lines.append(f"{calls} collectives of process 0 send {size:,} bytes a call:")
@@ -200,20 +226,44 @@ def parallel_plan(
         raise SpecError("this module is parallel already: make a plan of all ways for the one that it was made of")
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     ways = ways_of({"ulysses": ulysses, "ring": ring, "batch": batch})
-    plan = Plan(ways, [], _mark(gm), gm._graph_mode, gm, (args, dict(kwargs or {})))
-    for axis, number in (("batch", batch), (SEQUENCE, ulysses * ring)):
+    call = args, dict(kwargs or {})
+    modes = sorted(gm.graphs, key=lambda mode: mode != gm._graph_mode)
+    try:
+        return _plan(gm, modes, call, ways, split, check)
+    except _Twin as error:
+        plan = _plan(gm, modes[:1], call, ways, split, check)
+        plan.written.twin_error = str(error)
+        return plan
+
+
+class _Twin(Exception):
+    """Why the graph of the mode that is not in force has no plan."""
+
+
+def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], split: Any, check: bool) -> Plan:
+    plan = Plan(ways, [], _mark(gm), modes[0], gm, call)
+    for axis, number in (("batch", ways["batch"]), (SEQUENCE, ways["ulysses"] * ways["ring"])):
         if number == 1:
             continue
-        try:
-            found = _found(plan.written, args, kwargs or {}, axis, split if axis == SEQUENCE else None)
-        except Unsplittable as error:
-            raise SpecError(f"nothing of this model can be split along '{axis}': {error}") from None
-        stage = Stage(axis, found)
+        found: dict[bool, Found] = {}
+        for mode in modes:
+            try:
+                with _in(mode, plan.written):
+                    found[mode] = _found(plan.written, mode, call, axis, split if axis == SEQUENCE else None, found)
+            except Unsplittable as error:
+                if found:
+                    raise _Twin(str(error)) from None
+                raise SpecError(f"nothing of this model can be split along '{axis}': {error}") from None
+        stage = Stage(axis, found[modes[0]], found)
         _check_sizes(stage, number)
         plan.stages.append(stage)
         plan.written = _written(plan.written, stage, plan.ways)
-    if check and plan.stages and has_values(list(gm.state_dict().values()), plan.example):
-        plan.check()
+    if check and plan.stages and has_values(list(gm.state_dict().values()), call):
+        plan.away = plan.apart(modes[0])
+        try:
+            plan.away = max([plan.away, *map(plan.apart, modes[1:])])
+        except VerifyError as error:
+            raise _Twin(str(error)) from None
     return plan
 
 
@@ -229,6 +279,8 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
         raise SpecError("the plan is for another graph: make one for this module, after the last pass is applied")
     for stage in plan.stages:
         gm = _written(gm, stage, plan.ways)
+    if plan.stages:
+        gm.twin_error = plan.written.twin_error
     if mesh is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         place(gm, world_of(plan.ways, mesh))
     else:
@@ -245,10 +297,17 @@ def place(gm: nn.Module, world: World | None) -> None:
                 module.world = world
 
 
-def _found(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], axis: str, split: Any) -> Found:
-    graph = gm.graphs[gm._graph_mode]
-    walked = walk(gm, graph, args, kwargs)
-    results = []
+def _found(
+    gm: TracedModule, mode: bool, call: Any, axis: str, split: Mapping[str, int] | None, before: Mapping[bool, Found]
+) -> Found:
+    """The plan of one graph along one axis; births are those of the plan `before`, of the other mode, where there is one."""
+    graph = gm.graphs[mode]
+    walked = walk(gm, graph, *call)
+    results: list[Found] = []
+    names = {node.name: node for node in graph.nodes}
+    for other in before.values():
+        if all(node.name in names for node in other.births):
+            split = {node.name: dim for node, dim in other.births.items()}
     for seed in (0, 1):
         if axis == "batch" or split:
             given = births.samples(walked) if split is None else _given(graph, split)
@@ -263,6 +322,13 @@ def _found(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], axi
     if results[0].share() == 0:
         raise Unsplittable(next((f"'{n.name}': {why}" for n, why in results[0].why.items()), "no work is left to parts"))
     return results[0]
+
+
+@contextlib.contextmanager
+def _in(mode: bool, gm: TracedModule) -> Iterator[None]:
+    """A mode for a time, for a model with a graph for each, of which nothing is left."""
+    with left_alone(gm), in_mode(mode, gm) if len(gm.graphs) == 2 else contextlib.nullcontext():
+        yield
 
 
 def _given(graph: fx.Graph, split: Mapping[str, int]) -> dict[fx.Node, int]:
@@ -289,12 +355,11 @@ def _written(gm: TracedModule, stage: Stage, ways: Mapping[str, int]) -> TracedM
         raise SpecError(f"the model has a module '{stage.name}' of its own")
     tree = shell(gm)
     graphs: dict[bool, Graph] = {}
-    sites: list[Any] = []
-    for mode, graph in gm.graphs.items():
-        graphs[mode] = copy_graph(graph)
-        writer = Writer(graphs[mode], tree, stage.found[mode], stage.name, ways, stage.axis)
+    for mode, found in stage.modes.items():
+        graphs[mode] = copy_graph(gm.graphs[mode])
+        writer = Writer(graphs[mode], tree, found, stage.name, ways, stage.axis)
         writer.run()
-        sites = writer.sites
+    sites = writer.sites
     new = TracedModule(tree, graphs, gm._origin, gm._extras)
     new.twin_error = gm.twin_error
     entry = {
@@ -306,24 +371,34 @@ def _written(gm: TracedModule, stage: Stage, ways: Mapping[str, int]) -> TracedM
     return new
 
 
-def _costs(gm: TracedModule, args: Any, kwargs: Any) -> list[tuple[str, int, int]]:
+class Runner(fx.Interpreter):
+    """Runs a graph, and gives each node and what it makes to `each`."""
+
+    def __init__(self, gm: TracedModule, mode: bool, each: Callable[[fx.Node, Callable[[], Any]], Any]) -> None:
+        super().__init__(gm, graph=gm.graphs[mode])
+        self.each = each
+
+    def run_node(self, n: fx.Node) -> Any:
+        return self.each(n, lambda: super(Runner, self).run_node(n))
+
+
+def _costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[str, int, int]]:
     found = []
 
-    class Runner(fx.Interpreter):
-        def run_node(self, n: fx.Node) -> Any:
-            with traffic() as numbers:
-                value = super().run_node(n)
-            if numbers:
-                found.append((n.name, len(numbers), sum(numbers)))
-            return value
+    def each(node: fx.Node, run: Callable[[], Any]) -> Any:
+        with traffic() as numbers:
+            value = run()
+        if numbers:
+            found.append((node.name, len(numbers), sum(numbers)))
+        return value
 
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        Runner(gm).run(*copied(bound(gm, args, kwargs)))
+    with torch.no_grad(), _in(mode, gm):
+        Runner(gm, mode, each).run(*copied(bound(gm, args, kwargs)))
     return found
 
 
 def _apart(a: Any, b: Any) -> float:
-    """How far two values are apart, of the largest; half precision counts a two hundredth."""
+    """How far two values are apart, of the largest; half precision counts a two thousandth."""
     if not isinstance(a, torch.Tensor):
         return 0.0 if a == b or a != a else math.inf
     if not isinstance(b, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:
@@ -332,7 +407,7 @@ def _apart(a: Any, b: Any) -> float:
         return 0.0
     x, y = (torch.nan_to_num(t.detach().to(torch.complex128 if t.is_complex() else torch.float64)) for t in (a, b))
     off = float((x - y).abs().max()) / max(1e-12, float(x.abs().max()))
-    return off / 200 if a.dtype in (torch.float16, torch.bfloat16) else off
+    return off / 2000 if a.dtype in (torch.float16, torch.bfloat16) else off
 
 
 def _mark(gm: TracedModule) -> str:

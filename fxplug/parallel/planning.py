@@ -124,6 +124,9 @@ class _Planner:
         split = [i for i, n in enumerate(inputs) if self.found.is_split(n)]
         sized = [i for i, n in enumerate(inputs) if self.found.hangs_on_sizes(n)]
         true = self.walk.values[node]
+        if node in self.walk.random:
+            step = Step(gathers=tuple(split), whole_numbers=True, same=True)
+            return self.gathered(node, step, "it draws random numbers, which are the first process's everywhere")
         if node.op in ("placeholder", "get_attr") or not (split or sized) or node.target in FACTS:
             return self.whole(node)
         if node.target in CHECKS:
@@ -159,7 +162,7 @@ class _Planner:
 
     def gathered(self, node: fx.Node, step: Step, why: str) -> Any:
         self.found.steps[node] = step
-        if step.gathers:
+        if step.gathers or step.same:
             self.found.why[node] = why or "it is written in place"
         return self.whole(node)
 

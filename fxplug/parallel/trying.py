@@ -51,6 +51,7 @@ class Step(NamedTuple):
     whole_numbers: bool = False
     special: str = ""  # "attention": its keys and values travel
     add: bool = False  # what each process gives is a summand
+    same: bool = False  # the first process's result is everybody's
 
 
 class Streams:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import SpecError
 from ..module import TracedModule
+from ..neutrality import buffers_restored
+from ..restore import restored
+from ..state import State
 
 KEPT = 1 << 16  # elements of a tensor of whole numbers whose values are kept
 
@@ -26,6 +31,7 @@ class Walk:
     values: dict[fx.Node, Any] = field(default_factory=dict)
     work: dict[fx.Node, int] = field(default_factory=dict)  # floating-point operations
     inputs: set[fx.Node] = field(default_factory=set)  # placeholders, and what is taken out of them
+    random: set[fx.Node] = field(default_factory=set)  # nodes that draw random numbers
     views: set[fx.Node] = field(default_factory=set)  # nodes whose tensors share memory with their inputs'
     writes: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # the inputs that a node writes into
     written: set[fx.Node] = field(default_factory=set)  # values that are written after they were made
@@ -55,22 +61,30 @@ class Walk:
 
 
 def walk(gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Walk:
-    """Run a graph on example inputs, with values or without. Raises SpecError for inputs that the model does not take."""
+    """Run a graph on example inputs, with values or without; a model in training may be changed by it (`left_alone`).
+
+    Raises SpecError for inputs that the model does not take.
+    """
     found = Walk(graph)
-    env: dict[fx.Node, Any] = {}
+    interpreter = fx.Interpreter(gm, graph=graph)
+    env = interpreter.env
     places = iter(bound(gm, args, kwargs))
     last = {n: node for node in graph.nodes for n in node.all_input_nodes}
     gone: dict[fx.Node, list[fx.Node]] = {}
     for node, user in last.items():
         gone.setdefault(user, []).append(node)
-    counter = FlopCounterMode(display=False)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), counter:
+    counter, draws = FlopCounterMode(display=False), Draws()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), counter, draws:
         before = 0
         for node in graph.nodes:
             if node.op == "output":
                 break
             versions = {n: _versions(env[n]) for n in node.all_input_nodes}
-            env[node] = value = pytree.tree_map(_copied, next(places)) if node.op == "placeholder" else _run(gm, node, env)
+            draws.seen = False
+            value = pytree.tree_map(_copied, next(places)) if node.op == "placeholder" else interpreter.run_node(node)
+            env[node] = value
+            if draws.seen:
+                found.random.add(node)
             if changed := [n for n, version in versions.items() if version != _versions(env[n])]:
                 found.writes[node] = changed
             found.values[node] = pytree.tree_map(_outline, value)
@@ -97,19 +111,25 @@ def bound(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
     return list(given.arguments.values())
 
 
-def _run(gm: TracedModule, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
-    args: Any = fx.node.map_arg(node.args, env.__getitem__)
-    kwargs: Any = fx.node.map_arg(node.kwargs, env.__getitem__)
-    if node.op == "get_attr":
-        value: Any = gm
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
-        return value
-    if node.op == "call_function":
-        return node.target(*args, **kwargs)  # type: ignore[operator]
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return gm.get_submodule(str(node.target))(*args, **kwargs)
+@contextlib.contextmanager
+def left_alone(gm: TracedModule) -> Iterator[None]:
+    """Give a module's buffers, and all else that a call may write, back what they have now; and random generators."""
+    with restored(State(gm)), buffers_restored(gm):
+        yield
+
+
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether an operation draws random numbers."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            named = {a.name: a.default_value for a in func._schema.arguments}
+            named |= dict(zip(named, args, strict=False)) | kwargs
+            self.seen = self.seen or named.get("dropout_p", 1) != 0  # attention has the tag, and draws for dropout only
+        return func(*args, **kwargs)
 
 
 def _copied(value: Any) -> Any:

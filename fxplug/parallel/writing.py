@@ -14,7 +14,7 @@ from ..grafting import head
 from ..module import Container, Graph
 from ..paths import identifier
 from .attention import Attention
-from .collectives import Collective, Gather, Numel, Split, Sum, Whole
+from .collectives import Collective, Gather, Numel, Same, Split, Sum, Whole
 from .planning import Found, arguments
 from .trying import Leaf, Number, Place, Step
 
@@ -138,8 +138,8 @@ class Writer:
         if table:
             twin.args = fx.node.map_arg(twin.args, lambda n: table.get(n, n))
             twin.kwargs = fx.node.map_arg(twin.kwargs, lambda n: table.get(n, n))
-        if step.add:
-            total = self.call(Sum, (self.axis,), twin, (), _after(twin))
+        if step.add or step.same:
+            total = self.call(Sum if step.add else Same, (self.axis,), twin, (), _after(twin))
             twin.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
             self.now[twin] = total
 
