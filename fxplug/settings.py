@@ -136,8 +136,18 @@ class Test(Section):
     every: int = Field(default=0, ge=0)
 
 
+class Parallel(Section):
+    """How many processes share each sample: along its tokens by heads (Ulysses), and around a ring."""
+
+    ulysses: int = Field(default=1, ge=1)
+    ring: int = Field(default=1, ge=1)
+
+
 class Train(Section):
-    """The `train` section. `batch` is samples per process and micro step; `accumulate` micro steps are one step."""
+    """The `train` section. `batch` is samples per process and micro step; `accumulate` micro steps are one step.
+
+    With `parallel` the processes that share samples count as one.
+    """
 
     task: One
     steps: int | None = Field(default=None, ge=1)
@@ -154,6 +164,7 @@ class Train(Section):
     compile: bool = False
     checkpointing: Patterns = False
     shard: Patterns = False
+    parallel: Parallel | None = None
     mode: Literal["train", "eval"] = "train"
     trainable: Texts = []
     ema: float | None = Field(default=None, gt=0, lt=1)

@@ -40,7 +40,8 @@ ORDER = """
     training.data.reading training.data.seeding training.data.metadata training.data.files training.data.hub
     training.data.own training.data.items training.data.buckets training.data.order training.data.placing
     training.data.fetching training.data.given training.data.loader
-    training.groups training.ema training.checkpoint training.diagnosis training.launch training.stepping
+    training.groups training.ema training.checkpoint training.diagnosis training.launch training.splitting
+    training.stepping
     training.keeping
     training.trainer training.run
     __main__

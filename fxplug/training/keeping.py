@@ -135,7 +135,7 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
         "steps": None if fixed else trainer.steps,  # what the other schedulers keep of their length is not changed
         "precision": settings.precision,
         "ema": settings.ema,
-        "samples of a step": settings.batch * settings.accumulate * trainer.accelerator.num_processes,
+        "samples of a step": settings.batch * settings.accumulate * trainer.world,
         "samples": len(trainer.data.items),  # type: ignore[arg-type]  # a map-style data set has a length
         "seed": trainer.seed,
     }

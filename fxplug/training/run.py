@@ -21,6 +21,7 @@ from .data.items import open_items, with_classes
 from .data.loader import Loader
 from .launch import check_agreement, gathered, launched
 from .plugins import open_plugins
+from .splitting import share
 from .tasks.task import make_task
 from .trainer import Trainer
 
@@ -69,12 +70,8 @@ def train(
         start = _start(folder, resume)
         task = make_task(config.train.task)
         plugins = open_plugins(config.train.plugins, config.train.on_plugin_error, config.base)
-        common = {
-            "seed": config.seed,
-            "rank": accelerator.process_index,
-            "world": accelerator.num_processes,
-            "batch": config.train.batch,
-        }
+        rank, world = share(accelerator, config.train)
+        common: dict[str, Any] = {"seed": config.seed, "rank": rank, "world": world, "batch": config.train.batch}
         hooks = plugins if plugins.transforms else None
         data = Loader(open_items(config.data, config.base), config.data, hooks=hooks, **common)
         tests: Data | None = config.data.test

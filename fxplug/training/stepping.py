@@ -21,6 +21,7 @@ from .draws import Draws
 from .groups import check_gradients
 from .launch import mean, set_mode
 from .plugins import Plugins
+from .splitting import share
 from .tasks.task import Task
 
 OVERFLOWS = 50  # so many fp16 steps in a row may be skipped while the loss scale falls
@@ -45,6 +46,7 @@ class Stepper:
         self.accelerator, self.module, self.runner, self.task = accelerator, module, runner, task
         self.groups, self.optimizer, self.settings, self.plugins = groups, optimizer, settings, plugins
         self.seed = seed
+        self.rank, self.world = share(accelerator, settings)
         self.note: Callable[[str], object] = print
         self.asked: Callable[[], bool] = lambda: False  # whether this process was told to stop
         self.stop = False  # whether any was; all know it after the same step
@@ -91,14 +93,7 @@ class Stepper:
 
     def _loss(self, runner: nn.Module, batch: Batch, step: int, micro: int) -> tuple[Tensor, dict[str, float]]:
         accelerator = self.accelerator
-        draws = Draws(
-            self.seed,
-            step,
-            micro,
-            rank=accelerator.process_index,
-            world=accelerator.num_processes,
-            device=accelerator.device,
-        )
+        draws = Draws(self.seed, step, micro, rank=self.rank, world=self.world, device=accelerator.device)
         with accelerator.autocast():
             found = self.task.loss(runner, batch, draws)
         loss, report = found if isinstance(found, tuple) else (found, {})

@@ -21,12 +21,14 @@ from ..module import TracedModule
 from ..settings import Train
 from .checkpoint import fingerprint, newest, seeded
 from .data.loader import loader_of
+from .data.seeding import random_state_kept
 from .draws import Draws, mixed
 from .ema import Ema
 from .groups import check_optimizer, choose, make_optimizer, make_scheduler
 from .keeping import export, interruptible, keep, restore
 from .launch import gathered, launched, prepared, set_mode
 from .plugins import Plugins, open_plugins
+from .splitting import divided, share
 from .stepping import Batch, Stepper
 from .tasks.task import TaskInfo, make_task, means
 from .watch import Watch
@@ -97,8 +99,8 @@ class Trainer:
         self.groups = choose(module, self.settings)
         self.dtypes = {name: before[name] for group in self.groups for name in group["names"]}
         module.to(self.accelerator.device)
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
-        common = {"batch": self.settings.batch, "seed": seed, "rank": rank, "world": world}
+        self.rank, self.world = share(self.accelerator, self.settings)
+        common: dict[str, Any] = {"batch": self.settings.batch, "seed": seed, "rank": self.rank, "world": self.world}
         self.data = loader_of(data, train=True, hooks=self.plugins if self.plugins.transforms else None, **common)
         self.tests = None if test is None else loader_of(test, train=False, hooks=None, **common)
         self._set_up(Path(base or Path.cwd()), timm)
@@ -152,7 +154,8 @@ class Trainer:
         """What runs, the optimizer and its scheduler, the average of the weights, and what takes steps."""
         names = {name for group in self.groups for name in group["names"]}
         frozen = {name for name, _ in self.module.named_parameters()} - names
-        self.runner, self.sharded = prepared(self.module, self.settings, frozen, self.accelerator)
+        self.divided = self._divided()
+        self.runner, self.sharded = prepared(self.divided, self.settings, frozen, self.accelerator)
         if self.sharded is not None:
             held = originals(self.sharded)
             for group in self.groups:
@@ -170,6 +173,15 @@ class Trainer:
         self.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
         parts = self.module, self.runner, self.task, self.groups, self.optimizer
         self.take_step = Stepper(self.accelerator, *parts, self.settings, self.plugins, self.seed)
+
+    def _divided(self) -> TracedModule:
+        """The module as processes that share samples compute it together; the module itself where none do."""
+        if self.settings.parallel is None:
+            return self.module
+        with random_state_kept():
+            batch = next(self.data.epoch(0))
+        self.data.close()
+        return divided(self.module, self.settings, self.task, self._moved(batch), self.accelerator, self.dtypes)
 
     def _watch(self) -> Watch:
         watch = Watch(
@@ -194,7 +206,7 @@ class Trainer:
         """
         if self.history and self.progress.step >= self.steps:
             return self.history
-        with seeded(mixed(self.seed, self.accelerator.process_index)):
+        with seeded(mixed(self.seed, self.rank)):
             return self._fit(None if resume is None else newest(Path(resume)))
 
     def _fit(self, start: Path | None) -> list[dict[str, Any]]:
@@ -359,7 +371,8 @@ class Trainer:
     def _evaluating(self) -> Iterator[nn.Module]:
         """The module for tests and pictures: in evaluation, with averaged weights; the run's own random numbers stay as they
         are."""
-        module = self.sharded or self.module
+        both = self.divided.twin_error == self.module.twin_error  # else only one mode can be divided
+        module = self.sharded or (self.divided if both else self.module)
         device = self.accelerator.device
         if self.accelerator.num_processes > 1:
             for buffer in module.buffers():  # statistics that each process took of its own samples

@@ -1,0 +1,163 @@
+"""A run in which several processes share each sample: who gets which samples, and the plan for what the task calls."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_map
+
+from ..errors import FxplugError, SpecError, TrainError
+from ..module import TracedModule
+from ..parallel.mesh import AXES, ways_of
+from ..parallel.plan import Plan, parallel_plan, parallelize
+from ..parallel.walking import left_alone, walk
+from ..settings import Train
+from .data.seeding import random_state_kept
+from .draws import Draws
+from .launch import gathered, set_mode
+from .tasks.task import Task
+
+PATH = ("train", "parallel")
+
+
+def share(accelerator: Accelerator, settings: Train) -> tuple[int, int]:
+    """Which part of the samples is this process's, and how many parts there are: processes that share samples have one part.
+
+    Raises SpecError for a number of processes that is no multiple of those that share a sample.
+    """
+    together, processes = _together(settings), accelerator.num_processes
+    if processes % together:
+        found = f"there {'is 1' if processes == 1 else f'are {processes}'}"
+        raise SpecError(
+            f"{together} processes share each sample, and {found}: start with torchrun --nproc-per-node {together}, or a "
+            "multiple of it",
+            path=PATH,
+        )
+    return accelerator.process_index // together, processes // together
+
+
+def divided(
+    module: TracedModule,
+    settings: Train,
+    task: Task,
+    batch: Mapping[str, Any],
+    accelerator: Accelerator,
+    dtypes: Mapping[str, torch.dtype],
+) -> TracedModule:
+    """The module as the processes of `settings.parallel` compute it together, on shared parameters; `module` without any.
+
+    The plan is made for what the task calls the module with for this batch, the same in all processes that share samples;
+    other batches may have other sizes. `dtypes` are those that parameters had in the trace, where they may have others now.
+    Raises SpecError where nothing can be split, TrainError where processes that share samples were given different ones.
+    """
+    together = _together(settings)
+    if together == 1:
+        return module
+    rank, world = share(accelerator, settings)
+    _check_same(accelerator, together, batch)
+    set_mode(module, module, settings.mode)
+    ways = _ways(settings)
+    draws = Draws(0, 0, rank=rank, world=world, device=accelerator.device)
+    try:
+        with random_state_kept(), _as_traced(module, dtypes):
+            args, kwargs = called(task, batch, draws, accelerator)
+            if settings.precision != "fp32":  # what autocast would do
+                args, kwargs = tree_map(lambda x: x.to(module.dtype) if _is_floating(x) else x, (args, kwargs))
+            plan = parallel_plan(module, args, kwargs, ulysses=ways["ulysses"], ring=ways["ring"])
+            _check_draws(module, plan, args, kwargs)
+    except FxplugError as error:
+        raise SpecError(getattr(error, "finding", str(error)), path=getattr(error, "path", ()) or PATH) from error
+    for process, other in enumerate(gathered(accelerator, _text(plan.written))):
+        if other != _text(plan.written):
+            raise TrainError(f"processes {accelerator.process_index} and {process} found different plans: report this model")
+    names = ("data", *ways)
+    mesh = init_device_mesh(accelerator.device.type, (world, *ways.values()), mesh_dim_names=names)
+    return parallelize(module, plan, mesh)
+
+
+class _Called(Exception):
+    """What a module was called with."""
+
+
+class _Recorder(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _Called(args, kwargs)
+
+
+def called(task: Task, batch: Mapping[str, Any], draws: Draws, accelerator: Accelerator) -> tuple[Any, Any]:
+    """What a task's loss of a batch calls the module with first."""
+    with torch.no_grad(), accelerator.autocast():
+        try:
+            task.loss(_Recorder(), dict(batch), draws)
+        except _Called as call:
+            args, kwargs = call.args
+            return args, kwargs
+    raise SpecError(f"{type(task).__name__}.loss does not call the module", path=("train", "task"))
+
+
+def _check_draws(gm: TracedModule, plan: Plan, args: Any, kwargs: Any) -> None:
+    """What draws random numbers must do so in the plan too, where the first process draws for all."""
+    with left_alone(gm):
+        drawn = walk(gm, gm.graphs[plan.mode], args, kwargs).random
+    known = {node.name for stage in plan.stages for node in stage.modes[plan.mode].walk.random}
+    for node in drawn:
+        if node.name not in known:
+            raise SpecError(
+                f"'{node.name}' draws random numbers though the model is in evaluation, and processes that share a sample "
+                "would draw others than one does: set its dropout to 0, or mode: train"
+            )
+
+
+@contextmanager
+def _as_traced(module: TracedModule, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Parameters as they were in the trace, where training has them wider."""
+    named = dict(module.named_parameters())
+    wide = {name: named[name].data for name, dtype in dtypes.items() if named[name].dtype != dtype}
+    for name, tensor in wide.items():
+        named[name].data = tensor.to(dtypes[name])
+    try:
+        yield
+    finally:
+        for name, tensor in wide.items():
+            named[name].data = tensor
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _text(gm: TracedModule) -> list[str]:
+    return [f"{mode} {node.format_node()}" for mode, graph in gm.graphs.items() for node in graph.nodes]
+
+
+def _ways(settings: Train) -> dict[str, int]:
+    given = settings.parallel
+    return ways_of({axis: n for axis, n in given if axis in AXES} if given else {})
+
+
+def _together(settings: Train) -> int:
+    return math.prod(_ways(settings).values())
+
+
+def _check_same(accelerator: Accelerator, together: int, batch: Mapping[str, Any]) -> None:
+    """Processes that share samples must have the same ones."""
+    digest = hashlib.sha256()
+    for key, value in sorted(batch.items()):
+        digest.update(f"{key} {value if not isinstance(value, Tensor) else tuple(value.shape)}".encode())
+        if isinstance(value, Tensor):
+            digest.update(value.cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes())
+    found, mine = gathered(accelerator, digest.hexdigest()), accelerator.process_index
+    for other in range(mine // together * together, (mine // together + 1) * together):
+        if found[other] != found[mine]:
+            raise TrainError(
+                f"processes {mine} and {other} share each sample, and were given different ones: a sampler must count "
+                f"{len(found) // together} parts, of which process r has number r // {together}"
+            )
