@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .adapting.switching import Adapters
     from .artifact import load, save
     from .blitz_pass import blitz
-    from .caching import Every, StepCache, Threshold
+    from .caching import StepCache
     from .checks import verify
     from .config import load_config
     from .edit import apply
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .match import Site, find
     from .packages import Package, load_package
     from .parallel.plan import Plan, parallel_plan, parallelize
+    from .policies import Every, TeaCache, Threshold
     from .printing import diff, show
     from .rules import Match, Pass, Rule
     from .spec import load_pass
@@ -69,6 +70,7 @@ __all__ = [
     "SpecError",
     "StepCache",
     "Task",
+    "TeaCache",
     "Threshold",
     "TraceError",
     "TrainError",
@@ -101,7 +103,7 @@ __all__ = [
 _HOME = {
     "artifact": ["load", "save"],
     "blitz_pass": ["blitz"],
-    "caching": ["Every", "StepCache", "Threshold"],
+    "caching": ["StepCache"],
     "checks": ["verify"],
     "config": ["load_config"],
     "edit": ["apply"],
@@ -115,6 +117,7 @@ _HOME = {
     "match": ["Site", "find"],
     "packages": ["Package", "load_package"],
     "parallel.plan": ["Plan", "parallel_plan", "parallelize"],
+    "policies": ["Every", "TeaCache", "Threshold"],
     "printing": ["diff", "show"],
     "rules": ["Match", "Pass", "Rule"],
     "spec": ["load_pass"],

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .errors import SpecError, did_you_mean
 from .module import TracedModule, shell
+from .policies import Every, Policy, Step, Threshold
 from .slicing import Slices
 from .structure import leaves
 from .turns import during, turns_of
@@ -33,65 +35,18 @@ def _between(function: F) -> F:
     return torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call, no-any-return]
 
 
-
-# --- when a step is computed in full
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a policy decides on: the number of the step in its run, how many steps since the last full one were not full, and
-    for a gauged policy by how much the gauge differs from that of the last full step (mean |now - then| / mean |then|)."""
-
-    index: int
-    since: int
-    change: float = math.nan
-
-
-class Policy(Protocol):
-    """Whether a step is computed in full. One that reads `step.change` has an attribute `gauged` that is True.
-
-    It goes by the step alone: where several processes run one model, each asks its own and must be told the same.
-    """
-
-    def __call__(self, step: Step, /) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Every:
-    """Every `interval`-th step in full, as in DeepCache; the first `start` steps too."""
-
-    interval: int = 3
-    start: int = 1
-
-    def __post_init__(self) -> None:
-        if self.interval < 1:
-            raise SpecError(f"the interval must be 1 or more, not {self.interval}")
-
-    def __call__(self, step: Step) -> bool:
-        return step.index < self.start or step.since + 1 >= self.interval
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """A step in full when the gauge has changed by `limit` or more since the last full one, or after `at_most` others."""
-
-    limit: float = 0.1
-    at_most: int | None = None
-    gauged: ClassVar[bool] = True
-
-    def __call__(self, step: Step) -> bool:
-        return not step.change < self.limit or (self.at_most is not None and step.since >= self.at_most)
-
-
 # --- the module that runs
 
 
 @dataclass
 class _Stream:
-    """What is remembered of one run."""
+    """What is remembered of one run: of its last full step, and from `since` on of those after it."""
 
     kept: dict[str, Tensor]
     gauges: tuple[Tensor, ...]
+    before: tuple[Tensor, ...]  # the gauges of the last step
+    result: tuple[Tensor, ...]  # the model's, while changes are measured
+    moves: tuple[float, ...]
     index: int
     since: int
     shapes: tuple[Any, ...]
@@ -110,8 +65,8 @@ class StepCache(nn.Module):
         rest(**carried)                  -> (result, {name: kept})
         short(**carried, **kept)         -> result
 
-    `policy(Step(...))` says before each step whether it is computed in full: any function, `Every` or `Threshold`. One that
-    is `gauged` is asked between `first` and the others, for which the module must have a gauge. The default is
+    `policy(Step(...))` says before each step whether it is computed in full: any function, `Every`, `Threshold`, `TeaCache`.
+    One that is `gauged` is asked between `first` and the others, for which the module must have a gauge. The default is
     `Threshold()` where there is one, else `Every()`.
 
     `clock` names the input that says where in a run a call is: as long as it moves in one direction the run goes on, when it
@@ -147,6 +102,7 @@ class StepCache(nn.Module):
         for name in self.used:
             self._part(name)
         self.counts = {"full": 0, "shallow": 0}
+        self._measures: list[tuple[float, float]] | None = None
         self.reset()
 
     # --- the parts
@@ -193,7 +149,9 @@ class StepCache(nn.Module):
 
     def _check_gauges(self) -> None:
         if not all(cut.gauges and cut.early for cut in self._cuts.values()):
-            raise SpecError("no pass has marked a gauge to decide by: first_block_cache does; or take a policy as Every(3)")
+            raise SpecError(
+                "no pass has marked a gauge to decide by: first_block_cache and teacache do; or take a policy as Every(3)"
+            )
 
     @property
     def gauged(self) -> bool:
@@ -225,6 +183,24 @@ class StepCache(nn.Module):
         self._direction = 0.0
         self._number = 0
 
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[list[tuple[float, float]]]:
+        """Compute every step in full within; yields a list that gets how much gauge and result changed from step to step.
+
+        Both are relative L1 changes, of the gauge and of all floating-point tensors of the result; `TeaCache.fitted` takes
+        them. Raises SpecError for a policy that goes by no gauge.
+        """
+        if not self.gauged:
+            raise SpecError(f"{self.policy} goes by no gauge: measure with one that does, such as TeaCache()")
+        self.reset()
+        found: list[tuple[float, float]] = []
+        self._measures = found
+        try:
+            yield found
+        finally:
+            self._measures = None
+            self.reset()
+
     @_between
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return during(self._turns, self._step, *args, **kwargs)
@@ -241,12 +217,12 @@ class StepCache(nn.Module):
             if self._in_full(old, gauges, args, kwargs):
                 result, kept = self.rest(**carried)
                 return self._store(number, old, kept, gauges, shapes, result)
-            out = self.short(**carried, **self._taken(old))
+            out = self.short(**carried, **self._taken(old, gauges))
         elif self._in_full(old, gauges, args, kwargs):
             result, kept = self.full(*args, **kwargs)
             return self._store(number, old, kept, gauges, shapes, result)
         else:
-            out = self.shallow(*args, **kwargs, **self._taken(old))
+            out = self.shallow(*args, **kwargs, **self._taken(old, gauges))
         return out
 
     @_eager
@@ -256,13 +232,20 @@ class StepCache(nn.Module):
         wanted = old is None or (not self.gauged and bool(self.policy(Step(old.index, old.since))))
         if wanted and self._everywhere is None:
             return True
-        row = _row(wanted, gauges, gauges if old is None else old.gauges, call)
-        if self._everywhere is not None:
-            row = self._everywhere(row).sum(0)
-        if row[0] or old is None or not self.gauged:
-            return bool(row[0])
-        change = float((row[1::2] / row[2::2]).max())
-        return bool(self.policy(Step(old.index, old.since, change)))
+        row = [torch.tensor(float(wanted), device=_device(gauges, call))]
+        row += _differ(gauges, gauges if old is None else old.gauges) + _differ(gauges, gauges if old is None else old.before)
+        forced, *amounts = self._summed(row)
+        if forced or old is None or not self.gauged:
+            return bool(forced)
+        change, move = (_largest(half) for half in (amounts[: len(amounts) // 2], amounts[len(amounts) // 2 :]))
+        old.moves += (move,)
+        return self._measures is not None or bool(self.policy(Step(old.index, old.since, change, old.moves)))
+
+    def _summed(self, row: list[Tensor]) -> list[float]:
+        """Numbers of all processes' parts together."""
+        if self._everywhere is None:
+            return torch.stack(row).tolist()
+        return self._everywhere(torch.stack(row)).sum(0).tolist()
 
     @_eager
     def _store(
@@ -275,18 +258,24 @@ class StepCache(nn.Module):
         result: Any,
     ) -> Any:
         self.counts["full"] += 1
-        own = self._owned(dict(enumerate(gauges))).values()
+        own = tuple(self._owned(dict(enumerate(gauges))).values())
+        given: tuple[Tensor, ...] = ()
+        if self._measures is not None:
+            given = tuple(x.detach().clone() for x in leaves(result) if isinstance(x, Tensor) and x.is_floating_point())
+            if old is not None and old.moves and old.result:
+                self._measures.append((old.moves[-1], _largest(self._summed(_differ(given, old.result)))))
         index = 1 if old is None else old.index + 1
-        self._streams[number] = _Stream(self._owned(kept), tuple(own), index, 0, shapes, self._changes())
+        self._streams[number] = _Stream(self._owned(kept), own, own, given, (), index, 0, shapes, self._changes())
         return result
 
     def _changes(self) -> int:
         return sum(turns.changes for turns in self._turns)
 
     @_eager
-    def _taken(self, old: _Stream | None) -> dict[str, Tensor]:
+    def _taken(self, old: _Stream | None, gauges: tuple[Tensor, ...]) -> dict[str, Tensor]:
         assert old is not None
         self.counts["shallow"] += 1
+        old.before = tuple(self._owned(dict(enumerate(gauges))).values())
         old.index, old.since = old.index + 1, old.since + 1
         return old.kept
 
@@ -363,11 +352,17 @@ def _shapes(*call: Any) -> tuple[Any, ...]:
     return tuple((x.shape, x.dtype, x.device) for x in leaves(call) if isinstance(x, Tensor))
 
 
-def _row(wanted: bool, now: Iterable[Tensor], then: Iterable[Tensor], call: Any) -> Tensor:
-    """What a decision hangs on, in sums over a process's part: whether a full step is wanted in any case, and of each gauge by
-    how much it differs from what it was, and how much that was; float32."""
-    device = next((x.device for x in leaves(call) if isinstance(x, Tensor)), None)
-    row = [torch.tensor(float(wanted), device=device)]
-    for a, b in zip(now, then, strict=True):
-        row += [(a.float() - b.float()).abs().sum(), b.float().abs().sum()]
-    return torch.stack(row)
+def _device(*values: Any) -> torch.device | None:
+    return next((x.device for x in leaves(values) if isinstance(x, Tensor)), None)
+
+
+def _differ(now: Iterable[Tensor], then: Iterable[Tensor]) -> list[Tensor]:
+    """Of each tensor by how much it differs from an earlier one, and how much that was: sums, float32, which add up."""
+    pairs = zip(now, then, strict=True)
+    return [x.float().abs().sum() for a, b in pairs for x in (a.float() - b.float(), b)]
+
+
+def _largest(amounts: list[float]) -> float:
+    """The largest relative L1 change."""
+    found = [a / b if b else math.inf if a else math.nan for a, b in zip(amounts[::2], amounts[1::2], strict=True)]
+    return math.nan if any(map(math.isnan, found)) else max(found)

@@ -76,7 +76,7 @@ class Keep(Mark):
 class Gauge(Mark):
     """Marks what tells how much a step differs from an earlier one: the change from x to y that an early block makes.
 
-    forward(y, x) gives y; both have one shape.
+    forward(y, x=None) gives y; both have one shape. Without x it is y itself.
     """
 
     @classmethod
@@ -85,8 +85,8 @@ class Gauge(Mark):
         _check_alike(site, "a step is gauged by the difference of two values")
         return cls()
 
-    def forward(self, y: Tensor, x: Tensor) -> Tensor:
-        return _alike(y, x)
+    def forward(self, y: Tensor, x: Tensor | None = None) -> Tensor:
+        return y if x is None else _alike(y, x)
 
 
 def _alike(value: Tensor, other: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class Slices:
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
         self.graph = copy_graph(graph)
         self.root = root
-        self.gauges: list[tuple[fx.Node, fx.Node]] = []
+        self.gauges: list[tuple[fx.Node, fx.Node | None]] = []
         cuts, joins = self._unmarked()
         self.flow = _Flow(self.graph, root)
         for owner, rows in joins.items():
@@ -194,8 +194,8 @@ class Slices:
             cuts.append(_Cut(self._deepest(rows[-1 - branch][0]), None, "", owner))
         if not cuts:
             raise SpecError(
-                "nothing is marked here to be kept: apply a pass that does, deepcache or first_block_cache, and outline "
-                "afterwards if at all, with StepCache.map"
+                "nothing is marked here to be kept: apply a pass that does, such as deepcache or first_block_cache, and "
+                "outline afterwards if at all, with StepCache.map"
             )
         self.output = self.flow.nodes[-1]
         self.inputs = [n for n in self.flow.nodes if n.op == "placeholder"]
@@ -224,7 +224,7 @@ class Slices:
                 cuts.append(_Cut(self._edge(node), node.args[1] if len(node.args) > 1 else None, "", owner))
                 value = node.args[0]
             elif isinstance(mark, Gauge):
-                self.gauges.append((value, node.args[1]))
+                self.gauges.append((value, node.args[1] if len(node.args) > 1 else None))
             elif isinstance(mark, Join):
                 joins.setdefault(owner, []).append((value, mark))
             node.replace_all_uses_with(value)
@@ -274,7 +274,7 @@ class Slices:
         for node in self.flow.nodes:
             if node in self.early:
                 values[node] = graph.node_copy(node, values.__getitem__)
-        gauges = tuple(self._differ(graph, values[y], values[x], y) for y, x in self.gauges)
+        gauges = tuple(values[y] if x is None else self._differ(graph, values[y], values[x], y) for y, x in self.gauges)
         result = (gauges, {n.name: values[n] for n in self.carried})
         graph.output(result).meta.update(self.output.meta)
         return graph
@@ -288,7 +288,7 @@ class Slices:
     @cached_property
     def early(self) -> set[fx.Node]:
         """What is computed before a gauged step is decided on."""
-        starts = [node for pair in self.gauges for node in pair]
+        starts = [node for pair in self.gauges for node in pair if node is not None]
         ports = [(n, n.meta["port"]) for n in self.flow.nodes if n.target is ops.edge and "port" in n.meta]
         inputs = [n for n, port in ports if port.path == "" and port.side == "in"]
         found = self.flow.closed([*starts, *inputs, *self.inputs], self.flow.needs, first=True)

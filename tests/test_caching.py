@@ -7,6 +7,7 @@ import inspect
 import socket
 from functools import cache
 
+import numpy
 import pytest
 import small
 import torch
@@ -16,9 +17,10 @@ import zoo
 from torch import nn
 
 import fxplug
-from fxplug.caching import Every, StepCache, Threshold
+from fxplug.caching import StepCache
 from fxplug.lowerings.nesting import nest, regions_of
 from fxplug.parallel.pretending import pretended
+from fxplug.policies import Every, TeaCache, Threshold
 from fxplug.structure import leaves
 
 PICTURE = {"first": "transformer_blocks.0:out[1]", "last": "transformer_blocks.{-1}:out[1]"}
@@ -293,6 +295,107 @@ def test_steps_are_those_of_diffusers_first_block_cache():
     assert cache.counts == {"full": 3, "shallow": 3}
 
 
+TEA = {
+    "pixart": (pixart, {}),
+    "sd3": (sd3, {
+        "at": "transformer_blocks.0.attn:in.hidden_states", "first": "transformer_blocks.0:in.hidden_states",
+        "last": PICTURE["last"],
+    }),
+    "flux": (flux, {
+        "at": "transformer_blocks.0.attn:in.hidden_states", "first": "transformer_blocks.0:in.hidden_states",
+        "last": "single_transformer_blocks.{-1}:out[1]",
+    }),
+}  # fmt: skip
+
+
+@cache
+def tea(name):
+    model, params = TEA[name]
+    base = model()
+    return base, fxplug.apply(base.gm, fxplug.load_pass("teacache", **params))
+
+
+def entered(base, one):
+    """What enters the first block, modulated, as a hook on the model sees it."""
+    block = base.model.transformer_blocks[0]
+    found = []
+    hook = getattr(block, "attn1", None) or block.attn
+    handle = hook.register_forward_pre_hook(
+        lambda _, args, kwargs: found.append((args or [kwargs["hidden_states"]])[0]), with_kwargs=True
+    )
+    try:
+        run(base.model, one)
+    finally:
+        handle.remove()
+    return found[0]
+
+
+@pytest.mark.parametrize("name", TEA)
+def test_steps_are_those_of_teacache(name):
+    """Its rule, written here once more: accumulated, rescaled change of the modulated input; first and last step in full."""
+    base, new = tea(name)
+    coefficients, limit = (90.0, -20.0, 3.0, 0.01), 0.15
+    calls = [changed(base, by) for by in (0.0, 0.03, 0.06, 0.3, 0.33, 0.36, 0.0, 0.02)]
+    wanted, total, before = [], 0.0, None
+    for index, one in enumerate(calls):
+        now = entered(base, one)
+        full = index in (0, len(calls) - 1)
+        if not full:
+            total += float(numpy.poly1d(coefficients)(((now - before).abs().mean() / before.abs().mean()).item()))
+            full = not total < limit
+        total, before = 0.0 if full else total, now
+        wanted.append(full)
+    assert 3 < sum(wanted) < len(wanted)
+    cache = StepCache(new, TeaCache(limit, coefficients, steps=len(calls)), clock=None)
+    found, took = in_turn(cache, calls)
+    assert took == wanted
+    for one, out, full in zip(calls, found, took, strict=True):
+        assert same(out, run(base.gm, one)) is full
+
+
+@pytest.mark.parametrize("name", TEA)
+def test_teacache_takes_the_change_of_all_blocks(name):
+    base, new = tea(name)
+    cache = StepCache(new, TeaCache(), clock=None)
+    _, carried = run(cache.first, base)
+    with torch.no_grad():
+        result, kept = cache.rest(**carried)
+        again = cache.short(**carried, **kept)
+    assert same(result, run(base.gm, base))
+    for a, b in zip(leaves(again), leaves(result), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert not any("blocks" in n for n in computed(cache.short.graph))
+    assert not any("attn" in n for n in computed(cache.first.graph))
+
+
+def test_a_polynomial_is_fitted_to_what_is_measured():
+    base, new = tea("sd3")
+    cache = StepCache(new, TeaCache(limit=9.0), clock=None)
+    calls = [changed(base, by) for by in (0.0, 0.1, 0.15, 0.45, 0.5, 0.9)]
+    with cache.measured() as changes:
+        for one in calls:
+            run(cache, one)
+    assert cache.counts["full"] == len(calls) and len(changes) == len(calls) - 1
+    for (move, turn), one, then in zip(changes, calls[1:], calls, strict=False):
+        pairs = [(entered(base, c), leaves(run(base.gm, c))[0]) for c in (one, then)]
+        for got, now, old in zip((move, turn), *pairs, strict=True):
+            assert got == pytest.approx(((now - old).abs().sum() / old.abs().sum()).item(), rel=1e-4)
+    policy = TeaCache.fitted(changes, 0.2, degree=2, steps=9)
+    want = numpy.polyfit(*zip(*changes, strict=True), 2)
+    assert policy.coefficients == pytest.approx(want, rel=1e-6) and (policy.limit, policy.steps) == (0.2, 9)
+    exact = TeaCache.fitted([(x / 50, 300 * (x / 50) ** 3 - x / 50 + 0.2) for x in range(1, 9)], degree=3)
+    assert exact.coefficients == pytest.approx((300.0, 0.0, -1.0, 0.2), abs=1e-6)
+    assert exact.rescaled(0.1) == pytest.approx(0.4)
+    for given in (changes[:2], [], [(0.1, 0.2)] * 9, [(float("nan"), 0.1)] * 9):
+        with pytest.raises(fxplug.SpecError, match="takes 3 different moves or more to fit, and there are [0-2]: measure more"):
+            TeaCache.fitted(given, degree=2)
+    with pytest.raises(fxplug.SpecError, match="goes by no gauge: measure with one that does"), cached("own")[2].measured():
+        pass
+    run(cache, base)
+    run(cache, base)
+    assert cache.counts["shallow"] == 1  # as before
+
+
 def test_nothing_that_is_kept_holds_on_to_a_gradient():
     base, cache = ticking(Every(2))
     base.args[0].requires_grad_(True)
@@ -473,6 +576,24 @@ def test_processes_take_the_steps_that_one_does(name, ways):
         assert took == steps
         for a, b in zip(leaves(found), leaves(want), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_processes_measure_and_decide_by_teacache_as_one():
+    base, marked = tea("flux")
+    plan = fxplug.parallel_plan(marked, base.args, base.kwargs, ulysses=3)
+    new = fxplug.parallelize(marked, plan)
+    calls = [changed(base, by) for by in (0.0, 0.05, 0.1, 0.6, 0.65, 1.5, 0.0)]
+
+    def both(module):
+        cache = StepCache(module, TeaCache(), clock=None)
+        with cache.measured() as changes:
+            in_turn(cache, calls)
+        cache.policy = TeaCache.fitted(changes, 0.3, degree=2)
+        return cache.policy.coefficients, in_turn(cache, calls)[1]
+
+    (coefficients, steps), (first, *others) = both(marked), pretended(plan.ways, lambda rank: both(new))
+    assert all(found == first for found in others) and first[1] == steps and 1 < sum(steps) < len(steps)
+    assert first[0] == pytest.approx(coefficients, rel=1e-2)
 
 
 @pytest.mark.parametrize("ways", [{"ulysses": 2}, {"ulysses": 3}, {"batch": 2}], ids=str)

@@ -24,7 +24,7 @@ ORDER = """
     edit lowerings.kernels lowerings.products lowerings.forms lowerings.fusing lowerings.remerging
     probe differing neutrality
     lowerings.deltas lowerings.absorbing lowerings.folding lowerings.shadowing
-    cutting lowerings.packing lowerings.choosing lowerings.outlining lowerings.nesting slicing caching
+    cutting lowerings.packing lowerings.choosing lowerings.outlining lowerings.nesting slicing policies caching
     lowerings.sharding lowerings.batchnorms lowerings.tuning lowerings.lowering
     parallel.layouts parallel.mesh parallel.pretending parallel.collectives parallel.attention parallel.trying parallel.walking
     parallel.planning parallel.births parallel.writing parallel.plan
