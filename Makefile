@@ -5,7 +5,7 @@ CASES := 10000
 SEED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-gpu lint fuzz pages zoo bench clean
+.PHONY: help install demo test test-slow test-gpu lint fuzz pages zoo parallel-table bench clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -48,6 +48,10 @@ pages: install  ## write examples/passes: a page about each pass
 
 zoo: install  ## trace the model zoo and print what is exact
 	$(BIN)/python benchmarks/exactness.py
+
+parallel-table: export HF_HUB_OFFLINE = 1
+parallel-table: install  ## print xDiT's table of models and parallel ways, each cell checked against one process
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/parallel_table.py --keep out/parallel_table.jsonl
 
 bench: install  ## measure tracing, ControlNet in one graph, training steps, and adapters at run time
 	$(BIN)/python benchmarks/trace.py
