@@ -203,11 +203,17 @@ def best(gm: TracedModule, walk: Walk, seed: int = 0) -> Found:
 
 ENOUGH = 0.5  # of the work: other places to begin are not looked for
 ALMOST = 0.95  # of the work: nothing better is looked for
+FEW = 16  # what is as many times smaller than the largest value that is born holds no tokens
 
 
 def _better(walk: Walk, tries: Tries, before: Found | None, births: dict[fx.Node, int]) -> Found:
     """The best of a plan that there is and those from its births and some of these: each time the one that adds most."""
     found, left = before, dict(births)
+    most = max((_size(walk.values[node]) for node in births), default=0)
+    with contextlib.suppress(Unsplittable):  # tokens themselves, and not where they stand or whether they count
+        tokens = planned(walk, tries, {node: dim for node, dim in births.items() if _size(walk.values[node]) * FEW >= most})
+        if tokens.share() > ALMOST:
+            return tokens
     while left and (found is None or found.share() < ALMOST):
         trials = []
         for node, dim in left.items():
@@ -223,6 +229,10 @@ def _better(walk: Walk, tries: Tries, before: Found | None, births: dict[fx.Node
     if found is None:
         return planned(walk, tries, births)
     return found
+
+
+def _size(value: Any) -> int:
+    return value.numel() if isinstance(value, Tensor) else 0
 
 
 def _rank(found: Found) -> tuple[float, int]:

@@ -18,6 +18,7 @@ from .layouts import Layout
 PARTS = ((7, 4), (8, 5), (10, 7), (11, 8), (13, 10), (16, 13), (17, 12), (19, 12), (20, 17), (23, 18))
 CLOSE = 1e-4  # of the largest value: rounding of float32 sums
 POOL = 1_299_709  # random values, a prime number of them: rows that take them again begin elsewhere
+HELD = 1 << 27  # bytes of weights, in the stead of those that have no values, that are kept
 RANGE = 2  # random whole numbers are below
 
 
@@ -84,7 +85,7 @@ class Tries:
         self.pool = torch.rand(POOL, generator=torch.Generator().manual_seed(seed)) + 0.1
         self.used = 0
         self.known: dict[Any, Any] = {}
-        self.modules: dict[str, nn.Module] = {}
+        self.modules: dict[Any, tuple[nn.Module, int]] = {}  # and how many bytes each holds
         self.count = 0
 
     # --- values
@@ -93,13 +94,21 @@ class Tries:
         """Values of their own: floating-point ones lie between 0.1 and 1.1, so that logarithms and roots have values too."""
         if dtype.is_complex:
             return torch.complex(*(self.random(shape, torch.float32) for _ in range(2))).to(dtype)
-        size = math.prod(shape)
-        first = self.used % len(self.pool)
-        self.used += size
-        found = self.pool.repeat(-(-(first + size) // len(self.pool)))[first : first + size].view(tuple(shape))
+        found = torch.empty(tuple(shape), dtype=dtype if dtype.is_floating_point else torch.float32)
+        self.fill(found)
         if dtype.is_floating_point:
-            return found.to(dtype, copy=True)
+            return found
         return found < 0.6 if dtype == torch.bool else ((found - 0.1) * RANGE).to(dtype)
+
+    def fill(self, tensor: Tensor) -> None:
+        """Write the next values of the pool, over and over, without a copy of them."""
+        flat, done = tensor.data.view(-1), 0  # .data: what is not written yet has no version
+        while done < len(flat):
+            first = (self.used + done) % POOL
+            length = min(POOL - first, len(flat) - done)
+            flat[done : done + length].copy_(self.pool[first : first + length])
+            done += length
+        self.used += done
 
     def whole(self, tensor: Tensor, place: Place | None) -> Tensor:
         """A small tensor in the stead of a true one: whole numbers that are known are kept."""
@@ -129,20 +138,27 @@ class Tries:
         return self.module(str(node.target))(*args, **kwargs)
 
     def module(self, path: str) -> nn.Module:
-        """A module of the model; one without values with random ones, kept for the moment only."""
+        """A module of the model; one without values with random ones, as others like it."""
         found = self.gm.get_submodule(path)
-        if any(t.is_meta for t in itertools.chain(found.parameters(), found.buffers())):
-            if path not in self.modules:
-                self.modules.clear()
-                self.modules[path] = self.filled(found)
-            return self.modules[path]
-        return found
+        tensors = list(itertools.chain(found.parameters(), found.buffers()))
+        if not any(t.is_meta for t in tensors):
+            return found
+        key = (type(found), repr(found), *((tuple(t.shape), t.dtype) for t in tensors))
+        if key not in self.modules:
+            size = sum(t.numel() * t.element_size() for t in tensors)
+            while self.modules and size + sum(held for _, held in self.modules.values()) > HELD:
+                del self.modules[next(iter(self.modules))]
+            self.modules[key] = self.filled(found), size
+        return self.modules[key][0]
 
     def filled(self, module: nn.Module) -> nn.Module:
         new = copy.deepcopy(module).to_empty(device="cpu")
         with torch.no_grad():
             for tensor in itertools.chain(new.parameters(), new.buffers()):
-                tensor.copy_(self.random(tensor.shape, tensor.dtype))
+                if tensor.is_floating_point() and tensor.is_contiguous():
+                    self.fill(tensor)
+                else:
+                    tensor.copy_(self.random(tensor.shape, tensor.dtype))
         return new
 
     def tried(self, node: fx.Node, values: dict[fx.Node, Any], step: Step) -> tuple[Any, list[Any], dict[fx.Node, Any]] | None:
@@ -291,9 +307,12 @@ def alike(a: Tensor, b: Tensor) -> bool:
         return torch.equal(a, b)
     if a.numel() == 0:
         return True
-    a, b = (torch.nan_to_num(t.to(torch.complex128 if t.is_complex() else torch.float64)) for t in (a, b))
-    bound = CLOSE if a.dtype != torch.bfloat16 else 1e-2
-    return float((a - b).abs().max()) <= bound * max(1e-6, float(a.abs().max()))
+    bound = 1e-2 if a.dtype in (torch.float16, torch.bfloat16) else CLOSE
+    away, most = float((a - b).abs().max()), float(a.abs().max())
+    if not math.isfinite(away):
+        a, b = (torch.nan_to_num(t.to(torch.complex128 if t.is_complex() else torch.float64)) for t in (a, b))
+        away, most = float((a - b).abs().max()), float(a.abs().max())
+    return away <= bound * max(1e-6, most)
 
 
 def candidates(layouts: Sequence[Layout], sizes: Sequence[int], size: int) -> Iterator[Layout]:
