@@ -26,8 +26,8 @@ ORDER = """
     lowerings.deltas lowerings.absorbing lowerings.folding lowerings.shadowing
     cutting lowerings.packing lowerings.choosing lowerings.outlining lowerings.nesting slicing policies caching
     lowerings.sharding lowerings.batchnorms lowerings.tuning lowerings.lowering
-    parallel.layouts parallel.mesh parallel.pretending parallel.collectives parallel.attention parallel.trying parallel.walking
-    parallel.planning parallel.births parallel.writing parallel.plan
+    parallel.layouts parallel.mesh parallel.pretending parallel.collectives parallel.ring parallel.attention parallel.trying
+    parallel.walking parallel.planning parallel.births parallel.writing parallel.plan
     manifest temporary folders sinks snapshot values programs magnitudes serialize rebuild artifact
     machines expressions signatures packed packages exporting models checks flow pages
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making

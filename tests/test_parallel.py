@@ -101,6 +101,45 @@ def test_attention_of_parts_and_its_gradients(ways, mask):
             torch.testing.assert_close(sum(g[index] for _, g in found) / len(found), gradient, rtol=1e-4, atol=1e-5)
 
 
+RINGS = {
+    "plain": {}, "double": {"dtype": torch.float64}, "half": {"dtype": torch.bfloat16}, "values": {"features": 5},
+    "learned": {"bias": (2, 3, 11, 11)}, "heads": {"bias": (3, 11, 11)}, "keys": {"bias": (2, 1, 1, 11)},
+    "blind": {"blind": True}, "few": {"n": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_a_ring_of_three(name):
+    """Kernels, plain products where there is none, learned masks, rows that see nothing, processes without keys."""
+    wanted = {"dtype": torch.float32, "features": 8, "bias": None, "blind": False, "n": 11, **RINGS[name]}
+    n, dtype = wanted["n"], wanted["dtype"]
+    torch.manual_seed(0)
+    given = [torch.randn(2, 3, n, f, dtype=dtype, requires_grad=True) for f in (8, 8, wanted["features"])]
+    mask = torch.randn(wanted["bias"], requires_grad=True) if wanted["bias"] else None
+    if wanted["blind"]:
+        mask = torch.rand(n, n) < 0.5
+        mask[3], mask[:, 4:8] = False, False
+    leaves = [*given, *([mask] if wanted["bias"] else [])]
+    high = [t.detach().double().requires_grad_() for t in given]
+    one = F.scaled_dot_product_attention(*high, attn_mask=mask if mask is None or mask.dtype == torch.bool else mask.double())
+    weights = torch.randn_like(one)
+    want = torch.autograd.grad((one * weights).sum(), [*high, *leaves[3:]])
+    split, gather = (kind(ways_of({"ring": 3}), "sequence", 2) for kind in (Split, Gather))
+    attention = Attention(ways_of({"ring": 3}))
+
+    def run(rank):
+        out = gather(attention(*(split(t, n) for t in given), mask, None, n, n), n)
+        return out, torch.autograd.grad((out * weights).sum(), leaves)
+
+    close = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}[dtype]
+    found = pretended(ways_of({"ring": 3}), run)
+    for out, _ in found:
+        assert out.dtype == dtype and torch.allclose(out.double(), one.nan_to_num(), rtol=close, atol=close)
+    for index, gradient in enumerate(want):
+        mean = sum(g[index].double() for _, g in found) / 3
+        assert torch.allclose(mean, gradient.double().nan_to_num(), rtol=close, atol=close), index
+
+
 def test_sums_and_their_gradients():
     ways = ways_of({"ulysses": 2})
     x = torch.randn(4, 3, requires_grad=True)

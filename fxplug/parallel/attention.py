@@ -6,7 +6,7 @@ Jacobs et al. 2023 (DeepSpeed-Ulysses, arXiv 2309.14509), Liu et al. 2023 (Ring 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from torch import Tensor
 from . import layouts
 from .collectives import Collective, exchanged, gathered, whole_number
 from .mesh import SEQUENCE
-
-MaskOf = Callable[[int], Tensor | None]
+from .ring import around
 
 
 class Attention(Collective):
@@ -91,11 +90,8 @@ class Attention(Collective):
         else:
             ranks = [range(r * inner, (r + 1) * inner) for r in range(ring)]
             lengths = [sum(layouts.counts(keys, everyone)[rank] for rank in there) for there in ranks]
-            kept = mask
-            out = around(
-                query, key, value, lambda r: None if kept is None else self.columns(kept, keys, ranks[r], everyone),
-                scale, lengths, mine, world.groups.get("ring"),
-            )  # fmt: skip
+            masks = [None if mask is None else self.columns(mask, keys, there, everyone) for there in ranks]
+            out = around(query, key, value, masks, scale, lengths, mine, world.groups.get("ring"))
         return self.to_tokens(out, asked, column, heads, world.groups.get("ulysses")) if by_heads else out
 
     def rows(
@@ -137,58 +133,3 @@ class Attention(Collective):
         came = torch.split(exchanged(flat, give, take, rank, group), take)
         tokens = [p.view(batch, n, counts[rank], features).transpose(1, 2) for p, n in zip(came, parts, strict=True)]
         return torch.cat(tokens, 2).transpose(1, 2)  # in memory as torch's kernels leave it: a view may follow
-
-
-def around(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask_of: MaskOf,
-    scale: float | None,
-    counts: Sequence[int],
-    rank: int,
-    group: Any,
-) -> Tensor:
-    """Attention to the keys and values of a whole ring, which go around; parts are merged by their denominators.
-
-    What comes next is asked for before the part at hand is computed.
-    """
-    world, most = len(counts), max(counts)
-    both = torch.stack([key, value]) if key.shape == value.shape else None
-    if both is None:  # features of different number travel as one row
-        both = torch.cat([key, value], -1)[None]
-    both = F.pad(both, [0, 0, 0, most - both.shape[-2]])
-    shape, size = both.shape, both.numel()
-    give, take = [0] * world, [0] * world
-    give[(rank + 1) % world] = take[(rank - 1) % world] = size
-    out = weight = None
-    for step in range(world):
-        source = (rank - step) % world
-        here = both
-        if step + 1 < world:
-            both = exchanged(both.reshape(-1), give, take, rank, group).view(shape)
-        here = here.narrow(-2, 0, counts[source])
-        k, v = here.unbind(0) if len(here) == 2 else torch.split(here[0], [key.shape[-1], value.shape[-1]], -1)
-        part, more = block(query, k, v, mask_of(source), scale)
-        if out is None or weight is None:
-            out, weight = part, more
-        else:
-            joined = torch.logaddexp(weight, more)
-            # rows that see nothing so far
-            safe = joined.masked_fill(joined == float("-inf"), 0.0)
-            out = out * (weight - safe).exp()[..., None] + part * (more - safe).exp()[..., None]
-            weight = joined
-    assert out is not None
-    return out.to(query.dtype).transpose(1, 2).contiguous().transpose(1, 2)
-
-
-def block(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Attention to some keys, and the logarithm of its denominators; both float32 or more."""
-    high = torch.promote_types(query.dtype, torch.float32)
-    scores = (query.to(high) @ key.to(high).transpose(-1, -2)) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    top = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(high).min)
-    shares = (scores - top).exp()
-    total = shares.sum(-1, keepdim=True)
-    return (shares @ value.to(high)) / total.clamp_min(torch.finfo(high).tiny), (top + total.log()).squeeze(-1)
