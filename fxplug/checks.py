@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
@@ -17,6 +20,7 @@ from .errors import ArtifactError, VerifyError
 from .exporting import hindrance
 from .fakes import quiet
 from .module import TracedModule, copy_graph, shell
+from .parallel.checking import check_before, check_pretended, check_real, is_parallel, process_zero, standing, ways_in
 from .printing import parameters
 from .probe import Probe, Unchecked, cut_by, empty, gradient_reaches, located, on_meta, swapped
 from .structure import leaves, map_leaves
@@ -76,12 +80,17 @@ def verify(
     stand at such values. Other shapes, dtypes and devices than the example's are not tried, nor are values of gradients.
     Nothing is left changed.
 
+    A module that is parallel is called on pretended processes, threads of this one, and compared with one process; where
+    torch.distributed has as many processes as it needs, on those too, and then all of them call this together. What else is
+    checked is checked as the first process runs it, with nothing travelling.
+
     Raises VerifyError, with the report as its `report`, when something does not hold.
     """
     call = (tuple(args) if isinstance(args, (tuple, list)) else (args,), dict(kwargs or {}))
     report = Report(summary=parameters(new))
     old = {entry["name"] for entry in gm.meta.get("passes", [])}
     entries = [entry for entry in new.meta.get("passes", []) if entry["name"] not in old]
+    ways = ways_in(new)
     written: set[str] = set()
     results: list[Any] = []
     known: set[str] = set()
@@ -95,8 +104,12 @@ def verify(
     ]
     if compile:
         tests.append(("one graph", lambda: _one_graph(gm, new, call)))
-    with neutrality.buffers_restored(gm, new):
+    here = standing(new, process_zero(ways)) if ways else nullcontext()
+    with neutrality.buffers_restored(gm, new), here:
         _run(tests, report, known)
+    if ways and report.ok:
+        with neutrality.buffers_restored(gm, new):
+            _run([("parallel", lambda: _parallel(gm, new, call, entries))], report, known)
     if not report.ok:
         failed = [c.detail for c in report.checks if c.status == "failed"]
         verify_error = VerifyError("\n".join(failed))
@@ -215,11 +228,34 @@ def _neutral(
     gm: TracedModule, new: TracedModule, call: Any, entries: list[dict[str, Any]], written: set[str] | None
 ) -> str:
     loud = [entry["name"] for entry in entries if not entry["neutral"]]
+    if loud and all(is_parallel(new, name) for name in loud):
+        raise Unchecked(f"{', '.join(loud)} may add in another order: see 'parallel'")
     if loud:
         raise Unchecked(f"{', '.join(loud)} changes the output by design")
+    _need_values(new, call)
+    return neutrality.check(gm, new, call, entries, written)
+
+
+def _need_values(new: TracedModule, call: Any) -> None:
     if any(t.is_meta for _, t in _tensors(new)) or any(isinstance(t, torch.Tensor) and t.is_meta for t in leaves(call)):
         raise Unchecked("weights or inputs are on the meta device and have no values")
-    return neutrality.check(gm, new, call, entries, written)
+
+
+# --- many processes
+
+
+def _parallel(gm: TracedModule, new: TracedModule, call: Any, entries: list[dict[str, Any]]) -> str:
+    """On pretended processes and on real ones, each beside one; and one process beside the module it was made of."""
+    _need_values(new, call)
+    ways = ways_in(new)
+    apart = check_pretended(new, *call)
+    said = f"{math.prod(ways.values())} pretended processes differ from one by {apart:.1e}"
+    others = [entry for entry in entries if not is_parallel(new, entry["name"])]
+    if not ways_in(gm) and all(entry["neutral"] for entry in others):
+        said += f", and one from the module before by {check_before(gm, new, *call):.1e}"
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() == math.prod(ways.values()):
+        said += f"; real ones from pretended ones by {check_real(new, *call):.1e}"
+    return said
 
 
 # --- what can be done with it

@@ -19,7 +19,9 @@ from .errors import FxplugError, SpecError
 from .match import Site, find
 from .models import added_inputs, build, default_inputs, example_inputs, torch_device
 from .module import TracedModule, class_names
+from .parallel.plan import Plan, parallel_plan, parallelize
 from .printing import diff, parameters
+from .rules import WAYS
 from .source import read_yaml
 from .tracing import trace
 
@@ -29,7 +31,8 @@ Step = Callable[[str], AbstractContextManager[Any]]
 @dataclass
 class Result:
     """What a rewrite gave: the rewritten `module`, the `base` it was made of (they share weights), the `sites` of each
-    pass, the `report` of verification (None when it was off), the example `inputs`, and the artifact `out`."""
+    pass, the `report` of verification (None when it was off), the example `inputs`, the artifact `out`, and the `plan` of
+    parallel passes."""
 
     module: TracedModule
     base: TracedModule
@@ -38,10 +41,12 @@ class Result:
     sites: dict[str, list[Site]] = field(default_factory=dict)
     report: Report | None = None
     out: Path | None = None
+    plan: Plan | None = None
 
     def __str__(self) -> str:
         """Every site with its shapes, and the parameters that each pass adds."""
-        return "\n".join([*_site_lines(self), parameters(self.module)])
+        plan = [str(self.plan)] if self.plan is not None else []
+        return "\n".join([*_site_lines(self), *plan, parameters(self.module)])
 
 
 def rewrite(
@@ -136,22 +141,42 @@ def _applied(config: Config, base: TracedModule, inputs: Any, step: Step, device
     torch.manual_seed(config.seed)  # new blocks do not depend on how much the model's own initialisation drew
     result = Result(base, base, config, inputs)
     for index, p in enumerate(config.passes):
-        with step(f"apply {p.name}"), _given_at(config, index):
-            result.sites[p.name] = find(result.module, p)
-            result.module = apply(result.module, p)
+        if not p.parallel:
+            with step(f"apply {p.name}"), _given_at(config, index):
+                result.sites[p.name] = find(result.module, p)
+                result.module = apply(result.module, p)
     if result.module is not base:
         args, kwargs = inputs
         result.inputs = args, {**kwargs, **added_inputs(config, result.module, device=device)[0]}
+    _parallelized(config, result, step)
     return result
 
 
+def _parallelized(config: Config, result: Result, step: Step) -> None:
+    """Split the result over processes, as all parallel passes together say: one plan on one mesh, after every other pass."""
+    given: dict[str, Any] = {}
+    indices = [index for index, p in enumerate(config.passes) if p.parallel]
+    for index in indices:
+        with _given_at(config, index):
+            for key, value in config.passes[index].parallel.items():
+                if key in WAYS and value == 1 or value is None:
+                    continue
+                if key in given:
+                    raise SpecError(f"{config.passes[index].name}: another pass gives '{key}' too, and there is one plan")
+                given[key] = value
+    if given:
+        with step("plan"), _given_at(config, *indices):
+            result.plan = parallel_plan(result.module, *result.inputs, **given, check=False)  # verification does
+            result.module = parallelize(result.module, result.plan)
+
+
 @contextmanager
-def _given_at(config: Config, index: int) -> Iterator[None]:
-    """Add to an error inside a pass the line of the configuration that asked for the pass."""
+def _given_at(config: Config, *indices: int) -> Iterator[None]:
+    """Add to an error inside passes the lines of the configuration that asked for them."""
     try:
         yield
     except FxplugError as error:
-        where = str(config.where("passes", index))
+        where = ", ".join(str(config.where("passes", index)) for index in indices)
         if not where or where in str(error):
             raise
         text = f"{error}\n  given at {where}"

@@ -69,6 +69,12 @@ def joined(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
     The pass comes back with the network that its slots need. Raises SpecError, MatchError or TraceError for an input or
     network that does not fit the model.
     """
+    if p.parallel:
+        given = "".join(f", {key}={value!r}" for key, value in p.parallel.items() if value not in (1, None))
+        raise SpecError(
+            f"{p.name}: its places are found by running the model: plan = fxplug.parallel_plan(gm, args, kwargs{given}), "
+            "then fxplug.parallelize(gm, plan), after the last other pass"
+        )
     p = _with_gates(gm, p)
     if not p.inputs and not p.networks:
         return gm, p

@@ -92,6 +92,8 @@ def _inputs(result: Result) -> list[str]:
 def _example(name: str, given: dict[str, Any], result: Result) -> list[str]:
     entry = result.module.meta["passes"][-1]
     new = "leaves the output `torch.equal` when new" if entry["neutral"] else "changes the output"
+    if result.plan is not None:
+        new = "gives what one process gives, up to the order of sums"
     flow = yaml.safe_dump(given, sort_keys=False, default_flow_style=True, width=1000).rstrip()
     written = f"- {name}: {flow}" if given else f"- {name}"
     lines = diff(result.base, result.module).splitlines()

@@ -19,6 +19,8 @@ COMMON = ("name", "lr", "weight_decay", "train")  # settings that every pass tak
 COMBINE = ("sum", "chain")
 INPUT_KEYS = ("shape", "dtype", "default", "try")
 NETWORK_KEYS = ("use", "args", "options", "neutral")
+WAYS = ("ulysses", "ring", "batch")  # numbers of processes that a parallel pass gives
+PARALLEL_KEYS = (*WAYS, "split")
 _COUNTS: dict[str, Callable[[int, int], bool]] = {
     "==": operator.eq,
     ">=": operator.ge,
@@ -144,6 +146,8 @@ class Pass:
 
     `lr`, `weight_decay` and `train` say how the parameters of its blocks are trained. Its `name` is the
     first part of their keys. With `slots` its blocks are banks for that many adapters, which come and go without a new graph.
+
+    A pass with `parallel` has no rules: those are keywords of `parallel_plan`, which finds its places by running the model.
     """
 
     name: str
@@ -157,6 +161,7 @@ class Pass:
     weight_decay: float | None = None
     train: bool = True
     where: Where = field(default=NOWHERE, compare=False)
+    parallel: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         check_common({key: getattr(self, key) for key in COMMON})
@@ -164,14 +169,19 @@ class Pass:
             raise SpecError(f"must be text, not {shown(self.about)}", path=("about",))
         if not isinstance(self.slots, int) or isinstance(self.slots, bool) or self.slots < 0:
             raise SpecError(f"must be a whole number, 0 or more, not {shown(self.slots)}", path=("slots",))
-        if not isinstance(self.rules, (list, tuple)) or not self.rules:
+        _check_parallel(self.parallel)
+        if self.parallel:
+            for key in ("rules", "inputs", "networks", "slots", "lr", "weight_decay"):
+                if getattr(self, key):
+                    raise SpecError(f"a parallel pass has no '{key}'", path=(key,))
+        if not isinstance(self.rules, (list, tuple)) or not (self.rules or self.parallel):
             found = "an empty list" if self.rules in ([], ()) else shown(self.rules)
             raise SpecError(f"must be a list of rules, not {found}", path=("rules",))
         for index, rule in enumerate(self.rules):
             if not isinstance(rule, Rule):
                 raise SpecError(f"must be a Rule, not {shown(rule)}", path=("rules", index))
         _set(self, rules=tuple(self.rules))
-        for key in ("params", "inputs", "networks"):
+        for key in ("params", "inputs", "networks", "parallel"):
             value = getattr(self, key)
             if key == "inputs" and isinstance(value, (list, tuple)):
                 value = dict.fromkeys(value)
@@ -282,6 +292,22 @@ def _check_network(name: str, spec: Any) -> None:
         raise SpecError("missing key 'use': a module, a folder, or 'package.module:function'", path=("networks", name))
     if not isinstance(spec.get("args", {}), (Mapping, list, tuple)):
         raise SpecError(f"must be a mapping or a list, not {shown(spec['args'])}", path=("networks", name, "args"))
+
+
+def _check_parallel(given: Any) -> None:
+    """The keywords of a plan, as far as they can be checked without a model."""
+    if not isinstance(given, Mapping):
+        raise SpecError(f"must be a mapping of {', '.join(PARALLEL_KEYS)}, not {shown(given)}", path=("parallel",))
+    for key, value in given.items():
+        if key not in PARALLEL_KEYS:
+            found = f"no key {shown(key)}{did_you_mean(key, PARALLEL_KEYS)}; a plan has {', '.join(PARALLEL_KEYS)}"
+            raise SpecError(found, path=("parallel",), key=str(key))
+        if key in WAYS and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise SpecError(f"must be a whole number, 1 or more, not {shown(value)}", path=("parallel", key))
+        if key == "split" and value is not None and not (
+            isinstance(value, Mapping) and all(type(dim) is int for dim in value.values())
+        ):
+            raise SpecError(f"must be a mapping of values to dimensions, not {shown(value)}", path=("parallel", key))
 
 
 _SIZE = re.compile(r"\s*(\d+|[^\W\d]\w*)(\s*\*\s*(\d+|[^\W\d]\w*))*\s*")

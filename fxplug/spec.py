@@ -90,9 +90,10 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
         read = read_yaml(find_file(source, "passes", Path(base) if base else None))
     else:
         raise SpecError(f"a pass is a name, a path, a mapping or a Pass, not {shown(source)}")
-    read.keys([*(f.name for f in fields(Pass) if f.name != "where"), *PAGE_KEYS], ["rules"])
-    rules = read.data["rules"]
-    if not isinstance(rules, (list, tuple)) or not rules:
+    parallel = isinstance(read.data, Mapping) and "parallel" in read.data
+    read.keys([*(f.name for f in fields(Pass) if f.name != "where"), *PAGE_KEYS], [] if parallel else ["rules"])
+    rules = read.data.get("rules", [])
+    if not isinstance(rules, (list, tuple)) or not (rules or parallel):
         found = "an empty list" if rules in ([], ()) else shown(rules)
         raise read.error(f"must be a list of rules, not {found}", "rules")
     for index in range(len(rules)):
@@ -146,7 +147,7 @@ class Draft:
         """The pass with every `$name` filled in from `values`, and the settings in `common`."""
         source, data, used = self.source, self.source.data, set[str]()
         rules = []
-        for index, raw in enumerate(data["rules"]):
+        for index, raw in enumerate(data.get("rules", [])):
             rule = _fill(raw, values, used, source, ("rules", index))
             if rule["match"].get("path") == []:
                 continue  # a parameter that names no places leaves its rule out
@@ -169,9 +170,9 @@ class Draft:
                     owner = f"{module}:{attribute.rpartition('.')[0] or attribute}"
                     _check_allowed(owner, None if allow is None else (*allow, "diffusers"), where, path)
                 _check_options(given["options"], allow, where, path)
-        for key, nothing in (("inputs", {}), ("networks", {}), ("slots", 0)):
+        for key, nothing in (("inputs", {}), ("networks", {}), ("slots", 0), ("parallel", {})):
             data = {**data, key: _fill(data.get(key, nothing), values, used, source, (key,))}
-        if not rules:
+        if not rules and not data["parallel"]:
             raise source.error("every rule is left out: the parameters name no places", "rules")
         unused = [key for key in values if key not in used]
         if unused:

@@ -267,15 +267,15 @@ def test_a_configuration_with_a_mistake_is_told_before_torch_is_imported():
 
 
 def test_progress_goes_to_stderr_when_something_takes_longer_than_a_second(capsys, monkeypatch):
-    import fxplug.__main__ as cli
+    from fxplug import verbs as cli
 
     monkeypatch.setattr(cli, "PATIENCE", 60)
-    with cli._progress("quick"):
+    with cli.progress("quick"):
         pass
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr(cli, "PATIENCE", 0)
     text = ""
-    with cli._progress("slow"):
+    with cli.progress("slow"):
         while not text:
             text = capsys.readouterr().err
     shown = capsys.readouterr()

@@ -28,8 +28,9 @@ ORDER = """
     lowerings.sharding lowerings.batchnorms lowerings.tuning lowerings.lowering
     parallel.layouts parallel.mesh parallel.pretending parallel.collectives parallel.ring parallel.attention parallel.trying
     parallel.walking parallel.planning parallel.births parallel.writing parallel.plan
+    parallel.checking
     manifest temporary folders sinks snapshot values programs magnitudes serialize rebuild artifact
-    machines expressions signatures packed packages exporting models checks flow pages
+    machines expressions signatures packed packages exporting models checks flow pages parallel.running
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
     compat.drivers compat.builtin compat.entries compat.hcp_config compat.everydream
     training.draws
@@ -44,7 +45,7 @@ ORDER = """
     training.stepping
     training.keeping
     training.trainer training.run
-    __main__
+    launched verbs adapter_verbs parallel_verb __main__
 """.split()
 EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_with", "replace_input_with", "update_arg"}
 # the rewrite layer; nodes writes the graph while a model runs, exporting readies a copy for torch.export

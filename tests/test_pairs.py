@@ -11,7 +11,7 @@ import unets
 from test_passes import TOME_ON_VIT, needed
 
 import fxplug
-from fxplug.spec import open_pass, shipped
+from fxplug.spec import open_pass
 from fxplug.structure import leaves
 
 MLP, ATTN = "blocks.*.mlp.*", "blocks.*.attn"
@@ -81,7 +81,7 @@ REFUSED = {  # pairs that cannot be, and why
     ("vpt", "tome"): "7 tokens are no grid of patches of a picture of 32 x 32; is 'prefix' right",
     ("tome", "vpt"): "7 tokens are no grid of patches of a picture of 32 x 32; is 'prefix' right",
 }
-PASSES = sorted(shipped("passes"))
+PASSES = sorted(small.PASSES)
 
 
 def check(base, first, second, begun=None):

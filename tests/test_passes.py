@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.spec import open_pass, shipped
+from fxplug.spec import open_pass
 from fxplug.structure import leaves
 
 TOME_ON_VIT = {"at": r"re:(?P<site>(?P<block>blocks\.\d+)\.attn)$", "grid": ":in.x", "max_downsample": 16, "prefix": 1}
@@ -154,7 +154,7 @@ def needed(module):
 
 
 def rows():
-    for name in shipped("passes"):
+    for name in small.PASSES:
         for index, (model, _) in enumerate(cases_of(name)):
             yield pytest.param((name, index), id=f"{name}-{model}" + f"-{index}" * (index > 0))
 
@@ -308,7 +308,7 @@ def test_verify_finds_nothing_and_one_graph_is_captured(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in shipped("passes") if cases_of(name)[0][0] != "vit" and name != "lora"])
+@pytest.mark.parametrize("name", [name for name in small.PASSES if cases_of(name)[0][0] != "vit" and name != "lora"])
 def test_one_graph_is_captured_of_every_other_pass(name):
     case = made_once(name, 0)
     report = fxplug.verify(case.base.gm, case.new, *case.call)

@@ -281,6 +281,7 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
         gm = _written(gm, stage, plan.ways)
     if plan.stages:
         gm.twin_error = plan.written.twin_error
+        gm.meta["plan"] = plan
     if mesh is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         place(gm, world_of(plan.ways, mesh))
     else:

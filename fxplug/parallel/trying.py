@@ -19,6 +19,7 @@ PARTS = ((7, 4), (8, 5), (10, 7), (11, 8), (13, 10), (16, 13), (17, 12), (19, 12
 CLOSE = 1e-4  # of the largest value: rounding of float32 sums
 POOL = 1_299_709  # random values, a prime number of them: rows that take them again begin elsewhere
 HELD = 1 << 27  # bytes of weights, in the stead of those that have no values, that are kept
+EMPTY = ("empty", "empty_like", "new_empty")
 RANGE = 2  # random whole numbers are below
 
 
@@ -216,7 +217,7 @@ class Tries:
     def run(self, node: fx.Node, given: dict[fx.Node, Any]) -> Any:
         args: Any = _on_cpu(fx.node.map_arg(node.args, given.__getitem__))
         kwargs: Any = _on_cpu(fx.node.map_arg(node.kwargs, given.__getitem__))
-        if name_of(node) in ("empty", "empty_like", "new_empty"):  # what is not written yet is the same everywhere
+        if name_of(node) in EMPTY:  # what is not written yet is the same everywhere
             return self.call(node, args, kwargs).zero_()
         return self.call(node, args, kwargs)
 

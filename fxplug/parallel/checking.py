@@ -1,0 +1,262 @@
+"""A parallel module on pretended and on real processes, beside one: whether they agree, and the first node that does not."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from ..errors import VerifyError
+from ..frozen import copied
+from ..module import TracedModule
+from ..neutrality import in_mode
+from ..structure import leaves, map_leaves
+from .collectives import Collective, Same, Sum
+from .layouts import count, start
+from .mesh import World
+from .plan import Plan, Runner, alone
+from .pretending import PRETENDED, placed, pretended
+from .trying import EMPTY, Leaf, Step, leaves_of, name_of
+from .walking import bound, left_alone
+
+CLOSE = 1e-5  # of the largest value of an output: what sums in another order may differ by
+APART = 1e-4  # the same within the model, where large values may cancel
+DRAWING = threading.Lock()
+
+
+def ways_in(module: nn.Module) -> dict[str, int]:
+    """The processes along each axis that a module is written for; none for one that is not parallel."""
+    return next((dict(m.ways) for m in module.modules() if isinstance(m, Collective)), {})
+
+
+def is_parallel(module: nn.Module, name: str) -> bool:
+    """Whether a pass of a module is one that splits it over processes."""
+    found = module._modules.get(name)
+    return found is not None and any(isinstance(m, Collective) for m in found.children())
+
+
+@contextlib.contextmanager
+def standing(module: nn.Module, world: World) -> Iterator[None]:
+    """Let a module be called as the process that stands there; nothing travels along an axis without a group."""
+    found = [m for m in module.modules() if isinstance(m, Collective)]
+    before = [vars(m).get("world") for m in found]
+    for one in found:
+        one.world = world
+    try:
+        yield
+    finally:
+        for one, old in zip(found, before, strict=True):
+            vars(one).pop("world", None)
+            if old is not None:
+                one.world = old
+
+
+def check_pretended(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], every: bool = False) -> float:
+    """The largest difference of an output between one process and pretended ones, over the output's largest value.
+
+    In each mode that has a graph. With `every` all values within the model are compared too. Raises VerifyError for one above
+    1e-5 (1e-4 within the model; 2e-3 and 2e-2 in half precision), which names the first node that differs.
+    """
+    worst = 0.0
+    for mode in gm.graphs:
+        one, many = _runs(gm, mode, args, kwargs, every)
+        off = max((_apart(a, b) for out in many for a, b in zip(leaves(one[0]), leaves(out[0]), strict=True)), default=0.0)
+        if off > CLOSE and not every:
+            one, many = _runs(gm, mode, args, kwargs, True)
+        found = _first(gm, mode, one[1], [out[1] for out in many]) if every or off > CLOSE else ""
+        if found or off > CLOSE:
+            raise VerifyError(f"pretended processes differ from one: an output by {off:.1e}{found}")
+        worst = max(worst, off)
+    return worst
+
+
+def check_before(gm: TracedModule, new: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """The largest difference in evaluation between a module and the parallel one made of it, in one process.
+
+    Raises VerifyError for one above 1e-5.
+    """
+    mode = False if False in gm.graphs else gm._graph_mode
+    with pretending(alone()):
+        found = _run(new, mode, args, kwargs, False)[0]
+    want = _run(gm, mode, args, kwargs, False)[0]
+    worst = max((_apart(a, b) for a, b in zip(leaves(want), leaves(found), strict=True)), default=0.0)
+    if worst > CLOSE:
+        raise VerifyError(f"one process differs from the module before: an output by {worst:.1e}")
+    return worst
+
+
+def check_real(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """The largest difference of an output between a pretended process and the real one of its rank, for all ranks.
+
+    Every process of torch.distributed calls it, and gets the same answer. Raises VerifyError, with the first node that differs
+    and the process.
+    """
+    worst, first = 0.0, ""
+    for mode in gm.graphs:
+        known = _runs(gm, mode, args, kwargs, True)[1][dist.get_rank()]
+        mine = _run(gm, mode, args, kwargs, True)
+        worst = max([worst, *(_apart(a, b) for a, b in zip(leaves(known[0]), leaves(mine[0]), strict=True))])
+        for name, value in known[1].items():
+            off = max((_apart(a, b) for a, b in zip(leaves(value), leaves(mine[1][name]), strict=False)), default=0.0)
+            if off > APART and not first:
+                first = f"; the first value that differs is '{name}', by {off:.1e}"
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (worst, first))
+    for process, (off, where) in enumerate(told):
+        if where or off > CLOSE:
+            raise VerifyError(f"real process {process} differs from the pretended one: an output by {off:.1e}{where}")
+    return float(max(off for off, _ in told))
+
+
+@contextlib.contextmanager
+def pretending(world: World) -> Iterator[None]:
+    """Call modules as the process that stands there, in this thread."""
+    token = PRETENDED.set(world)
+    try:
+        yield
+    finally:
+        PRETENDED.reset(token)
+
+
+def _runs(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> tuple[Any, list[Any]]:
+    """What one process gives, and each of the pretended ones: outputs, and what the nodes give."""
+    with pretending(alone()):
+        one = _told(lambda: _run(gm, mode, args, kwargs, keep))
+    with _left_alone(gm, mode):
+        return one, _told(lambda: pretended(ways_in(gm), lambda rank: _run(gm, mode, args, kwargs, keep, apart=False)))
+
+
+def _told(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:  # what an operation makes of wrong parts may be anything
+        text, _, rest = str(error).partition("While executing")
+        where = f", at '{rest.split('=')[0].strip(' %:').partition(' ')[0]}'" if rest else ""
+        raise VerifyError(
+            f"the plan is not right for this model: {type(error).__name__}: {text.strip()[:300]}{where}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _left_alone(gm: TracedModule, mode: bool) -> Iterator[None]:
+    with left_alone(gm), in_mode(mode, gm) if len(gm.graphs) == 2 else contextlib.nullcontext():
+        yield
+
+
+def _run(
+    gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool, apart: bool = True
+) -> tuple[Any, dict[str, Any]]:
+    """What a graph gives as the process that this one is or pretends to be, and with `keep` what its nodes give."""
+    kept: dict[str, Any] = {}
+
+    def each(node: fx.Node, call: Callable[[], Any]) -> Any:
+        drawn = any(_calls(gm, user, Same) for user in node.users) and not _calls(gm, node, Same)
+        if drawn:  # the threads share the generators
+            with DRAWING, torch.random.fork_rng(devices=[]):
+                torch.manual_seed(len(node.name))
+                value = call()
+        else:
+            value = call()
+        if name_of(node) in EMPTY:  # what is not written yet is the same everywhere
+            value = value.zero_()
+        if keep and node.op != "output":
+            kept[node.name] = map_leaves(value, lambda t, _: t.clone())
+        return value
+
+    with torch.no_grad(), _left_alone(gm, mode) if apart else contextlib.nullcontext():
+        return Runner(gm, mode, each).run(*copied(bound(gm, args, kwargs))), kept
+
+
+def _first(gm: TracedModule, mode: bool, one: Mapping[str, Any], many: Sequence[Mapping[str, Any]]) -> str:
+    """The first value that the processes do not have as the plan says; of a module that was loaded, not together."""
+    plan: Plan | None = gm.meta.get("plan")
+    lies = _lies(plan, mode) if plan is not None else {}
+    for node in gm.graphs[mode].nodes:
+        if node.name not in one or (node.users and all(_calls(gm, user, Sum) for user in node.users)):
+            continue  # summands are as they are
+        values = [leaves(found[node.name]) for found in many]
+        for index, whole in enumerate(leaves(one[node.name])):
+            parts = [found[index] for found in values if index < len(found)]
+            off = _together(whole, parts)
+            for rank, part in enumerate(parts):
+                if plan is not None and node.name in lies and off <= APART:
+                    off = max(off, _lying(plan, mode, whole, part, [row[index] for row in lies[node.name]], rank))
+            if off > APART:
+                return f"; the first value that differs is '{node.name}', by {off:.1e}"
+    return ""
+
+
+def _lies(plan: Plan, mode: bool) -> dict[str, list[list[Any]]]:
+    """How the tensors of each value lie along each axis of a plan, by the name of the node in the written graph."""
+    found: dict[str, list[list[Any]]] = {}
+    for depth, stage in enumerate(plan.stages):
+        here = stage.modes[mode]
+        for node, value in here.values.items():
+            rows = [None if node in here.births or not isinstance(leaf, Leaf) else leaf.place for leaf in leaves_of(value)]
+            name = f"{node.name}_parallel" if here.steps.get(node, Step()).special else node.name
+            if not depth or node.name in found:  # else it is a collective of an axis before
+                found[name] = [*found.get(node.name, []), rows]
+    return {name: rows for name, rows in found.items() if len(rows) == len(plan.stages)}
+
+
+def _lying(plan: Plan, mode: bool, whole: Any, part: Any, places: Sequence[Any], rank: int) -> float:
+    """How far the part of a process is from what the plan says it has."""
+    world = placed(plan.ways, rank)
+    dims = [place.dim for place in places if place is not None]
+    if not dims or len(set(dims)) < len(dims) or not isinstance(whole, Tensor):
+        return 0.0
+    for stage, place in zip(plan.stages, places, strict=True):
+        if place is not None:
+            here, each = world.ranks[stage.axis], world.sizes[stage.axis]
+            bounds = [(start(n, here, each), count(n, here, each), n) for n in stage.modes[mode].sizes]
+            whole = whole.index_select(place.dim, place.layout.rows(bounds).to(whole.device))
+    return _apart(whole, part)
+
+
+def _calls(gm: TracedModule, node: fx.Node, kind: type[Collective]) -> bool:
+    return node.op == "call_module" and type(gm.get_submodule(str(node.target))) is kind
+
+
+def _together(whole: Any, parts: Sequence[Any]) -> float:
+    """How far what the processes have is from the whole: each has all of it, or together they have each number as often.
+
+    Which part is whose does not matter here: what a node makes of parts in a wrong order differs.
+    """
+    if not isinstance(whole, Tensor) or not all(isinstance(part, Tensor) for part in parts) or not whole.numel():
+        return 0.0  # a number that hangs on sizes
+    if all(part.shape == whole.shape for part in parts):
+        return max((_apart(whole, part) for part in parts), default=0.0)
+    held = torch.cat([_flat(part) for part in parts])
+    wanted = _flat(whole)
+    if len(held) % len(wanted):
+        return 0.0  # parts that overlap
+    wanted = wanted.repeat(len(held) // len(wanted)).sort().values
+    return _apart(wanted, held.sort().values) / (200 if whole.dtype in (torch.float16, torch.bfloat16) else 1)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return (torch.view_as_real(x.detach()) if x.is_complex() else x.detach()).double().flatten()
+
+
+def _apart(a: Any, b: Any) -> float:
+    """How far two values are apart, of the largest; half precision counts a two hundredth."""
+    if not isinstance(a, Tensor):
+        return 0.0 if a == b or a != a else math.inf
+    if not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+        return math.inf
+    if not a.numel():
+        return 0.0
+    x, y = (torch.nan_to_num(_flat(t)) for t in (a, b))
+    off = float((x - y).abs().max()) / max(1e-12, float(x.abs().max()))
+    return off / 200 if a.dtype in (torch.float16, torch.bfloat16) else off
+
+
+def process_zero(ways: Mapping[str, int]) -> World:
+    """The first process of a mesh, without groups."""
+    return placed(ways, 0)

@@ -1,0 +1,132 @@
+"""Real processes for a parallel module: those that torchrun started, or gloo ones on this machine, started for a check."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import FileStore
+from torch.multiprocessing.spawn import spawn
+
+from ..artifact import check_savable, load, save
+from ..errors import FxplugError, VerifyError
+from ..module import TracedModule
+from .checking import check_pretended, check_real, process_zero, standing, ways_in
+from .mesh import world_of
+from .plan import place
+
+PATIENCE = timedelta(minutes=10)  # for a process that is started for a check, in one collective
+
+
+def is_first() -> bool:
+    """Whether this is the first of all processes, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def agree(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Compare every value of a parallel module on pretended processes with one process, and on real ones with those.
+
+    Started by torchrun they are all of its processes; else gloo processes are started on this machine. Says what it found.
+    Raises VerifyError with the first node that differs, SpecError for another number of processes.
+    """
+    ways = ways_in(module)
+    count = math.prod(ways.values())
+    if count <= 1:
+        return "one process: nothing to compare"
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        apart = check_pretended(module, args, kwargs, every=True)
+        return _said(count, apart, spawned(module, args, kwargs, count))
+    with process_group(module):
+        place(module, world_of(ways))
+        told: list[Any] = [None]
+        if is_first():
+            try:
+                told = [check_pretended(module, args, kwargs, every=True)]
+            except FxplugError as error:
+                told = [str(error)]
+        dist.broadcast_object_list(told)
+        if isinstance(told[0], str):
+            raise VerifyError(told[0])
+        try:
+            return _said(count, told[0], check_real(module, args, kwargs))
+        finally:
+            place(module, None)
+
+
+def _said(count: int, pretended: float, real: float) -> str:
+    return (
+        f"{count} pretended processes differ from one by {pretended:.1e}, real ones from pretended ones by {real:.1e}; "
+        "every value was compared"
+    )
+
+
+@contextlib.contextmanager
+def process_group(module: nn.Module) -> Iterator[None]:
+    """The process group of what torchrun started, for where a module's weights are; the one that is there already."""
+    if dist.is_initialized():
+        yield
+        return
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def spawned(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> float:
+    """What `check_real` says in gloo processes that are started for it, with the module as `save` writes it."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save(module, folder / "module")
+        torch.save((list(args), dict(kwargs)), folder / "call.pt")
+        try:
+            spawn(_process, (count, name, check_savable(module), module.training), nprocs=count)  # type: ignore[no-untyped-call]
+        except Exception as error:  # torch's own, of a process that failed or died
+            for file in sorted(folder.glob("*.txt")):
+                raise VerifyError(file.read_text("utf-8")) from None
+            raise VerifyError(f"a process that was started for the check failed: {error}") from error
+        return float((folder / "apart").read_text("utf-8"))
+
+
+def _process(rank: int, count: int, name: str, allow: list[str], training: bool) -> None:
+    """One of the processes that are started for a check."""
+    folder = Path(name)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
+    store = FileStore(f"{name}/store", count)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=PATIENCE)
+    try:
+        module = load(folder / "module", allow=[text.partition(":")[0] for text in allow]).train(training)
+        args, kwargs = torch.load(folder / "call.pt", weights_only=True)
+        apart = check_real(module, args, kwargs)
+        if rank == 0:
+            (folder / "apart").write_text(repr(apart), "utf-8")
+    except FxplugError as error:
+        (folder / f"{rank}.txt").write_text(str(error), "utf-8")
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def described(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """What a parallel module that has no plan any more sends: ways, and each collective of the first process."""
+    from .plan import _costs
+
+    ways = ways_in(module)
+    with standing(module, process_zero(ways)):
+        rows = _costs(module, module._graph_mode, args, kwargs)
+    calls, size = sum(row[1] for row in rows), sum(row[2] for row in rows)
+    lines = [" x ".join(f"{axis} {n}" for axis, n in ways.items() if n > 1)]
+    lines.append(f"{calls} collectives of process 0 send {size:,} bytes a call:")
+    return "\n".join([*lines, *(f"  {node}: {calls}, {size:,} bytes" for node, calls, size in rows)])

@@ -1,0 +1,194 @@
+"""Parallel passes in a configuration, `fxplug parallel`, and verification of parallel modules, on real processes too."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import small
+import torch
+from typer.testing import CliRunner
+
+import fxplug
+from fxplug.__main__ import app
+from fxplug.parallel.attention import Attention
+from fxplug.parallel.checking import check_pretended, pretending, ways_in
+from fxplug.parallel.plan import alone
+from fxplug.rules import PARALLEL_KEYS, WAYS
+from fxplug.spec import open_pass, shipped
+
+CLOSE = 1e-5
+MODEL = """\
+model: {timm: vit_tiny_patch16_224, options: {img_size: 32, depth: 2, num_classes: 10}}
+inputs: {x: [2, 3, 32, 32]}
+"""
+CONFIG = (
+    MODEL
+    + """\
+passes:
+  - batch_parallel
+  - lora: {at: "blocks.*.mlp.fc1", rank: 2}
+  - sequence_parallel: {ulysses: 2}
+"""
+)
+NAMES = [name for name in shipped("passes") if "parallel" in open_pass(name).source.data]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*args, code=0):
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == code, done.output + done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_parallel_passes_are_one_plan_after_all_others():
+    Path("c.yaml").write_text(CONFIG)
+    done = fxplug.rewrite("c.yaml", out="out")
+    assert done.plan.ways == {**dict.fromkeys(done.plan.ways, 1), "batch": 2, "ulysses": 2}
+    assert [e["name"] for e in done.module.meta["passes"]] == ["lora", "batch_parallel", "sequence_parallel"]
+    checks = {c.name: c for c in done.report.checks}
+    assert all(checks[n].status == "ok" for n in ("lint", "base", "shapes", "saved", "one graph", "parallel")), done.report
+    assert re.search(r"4 pretended .* by \S+e-\d+, and one from the module before by 0.0e\+00", checks["parallel"].detail)
+    again = fxplug.load("out")
+    assert ways_in(again) == ways_in(done.module) and check_pretended(again, *done.inputs) < CLOSE
+    with pretending(alone()):
+        assert torch.equal(again(*done.inputs[0], **done.inputs[1]), done.base(*done.inputs[0], **done.inputs[1]))
+    text = run("sites", "c.yaml")
+    assert "batch 2 x ulysses 2" in text and "lora: 2 sites" in text and "2 Attention" in text
+    assert "sequence_parallel.attention1(" in run("diff", "c.yaml")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parallel_pass_gives_what_one_process_gives(name):
+    given = (open_pass(name).source.data.get("example") or {}).get("with") or {}
+    base = small.vit()
+    kept = [t.clone() for t in base.gm.state_dict().values()]
+    with pytest.raises(fxplug.SpecError, match=f"{name}: its places are found by running the model: plan = fxplug.par"):
+        fxplug.apply(base.gm, fxplug.load_pass(name, **given))
+    made = fxplug.load_pass(name, **given).parallel
+    plan = fxplug.parallel_plan(base.gm, base.args, base.kwargs, **{k: v for k, v in made.items() if v is not None})
+    new = fxplug.parallelize(base.gm, plan)
+    report = fxplug.verify(base.gm, new, base.args, base.kwargs, compile=False)
+    assert {c.name: c.status for c in report.checks}["parallel"] == "ok"
+    assert all(map(torch.equal, kept, base.gm.state_dict().values()))
+    assert set(new.state_dict()) == set(base.gm.state_dict())
+
+
+def test_ways_of_one_leave_the_model_as_it_is():
+    Path("c.yaml").write_text(MODEL + "passes: [sequence_parallel, {batch_parallel: {ways: 1}}]\n")
+    done = fxplug.rewrite("c.yaml", verify=False)
+    assert done.plan is None and done.module is done.base
+
+
+def test_the_keys_of_a_plan_are_the_arguments_of_parallel_plan():
+    import inspect
+
+    known = inspect.signature(fxplug.parallel_plan).parameters
+    assert set(PARALLEL_KEYS) <= set(known) and set(WAYS) <= {k for k, p in known.items() if p.default == 1}
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ("sequence_parallel: {ulises: 2}", r"c.yaml:4: .*no parameter 'ulises' .did you mean 'ulysses'"),
+        ("sequence_parallel: {ulysses: two}", r"c.yaml:4: .*ulysses: must be a whole number, not 'two'"),
+        ("sequence_parallel: {ring: 0}", r"c.yaml:4: .*parallel.ring: must be a whole number, 1 or more, not 0"),
+        ("sequence_parallel: {ring: true}", r"c.yaml:4: .*ring: must be a whole number, not true"),
+        ("sequence_parallel: {ulysses: 2, split: {x: a}}", "c.yaml:4: .*must be a mapping of values to dimensions"),
+        ("sequence_parallel: {ulysses: 2, split: {no: 1}}", "split: no node 'no'.*given at c.yaml:4"),
+        ("batch_parallel: {ways: 2, lr: 0.1}", "c.yaml:4: .*a parallel pass has no 'lr'"),
+        ("batch_parallel: {ways: 3}", r"2 samples \('x', dimension 0\) cannot be split 3 ways.*given at c.yaml:4"),
+        ("sequence_parallel: {ulysses: 2}\n  - own.yaml", "another pass gives 'ulysses' too, .*given at c.yaml:5"),
+    ],
+)
+def test_mistakes_are_told_with_file_and_line(entry, text):
+    Path("own.yaml").write_text("about: Mine.\nparallel: {ulysses: 2}\n")
+    Path("c.yaml").write_text(f"{MODEL}passes:\n  - {entry}\n")
+    assert re.search(text, run("sites", "c.yaml", code=1), re.S)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("parallel: {ulises: 2}", "own.yaml:1: parallel: no key 'ulises' .did you mean 'ulysses'"),
+        ("parallel: [2]", "own.yaml:1: parallel: must be a mapping of ulysses, ring"),
+        ("parallel: {ring: 2}\nslots: 2", "a parallel pass has no 'slots'"),
+        ("parallel: {ring: 2}\nrules: [{match: {}, use: 'a:B'}]", "a parallel pass has no 'rules'"),
+        ("parallel: {}", "missing|every rule|empty list"),
+    ],
+)
+def test_a_pass_file_that_is_none(given, text):
+    Path("own.yaml").write_text(given)
+    with pytest.raises(fxplug.SpecError, match=text):
+        fxplug.load_pass("own.yaml")
+
+
+# --- the verb
+
+
+def test_a_plan_needs_no_values():
+    text = run("parallel", "vit_lora", "--ways", "ulysses=3", "--plan-only", "--set", "weights=null")
+    assert "ulysses 3\nsequence_parallel: 9" in text and "collectives of process 0 send" in text
+
+
+def test_ways_on_the_line_take_the_place_of_those_in_the_file_and_are_saved():
+    Path("c.yaml").write_text(CONFIG)
+    text = run("parallel", "c.yaml", "--ways", "ring=2", "--out", "out")
+    assert text.startswith("ring 2\n") and "pretended processes differ from one by" in text and text.endswith("saved in out\n")
+    assert [p.name for p in fxplug.load_config("out/config.yaml").passes] == ["lora", "sequence_parallel"]
+    assert run("parallel", "out", "--plan-only").splitlines()[0] == "ring 2"
+    assert "is parallel already, with --ways ring=2" in run("parallel", "out", "--ways", "ulysses=2", code=1)
+    run("rewrite", "c.yaml", "--set", "passes=[lora]", "--out", "plain", "--no-verify")
+    assert "'plain' is not parallel: give --ways" in run("parallel", "plain", code=1)
+    run("parallel", "plain", "--ways", "batch=2", "--out", "two")
+    assert [p.name for p in fxplug.load_config("two/config.yaml").passes] == ["lora", "batch_parallel"]
+
+
+@pytest.mark.parametrize(
+    ("ways", "text"),
+    [
+        ("ulises=2", "--ways 'ulises=2': no axis 'ulises' .did you mean 'ulysses'"),
+        ("ring=0", "ring must be a whole number, 1 or more, not '0'"),
+        ("ring", "ring must be a whole number, 1 or more, not ''"),
+        ("ring=2,ring=2", "'ring' is given twice"),
+        ("", "does not say how: give --ways ulysses=2"),
+    ],
+)
+def test_wrong_ways(ways, text):
+    Path("c.yaml").write_text(MODEL)
+    assert re.search(text, run("parallel", "c.yaml", "--ways", ways, code=1))
+
+
+def torchrun(count, *args):
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(fxplug.__file__).parent.parent)])
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", "-m", "fxplug", *args]
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_check_on_processes_of_its_own_and_of_torchrun():
+    Path("c.yaml").write_text(MODEL + "passes: [{sequence_parallel: {ulysses: 2}}]\n")
+    said = r"2 pretended processes differ from one by \S+, real ones from pretended ones by \S+; every value was compared\n"
+    assert re.search(said + "saved in out\n$", run("parallel", "c.yaml", "--check", "--out", "out"))
+    done = torchrun(2, "parallel", "out", "--check")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(said, done.stdout)) == 1 and done.stdout.count("collectives of process 0") == 1
+    done = torchrun(2, "rewrite", "none.yaml")  # a verb for one process, which fails
+    assert done.stderr.count("none.yaml") == 1 and done.stderr.count("exitcode  : 1") == 2 and done.returncode == 1
+
+
+def test_what_differs_is_named(monkeypatch):
+    base = small.vit()
+    new = fxplug.parallelize(base.gm, fxplug.parallel_plan(base.gm, base.args, ulysses=2))
+    real = Attention.attend
+    monkeypatch.setattr(Attention, "attend", lambda self, q, *rest: real(self, q.flip(2), *rest))
+    with pytest.raises(fxplug.VerifyError, match="first value that differs is 'blocks_0_attn_scaled_dot_product_att"):
+        fxplug.verify(base.gm, new, base.args, compile=False)
