@@ -92,8 +92,11 @@ class _Planner:
             if node.op == "output":
                 break
             self.values[node] = self.value(node)
-            if node in self.found.births and node not in self.forced and not self.found.is_split(node):
-                self.bear(node, self.found.births[node])
+            if node in self.found.births and node not in self.forced:
+                if self.found.is_split(node):
+                    del self.found.births[node]  # tokens have come to it
+                else:
+                    self.bear(node, self.found.births[node])
         return self.found
 
     def whole(self, node: fx.Node) -> Any:
