@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .lowerings.tuning import tune
     from .match import Site, find
     from .packages import Package, load_package
+    from .parallel.pipeline import PipeFusion, pipefusion
     from .parallel.plan import Plan, parallel_plan, parallelize
     from .policies import Every, TeaCache, Threshold
     from .printing import diff, show
@@ -62,6 +63,7 @@ __all__ = [
     "MatchError",
     "Package",
     "Pass",
+    "PipeFusion",
     "Plan",
     "Result",
     "Rule",
@@ -90,6 +92,7 @@ __all__ = [
     "merge",
     "parallel_plan",
     "parallelize",
+    "pipefusion",
     "rewrite",
     "save",
     "show",
@@ -116,6 +119,7 @@ _HOME = {
     "limits": ["Limits"],
     "match": ["Site", "find"],
     "packages": ["Package", "load_package"],
+    "parallel.pipeline": ["PipeFusion", "pipefusion"],
     "parallel.plan": ["Plan", "parallel_plan", "parallelize"],
     "policies": ["Every", "TeaCache", "Threshold"],
     "printing": ["diff", "show"],

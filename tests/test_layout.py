@@ -29,6 +29,7 @@ ORDER = """
     parallel.layouts parallel.mesh parallel.pretending parallel.collectives parallel.ring parallel.attention parallel.trying
     parallel.walking parallel.planning parallel.births parallel.writing parallel.plan
     parallel.checking
+    parallel.patches parallel.stages parallel.clock parallel.links parallel.pipeline
     manifest temporary folders sinks snapshot values programs magnitudes serialize rebuild artifact
     machines expressions signatures packed packages exporting models checks flow pages parallel.running
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making
@@ -53,6 +54,7 @@ EDITORS = {
     "edit", "slots", "grafting", "networks", "nodes", "exporting", "lowerings.fusing", "cutting",
     "lowerings.outlining", "lowerings.batchnorms", "lowerings.remerging", "lowerings.packing", "lowerings.folding",
     "lowerings.shadowing", "lowerings.nesting", "slicing", "caching", "parallel.writing",
+    "parallel.patches",
 }
 LONG: set[str] = set()  # files of more than 500 lines: to be split, none to be added
 

@@ -1,0 +1,340 @@
+"""PipeFusion: stages on patches of tokens with what the others had a step before; steps in one piece are the model's own."""
+
+from __future__ import annotations
+
+import functools
+import socket
+
+import pytest
+import small
+import torch
+import torch.distributed as dist
+import zoo
+from torch import nn
+
+import fxplug
+from fxplug.parallel.links import LocalLinks, links_of
+from fxplug.parallel.mesh import ways_of
+from fxplug.parallel.plan import _apart
+from fxplug.parallel.pretending import PRETENDED, pretended
+from fxplug.structure import leaves
+
+CLOSE = 1e-6
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm, self.again = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x, step):
+        b, n, c = x.shape
+        q, k, v = self.qkv(self.norm(x) + step).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c))
+        return x + self.down(nn.functional.gelu(self.up(self.again(x))))
+
+
+class UShaped(nn.Module):
+    """A diffusion transformer whose later blocks take what the earlier ones gave, and a rest of the input at the end."""
+
+    def __init__(self, depth: int = 3, width: int = 24) -> None:
+        super().__init__()
+        self.patch, self.time = nn.Conv2d(4, width, 2, 2), nn.Linear(1, width)
+        self.position = nn.Parameter(torch.randn(1, 256, width) * 0.1)
+        self.down = nn.ModuleList(Block(width) for _ in range(depth))
+        self.up = nn.ModuleList(Block(width) for _ in range(depth))
+        self.joins = nn.ModuleList(nn.Linear(2 * width, width) for _ in range(depth))
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, x, timestep):
+        b, _, h, w = x.shape
+        y = self.patch(x).flatten(2).transpose(1, 2)
+        y = y + self.position[:, : y.shape[1]]
+        step = self.time(timestep[:, None] / 1000).unsqueeze(1)
+        skips = []
+        for block in self.down:
+            y = block(y, step)
+            skips.append(y)
+        for join, block in zip(self.joins, self.up, strict=True):
+            y = block(join(torch.cat([y, skips.pop()], -1)), step)
+        y = self.head(y).view(b, h // 2, w // 2, 4, 2, 2)
+        return y.permute(0, 3, 1, 4, 2, 5).reshape(b, 4, h, w) + 0.1 * x
+
+
+def inputs(batch=2, height=8, width=12, seed=0):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return torch.randn(batch, 4, height, width), torch.full((batch,), 900.0)
+
+
+@functools.cache
+def own(depth=3):
+    model = small.seeded(lambda: UShaped(depth)).eval()
+    return fxplug.trace(model, inputs()).eval()
+
+
+@functools.cache
+def planned(stages):
+    return fxplug.pipefusion(own(), inputs(), stages=stages, patches=4)
+
+
+def made(stages, patches, warmup=1, **more):
+    return planned(stages).again(patches, warmup, **more)
+
+
+def image(model, steps=6, **given):
+    """A few steps of a denoiser; what it gave at each, and the image."""
+    x, time = inputs(**given)
+    found = []
+    with torch.no_grad():
+        for t in torch.linspace(900, 100, steps):
+            found.append(model(x, torch.full_like(time, float(t))))
+            x = x - found[-1] / steps
+    return found, x
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def far(a, b):
+    return float((a - b).norm() / b.norm())
+
+
+# --- in one process
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_steps_in_one_piece_are_the_models_own(stages):
+    want, last = image(own())
+    one, x = image(made(stages, 1))
+    assert equal(one, want) and torch.equal(x, last)
+    for warmup in (1, 3):
+        found = made(stages, 4, warmup)
+        got, x = image(found)
+        assert equal(got[:warmup], want[:warmup]) and not torch.equal(got[warmup], want[warmup])
+        assert found.counts == {"entire": warmup, "patches": 6 - warmup}
+        assert far(x, last) < 0.05
+
+
+def test_patches_with_nothing_stale_give_what_the_model_gives():
+    for stages in (1, 2, 4):
+        for patches in (2, 5, 24):  # 24 tokens
+            found = made(stages, patches)
+            assert found.check(inputs(), {}) < CLOSE
+            assert found.check(inputs(1, 12, 6), {}) < CLOSE if patches < 18 else True
+
+
+@pytest.mark.parametrize("patches", [3, 5])
+def test_stages_change_nothing(patches):
+    one, x = image(made(1, patches))
+    for stages in (2, 3, 4):
+        got, y = image(made(stages, patches))
+        assert equal(one, got) and torch.equal(x, y)
+
+
+def test_stages_have_equal_work_and_hand_on_what_later_ones_need():
+    plan = made(3, 2).plan
+    total = sum(stage.work for stage in plan.stages)
+    assert all(0.25 < stage.work / total < 0.45 for stage in plan.stages)
+    assert len(made(2, 2).plan.stages[1].taken) == 3  # what goes on, and two skips
+    assert {0, 1} == set(plan.stages[2].taken.values())  # past the one between
+    weights = [{name for name, _ in m.named_parameters()} for m in made(2, 2).stages]
+    assert "0.down.0.qkv.weight" in weights[0] and not any("up.2" in name for name in weights[0])
+    assert "0.up.2.qkv.weight" in weights[1] and not any("down.0" in name for name in weights[1])
+
+
+def test_patches_are_computed_with_what_the_others_had_before():
+    """The definition, written out: blocks one by one, keys and values of other patches from the step before."""
+    model = small.seeded(lambda: UShaped(1)).eval()
+    gm = fxplug.trace(model, inputs()).eval()
+    kept = {}
+
+    def block(name, module, x, step, at):
+        b, _, c = x.shape
+        q, k, v = module.qkv(module.norm(x) + step).view(b, x.shape[1], 3, 4, -1).permute(2, 0, 3, 1, 4)
+        for key, value in (("k", k), ("v", v)):
+            if (name, key) not in kept or x.shape[1] == 24:
+                kept[name, key] = value.clone()
+            kept[name, key][:, :, at] = value
+        y = nn.functional.scaled_dot_product_attention(q, kept[name, "k"], kept[name, "v"])
+        x = x + module.out(y.transpose(1, 2).reshape(b, x.shape[1], c))
+        return x + module.down(nn.functional.gelu(module.up(module.again(x))))
+
+    def reference(x, t, first=[True]):  # noqa: B006
+        out = torch.empty(2, 24, 16)
+        for at in [slice(0, 24)] if first[0] else [slice(0, 8), slice(8, 16), slice(16, 24)]:
+            y = (model.patch(x).flatten(2).transpose(1, 2) + model.position[:, :24])[:, at]
+            step = model.time(t[:, None] / 1000).unsqueeze(1)
+            skip = block("down", model.down[0], y, step, at)
+            y = block("up", model.up[0], model.joins[0](torch.cat([skip, skip], -1)), step, at)
+            out[:, at] = model.head(y)
+        first[0] = False
+        return out.view(2, 4, 6, 4, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(2, 4, 8, 12) + 0.1 * x
+
+    got, _ = image(fxplug.pipefusion(gm, inputs(), stages=2, patches=3))
+    want, _ = image(reference)
+    for a, b in zip(got, want, strict=True):
+        assert _apart(b, a) < CLOSE
+
+
+# --- images
+
+
+def test_images_one_after_the_other():
+    found = made(2, 3)
+    first = image(found)
+    assert equal(first[0], image(found)[0])  # the timestep goes up: what was kept is forgotten
+    wide = image(found, height=12)
+    assert torch.equal(wide[0][0], image(own(), height=12)[0][0]) and not torch.equal(wide[0][1], image(own(), height=12)[0][1])
+    assert equal(first[0], image(found)[0])
+    silent = fxplug.pipefusion(own(), inputs(), stages=2, patches=3, clock=None)
+    assert equal(first[0], image(silent)[0]) and not equal(first[0], image(silent)[0])
+    silent.new_image()
+    assert equal(first[0], image(silent)[0])
+
+
+def test_two_halves_of_guidance_in_one_call_or_in_two():
+    found = made(2, 3)
+    together, _ = image(found)
+    apart = []
+    x, time = inputs()
+    with torch.no_grad():
+        for t in torch.linspace(900, 100, 6):
+            apart.append(torch.cat([found(half, torch.full((1,), float(t))) for half in x.chunk(2)]))
+            x = x - apart[-1] / 6
+    for a, b in zip(apart, together, strict=True):
+        assert _apart(b, a) < CLOSE
+
+
+def test_the_last_steps_are_corrected():
+    model = own()
+    found = fxplug.pipefusion(model, inputs(), patches=4, correct=2, steps=6)
+    x, time = inputs()
+    with torch.no_grad():
+        for i, t in enumerate(torch.linspace(900, 100, 6)):
+            out, want = found(x, torch.full_like(time, float(t))), model(x, torch.full_like(time, float(t)))
+            assert torch.equal(out, want) is (i in (0, 4, 5))
+            x = x - out / 6
+    asked = fxplug.pipefusion(model, inputs(), patches=4, correct=1, steps=lambda: 3)
+    image(asked, steps=3)
+    assert asked.counts == {"entire": 2, "patches": 1}
+
+
+# --- models of a library
+
+
+def build(name, **more):
+    import diffusers
+
+    def make():
+        model = getattr(diffusers, name)(**more).eval()
+        zoo._randomize(model)
+        return model
+
+    return small.seeded(make)
+
+
+NAMES = ["SanaTransformer2DModel", "GlmImageTransformer2DModel", "UVit2DModel"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_of_diffusers(name):
+    (case, *_) = (c for c in zoo.cases("diffusers/") if c.name == f"diffusers/{name}")
+    args, kwargs = case.inputs(2)
+    gm = fxplug.trace(case.build().eval(), args, kwargs, check=False).eval()
+    found = fxplug.pipefusion(gm, args, kwargs, stages=2, patches=2, clock=None)
+    with torch.no_grad():
+        assert equal(leaves(found(*args, **kwargs)), leaves(gm(*args, **kwargs)))
+    assert found.check(args, kwargs) < CLOSE
+
+
+def test_long_skips_of_hunyuan_dit():
+    (case, *_) = (c for c in zoo.cases("diffusers/") if c.name == "diffusers/HunyuanDiT2DModel")
+    args, kwargs = case.inputs(2)
+    config = {k: v for k, v in case.build().config.items() if not k.startswith("_")}
+    gm = fxplug.trace(build("HunyuanDiT2DModel", **config | {"num_layers": 6}), args, kwargs, check=False).eval()
+    found = fxplug.pipefusion(gm, args, kwargs, stages=3, patches=2, clock=None)
+    assert 0 in found.plan.stages[2].taken.values() and found.check(args, kwargs) < CLOSE
+
+
+# --- processes
+
+
+def links():
+    return LocalLinks(PRETENDED.get().groups["stages"])
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_pretended_processes_give_what_one_gives(stages):
+    one = made(stages, 3)
+    want = image(one), image(one, height=12)
+
+    def run(rank):
+        mine = one.again(links=links())
+        return image(mine), image(mine, height=12)
+
+    for got in pretended({"stages": stages, **ways_of({})}, run):
+        for (a, x), (b, y) in zip(want, got, strict=True):
+            assert equal(a, b) and torch.equal(x, y)
+
+
+def process(rank, world, port, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    try:
+        found = fxplug.pipefusion(own(), inputs(), stages=2, patches=3)
+        torch.save([image(found), image(found), image(found, height=12)], f"{folder}/{rank}.pt")
+        with pytest.raises(fxplug.SpecError, match="3 stages on 3 processes, and there are 2"):
+            links_of(3, {"batch": 1})
+    finally:
+        dist.destroy_process_group()
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def test_two_processes_give_what_one_gives(tmp_path):
+    one = made(2, 3)
+    want = [image(one), image(one), image(one, height=12)]
+    torch.multiprocessing.spawn(process, (2, free_port(), str(tmp_path)), nprocs=2)
+    for rank in range(2):
+        for (a, x), (b, y) in zip(want, torch.load(tmp_path / f"{rank}.pt"), strict=True):
+            assert equal(a, b) and torch.equal(x, y)
+
+
+# --- what cannot be
+
+
+def test_wrong_calls_are_told():
+    gm = own()
+    for given, text in [
+        ({"patches": 0}, "patches must be a whole number, 1 or more, not 0"),
+        ({"patches": 2, "stages": True}, "stages must be a whole number"),
+        ({"patches": 2, "correct": -1}, "correct must be a whole number, 0 or more"),
+        ({"patches": 2, "correct": 2}, "correct=2 needs the number of steps of an image"),
+        ({"patches": 25}, r"24 tokens \('flatten', dimension 2\) cannot be split 25 ways"),
+        ({"patches": 2, "stages": 99}, r"cannot be cut into 99 stages: .* give stages=\d+ or fewer"),
+        ({"patches": 2, "clock": "timestp"}, "no input 'timestp' .* .did you mean 'timestep'"),
+    ]:
+        with pytest.raises(fxplug.SpecError, match=text):
+            fxplug.pipefusion(gm, inputs(), **given)
+    with pytest.raises(fxplug.SpecError, match="takes a traced module, not UShaped"):
+        fxplug.pipefusion(UShaped(1), inputs(), patches=2)
+    found = made(2, 3)
+    with pytest.raises(fxplug.SpecError, match="computes no gradients"):
+        found.train()
+    with pytest.raises(fxplug.GuardError, match="does not take this call: missing a required argument: 'timestep'"):
+        found(inputs()[0])
+    found.new_image()
+    x, time = inputs(1, 2, 2)
+    found(x, time)
+    with pytest.raises(fxplug.GuardError, match=r"1 tokens .dimension 2 of \(1, 24, 1\). cannot be split into 3 patches"):
+        found(x, time - 1)
+    found.new_image()
