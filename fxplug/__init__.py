@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .lowerings.tuning import tune
     from .match import Site, find
     from .packages import Package, load_package
+    from .parallel.localizing import localize, whole_state
     from .parallel.pipeline import PipeFusion, pipefusion
     from .parallel.plan import Plan, parallel_plan, parallelize
     from .policies import Every, TeaCache, Threshold
@@ -88,6 +89,7 @@ __all__ = [
     "load_config",
     "load_package",
     "load_pass",
+    "localize",
     "lower",
     "merge",
     "parallel_plan",
@@ -101,6 +103,7 @@ __all__ = [
     "tune",
     "unmerge",
     "verify",
+    "whole_state",
 ]
 
 _HOME = {
@@ -119,6 +122,7 @@ _HOME = {
     "limits": ["Limits"],
     "match": ["Site", "find"],
     "packages": ["Package", "load_package"],
+    "parallel.localizing": ["localize", "whole_state"],
     "parallel.pipeline": ["PipeFusion", "pipefusion"],
     "parallel.plan": ["Plan", "parallel_plan", "parallelize"],
     "policies": ["Every", "TeaCache", "Threshold"],

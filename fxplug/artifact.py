@@ -55,6 +55,11 @@ def save(
     if not isinstance(module, TracedModule):
         raise ArtifactError(f"save takes a traced module, not a {type(module).__name__}: fxplug.trace(model, inputs) makes one")
     module = unlowered(module)
+    if parts := module.meta.get("parts"):
+        raise ArtifactError(
+            f"this process keeps only its part of {len(parts)} weights, '{parts[0]}' the first: save what parallelize gives "
+            "where there are no processes, with the weights that whole_state gathers"
+        )
     target = Path(folder).absolute()
     raises = _unwritten(folder)
     with reported(raises, "cannot be written"):

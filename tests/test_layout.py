@@ -26,9 +26,9 @@ ORDER = """
     lowerings.deltas lowerings.absorbing lowerings.folding lowerings.shadowing
     cutting lowerings.packing lowerings.choosing lowerings.outlining lowerings.nesting slicing policies caching
     lowerings.sharding lowerings.batchnorms lowerings.tuning lowerings.lowering
-    parallel.layouts parallel.mesh parallel.pretending parallel.collectives parallel.ring parallel.attention parallel.trying
-    parallel.walking parallel.planning parallel.births parallel.writing parallel.plan
-    parallel.checking
+    parallel.layouts parallel.mesh parallel.pretending parallel.collectives parallel.ring parallel.attention parallel.shares
+    parallel.opening parallel.trying parallel.walking parallel.planning parallel.births parallel.features parallel.writing
+    parallel.localizing parallel.plan parallel.checking
     parallel.patches parallel.stages parallel.clock parallel.links parallel.pipeline
     manifest temporary folders sinks snapshot values programs magnitudes serialize rebuild artifact
     machines expressions signatures packed packages exporting models checks flow pages parallel.running
@@ -53,7 +53,7 @@ EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_
 EDITORS = {
     "edit", "slots", "grafting", "networks", "nodes", "exporting", "lowerings.fusing", "cutting",
     "lowerings.outlining", "lowerings.batchnorms", "lowerings.remerging", "lowerings.packing", "lowerings.folding",
-    "lowerings.shadowing", "lowerings.nesting", "slicing", "caching", "parallel.writing",
+    "lowerings.shadowing", "lowerings.nesting", "slicing", "caching", "parallel.writing", "parallel.opening",
     "parallel.patches",
 }
 LONG: set[str] = set()  # files of more than 500 lines: to be split, none to be added

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,11 @@ class Layout(NamedTuple):
     def total(self, sizes: Sequence[int]) -> int:
         """The size of the dimension where the streams have these sizes."""
         return self.outer * self.inner * sum(sizes[stream] for stream in self.streams)
+
+    def runs(self) -> Iterator[tuple[int, ...]]:
+        """Streams that stand behind each other, from any to any."""
+        for first, last in itertools.combinations(range(len(self.streams) + 1), 2):
+            yield self.streams[first:last]
 
     def rows(self, bounds: Sequence[tuple[int, int, int]]) -> Tensor:
         """The indices, int64, of what one process has; `bounds` gives start, length and size of each stream's part."""

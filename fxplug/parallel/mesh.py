@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..errors import SpecError
 
 # from the outermost: neighbours talk most along the last
-AXES = ("batch", "rows", "ring", "ulysses")
+AXES = ("batch", "rows", "ring", "ulysses", "tensor")
 SEQUENCE = "sequence"  # ring and ulysses as one axis
 
 

@@ -21,10 +21,12 @@ from ..module import Graph, TracedModule, copy_graph, shell
 from ..neutrality import in_mode
 from ..selfcheck import has_values
 from ..structure import leaves, map_leaves
-from . import births
+from . import births, features
 from .collectives import Collective, traffic
 from .layouts import count, counts, start
+from .localizing import localize
 from .mesh import SEQUENCE, World, ways_of, world_of
+from .opening import opened
 from .planning import Found, Unsplittable, planned
 from .pretending import PRETENDED, placed, pretended
 from .trying import Leaf, Tries, leaves_of
@@ -32,7 +34,7 @@ from .walking import bound, left_alone, walk
 from .writing import Writer
 
 CLOSE = 1e-5  # of the largest value: what sums in another order may differ by
-NAMES = {SEQUENCE: "sequence_parallel", "batch": "batch_parallel"}
+NAMES = {SEQUENCE: "sequence_parallel", "batch": "batch_parallel", "tensor": "tensor_parallel"}
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Stage:
     axis: str
     found: Found
     modes: dict[bool, Found]
+    opens: frozenset[str] = frozenset()  # layers whose weights come into the graph
 
     @property
     def name(self) -> str:
@@ -205,17 +208,19 @@ def parallel_plan(
     ulysses: int = 1,
     ring: int = 1,
     batch: int = 1,
+    tensor: int = 1,
     split: Mapping[str, int] | None = None,
     check: bool = True,
 ) -> Plan:
     """Find where a model can be split over processes, by trying its operations on parts of example inputs.
 
     `ulysses` and `ring` split tokens (their product is how many ways; Jacobs et al. 2023, arXiv 2309.14509; Liu et al. 2023,
-    arXiv 2310.01889), `batch` splits samples, guidance included. Nothing is known of any model: each distinct operation runs
-    once on small random values, whole and in unequal parts, and once more on others. Weights and inputs may be on the meta
-    device. What has values is then run on pretended processes beside one (`Plan.check`; `check=False` leaves it out): attention
-    may hide an order of tokens that no comparison of parts can see. `split` gives births in the stead of those found: the name
-    of a node, or of an argument, and a dimension.
+    arXiv 2310.01889), `batch` splits samples, guidance included, `tensor` splits heads and features, and the weights of the
+    layers before and behind them (Shoeybi et al. 2019, arXiv 1909.08053). Nothing is known of any model: each distinct
+    operation runs once on small random values, whole and in unequal parts, and once more on others. Weights and inputs may be
+    on the meta device. What has values is then run on pretended processes beside one (`Plan.check`; `check=False` leaves it
+    out): attention may hide an order of tokens that no comparison of parts can see. `split` gives births of tokens in the stead
+    of those found: the name of a node, or of an argument, and a dimension.
 
     Raises SpecError for ways that are none, inputs that the model does not take, a node that is not there, fewer tokens or
     samples than ways, and where nothing can be split, with what stands in the way; VerifyError for a plan that proves wrong.
@@ -225,7 +230,7 @@ def parallel_plan(
     if any(isinstance(module, Collective) for module in gm.modules()):
         raise SpecError("this module is parallel already: make a plan of all ways for the one that it was made of")
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    ways = ways_of({"ulysses": ulysses, "ring": ring, "batch": batch})
+    ways = ways_of({"ulysses": ulysses, "ring": ring, "batch": batch, "tensor": tensor})
     call = args, dict(kwargs or {})
     modes = sorted(gm.graphs, key=lambda mode: mode != gm._graph_mode)
     try:
@@ -242,19 +247,25 @@ class _Twin(Exception):
 
 def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], split: Any, check: bool) -> Plan:
     plan = Plan(ways, [], _mark(gm), modes[0], gm, call)
-    for axis, number in (("batch", ways["batch"]), (SEQUENCE, ways["ulysses"] * ways["ring"])):
+    axes = ("batch", ways["batch"]), (SEQUENCE, ways["ulysses"] * ways["ring"]), ("tensor", ways["tensor"])
+    for axis, number in axes:
         if number == 1:
             continue
         found: dict[bool, Found] = {}
+        opens: frozenset[str] = frozenset()
         for mode in modes:
             try:
                 with _in(mode, plan.written):
-                    found[mode] = _found(plan.written, mode, call, axis, split if axis == SEQUENCE else None, found)
+                    if axis == "tensor":
+                        other = next(iter(found.values()), None)
+                        opens, found[mode] = features.find(plan.written, mode, call, number, opens, other)
+                    else:
+                        found[mode] = _found(plan.written, mode, call, axis, split if axis == SEQUENCE else None, found)
             except Unsplittable as error:
                 if found:
                     raise _Twin(str(error)) from None
                 raise SpecError(f"nothing of this model can be split along '{axis}': {error}") from None
-        stage = Stage(axis, found[modes[0]], found)
+        stage = Stage(axis, found[modes[0]], found, opens)
         _check_sizes(stage, number)
         plan.stages.append(stage)
         plan.written = _written(plan.written, stage, plan.ways)
@@ -271,7 +282,8 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
     """The module that runs on every process of a plan; `gm` stays as it was, weights are shared.
 
     `mesh` has the plan's axes by name; without one it is made of all processes of torch.distributed, when there are some, else
-    at the first call. One graph serves every process. With one process along every axis it is the same graph again.
+    at the first call. One graph serves every process. With one process along every axis it is the same graph again. Of weights
+    that `tensor` splits a process that has its place keeps only its part, see `localize`.
 
     Raises SpecError for a plan of another graph, and for a mesh or a number of processes that does not fit.
     """
@@ -284,6 +296,8 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
         gm.meta["plan"] = plan
     if mesh is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
         place(gm, world_of(plan.ways, mesh))
+        if plan.ways["tensor"] > 1:
+            localize(gm, mesh)
     else:
         place(gm, None)
     return gm
@@ -308,7 +322,7 @@ def _found(
     names = {node.name: node for node in graph.nodes}
     for other in before.values():
         if all(node.name in names for node in other.births):
-            split = {node.name: dim for node, dim in other.births.items()}
+            split = {node.name: dim for node, dim in other.births.items() if isinstance(dim, int)}
     for seed in (0, 1):
         if axis == "batch" or split:
             given = births.samples(walked) if split is None else _given(graph, split)
@@ -354,6 +368,7 @@ def _check_sizes(stage: Stage, number: int) -> None:
 def _written(gm: TracedModule, stage: Stage, ways: Mapping[str, int]) -> TracedModule:
     if stage.name in dict(gm.named_children()):
         raise SpecError(f"the model has a module '{stage.name}' of its own")
+    gm = opened(gm, stage.opens) if stage.opens else gm
     tree = shell(gm)
     graphs: dict[bool, Graph] = {}
     for mode, found in stage.modes.items():

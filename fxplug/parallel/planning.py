@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +12,14 @@ from torch.utils import _pytree as pytree
 
 from .. import ops
 from .layouts import Layout
-from .trying import Leaf, Number, Place, Step, Tries, is_value, leaves_of, name_of
+from .trying import Leaf, Number, Place, Step, Tries, is_value, leaves_of, name_of, numbered
 from .walking import Walk
 
 CHECKS = (ops.guard, ops.same, ops.check_inputs, ops.check_members, ops.check_generator, ops.check_added, ops.check_state)
 FACTS = (ops.device_of, ops.dtype_of, ops.asked)  # of a tensor, the same for its parts
 PLAIN = (Tensor, int, float, bool, complex, str, type(None), tuple, list, dict)
 MOST = 4  # inputs that are split together in one try
+MANY = 12  # choices of numbers that are scaled
 
 
 class Unsplittable(Exception):
@@ -35,7 +36,7 @@ class Found:
 
     walk: Walk
     tries: Tries
-    births: dict[fx.Node, int]
+    births: Mapping[fx.Node, int | Place]
     steps: dict[fx.Node, Step] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     origins: list[tuple[fx.Node, int]] = field(default_factory=list)  # of each stream: a whole value, and its dimension
@@ -62,16 +63,24 @@ class Found:
         return step is not None and step.add
 
 
-def planned(walk: Walk, tries: Tries, births: Mapping[fx.Node, int], one: bool = False) -> Found:
+def planned(
+    walk: Walk, tries: Tries, births: Mapping[fx.Node, int | Place], one: bool = False, streams: Sequence[int] = ()
+) -> Found:
     """A plan from these births: values whose dimension is split from there on. With `one` all are of one stream.
+
+    A birth that is a place is of the streams with these sizes, which are numbers in the model's code: heads, features.
 
     Raises Unsplittable.
     """
     forced: set[fx.Node] = set()
     while True:
-        tries.streams.true.clear()
+        tries.streams.true[:] = streams
+        found = Found(walk, tries, dict(births))
+        for stream in range(len(streams)):
+            here = ((n, p.dim) for n, p in births.items() if isinstance(p, Place) and stream in p.layout.streams)
+            found.origins.append(next(here))
         try:
-            found = _Planner(Found(walk, tries, dict(births)), forced, one).run()
+            found = Planner(found, forced, one).run()
             found.sizes = list(tries.streams.true)
             return found
         except _Again as error:
@@ -82,10 +91,11 @@ def planned(walk: Walk, tries: Tries, births: Mapping[fx.Node, int], one: bool =
             forced |= more
 
 
-class _Planner:
+class Planner:
     def __init__(self, found: Found, forced: set[fx.Node], one: bool) -> None:
         self.found, self.forced, self.one = found, forced, one
         self.walk, self.tries, self.values = found.walk, found.tries, found.values
+        self.counted = len(found.tries.streams.true)  # streams that numbers in the model's code count
 
     def run(self) -> Found:
         for node in self.walk.graph.nodes:
@@ -102,8 +112,11 @@ class _Planner:
     def whole(self, node: fx.Node) -> Any:
         return pytree.tree_map(lambda v: Leaf(v, None) if isinstance(v, Tensor) else v, self.walk.values[node])
 
-    def bear(self, node: fx.Node, dim: int) -> None:
+    def bear(self, node: fx.Node, dim: int | Place) -> None:
         value = self.values[node]
+        if isinstance(dim, Place):
+            self.values[node] = Leaf(value.tensor, dim)
+            return
         if not isinstance(value, Leaf) or not -value.tensor.dim() <= dim < value.tensor.dim():
             raise Unsplittable(f"'{node.name}' has no dimension {dim}")
         dim %= value.tensor.dim()
@@ -140,14 +153,7 @@ class _Planner:
             return self.gathered(node, everything, "its result is one of another kind" if node not in self.forced else "")
         if (value := self.attention(node)) is not None:
             return value
-        key = self.key(node)
-        if key is not None and key in self.tries.known:
-            outcome = self.tries.known[key]
-        else:
-            before = len(self.tries.streams.true)
-            outcome = self.outcome(node, split, sized)
-            if key is not None and len(self.tries.streams.true) == before:  # else streams begin here
-                self.tries.known[key] = outcome
+        outcome = self.result(node, split, sized)
         if outcome is None:
             for one in self.walk.writes.get(node, ()):
                 if self.found.is_split(one):
@@ -185,6 +191,17 @@ class _Planner:
             return None
         return key
 
+    def result(self, node: fx.Node, split: list[int], sized: list[int]) -> Any:
+        """What `outcome` gives, found once for all operations that do the same."""
+        key = self.key(node)
+        if key is not None and key in self.tries.known:
+            return self.tries.known[key]
+        before = len(self.tries.streams.true)
+        outcome = self.outcome(node, split, sized)
+        if key is not None and len(self.tries.streams.true) == before:  # else streams begin here
+            self.tries.known[key] = outcome
+        return outcome
+
     def outcome(self, node: fx.Node, split: list[int], sized: list[int]) -> Any:
         """The first step that works, what the leaves of the result are then, and whether an input is written."""
         for step in self.ways(node, split, sized):
@@ -206,9 +223,10 @@ class _Planner:
         sizes = layouts or [Layout((stream,)) for stream in range(len(self.tries.streams.true))]
         from_parts = bool(step.splits) or len(step.gathers) < len(split)
         from_sizes = not step.whole_numbers and any(self.found.hangs_on_sizes(n) for n in inputs)
+        ratio = bool(step.scaled) and not split  # of features to heads: the same everywhere
         layouts = list(dict.fromkeys(sizes))
-        found = self.tries.placed(self.walk.values[node], whole, parts, layouts, from_parts, from_sizes)
-        if found is None:
+        found = self.tries.placed(self.walk.values[node], whole, parts, layouts, from_parts, from_sizes and not ratio)
+        if found is None or (ratio and any(isinstance(leaf, Number) for leaf in leaves_of(found[0]))):
             return None
         written = []
         for index, one in enumerate(inputs):
@@ -218,7 +236,7 @@ class _Planner:
             written += [index] * state
         value, add = found
         kinds = [leaf.place if isinstance(leaf, Leaf) else leaf for leaf in leaves_of(value)]
-        return step._replace(add=add), kinds, written
+        return step._replace(add=bool(add), mean=add if isinstance(add, tuple) else ()), kinds, written
 
     def check_written(self, value: fx.Node) -> None:
         """Refuse writing into memory that the graph shares and a plan does not: that of a copy, gathered or split."""
@@ -232,26 +250,36 @@ class _Planner:
     def ways(self, node: fx.Node, split: list[int], sized: list[int]) -> Iterator[Step]:
         """Repairs, the cheapest first."""
         inputs = node.all_input_nodes
+        numbers = self.scaled(node, split) if self.counted else []
+        if not split:
+            yield from (Step(scaled=some) for some in numbers)
         yield Step()
         if sized:
             yield Step(whole_numbers=True)
+        if split:
+            yield from (Step(scaled=some) for some in numbers)
         wholes = [
             i for i, n in enumerate(inputs) if isinstance(self.values[n], Leaf) and self.values[n].place is None
         ]  # fmt: skip
         if name_of(node) in ("cat", "concat", "concatenate") and split:
             yield from self.joined(node, split, wholes)
         sizes: dict[int, tuple[Layout, int]] = {}
+        true = self.tries.streams.true
         for index in split:
             value = self.values[inputs[index]]
             if isinstance(value, Leaf) and value.place:
                 from_end = value.place.dim - value.tensor.dim()
-                sizes.setdefault(value.place.layout.total(self.tries.streams.true), (value.place.layout, from_end))
+                sizes.setdefault(value.place.layout.total(true), (value.place.layout, from_end))
         choices: list[list[tuple[int, Place]]] = []
         for index in wholes:
             tensor = self.values[inputs[index]].tensor
             fits = [(d, *sizes[n]) for d, n in enumerate(tensor.shape) if n in sizes and n > 1]
             dims = tensor.dim()
             fits.sort(key=lambda fit, dims=dims: fit[0] - dims != fit[2])  # type: ignore[misc]
+            if self.counted and not fits:  # as many groups of other size, as grouped queries have them
+                for layout, end in sizes.values():
+                    times, rest = divmod(tensor.shape[end] if -end <= dims else 1, sum(true[s] for s in layout.streams))
+                    fits += [(end + dims, Layout(layout.streams, 1, times), end)] if times and not rest else []
             if fits:
                 choices.append([(index, Place(d, layout)) for d, layout, _ in fits[:2]])
         flags = [False, True] if sized else [False]
@@ -259,11 +287,37 @@ class _Planner:
             for flag in flags:
                 for picked in itertools.product(*choices):
                     yield Step(splits=tuple(picked), whole_numbers=flag)
+                    yield from (Step(splits=tuple(picked), whole_numbers=flag, scaled=some) for some in numbers)
                 if len(choices) > 1:
                     yield from (Step(splits=(one,), whole_numbers=flag) for one in itertools.chain(*choices))
+        if self.counted and split:
+            for one in itertools.chain(*choices[:MOST]):
+                yield from (Step(splits=(one,), once=(index,)) for index in wholes if index != one[0])
         if len(split) > 1:
             for index in reversed(split):
                 yield from (Step(gathers=(index,), whole_numbers=flag) for flag in flags)
+
+    def scaled(self, node: fx.Node, split: list[int]) -> list[tuple[tuple[int, tuple[int, ...]], ...]]:
+        """Which numbers among a node's arguments may count heads or features of this process: one at a time, then more."""
+        inputs = [node.all_input_nodes[index] for index in split]
+        leaves = [leaf for one in inputs for leaf in leaves_of(self.values[one]) if _placed(leaf)]
+        runs = dict.fromkeys(run for leaf in leaves for run in leaf.place.layout.runs())
+        sizes = self.tries.streams.true
+        choices: list[list[tuple[int, tuple[int, ...]]]] = []
+
+        def look(position: int, leaf: Any) -> Any:
+            value = self.values[leaf] if isinstance(leaf, fx.Node) else leaf
+            if type(value) is int and value > 1:
+                fits = [run for run in runs or ((s,) for s in range(self.counted)) if value % sum(sizes[s] for s in run) == 0]
+                fits.sort(key=lambda run: -sum(sizes[s] for s in run))
+                choices.append([(position, run) for run in fits[:2]])
+            return leaf
+
+        numbered((node.args, node.kwargs), look)
+        choices = [choice for choice in choices if choice]
+        found = [(pick,) for pick in sorted(itertools.chain(*choices), key=lambda p: p[1])]
+        some: list[Any] = [*found, *itertools.islice(itertools.product(*choices), 4)] if len(choices) > 1 else found
+        return some[:MANY]
 
     def joined(self, node: fx.Node, split: list[int], wholes: list[int]) -> Iterator[Step]:
         """What is put behind tokens becomes tokens: a stream of its own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,9 @@ POOL = 1_299_709  # random values, a prime number of them: rows that take them a
 HELD = 1 << 27  # bytes of weights, in the stead of those that have no values, that are kept
 EMPTY = ("empty", "empty_like", "new_empty")
 RANGE = 2  # random whole numbers are below
+
+
+Scaled = tuple[tuple[int, tuple[int, ...]], ...]  # positions of numbers, and the streams that each counts
 
 
 class Place(NamedTuple):
@@ -54,6 +57,9 @@ class Step(NamedTuple):
     special: str = ""  # "attention": its keys and values travel
     add: bool = False  # what each process gives is a summand
     same: bool = False  # the first process's result is everybody's
+    mean: tuple[int, ...] = ()  # it is the mean over its tokens of these streams, and a summand with their share
+    once: tuple[int, ...] = ()  # given in the first process alone, zeros in the others: a summand like the rest
+    scaled: Scaled = ()  # numbers, by position in the arguments, that count these streams
 
 
 class Streams:
@@ -172,10 +178,12 @@ class Tries:
         for index, one in enumerate(inputs):
             split = dict(step.splits).get(index)
             given[one] = self.given(values[one], split, index in step.gathers, step.whole_numbers)
+            if index in step.once:
+                given[one][1][1].zero_()
         try:
             with torch.no_grad():
-                whole = self.run(node, {n: v[0] for n, v in given.items()})
-                parts = [self.run(node, {n: v[1][rank] for n, v in given.items()}) for rank in (0, 1)]
+                whole = self.run(node, {n: v[0] for n, v in given.items()}, step.scaled)
+                parts = [self.run(node, {n: v[1][rank] for n, v in given.items()}, step.scaled, rank) for rank in (0, 1)]
         except Exception:  # sizes that do not go together: any error of torch's
             return None
         return whole, parts, given
@@ -214,9 +222,17 @@ class Tries:
                         return None
         return written
 
-    def run(self, node: fx.Node, given: dict[fx.Node, Any]) -> Any:
-        args: Any = _on_cpu(fx.node.map_arg(node.args, given.__getitem__))
-        kwargs: Any = _on_cpu(fx.node.map_arg(node.kwargs, given.__getitem__))
+    def run(self, node: fx.Node, given: dict[fx.Node, Any], scaled: Scaled = (), rank: int | None = None) -> Any:
+        runs = dict(scaled)
+
+        def number(position: int, value: Any) -> Any:
+            if position not in runs:
+                return value
+            sizes = [sum(PARTS[s]) if rank is None else PARTS[s][rank] for s in runs[position]]
+            return value // sum(self.streams.true[s] for s in runs[position]) * sum(sizes)
+
+        call = numbered((node.args, node.kwargs), lambda i, v: number(i, given[v] if isinstance(v, fx.Node) else v))
+        args, kwargs = (_on_cpu(value) for value in call)
         if name_of(node) in EMPTY:  # what is not written yet is the same everywhere
             return self.call(node, args, kwargs).zero_()
         return self.call(node, args, kwargs)
@@ -225,8 +241,10 @@ class Tries:
 
     def placed(
         self, true: Any, whole: Any, parts: list[Any], layouts: Sequence[Layout], from_parts: bool, from_sizes: bool = False
-    ) -> tuple[Any, bool] | None:
+    ) -> tuple[Any, Any] | None:
         """The value of a node, and whether it is a sum of what the processes gave; None where neither whole nor split.
+
+        In the stead of True there are streams where it is a mean over their tokens.
 
         What seems the same everywhere may be so by chance: a tensor that is computed `from_parts`, a number `from_sizes`.
         """
@@ -236,7 +254,7 @@ class Tries:
         if any(t != tree for _, t in rows) or same != tree:
             return None
         found: list[Any] = []
-        add = False
+        add: Any = False
         for index, small in enumerate(leaves):
             got, real = [row[index] for row, _ in rows], trues[index]
             if not isinstance(small, Tensor):
@@ -249,6 +267,8 @@ class Tries:
                 return None
             if place == "sum":
                 add, place = True, "whole"
+            elif isinstance(place, tuple) and not isinstance(place, Place):
+                add, place = place, "whole"
             if place != "whole" and not self.as_true(real, small, place):
                 return None
             if place == "whole" and real.shape != small.shape:
@@ -257,6 +277,10 @@ class Tries:
         if add and len(found) != 1:
             return None
         return pytree.tree_unflatten(found, tree), add
+
+    def mean(self, got: list[Tensor], streams: Sequence[int]) -> Tensor:
+        lengths = [sum(PARTS[stream][rank] for stream in streams) for rank in (0, 1)]
+        return (got[0] * lengths[0] + got[1] * lengths[1]) / sum(lengths)
 
     def as_true(self, true: Tensor, small: Tensor, place: Place) -> bool:
         """Whether the true value is as large as the small one says."""
@@ -271,7 +295,9 @@ class Tries:
             if all(alike(whole, g) for g in got):
                 return None if from_parts and whole.numel() else "whole"  # by chance: it was computed from parts
             summed = got[0] + got[1] if whole.is_floating_point() else None
-            return "sum" if summed is not None and alike(whole, summed) else None
+            if summed is None or alike(whole, summed):
+                return None if summed is None else "sum"
+            return next((layout.streams for layout in layouts if alike(whole, self.mean(got, layout.streams))), None)
         dims = {d for g in got for d in range(whole.dim()) if g.shape[d] != whole.shape[d]}
         if len(dims) != 1:
             return None
@@ -281,6 +307,12 @@ class Tries:
             if all(alike(self.part(whole, place, rank), g) for rank, g in enumerate(got)):
                 return place
         return None
+
+
+def numbered(value: Any, function: Callable[[int, Any], Any]) -> Any:
+    """Nested arguments with each leaf replaced by what a function makes of it and its position among the leaves."""
+    position = itertools.count()
+    return fx.node.map_aggregate(value, lambda leaf: function(next(position), leaf))
 
 
 def is_value(value: Any) -> bool:
@@ -320,8 +352,7 @@ def candidates(layouts: Sequence[Layout], sizes: Sequence[int], size: int) -> It
     """Layouts that fill a dimension: those at hand, runs of their streams, several behind each other, in and out of others."""
     found: dict[tuple[int, ...], None] = {}
     for layout in layouts:
-        for first, last in itertools.combinations(range(len(layout.streams) + 1), 2):
-            found[layout.streams[first:last]] = None
+        found.update(dict.fromkeys(layout.runs()))
     if 1 < len(layouts) <= 4:
         for order in itertools.permutations(layouts):
             found[tuple(stream for layout in order for stream in layout.streams)] = None

@@ -16,7 +16,8 @@ from ..paths import identifier
 from .attention import Attention
 from .collectives import Collective, Gather, Numel, Same, Split, Sum, Whole
 from .planning import Found, arguments
-from .trying import Leaf, Number, Place, Step
+from .shares import Count, Mean, Once, Part
+from .trying import Leaf, Number, Place, Step, numbered
 
 _At = Callable[[fx.Graph], AbstractContextManager[Any]]
 
@@ -37,7 +38,7 @@ class Writer:
         self.ways, self.axis = dict(ways), axis
         self.twin: dict[str, fx.Node] = {node.name: node for node in graph.nodes}
         self.made: dict[Any, Any] = {}
-        self.sizes: dict[int, fx.Node] = {}
+        self.sizes: dict[int, Any] = {}
         self.now: dict[fx.Node, fx.Node] = {}  # what stands for a node since it was split or summed
         self.sites: list[dict[str, Any]] = []
 
@@ -74,15 +75,16 @@ class Writer:
         return str(self.made[key])
 
     def call(
-        self, kind: type[Collective], settings: tuple[Any, ...], value: fx.Node, streams: tuple[int, ...], at: _At
+        self, kind: type[Collective], settings: tuple[Any, ...], value: Any, streams: tuple[int, ...], at: _At, like: Any = None
     ) -> fx.Node:
         """A call of a collective on a value and the sizes of its streams, at a place in the graph."""
         path = self.block(kind, *settings)
         sizes = tuple(self.size(stream) for stream in streams)
         with at(self.graph):
             node: fx.Node = self.graph.create_node("call_module", path, (value, *sizes), {}, name=identifier(path))
-        node.meta.update({k: value.meta[k] for k in ("shape", "dtype") if k in value.meta})
-        return self.marked(node, value, kind.__name__)
+        if isinstance(value, fx.Node):
+            node.meta.update({k: value.meta[k] for k in ("shape", "dtype") if k in value.meta})
+        return self.marked(node, like or value, kind.__name__)
 
     def marked(self, node: fx.Node, like: fx.Node, block: str) -> fx.Node:
         node.meta["nn_module_stack"] = ROOT
@@ -97,10 +99,13 @@ class Writer:
         twin = self.twin[one.name]
         return self.now.get(twin, twin)
 
-    def size(self, stream: int) -> fx.Node:
-        """The whole size of a stream, asked where it begins."""
+    def size(self, stream: int) -> Any:
+        """The whole size of a stream, asked where it begins; a number where that is a weight."""
         if stream not in self.sizes:
             one, dim = self.found.origins[stream]
+            if isinstance(self.found.births.get(one), Place):
+                self.sizes[stream] = self.found.sizes[stream]
+                return self.sizes[stream]
             origin = self.twin[one.name]
             with self.graph.inserting_after(head(self.graph) if origin.op == "placeholder" else origin):
                 self.sizes[stream] = self.marked(self.graph.call_method("size", (origin, dim)), origin, "")
@@ -112,13 +117,20 @@ class Writer:
         place = self.found.place(node)
         assert place is not None
         twin = self.twin[node.name]
-        (stream,) = place.layout.streams
-        settings = self.axis, place.dim, place.layout.inner, True
-        after = max(self.size(stream), head(self.graph) if twin.op == "placeholder" else twin)
-        cut = self.call(Split, settings, twin, (stream,), _after(after))
+        if isinstance(self.found.births[node], Place):
+            cut = self.call(Part, self.part(place), twin, place.layout.streams, _after(twin))
+        else:
+            (stream,) = place.layout.streams
+            settings = self.axis, place.dim, place.layout.inner, True
+            after = max(self.size(stream), head(self.graph) if twin.op == "placeholder" else twin)
+            cut = self.call(Split, settings, twin, (stream,), _after(after))
         keep = {cut, *self.sizes.values()}
         twin.replace_all_uses_with(cut, delete_user_cb=lambda user: user not in keep)
         self.now[twin] = cut
+
+    def part(self, place: Place) -> tuple[Any, ...]:
+        """The settings of a `Part`."""
+        return self.axis, place.dim, place.layout.inner, place.layout.outer
 
     def step(self, node: fx.Node, step: Step) -> None:
         inputs = node.all_input_nodes
@@ -128,6 +140,8 @@ class Writer:
             table[self.node(inputs[index])] = self.gathered(inputs[index], twin)
         for index, place in step.splits:
             table[self.node(inputs[index])] = self.split(inputs[index], place, twin)
+        for index in step.once:
+            table[self.node(inputs[index])] = self.call(Once, (self.axis,), self.node(inputs[index]), (), _before(twin))
         if step.whole_numbers:
             for one in inputs:
                 if self.found.hangs_on_sizes(one) and self.node(one) not in table:
@@ -135,19 +149,32 @@ class Writer:
         if step.special == "attention":
             self.attention(node, twin, table)
             return
-        if table:
-            twin.args = fx.node.map_arg(twin.args, lambda n: table.get(n, n))
-            twin.kwargs = fx.node.map_arg(twin.kwargs, lambda n: table.get(n, n))
+        if table or step.scaled:
+            runs = dict(step.scaled)
+
+            def argument(position: int, leaf: Any) -> Any:
+                value = table.get(leaf, leaf) if isinstance(leaf, fx.Node) else leaf
+                if position not in runs:
+                    return value
+                key = ("count", value, runs[position])
+                if key not in self.made:
+                    self.made[key] = self.call(Count, (self.axis,), value, runs[position], _before(twin), twin)
+                return self.made[key]
+
+            twin.args, twin.kwargs = numbered((twin.args, twin.kwargs), argument)
         if step.add or step.same:
-            total = self.call(Sum if step.add else Same, (self.axis,), twin, (), _after(twin))
+            after = max([twin, *_nodes(self.size(stream) for stream in step.mean)])
+            total = self.call(Same if step.same else Mean if step.mean else Sum, (self.axis,), twin, step.mean, _after(after))
             twin.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
             self.now[twin] = total
 
     def split(self, one: fx.Node, place: Place, before: fx.Node) -> fx.Node:
         key = ("split", one, place)
         if key not in self.made:
-            settings = self.axis, place.dim, place.layout.inner
-            self.made[key] = self.call(Split, settings, self.node(one), place.layout.streams, _before(before))
+            kind, settings = Split, (self.axis, place.dim, place.layout.inner)
+            if one.op == "get_attr" and all(isinstance(self.size(stream), int) for stream in place.layout.streams):
+                kind, settings = Part, self.part(place)  # type: ignore[assignment]
+            self.made[key] = self.call(kind, settings, self.node(one), place.layout.streams, _before(before))
         found: fx.Node = self.made[key]
         return found
 
@@ -188,11 +215,11 @@ class Writer:
         asked = {"numel": Numel, "size": Whole if len(one.args) + len(one.kwargs) == 2 else None}.get(str(one.target))
         if asked is not None and place is not None:
             streams = place.layout.streams
-            after = max(twin, *(self.size(stream) for stream in streams))
+            after = max([twin, *_nodes(self.size(stream) for stream in streams)])
             made = self.call(asked, (self.axis, place.dim), self.node(source), streams, _after(after))
         else:
             given = {n: self.now_whole(n, twin) for n in one.all_input_nodes}
-            with self.graph.inserting_after(max(twin, *_nodes(given.values()))):
+            with self.graph.inserting_after(max([twin, *_nodes(given.values())])):
                 args: Any = fx.node.map_arg(one.args, given.__getitem__)
                 kwargs: Any = fx.node.map_arg(one.kwargs, given.__getitem__)
                 made = self.graph.create_node(one.op, one.target, args, kwargs)
