@@ -76,8 +76,8 @@ class Split(Collective):
         rank, world, _ = self.along()
         for size in sizes:
             if self.born and size < world:
-                where = f"dimension {self.dim} of {tuple(x.shape)}"
-                raise GuardError(f"{size} tokens ({where}) cannot be split over {world} processes")
+                what, where = "samples" if self.axis == "batch" else "tokens", f"dimension {self.dim} of {tuple(x.shape)}"
+                raise GuardError(f"{size} {what} ({where}) cannot be split over {world} processes")
         total = sum(sizes) * self.inner
         y = torch.unflatten(x, self.dim, (x.shape[self.dim] // total if total else 1, total))
         parts, before = [], 0

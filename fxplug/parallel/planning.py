@@ -145,11 +145,12 @@ class Planner:
             return self.gathered(node, step, "it draws random numbers, which are the first process's everywhere")
         if node.op in ("placeholder", "get_attr") or not (split or sized) or node.target in FACTS:
             return self.whole(node)
-        if node.target in CHECKS:
+        passes_on = node.target is ops.check_added and self.found.is_split(inputs[0])  # the value that it checks
+        if node.target in CHECKS and not passes_on:
             self.found.steps[node] = Step(whole_numbers=True)
             return self.whole(node)
         everything = Step(gathers=tuple(split), whole_numbers=True)
-        if node in self.forced or not isinstance(true, PLAIN):
+        if node in self.forced or not _is_plain(true):
             return self.gathered(node, everything, "its result is one of another kind" if node not in self.forced else "")
         if (value := self.attention(node)) is not None:
             return value
@@ -361,6 +362,12 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
     return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether parts of a result can be gathered into one like it: not where it is of a class of its own."""
+    own = type(value) is not dict if isinstance(value, dict) else hasattr(value, "_fields")
+    return isinstance(value, PLAIN) and not own
 
 
 def _placed(leaf: Any) -> bool:
