@@ -124,8 +124,8 @@ class Tries:
         if place is None:
             return tensor.detach().clone() if known else self.random(shape, tensor.dtype)
         size = place.layout.total(self.streams.small)
-        if known:
-            return tensor.index_select(place.dim, torch.arange(size) % max(1, tensor.shape[place.dim]))
+        if known and tensor.shape[place.dim]:
+            return tensor.index_select(place.dim, torch.arange(size) % tensor.shape[place.dim])
         shape[place.dim] = size
         return self.random(shape, tensor.dtype)
 
