@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from .exporting import export
+    from .fastattention import FastAttention
     from .flow import Result, rewrite
     from .limits import Limits
     from .lowerings.folding import merge, unmerge
@@ -57,6 +58,7 @@ __all__ = [
     "ArtifactError",
     "ClashError",
     "Every",
+    "FastAttention",
     "FxplugError",
     "GuardError",
     "Limits",
@@ -115,6 +117,7 @@ _HOME = {
     "edit": ["apply"],
     "errors": [name for name in __all__ if name.endswith("Error")],
     "exporting": ["export"],
+    "fastattention": ["FastAttention"],
     "flow": ["Result", "rewrite"],
     "lowerings.folding": ["merge", "unmerge"],
     "lowerings.fusing": ["fuse"],

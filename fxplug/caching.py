@@ -5,37 +5,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .errors import SpecError, did_you_mean
-from .module import TracedModule, shell
+from .errors import SpecError
+from .module import Graph, TracedModule
 from .policies import Every, Policy, Step, Threshold
 from .slicing import Slices
+from .stepped import Stepped, between, device_of, eager, shapes_of
 from .structure import leaves
-from .turns import during, turns_of
 
-TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 GAUGED = ("first", "rest", "short")  # the parts of a gauged policy
-AT_ONCE = 8  # so many calls at one time are told apart
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _eager(function: F) -> F:
-    """What is decided on the host stays there when somebody compiles the whole."""
-    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _between(function: F) -> F:
-    """The same for a function that calls graphs, which are then compiled one by one."""
-    return torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call, no-any-return]
-
-
-# --- the module that runs
 
 
 @dataclass
@@ -53,7 +37,7 @@ class _Stream:
     changes: int
 
 
-class StepCache(nn.Module):
+class StepCache(Stepped):
     """A model whose steps take from earlier steps what a pass such as `deepcache` or `first_block_cache` has marked.
 
     It is called as `module` is, has the same parameters, buffers and attributes, and can take its place in a pipeline. In its
@@ -82,23 +66,12 @@ class StepCache(nn.Module):
     """
 
     def __init__(self, module: TracedModule, policy: Policy | None = None, *, clock: str | None = "timestep") -> None:
-        super().__init__()
-        if not isinstance(module, TracedModule):
-            raise SpecError(f"a step cache takes a traced module, not {type(module).__name__}: fxplug.trace makes one")
-        self.__dict__.update({table: vars(module)[table] for table in TABLES}, module=module)
-        self.training = module.training
+        super().__init__(module, clock)
         self._cuts = {mode: Slices(graph, module) for mode, graph in module.graphs.items()}
         gauged = all(cut.gauges for cut in self._cuts.values())
         self.policy: Policy = policy if policy is not None else Threshold() if gauged else Every()
         if self.gauged:
             self._check_gauges()
-        self._position = self._of_clock(clock)
-        self._clock = clock
-        self._options: dict[str, Any] | None = None
-        self._turns = turns_of(module)
-        collectives: list[Any] = [m for m in module.modules() if hasattr(m, "everywhere")]
-        self._everywhere: Callable[[Tensor], Tensor] | None = collectives[0].everywhere if collectives else None
-        self._parts: dict[str, TracedModule] = {}  # no submodules: they hold what `module` holds
         for name in self.used:
             self._part(name)
         self.counts = {"full": 0, "shallow": 0}
@@ -127,25 +100,10 @@ class StepCache(nn.Module):
     def short(self) -> TracedModule:
         return self._part("short")
 
-    def _part(self, name: str) -> TracedModule:
-        if name not in self._parts:
-            self._parts[name] = self._made(name)
-        return self._parts[name]
-
-    @_eager
-    def _made(self, name: str) -> TracedModule:
+    def graphs_of(self, name: str) -> dict[bool, Graph]:
         if name in GAUGED:
             self._check_gauges()
-        module = self.module
-        graphs = {mode: getattr(cut, name)() for mode, cut in self._cuts.items()}
-        part = TracedModule(shell(module), graphs, module._origin, module._extras)
-        for table in TABLES:
-            part.__dict__[table] = vars(module)[table]  # what moves or changes one of them does so for all
-        part.twin_error = module.twin_error
-        part.meta = {**module.meta, "part": name}
-        if self._options is not None:
-            part.compile(**self._options)
-        return part
+        return {mode: getattr(cut, name)() for mode, cut in self._cuts.items()}
 
     def _check_gauges(self) -> None:
         if not all(cut.gauges and cut.early for cut in self._cuts.values()):
@@ -163,25 +121,7 @@ class StepCache(nn.Module):
         """The names of the parts that the policy runs."""
         return GAUGED if self.gauged else ("full", "shallow")
 
-    def map(self, function: Callable[[TracedModule], Any]) -> None:
-        """Put `function(part)` in the place of each part that is used, such as a lowering that keeps signature and result."""
-        for name in self.used:
-            self._parts[name] = function(self._part(name))
-
-    def compile(self, **options: Any) -> None:
-        """Compile each part, by default with fullgraph=True; the choice between them stays on the host."""
-        self._options = {"fullgraph": True, **options}
-        for name in self.used:
-            self._part(name).compile(**self._options)
-
     # --- a run
-
-    def reset(self) -> None:
-        """Forget what was kept: the next call begins a run."""
-        self._streams: dict[int, _Stream] = {}
-        self._time: float | None = None
-        self._direction = 0.0
-        self._number = 0
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[list[tuple[float, float]]]:
@@ -201,13 +141,9 @@ class StepCache(nn.Module):
             self._measures = None
             self.reset()
 
-    @_between
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return during(self._turns, self._step, *args, **kwargs)
-
-    @_between
+    @between
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        number, shapes = self._advance(args, kwargs), _shapes(args, kwargs)
+        number, shapes = self._advance(args, kwargs), shapes_of(args, kwargs)
         old = self._streams.get(number)
         if old is not None and old.shapes != shapes:
             old = None
@@ -225,29 +161,23 @@ class StepCache(nn.Module):
             out = self.shallow(*args, **kwargs, **self._taken(old, gauges))
         return out
 
-    @_eager
+    @eager
     def _in_full(self, old: _Stream | None, gauges: tuple[Tensor, ...], *call: Any) -> bool:
         if old is not None and old.changes != self._changes():
             old = None
         wanted = old is None or (not self.gauged and bool(self.policy(Step(old.index, old.since))))
-        if wanted and self._everywhere is None:
-            return True
-        row = [torch.tensor(float(wanted), device=_device(gauges, call))]
-        row += _differ(gauges, gauges if old is None else old.gauges) + _differ(gauges, gauges if old is None else old.before)
+        if self._everywhere is None and (wanted or not self.gauged):
+            return wanted
+        row = [torch.tensor(float(wanted), device=device_of(gauges, call))]
+        row += differ(gauges, gauges if old is None else old.gauges) + differ(gauges, gauges if old is None else old.before)
         forced, *amounts = self._summed(row)
         if forced or old is None or not self.gauged:
             return bool(forced)
-        change, move = (_largest(half) for half in (amounts[: len(amounts) // 2], amounts[len(amounts) // 2 :]))
+        change, move = (largest(half) for half in (amounts[: len(amounts) // 2], amounts[len(amounts) // 2 :]))
         old.moves += (move,)
         return self._measures is not None or bool(self.policy(Step(old.index, old.since, change, old.moves)))
 
-    def _summed(self, row: list[Tensor]) -> list[float]:
-        """Numbers of all processes' parts together."""
-        if self._everywhere is None:
-            return torch.stack(row).tolist()
-        return self._everywhere(torch.stack(row)).sum(0).tolist()
-
-    @_eager
+    @eager
     def _store(
         self,
         number: int,
@@ -263,15 +193,12 @@ class StepCache(nn.Module):
         if self._measures is not None:
             given = tuple(x.detach().clone() for x in leaves(result) if isinstance(x, Tensor) and x.is_floating_point())
             if old is not None and old.moves and old.result:
-                self._measures.append((old.moves[-1], _largest(self._summed(_differ(given, old.result)))))
+                self._measures.append((old.moves[-1], largest(self._summed(differ(given, old.result)))))
         index = 1 if old is None else old.index + 1
         self._streams[number] = _Stream(self._owned(kept), own, own, given, (), index, 0, shapes, self._changes())
         return result
 
-    def _changes(self) -> int:
-        return sum(turns.changes for turns in self._turns)
-
-    @_eager
+    @eager
     def _taken(self, old: _Stream | None, gauges: tuple[Tensor, ...]) -> dict[str, Tensor]:
         assert old is not None
         self.counts["shallow"] += 1
@@ -279,90 +206,21 @@ class StepCache(nn.Module):
         old.index, old.since = old.index + 1, old.since + 1
         return old.kept
 
-    def _owned(self, values: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-        """Values without their history; those of a CUDA graph as copies, as its next run writes over them."""
-        replayed = (self._options or {}).get("mode") in ("reduce-overhead", "max-autotune")
-        return {k: v.detach().clone() if replayed else v.detach() for k, v in values.items()}
-
-    @_eager
-    def _advance(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """Which of the calls at one time this is; a new time is a new step, one that goes back a new run."""
-        if self._clock is None:
-            return 0
-        value = args[self._position] if len(args) > self._position else kwargs.get(self._clock)
-        if value is None:
-            raise SpecError(f"the call has no '{self._clock}', which tells this step cache where a run begins")
-        now = float(value.flatten()[0]) if isinstance(value, Tensor) else float(value)
-        before, self._time = self._time, now
-        if before is None or now == before:
-            self._number = 0 if before is None else (self._number + 1) % AT_ONCE
-            return self._number
-        moved = math.copysign(1.0, now - before)
-        if self._direction and moved != self._direction:
-            self.reset()
-            self._time = now
-            return 0
-        self._direction, self._number = moved, 0
-        return 0
-
-    def _of_clock(self, clock: str | None) -> int:
-        names = [str(n.target) for n in self.module.graph.nodes if n.op == "placeholder"]
-        if clock is not None and clock not in names:
-            raise SpecError(
-                f"the model has no input '{clock}' that says where in a run a call is{did_you_mean(clock, names)}: give "
-                f"clock=..., one of {', '.join(names)}, or clock=None and call reset() before each run"
-            )
-        return -1 if clock is None else names.index(clock)
-
-    # --- it stands for the module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name.startswith("__") or "module" not in self.__dict__:
-                raise
-        return getattr(self.module, name)
-
-    def __getitem__(self, key: int | str) -> nn.Module:
-        return self.module[key]  # type: ignore[no-any-return]
-
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCache:
         return StepCache(copy.deepcopy(self.module, memo), self.policy, clock=self._clock)
-
-    def train(self, mode: bool = True) -> StepCache:
-        self.training = mode
-        self.module.train(mode)
-        for part in self._parts.values():
-            part.train(mode)
-        return self
-
-    def _apply(self, function: Any, recurse: bool = True) -> StepCache:
-        self.module._apply(function, recurse)
-        self.reset()
-        return self
 
     def extra_repr(self) -> str:
         cut = next(iter(self._cuts.values()))
         return f"{self.policy}, shallow: {cut.operations(cut.later)} of {cut.operations(cut.flow.nodes)} operations"
 
 
-@_eager
-def _shapes(*call: Any) -> tuple[Any, ...]:
-    return tuple((x.shape, x.dtype, x.device) for x in leaves(call) if isinstance(x, Tensor))
-
-
-def _device(*values: Any) -> torch.device | None:
-    return next((x.device for x in leaves(values) if isinstance(x, Tensor)), None)
-
-
-def _differ(now: Iterable[Tensor], then: Iterable[Tensor]) -> list[Tensor]:
+def differ(now: Iterable[Tensor], then: Iterable[Tensor]) -> list[Tensor]:
     """Of each tensor by how much it differs from an earlier one, and how much that was: sums, float32, which add up."""
     pairs = zip(now, then, strict=True)
     return [x.float().abs().sum() for a, b in pairs for x in (a.float() - b.float(), b)]
 
 
-def _largest(amounts: list[float]) -> float:
+def largest(amounts: list[float]) -> float:
     """The largest relative L1 change."""
     found = [a / b if b else math.inf if a else math.nan for a, b in zip(amounts[::2], amounts[1::2], strict=True)]
     return math.nan if any(map(math.isnan, found)) else max(found)

@@ -115,7 +115,7 @@ class _Cut:
     owner: str  # the pass
 
 
-class _Flow:
+class Flow:
     """What each node of a graph needs: its inputs, what wrote into their memory before, and the scopes it stands in."""
 
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
@@ -185,7 +185,7 @@ class Slices:
         self.root = root
         self.gauges: list[tuple[fx.Node, fx.Node | None]] = []
         cuts, joins = self._unmarked()
-        self.flow = _Flow(self.graph, root)
+        self.flow = Flow(self.graph, root)
         for owner, rows in joins.items():
             branch = max(mark.branch for _, mark in rows)
             if branch >= len(rows):

@@ -24,7 +24,8 @@ ORDER = """
     edit lowerings.kernels lowerings.products lowerings.forms lowerings.fusing lowerings.remerging
     probe differing neutrality
     lowerings.deltas lowerings.absorbing lowerings.folding lowerings.shadowing
-    cutting lowerings.packing lowerings.choosing lowerings.outlining lowerings.nesting slicing policies caching
+    cutting lowerings.packing lowerings.choosing lowerings.outlining lowerings.nesting slicing policies stepped caching
+    attending fastattention
     lowerings.sharding lowerings.batchnorms lowerings.tuning lowerings.lowering
     parallel.layouts parallel.mesh parallel.pretending parallel.collectives parallel.ring parallel.attention parallel.shares
     parallel.opening parallel.trying parallel.walking parallel.planning parallel.births parallel.features parallel.writing
@@ -54,7 +55,7 @@ EDITORS = {
     "edit", "slots", "grafting", "networks", "nodes", "exporting", "lowerings.fusing", "cutting",
     "lowerings.outlining", "lowerings.batchnorms", "lowerings.remerging", "lowerings.packing", "lowerings.folding",
     "lowerings.shadowing", "lowerings.nesting", "slicing", "caching", "parallel.writing", "parallel.opening",
-    "parallel.patches",
+    "parallel.patches", "attending",
 }
 LONG: set[str] = set()  # files of more than 500 lines: to be split, none to be added
 

@@ -118,7 +118,7 @@ CASES = {
     ],
 }
 # Both on one ViT, where their places meet. A pass without an entry takes its defaults.
-NO_PARAMETERS = {"spectral_norm", "freeu", "tome", "deepcache", "first_block_cache", "teacache"}
+NO_PARAMETERS = {"spectral_norm", "freeu", "tome", "deepcache", "first_block_cache", "teacache", "ditfastattn"}
 
 # what is expected of each, so that no pass comes round the comparison by calling itself loud
 LOUD = {"vpt", "freeu", "tome", "replace", "spectral_norm"}
