@@ -125,6 +125,8 @@ def passes_of(ways: Mapping[str, int]) -> list[dict[str, Any]]:
         found.append({"batch_parallel": {"ways": ways["batch"]}})
     if given := {axis: ways[axis] for axis in ("ulysses", "ring") if axis in ways}:
         found.append({"sequence_parallel": given})
+    if "tensor" in ways:
+        found.append({"tensor_parallel": {"ways": ways["tensor"]}})
     return found
 
 

@@ -173,7 +173,7 @@ class Patcher(Writer):
             return self.graph.placeholder(f"pipefusion_{name}")
 
     def call(
-        self, kind: type[Collective], settings: tuple[Any, ...], value: fx.Node, streams: tuple[int, ...], at: _At
+        self, kind: type[Collective], settings: tuple[Any, ...], value: Any, streams: tuple[int, ...], at: _At, like: Any = None
     ) -> fx.Node:
         """A call of what a collective is over time."""
         if kind is Same:

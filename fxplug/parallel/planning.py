@@ -36,7 +36,7 @@ class Found:
 
     walk: Walk
     tries: Tries
-    births: Mapping[fx.Node, int | Place]
+    births: dict[fx.Node, int | Place]
     steps: dict[fx.Node, Step] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     origins: list[tuple[fx.Node, int]] = field(default_factory=list)  # of each stream: a whole value, and its dimension
@@ -228,6 +228,8 @@ class Planner:
         layouts = list(dict.fromkeys(sizes))
         found = self.tries.placed(self.walk.values[node], whole, parts, layouts, from_parts, from_sizes and not ratio)
         if found is None or (ratio and any(isinstance(leaf, Number) for leaf in leaves_of(found[0]))):
+            return None
+        if isinstance(found[1], tuple) and not self.counted:  # a mean over tokens
             return None
         written = []
         for index, one in enumerate(inputs):
