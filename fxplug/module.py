@@ -230,10 +230,19 @@ def _in_turn(forward: Any) -> Any:
             return forward(self, *args, **kwargs)
         turns = self.__dict__.get("_turns")
         if turns is None:
+            _begin(self, args, kwargs)
             turns = self.__dict__["_turns"] = turns_of(self)
         return during(turns, forward, self, *args, **kwargs) if turns else forward(self, *args, **kwargs)
 
     return wrapper
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
+    """What a block does before the first call of the module that it is in; the first of those that do something."""
+    found: Any = next((m for m in module.modules() if hasattr(type(m), "before_first_call")), None)
+    if found is not None:
+        found.before_first_call(module, args, kwargs)
 
 
 # these frames are not compiled, what they call is; all wrappers have one code

@@ -184,6 +184,8 @@ class Nodes(TorchFunctionMode, Recorder):
             target = pow  # FX writes `-1 ** x`, which is -(1 ** x)
         node = self.graph.create_node(op, target, args, kwargs, name=name)
         node.meta["nn_module_stack"] = self.frame.stack
+        if (frame := user_frame()) is not None:
+            node.meta["line"] = frame.f_code.co_filename, frame.f_lineno
         if effect:
             node.meta["effect"] = True
         return node

@@ -121,8 +121,9 @@ def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> A
 def passes_of(ways: Mapping[str, int]) -> list[dict[str, Any]]:
     """The passes that say these ways, as a configuration has them."""
     found: list[dict[str, Any]] = []
-    if "batch" in ways:
-        found.append({"batch_parallel": {"ways": ways["batch"]}})
+    for axis in ("batch", "tensor"):
+        if axis in ways:
+            found.append({f"{axis}_parallel": {"ways": ways[axis]}})
     if given := {axis: ways[axis] for axis in ("ulysses", "ring") if axis in ways}:
         found.append({"sequence_parallel": given})
     if "tensor" in ways:

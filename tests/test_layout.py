@@ -27,7 +27,8 @@ ORDER = """
     cutting lowerings.packing lowerings.choosing lowerings.outlining lowerings.nesting slicing policies stepped caching
     attending fastattention
     lowerings.sharding lowerings.batchnorms lowerings.tuning lowerings.lowering
-    parallel.layouts parallel.mesh parallel.pretending parallel.collectives parallel.ring parallel.attention parallel.shares
+    parallel.faults parallel.layouts parallel.mesh parallel.pretending parallel.agreeing parallel.collectives
+    parallel.ring parallel.attention parallel.shares
     parallel.opening parallel.trying parallel.walking parallel.planning parallel.births parallel.features parallel.writing
     parallel.localizing parallel.plan parallel.checking
     parallel.patches parallel.stages parallel.clock parallel.links parallel.pipeline

@@ -7,18 +7,20 @@ a parameter's gradients is its gradient, as DDP and FSDP take it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..blocks import Block
 from ..errors import GuardError, SpecError
 from . import layouts
+from .agreeing import check_alike
+from .faults import guarded
 from .mesh import AXES, SEQUENCE, World, ways_of, world_of
 from .pretending import PRETENDED, Local
 
@@ -45,6 +47,10 @@ class Collective(Block):
         if self.world is None:
             self.world = world_of(self.ways)
         return self.world
+
+    def before_first_call(self, root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before a module's first call: all processes must have the same weights and inputs. Raises GuardError."""
+        check_alike(root, self.here(), args, kwargs)
 
     def along(self) -> tuple[int, int, Any]:
         """Rank, number of processes and group along the axis."""
@@ -234,7 +240,7 @@ class _Gather(torch.autograd.Function):
             return x.new_zeros(world * x.shape[0], *x.shape[1:])
         if isinstance(group, Local):
             return group.all_gather(x)
-        return _waited(ALL_GATHER(x, 0, group))
+        return guarded(lambda: _waited(ALL_GATHER(x, 0, group)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -261,7 +267,7 @@ def _all_to_all(x: Tensor, give: list[int], take: list[int], group: Any) -> Tens
         return x.new_zeros(sum(take), *x.shape[1:])
     if isinstance(group, Local):
         return group.all_to_all(x, give)
-    return _waited(functional.all_to_all_single(x.contiguous(), take, give, group))
+    return guarded(lambda: _waited(functional.all_to_all_single(x.contiguous(), take, give, group)))
 
 
 def _all_reduce(x: Tensor, group: Any) -> Tensor:
@@ -269,7 +275,7 @@ def _all_reduce(x: Tensor, group: Any) -> Tensor:
         return x.clone()
     if isinstance(group, Local):
         return group.all_reduce(x)
-    return _waited(functional.all_reduce(x.contiguous(), "sum", group))
+    return guarded(lambda: _waited(functional.all_reduce(x.contiguous(), "sum", group)))
 
 
 def _waited(x: Tensor) -> Tensor:

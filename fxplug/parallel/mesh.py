@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import SpecError
+from . import faults
 
 # from the outermost: neighbours talk most along the last
 AXES = ("batch", "rows", "ring", "ulysses", "tensor")
@@ -49,6 +50,7 @@ def world_of(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> World:
             f"this model runs on {needed} processes, and there is no process group: start with "
             f"torchrun --nproc-per-node {needed}, and call torch.distributed.init_process_group first"
         )
+    faults.watch()
     if mesh is None:
         if dist.get_world_size() != needed:
             text = " x ".join(f"{axis} {number}" for axis, number in ways.items() if number > 1) or "1"

@@ -27,7 +27,7 @@ from .layouts import count, counts, start
 from .localizing import localize
 from .mesh import SEQUENCE, World, ways_of, world_of
 from .opening import opened
-from .planning import Found, Unsplittable, planned
+from .planning import Found, Unsplittable, planned, told
 from .pretending import PRETENDED, placed, pretended
 from .trying import Leaf, Tries, leaves_of
 from .walking import bound, left_alone, walk
@@ -333,9 +333,9 @@ def _found(
             results.append(planned(walked, Tries(gm, seed), results[0].births))
     if results[0].steps != results[1].steps:
         node = next(n for n in graph.nodes if results[0].steps.get(n) != results[1].steps.get(n))
-        raise Unsplittable(f"'{node.name}' does other things with other random values")
+        raise Unsplittable(f"{told(node)} does other things with other random values")
     if results[0].share() == 0:
-        raise Unsplittable(next((f"'{n.name}': {why}" for n, why in results[0].why.items()), "no work is left to parts"))
+        raise Unsplittable(next((f"{told(n)}: {why}" for n, why in results[0].why.items()), "no work is left to parts"))
     return results[0]
 
 

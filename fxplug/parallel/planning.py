@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .. import ops
+from ..wording import short_path
 from .layouts import Layout
 from .trying import Leaf, Number, Place, Step, Tries, is_value, leaves_of, name_of, numbered
 from .walking import Walk
@@ -20,6 +21,12 @@ FACTS = (ops.device_of, ops.dtype_of, ops.asked)  # of a tensor, the same for it
 PLAIN = (Tensor, int, float, bool, complex, str, type(None), tuple, list, dict)
 MOST = 4  # inputs that are split together in one try
 MANY = 12  # choices of numbers that are scaled
+
+
+def told(node: fx.Node) -> str:
+    """A node as a message names it, with the line of the model's code that made it, where that is known."""
+    line = node.meta.get("line")
+    return f"'{node.name}' ({short_path(line[0])}:{line[1]})" if line else f"'{node.name}'"
 
 
 class Unsplittable(Exception):
@@ -87,7 +94,7 @@ def planned(
             (node,) = error.args
             more = walk.roots(node) | {node}
             if more <= forced or len(forced) > 40:
-                raise Unsplittable(f"'{node.name}' is written in place, and what is written lies otherwise") from None
+                raise Unsplittable(f"{told(node)} is written in place, and what is written lies otherwise") from None
             forced |= more
 
 
@@ -118,7 +125,7 @@ class Planner:
             self.values[node] = Leaf(value.tensor, dim)
             return
         if not isinstance(value, Leaf) or not -value.tensor.dim() <= dim < value.tensor.dim():
-            raise Unsplittable(f"'{node.name}' has no dimension {dim}")
+            raise Unsplittable(f"{told(node)} has no dimension {dim}")
         dim %= value.tensor.dim()
         layout = Layout((self.stream(node, dim, value.tensor.shape[dim]),))
         self.values[node] = Leaf(value.tensor, Place(dim, layout))
@@ -246,7 +253,7 @@ class Planner:
         step = self.found.steps.get(value, Step())
         if value in self.walk.views:
             if step.gathers or step.splits:
-                raise Unsplittable(f"'{value.name}' is written in place, and is the memory of another value")
+                raise Unsplittable(f"{told(value)} is written in place, and is the memory of another value")
             for one in value.all_input_nodes:
                 self.check_written(one)
 

@@ -1,0 +1,224 @@
+"""What many processes do when one of them has something else, does not come or dies; and plans that cannot be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fxplug
+from fxplug.parallel import faults
+from fxplug.parallel.checking import check_pretended
+from fxplug.parallel.pretending import PRETENDED, pretended
+
+SECONDS = 6  # the timeout of the group
+
+
+class Tokens(nn.Module):
+    """Three layers of attention over tokens, and a head."""
+
+    def __init__(self, width: int = 16, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(3))
+        self.head = nn.Linear(width, width)
+        self.register_buffer("scale", torch.ones(width))
+
+    def forward(self, x):
+        b, n, c = x.shape
+        for layer in self.layers:
+            q, k, v = layer(x).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+            x = x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c)
+        return self.head(x * self.scale)
+
+
+def tokens(seed=0, batch=2, size=9):
+    return torch.randn(batch, size, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def traced(seed=0):
+    torch.manual_seed(seed)
+    return fxplug.trace(Tokens().eval(), tokens()).eval()
+
+
+def parallel(seed=0, **ways):
+    gm = traced(seed)
+    return fxplug.parallelize(gm, fxplug.parallel_plan(gm, tokens(), check=False, **(ways or {"ulysses": 2})))
+
+
+# --- something else
+
+
+def by_rank(gm, change, ways=None):
+    """The text of the error that every pretended process has, where `change(rank, module)` gives its module and input."""
+    ways = ways or {"ulysses": 2}
+    plan = fxplug.parallel_plan(gm, tokens(), check=False, **ways)
+
+    def run(rank):
+        module, x = change(rank, fxplug.parallelize(gm, plan))
+        with pytest.raises(fxplug.GuardError) as found, torch.no_grad():
+            module(x)
+        return str(found.value)
+
+    return pretended(plan.ways, run)
+
+
+def test_other_inputs_weights_and_buffers_are_told_at_the_first_call():
+    gm, theirs, changed = traced(), parallel(ulysses=2, ring=2), parallel(batch=2, ulysses=2)
+    changed.scale.mul_(2)
+
+    def other_input(rank, module):
+        return module, tokens(seed=int(rank == 2))
+
+    def other_weight(rank, module):
+        if rank == 3:
+            module = theirs
+            with torch.no_grad():
+                module.get_parameter("layers.1.weight")[0, 0] += 1e-6
+        return module, tokens()
+
+    def other_buffer(rank, module):
+        return changed if rank in (1, 2) else module, tokens()
+
+    def other_shape(rank, module):
+        return module, tokens(size=9 + rank)
+
+    found = by_rank(gm, other_input, {"ulysses": 2, "ring": 2})
+    assert len(set(found)) == 1 and "the input 0 of process 2 is not that of process 0: processes that share" in found[0]
+    found = by_rank(gm, other_weight, {"ulysses": 2, "ring": 2})
+    assert len(set(found)) == 1 and "the weight 'layers.1.weight' of process 3 is not that of process 0" in found[0]
+    found = by_rank(gm, other_buffer, {"batch": 2, "ulysses": 2})
+    assert len(set(found)) == 1 and "the buffer 'scale' of processes 1, 2 is not that of process 0" in found[0]
+    found = by_rank(gm, other_shape)
+    assert "the input 0 of process 1 is not that of process 0 (((2, 10, 16), 'torch.float32') and ((2, 9, 16)," in found[0]
+
+
+def test_what_is_alike_is_compared_once(monkeypatch):
+    from fxplug.parallel import agreeing
+
+    seen = []
+    real = agreeing._table
+    monkeypatch.setattr(agreeing, "_table", lambda *given: seen.append(0) or real(*given))
+    gm, new = traced(), parallel()
+
+    def run(rank):
+        return [new(tokens()), new(tokens(1))]
+
+    for outs in pretended(fxplug.parallel_plan(gm, tokens(), check=False, ulysses=2).ways, run):
+        assert torch.allclose(outs[1], gm(tokens(1)), atol=1e-5)
+    assert len(seen) == 2 and PRETENDED.get() is None
+
+
+# --- real processes
+
+
+class Grown(nn.Module):
+    """What kills or stops its process in the middle of a model."""
+
+    def forward(self, x):
+        how = os.environ.get("FAULT", "")
+        if how == "die":
+            os._exit(7)
+        if how == "hang":
+            time.sleep(5 * SECONDS)
+        return x
+
+
+def process(rank, how, folder):
+    torch.set_num_threads(1)
+    faults.GRACE, faults.PERIOD = 3.0, 0.2
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(seconds=SECONDS))
+    new, x = parallel(), tokens()
+    if how == "input":
+        x = tokens(seed=rank)
+    start = time.monotonic()
+    try:
+        with torch.no_grad():
+            new(tokens()) if how != "input" else None
+            if rank == 1 and how in ("die", "hang"):
+                os.environ["FAULT"] = how
+                new.layers[1].register_forward_pre_hook(lambda module, given: Grown()(None))
+            new(x)
+    except fxplug.FxplugError as error:
+        with open(f"{folder}/{rank}.txt", "w") as file:
+            file.write(f"{type(error).__name__} {time.monotonic() - start:.1f} {error}")
+    finally:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("die", "process 1 does not answer: it died; process 0 waits at 'scaled_dot_product_attention_1_parallel' ("),
+        ("hang", "process 1 does not come: it is at 'layers_1'; process 0 waits at '"),
+        ("input", "the input 0 of process 1 is not that of process 0"),
+    ],
+)
+def test_one_process_fails_and_the_other_says_so(how, text, tmp_path):
+    context = torch.multiprocessing.get_context("spawn")
+    started = [context.Process(target=process, args=(rank, how, str(tmp_path))) for rank in range(2)]
+    for one in started:
+        one.start()
+    for one in started:
+        one.join(240)
+    assert not any(one.is_alive() for one in started)
+    told = (tmp_path / "0.txt").read_text()
+    assert text in told and told.startswith("GuardError"), told
+
+
+# --- plans that cannot be
+
+
+def test_a_saved_module_on_fewer_processes(tmp_path):
+    fxplug.save(parallel(ulysses=2, ring=2), tmp_path / "saved")
+    again = fxplug.load(tmp_path / "saved")
+    with pytest.raises(fxplug.SpecError, match="runs on 4 processes, and there is no process group: start with torchrun"):
+        again(tokens())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(fxplug.SpecError, match=r"for 4 processes .ring 2 x ulysses 2., and there are 1: start as many"):
+            again(tokens())
+        one = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("ulysses",))
+        with pytest.raises(fxplug.SpecError, match="the mesh has 1 processes along 'r?u?"):
+            fxplug.parallelize(traced(), fxplug.parallel_plan(traced(), tokens(), ulysses=2, check=False), one)
+    finally:
+        dist.destroy_process_group()
+    assert check_pretended(again, (tokens(),), {}) < 1e-5
+
+
+def test_more_ways_than_there_are_tokens_heads_or_samples():
+    gm = traced()
+    with pytest.raises(fxplug.SpecError, match=r"9 tokens .* cannot be split 16 ways: give fewer ways, or example inputs"):
+        fxplug.parallel_plan(gm, tokens(), ulysses=16)
+    with pytest.raises(fxplug.SpecError, match=r"2 samples \('x', dimension 0\) cannot be split 4 ways"):
+        fxplug.parallel_plan(gm, tokens(), batch=4)
+    plan = fxplug.parallel_plan(gm, tokens(), ulysses=6)  # four heads: keys and values of all
+    assert plan.check() < 1e-5
+
+
+def test_sizes_that_a_plan_cannot_serve():
+    new = parallel()
+    ways = {**dict.fromkeys(new.meta["plan"].ways, 1), "ulysses": 2}
+    with pytest.raises(fxplug.GuardError, match=r"1 tokens .* cannot be split over 2 processes"):
+        pretended(ways, lambda rank: new(tokens(size=1)))
+    with pytest.raises(fxplug.GuardError, match="argument 'x' had 3 dimensions"):
+        pretended(ways, lambda rank: new(tokens()[0]))
+
+
+def test_a_model_of_which_nothing_can_be_split_says_what_stands_in_the_way():
+    class Mixing(nn.Module):
+        def forward(self, x):
+            y = torch.cumsum(x, 1)
+            return y @ y.transpose(1, 2)
+
+    gm = fxplug.trace(Mixing(), tokens())
+    with pytest.raises(fxplug.SpecError, match=r"can be split along 'sequence': '\w+' .*faults.py:\d+.: it mixes tokens"):
+        fxplug.parallel_plan(gm, tokens(), ulysses=2, split={"x": 1})
