@@ -126,8 +126,6 @@ def passes_of(ways: Mapping[str, int]) -> list[dict[str, Any]]:
             found.append({f"{axis}_parallel": {"ways": ways[axis]}})
     if given := {axis: ways[axis] for axis in ("ulysses", "ring") if axis in ways}:
         found.append({"sequence_parallel": given})
-    if "tensor" in ways:
-        found.append({"tensor_parallel": {"ways": ways["tensor"]}})
     return found
 
 

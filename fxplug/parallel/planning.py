@@ -125,7 +125,7 @@ class Planner:
             self.values[node] = Leaf(value.tensor, dim)
             return
         if not isinstance(value, Leaf) or not -value.tensor.dim() <= dim < value.tensor.dim():
-            raise Unsplittable(f"{told(node)} has no dimension {dim}")
+            raise Unsplittable(f"'{node.name}' has no dimension {dim}")
         dim %= value.tensor.dim()
         layout = Layout((self.stream(node, dim, value.tensor.shape[dim]),))
         self.values[node] = Leaf(value.tensor, Place(dim, layout))
