@@ -275,6 +275,13 @@ def test_ways_and_their_combinations(name, ways):
     assert plan.check() < CLOSE
 
 
+def test_tokens_that_are_too_few_stay_together():
+    """Its text comes from 3 layers, which meet in attention as tokens do."""
+    gm, args, kwargs = case("Krea2Transformer2DModel")
+    plan = fxplug.parallel_plan(gm, args, kwargs, ulysses=2, ring=2, check=False)
+    assert plan.share > 0.5 and plan.check() < CLOSE
+
+
 def test_a_plan_that_is_wrong_is_refused_with_the_node(monkeypatch):
     gm = own("sdpa")
     monkeypatch.setattr(Attention, "attend", lambda self, q, k, v, *rest: F.scaled_dot_product_attention(q, k, v))

@@ -177,10 +177,11 @@ def samples(walk: Walk) -> dict[fx.Node, int]:
     return {node: 0 for node in given if walk.values[node].shape[0] == batch}
 
 
-def best(gm: TracedModule, walk: Walk, seed: int = 0) -> Found:
+def best(gm: TracedModule, walk: Walk, seed: int = 0, ways: int = 1) -> Found:
     """The plan that splits most work, and of those one with few gathers, from births that are all needed.
 
-    Raises Unsplittable where no plan splits anything.
+    Where there are fewer tokens than `ways` they stay together, unless there are no others. Raises Unsplittable where no plan
+    splits anything.
     """
     tries = Tries(gm, seed)
     found: Found | None = None
@@ -189,13 +190,18 @@ def best(gm: TracedModule, walk: Walk, seed: int = 0) -> Found:
         for value, dim in start:
             if found is not None and found.is_split(value):
                 continue
-            more = Births(walk, tries).of(value, dim)
+            born = Births(walk, tries).of(value, dim)
+            more = {node: dim for node, dim in born.items() if walk.values[node].shape[dim] >= ways}
+            if len(more) < len(born) and not more:
+                continue
             try:
                 found = _better(walk, tries, found, more)
             except Unsplittable as error:
                 failed = error
         if found is not None and found.share() > ENOUGH:
             break
+    if found is None and ways > 1:
+        return best(gm, walk, seed)
     if found is None:
         raise failed or Unsplittable("no attention among tokens of one kind, and no repeated blocks of tokens")
     return found

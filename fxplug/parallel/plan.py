@@ -260,7 +260,8 @@ def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], 
                         other = next(iter(found.values()), None)
                         opens, found[mode] = features.find(plan.written, mode, call, number, opens, other)
                     else:
-                        found[mode] = _found(plan.written, mode, call, axis, split if axis == SEQUENCE else None, found)
+                        given = split if axis == SEQUENCE else None
+                        found[mode] = _found(plan.written, mode, call, (axis, number), given, found)
             except Unsplittable as error:
                 if found:
                     raise _Twin(str(error)) from None
@@ -313,10 +314,11 @@ def place(gm: nn.Module, world: World | None) -> None:
 
 
 def _found(
-    gm: TracedModule, mode: bool, call: Any, axis: str, split: Mapping[str, int] | None, before: Mapping[bool, Found]
-) -> Found:
+    gm: TracedModule, mode: bool, call: Any, along: tuple[str, int], split: Mapping[str, int] | None,
+    before: Mapping[bool, Found],
+) -> Found:  # fmt: skip
     """The plan of one graph along one axis; births are those of the plan `before`, of the other mode, where there is one."""
-    graph = gm.graphs[mode]
+    graph, (axis, ways) = gm.graphs[mode], along
     walked = walk(gm, graph, *call)
     results: list[Found] = []
     names = {node.name: node for node in graph.nodes}
@@ -328,7 +330,7 @@ def _found(
             given = births.samples(walked) if split is None else _given(graph, split)
             results.append(planned(walked, Tries(gm, seed), given, one=axis == "batch"))
         elif seed == 0:
-            results.append(births.best(gm, walked, seed))
+            results.append(births.best(gm, walked, seed, ways))
         else:
             results.append(planned(walked, Tries(gm, seed), results[0].births))
     if results[0].steps != results[1].steps:
