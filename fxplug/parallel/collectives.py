@@ -203,10 +203,11 @@ def gathered(x: Tensor, dim: int, counts: Sequence[int], rank: int, group: Any) 
     sent(x.element_size() * x.numel() // max(1, x.shape[dim]) * max(counts) * (len(counts) - 1))
     y = x.movedim(dim, 0)
     most = max(counts)
-    if min(counts) != most:
+    uneven = torch.compiler.is_compiling() or min(counts) != most  # one graph serves sizes of both kinds
+    if uneven:
         y = F.pad(y, [0, 0] * (y.dim() - 1) + [0, most - counts[rank]])
     y = _Gather.apply(y.contiguous(), len(counts), group)
-    if min(counts) != most:
+    if uneven:
         y = torch.cat([y.narrow(0, r * most, n) for r, n in enumerate(counts)])
     return y.movedim(0, dim)
 

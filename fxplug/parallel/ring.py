@@ -6,6 +6,7 @@ of the denominators too (Dao 2023, arXiv 2307.08691); backward computes each par
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,24 +102,28 @@ class _Ring(torch.autograd.Function):
 
 
 class _Travel:
-    """How keys and values go from each process to the next, as one tensor padded to the longest part."""
+    """How keys and values go from each process to the next: one behind the other, padded to the longest part."""
 
     def __init__(self, counts: Sequence[int], rank: int, group: Any) -> None:
         self.counts, self.rank, self.group, self.most = counts, rank, group, max(counts)
 
     def packed(self, key: Tensor, value: Tensor) -> Tensor:
-        return F.pad(torch.cat([key, value], -1), [0, 0, 0, self.most - key.shape[-2]])
+        flat = torch.cat([key.reshape(-1), value.reshape(-1)])
+        longest = math.prod(key.shape[:-2]) * (key.shape[-1] + value.shape[-1]) * self.most
+        return F.pad(flat, [0, longest - flat.numel()])
 
     def unpacked(self, both: Tensor, key: Tensor, value: Tensor, source: int) -> tuple[Tensor, Tensor]:
-        k, v = torch.split(both.narrow(-2, 0, self.counts[source]), [key.shape[-1], value.shape[-1]], -1)
-        return k.contiguous(), v.contiguous()
+        """Keys and values of a process, which are as these but for their number."""
+        shapes = [(*t.shape[:-2], self.counts[source], t.shape[-1]) for t in (key, value)]
+        sizes = [math.prod(shape) for shape in shapes]
+        return both[: sizes[0]].view(shapes[0]), both[sizes[0] : sum(sizes)].view(shapes[1])
 
     def on(self, both: Tensor) -> Tensor:
         """What the one before has."""
         world = len(self.counts)
         give, take = [0] * world, [0] * world
         give[(self.rank + 1) % world] = take[(self.rank - 1) % world] = both.numel()
-        return exchanged(both.reshape(-1), give, take, self.rank, self.group).view(both.shape)
+        return exchanged(both, give, take, self.rank, self.group)
 
 
 def attended(
