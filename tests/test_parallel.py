@@ -385,6 +385,32 @@ def test_four_processes_give_and_learn_what_one_does(tmp_path):
     assert os.path.exists(tmp_path / "saved")
 
 
+def compiling(rank, world, port, ways):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    try:
+        gm = fxplug.trace(small.seeded(lambda: OwnDiT("sdpa", depth=1)).eval(), own_inputs()).eval()
+        gm = fxplug.apply(gm, fxplug.load_pass("lora", at="blocks.*.mlp.0", rank=2, slots=2))
+        new = fxplug.parallelize(gm, fxplug.parallel_plan(gm, own_inputs(), check=False, **ways))
+        compiled = torch.compile(new, fullgraph=True, dynamic=True, backend="aot_eager")
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+            for index, size in enumerate([(2, 12, 20), (2, 20, 12), (4, 16, 10), (3, 10, 14)]):
+                for name, tensor in gm.state_dict().items():
+                    if name.startswith("lora.") and tensor.is_floating_point():  # another adapter in the slots
+                        tensor.normal_(generator=torch.Generator().manual_seed(index))
+                assert _apart(gm(*own_inputs(*size)), compiled(*own_inputs(*size))) < CLOSE
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ways", [{"ulysses": 2}, {"ring": 2}], ids=str)
+def test_one_compiled_graph_serves_sizes_batches_and_adapters(ways):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(compiling, (2, port, ways), nprocs=2)
+
+
 # --- what a call leaves, and draws
 
 
