@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
@@ -26,8 +27,8 @@ def output(name, capsys):
 def test_every_example_is_tried_and_is_one_screen():
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
         "controlnet.py", "efficientnet_adapters.py", "fashion.py", "hcp_and_everydream.py", "hcp_plugins.py", "own_block.py",
-        "quickstart.py", "serve_adapters.py", "step_cache.py", "trained_lora.py", "unet_in_pipeline.py", "zhijian_mlp.py",
-        "zhijian_trainer.py",
+        "parallel.py", "quickstart.py", "serve_adapters.py", "step_cache.py", "trained_lora.py", "unet_in_pipeline.py",
+        "zhijian_mlp.py", "zhijian_trainer.py",
     }  # fmt: skip
     assert all(len(p.read_text().splitlines()) <= 60 for p in EXAMPLES.glob("*.py"))
 
@@ -48,6 +49,18 @@ def test_unet_in_pipeline(capsys):
     assert output("unet_in_pipeline.py", capsys) == (
         "LoRA on 48 projections\nsame picture while LoRA is new: True\nsame picture once its weights are not zero: False\n"
     )
+
+
+@pytest.mark.slow
+def test_parallel(tmp_path):
+    """A model that no library has, without weights worth speaking of, by two processes and by stale patches."""
+    command = [sys.executable, "-W", "ignore", str(EXAMPLES / "parallel.py"), "--quick"]
+    env = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert run.returncode == 0, run.stderr
+    exact = dict(re.findall(r"^(ulysses 2|ring 2|guidance 2) +(\S+) ", run.stdout, re.MULTILINE))
+    assert len(exact) == 3 and all(float(away) < 1e-5 for away in exact.values())
+    assert len(re.findall(r"^\d patches, warm-up", run.stdout, re.MULTILINE)) == 2
 
 
 def test_step_cache(capsys):
