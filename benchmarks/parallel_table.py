@@ -89,7 +89,7 @@ FLUX = {"num_layers": 2, "num_single_layers": 2}
 ROWS = [
     Row("StepVideo", "n+-+", why="diffusers has no class"),
     Row("HunyuanVideo", "n+--", "HunyuanVideoTransformer3DModel", FLUX),
-    Row("HunyuanVideo-1.5", "-+--", "HunyuanVideo15Transformer3DModel", inputs=longer(*TEXTS)),
+    Row("HunyuanVideo-1.5", "-+--", "HunyuanVideo15Transformer3DModel", {"num_layers": 4}, longer(*TEXTS)),
     Row("ConsisID-Preview", "++--", "ConsisIDTransformer3DModel", {"num_layers": 2}),
     Row("CogVideoX1.5", "++--", "CogVideoXTransformer3DModel-15"),
     Row("Mochi-1", "++--", "MochiTransformer3DModel"),
