@@ -249,7 +249,7 @@ NAMES = {
     "DiTTransformer2DModel": 0.7, "PixArtTransformer2DModel": 0.7, "SD3Transformer2DModel": 0.9, "FluxTransformer2DModel": 0.9,
     "AuraFlowTransformer2DModel": 0.9, "CogVideoXTransformer3DModel": 0.9, "WanTransformer3DModel": 0.8,
     "LTXVideoTransformer3DModel": 0.8, "QwenImageTransformer2DModel": 0.9, "HunyuanDiT2DModel": 0.5,
-    "SanaTransformer2DModel": 0.4,
+    "SanaTransformer2DModel": 0.4, "HunyuanVideoTransformer3DModel": 0.9,
 }  # fmt: skip
 
 

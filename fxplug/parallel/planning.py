@@ -341,8 +341,28 @@ class Planner:
             splits = []
             for index in wholes:
                 tensor = self.values[inputs[index]].tensor
-                splits.append((index, Place(at, Layout((self.stream(inputs[index], at, tensor.shape[at]),)))))
+                splits.append((index, Place(at, Layout((self.known_tokens(inputs[index], at, tensor.shape[at]),)))))
             yield Step(splits=tuple(splits))
+
+    def known_tokens(self, node: fx.Node, dim: int, size: int) -> int:
+        """The stream of a whole value: one that began in the same tokens, as keys do in those of queries, or a new one."""
+        mine = self.same_tokens(node, size)
+        for index, (origin, _) in enumerate(self.found.origins):
+            if self.tries.streams.true[index] == size and mine & self.same_tokens(origin, size):
+                return index
+        return self.stream(node, dim, size)
+
+    def same_tokens(self, node: fx.Node, size: int) -> set[fx.Node]:
+        """A value and those it is computed from, as far as all have a dimension of this size."""
+        found: set[fx.Node] = set()
+        todo = [node]
+        while todo:
+            one = todo.pop()
+            value = self.walk.values[one]
+            if one not in found and one.op != "get_attr" and isinstance(value, Tensor) and size in value.shape:
+                found.add(one)
+                todo += one.all_input_nodes
+        return found
 
     def attention(self, node: fx.Node) -> Any:
         """Attention whose queries, keys and values are split along their tokens."""
