@@ -41,8 +41,9 @@ if TYPE_CHECKING:
     from .lowerings.tuning import tune
     from .match import Site, find
     from .packages import Package, load_package
+    from .parallel.fusion import pipefusion
     from .parallel.localizing import localize, whole_state
-    from .parallel.pipeline import PipeFusion, pipefusion
+    from .parallel.pipeline import PipeFusion
     from .parallel.plan import Plan, parallel_plan, parallelize
     from .policies import Every, TeaCache, Threshold
     from .printing import diff, show
@@ -125,8 +126,9 @@ _HOME = {
     "limits": ["Limits"],
     "match": ["Site", "find"],
     "packages": ["Package", "load_package"],
+    "parallel.fusion": ["pipefusion"],
     "parallel.localizing": ["localize", "whole_state"],
-    "parallel.pipeline": ["PipeFusion", "pipefusion"],
+    "parallel.pipeline": ["PipeFusion"],
     "parallel.plan": ["Plan", "parallel_plan", "parallelize"],
     "policies": ["Every", "TeaCache", "Threshold"],
     "printing": ["diff", "show"],

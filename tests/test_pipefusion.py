@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import socket
 
@@ -13,6 +14,7 @@ import zoo
 from torch import nn
 
 import fxplug
+from fxplug.parallel.deferred import Later
 from fxplug.parallel.links import LocalLinks, links_of
 from fxplug.parallel.mesh import ways_of
 from fxplug.parallel.plan import _apart
@@ -65,9 +67,8 @@ class UShaped(nn.Module):
 
 
 def inputs(batch=2, height=8, width=12, seed=0):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return torch.randn(batch, 4, height, width), torch.full((batch,), 900.0)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, 4, height, width, generator=generator), torch.full((batch,), 900.0)
 
 
 @functools.cache
@@ -93,7 +94,11 @@ def image(model, steps=6, **given):
         for t in torch.linspace(900, 100, steps):
             found.append(model(x, torch.full_like(time, float(t))))
             x = x - found[-1] / steps
-    return found, x
+    return [whole(v) for v in found], whole(x)
+
+
+def whole(x):
+    return x.settled() if isinstance(x, Later) else x
 
 
 def equal(a, b):
@@ -280,6 +285,123 @@ def test_pretended_processes_give_what_one_gives(stages):
     for got in pretended({"stages": stages, **ways_of({})}, run):
         for (a, x), (b, y) in zip(want, got, strict=True):
             assert equal(a, b) and torch.equal(x, y)
+
+
+def test_steps_do_not_wait_for_the_last_patch():
+    one = made(2, 3)
+
+    def run(rank):
+        mine = one.again(links=links())
+        x, time = inputs()
+        for i, t in enumerate((900.0, 700.0, 500.0, 300.0)):
+            out = mine(x, torch.full_like(time, t))
+            x = (x - 0.1 * out).clamp(-3, 3)
+            assert isinstance(out, Later) is (i > 0) and (i == 0 or (out.recipe.whole is None and x.recipe.whole is None))
+        first = mine.waited
+        assert float(x.std()) > 0  # somebody looks at it: every process gets it
+        again = mine.waited
+        text = r"patch by patch: 'std' \(.*test_pipefusion.py:\d+\) needs all .* overlap=False"
+        with pytest.raises(fxplug.SpecError, match=text):
+            mine(x, torch.full_like(time, 100.0))
+        return first, again, whole(x)
+
+    (first, again, x), (_, _, y) = pretended({"stages": 2, **ways_of({})}, run)
+    assert first == "" and again.startswith("'std'") and torch.equal(x, y)
+
+
+# --- in a pipeline that knows nothing of it
+
+
+def pixart(scheduler):
+    import diffusers
+
+    config = {
+        "num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "out_channels": 8, "num_layers": 3,
+        "cross_attention_dim": 16, "sample_size": 8, "patch_size": 2, "caption_channels": 12,
+        "use_additional_conditions": False,
+    }  # fmt: skip
+    vae = small.seeded(
+        lambda: diffusers.AutoencoderKL(
+            block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+            latent_channels=4, norm_num_groups=4, layers_per_block=1,
+        ).eval()
+    )  # fmt: skip
+    pipe = diffusers.PixArtAlphaPipeline(None, None, vae, build("PixArtTransformer2DModel", **config), scheduler)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def paint(pipe, steps=5, size=16):
+    """An image with guidance: both halves in one batch."""
+    prompts = torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(1))  # threads have one global generator
+    out = pipe(
+        prompt=None, negative_prompt=None, prompt_embeds=prompts[:1], negative_prompt_embeds=prompts[1:],
+        height=size, width=size,
+        prompt_attention_mask=torch.ones(1, 5), negative_prompt_attention_mask=torch.ones(1, 5), num_inference_steps=steps,
+        use_resolution_binning=False, generator=torch.Generator().manual_seed(0), output_type="pt",
+    )  # fmt: skip
+    return out.images
+
+
+def with_pixart(scheduler, **more):
+    """A pipeline, and what takes its transformer's place."""
+    pipe = pixart(scheduler)
+    args = (small.seeded(lambda: torch.randn(2, 4, 8, 8)),)
+    kwargs = {
+        "encoder_hidden_states": torch.randn(2, 5, 12), "encoder_attention_mask": torch.ones(2, 5),
+        "timestep": torch.tensor([5, 5]), "added_cond_kwargs": {"resolution": None, "aspect_ratio": None}, "return_dict": False,
+    }  # fmt: skip
+    gm = fxplug.trace(pipe.transformer, args, kwargs).eval()
+    return pipe, fxplug.pipefusion(gm, args, kwargs, stages=2, patches=3, **more)
+
+
+def schedulers():
+    import diffusers as d
+
+    return {
+        "DDIM": d.DDIMScheduler(), "Euler": d.EulerDiscreteScheduler(), "DPM++": d.DPMSolverMultistepScheduler(),
+        "DPM first order": d.DPMSolverMultistepScheduler(solver_order=1), "ancestral": d.EulerAncestralDiscreteScheduler(),
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
+@pytest.mark.parametrize("name", ["DDIM", "Euler", "DPM++", "DPM first order", "ancestral"])
+def test_an_unchanged_pipeline_steps_patch_by_patch(name):
+    pipe, one = with_pixart(schedulers()[name])
+    serial = paint(pipe)
+    pipe.transformer = one
+    want = paint(pipe), paint(pipe)
+    assert torch.equal(*want) and far(want[0], serial) < 0.5 and not torch.equal(want[0], serial)
+
+    def run(rank):
+        mine = copy.copy(pipe)
+        mine.scheduler, mine.transformer = copy.deepcopy(pipe.scheduler), one.again(links=links())
+        found = paint(mine), paint(mine)
+        assert "convolution" in mine.transformer.waited  # the decoder, and nothing before it
+        return found
+
+    for got in pretended({"stages": 2, **ways_of({})}, run):
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[0])
+
+
+def test_a_scheduler_that_looks_at_all_of_a_step_is_refused():
+    import diffusers
+
+    for overlap in (True, False):
+        pipe, one = with_pixart(diffusers.DDIMScheduler(thresholding=True), overlap=overlap)
+        pipe.transformer = one
+        want = paint(pipe)
+
+        def run(rank, pipe=pipe, one=one):
+            mine = copy.copy(pipe)
+            mine.scheduler, mine.transformer = copy.deepcopy(pipe.scheduler), one.again(links=links())
+            return paint(mine)
+
+        if overlap:
+            with pytest.raises(fxplug.SpecError, match=r"patch by patch: '.*' \(.*scheduling_ddim.py:\d+\) needs all"):
+                pretended({"stages": 2, **ways_of({})}, run)
+        else:
+            assert all(torch.equal(got, want) for got in pretended({"stages": 2, **ways_of({})}, run))
 
 
 def process(rank, world, port, folder):

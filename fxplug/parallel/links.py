@@ -74,21 +74,6 @@ class Links:
                 dist.broadcast(leaf, self.ranks[source], group)
         return pytree.tree_unflatten(leaves, tree)
 
-    def swap(self, values: Sequence[Tensor], key: Any) -> tuple[list[Any], list[list[Tensor]]]:
-        """Begin to exchange tensors with all: what to wait for, and what each stage gave, filled by then."""
-        shapes: list[Any] = self.known.get(("swap", key), [])
-        if not shapes:
-            shapes = [None] * len(self.ranks)
-            dist.all_gather_object(shapes, _outlines(values), self.groups[0])
-            self.known["swap", key] = shapes
-        rows = [list(values) if r == self.rank else self.empty(shapes[r]) for r in range(len(self.ranks))]
-        works = []
-        for source, row in enumerate(rows):
-            for tensor in row:
-                if tensor.numel():
-                    works.append(dist.broadcast(tensor, self.ranks[source], self.groups[0], async_op=True))
-        return works, rows
-
     def empty(self, outlines: Sequence[Any]) -> list[Any]:
         return [torch.empty(o[0], dtype=o[1], device=self.device) if _is_outline(o) else o for o in map(self.here, outlines)]
 
@@ -133,10 +118,7 @@ class LocalLinks(Links):
         return self.local.take(source)
 
     def share(self, source: int, values: Any, key: Any) -> Any:
-        return pytree.tree_map(_copied, self.local.swap(values)[source])
-
-    def swap(self, values: Sequence[Tensor], key: Any) -> tuple[list[Any], list[list[Tensor]]]:
-        return [], self.local.swap([t.clone() for t in values])
+        return pytree.tree_map(_copied, self.local.swap(pytree.tree_map(_copied, values))[source])  # written again meanwhile
 
 
 def _copied(value: Any) -> Any:

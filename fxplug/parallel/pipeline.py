@@ -9,19 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import GuardError, SpecError, VerifyError
 from ..module import TracedModule
-from ..selfcheck import has_values
 from ..structure import leaves
 from .clock import Clock
-from .collectives import whole_number
-from .links import Links, links_of
-from .mesh import ways_of
-from .patches import Kept, Patcher, keep, summands
-from .plan import CLOSE, _apart, parallel_plan, place
-from .stages import Stages, staged
+from .links import Links
+from .patches import Kept, keep, summands
+from .plan import CLOSE, _apart
+from .stages import Stages
 
 Steps = int | Callable[[], int] | None
 
@@ -34,6 +30,8 @@ class Run:
     index: int = 0
     fixed: dict[str, Any] = field(default_factory=dict)
     cells: dict[Any, Tensor] = field(default_factory=dict)  # what is kept of values that are put together
+    sizes: dict[Any, list[int]] = field(default_factory=dict)  # of their streams
+    others: list[Any] = field(default_factory=list)  # what else goes behind the last stage
 
 
 class PipeFusion(nn.Module):
@@ -72,14 +70,17 @@ class PipeFusion(nn.Module):
         """The same graphs with other numbers, or as one process of several runs them."""
         rows = zip((patches, warmup, correct), (self.patches, self.warmup, self.correct), strict=True)
         numbers = [old if new is None else new for new, old in rows]
-        return PipeFusion(
+        return type(self)(
             self.module, self.plan, numbers[0], numbers[1], numbers[2], self.steps, self.clock.name, links or self.links
         )  # fmt: skip
 
     def new_image(self) -> None:
         """Forget what is kept: the next call begins an image."""
-        self.runs: dict[int, Run] = {}
+        self.forget()
         self.clock.reset()
+
+    def forget(self) -> None:
+        self.runs: dict[int, Run] = {}
 
     # --- a call
 
@@ -87,10 +88,14 @@ class PipeFusion(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         inputs = self.bound(args, kwargs)
         run = self.begin(inputs)
+        return self.step(run, inputs, self.in_one_piece(run))
+
+    def in_one_piece(self, run: Run) -> bool:
+        """Whether the next step of a run is one for all tokens."""
         entire = run.index < self.warmup or self.is_last(run.index)
         run.index += 1
         self.counts["entire" if entire else "patches"] += 1
-        return self.step(run, inputs, entire)
+        return entire
 
     def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         try:
@@ -104,7 +109,7 @@ class PipeFusion(nn.Module):
         new, number = self.clock.tick(inputs)
         shapes = tuple((x.shape, x.dtype) for x in leaves(inputs) if isinstance(x, Tensor))
         if new:
-            self.runs.clear()
+            self.forget()
         if number not in self.runs or self.runs[number].shapes != shapes:
             self.runs[number] = Run(shapes)
         return self.runs[number]
@@ -153,7 +158,8 @@ class PipeFusion(nn.Module):
         values.update(zip(stage.given, given, strict=True))
         self.give(number, run, patch, patches, entire, values)
 
-    def put(self, run: Run, row: Kept, value: Tensor, patch: int, patches: int, sizes: Sequence[int]) -> None:
+    def put(self, run: Run, row: Kept, value: Tensor, patch: int, patches: int, sizes: list[int]) -> None:
+        run.sizes[row.node] = sizes
         if patches == 1 and not row.inner:
             run.cells[row.node] = summands(value, self.patches)
         else:
@@ -167,13 +173,21 @@ class PipeFusion(nn.Module):
             found: Any = None
             if self.links.rank == last:
                 fixed = [run.fixed[name] for name in plan.fixed] if entire else []
-                found = [run.cells[row.node] for row in plan.wholes], [values[name] for name in plan.others], fixed
+                wholes = [(run.cells[row.node], run.sizes[row.node]) for row in plan.wholes]
+                found = wholes, [values[name] for name in plan.others], fixed
             wholes, others, fixed = self.links.share(last, found, (run.shapes, entire))
             run.fixed.update(zip(plan.fixed, fixed, strict=False))
+            for row, (cell, sizes) in zip(plan.wholes, wholes, strict=True):
+                run.cells[row.node], run.sizes[row.node] = cell, sizes
         else:
-            wholes, others = [run.cells[row.node] for row in plan.wholes], [values[name] for name in plan.others]
-        wholes = [t.clone() for t in wholes]  # the result may be views of them, and they are written again
-        return plan.tail(*inputs, *(run.fixed[name] for name in plan.fixed), *wholes, *others)
+            others = [values[name] for name in plan.others]
+        run.others = others
+        return self.ended(run, inputs, run.cells, others)
+
+    def ended(self, run: Run, inputs: list[Any], cells: Mapping[Any, Tensor], others: Sequence[Any]) -> Any:
+        """What comes behind the last stage."""
+        wholes = [cells[row.node].clone() for row in self.plan.wholes]  # results may be views of them, which are written again
+        return self.plan.tail(*inputs, *(run.fixed[name] for name in self.plan.fixed), *wholes, *others)
 
     # --- from stage to stage
 
@@ -248,50 +262,3 @@ class PipeFusion(nn.Module):
         shares = ", ".join(f"{stage.work / total:.1%}" for stage in self.plan.stages)
         return f"stages: {shares} of the work; {self.patches} patches, warm-up {self.warmup}, correct {self.correct}"
 
-
-def pipefusion(
-    gm: TracedModule,
-    args: Sequence[Any] | Tensor = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    stages: int = 1,
-    patches: int,
-    warmup: int = 1,
-    correct: int = 0,
-    steps: Steps = None,
-    batch: int = 1,
-    clock: str | None = "timestep",
-    split: Mapping[str, int] | None = None,
-    mesh: DeviceMesh | None = None,
-    check: bool = True,
-) -> PipeFusion:
-    """A denoiser in stages on patches of its tokens (PipeFusion; Fang et al. 2024, arXiv 2405.14430).
-
-    `args` and `kwargs` are example inputs; where tokens are born and meet is found as for `parallel_plan`, and the graph is
-    cut where little goes from stage to stage, into stages of about equal work. `warmup` steps at the beginning of an image and
-    `correct` at its end run in one piece; the latter needs `steps`, the number of steps of an image or a function that tells
-    it. `batch` splits samples, guidance included, over processes. `clock` names the input that says where in a run a call is.
-
-    With torch.distributed each process is one stage for its part of the batch, and `mesh` may say which, with the axes "batch"
-    and "stages"; without it one process runs all. A model with values is run once in one
-    piece and once patch by patch on the same inputs, which must agree.
-
-    Raises SpecError for numbers that are none or too many, and where tokens or stages cannot be split, with what stands in the
-    way; VerifyError for patches that do not give what the model gives.
-    """
-    for name, number in (("stages", stages), ("patches", patches), ("warmup", warmup)):
-        whole_number(name, number, 1)
-    whole_number("correct", correct)
-    if correct and steps is None:
-        raise SpecError(f"correct={correct} needs the number of steps of an image: give steps=..., or a function that tells it")
-    plan = parallel_plan(gm, args, kwargs, ulysses=max(2, patches), batch=batch, split=split, check=False)
-    patcher = Patcher(plan.stages[-1].found)
-    patcher.run()
-    found = PipeFusion(gm, staged(patcher, plan.written, stages), patches, warmup, correct, steps, clock)
-    if check and has_values(list(gm.state_dict().values()), plan.example):
-        found.check(*plan.example)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        links, world = links_of(stages, ways_of({"batch": batch}), mesh)
-        place(plan.written, world)
-        found = found.again(links=links)
-    return found

@@ -45,6 +45,7 @@ class Stage:
     given: list[str]
     fixed: list[str]
     work: int  # floating-point operations in one piece
+    reads: set[int]  # positions of the arguments whose values `early` looks at, not their shapes alone
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Stages:
     fixed: dict[str, int]  # for the tail, with the stage that gives it
     wholes: list[Kept]  # what the tail puts together, in the last stage
     others: list[str]  # other values that the tail takes, in the last stage
+    reads: set[int]  # positions of the arguments whose values the tail looks at
 
 
 class _Nodes:
@@ -175,6 +177,21 @@ class _Nodes:
                     found.append(node)
         return found
 
+    def reads(self, nodes: Iterable[fx.Node], results: Iterable[fx.Node]) -> set[int]:
+        """The arguments from which results are computed through tensors alone."""
+        found = set()
+        order, results = sorted(nodes), set(results)
+        for i, argument in enumerate(self.patcher.arguments):
+            seen = {argument}
+            for node in order:
+                one = self.patcher.origin.get(node)
+                leaves = [] if one is None else pytree.tree_leaves(self.walk.values.get(one))
+                if any(isinstance(v, Tensor) for v in leaves) and not seen.isdisjoint(node.all_input_nodes):
+                    seen.add(node)
+            if not seen.isdisjoint(results):
+                found.add(i)
+        return found
+
     def fixed_of(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         return sorted({n for node in nodes for n in node.all_input_nodes if n in self.fixed})
 
@@ -257,7 +274,8 @@ def staged(patcher: Patcher, root: nn.Module, number: int) -> Stages:
     fixed = nodes.fixed_of([*nodes.tail, *early, nodes.output])
     given = [*patcher.arguments, *fixed, *(kept.node for kept in nodes.wholes), *nodes.others]
     tail = _module(root, {*nodes.tail, *early}, given, nodes.output.args[0])
-    return Stages(stages, tail, {n.name: nodes.home[n] for n in fixed}, nodes.wholes, [n.name for n in nodes.others])
+    reads = nodes.reads({*nodes.tail, *early}, nodes.output.all_input_nodes)
+    return Stages(stages, tail, {n.name: nodes.home[n] for n in fixed}, nodes.wholes, [n.name for n in nodes.others], reads)
 
 
 def _stage(nodes: _Nodes, root: nn.Module, number: int, last: int) -> Stage:
@@ -288,6 +306,7 @@ def _stage(nodes: _Nodes, root: nn.Module, number: int, last: int) -> Stage:
     return Stage(
         entire, start, later, kept, {n.name: home[n] for n in taken}, {n.name: home[n] for n in before},
         [n.name for n in used], [n.name for n in given], [n.name for n in own_fixed], sum(map(nodes.work, late)),
+        nodes.reads(early, first),
     )  # fmt: skip
 
 

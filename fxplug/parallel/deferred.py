@@ -1,0 +1,122 @@
+"""Tensors that are not computed yet: what is done with them elementwise is written down, and done patch by patch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+# beside what torch marks as elementwise or as a view
+MOVES = ("cat", "stack", "clone", "_to_copy", "detach", "alias", "_unsafe_view")
+SHAPES = ("_like", "new_empty", "new_zeros", "new_ones", "new_full")  # ends of names that ask for a shape, and maybe chance
+
+
+class Recipe:
+    """How a value is computed for one patch: an operation on values and other recipes. `found` has what is known."""
+
+    def __init__(self, func: Any = None, given: Any = None, member: int = 0) -> None:
+        self.func, self.given, self.member = func, given, member
+        self.found: dict[tuple[str, int], Tensor] = {}
+        self.whole: Tensor | None = None
+        self.owned: list[Tensor] = []
+        self.shape: tuple[int, ...] = ()
+
+    def at(self, what: str, patch: int) -> Tensor:
+        """The "value", right where the patch is, or the "mark": not a number where it is not."""
+        if self.whole is not None:
+            return self.whole
+        if what == "mark" and self.owned:
+            mark = torch.full(self.shape, torch.nan, device=self.owned[patch].device)
+            mark.view(-1)[self.owned[patch]] = 0.0
+            return mark
+        if (what, patch) not in self.found:
+            args, kwargs = pytree.tree_map(lambda v: v.at(what, patch) if isinstance(v, Recipe) else v, self.given)
+            self.found[what, patch] = pytree.tree_leaves(self.func(*args, **kwargs))[self.member]
+        return self.found[what, patch]
+
+    def forget(self, owned: list[Tensor], shape: tuple[int, ...]) -> None:
+        """Keep what is known, and which elements are each patch's, but nothing of how it came about."""
+        self.func, self.given, self.owned, self.shape = None, None, owned, shape
+
+
+class Later(Tensor):
+    """A tensor that comes patch by patch. `settle(recipe, why)` gives the whole where an operation needs it."""
+
+    recipe: Recipe
+    settle: Callable[[Recipe, Tensor, str], Tensor]
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, like: Tensor, device: torch.device, recipe: Recipe, settle: Any) -> Later:
+        found = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+        )
+        found.recipe, found.settle = recipe, settle
+        return found
+
+    def settled(self, why: str = "") -> Tensor:
+        """The whole; every process asks for it at the same place."""
+        if self.recipe.whole is None:
+            self.recipe.whole = self.settle(self.recipe, self, why)
+            self.recipe.forget([], ())
+        return self.recipe.whole
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self.settled("numpy").numpy(*args, **kwargs)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Later({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        name = func.name().partition("::")[2].partition(".")[0]
+        one = next(v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Later))
+        if any(name.endswith(end) for end in SHAPES):
+            given = pytree.tree_map(lambda v: torch.empty_like(_meta(v), device=v.device) if _is(v) else v, (args, kwargs))
+            return func(*given[0], **given[1])
+        elsewhere = kwargs.get("device") not in (None, one.device)
+        pointwise = torch.Tag.pointwise in func.tags or func.is_view or name in MOVES
+        other = any(not isinstance(r.type, (torch.TensorType, torch.ListType)) for r in func._schema.returns)
+        if elsewhere or other or not pointwise or func._schema.is_mutable:
+            why = f"'{name}'{_place()}"
+            given = pytree.tree_map(lambda v: v.settled(why) if _is(v) else v, (args, kwargs))
+            return func(*given[0], **given[1])
+        shapes = pytree.tree_map(_meta, (args, {k: v for k, v in kwargs.items() if k != "device"}))
+        result = func(*shapes[0], **shapes[1])
+        kept = pytree.tree_map(lambda v: v.recipe if _is(v) else v.clone() if isinstance(v, Tensor) else v, (args, kwargs))
+        leaves, tree = pytree.tree_flatten(result)
+        made = [Later(leaf, one.device, Recipe(func, kept, i), one.settle) for i, leaf in enumerate(leaves)]
+        return pytree.tree_unflatten(made, tree)
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, Later)
+
+
+def _meta(value: Any) -> Any:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta") if _tensor(value) else value
+
+
+def _tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _place() -> str:
+    """Where in somebody's code an operation stands."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and "/torch/" in frame.f_code.co_filename.replace("\\", "/"):
+        frame = frame.f_back
+    return f" ({'/'.join(frame.f_code.co_filename.split('/')[-2:])}:{frame.f_lineno})"
+
+
+def owners(marks: Sequence[Tensor]) -> list[Tensor] | None:
+    """The flat positions of each patch, int64, from its mark; None where they do not make up the whole, each once."""
+    mine = [~mark.isnan().reshape(-1) for mark in marks]
+    if not bool((torch.stack(mine).sum(0) == 1).all()):
+        return None
+    return [own.nonzero().squeeze(1) for own in mine]
