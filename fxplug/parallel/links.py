@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,22 +35,25 @@ class Links:
         """Hand nested values to a stage, without waiting."""
         group = self.groups[to < self.rank]
         leaves, tree = pytree.tree_flatten(values)
+        going = [leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
         if (self.rank, to, key) not in self.known:
             self.known[self.rank, to, key] = True
-            dist.send_object_list([(_outlines(leaves), tree)], self.ranks[to], group)
+            text = json.dumps([pytree.treespec_dumps(tree), [_said(leaf) for leaf in leaves]]).encode()
+            head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            going = [t.to(self.device) for t in (torch.tensor([len(head)]), head)] + going
         self.going = [row for row in self.going if not row[0].is_completed()]
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.numel():
-                leaf = leaf.contiguous()
-                self.going.append((dist.isend(leaf, self.ranks[to], group), leaf))
+        self.going += [(dist.isend(tensor, self.ranks[to], group), tensor) for tensor in going]
 
     def receive(self, source: int, key: Any) -> Any:
         """What a stage has sent."""
         group = self.groups[self.rank < source]
         if (source, self.rank, key) not in self.known:
-            rows: list[Any] = [None]
-            dist.recv_object_list(rows, self.ranks[source], group)
-            self.known[source, self.rank, key] = rows[0]
+            size = torch.empty(1, dtype=torch.int64, device=self.device)
+            dist.recv(size, self.ranks[source], group)
+            head = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+            dist.recv(head, self.ranks[source], group)
+            spec, said = json.loads(bytes(head.tolist()))
+            self.known[source, self.rank, key] = [_heard(leaf) for leaf in said], pytree.treespec_loads(spec)
         outlines, tree = self.known[source, self.rank, key]
         leaves = self.empty(outlines)
         for leaf in leaves:
@@ -75,9 +79,11 @@ class Links:
         return pytree.tree_unflatten(leaves, tree)
 
     def empty(self, outlines: Sequence[Any]) -> list[Any]:
-        return [torch.empty(o[0], dtype=o[1], device=self.device) if _is_outline(o) else o for o in map(self.here, outlines)]
+        return [self.here(outline) for outline in outlines]
 
     def here(self, outline: Any) -> Any:
+        if isinstance(outline, _Outline):
+            return torch.empty(outline.shape, dtype=outline.dtype, device=self.device)
         return self.device if isinstance(outline, torch.device) else outline
 
 
@@ -125,9 +131,28 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
+class _Outline(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 def _outlines(leaves: Sequence[Any]) -> list[Any]:
-    return [(tuple(x.shape), x.dtype, "tensor") if isinstance(x, Tensor) else x for x in leaves]
+    return [_Outline(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves]
 
 
-def _is_outline(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 3 and value[2] == "tensor"
+def _said(leaf: Any) -> Any:
+    """What goes ahead of a value, as JSON."""
+    if isinstance(leaf, Tensor):
+        return {"shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch.")}
+    if isinstance(leaf, torch.dtype):
+        return {"dtype": str(leaf).removeprefix("torch.")}
+    return {"device": str(leaf)} if isinstance(leaf, torch.device) else leaf
+
+
+def _heard(said: Any) -> Any:
+    if not isinstance(said, dict):
+        return said
+    if "device" in said:
+        return torch.device(said["device"])
+    dtype = getattr(torch, said["dtype"])
+    return _Outline(tuple(said["shape"]), dtype) if "shape" in said else dtype
