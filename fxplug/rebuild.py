@@ -30,6 +30,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # the files of blocks
 BLOCKS: tuple[str, ...] = ("adapters", "blocks", "conditions", "frequencies", "gates", "merging", "norms", "rotations")
 BLOCKS += ("slicing", "weights", "parallel.attention", "parallel.collectives", "parallel.shares")
+BLOCKS += ("parallel.moments", "parallel.neighbours")
 # a recurrent layer finds its weights by names in these; they follow from its constructor, and no file has them
 BY_NAME = ("_flat_weights_names", "_all_weights", "_flat_weights", "_flat_weight_refs")
 KINDS = {

@@ -28,9 +28,9 @@ ORDER = """
     attending fastattention
     lowerings.sharding lowerings.batchnorms lowerings.tuning lowerings.lowering
     parallel.faults parallel.layouts parallel.mesh parallel.pretending parallel.agreeing parallel.collectives
-    parallel.ring parallel.attention parallel.shares
-    parallel.opening parallel.trying parallel.walking parallel.planning parallel.births parallel.features parallel.writing
-    parallel.localizing parallel.plan parallel.checking
+    parallel.ring parallel.attention parallel.shares parallel.moments parallel.neighbours
+    parallel.opening parallel.trying parallel.reaching parallel.walking parallel.planning parallel.births parallel.features
+    parallel.spatial parallel.writing parallel.localizing parallel.plan parallel.checking
     parallel.patches parallel.stages parallel.clock parallel.links parallel.pipeline
     parallel.deferred parallel.overlap parallel.fusion
     manifest temporary folders sinks snapshot values programs magnitudes serialize rebuild artifact

@@ -119,7 +119,7 @@ class Births:
         if len(sizes) != 1:
             return False
         (size,) = sizes
-        self.tries.streams.true.clear()
+        self.tries.streams.clear()
         layout = Layout((self.tries.streams.new(size),))
         small = layout.total(self.tries.streams.small)
         parts = [layout.total([n]) for n in (self.tries.streams.bounds(0)[0][1], self.tries.streams.bounds(1)[0][1])]

@@ -22,7 +22,7 @@ from .layouts import count, start
 from .mesh import World
 from .plan import Plan, Runner, alone
 from .pretending import PRETENDED, placed, pretended
-from .trying import EMPTY, Leaf, Step, leaves_of, name_of
+from .trying import EMPTY, Leaf, leaves_of, name_of
 from .walking import bound, left_alone
 
 CLOSE = 1e-5  # of the largest value of an output: what sums in another order may differ by
@@ -198,8 +198,9 @@ def _lies(plan: Plan, mode: bool) -> dict[str, list[list[Any]]]:
     for depth, stage in enumerate(plan.stages):
         here = stage.modes[mode]
         for node, value in here.values.items():
-            rows = [None if node in here.births or not isinstance(leaf, Leaf) else leaf.place for leaf in leaves_of(value)]
-            name = f"{node.name}_parallel" if here.steps.get(node, Step()).special else node.name
+            given = node in here.births or here.cut(node)  # what stands there is the whole
+            rows = [None if given or not isinstance(leaf, Leaf) else leaf.place for leaf in leaves_of(value)]
+            name = here.name(node)
             if not depth or node.name in found:  # else it is a collective of an axis before
                 found[name] = [*found.get(node.name, []), rows]
     return {name: rows for name, rows in found.items() if len(rows) == len(plan.stages)}

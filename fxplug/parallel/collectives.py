@@ -71,26 +71,32 @@ class Collective(Block):
 class Split(Collective):
     """This process's part of a tensor: forward(x, *sizes), with the whole sizes of the streams in dimension `dim`.
 
-    A token has `inner` elements; the streams stand there once, or several times in front of each other. `born` says
-    that tokens begin here: fewer than there are processes raise GuardError.
+    A token has `inner` elements, or as many as the call says; the streams stand there once, or several times in front of each
+    other. `born` says that tokens begin here: fewer than there are processes raise GuardError.
     """
 
     def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int = 1, born: bool = False) -> None:
         super().__init__(ways, axis)
         self.dim, self.inner, self.born = whole_number("dim", dim), whole_number("inner", inner, 1), bool(born)
 
-    def forward(self, x: Tensor, *sizes: int) -> Tensor:
+    def forward(self, x: Tensor, *sizes: int, inner: int | None = None) -> Tensor:
         rank, world, _ = self.along()
+        inner = self.inner if inner is None else inner
         for size in sizes:
             if self.born and size < world:
                 what, where = "samples" if self.axis == "batch" else "tokens", f"dimension {self.dim} of {tuple(x.shape)}"
                 raise GuardError(f"{size} {what} ({where}) cannot be split over {world} processes")
-        total = sum(sizes) * self.inner
-        y = torch.unflatten(x, self.dim, (x.shape[self.dim] // total if total else 1, total))
+        total = sum(sizes) * inner
+        if self.born and x.shape[self.dim] != total:
+            raise GuardError(
+                f"dimension {self.dim} of {tuple(x.shape)} is not {sum(sizes)} times {inner}, as planned: give inputs of such "
+                "a size, or plan with inputs of this one"
+            )
+        y = torch.unflatten(x, self.dim, (times(x, self.dim, total), total))
         parts, before = [], 0
         for size in sizes:
-            first = (before + layouts.start(size, rank, world)) * self.inner
-            parts.append(y.narrow(self.dim + 1, first, layouts.count(size, rank, world) * self.inner))
+            first = (before + layouts.start(size, rank, world)) * inner
+            parts.append(y.narrow(self.dim + 1, first, layouts.count(size, rank, world) * inner))
             before += size
         # what is contiguous in one process is so in each: a view may follow
         return (torch.cat(parts, self.dim + 1) if len(parts) > 1 else parts[0]).flatten(self.dim, self.dim + 1).contiguous()
@@ -103,14 +109,14 @@ class Gather(Collective):
         super().__init__(ways, axis)
         self.dim, self.inner = whole_number("dim", dim), whole_number("inner", inner, 1)
 
-    def forward(self, x: Tensor, *sizes: int) -> Tensor:
+    def forward(self, x: Tensor, *sizes: int, inner: int | None = None) -> Tensor:
         rank, world, group = self.along()
+        inner = self.inner if inner is None else inner
         counts = layouts.counts(sizes, world)
-        mine = counts[rank] * self.inner
-        y = torch.unflatten(x, self.dim, (x.shape[self.dim] // mine if mine else 1, mine))
-        y = gathered(y, self.dim + 1, [n * self.inner for n in counts], rank, group)
+        y = torch.unflatten(x, self.dim, (times(x, self.dim, counts[rank] * inner), counts[rank] * inner))
+        y = gathered(y, self.dim + 1, [n * inner for n in counts], rank, group)
         if len(sizes) > 1:
-            lengths = [layouts.count(n, r, world) * self.inner for r in range(world) for n in sizes]
+            lengths = [layouts.count(n, r, world) * inner for r in range(world) for n in sizes]
             parts = torch.split(y, lengths, self.dim + 1)
             y = torch.cat([parts[r * len(sizes) + i] for i in range(len(sizes)) for r in range(world)], self.dim + 1)
         return y.flatten(self.dim, self.dim + 1).contiguous()
@@ -167,6 +173,13 @@ def whole_number(name: str, value: Any, least: int = 0) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SpecError(f"{name} must be a whole number, {least} or more, not {value!r}")
     return value
+
+
+def times(x: Tensor, dim: int, size: int) -> int:
+    """How often a dimension holds so many elements. Raises GuardError where that is no whole number."""
+    if size and x.shape[dim] % size:
+        raise GuardError(f"dimension {dim} of {tuple(x.shape)} is not split as planned: plan with inputs of this size")
+    return x.shape[dim] // size if size else 1
 
 
 # --- the operations below

@@ -173,7 +173,14 @@ class Patcher(Writer):
             return self.graph.placeholder(f"pipefusion_{name}")
 
     def call(
-        self, kind: type[Collective], settings: tuple[Any, ...], value: Any, streams: tuple[int, ...], at: _At, like: Any = None
+        self,
+        kind: type[Collective],
+        settings: tuple[Any, ...],
+        value: Any,
+        streams: tuple[int, ...],
+        at: _At,
+        like: Any = None,
+        inner: fx.Node | None = None,
     ) -> fx.Node:
         """A call of what a collective is over time."""
         if kind is Same:

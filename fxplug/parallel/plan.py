@@ -21,7 +21,7 @@ from ..module import Graph, TracedModule, copy_graph, shell
 from ..neutrality import in_mode
 from ..selfcheck import has_values
 from ..structure import leaves, map_leaves
-from . import births, features
+from . import births, features, spatial
 from .collectives import Collective, traffic
 from .layouts import count, counts, start
 from .localizing import localize
@@ -34,7 +34,9 @@ from .walking import bound, left_alone, walk
 from .writing import Writer
 
 CLOSE = 1e-5  # of the largest value: what sums in another order may differ by
-NAMES = {SEQUENCE: "sequence_parallel", "batch": "batch_parallel", "tensor": "tensor_parallel"}
+NAMES = {
+    SEQUENCE: "sequence_parallel", "batch": "batch_parallel", "rows": "spatial_parallel", "tensor": "tensor_parallel",
+}  # fmt: skip
 
 
 @dataclass
@@ -157,10 +159,12 @@ class Plan:
         last = self.stages[-1]
         plan = last.modes[mode]
         for node in plan.walk.graph.nodes:
+            name = plan.name(node)
             for rank, many in enumerate(found):
-                values = (leaves_of(v) for v in (plan.values.get(node), one.get(node.name), many.get(node.name)))
+                values = (leaves_of(v) for v in (plan.values.get(node), one.get(name), many.get(name)))
                 for leaf, a, b in zip(*values, strict=False):
-                    if isinstance(leaf, Leaf) and isinstance(a, torch.Tensor) and node not in plan.births:
+                    given = node in plan.births or plan.cut(node)  # what stands there is the whole
+                    if isinstance(leaf, Leaf) and isinstance(a, torch.Tensor) and not given:
                         want = self.part(plan, leaf, a, placed(self.ways, rank), last.axis)
                         if want is not None and not plan.summed(node) and _apart(want, b) > CLOSE:
                             return f"; the first value that differs is '{node.name}', in process {rank}"
@@ -209,6 +213,7 @@ def parallel_plan(
     ring: int = 1,
     batch: int = 1,
     tensor: int = 1,
+    rows: int = 1,
     split: Mapping[str, int] | None = None,
     check: bool = True,
 ) -> Plan:
@@ -216,11 +221,12 @@ def parallel_plan(
 
     `ulysses` and `ring` split tokens (their product is how many ways; Jacobs et al. 2023, arXiv 2309.14509; Liu et al. 2023,
     arXiv 2310.01889), `batch` splits samples, guidance included, `tensor` splits heads and features, and the weights of the
-    layers before and behind them (Shoeybi et al. 2019, arXiv 1909.08053). Nothing is known of any model: each distinct
-    operation runs once on small random values, whole and in unequal parts, and once more on others. Weights and inputs may be
-    on the meta device. What has values is then run on pretended processes beside one (`Plan.check`; `check=False` leaves it
-    out): attention may hide an order of tokens that no comparison of parts can see. `split` gives births of tokens in the stead
-    of those found: the name of a node, or of an argument, and a dimension.
+    layers before and behind them (Shoeybi et al. 2019, arXiv 1909.08053), `rows` images by their height (what operations read
+    beyond a part is fetched, and norms share their statistics; Dryden et al. 2019, arXiv 1903.06681). Nothing is known of any
+    model: each distinct operation runs once on small random values, whole and in unequal parts, and once more on others.
+    Weights and inputs may be on the meta device. What has values is then run on pretended processes beside one (`Plan.check`;
+    `check=False` leaves it out): attention may hide an order of tokens that no comparison of parts can see. `split` gives
+    births of tokens, or of rows, in the stead of those found: the name of a node, or of an argument, and a dimension.
 
     Raises SpecError for ways that are none, inputs that the model does not take, a node that is not there, fewer tokens or
     samples than ways, and where nothing can be split, with what stands in the way; VerifyError for a plan that proves wrong.
@@ -230,7 +236,7 @@ def parallel_plan(
     if any(isinstance(module, Collective) for module in gm.modules()):
         raise SpecError("this module is parallel already: make a plan of all ways for the one that it was made of")
     args = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    ways = ways_of({"ulysses": ulysses, "ring": ring, "batch": batch, "tensor": tensor})
+    ways = ways_of({"ulysses": ulysses, "ring": ring, "batch": batch, "tensor": tensor, "rows": rows})
     call = args, dict(kwargs or {})
     modes = sorted(gm.graphs, key=lambda mode: mode != gm._graph_mode)
     try:
@@ -247,8 +253,9 @@ class _Twin(Exception):
 
 def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], split: Any, check: bool) -> Plan:
     plan = Plan(ways, [], _mark(gm), modes[0], gm, call)
-    axes = ("batch", ways["batch"]), (SEQUENCE, ways["ulysses"] * ways["ring"]), ("tensor", ways["tensor"])
-    for axis, number in axes:
+    every = {**ways, SEQUENCE: ways["ulysses"] * ways["ring"]}
+    for axis in ("batch", "rows", SEQUENCE, "tensor"):
+        number = every[axis]
         if number == 1:
             continue
         found: dict[bool, Found] = {}
@@ -260,7 +267,7 @@ def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], 
                         other = next(iter(found.values()), None)
                         opens, found[mode] = features.find(plan.written, mode, call, number, opens, other)
                     else:
-                        given = split if axis == SEQUENCE else None
+                        given = split if axis != "batch" else None
                         found[mode] = _found(plan.written, mode, call, (axis, number), given, found)
             except Unsplittable as error:
                 if found:
@@ -326,7 +333,13 @@ def _found(
         if all(node.name in names for node in other.births):
             split = {node.name: dim for node, dim in other.births.items() if isinstance(dim, int)}
     for seed in (0, 1):
-        if axis == "batch" or split:
+        if axis == "rows":
+            if seed == 0:
+                results.append(spatial.best(gm, walked, _given(graph, split) if split else None))
+            else:
+                one = results[0]
+                results.append(planned(walked, Tries(gm, seed, True), one.births, True, (), one.grains, spatial.Spatial))
+        elif axis == "batch" or split:
             given = births.samples(walked) if split is None else _given(graph, split)
             results.append(planned(walked, Tries(gm, seed), given, one=axis == "batch"))
         elif seed == 0:
@@ -359,8 +372,8 @@ def _given(graph: fx.Graph, split: Mapping[str, int]) -> dict[fx.Node, int]:
 def _check_sizes(stage: Stage, number: int) -> None:
     found = stage.found
     for index, (node, dim) in enumerate(found.origins):
-        if found.sizes[index] < number and node in found.births:
-            what = "samples" if stage.axis == "batch" else "tokens"
+        if found.sizes[index] < number and (node in found.births or index in found.derived):
+            what = {"batch": "samples", "rows": "rows"}.get(stage.axis, "tokens")
             raise SpecError(
                 f"{found.sizes[index]} {what} ('{node.name}', dimension {dim}) cannot be split {number} ways: give fewer ways, "
                 "or example inputs of the size that is run"

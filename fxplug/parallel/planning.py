@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
@@ -37,6 +37,13 @@ class _Again(Exception):
     """A value that must be whole, found when the graph had gone on from it."""
 
 
+class Inner(NamedTuple):
+    """How many elements a token has: so many, times the sizes of these dimensions, which are not split."""
+
+    each: int
+    dims: tuple[tuple[fx.Node, int], ...] = ()
+
+
 @dataclass
 class Found:
     """A plan for one graph: steps by node, where streams begin, and how every value lies."""
@@ -49,6 +56,9 @@ class Found:
     origins: list[tuple[fx.Node, int]] = field(default_factory=list)  # of each stream: a whole value, and its dimension
     why: dict[fx.Node, str] = field(default_factory=dict)  # what had to be gathered, and for what
     sizes: list[int] = field(default_factory=list)  # of each stream
+    grains: dict[fx.Node, int] = field(default_factory=dict)  # elements of a token, of births that have not one
+    inner: dict[fx.Node, Inner] = field(default_factory=dict)  # of values whose tokens have more elements in larger images
+    derived: set[int] = field(default_factory=set)  # streams whose size follows from that of another
 
     def place(self, node: fx.Node) -> Place | None:
         value = self.values.get(node)
@@ -62,32 +72,50 @@ class Found:
 
     def share(self) -> float:
         """Of the work in products, convolutions and attention: how much is done on parts."""
-        done = sum(n for node, n in self.walk.work.items() if self.is_split(node) or self.summed(node))
+        done = sum(n for node, n in self.walk.work.items() if self.on_parts(node))
         return done / max(1, sum(self.walk.work.values()))
 
+    def on_parts(self, node: fx.Node) -> bool:
+        return self.summed(node) or (self.is_split(node) and not self.cut(node))
+
+    def name(self, node: fx.Node) -> str:
+        """What a value is called in the graph that is written: blocks that stand for a node have names of their own."""
+        return f"{node.name}_parallel" if self.steps.get(node, Step()).special else node.name
+
+    def cut(self, node: fx.Node) -> bool:
+        """Whether a value is computed as a whole, and split then."""
+        return self.steps.get(node, Step()).cut is not None
+
     def summed(self, node: fx.Node) -> bool:
-        step = self.steps.get(node)
-        return step is not None and step.add
+        return bool(self.steps.get(node, Step()).add)
 
 
 def planned(
-    walk: Walk, tries: Tries, births: Mapping[fx.Node, int | Place], one: bool = False, streams: Sequence[int] = ()
+    walk: Walk,
+    tries: Tries,
+    births: Mapping[fx.Node, int | Place],
+    one: bool = False,
+    streams: Sequence[int] = (),
+    grains: Mapping[fx.Node, int] | None = None,
+    kind: type[Planner] | None = None,
 ) -> Found:
     """A plan from these births: values whose dimension is split from there on. With `one` all are of one stream.
 
     A birth that is a place is of the streams with these sizes, which are numbers in the model's code: heads, features.
+    `grains` are the elements of a token at the others. `kind` may know more ways to run an operation.
 
     Raises Unsplittable.
     """
     forced: set[fx.Node] = set()
     while True:
+        tries.streams.clear()
         tries.streams.true[:] = streams
-        found = Found(walk, tries, dict(births))
+        found = Found(walk, tries, dict(births), grains=dict(grains or {}))
         for stream in range(len(streams)):
             here = ((n, p.dim) for n, p in births.items() if isinstance(p, Place) and stream in p.layout.streams)
             found.origins.append(next(here))
         try:
-            found = Planner(found, forced, one).run()
+            found = (kind or Planner)(found, forced, one).run()
             found.sizes = list(tries.streams.true)
             return found
         except _Again as error:
@@ -99,6 +127,8 @@ def planned(
 
 
 class Planner:
+    means = False  # over tokens are believed: they are tried on tokens that differ
+
     def __init__(self, found: Found, forced: set[fx.Node], one: bool) -> None:
         self.found, self.forced, self.one = found, forced, one
         self.walk, self.tries, self.values = found.walk, found.tries, found.values
@@ -127,7 +157,8 @@ class Planner:
         if not isinstance(value, Leaf) or not -value.tensor.dim() <= dim < value.tensor.dim():
             raise Unsplittable(f"'{node.name}' has no dimension {dim}")
         dim %= value.tensor.dim()
-        layout = Layout((self.stream(node, dim, value.tensor.shape[dim]),))
+        inner = self.found.grains.get(node, 1)
+        layout = Layout((self.stream(node, dim, value.tensor.shape[dim] // inner),), 1, inner)
         self.values[node] = Leaf(value.tensor, Place(dim, layout))
 
     def stream(self, node: fx.Node, dim: int, size: int) -> int:
@@ -166,7 +197,7 @@ class Planner:
             for one in self.walk.writes.get(node, ()):
                 if self.found.is_split(one):
                     raise _Again(one)  # what is written must be the memory itself, not what is gathered of it
-            return self.gathered(node, everything, "it mixes tokens")
+            return self.mixed(node, everything)
         step, kinds, written = outcome
         for index in written:
             self.check_written(inputs[index])
@@ -183,6 +214,10 @@ class Planner:
             self.found.why[node] = why or "it is written in place"
         return self.whole(node)
 
+    def mixed(self, node: fx.Node, everything: Step) -> Any:
+        """The value of an operation that no repair makes run on parts."""
+        return self.gathered(node, everything, "it mixes tokens")
+
     def key(self, node: fx.Node) -> Any:
         """What two operations have in common that do the same on parts."""
         names = {n: i for i, n in enumerate(node.all_input_nodes)}
@@ -192,7 +227,7 @@ class Planner:
             module = self.tries.gm.get_submodule(str(node.target))
             target = (type(module), repr(module), tuple((k, v.shape, v.dtype) for k, v in module.state_dict().items()))
         try:
-            streams = tuple(self.tries.streams.true)
+            streams = (*self.tries.streams.true, *self.tries.streams.parts)
             key = (node.op, target, form, streams, tuple(_signature(self.values[n]) for n in names))
             hash(key)
         except TypeError:
@@ -236,8 +271,8 @@ class Planner:
         found = self.tries.placed(self.walk.values[node], whole, parts, layouts, from_parts, from_sizes and not ratio)
         if found is None or (ratio and any(isinstance(leaf, Number) for leaf in leaves_of(found[0]))):
             return None
-        if isinstance(found[1], tuple) and not self.counted:  # a mean over tokens
-            return None
+        if isinstance(found[1], tuple) and not (self.counted or (self.means and not step.gathers and not step.splits)):
+            return None  # a mean over tokens, by chance
         written = []
         for index, one in enumerate(inputs):
             state = self.tries.left(given[one], self.values[one])

@@ -23,7 +23,7 @@ class Part(Split):
         super().__init__(ways, axis, dim, inner)
         self.outer = outer
 
-    def forward(self, x: Tensor, *sizes: int) -> Tensor:
+    def forward(self, x: Tensor, *sizes: int, inner: int | None = None) -> Tensor:
         rank, world, _ = self.along()
         times = self.outer * self.inner
         if x.shape[self.dim] == times * sum(sizes):

@@ -54,12 +54,14 @@ class Step(NamedTuple):
     splits: tuple[tuple[int, Place], ...] = ()
     gathers: tuple[int, ...] = ()
     whole_numbers: bool = False
-    special: str = ""  # "attention": its keys and values travel
+    special: str = ""  # "attention": its keys and values travel; "near": rows of neighbours; "norm": statistics do
     add: bool = False  # what each process gives is a summand
     same: bool = False  # the first process's result is everybody's
     mean: tuple[int, ...] = ()  # it is the mean over its tokens of these streams, and a summand with their share
     once: tuple[int, ...] = ()  # given in the first process alone, zeros in the others: a summand like the rest
     scaled: Scaled = ()  # numbers, by position in the arguments, that count these streams
+    near: Any = None  # which rows of which input are fetched, and where those of the result lie
+    cut: Place | None = None  # the result is whole, and split from there on
 
 
 class Streams:
@@ -67,27 +69,40 @@ class Streams:
 
     def __init__(self) -> None:
         self.true: list[int] = []
+        self.own: dict[int, tuple[int, int]] = {}  # parts that are others than the usual
 
-    def new(self, size: int) -> int:
-        if len(self.true) == len(PARTS):
+    def new(self, size: int, small: int | None = None) -> int:
+        """A stream of this size, and of one that follows from other streams' when these are small."""
+        if small is None and len(self.true) >= len(PARTS):
             raise NotImplementedError(f"more than {len(PARTS)} streams of tokens")
+        if small is not None:
+            first = min(small * 3 // 5 | 1, small - 1)  # odd: what takes them in pairs takes no part
+            self.own[len(self.true)] = first, small - first
         self.true.append(size)
         return len(self.true) - 1
 
+    def clear(self) -> None:
+        self.true.clear()
+        self.own.clear()
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        return [self.own[n] if n in self.own else PARTS[n] for n in range(len(self.true))]
+
     @property
     def small(self) -> list[int]:
-        return [sum(parts) for parts in PARTS[: len(self.true)]]
+        return [sum(parts) for parts in self.parts]
 
     def bounds(self, rank: int) -> list[tuple[int, int, int]]:
         """Start, length and size of each stream's part in a pretended process."""
-        return [(0 if rank == 0 else parts[0], parts[rank], sum(parts)) for parts in PARTS[: len(self.true)]]
+        return [(0 if rank == 0 else parts[0], parts[rank], sum(parts)) for parts in self.parts]
 
 
 class Tries:
     """Runs operations on small values in one process and in two pretended ones."""
 
-    def __init__(self, gm: nn.Module, seed: int) -> None:
-        self.gm = gm
+    def __init__(self, gm: nn.Module, seed: int, uneven: bool = False) -> None:
+        self.gm, self.uneven = gm, uneven
         self.streams = Streams()
         self.pool = torch.rand(POOL, generator=torch.Generator().manual_seed(seed)) + 0.1
         self.used = 0
@@ -127,7 +142,12 @@ class Tries:
         if known and tensor.shape[place.dim]:
             return tensor.index_select(place.dim, torch.arange(size) % tensor.shape[place.dim])
         shape[place.dim] = size
-        return self.random(shape, tensor.dtype)
+        if not self.uneven:
+            return self.random(shape, tensor.dtype)
+        # what is the mean of many may not look like that of their parts
+        ramp = torch.linspace(0.5, 2, size).view([-1 if d == place.dim else 1 for d in range(len(shape))])
+        found = self.random(shape, tensor.dtype)
+        return (found * ramp).to(tensor.dtype) if tensor.dtype.is_floating_point else found
 
     def part(self, whole: Tensor, place: Place | None, rank: int) -> Tensor:
         if place is None:
@@ -228,7 +248,8 @@ class Tries:
         def number(position: int, value: Any) -> Any:
             if position not in runs:
                 return value
-            sizes = [sum(PARTS[s]) if rank is None else PARTS[s][rank] for s in runs[position]]
+            parts = self.streams.parts
+            sizes = [sum(parts[s]) if rank is None else parts[s][rank] for s in runs[position]]
             return value // sum(self.streams.true[s] for s in runs[position]) * sum(sizes)
 
         call = numbered((node.args, node.kwargs), lambda i, v: number(i, given[v] if isinstance(v, fx.Node) else v))
@@ -279,7 +300,7 @@ class Tries:
         return pytree.tree_unflatten(found, tree), add
 
     def mean(self, got: list[Tensor], streams: Sequence[int]) -> Tensor:
-        lengths = [sum(PARTS[stream][rank] for stream in streams) for rank in (0, 1)]
+        lengths = [sum(self.streams.parts[stream][rank] for stream in streams) for rank in (0, 1)]
         return (got[0] * lengths[0] + got[1] * lengths[1]) / sum(lengths)
 
     def as_true(self, true: Tensor, small: Tensor, place: Place) -> bool:

@@ -15,6 +15,8 @@ from ..module import Container, Graph
 from ..paths import identifier
 from .attention import Attention
 from .collectives import Collective, Gather, Numel, Same, Split, Sum, Whole
+from .moments import Norm
+from .neighbours import Cut, Extent, Fetch, Scale
 from .planning import Found, arguments
 from .shares import Count, Mean, Once, Part
 from .trying import Leaf, Number, Place, Step, numbered
@@ -75,13 +77,21 @@ class Writer:
         return str(self.made[key])
 
     def call(
-        self, kind: type[Collective], settings: tuple[Any, ...], value: Any, streams: tuple[int, ...], at: _At, like: Any = None
+        self,
+        kind: type[Collective],
+        settings: tuple[Any, ...],
+        value: Any,
+        streams: tuple[int, ...],
+        at: _At,
+        like: Any = None,
+        inner: fx.Node | None = None,
     ) -> fx.Node:
         """A call of a collective on a value and the sizes of its streams, at a place in the graph."""
         path = self.block(kind, *settings)
         sizes = tuple(self.size(stream) for stream in streams)
+        more: dict[str, Any] = {} if inner is None else {"inner": inner}
         with at(self.graph):
-            node: fx.Node = self.graph.create_node("call_module", path, (value, *sizes), {}, name=identifier(path))
+            node: fx.Node = self.graph.create_node("call_module", path, (value, *sizes), more, name=identifier(path))
         if isinstance(value, fx.Node):
             node.meta.update({k: value.meta[k] for k in ("shape", "dtype") if k in value.meta})
         return self.marked(node, like or value, kind.__name__)
@@ -108,8 +118,31 @@ class Writer:
                 return self.sizes[stream]
             origin = self.twin[one.name]
             with self.graph.inserting_after(head(self.graph) if origin.op == "placeholder" else origin):
-                self.sizes[stream] = self.marked(self.graph.call_method("size", (origin, dim)), origin, "")
+                size = self.marked(self.graph.call_method("size", (origin, dim)), origin, "")
+            if (inner := self.found.grains.get(one, 1)) > 1:
+                with self.graph.inserting_after(size):
+                    size = self.marked(self.graph.call_function(operator.floordiv, (size, inner)), origin, "")
+            self.sizes[stream] = size
         return self.sizes[stream]
+
+    def inner(self, one: fx.Node, place: Place) -> tuple[int, fx.Node | None]:
+        """How many elements a token of a value has: what a block is made with, or a number of the graph."""
+        inner = self.found.inner.get(one)
+        if inner is None or not inner.dims:
+            return place.layout.inner, None
+        key = ("inner", inner)
+        if key not in self.made:
+            number: Any = inner.each
+            for source, dim in inner.dims:
+                with self.graph.inserting_after(self.node(source)):
+                    size = self.marked(self.graph.call_method("size", (self.node(source), dim)), self.node(source), "")
+                if number == 1:
+                    number = size
+                    continue
+                with self.graph.inserting_after(max(size, number) if isinstance(number, fx.Node) else size):
+                    number = self.marked(self.graph.call_function(operator.mul, (number, size)), size, "")
+            self.made[key] = number
+        return 1, self.made[key]
 
     # --- steps
 
@@ -124,7 +157,7 @@ class Writer:
             settings = self.axis, place.dim, place.layout.inner, True
             after = max(self.size(stream), head(self.graph) if twin.op == "placeholder" else twin)
             cut = self.call(Split, settings, twin, (stream,), _after(after))
-        keep = {cut, *self.sizes.values()}
+        keep = {cut, *_nodes(self.sizes.values()), *_nodes(n.args for n in _nodes(self.sizes.values()))}
         twin.replace_all_uses_with(cut, delete_user_cb=lambda user: user not in keep)
         self.now[twin] = cut
 
@@ -139,7 +172,7 @@ class Writer:
         for index in step.gathers:
             table[self.node(inputs[index])] = self.gathered(inputs[index], twin)
         for index, place in step.splits:
-            table[self.node(inputs[index])] = self.split(inputs[index], place, twin)
+            table[self.node(inputs[index])] = self.split(inputs[index], place, twin, node)
         for index in step.once:
             table[self.node(inputs[index])] = self.call(Once, (self.axis,), self.node(inputs[index]), (), _before(twin))
         if step.whole_numbers:
@@ -148,6 +181,12 @@ class Writer:
                     table[self.node(one)] = self.whole_number(one)
         if step.special == "attention":
             self.attention(node, twin, table)
+            return
+        if step.special == "norm":
+            self.norm(node, twin, step.near)
+            return
+        if step.special == "near":
+            self.near(node, twin, step.near)
             return
         if table or step.scaled:
             runs = dict(step.scaled)
@@ -165,16 +204,74 @@ class Writer:
         if step.add or step.same:
             after = max([twin, *_nodes(self.size(stream) for stream in step.mean)])
             total = self.call(Same if step.same else Mean if step.mean else Sum, (self.axis,), twin, step.mean, _after(after))
-            twin.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
-            self.now[twin] = total
+            self.instead(twin, total)
+        if step.cut is not None:
+            inner, more = self.inner(node, step.cut)
+            settings = self.axis, step.cut.dim, inner
+            self.instead(twin, self.call(Split, settings, twin, step.cut.layout.streams, _after(twin), inner=more))
 
-    def split(self, one: fx.Node, place: Place, before: fx.Node) -> fx.Node:
-        key = ("split", one, place)
+    def instead(self, twin: fx.Node, new: fx.Node) -> None:
+        twin.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        self.now[twin] = new
+
+    def streams(self, node: fx.Node) -> tuple[int, ...]:
+        """The streams of the first input that is split."""
+        places = [self.found.place(one) for one in node.all_input_nodes]
+        return next((place.layout.streams for place in places if place is not None), ())
+
+    def near(self, node: fx.Node, twin: fx.Node, near: Any) -> None:
+        """Fetch rows of the neighbours for a node, and cut off what is too much."""
+        inputs = node.all_input_nodes
+        value = self.node(inputs[near.which])
+        (given,), (gives,) = near.place.layout.streams, near.out.layout.streams
+        if gives in self.found.derived and gives not in self.sizes:
+            settings = self.axis, near.place.layout.inner, near.reach.numbers()
+            self.sizes[gives] = self.call(Extent, settings, value, (given,), _before(twin))
+        both = near.place.layout.inner, near.out.layout.inner, near.reach.numbers()
+        rows = self.call(Fetch, (self.axis, near.place.dim, *both), value, (given, gives), _before(twin))
+        table: dict[fx.Node, Any] = {value: rows}
+        for one in inputs:
+            if self.found.hangs_on_sizes(one):
+                path = self.block(Scale, self.axis, near.place.dim, near.place.layout.inner)
+                number = self.whole_number(one)
+                with self.graph.inserting_before(twin):
+                    scaled = self.graph.call_module(path, (number, rows, self.size(given)))
+                table[self.node(one)] = self.marked(scaled, twin, "Scale")
+        twin.args = fx.node.map_arg(twin.args, lambda n: table.get(n, n))
+        twin.kwargs = fx.node.map_arg(twin.kwargs, lambda n: table.get(n, n))
+        cut = self.call(Cut, (self.axis, near.out.dim, *both), twin, (given, gives), _after(twin))
+        cut._rename(f"{twin.name}_parallel")
+        self.instead(twin, cut)
+
+    def norm(self, node: fx.Node, twin: fx.Node, norm: Any) -> None:
+        """Normalisation by the statistics of all processes."""
+        streams = self.streams(node)
+        path = self.block(Norm, self.axis, norm.groups, norm.eps)
+        sizes = tuple(self.size(stream) for stream in streams)
+        with self.graph.inserting_before(twin):
+            given = []
+            for value in (norm.weight, norm.bias):
+                if isinstance(value, str):
+                    value = self.marked(self.graph.get_attr(value), twin, "")
+                given.append(self.node(value) if isinstance(value, fx.Node) and value.name in self.twin else value)
+            args = (self.node(node.all_input_nodes[0]), *given, *sizes)
+            new = self.graph.create_node("call_module", path, args, {}, name=f"{twin.name}_parallel")
+        new.meta.update(twin.meta)
+        stack = twin.meta.get("nn_module_stack", ROOT)
+        self.marked(new, twin, "Norm").meta["nn_module_stack"] = stack
+        twin.replace_all_uses_with(new)
+        self.now[twin] = new
+        self.graph.erase_node(twin)
+
+    def split(self, one: fx.Node, place: Place, before: fx.Node, reader: fx.Node) -> fx.Node:
+        like = next((n for n in reader.all_input_nodes if (p := self.found.place(n)) and p.layout == place.layout), reader)
+        key = ("split", one, place, self.found.inner.get(like))
         if key not in self.made:
-            kind, settings = Split, (self.axis, place.dim, place.layout.inner)
+            inner, more = self.inner(like, place)
+            kind, settings = Split, (self.axis, place.dim, inner)
             if one.op == "get_attr" and all(isinstance(self.size(stream), int) for stream in place.layout.streams):
                 kind, settings = Part, self.part(place)  # type: ignore[assignment]
-            self.made[key] = self.call(kind, settings, self.node(one), place.layout.streams, _before(before))
+            self.made[key] = self.call(kind, settings, self.node(one), place.layout.streams, _before(before), inner=more)
         found: fx.Node = self.made[key]
         return found
 
@@ -182,15 +279,16 @@ class Writer:
         """The whole of a value: a node, or nested ones."""
         key = ("gather", one)
         if key not in self.made:
-            self.made[key] = self.gather(self.found.values[one], self.node(one), before)
+            self.made[key] = self.gather(self.found.values[one], self.node(one), before, one)
         return self.made[key]
 
-    def gather(self, value: Any, node: Any, before: fx.Node) -> Any:
+    def gather(self, value: Any, node: Any, before: fx.Node, one: fx.Node) -> Any:
         if isinstance(value, Leaf):
             if value.place is None:
                 return node
             dim, layout = value.place
-            return self.call(Gather, (self.axis, dim, layout.inner), node, layout.streams, _before(before))
+            inner, more = self.inner(one, value.place)
+            return self.call(Gather, (self.axis, dim, inner), node, layout.streams, _before(before), inner=more)
         if isinstance(value, Number):
             return self.whole_number(node)
         if isinstance(value, (tuple, list, dict)):
@@ -198,7 +296,7 @@ class Writer:
             for key, member in value.items() if isinstance(value, dict) else enumerate(value):
                 with self.graph.inserting_before(before):
                     item = self.graph.call_function(operator.getitem, (node, key))
-                members[key] = self.gather(member, self.marked(item, node, ""), before)
+                members[key] = self.gather(member, self.marked(item, node, ""), before, one)
             return members if isinstance(value, dict) else type(value)(members.values())
         return node
 
