@@ -21,6 +21,7 @@ from .trying import PARTS, Leaf, Place, Step, Tries, leaves_of, name_of
 from .walking import Walk, walk
 
 WAYS = 12  # kinds of streams that are tried for one layer
+SMALL = 4  # times smaller is a sum that may be taken on the way
 FAR = 40  # operations that are followed behind what is split
 CAT = ("cat", "concat", "concatenate")
 
@@ -210,14 +211,18 @@ class Features:
             pair.work += self.walk.work.get(node, 0)
         pair.split.update(known)
         born = {node: place for node, place in known.items() if node in self.fed and node not in pair.stuck}
-        pair.leaks = self.leaks(born, {*known, closing, *self.aside})
+        pair.leaks, more = self.leaks(born, {*known, closing, *self.aside})
+        pair.split.update(more)
         if not any(n in self.walk.work for n in known):  # its own input alone: nothing is born for it
             pair.births.clear()
         return pair
 
-    def leaks(self, split: dict[fx.Node, Place], known: set[fx.Node]) -> int:
-        """How many readers of what is split, other than those that are known, must have all of it."""
-        found, todo, seen = 0, list(split.items()), set(known)
+    def leaks(self, split: dict[fx.Node, Place], known: set[fx.Node]) -> tuple[int, dict[fx.Node, Place]]:
+        """How many readers of what is split, other than those that are known, must have all of it, or a large sum.
+
+        And what those that do with parts, such as low-rank updates, split for that.
+        """
+        found, todo, seen, more = 0, list(split.items()), set(known), {}
         while todo:
             node, place = todo.pop()
             for user in node.users:
@@ -225,16 +230,22 @@ class Features:
                     continue
                 seen.add(user)
                 got = None if user.op == "output" or len(seen) > len(known) + FAR else self.outcome(user, node, place)
-                if got is None or got[0].gathers:
+                if got is None or got[0].gathers or (got[0].add and SMALL * self.count(user) > self.count(node)):
                     found += 1
-                elif not got[0].add and isinstance(self.walk.values[user], (tuple, list)):
+                    continue
+                more.update({user.all_input_nodes[index]: p for index, p in got[0].splits})
+                if not got[0].add and isinstance(self.walk.values[user], (tuple, list)):
                     items = [one for one in user.users if one.target is operator.getitem and one not in seen]
                     members = {one: got[1][one.args[1]] for one in items}
                     seen.update(members)
                     todo += [(one, kind) for one, kind in members.items() if isinstance(kind, Place)]
                 elif not got[0].add and isinstance(got[1][0], Place):
                     todo.append((user, got[1][0]))
-        return found
+        return found, more
+
+    def count(self, node: fx.Node) -> int:
+        value = self.walk.values[node]
+        return value.numel() if isinstance(value, Tensor) else 0
 
     def before(self, node: fx.Node, wanted: Place) -> list[tuple[fx.Node, Place]] | None:
         """The inputs whose parts give this part of a value; None where no parts do."""

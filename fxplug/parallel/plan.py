@@ -412,6 +412,9 @@ class Runner(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         return self.each(n, lambda: super(Runner, self).run_node(n))
 
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return next(self.args_iter)  # FX takes all that is left for a **kwargs
+
 
 def _costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[str, int, int]]:
     found = []

@@ -247,6 +247,8 @@ class Planner:
 
     def outcome(self, node: fx.Node, split: list[int], sized: list[int]) -> Any:
         """The first step that works, what the leaves of the result are then, and whether an input is written."""
+        if self.counted and (done := self.feature_norm(node, split)) is not None:
+            return done
         for step in self.ways(node, split, sized):
             got = self.attempt(node, step, split)
             if got is not None:
@@ -399,6 +401,21 @@ class Planner:
                 todo += one.all_input_nodes
         return found
 
+    def feature_norm(self, node: fx.Node, split: list[int]) -> Any:
+        """A norm over features that are split: its statistics are sums."""
+        given = normed(node)
+        if given is None or not isinstance(given["input"], fx.Node):
+            return None
+        leaf, inputs = self.values[given["input"]], node.all_input_nodes
+        if not _placed(leaf) or leaf.place.dim != leaf.tensor.dim() - 1 or len(given["normalized_shape"]) != 1:
+            return None
+        place = Place(0, leaf.place.layout)
+        weights = [inputs.index(given[key]) for key in ("weight", "bias") if given[key] is not None]
+        if any(index in split and self.values[inputs[index]].place != place for index in weights):
+            return None
+        splits = tuple((index, place) for index in weights if index not in split)
+        return Step(splits=splits, special="features"), [leaf.place], []
+
     def attention(self, node: fx.Node) -> Any:
         """Attention whose queries, keys and values are split along their tokens."""
         if name_of(node) != "scaled_dot_product_attention":
@@ -432,6 +449,15 @@ def _is_plain(value: Any) -> bool:
     """Whether parts of a result can be gathered into one like it: not where it is of a class of its own."""
     own = type(value) is not dict if isinstance(value, dict) else hasattr(value, "_fields")
     return isinstance(value, PLAIN) and not own
+
+
+def normed(node: fx.Node) -> dict[str, Any] | None:
+    """The arguments of layer_norm and rms_norm by name, None for another node."""
+    names = {"layer_norm": ("weight", "bias", "eps"), "rms_norm": ("weight", "eps")}.get(name_of(node))
+    if names is None or node.op != "call_function":
+        return None
+    given = dict(zip(("input", "normalized_shape", *names), node.args, strict=False))
+    return {"weight": None, "bias": None, "eps": 1e-5 if "bias" in names else None, **given, **node.kwargs}
 
 
 def _placed(leaf: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import GuardError
@@ -51,6 +52,32 @@ class Mean(Sum):
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
         rank, world, _ = self.along()
         return super().forward(x if world == 1 else x * (layouts.counts(sizes, world)[rank] / sum(sizes)))
+
+
+class FeatureNorm(Sum):
+    """`layer_norm`, or `rms_norm`, over features that are split in the last dimension: forward(x, weight, bias, *sizes).
+
+    The statistics are sums over the processes, in float32 or more; weight and bias are parts, or None.
+    """
+
+    def __init__(self, ways: dict[str, int], axis: str, centred: bool, eps: float | None = None) -> None:
+        super().__init__(ways, axis)
+        self.centred, self.eps = bool(centred), None if eps is None else float(eps)
+
+    def forward(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: int) -> Tensor:  # type: ignore[override]
+        rank, world, _ = self.along()
+        if world == 1 and self.centred:
+            return F.layer_norm(x, x.shape[-1:], weight, bias, 1e-5 if self.eps is None else self.eps)
+        if world == 1:
+            return F.rms_norm(x, x.shape[-1:], weight, self.eps)
+        count = x.shape[-1] // layouts.counts(sizes, world)[rank] * sum(sizes)
+        y = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.centred:
+            y = y - super().forward(y.sum(-1, keepdim=True)) / count
+        eps = (1e-5 if self.centred else torch.finfo(x.dtype).eps) if self.eps is None else self.eps
+        y = (y * torch.rsqrt(super().forward(y.square().sum(-1, keepdim=True)) / count + eps)).to(x.dtype)
+        y = y if weight is None else y * weight
+        return y if bias is None else y + bias
 
 
 class Count(Collective):

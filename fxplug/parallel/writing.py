@@ -17,9 +17,9 @@ from .attention import Attention
 from .collectives import Collective, Gather, Numel, Same, Split, Sum, Whole
 from .moments import Norm
 from .neighbours import Cut, Extent, Fetch, Scale
-from .planning import Found, arguments
-from .shares import Count, Mean, Once, Part
-from .trying import Leaf, Number, Place, Step, numbered
+from .planning import Found, arguments, normed
+from .shares import Count, FeatureNorm, Mean, Once, Part
+from .trying import Leaf, Number, Place, Step, name_of, numbered
 
 _At = Callable[[fx.Graph], AbstractContextManager[Any]]
 
@@ -185,6 +185,9 @@ class Writer:
         if step.special == "norm":
             self.norm(node, twin, step.near)
             return
+        if step.special == "features":
+            self.feature_norm(node, twin, table)
+            return
         if step.special == "near":
             self.near(node, twin, step.near)
             return
@@ -346,6 +349,23 @@ class Writer:
         new.meta.update(twin.meta)
         stack = twin.meta.get("nn_module_stack", ROOT)
         self.marked(new, twin, "Attention").meta["nn_module_stack"] = stack
+        twin.replace_all_uses_with(new)
+        self.now[twin] = new
+        self.graph.erase_node(twin)
+
+    def feature_norm(self, node: fx.Node, twin: fx.Node, table: Mapping[fx.Node, Any]) -> None:
+        given, leaf = normed(node), self.found.place(node)
+        assert given is not None and leaf is not None
+        parts = [self.node(given[key]) for key in ("input", "weight", "bias") if given[key] is not None]
+        values = [table.get(value, value) for value in parts]
+        values += [None] * (3 - len(values))  # a bias comes with a weight
+        path = self.block(FeatureNorm, self.axis, "layer" in name_of(twin), given["eps"])
+        sizes = tuple(self.size(stream) for stream in leaf.layout.streams)
+        with self.graph.inserting_before(twin):
+            new = self.graph.create_node("call_module", path, (*values, *sizes), {}, name=f"{twin.name}_parallel")
+        new.meta.update(twin.meta)
+        stack = twin.meta.get("nn_module_stack", ROOT)
+        self.marked(new, twin, "FeatureNorm").meta["nn_module_stack"] = stack
         twin.replace_all_uses_with(new)
         self.now[twin] = new
         self.graph.erase_node(twin)
