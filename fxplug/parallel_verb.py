@@ -121,9 +121,9 @@ def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> A
 def passes_of(ways: Mapping[str, int]) -> list[dict[str, Any]]:
     """The passes that say these ways, as a configuration has them."""
     found: list[dict[str, Any]] = []
-    for axis in ("batch", "tensor"):
+    for axis, name in (("batch", "batch_parallel"), ("tensor", "tensor_parallel"), ("rows", "spatial_parallel")):
         if axis in ways:
-            found.append({f"{axis}_parallel": {"ways": ways[axis]}})
+            found.append({name: {"ways": ways[axis]}})
     if given := {axis: ways[axis] for axis in ("ulysses", "ring") if axis in ways}:
         found.append({"sequence_parallel": given})
     return found

@@ -19,7 +19,7 @@ COMMON = ("name", "lr", "weight_decay", "train")  # settings that every pass tak
 COMBINE = ("sum", "chain")
 INPUT_KEYS = ("shape", "dtype", "default", "try")
 NETWORK_KEYS = ("use", "args", "options", "neutral")
-WAYS = ("ulysses", "ring", "batch", "tensor")  # numbers of processes that a parallel pass gives
+WAYS = ("ulysses", "ring", "batch", "tensor", "rows")  # numbers of processes that a parallel pass gives
 PARALLEL_KEYS = (*WAYS, "split")
 _COUNTS: dict[str, Callable[[int, int], bool]] = {
     "==": operator.eq,
