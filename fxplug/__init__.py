@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .lowerings.tuning import tune
     from .match import Site, find
     from .packages import Package, load_package
-    from .parallel.fusion import pipefusion
+    from .parallel.fusion import pipefusion, stale_sequence
     from .parallel.localizing import localize, whole_state
     from .parallel.pipeline import PipeFusion
     from .parallel.plan import Plan, parallel_plan, parallelize
@@ -101,6 +101,7 @@ __all__ = [
     "rewrite",
     "save",
     "show",
+    "stale_sequence",
     "trace",
     "train",
     "tune",
@@ -126,7 +127,7 @@ _HOME = {
     "limits": ["Limits"],
     "match": ["Site", "find"],
     "packages": ["Package", "load_package"],
-    "parallel.fusion": ["pipefusion"],
+    "parallel.fusion": ["pipefusion", "stale_sequence"],
     "parallel.localizing": ["localize", "whole_state"],
     "parallel.pipeline": ["PipeFusion"],
     "parallel.plan": ["Plan", "parallel_plan", "parallelize"],

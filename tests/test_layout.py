@@ -32,7 +32,7 @@ ORDER = """
     parallel.opening parallel.trying parallel.reaching parallel.walking parallel.planning parallel.births parallel.features
     parallel.spatial parallel.writing parallel.localizing parallel.plan parallel.checking
     parallel.patches parallel.stages parallel.clock parallel.links parallel.pipeline
-    parallel.deferred parallel.overlap parallel.fusion
+    parallel.deferred parallel.overlap parallel.stale parallel.fusion
     manifest temporary folders sinks snapshot values programs magnitudes serialize rebuild artifact
     machines expressions signatures packed packages exporting models checks flow pages parallel.running
     compat.zhijian compat.layers compat.calls compat.outcome compat.state compat.hcp compat.samples compat.making

@@ -15,6 +15,7 @@ from torch import nn
 
 import fxplug
 from fxplug.parallel.deferred import Later
+from fxplug.parallel.fusion import distances
 from fxplug.parallel.links import LocalLinks, links_of
 from fxplug.parallel.mesh import ways_of
 from fxplug.parallel.plan import _apart
@@ -404,12 +405,61 @@ def test_a_scheduler_that_looks_at_all_of_a_step_is_refused():
             assert all(torch.equal(got, want) for got in pretended({"stages": 2, **ways_of({})}, run))
 
 
+# --- a step late, without stages
+
+
+@functools.cache
+def stale(ways):
+    return fxplug.stale_sequence(own(), inputs(), ways=ways)
+
+
+def test_an_exchange_a_step_late():
+    want, last = image(own())
+    got, x = image(stale(3))
+    assert torch.equal(got[0], want[0]) and not torch.equal(got[1], want[1]) and far(x, last) < 0.05
+    assert stale(3).check(inputs(), {}) < CLOSE
+    fused, _ = image(made(1, 3))  # there a patch sees what those before it have in this step
+    assert not torch.equal(fused[1], got[1])
+    one, y = image(fxplug.stale_sequence(own(), inputs(), ways=1))
+    assert equal(one, want) and torch.equal(y, last)
+
+
+def test_pretended_processes_a_step_late():
+    want = image(stale(3)), image(stale(3), height=12)
+
+    def run(rank):
+        mine = stale(3).again(links=links())
+        return image(mine), image(mine, height=12)
+
+    for got in pretended({"stages": 3, **ways_of({})}, run):
+        for (a, x), (b, y) in zip(want, got, strict=True):
+            assert equal(a, b) and torch.equal(x, y)
+
+
+def test_guidance_over_processes_and_stages():
+    one = fxplug.pipefusion(own(), inputs(), stages=2, patches=3, batch=2)
+    want, last = image(made(2, 3))
+
+    def run(rank):
+        return image(one.again(links=links()))
+
+    for got, x in pretended({**ways_of({"batch": 2}), "stages": 2}, run):
+        assert all(_apart(a, b) < CLOSE for a, b in zip(want, got, strict=True)) and _apart(last, x) < 10 * CLOSE
+
+
+def test_distances_over_patches_and_warm_up():
+    rows = distances(made(2, 2), lambda model: image(model)[1], [1, 2, 6], [1, 4])
+    assert rows[1, 1] == rows[1, 4] == 0 and 0 < rows[2, 4] < rows[2, 1] < 0.05
+
+
 def process(rank, world, port, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     try:
         found = fxplug.pipefusion(own(), inputs(), stages=2, patches=3)
         torch.save([image(found), image(found), image(found, height=12)], f"{folder}/{rank}.pt")
+        late = fxplug.stale_sequence(own(), inputs(), ways=2, check=False)
+        torch.save([image(late), image(late)], f"{folder}/late{rank}.pt")
         with pytest.raises(fxplug.SpecError, match="3 stages on 3 processes, and there are 2"):
             links_of(3, {"batch": 1})
     finally:
@@ -429,6 +479,9 @@ def test_two_processes_give_what_one_gives(tmp_path):
     for rank in range(2):
         for (a, x), (b, y) in zip(want, torch.load(tmp_path / f"{rank}.pt"), strict=True):
             assert equal(a, b) and torch.equal(x, y)
+        for got, x in torch.load(tmp_path / f"late{rank}.pt"):
+            want_late, y = image(stale(2))
+            assert equal(got, want_late) and torch.equal(x, y)
 
 
 # --- what cannot be

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from .patches import Patcher
 from .pipeline import PipeFusion, Steps
 from .plan import parallel_plan, place
 from .stages import staged
+from .stale import StaleSequence
 
 
 def pipefusion(
@@ -57,20 +58,76 @@ def pipefusion(
     Raises SpecError for numbers that are none or too many, and where tokens or stages cannot be split, with what stands in the
     way; VerifyError for patches that do not give what the model gives.
     """
-    for name, number in (("stages", stages), ("patches", patches), ("warmup", warmup)):
-        whole_number(name, number, 1)
-    whole_number("correct", correct)
-    if correct and steps is None:
+    whole_number("stages", stages, 1)
+    whole_number("patches", patches, 1)
+    kind, run = Overlapping if overlap else PipeFusion, (warmup, correct, steps, clock)
+    made = _made(kind, gm, args, kwargs, stages, patches, batch, run, split, check)
+    found: PipeFusion = made[0]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        links, world = links_of(stages, ways_of({"batch": batch}), mesh)
+        place(made[1], world)
+        found = found.again(links=links)
+    return found
+
+
+def stale_sequence(
+    gm: TracedModule,
+    args: Sequence[Any] | Tensor = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    ways: int,
+    warmup: int = 1,
+    correct: int = 0,
+    steps: Steps = None,
+    clock: str | None = "timestep",
+    split: Mapping[str, int] | None = None,
+    check: bool = True,
+) -> StaleSequence:
+    """A denoiser whose tokens are split over processes that exchange a step late (DistriFusion; Li et al. 2024, 2402.19481).
+
+    As `pipefusion`, without stages: each of `ways` processes runs all layers on its patch, with the keys and values that the
+    others had at the step before, which travel while a step is computed. Without torch.distributed one process runs all.
+    Raises what `pipefusion` raises.
+    """
+    whole_number("ways", ways, 1)
+    found: StaleSequence
+    found, _ = _made(StaleSequence, gm, args, kwargs, 1, ways, 1, (warmup, correct, steps, clock), split, check)
+    if found.plan.others:
+        raise SpecError(f"'{found.plan.others[0]}' reaches the result from patches that are a step apart: take pipefusion")
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        found = found.again(links=links_of(ways, ways_of({}))[0])
+    return found
+
+
+def _made(
+    kind: type[Any], gm: TracedModule, args: Any, kwargs: Any, stages: int, patches: int, batch: int,
+    run: tuple[int, int, Steps, str | None], split: Any, check: bool,
+) -> tuple[Any, TracedModule]:  # fmt: skip
+    """What runs in one process, and the module whose collectives it calls."""
+    warmup, correct, steps, _ = run
+    whole_number("warmup", warmup, 1)
+    if whole_number("correct", correct) and steps is None:
         raise SpecError(f"correct={correct} needs the number of steps of an image: give steps=..., or a function that tells it")
     plan = parallel_plan(gm, args, kwargs, ulysses=max(2, patches), batch=batch, split=split, check=False)
     patcher = Patcher(plan.stages[-1].found)
     patcher.run()
-    kind = Overlapping if overlap else PipeFusion
-    found = kind(gm, staged(patcher, plan.written, stages), patches, warmup, correct, steps, clock)
+    found = kind(gm, staged(patcher, plan.written, stages), patches, *run)
     if check and has_values(list(gm.state_dict().values()), plan.example):
         found.check(*plan.example)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        links, world = links_of(stages, ways_of({"batch": batch}), mesh)
-        place(plan.written, world)
-        found = found.again(links=links)
-    return found
+    return found, plan.written
+
+
+def distances(
+    found: PipeFusion, draw: Callable[[Any], Tensor], patches: Sequence[int], warmups: Sequence[int]
+) -> dict[tuple[int, int], float]:
+    """How far images are from the serial one, ||x - serial|| / ||serial||, by patches and warm-up.
+
+    `draw(denoiser)` gives an image, the same for the same denoiser: a pipeline with its transformer exchanged and a seed.
+    """
+    serial = draw(found.module).float()
+    rows = {}
+    for number in patches:
+        for warmup in warmups:
+            image = draw(found.again(patches=number, warmup=warmup)).float()
+            rows[number, warmup] = float((image - serial).norm() / serial.norm())
+    return rows

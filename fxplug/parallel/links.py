@@ -78,6 +78,20 @@ class Links:
                 dist.broadcast(leaf, self.ranks[source], group)
         return pytree.tree_unflatten(leaves, tree)
 
+    def swap(self, values: Sequence[Tensor], key: Any) -> tuple[list[Any], list[list[Tensor]]]:
+        """Begin to give tensors to all: what to wait for, and what each process gave, which is there by then."""
+        if ("swap", key) not in self.known:
+            shapes: list[Any] = [None] * len(self.ranks)
+            dist.all_gather_object(shapes, _outlines(values), self.groups[0])
+            self.known["swap", key] = shapes
+        rows = [self.empty(outlines) for outlines in self.known["swap", key]]
+        rows[self.rank] = [value.contiguous() for value in values]
+        works = [
+            dist.broadcast(tensor, self.ranks[source], self.groups[0], async_op=True)
+            for source, row in enumerate(rows) for tensor in row if tensor.numel()
+        ]  # fmt: skip
+        return works, rows
+
     def empty(self, outlines: Sequence[Any]) -> list[Any]:
         return [self.here(outline) for outline in outlines]
 
@@ -125,6 +139,9 @@ class LocalLinks(Links):
 
     def share(self, source: int, values: Any, key: Any) -> Any:
         return pytree.tree_map(_copied, self.local.swap(pytree.tree_map(_copied, values))[source])  # written again meanwhile
+
+    def swap(self, values: Sequence[Tensor], key: Any) -> tuple[list[Any], list[list[Tensor]]]:
+        return [], self.local.swap([value.clone() for value in values])
 
 
 def _copied(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,8 @@ class PipeFusion(nn.Module):
     Every process holds the weights of its own stage alone; one without torch.distributed runs all. No gradients.
     """
 
+    by_stages = True  # a process is a stage, not a patch
+
     def __init__(
         self, gm: TracedModule, stages: Stages, patches: int, warmup: int, correct: int, steps: Steps, clock: str | None,
         links: Links | None = None,
@@ -54,10 +56,10 @@ class PipeFusion(nn.Module):
         super().__init__()
         self.__dict__["module"] = gm  # no submodule: a process has the weights of its own stage
         self.signature = inspect.signature(gm.forward)
-        self.plan, self.links = stages, links
+        self.plan, self.peers, self.links = stages, links, links if self.by_stages else None
         self.patches, self.warmup, self.correct, self.steps = patches, warmup, correct, steps
         self.clock = Clock(clock, list(self.signature.parameters))
-        self.mine = range(len(stages.stages)) if links is None else [links.rank]
+        self.mine = range(len(stages.stages)) if self.links is None else [self.links.rank]
         self.stages = nn.ModuleList(nn.ModuleList((s.entire, s.early, s.late)) for s in (stages.stages[i] for i in self.mine))
         self.tail = stages.tail
         self.training = False
@@ -66,12 +68,12 @@ class PipeFusion(nn.Module):
 
     def again(
         self, patches: int | None = None, warmup: int | None = None, correct: int | None = None, links: Links | None = None
-    ) -> PipeFusion:
+    ) -> Self:
         """The same graphs with other numbers, or as one process of several runs them."""
         rows = zip((patches, warmup, correct), (self.patches, self.warmup, self.correct), strict=True)
         numbers = [old if new is None else new for new, old in rows]
         return type(self)(
-            self.module, self.plan, numbers[0], numbers[1], numbers[2], self.steps, self.clock.name, links or self.links
+            self.module, self.plan, numbers[0], numbers[1], numbers[2], self.steps, self.clock.name, links or self.peers
         )  # fmt: skip
 
     def new_image(self) -> None:

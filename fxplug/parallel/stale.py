@@ -1,0 +1,62 @@
+"""Tokens split over processes whose exchange is a step late: DistriFusion (Li et al. 2024, arXiv 2402.19481)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .pipeline import PipeFusion, Run
+
+
+class StaleSequence(PipeFusion):
+    """A denoiser each of whose processes runs its patch of the tokens, with what the others had at the step before.
+
+    What a step gives for others is on its way while the next is computed; only its result is waited for. The steps in one piece
+    run everywhere. One process without others runs all patches, with the same values.
+    """
+
+    by_stages = False
+
+    def forget(self) -> None:
+        for waiting in getattr(self, "waiting", {}).values():
+            for work in waiting[0]:
+                work.wait()
+        super().forget()
+        self.waiting: dict[int, Any] = {}  # by the run's identity: what is on its way
+
+    def step(self, run: Run, inputs: list[Any], entire: bool) -> Any:
+        if entire:
+            self.arrive(run)
+            return super().step(run, inputs, True)
+        self.arrive(run)
+        (stage,) = self.plan.stages
+        fixed = [run.fixed[name] for name in stage.fixed_used]
+        early, cells = self.early(0, run, inputs), [run.cells[row.node] for row in stage.kept]
+        ranks = range(self.patches) if self.peers is None else [self.peers.rank]
+        parts = {rank: stage.late(rank, self.patches, *early, *fixed, *cells)[1] for rank in ranks}
+        now = {row.node for row in self.plan.wholes}
+        rows = {at_once: [i for i, row in enumerate(stage.kept) if (row.node in now) is at_once] for at_once in (True, False)}
+        for at_once, indices in rows.items():
+            sizes = [part[1:] for part in (parts[ranks[0]][i] for i in indices)]
+            works: list[Any] = []
+            if self.peers is None:
+                found = [[parts[rank][i][0] for i in indices] for rank in ranks]
+            else:
+                self.peers.device = self.device
+                works, found = self.peers.swap([parts[ranks[0]][i][0] for i in indices], (run.shapes, at_once))
+            self.waiting[id(run)] = works, found, indices, sizes
+            if at_once:
+                self.arrive(run)
+        return self.ended(run, inputs, run.cells, [])
+
+    def arrive(self, run: Run) -> None:
+        """Keep what was on its way."""
+        works, found, indices, sizes = self.waiting.pop(id(run), ([], [], [], []))
+        for work in works:
+            work.wait()
+        kept = self.plan.stages[0].kept
+        for patch, values in enumerate(found):
+            for i, value, size in zip(indices, values, sizes, strict=True):
+                tensor: Tensor = value
+                self.put(run, kept[i], tensor, patch, self.patches, list(size))
