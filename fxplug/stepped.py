@@ -46,8 +46,9 @@ class Stepped(nn.Module):
         self._clock = clock
         self._options: dict[str, Any] | None = None
         self._turns = turns_of(module)
-        collectives: list[Any] = [m for m in module.modules() if hasattr(m, "everywhere")]
-        self._everywhere: Callable[[Tensor], Tensor] | None = collectives[0].everywhere if collectives else None
+        collective: Any = next((m for m in module.modules() if hasattr(m, "everywhere")), None)
+        self._everywhere: Callable[[Tensor], Tensor] | None = collective and collective.everywhere
+        self._before: Callable[..., None] | None = collective and collective.before_first_call
         self._parts: dict[str, TracedModule] = {}  # no submodules: they hold what `module` holds
 
     # --- the parts
@@ -100,6 +101,9 @@ class Stepped(nn.Module):
 
     @between
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            self._before(self.module, args, kwargs)
+            self._before = None
         return during(self._turns, self._step, *args, **kwargs)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:

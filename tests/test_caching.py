@@ -609,7 +609,7 @@ def test_a_decision_is_everybodys(ways):
     for off in (-1e-2, -1e-7, 0.0, 1e-7, 1e-2):
 
         def steps(rank, limit=limit * (1 + off)):
-            calls = [changed(one, rank * 1e-7, seed=4) for one in (base, part, base, part)]
+            calls = [base, *[changed(one, rank * 1e-7, seed=4) for one in (part, base, part)]]
             return in_turn(StepCache(new, Threshold(limit), clock=None), calls)[1]
 
         first, *others = pretended(ways, steps)
@@ -656,6 +656,12 @@ def test_two_real_processes_decide_as_one(tmp_path):
         assert took == steps == [True, False, True]
         for a, b in zip(leaves(found), leaves(want), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_processes_with_other_inputs_are_told():
+    base, new, ways = parallel("pixart", ulysses=2)
+    with pytest.raises(fxplug.GuardError, match="the input hidden_states of process 1 is not that of process 0"):
+        pretended(ways, lambda rank: run(StepCache(new, Every(2), clock=None), changed(base, rank)))
 
 
 def test_marks_may_come_after_the_collectives():

@@ -50,7 +50,8 @@ class Collective(Block):
 
     def before_first_call(self, root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before a module's first call: all processes must have the same weights and inputs. Raises GuardError."""
-        if "region" not in getattr(root, "meta", {}):  # what enters an outlined region may be parts
+        meta = getattr(root, "meta", {})
+        if "region" not in meta and "part" not in meta:  # what enters a region, or a part of a step cache, may be parts
             check_alike(root, self.here(), args, kwargs)
 
     def along(self) -> tuple[int, int, Any]:
