@@ -288,12 +288,15 @@ def _write(path: Path, text: str) -> None:
     finally:
         beside.unlink(missing_ok=True)
 
+MANY = {"--check", "measured", "--link=measured"}  # what `parallel` needs all processes for
+
 
 def main() -> None:
     """The `fxplug` command."""
     if started():
         verb = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-        together(lambda: app(prog_name="fxplug"), everywhere=verb == "train" or (verb == "parallel" and "--check" in sys.argv))
+        many = verb == "train" or (verb == "parallel" and bool(MANY & {*sys.argv}))
+        together(lambda: app(prog_name="fxplug"), everywhere=many)
     app(prog_name="fxplug")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,7 +31,18 @@ def parallel(
     check: Annotated[
         bool, typer.Option("--check", help="Compare every value on pretended and on real processes with one process.")
     ] = False,
-    out: Annotated[Path | None, typer.Option("--out", help="The folder to save the parallel model in.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The folder to save the parallel model in; with --predict the picture.")
+    ] = None,
+    predict: Annotated[
+        str, typer.Option("--predict", metavar="PIXELS,...", help="What each way will cost at these resolutions.")
+    ] = "",
+    devices: Annotated[str, typer.Option("--devices", metavar="N,...", help="With --predict: how many devices.")] = "2,4,8",
+    link: Annotated[
+        str, typer.Option("--link", help="With --predict: nvlink, pcie, 100gbe, GB/s, or measured (under torchrun).")
+    ] = "nvlink",
+    speed: Annotated[float, typer.Option("--speed", help="With --predict: teraFLOP a second of a device.")] = 300.0,
+    at: Annotated[int, typer.Option("--at", help="With --predict: the resolution that the example inputs are for.")] = 0,
     set: Set = None,
     allow: Allow = None,
     debug: Debug = False,
@@ -38,6 +51,12 @@ def parallel(
     if plan_only and (check or out):
         raise typer.BadParameter("--plan-only has no values: leave out --check and --out")
     given = read_ways(ways)
+    if predict:
+        if ways or check or plan_only:
+            raise typer.BadParameter("--predict compares all ways: leave out --ways, --check and --plan-only")
+        sizes = _numbers(predict, "--predict"), _numbers(devices, "--devices", 2)
+        _predicted(subject, *sizes, link, speed, at, out, set)
+        return
     module, plan, call, config = _planned(subject, given, plan_only, set, allow)
     print(plan)
     if plan_only:
@@ -58,6 +77,76 @@ def parallel(
 
             save(module, out, config=config)
         print(f"saved in {out}")
+
+
+def _predicted(
+    subject: str, pixels: list[int], devices: list[int], link: str, speed: float, at: int, out: Path | None, set: Any
+) -> None:
+    from .flow import rewrite
+    from .parallel.plotting import svg
+    from .parallel.predicting import link_of, predict, table
+
+    if Path(subject).is_dir():
+        raise SpecError(f"'{subject}' is a saved rewrite: --predict takes its configuration, {subject}/config.yaml")
+    if link == "measured":
+        from .parallel.running import measured
+
+        found, speed = measured()
+    else:
+        found = link_of(link)
+    config = read_config(subject, set)
+    config = config.model_copy(update={"passes": [p for p in config.passes if not p.parallel]})
+    rows = []
+    for side in pixels:
+        grown = config.model_copy(update={"inputs": _grown(config.inputs, side, at or _side(config.inputs))})
+        result = rewrite(grown, dry_run=True, verify=False, progress=progress)
+        with progress(f"predict {side}"):
+            rows += predict(result.module, *result.inputs, devices, found, speed, side)
+    kinds = {str(p.dtype).removeprefix("torch.") for p in result.module.parameters()}
+    print(f"{', '.join(sorted(kinds))}, {found[0] / 1e9:g} GB/s and {found[1] * 1e6:.3g} us a call, {speed:g} TFLOP/s a device")
+    print(table(rows))
+    if out is not None:
+        out.write_text(svg(rows), "utf-8")
+        print(f"saved in {out}")
+
+
+def _side(inputs: Mapping[str, Any]) -> int:
+    """The pixels of an image's side: 8 for each element of a latent's last dimension, 16 for each token of a square's side."""
+    latents, tokens = _largest(inputs)
+    if not latents and not tokens:
+        raise SpecError("no input of the configuration has four dimensions, or tokens, and could grow: 'inputs' gives shapes")
+    return 8 * latents if latents else 16 * round(math.sqrt(tokens))
+
+
+def _largest(inputs: Mapping[str, Any]) -> tuple[int, int]:
+    """The last dimension of the largest input with four or more, and the most tokens of one with three."""
+    shapes = [spec.shape for spec in inputs.values() if hasattr(spec, "shape")]
+    return (
+        max((shape[-1] for shape in shapes if len(shape) >= 4), default=0),
+        max((shape[1] for shape in shapes if len(shape) == 3), default=0),
+    )
+
+
+def _grown(inputs: Mapping[str, Any], side: int, at: int) -> dict[str, Any]:
+    """Inputs for another resolution: latents grow with the side; where there are none, tokens with its square."""
+    latents, tokens = _largest(inputs)
+    found = dict(inputs)
+    for name, spec in inputs.items():
+        shape = getattr(spec, "shape", ())
+        if latents and len(shape) >= 4:
+            shape = (*shape[:-2], *(round(n * side / at) for n in shape[-2:]))
+        elif not latents:
+            shape = tuple(round(n * side * side / at / at) if n == tokens else n for n in shape)
+        if shape != getattr(spec, "shape", ()):
+            found[name] = replace(spec, shape=shape)
+    return found
+
+
+def _numbers(text: str, name: str, least: int = 1) -> list[int]:
+    found = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= least for part in found):
+        raise SpecError(f"{name} {shown(text)}: must be whole numbers, {least} or more, such as {least * 2},{least * 4}")
+    return sorted({int(part) for part in found})
 
 
 def read_ways(text: str) -> dict[str, int]:

@@ -31,6 +31,7 @@ ORDER = """
     parallel.ring parallel.attention parallel.shares parallel.moments parallel.neighbours
     parallel.opening parallel.trying parallel.reaching parallel.walking parallel.planning parallel.births parallel.features
     parallel.spatial parallel.writing parallel.localizing parallel.plan parallel.checking
+    parallel.predicting parallel.plotting
     parallel.patches parallel.stages parallel.clock parallel.links parallel.pipeline
     parallel.deferred parallel.overlap parallel.stale parallel.fusion
     manifest temporary folders sinks snapshot values programs magnitudes serialize rebuild artifact

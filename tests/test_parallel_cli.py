@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import small
 import torch
+from test_parallel_faults import Tokens
 from typer.testing import CliRunner
 
 import fxplug
@@ -192,3 +193,59 @@ def test_what_differs_is_named(monkeypatch):
     monkeypatch.setattr(Attention, "attend", lambda self, q, *rest: real(self, q.flip(2), *rest))
     with pytest.raises(fxplug.VerifyError, match="first value that differs is 'blocks_0_attn_scaled_dot_product_att"):
         fxplug.verify(base.gm, new, base.args, compile=False)
+
+
+# --- what it will cost
+
+TOKENS = "model: {call: 'test_parallel_faults:Tokens'}\ninputs: {x: [2, 64, 16]}\n"
+
+
+def test_bytes_are_those_of_the_papers():
+    from fxplug.parallel.predicting import LINKS, predict, winners
+
+    gm = fxplug.trace(Tokens().eval(), torch.randn(2, 64, 16)).eval().to("meta")
+    rows = predict(gm, [torch.empty(2, 64, 16, device="meta")], {}, [2, 4], LINKS["pcie"], pixels=128)
+    found = {row.method: row for row in rows}
+    all_tokens, layers = 2 * 64 * 16 * 4, 3
+    for n in (2, 4):
+        gather = all_tokens * (n - 1) // n
+        # DeepSpeed-Ulysses: queries, keys, values and results of N / P tokens, of which all but a P-th goes to others
+        assert found[f"ulysses {n}"].bytes == layers * 4 * all_tokens * (n - 1) // n // n + gather
+        # Ring Attention: keys and values of N / P tokens go on P - 1 times
+        assert found[f"ring {n}"].bytes == layers * 2 * all_tokens * (n - 1) // n + gather
+        assert found[f"ulysses {n}"].calls == layers * 4 + 1 and found[f"ring {n}"].calls == layers * (n - 1) + 1
+    # USP: heads among two, and the keys and values of two go around
+    assert found["ulysses 2 x ring 2"].bytes == layers * (4 * all_tokens // 8 + 2 * all_tokens // 4) + all_tokens * 3 // 4
+    assert found["batch 2"].bytes == all_tokens // 2 and found["batch 2"].calls == 1
+    assert found["batch 2 x ulysses 2"].bytes == (layers * all_tokens + all_tokens // 2) // 2 + all_tokens // 2
+    assert {row.devices for row in winners(rows)} == {1, 2, 4} and all(0 < row.compute <= 1 for row in rows)
+    plan = fxplug.parallel_plan(gm, torch.empty(2, 64, 16, device="meta"), ulysses=2, ring=2)
+    assert found["ulysses 2 x ring 2"].bytes == plan.bytes()
+
+
+def test_a_prediction_is_printed_and_drawn():
+    from xml.etree import ElementTree
+
+    Path("c.yaml").write_text(TOKENS)
+    text = run("parallel", "c.yaml", "--predict", "128,256", "--devices", "2,4", "--link", "100gbe", "--out", "p.svg")
+    assert text.startswith("float32, 10 GB/s and 30 us a call, 300 TFLOP/s a device\n") and text.endswith("saved in p.svg\n")
+    rows = [line.replace("*", " ").split() for line in text.splitlines()[2:-1]]
+    sent = {(row[0], row[1], " ".join(row[2:-5])): row[-4] for row in rows}
+    assert ("128", "4", "ulysses 2 x ring 2") in sent and ("256", "2", "ring 2") in sent
+    assert text.count("*") == 4  # one for each resolution and number of devices
+    picture = ElementTree.parse("p.svg").getroot()
+    assert len(picture.findall("{http://www.w3.org/2000/svg}polyline")) >= 2 * 5
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--predict", "1k"], "--predict '1k': must be whole numbers, 1 or more"),
+        (["--predict", "128", "--devices", "1"], "--devices '1': must be whole numbers, 2 or more"),
+        (["--predict", "128", "--link", "nvlnk"], "--link 'nvlnk': no such link .did you mean 'nvlink'.*or GB/s"),
+        (["--predict", "128", "--link", "measured"], "measures between processes: start with torchrun"),
+    ],
+)
+def test_wrong_predictions(args, text):
+    Path("c.yaml").write_text(TOKENS)
+    assert re.search(text, run("parallel", "c.yaml", *args, code=1))

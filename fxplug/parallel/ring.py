@@ -36,7 +36,7 @@ def around(
     floating-point summands. Differentiable in all of them. What comes next is asked for before the part at hand is computed.
     """
     device = query.device.type
-    if torch.is_autocast_enabled(device):  # as scaled_dot_product_attention has it
+    if device != "meta" and torch.is_autocast_enabled(device):  # as scaled_dot_product_attention has it
         query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out: Tensor = _Ring.apply(query, key, value, scale, tuple(counts), rank, group, *masks)

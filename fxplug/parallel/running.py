@@ -6,7 +6,8 @@ import contextlib
 import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
 
 from ..artifact import check_savable, load, save
-from ..errors import FxplugError, VerifyError
+from ..errors import FxplugError, SpecError, VerifyError
 from ..module import TracedModule
 from .checking import check_pretended, check_real, process_zero, standing, ways_in
 from .mesh import world_of
@@ -117,6 +118,46 @@ def _process(rank: int, count: int, name: str, allow: list[str], training: bool)
         raise
     finally:
         dist.destroy_process_group()
+
+
+def measured() -> tuple[tuple[float, float], float]:
+    """Bytes a second and seconds a call between the processes that torchrun started, and teraFLOP a second of one of them.
+
+    From all-to-all of 64 MB and of some bytes, and a product in float32, each the fastest of five. Raises SpecError for one
+    process.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise SpecError("--link measured measures between processes: start with torchrun --nproc-per-node 2")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    with process_group(torch.nn.Linear(1, 1, device=device)):
+        world = dist.get_world_size()
+        small, large = (_fastest(n, world, device) for n in (world, (1 << 24) // world * world))
+        a = torch.randn(2048 if device.type == "cuda" else 512, 2048, device=device)
+        b = torch.randn(2048, 2048, device=device)
+        work = min(_seconds(lambda: a @ b, device) for _ in range(5))
+        told = [torch.zeros(3, device=device, dtype=torch.float64) for _ in range(world)]
+        dist.all_gather(told, torch.tensor([small, large, work], device=device, dtype=torch.float64))
+        small, large, work = torch.stack(told).max(0).values.tolist()  # all go on from the same
+    size = 4 * (1 << 24) // world * (world - 1)
+    return (size / max(1e-9, large - small), small), 2 * a.numel() * 2048 / work / 1e12
+
+
+def _fastest(count: int, world: int, device: torch.device) -> float:
+    x = torch.zeros(count, device=device)
+    out = torch.empty_like(x)
+    times = []
+    for _ in range(5):
+        dist.barrier()
+        times.append(_seconds(lambda: dist.all_to_all_single(out, x), device))
+    return min(times)
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def described(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
