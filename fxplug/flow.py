@@ -21,7 +21,7 @@ from .models import added_inputs, build, default_inputs, example_inputs, torch_d
 from .module import TracedModule, class_names
 from .parallel.plan import Plan, parallel_plan, parallelize
 from .printing import diff, parameters
-from .rules import WAYS
+from .rules import WAYS, Match, Pass, Rule
 from .source import read_yaml
 from .tracing import trace
 
@@ -164,10 +164,23 @@ def _parallelized(config: Config, result: Result, step: Step) -> None:
                 if key in given:
                     raise SpecError(f"{config.passes[index].name}: another pass gives '{key}' too, and there is one plan")
                 given[key] = value
-    if given:
+            if at := given.pop("at", ""):
+                if "split" in given:
+                    raise SpecError(f"{config.passes[index].name}: 'at' and 'split' exclude each other, and there is one plan")
+                given["split"] = _entered(result.module, config.passes[index].name, at)
+    if given.keys() & {*WAYS}:
         with step("plan"), _given_at(config, *indices):
             result.plan = parallel_plan(result.module, *result.inputs, **given, check=False)  # verification does
             result.module = parallelize(result.module, result.plan)
+
+
+def _entered(module: TracedModule, name: str, path: str) -> dict[str, int]:
+    """Where the rows of a region's first input are born. Raises MatchError for a path that is none."""
+    rule = Rule(Match(path=path), place="before", args=["x"], expect="==1")
+    (site,) = find(module, Pass(name, [rule]))
+    if site.x is None or site.x.node is None or len(site.x.shape) < 3:
+        raise SpecError(f"{name}: the first input of '{path}' is no image or feature map")
+    return {site.x.node.name: len(site.x.shape) - 2}
 
 
 @contextmanager

@@ -19,8 +19,8 @@ COMMON = ("name", "lr", "weight_decay", "train")  # settings that every pass tak
 COMBINE = ("sum", "chain")
 INPUT_KEYS = ("shape", "dtype", "default", "try")
 NETWORK_KEYS = ("use", "args", "options", "neutral")
-WAYS = ("ulysses", "ring", "batch", "tensor", "rows")  # numbers of processes that a parallel pass gives
-PARALLEL_KEYS = (*WAYS, "split")
+WAYS = ("ulysses", "ring", "batch", "rows", "tensor")  # numbers of processes that a parallel pass gives
+PARALLEL_KEYS = (*WAYS, "split", "at")
 _COUNTS: dict[str, Callable[[int, int], bool]] = {
     "==": operator.eq,
     ">=": operator.ge,
@@ -147,7 +147,8 @@ class Pass:
     `lr`, `weight_decay` and `train` say how the parameters of its blocks are trained. Its `name` is the
     first part of their keys. With `slots` its blocks are banks for that many adapters, which come and go without a new graph.
 
-    A pass with `parallel` has no rules: those are keywords of `parallel_plan`, which finds its places by running the model.
+    A pass with `parallel` has no rules: those are keywords of `parallel_plan`, which finds its places by running the model;
+    `at` is the region whose first input is split in rows.
     """
 
     name: str
@@ -304,6 +305,8 @@ def _check_parallel(given: Any) -> None:
             raise SpecError(found, path=("parallel",), key=str(key))
         if key in WAYS and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise SpecError(f"must be a whole number, 1 or more, not {shown(value)}", path=("parallel", key))
+        if key == "at" and value is not None and not isinstance(value, str):
+            raise SpecError(f"must be the path of a region, not {shown(value)}", path=("parallel", key))
         if key == "split" and value is not None and not (
             isinstance(value, Mapping) and all(type(dim) is int for dim in value.values())
         ):

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
+from fxplug.pages import SMALL
 from fxplug.parallel.attention import Attention
 from fxplug.parallel.checking import check_pretended, pretending, ways_in
 from fxplug.parallel.plan import alone
@@ -69,18 +70,15 @@ def test_parallel_passes_are_one_plan_after_all_others():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_parallel_pass_gives_what_one_process_gives(name):
-    given = (open_pass(name).source.data.get("example") or {}).get("with") or {}
-    base = small.vit()
-    kept = [t.clone() for t in base.gm.state_dict().values()]
+    example = open_pass(name).source.data["example"]
     with pytest.raises(fxplug.SpecError, match=f"{name}: its places are found by running the model: plan = fxplug.par"):
-        fxplug.apply(base.gm, fxplug.load_pass(name, **given))
-    made = fxplug.load_pass(name, **given).parallel
-    plan = fxplug.parallel_plan(base.gm, base.args, base.kwargs, **{k: v for k, v in made.items() if v is not None})
-    new = fxplug.parallelize(base.gm, plan)
-    report = fxplug.verify(base.gm, new, base.args, base.kwargs, compile=False)
+        fxplug.apply(small.vit().gm, fxplug.load_pass(name, **example["with"]))
+    given = {"model": example.get("model", SMALL), "inputs": example.get("inputs", {}), "passes": [{name: example["with"]}]}
+    done = fxplug.rewrite(given, verify=False)
+    report = fxplug.verify(done.base, done.module, *done.inputs, compile=False)
     assert {c.name: c.status for c in report.checks}["parallel"] == "ok"
-    assert all(map(torch.equal, kept, base.gm.state_dict().values()))
-    assert set(new.state_dict()) == set(base.gm.state_dict())
+    assert done.module.state_dict().keys() == done.base.state_dict().keys()
+    assert [entry["name"] for entry in done.module.meta["passes"]] == [name]
 
 
 def test_ways_of_one_leave_the_model_as_it_is():
@@ -93,7 +91,7 @@ def test_the_keys_of_a_plan_are_the_arguments_of_parallel_plan():
     import inspect
 
     known = inspect.signature(fxplug.parallel_plan).parameters
-    assert set(PARALLEL_KEYS) <= set(known) and set(WAYS) <= {k for k, p in known.items() if p.default == 1}
+    assert {*PARALLEL_KEYS} - {"at"} <= {*known} and {*WAYS} <= {k for k, p in known.items() if p.default == 1}
 
 
 @pytest.mark.parametrize(
@@ -107,6 +105,8 @@ def test_the_keys_of_a_plan_are_the_arguments_of_parallel_plan():
         ("sequence_parallel: {ulysses: 2, split: {no: 1}}", "split: no node 'no'.*given at c.yaml:4"),
         ("batch_parallel: {ways: 2, lr: 0.1}", "c.yaml:4: .*a parallel pass has no 'lr'"),
         ("batch_parallel: {ways: 3}", r"2 samples \('x', dimension 0\) cannot be split 3 ways.*given at c.yaml:4"),
+        ("spatial_parallel: {at: decodr}", "spatial_parallel: 'decodr' matched 0 places.*given at c.yaml:4"),
+        ("spatial_parallel: {at: 3}", "c.yaml:4: .*must be the path of a region, not 3"),
         ("sequence_parallel: {ulysses: 2}\n  - own.yaml", "another pass gives 'ulysses' too, .*given at c.yaml:5"),
     ],
 )
