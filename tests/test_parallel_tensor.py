@@ -194,6 +194,26 @@ def test_more_ways_and_other_axes(name, ways):
     assert plan.check() < CLOSE and plan.share > 0.4, plan
 
 
+class Masked(nn.Module):
+    """As many samples as heads, and a mask for all heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = Separate()
+
+    def forward(self, x, mask):
+        a = self.attn
+        q, k, v = (layer(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for layer in (a.q, a.k, a.v))
+        return a.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None]).transpose(1, 2).flatten(2))
+
+
+def test_a_mask_whose_samples_are_as_many_as_heads():
+    given = (*inputs(HEADS), torch.arange(9).expand(HEADS, 9) < torch.tensor([[4], [9], [6], [7]]))
+    gm = fxplug.trace(small.seeded(Masked).eval(), given)
+    plan = fxplug.parallel_plan(gm, given, tensor=2)
+    assert plan.share == 1 and plan.check() < CLOSE, plan
+
+
 def test_keys_and_values_of_fewer_heads_than_processes_are_everywhere():
     plan = fxplug.parallel_plan(own("grouped"), inputs(), tensor=4)
     names = {str(n.target) for n in plan.stages[0].found.births}

@@ -338,6 +338,9 @@ class Planner:
                 if len(choices) > 1:
                     yield from (Step(splits=(one,), whole_numbers=flag) for one in itertools.chain(*choices))
         if self.counted and split:
+            for odd in choices if 2 < len(choices) <= MOST else ():  # such as a mask, which is for all heads
+                rest = itertools.product(*(choice for choice in choices if choice is not odd))
+                yield from (Step(splits=tuple(picked), whole_numbers=flag) for picked in rest for flag in flags)
             for one in itertools.chain(*choices[:MOST]):
                 yield from (Step(splits=(one,), once=(index,)) for index in wholes if index != one[0])
         if len(split) > 1:
