@@ -249,3 +249,10 @@ def test_a_prediction_is_printed_and_drawn():
 def test_wrong_predictions(args, text):
     Path("c.yaml").write_text(TOKENS)
     assert re.search(text, run("parallel", "c.yaml", *args, code=1))
+
+
+def test_guidance_tokens_and_heads_in_one_plan():
+    passes = [{"tensor_parallel": {"ways": 2}}, "batch_parallel", {"sequence_parallel": {"ring": 2}}]
+    done = fxplug.rewrite({"model": SMALL, "inputs": {"x": [2, 3, 32, 32]}, "passes": passes}, verify=False)
+    assert {axis: n for axis, n in done.plan.ways.items() if n > 1} == {"batch": 2, "ring": 2, "tensor": 2}
+    assert check_pretended(done.module, *done.inputs, every=True) < CLOSE

@@ -82,6 +82,8 @@ def walk(gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping
             versions = {n: _versions(env[n]) for n in node.all_input_nodes}
             draws.seen = False
             value = pytree.tree_map(_copied, next(places)) if node.op == "placeholder" else interpreter.run_node(node)
+            if node.op == "get_attr" and isinstance(value, Tensor):
+                value = value.detach()  # the counter asks for gradients of what a module is given, and views have none here
             env[node] = value
             if draws.seen:
                 found.random.add(node)
