@@ -122,6 +122,9 @@ OTHERS = {
     "shuffle": (Call(lambda x: F.pixel_shuffle(x, 2)), 8, 2, 9),
     "unshuffle": (Call(lambda x: F.pixel_unshuffle(x, 2)), 3, 12, 12),
     "space to depth": (Call(lambda x: x.unflatten(2, (-1, 2)).permute(0, 1, 3, 2, 4).flatten(1, 2)), 3, 6, 14),
+    "up by a view": (
+        Call(lambda x, a: a(x.unflatten(1, (3, 2)).permute(0, 1, 3, 2, 4).flatten(2, 3)), nn.Conv2d(3, 3, 3, 1, 1)), 6, 3, 9,
+    ),
     "slice": (Call(lambda x: x[:, :, 1:-2]), 3, 3, 13),
     "every other": (Call(lambda x: x[:, :, ::2]), 3, 3, 13),
     "group norm": (nn.GroupNorm(2, 4), 4, 4, 11),

@@ -55,17 +55,17 @@ def read(numbers: tuple[int, ...]) -> Reach:
 
 
 class Near(Collective):
-    """What `Fetch` and `Cut` have in common: rows are `inner` a token, and those of the result `out` a token."""
+    """What `Fetch` and `Cut` have in common: rows are `inner` a token, those of the result `out`, or as many as a call says."""
 
     def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int, out: int, reach: tuple[int, ...]) -> None:
         super().__init__(ways, axis)
         self.dim, self.inner, self.out = whole_number("dim", dim), whole_number("inner", inner, 1), whole_number("out", out, 1)
         self.reach = read(reach).numbers()
 
-    def bounds(self, rank: int, world: int, given: int, gives: int) -> tuple[int, int, int, int]:
-        """The rows of the result that a process has, and the rows that it reads for them."""
-        first, last = (layouts.start(gives, r, world) * self.out for r in (rank, rank + 1))
-        return first, last, *read(self.reach).window(first, last, given * self.inner)
+    def bounds(self, rank: int, world: int, given: int, tokens: int, out: int) -> tuple[int, int, int, int]:
+        """The rows of the result that a process has, and the rows of `given` that it reads for them."""
+        first, last = (layouts.start(tokens, r, world) * out for r in (rank, rank + 1))
+        return first, last, *read(self.reach).window(first, last, given)
 
 
 class Fetch(Near):
@@ -74,15 +74,16 @@ class Fetch(Near):
     `x` is its part along dimension `dim`; `given` are the tokens of the whole input, `gives` those of the whole result.
     """
 
-    def forward(self, x: Tensor, given: int, gives: int) -> Tensor:
+    def forward(self, x: Tensor, given: int, gives: int, inner: int | None = None, out: int | None = None) -> Tensor:
         rank, world, group = self.along()
-        starts = [layouts.start(given, r, world) * self.inner for r in range(world + 1)]
+        inner, out = self.inner if inner is None else inner, self.out if out is None else out
+        starts = [layouts.start(given, r, world) * inner for r in range(world + 1)]
         if x.shape[self.dim] != starts[rank + 1] - starts[rank]:
             raise GuardError(
-                f"dimension {self.dim} of {tuple(x.shape)} is not this process's part of {given * self.inner} rows: plan with "
+                f"dimension {self.dim} of {tuple(x.shape)} is not this process's part of {given * inner} rows: plan with "
                 "inputs of this size"
             )
-        windows = [self.bounds(r, world, given, gives)[2:] for r in range(world)]
+        windows = [self.bounds(r, world, given * inner, gives, out)[2:] for r in range(world)]
         overlaps = [[_overlap(windows[to], starts[of], starts[of + 1]) for to in range(world)] for of in range(world)]
         mine = overlaps[rank]
         parts = [x.narrow(self.dim, first - starts[rank], length) for first, length in mine]
@@ -105,16 +106,17 @@ class Fetch(Near):
 class Cut(Near):
     """This process's part of a result that was computed from what `Fetch` gave: forward(y, given, gives)."""
 
-    def forward(self, y: Tensor, given: int, gives: int) -> Tensor:
+    def forward(self, y: Tensor, given: int, gives: int, inner: int | None = None, out: int | None = None) -> Tensor:
         rank, world, _ = self.along()
-        first, last, begin, end = self.bounds(rank, world, given, gives)
+        inner, out = self.inner if inner is None else inner, self.out if out is None else out
+        first, last, begin, end = self.bounds(rank, world, given * inner, gives, out)
         reach = read(self.reach)
         first, last = (n - begin // reach.period * reach.gives for n in (first, last))
-        whole = end - begin == given * self.inner
-        if gives < world or last > y.shape[self.dim] or (whole and y.shape[self.dim] != gives * self.out):
+        whole = end - begin == given * inner
+        if gives < world or last > y.shape[self.dim] or (whole and y.shape[self.dim] != gives * out):
             raise GuardError(
-                f"{gives * self.out} rows of {given * self.inner} cannot be split over {world} processes: give fewer ways, or "
-                "plan with inputs of this size"
+                f"{gives * out} rows of {given * inner} cannot be split over {world} processes: give fewer ways, or plan with "
+                "inputs of this size"
             )
         return y.narrow(self.dim, first, last - first).contiguous()
 
@@ -126,8 +128,8 @@ class Extent(Collective):
         super().__init__(ways, axis)
         self.inner, self.reach = whole_number("inner", inner, 1), read(reach).numbers()
 
-    def forward(self, x: Tensor, given: int) -> int:
-        return read(self.reach).size(given * self.inner)
+    def forward(self, x: Tensor, given: int, inner: int | None = None) -> int:
+        return read(self.reach).size(given * (self.inner if inner is None else inner))
 
 
 class Scale(Collective):
@@ -137,8 +139,8 @@ class Scale(Collective):
         super().__init__(ways, axis)
         self.dim, self.inner = whole_number("dim", dim), whole_number("inner", inner, 1)
 
-    def forward(self, number: int, rows: Tensor, given: int) -> int:
-        return number * rows.shape[self.dim] // (given * self.inner)
+    def forward(self, number: int, rows: Tensor, given: int, inner: int | None = None) -> int:
+        return number * rows.shape[self.dim] // (given * (self.inner if inner is None else inner))
 
 
 def _overlap(window: tuple[int, int], start: int, end: int) -> tuple[int, int]:

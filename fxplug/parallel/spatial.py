@@ -144,8 +144,6 @@ class Spatial(Planner):
         place = self.found.place(node.all_input_nodes[split[0]])
         if len(split) != 1 or place is None or len(place.layout.streams) != 1 or place.layout.outer != 1:
             return None
-        if self.found.inner.get(node.all_input_nodes[split[0]], Inner(1)).dims:
-            return None
         key = ("near", self.key(node))
         if key[1] is None or key not in self.tries.known:
             self.tries.known[key] = self.reach(node, split[0])

@@ -227,22 +227,26 @@ class Writer:
         inputs = node.all_input_nodes
         value = self.node(inputs[near.which])
         (given,), (gives,) = near.place.layout.streams, near.out.layout.streams
+        (inner, wide), (out, high) = self.inner(inputs[near.which], near.place), self.inner(node, near.out)
         if gives in self.found.derived and gives not in self.sizes:
-            settings = self.axis, near.place.layout.inner, near.reach.numbers()
-            self.sizes[gives] = self.call(Extent, settings, value, (given,), _before(twin))
-        both = near.place.layout.inner, near.out.layout.inner, near.reach.numbers()
+            settings = self.axis, inner, near.reach.numbers()
+            self.sizes[gives] = self.call(Extent, settings, value, (given,), _before(twin), inner=wide)
+        both = inner, out, near.reach.numbers()
+        more: dict[str, Any] = {name: number for name, number in (("inner", wide), ("out", high)) if number is not None}
         rows = self.call(Fetch, (self.axis, near.place.dim, *both), value, (given, gives), _before(twin))
+        rows.kwargs = more
         table: dict[fx.Node, Any] = {value: rows}
         for one in inputs:
             if self.found.hangs_on_sizes(one):
-                path = self.block(Scale, self.axis, near.place.dim, near.place.layout.inner)
-                number = self.whole_number(one)
+                path = self.block(Scale, self.axis, near.place.dim, inner)
+                args = (self.whole_number(one), rows, self.size(given), *(() if wide is None else (wide,)))
                 with self.graph.inserting_before(twin):
-                    scaled = self.graph.call_module(path, (number, rows, self.size(given)))
+                    scaled = self.graph.call_module(path, args)
                 table[self.node(one)] = self.marked(scaled, twin, "Scale")
         twin.args = fx.node.map_arg(twin.args, lambda n: table.get(n, n))
         twin.kwargs = fx.node.map_arg(twin.kwargs, lambda n: table.get(n, n))
         cut = self.call(Cut, (self.axis, near.out.dim, *both), twin, (given, gives), _after(twin))
+        cut.kwargs = more
         cut._rename(f"{twin.name}_parallel")
         self.instead(twin, cut)
 
