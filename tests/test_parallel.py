@@ -24,6 +24,7 @@ from fxplug.parallel.collectives import Gather, Split, Sum, Whole, traffic
 from fxplug.parallel.mesh import ways_of
 from fxplug.parallel.plan import _apart
 from fxplug.parallel.pretending import pretended
+from fxplug.parallel.trying import Tries
 from fxplug.structure import leaves
 
 CLOSE = 1e-6
@@ -572,3 +573,19 @@ def test_an_adapter_under_it_switches_as_ever():
                 p.normal_(generator=torch.Generator().manual_seed(1))
     plan = fxplug.parallel_plan(new, inputs, ulysses=2)
     assert plan.check() < CLOSE and not torch.equal(new(*inputs), own("sdpa")(*inputs))
+
+
+def test_attention_is_tried_on_as_many_values_as_keys():
+    """A fused kernel takes fewer values, reads what lies behind them, and may find there what was split off."""
+    gm = fxplug.trace(Attends(), [torch.randn(1, 2, 8, 32)] * 3)
+    tries = Tries(gm, 0)
+    node = next(n for n in gm.graph.nodes if n.target is F.scaled_dot_product_attention)
+    values = torch.randn(1, 2, 40, 32)
+    assert tries.call(node, (values, values, values), {}).shape == values.shape
+    with pytest.raises(RuntimeError, match="size"):
+        tries.call(node, (values, values, values[:, :, :24].clone()), {})
+
+
+class Attends(nn.Module):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)

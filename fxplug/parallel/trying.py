@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from .layouts import Layout
@@ -158,11 +159,12 @@ class Tries:
 
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         self.count += 1
-        if node.op == "call_function":
-            return node.target(*args, **kwargs)  # type: ignore[operator]
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        return self.module(str(node.target))(*args, **kwargs)
+        with sdpa_kernel(SDPBackend.MATH):  # fused ones do not ask whether values are as many as keys, and read beyond them
+            if node.op == "call_function":
+                return node.target(*args, **kwargs)  # type: ignore[operator]
+            if node.op == "call_method":
+                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+            return self.module(str(node.target))(*args, **kwargs)
 
     def module(self, path: str) -> nn.Module:
         """A module of the model; one without values with random ones, as others like it."""
