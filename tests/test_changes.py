@@ -98,6 +98,7 @@ def test_a_change_that_is_broken_off_changes_nothing(form, what):
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of one that met a generator being freed
 @torch.no_grad()
 def test_interrupts_at_any_time():
     """A timer interrupts switches of a live merge, many of them while another change is being undone."""

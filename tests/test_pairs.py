@@ -79,6 +79,10 @@ REFUSED = {  # pairs that cannot be, and why
     ("skip", "hcp/patch"): "hcp_patch: 'blocks.1.mlp.act' has a block of pass 'skip' \\(after\\) and cannot be replaced",
     ("hcp/patch", "replace"): "nothing here is a GELU; the classes here are .*PatchPlugin",
     ("vpt", "tome"): "7 tokens are no grid of patches of a picture of 32 x 32; is 'prefix' right",
+    **dict.fromkeys(
+        [("vpt", "first_block_cache"), ("vpt", "teacache")],
+        "a mark stands on two values of one shape, here \\(2, 5, 192\\) and \\(2, 8, 192\\)",
+    ),
     ("tome", "vpt"): "7 tokens are no grid of patches of a picture of 32 x 32; is 'prefix' right",
 }
 PASSES = sorted(small.PASSES)

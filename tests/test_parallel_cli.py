@@ -183,7 +183,8 @@ def test_a_check_on_processes_of_its_own_and_of_torchrun():
     assert done.returncode == 0, done.stderr
     assert len(re.findall(said, done.stdout)) == 1 and done.stdout.count("collectives of process 0") == 1
     done = torchrun(2, "rewrite", "none.yaml")  # a verb for one process, which fails
-    assert done.stderr.count("none.yaml") == 1 and done.stderr.count("exitcode  : 1") == 2 and done.returncode == 1
+    # torchrun may end the second one before it has ended by itself
+    assert done.stderr.count("none.yaml") == 1 and "exitcode  : 1" in done.stderr and done.returncode == 1
 
 
 def test_what_differs_is_named(monkeypatch):
