@@ -21,6 +21,7 @@ from .exporting import hindrance
 from .fakes import quiet
 from .module import TracedModule, copy_graph, shell
 from .parallel.checking import check_before, check_pretended, check_real, is_parallel, process_zero, standing, ways_in
+from .parallel.fusion import stepped
 from .printing import parameters
 from .probe import Probe, Unchecked, cut_by, empty, gradient_reaches, located, on_meta, swapped
 from .structure import leaves, map_leaves
@@ -110,6 +111,9 @@ def verify(
     if ways and report.ok:
         with neutrality.buffers_restored(gm, new):
             _run([("parallel", lambda: _parallel(gm, new, call, entries))], report, known)
+    if new.meta.get("stepped") and report.ok:
+        with neutrality.buffers_restored(gm, new):
+            _run([("in steps", lambda: _in_steps(new, call))], report, known)
     if not report.ok:
         failed = [c.detail for c in report.checks if c.status == "failed"]
         verify_error = VerifyError("\n".join(failed))
@@ -242,6 +246,13 @@ def _need_values(new: TracedModule, call: Any) -> None:
 
 
 # --- many processes
+
+
+def _in_steps(new: TracedModule, call: Any) -> str:
+    """In one piece and patch by patch, with nothing stale, beside the module."""
+    _need_values(new, call)
+    made = stepped(new, *call, check=False)
+    return f"differs by {made.check(*call):.1e} in one piece and by patches; {made.extra_repr()}"
 
 
 def _parallel(gm: TracedModule, new: TracedModule, call: Any, entries: list[dict[str, Any]]) -> str:

@@ -19,9 +19,11 @@ from .errors import FxplugError, SpecError
 from .match import Site, find
 from .models import added_inputs, build, default_inputs, example_inputs, torch_device
 from .module import TracedModule, class_names
+from .parallel.fusion import stepped, written_down
+from .parallel.pipeline import PipeFusion
 from .parallel.plan import Plan, parallel_plan, parallelize
 from .printing import diff, parameters
-from .rules import WAYS, Match, Pass, Rule
+from .rules import STEP_KEYS, WAYS, Match, Pass, Rule
 from .source import read_yaml
 from .tracing import trace
 
@@ -31,8 +33,8 @@ Step = Callable[[str], AbstractContextManager[Any]]
 @dataclass
 class Result:
     """What a rewrite gave: the rewritten `module`, the `base` it was made of (they share weights), the `sites` of each
-    pass, the `report` of verification (None when it was off), the example `inputs`, the artifact `out`, and the `plan` of
-    parallel passes."""
+    pass, the `report` of verification (None when it was off), the example `inputs`, the artifact `out`, the `plan` of
+    parallel passes, and what runs the module in steps, `stepped`, where a pass says so."""
 
     module: TracedModule
     base: TracedModule
@@ -42,10 +44,12 @@ class Result:
     report: Report | None = None
     out: Path | None = None
     plan: Plan | None = None
+    stepped: PipeFusion | None = None
 
     def __str__(self) -> str:
         """Every site with its shapes, and the parameters that each pass adds."""
         plan = [str(self.plan)] if self.plan is not None else []
+        plan += [self.stepped.extra_repr()] if self.stepped is not None else []
         return "\n".join([*_site_lines(self), *plan, parameters(self.module)])
 
 
@@ -159,7 +163,7 @@ def _parallelized(config: Config, result: Result, step: Step) -> None:
     for index in indices:
         with _given_at(config, index):
             for key, value in config.passes[index].parallel.items():
-                if key in WAYS and value == 1 or value is None:
+                if key in WAYS and value == 1 or value is None or value is False:
                     continue
                 if key in given:
                     raise SpecError(f"{config.passes[index].name}: another pass gives '{key}' too, and there is one plan")
@@ -168,7 +172,16 @@ def _parallelized(config: Config, result: Result, step: Step) -> None:
                 if "split" in given:
                     raise SpecError(f"{config.passes[index].name}: 'at' and 'split' exclude each other, and there is one plan")
                 given["split"] = _entered(result.module, config.passes[index].name, at)
-    if given.keys() & {*WAYS}:
+    steps = {key: value for key, value in given.items() if key in STEP_KEYS}
+    if steps:
+        with step("plan"), _given_at(config, *indices):
+            name = next(config.passes[i].name for i in indices if steps.keys() & config.passes[i].parallel.keys())
+            if not steps.keys() & {"stages", "stale"}:
+                key = next(iter(steps))
+                raise SpecError(f"{name}: '{key}' is of a run that is a step late: give stale: true, or leave it out")
+            result.module = written_down(result.module, name, given)
+            result.stepped = stepped(result.module, *result.inputs, check=False)  # verification does
+    elif given.keys() & {*WAYS}:
         with step("plan"), _given_at(config, *indices):
             result.plan = parallel_plan(result.module, *result.inputs, **given, check=False)  # verification does
             result.module = parallelize(result.module, result.plan)

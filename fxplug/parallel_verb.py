@@ -15,6 +15,8 @@ from .errors import SpecError, did_you_mean, shown
 from .rules import WAYS
 from .verbs import Allow, Debug, Set, Subject, load_saved, progress, read_config
 
+AXES = (*WAYS, "stages", "patches")
+
 if TYPE_CHECKING:
     from .config import Config
     from .module import TracedModule
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 def parallel(
     subject: Subject,
     ways: Annotated[
-        str, typer.Option("--ways", metavar="AXIS=N,...", help=f"Processes along each axis: {', '.join(WAYS)}.")
+        str, typer.Option("--ways", metavar="AXIS=N,...", help=f"Processes along each axis: {', '.join(AXES)}.")
     ] = "",
     plan_only: Annotated[
         bool, typer.Option("--plan-only", help="Find and print the plan, on the meta device where that can be.")
@@ -57,16 +59,19 @@ def parallel(
         sizes = _numbers(predict, "--predict"), _numbers(devices, "--devices", 2)
         _predicted(subject, *sizes, link, speed, at, out, set)
         return
+    if "patches" in given and "stages" not in given:
+        raise SpecError("--ways patches=... says how stages are run: give stages=2,patches=4")
     module, plan, call, config = _planned(subject, given, plan_only, set, allow)
     print(plan)
     if plan_only:
         return
+    from .parallel.plan import Plan
     from .parallel.running import agree
 
     if check:
         with progress("check"):
             print(agree(module, *call))
-    elif plan is not None:
+    elif isinstance(plan, Plan):
         with progress("check"):
             print(f"pretended processes differ from one by {plan.check():.1e}")
     if out is not None:
@@ -155,8 +160,8 @@ def read_ways(text: str) -> dict[str, int]:
     here = f"--ways {shown(text)}: "
     for item in filter(None, text.split(",")):
         axis, _, number = (part.strip() for part in item.partition("="))
-        if axis not in WAYS:
-            raise SpecError(f"{here}no axis {shown(axis)}{did_you_mean(axis, WAYS)}; there are {', '.join(WAYS)}")
+        if axis not in AXES:
+            raise SpecError(f"{here}no axis {shown(axis)}{did_you_mean(axis, AXES)}; there are {', '.join(AXES)}")
         if axis in found:
             raise SpecError(f"{here}'{axis}' is given twice")
         if not number.isdecimal() or int(number) < 1:
@@ -181,29 +186,37 @@ def _planned(subject: str, ways: Mapping[str, int], dry: bool, set: list[str] | 
     if not dry:
         inputs = {**default_inputs(config, result.base), **added_inputs(config, result.module)[1]}
         saved = {**resolved(config), "inputs": inputs}
-    return result.module, result.plan or "one process: all ways are 1", result.inputs, saved
+    said = result.plan or (result.stepped and result.stepped.extra_repr()) or "one process: all ways are 1"
+    return result.module, said, result.inputs, saved
 
 
 def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> Any:
     from .flow import saved_config, saved_inputs
     from .parallel.checking import ways_in
+    from .parallel.fusion import stepped, written_down
     from .parallel.plan import parallel_plan, parallelize
 
     call, config = saved_inputs(subject, module), saved_config(subject)
-    there = {axis: n for axis, n in ways_in(module).items() if n > 1}
+    said = module.meta.get("stepped", {})
+    there = {axis: n for axis, n in (*ways_in(module).items(), *said.items()) if axis in (*AXES, "ways") and n > 1}
     if there:
         if ways and dict(ways) != there:
             text = ",".join(f"{axis}={n}" for axis, n in there.items())
             raise SpecError(f"'{subject}' is parallel already, with --ways {text}: make another from what it was made of")
         from .parallel.running import described
 
+        if said:
+            return module, stepped(module, *call, check=False).extra_repr(), call, config
         return module, described(module, *call), call, config
     if not ways:
         raise SpecError(f"'{subject}' is not parallel: give --ways ulysses=2, for example")
+    config = {**(config or {}), "passes": [*(config or {}).get("passes", []), *passes_of(ways)]}
+    if "stages" in ways:
+        module = written_down(module, "pipefusion", ways)
+        return module, stepped(module, *call, check=False).extra_repr(), call, config
     with progress("plan"):
         settings: dict[str, Any] = dict(ways)
         plan = parallel_plan(module, *call, **settings, check=False)
-    config = {**(config or {}), "passes": [*(config or {}).get("passes", []), *passes_of(ways)]}
     return parallelize(module, plan), plan, call, config
 
 
@@ -215,6 +228,8 @@ def passes_of(ways: Mapping[str, int]) -> list[dict[str, Any]]:
             found.append({name: {"ways": ways[axis]}})
     if given := {axis: ways[axis] for axis in ("ulysses", "ring") if axis in ways}:
         found.append({"sequence_parallel": given})
+    if given := {axis: ways[axis] for axis in ("stages", "patches") if axis in ways}:
+        found.append({"pipefusion": given})
     return found
 
 

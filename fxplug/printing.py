@@ -39,7 +39,7 @@ def parameters(module: nn.Module) -> str:
     seen: dict[int, int] = {id(p): p.numel() for p in module.parameters()}
     total = sum(seen.values())
     added = {
-        entry["name"]: sum(p.numel() for p in module.get_submodule(entry["name"]).parameters())
+        entry["name"]: sum(p.numel() for name, p in module.named_parameters() if name.startswith(f"{entry['name']}."))
         for entry in getattr(module, "meta", {}).get("passes", [])
     }
     parts = [f"{name} +{count:,} ({count / max(total - sum(added.values()), 1):.2%})" for name, count in added.items()]

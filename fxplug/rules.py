@@ -20,7 +20,8 @@ COMBINE = ("sum", "chain")
 INPUT_KEYS = ("shape", "dtype", "default", "try")
 NETWORK_KEYS = ("use", "args", "options", "neutral")
 WAYS = ("ulysses", "ring", "batch", "rows", "tensor")  # numbers of processes that a parallel pass gives
-PARALLEL_KEYS = (*WAYS, "split", "at")
+STEP_KEYS = ("stages", "patches", "stale", "warmup", "correct", "steps", "clock")  # of what is run a step late
+PARALLEL_KEYS = (*WAYS, "split", "at", *STEP_KEYS)
 _COUNTS: dict[str, Callable[[int, int], bool]] = {
     "==": operator.eq,
     ">=": operator.ge,
@@ -147,8 +148,8 @@ class Pass:
     `lr`, `weight_decay` and `train` say how the parameters of its blocks are trained. Its `name` is the
     first part of their keys. With `slots` its blocks are banks for that many adapters, which come and go without a new graph.
 
-    A pass with `parallel` has no rules: those are keywords of `parallel_plan`, which finds its places by running the model;
-    `at` is the region whose first input is split in rows.
+    A pass with `parallel` has no rules: those are keywords of `parallel_plan`, which finds its places by running the model,
+    or of `pipefusion`; `at` is the region whose first input is split in rows.
     """
 
     name: str
@@ -303,8 +304,13 @@ def _check_parallel(given: Any) -> None:
         if key not in PARALLEL_KEYS:
             found = f"no key {shown(key)}{did_you_mean(key, PARALLEL_KEYS)}; a plan has {', '.join(PARALLEL_KEYS)}"
             raise SpecError(found, path=("parallel",), key=str(key))
-        if key in WAYS and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise SpecError(f"must be a whole number, 1 or more, not {shown(value)}", path=("parallel", key))
+        least = 1 if key in WAYS else {"stages": 1, "patches": 1, "warmup": 1, "correct": 0, "steps": 1}.get(key)
+        if least is not None and not (value is None and key not in WAYS) and (type(value) is not int or value < least):
+            raise SpecError(f"must be a whole number, {least} or more, not {shown(value)}", path=("parallel", key))
+        if key == "stale" and type(value) is not bool:
+            raise SpecError(f"must be true or false, not {shown(value)}", path=("parallel", key))
+        if key == "clock" and value is not None and not isinstance(value, str):
+            raise SpecError(f"must be the name of an input, not {shown(value)}", path=("parallel", key))
         if key == "at" and value is not None and not isinstance(value, str):
             raise SpecError(f"must be the path of a region, not {shown(value)}", path=("parallel", key))
         if key == "split" and value is not None and not (

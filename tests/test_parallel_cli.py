@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ from fxplug.pages import SMALL
 from fxplug.parallel.attention import Attention
 from fxplug.parallel.checking import check_pretended, pretending, ways_in
 from fxplug.parallel.plan import alone
-from fxplug.rules import PARALLEL_KEYS, WAYS
+from fxplug.rules import PARALLEL_KEYS, STEP_KEYS, WAYS
 from fxplug.spec import open_pass, shipped
 
 CLOSE = 1e-5
@@ -76,7 +77,7 @@ def test_every_parallel_pass_gives_what_one_process_gives(name):
     given = {"model": example.get("model", SMALL), "inputs": example.get("inputs", {}), "passes": [{name: example["with"]}]}
     done = fxplug.rewrite(given, verify=False)
     report = fxplug.verify(done.base, done.module, *done.inputs, compile=False)
-    assert {c.name: c.status for c in report.checks}["parallel"] == "ok"
+    assert {c.name: c.status for c in report.checks}["in steps" if done.stepped else "parallel"] == "ok"
     assert done.module.state_dict().keys() == done.base.state_dict().keys()
     assert [entry["name"] for entry in done.module.meta["passes"]] == [name]
 
@@ -91,7 +92,8 @@ def test_the_keys_of_a_plan_are_the_arguments_of_parallel_plan():
     import inspect
 
     known = inspect.signature(fxplug.parallel_plan).parameters
-    assert {*PARALLEL_KEYS} - {"at"} <= {*known} and {*WAYS} <= {k for k, p in known.items() if p.default == 1}
+    assert {*PARALLEL_KEYS} - {"at", *STEP_KEYS} <= {*known} and {*WAYS} <= {k for k, p in known.items() if p.default == 1}
+    assert {*STEP_KEYS} - {"stale"} <= {*inspect.signature(fxplug.pipefusion).parameters}
 
 
 @pytest.mark.parametrize(
@@ -257,3 +259,72 @@ def test_guidance_tokens_and_heads_in_one_plan():
     done = fxplug.rewrite({"model": SMALL, "inputs": {"x": [2, 3, 32, 32]}, "passes": passes}, verify=False)
     assert {axis: n for axis, n in done.plan.ways.items() if n > 1} == {"batch": 2, "ring": 2, "tensor": 2}
     assert check_pretended(done.module, *done.inputs, every=True) < CLOSE
+
+
+# --- a step late
+
+PIXART = open_pass("pipefusion").source.data["example"]
+
+
+def in_steps(*passes):
+    return fxplug.rewrite({"model": PIXART["model"], "inputs": PIXART["inputs"], "passes": list(passes)}, out="out")
+
+
+@pytest.mark.parametrize(
+    ("passes", "said"),
+    [
+        ([{"pipefusion": {"stages": 2, "patches": 2}}], {"stages": 2, "patches": 2, "warmup": 1, "correct": 0}),
+        (["batch_parallel", {"pipefusion": {"warmup": 3, "clock": ""}}], {"stages": 2, "patches": 4, "batch": 2, "warmup": 3}),
+        ([{"sequence_parallel": {"ulysses": 2, "ring": 2, "stale": True}}], {"ways": 4}),
+        (["batch_parallel", {"sequence_parallel": {"ulysses": 3, "stale": True, "correct": 1, "steps": 9}}], {"ways": 3}),
+    ],
+)
+def test_a_pass_says_how_a_module_is_run_in_steps(passes, said):
+    done = in_steps(*passes)
+    args, kwargs = done.inputs
+    again = fxplug.load("out")
+    for module in (done.module, again):
+        assert said.items() <= module.meta["stepped"].items()
+        late = fxplug.stepped(module, args, kwargs)
+        assert late.warmup == said.get("warmup", 1) and late.check(args, kwargs) < CLOSE
+        assert (late.clock.name is None) is (passes[-1].get("pipefusion", {}).get("clock") == "")
+        assert torch.equal(late(*args, **kwargs)[0], done.base(*args, **kwargs)[0])  # the first step is in one piece
+    (check,) = (c for c in done.report.checks if c.name == "in steps")
+    assert check.status == "ok" and re.search(r"differs by \S+ in one piece and by patches; stages: ", check.detail)
+    assert done.plan is None and "patches, warm-up" in str(done)
+    assert [e["name"] for e in done.module.meta["passes"]] == [*passes[-1]]
+
+
+@pytest.mark.parametrize(
+    ("passes", "match"),
+    [
+        ([{"sequence_parallel": {"ulysses": 2, "warmup": 2}}], "sequence_parallel: 'warmup' is of a run that is a step late"),
+        (["pipefusion", "tensor_parallel"], "pipefusion: 'tensor' does not go with stages: leave it out"),
+        (["spatial_parallel", {"sequence_parallel": {"ulysses": 2, "stale": True}}], "'rows' does not go with stale: true"),
+        (["pipefusion", {"sequence_parallel": {"ulysses": 2, "stale": True}}], "'ulysses' does not go with stages"),
+        ([{"pipefusion": {"stages": 0}}], "must be a whole number, 1 or more, not 0"),
+        ([{"pipefusion": {"correct": 2}}], r"correct=2 needs the number of steps of an image"),
+        ([{"pipefusion": {"stages": 99}}], "this model cannot be cut into 99 stages"),
+        ([{"sequence_parallel": {"ulysses": 2, "stale": 1}}], "must be true or false, not 1"),
+    ],
+)
+def test_what_cannot_be_run_in_steps(passes, match):
+    with pytest.raises(fxplug.SpecError, match=match):
+        in_steps(*passes)
+    assert not Path("out").exists()
+
+
+def test_stages_from_the_command_line():
+    model = json.dumps(PIXART["model"]), json.dumps(PIXART["inputs"])
+    Path("c.yaml").write_text("model: {}\ninputs: {}\n".format(*model))
+    said = r"stages: [\d.]+%, [\d.]+% of the work; 2 patches, warm-up 1, correct 0\n"
+    checked = r"one process differs by \S+ in one piece and by patches, 2 real ones by \S+\n"
+    shown = run("parallel", "c.yaml", "--ways", "stages=2,patches=2", "--check", "--out", "out")
+    assert re.fullmatch(said + checked + "saved in out\n", shown)
+    done = torchrun(2, "parallel", "out", "--check")
+    assert done.returncode == 0 and len(re.findall(said + checked, done.stdout)) == 1, done.stderr
+    assert re.fullmatch(said, run("parallel", "out", "--plan-only"))
+    assert "'out' is parallel already, with --ways stages=2,patches=2" in run("parallel", "out", "--ways", "ulysses=2", code=1)
+    assert "give stages=2,patches=4" in run("parallel", "c.yaml", "--ways", "patches=2", code=1)
+    run("rewrite", "c.yaml", "--out", "plain", "--no-verify")
+    assert re.fullmatch(said, run("parallel", "plain", "--ways", "stages=2,patches=2", "--plan-only"))

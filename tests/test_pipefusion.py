@@ -447,6 +447,17 @@ def test_guidance_over_processes_and_stages():
         assert all(_apart(a, b) < CLOSE for a, b in zip(want, got, strict=True)) and _apart(last, x) < 10 * CLOSE
 
 
+def test_guidance_over_processes_a_step_late():
+    one = fxplug.stale_sequence(own(), inputs(), ways=2, batch=2)
+    want, last = image(stale(2))
+
+    def run(rank):
+        return image(one.again(links=links()))
+
+    for got, x in pretended({**ways_of({"batch": 2}), "stages": 2}, run):
+        assert all(_apart(a, b) < CLOSE for a, b in zip(want, got, strict=True)) and _apart(last, x) < 10 * CLOSE
+
+
 def test_distances_over_patches_and_warm_up():
     rows = distances(made(2, 2), lambda model: image(model)[1], [1, 2, 6], [1, 4])
     assert rows[1, 1] == rows[1, 4] == 0 and 0 < rows[2, 4] < rows[2, 1] < 0.05

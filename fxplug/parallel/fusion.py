@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import SpecError
-from ..module import TracedModule
+from ..module import TracedModule, copy_graph, shell
 from ..selfcheck import has_values
 from .collectives import whole_number
 from .links import links_of
@@ -18,7 +19,7 @@ from .mesh import ways_of
 from .overlap import Overlapping
 from .patches import Patcher
 from .pipeline import PipeFusion, Steps
-from .plan import parallel_plan, place
+from .plan import entry, parallel_plan, place
 from .stages import staged
 from .stale import StaleSequence
 
@@ -61,13 +62,9 @@ def pipefusion(
     whole_number("stages", stages, 1)
     whole_number("patches", patches, 1)
     kind, run = Overlapping if overlap else PipeFusion, (warmup, correct, steps, clock)
-    made = _made(kind, gm, args, kwargs, stages, patches, batch, run, split, check)
-    found: PipeFusion = made[0]
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        links, world = links_of(stages, ways_of({"batch": batch}), mesh)
-        place(made[1], world)
-        found = found.again(links=links)
-    return found
+    found, module = _made(kind, gm, args, kwargs, stages, patches, batch, run, split, check)
+    placed: PipeFusion = _placed(found, module, stages, batch, mesh)
+    return placed
 
 
 def stale_sequence(
@@ -79,23 +76,78 @@ def stale_sequence(
     warmup: int = 1,
     correct: int = 0,
     steps: Steps = None,
+    batch: int = 1,
     clock: str | None = "timestep",
     split: Mapping[str, int] | None = None,
+    mesh: DeviceMesh | None = None,
     check: bool = True,
 ) -> StaleSequence:
     """A denoiser whose tokens are split over processes that exchange a step late (DistriFusion; Li et al. 2024, 2402.19481).
 
     As `pipefusion`, without stages: each of `ways` processes runs all layers on its patch, with the keys and values that the
-    others had at the step before, which travel while a step is computed. Without torch.distributed one process runs all.
-    Raises what `pipefusion` raises.
+    others had at the step before, which travel while a step is computed. Without torch.distributed one process runs all. The
+    axes of a `mesh` are "batch" and "stages". Raises what `pipefusion` raises.
     """
     whole_number("ways", ways, 1)
-    found: StaleSequence
-    found, _ = _made(StaleSequence, gm, args, kwargs, 1, ways, 1, (warmup, correct, steps, clock), split, check)
+    found, module = _made(StaleSequence, gm, args, kwargs, 1, ways, batch, (warmup, correct, steps, clock), split, check)
     if found.plan.others:
         raise SpecError(f"'{found.plan.others[0]}' reaches the result from patches that are a step apart: take pipefusion")
+    placed: StaleSequence = _placed(found, module, ways, batch, mesh)
+    return placed
+
+
+def stepped(
+    gm: TracedModule,
+    args: Sequence[Any] | Tensor = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    overlap: bool = True,
+    mesh: DeviceMesh | None = None,
+    check: bool = True,
+) -> PipeFusion:
+    """What the pass `pipefusion`, or `sequence_parallel` with `stale`, says of a rewritten or loaded module.
+
+    Those passes change no graph, but write down how it is to be run: this calls `pipefusion` or `stale_sequence` with what they
+    say. Raises SpecError for a module of which nothing is said, and what those raise.
+    """
+    said: dict[str, Any] = dict(gm.meta.get("stepped") or {})
+    if not said:
+        raise SpecError(
+            "no pass says how this module runs in steps: rewrite it with the pass pipefusion, or with sequence_parallel and "
+            "stale: true; or call fxplug.pipefusion or fxplug.stale_sequence"
+        )
+    if "stages" in said:
+        return pipefusion(gm, args, kwargs, **said, overlap=overlap, mesh=mesh, check=check)
+    return stale_sequence(gm, args, kwargs, **said, mesh=mesh, check=check)
+
+
+def written_down(gm: TracedModule, name: str, said: Mapping[str, Any]) -> TracedModule:
+    """The same module, which knows how it is to be run in steps, as `stepped` reads it; `said` is by keys of a parallel pass.
+
+    Raises SpecError for keys that do not go together.
+    """
+    given = {key: value for key, value in said.items() if key != "stale"}
+    if given.get("clock") == "":
+        given["clock"] = None
+    if "stages" not in given:
+        given["ways"] = given.pop("ulysses", 1) * given.pop("ring", 1)
+    known = inspect.signature(pipefusion if "stages" in given else stale_sequence).parameters
+    what = "stages" if "stages" in given else "stale: true"
+    for key in given:
+        if key not in known:
+            raise SpecError(f"{name}: '{key}' does not go with {what}: leave it out")
+    new = TracedModule(shell(gm), {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}, gm._origin, gm._extras)
+    new.twin_error = gm.twin_error
+    new.meta = {**gm.meta, "stepped": given, "passes": [*gm.meta.get("passes", []), entry(name, given, [], neutral=True)]}
+    return new
+
+
+def _placed(found: Any, module: TracedModule, count: int, batch: int, mesh: DeviceMesh | None) -> Any:
+    """As this process runs it, where there are several."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        found = found.again(links=links_of(ways, ways_of({}))[0])
+        links, world = links_of(count, ways_of({"batch": batch}), mesh)
+        place(module, world)
+        found = found.again(links=links)
     return found
 
 

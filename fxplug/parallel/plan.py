@@ -393,13 +393,18 @@ def _written(gm: TracedModule, stage: Stage, ways: Mapping[str, int]) -> TracedM
     sites = writer.sites
     new = TracedModule(tree, graphs, gm._origin, gm._extras)
     new.twin_error = gm.twin_error
-    entry = {
-        "name": stage.name, "about": "", "params": {k: n for k, n in ways.items() if n > 1}, "lr": None,
-        "weight_decay": None, "train": False, "neutral": False, "sites": sites, "slots": 0, "inputs": [], "networks": [],
-    }  # fmt: skip
-    new.meta = {**gm.meta, "passes": [*gm.meta.get("passes", []), entry]}
+    row = entry(stage.name, {k: n for k, n in ways.items() if n > 1}, sites)
+    new.meta = {**gm.meta, "passes": [*gm.meta.get("passes", []), row]}
     place(new, alone())
     return new
+
+
+def entry(name: str, params: Mapping[str, Any], sites: Sequence[Any], neutral: bool = False) -> dict[str, Any]:
+    """What a module's `meta["passes"]` has of a parallel pass."""
+    return {
+        "name": name, "about": "", "params": dict(params), "lr": None, "weight_decay": None, "train": False,
+        "neutral": neutral, "sites": list(sites), "slots": 0, "inputs": [], "networks": [],
+    }  # fmt: skip
 
 
 class Runner(fx.Interpreter):

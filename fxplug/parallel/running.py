@@ -22,6 +22,7 @@ from ..artifact import check_savable, load, save
 from ..errors import FxplugError, SpecError, VerifyError
 from ..module import TracedModule
 from .checking import check_pretended, check_real, process_zero, standing, ways_in
+from .fusion import stepped
 from .mesh import world_of
 from .plan import place
 
@@ -36,9 +37,12 @@ def is_first() -> bool:
 def agree(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Compare every value of a parallel module on pretended processes with one process, and on real ones with those.
 
-    Started by torchrun they are all of its processes; else gloo processes are started on this machine. Says what it found.
+    Started by torchrun they are all of its processes; else gloo processes are started on this machine. Of a module that is run
+    in steps the results are compared, in one piece and by patches with nothing stale. Says what it found.
     Raises VerifyError with the first node that differs, SpecError for another number of processes.
     """
+    if said := module.meta.get("stepped"):
+        return _agree_in_steps(module, args, kwargs, (said.get("stages") or said["ways"]) * said.get("batch", 1))
     ways = ways_in(module)
     count = math.prod(ways.values())
     if count <= 1:
@@ -61,6 +65,26 @@ def agree(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             return _said(count, told[0], check_real(module, args, kwargs))
         finally:
             place(module, None)
+
+
+def _agree_in_steps(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> str:
+    apart = stepped(module, args, kwargs, check=False).check(args, kwargs)
+    told = f"one process differs by {apart:.1e} in one piece and by patches"
+    if count == 1:
+        return told
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        real = spawned(module, args, kwargs, count)
+    else:
+        with process_group(module):
+            real = _real(module, args, kwargs)
+    return f"{told}, {count} real ones by {real:.1e}"
+
+
+def _real(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """By how much what this process and the others compute together is off."""
+    if module.meta.get("stepped"):
+        return stepped(module, args, kwargs, check=False).check(args, kwargs)
+    return check_real(module, args, kwargs)
 
 
 def _said(count: int, pretended: float, real: float) -> str:
@@ -87,7 +111,7 @@ def process_group(module: nn.Module) -> Iterator[None]:
 
 
 def spawned(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> float:
-    """What `check_real` says in gloo processes that are started for it, with the module as `save` writes it."""
+    """What `_real` says in gloo processes that are started for it, with the module as `save` writes it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save(module, folder / "module")
@@ -110,7 +134,7 @@ def _process(rank: int, count: int, name: str, allow: list[str], training: bool)
     try:
         module = load(folder / "module", allow=[text.partition(":")[0] for text in allow]).train(training)
         args, kwargs = torch.load(folder / "call.pt", weights_only=True)
-        apart = check_real(module, args, kwargs)
+        apart = _real(module, args, kwargs)
         if rank == 0:
             (folder / "apart").write_text(repr(apart), "utf-8")
     except FxplugError as error:
