@@ -1,13 +1,14 @@
 """Time of a call on several processes over that on one: `python benchmarks/parallel_speed.py [--ways ulysses=2] [--turns 5]`.
 
 A PixArt transformer of 28 blocks and reduced width (random weights) with 4096 tokens, gloo, one thread a process. The first
-process alone and all together take turns in one run, by the clock; the processes are on one machine, which needs as many cores.
-With --compiled both are compiled first.
+process alone, all together, and all with nothing travelling take turns in one run, by the clock: the last is the machine's own
+bound, as cores of one machine share their caches and clocks. With --compiled all are compiled first.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import socket
 import statistics
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import fxplug
+from fxplug.parallel.checking import process_zero, standing
 
 SIZE = {
     "num_layers": 28, "num_attention_heads": 4, "attention_head_dim": 72, "cross_attention_dim": 288, "caption_channels": 64,
@@ -49,20 +51,24 @@ def process(rank: int, world: int, port: int, args: argparse.Namespace, ways: di
     calls = {"one": one, "many": many}
     if args.compiled:
         calls = {name: torch.compile(call, fullgraph=True) for name, call in calls.items()}
-    times: dict[str, list[float]] = {"one": [], "many": []}
+    calls["apart"] = calls["many"]
+    times: dict[str, list[float]] = {name: [] for name in calls}
     with torch.no_grad():
         for index in range(args.turns + 1):
             for name in calls if index % 2 else reversed(calls):
                 dist.barrier()
-                if name == "many" or rank == 0:
-                    spent = timing.by_the_clock(lambda call=calls[name]: call(**inputs))
-                    times[name] += [spent] * (index > 0)
+                with standing(many, process_zero(plan.ways)) if name == "apart" else contextlib.nullcontext():
+                    if name != "one" or rank == 0:
+                        spent = timing.by_the_clock(lambda call=calls[name]: call(**inputs))
+                        times[name] += [spent] * (index > 0)
                 dist.barrier()
         away = timing.difference(many(**inputs)[0], one(**inputs)[0]) if rank == 0 else many(**inputs) and 0.0
     if rank == 0:
-        ratios = [many / one for one, many in zip(times["one"], times["many"], strict=True)]
+        one = times["one"]
+        rows = {name: timing.spread([n / m for m, n in zip(one, times[name], strict=True)]) for name in ("many", "apart")}
         answer.put({
-            "ways": ways, "share": plan.share, "bytes": plan.bytes(), "error": away, "ratio": timing.spread(ratios),
+            "ways": ways, "share": plan.share, "bytes": plan.bytes(), "error": away,
+            "ratio": rows["many"], "nothing travels": rows["apart"],
             "milliseconds": {name: statistics.median(found) for name, found in times.items()},
         })  # fmt: skip
     dist.destroy_process_group()
@@ -86,7 +92,9 @@ def main() -> None:
         answer = torch.multiprocessing.get_context("spawn").SimpleQueue()
         torch.multiprocessing.spawn(process, (world, port, args, ways, answer), nprocs=world)
         results[text] = found = answer.get()
-        print(f"{text}: {timing.shown(found['ratio'])} of one process, share {found['share']:.1%}, error {found['error']:.0e}")
+        ratio, bound = (timing.shown(found[name]) for name in ("ratio", "nothing travels"))
+        print(f"{text}: {ratio} of one process, {bound} with nothing travelling")
+        print(f"  {found['share']:.1%} of the work split, error {found['error']:.0e}")
     if args.json:
         record.write(args.json, {"layers": args.layers, "compiled": args.compiled, "results": results})
 

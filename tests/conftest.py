@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch  # noqa: E402  (offline must be set before any library reads it)
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell has started us in the background, and children would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 GOLDEN = Path(__file__).parent / "golden"
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 

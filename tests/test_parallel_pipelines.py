@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import os
@@ -75,6 +76,24 @@ def test_the_picture_is_that_of_one_process(name, ways):
     plan, new = parallel(name, **WAYS[ways])
     assert plan.share > 0.9
     for found in drawn(plan, case(name)[0], new):
+        assert off(picture(name), found) < CLOSE
+
+
+def decoder_in_rows(found, number):
+    """The pipeline with its decoder split by rows, and the plan."""
+    decoder, latents = found.pipe.vae.decoder, torch.randn(1, found.pipe.vae.config.latent_channels, 16, 16)
+    gm = fxplug.trace(decoder, (latents,)).eval()
+    plan = fxplug.parallel_plan(gm, (latents,), rows=number)
+    pipe = copy.copy(found.pipe)
+    pipe.vae = copy.copy(found.pipe.vae)
+    pipe.vae._modules = {**found.pipe.vae._modules, "decoder": fxplug.parallelize(gm, plan)}
+    return pipelines.Case(pipe, found.call), plan
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "cogvideox"])  # which gives latents
+def test_the_decoder_is_split_by_rows(name):
+    new, plan = decoder_in_rows(case(name)[0], 3)
+    for found in pretended(plan.ways, lambda rank: new.with_transformer(new.pipe.transformer)()):
         assert off(picture(name), found) < CLOSE
 
 
@@ -255,6 +274,8 @@ def process(folder):
         plan = fxplug.parallel_plan(gm, args, kwargs, ulysses=2, check=False)
         found.pipe.transformer = fxplug.parallelize(gm, plan)
         pictures[f"new {name}"] = found()
+        if name == "flux":
+            pictures[f"decoder {name}"] = decoder_in_rows(found, 2)[0]()
     torch.save(pictures, f"{folder}/{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -271,7 +292,7 @@ def torchrun(folder, processes):
 
 
 def wanted(key):
-    kind, name, *rest = key.split(maxsplit=2)
+    _, name, *rest = key.split(maxsplit=2)
     if not rest or not rest[0].startswith("slots "):
         return picture(name)
     serial = bank(name)
@@ -289,7 +310,7 @@ def test_two_processes_that_torchrun_started(tmp_path):
     plan = fxplug.parallel_plan(bank("sd3"), args, kwargs, ulysses=2)
     fxplug.save(fxplug.parallelize(bank("sd3"), plan), tmp_path / "model sd3 slots none")
     for found in torchrun(tmp_path, 2):
-        assert len(found) == 8
+        assert len(found) == 9
         for key, value in found.items():
             assert off(wanted(key.replace("none a", "a").replace("none [", "[")), value) < CLOSE, key
 
