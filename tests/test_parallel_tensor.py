@@ -374,3 +374,36 @@ def test_two_processes_keep_half_and_learn_what_one_does(tmp_path):
         for name, want in again.state_dict().items():
             torch.testing.assert_close(state[name], want, rtol=1e-4, atol=1e-6)
     assert leaves(state)
+
+
+def test_a_plan_over_features_is_found_on_fewer_tokens():
+    """Where the model takes such: it is the plan of all of them, and its share is that of the call it was made for."""
+    from fxplug.parallel.walking import lessened
+
+    gm, (x,) = own("fused"), inputs(2, 203)
+    (less,), _ = lessened(gm, (x,), {})
+    assert less.shape == (2, 43, WIDTH) and torch.equal(less, x[:, :43])
+    many, few = (fxplug.parallel_plan(gm, (given,), tensor=2) for given in (x, less))
+    assert many.check() < CLOSE and many.share > few.share > 0.9  # attention, of which all is split, weighs more
+    (a,), (b,) = (plan.stages for plan in (many, few))
+    assert {n.name: step for n, step in a.found.steps.items()} == {n.name: step for n, step in b.found.steps.items()}
+    assert 42 in {n for p in gm.parameters() for n in p.shape}
+    image = torch.randn(1, 4, 256, 130), torch.randn(1, 300, WIDTH), torch.randn(1, 300)
+    assert [t.shape for t in lessened(gm, image, {})[0]] == [(1, 4, 40, 58), (1, 44, WIDTH), (1, 44)]
+
+
+class Fixed(nn.Module):
+    """Takes no other number of tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.position = nn.Linear(16, 64), nn.Linear(64, 16), nn.Parameter(torch.randn(160, 16))
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x + self.position)))
+
+
+def test_a_model_that_takes_no_fewer_tokens_is_planned_on_all():
+    gm = fxplug.trace(Fixed().eval(), torch.randn(2, 160, 16)).eval()
+    plan = fxplug.parallel_plan(gm, torch.randn(2, 160, 16), tensor=2)
+    assert plan.check() < CLOSE and plan.share == 1

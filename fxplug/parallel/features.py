@@ -18,7 +18,7 @@ from .layouts import Layout
 from .opening import opened
 from .planning import Found, Planner, Unsplittable, planned
 from .trying import PARTS, Leaf, Place, Step, Tries, leaves_of, name_of
-from .walking import Walk, walk
+from .walking import Walk, lessened, walk
 
 WAYS = 12  # kinds of streams that are tried for one layer
 SMALL = 4  # times smaller is a sum that may be taken on the way
@@ -346,9 +346,10 @@ def find(
     `paths` and `before` are those of the other mode, where there is one: weights are split once. Raises Unsplittable where
     there is no plan, or where it is another with other random values.
     """
+    less = lessened(gm, *call)
     if before is None:
         every = opened(gm)
-        walked = walk(every, every.graphs[mode], *call)
+        walked = _walked(every, mode, less, call)
         first = Features(walked, Tries(every, 0), number).best()
         used = {n.meta["opened"] for n in walked.graph.nodes if "opened" in n.meta and (first.is_split(n) or n in first.steps)}
         paths = frozenset(used)
@@ -356,16 +357,25 @@ def find(
         first = before
     born = {str(node.target): place for node, place in first.births.items() if isinstance(place, Place)}
     some = opened(gm, paths)
-    walked = walk(some, some.graphs[mode], *call)
+    walked = _walked(some, mode, less, call)
     births = {n: born[str(n.target)] for n in walked.graph.nodes if n.op == "get_attr" and str(n.target) in born}
     sizes = first.sizes[: 1 + max(stream for place in born.values() for stream in place.layout.streams)]
     found, again = (planned(walked, Tries(some, seed), births, streams=sizes) for seed in (0, 1))
     if found.steps != again.steps:
         node = next(n for n in walked.graph.nodes if found.steps.get(n) != again.steps.get(n))
         raise Unsplittable(f"'{node.name}' does other things with other random values")
+    found.walk = walk(some, some.graphs[mode], *call)
     if before is None:
         found.why = {**_reasons(first, walked.graph, paths), **found.why}
     return paths, found
+
+
+def _walked(gm: TracedModule, mode: bool, less: Any, call: Any) -> Walk:
+    """The walk of a mode's graph on inputs with fewer tokens, if it takes such."""
+    try:
+        return walk(gm, gm.graphs[mode], *less)
+    except Exception:  # sizes that do not go together: any error of torch's, or of a guard
+        return walk(gm, gm.graphs[mode], *call)
 
 
 def _reasons(first: Found, graph: fx.Graph, paths: frozenset[str]) -> dict[fx.Node, str]:

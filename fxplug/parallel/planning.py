@@ -132,6 +132,7 @@ class Planner:
     def __init__(self, found: Found, forced: set[fx.Node], one: bool) -> None:
         self.found, self.forced, self.one = found, forced, one
         self.walk, self.tries, self.values = found.walk, found.tries, found.values
+        self.tries.writes = self.walk.writes
         self.counted = len(found.tries.streams.true)  # streams that numbers in the model's code count
 
     def run(self) -> Found:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +107,7 @@ class Tries:
         self.streams = Streams()
         self.pool = torch.rand(POOL, generator=torch.Generator().manual_seed(seed)) + 0.1
         self.used = 0
+        self.writes: Mapping[fx.Node, Sequence[fx.Node]] = {}  # the inputs that a node writes into
         self.known: dict[Any, Any] = {}
         self.modules: dict[Any, tuple[nn.Module, int]] = {}  # and how many bytes each holds
         self.count = 0
@@ -150,9 +151,10 @@ class Tries:
         found = self.random(shape, tensor.dtype)
         return (found * ramp).to(tensor.dtype) if tensor.dtype.is_floating_point else found
 
-    def part(self, whole: Tensor, place: Place | None, rank: int) -> Tensor:
+    def part(self, whole: Tensor, place: Place | None, rank: int, written: bool = True) -> Tensor:
+        """What a process has of a tensor: the tensor itself where it is whole, and not `written`."""
         if place is None:
-            return whole.clone()
+            return whole.clone() if written else whole
         return whole.index_select(place.dim, place.layout.rows(self.streams.bounds(rank)))
 
     # --- one operation
@@ -199,8 +201,9 @@ class Tries:
         given: dict[fx.Node, tuple[Any, list[Any]]] = {}
         for index, one in enumerate(inputs):
             split = dict(step.splits).get(index)
-            given[one] = self.given(values[one], split, index in step.gathers, step.whole_numbers)
-            if index in step.once:
+            once, written = index in step.once, one in self.writes.get(node, ())
+            given[one] = self.given(values[one], split, index in step.gathers, step.whole_numbers, written or once)
+            if once:
                 given[one][1][1].zero_()
         try:
             with torch.no_grad():
@@ -210,7 +213,9 @@ class Tries:
             return None
         return whole, parts, given
 
-    def given(self, value: Any, split: Place | None, gathered: bool, numbers: bool) -> tuple[Any, list[Any]]:
+    def given(
+        self, value: Any, split: Place | None, gathered: bool, numbers: bool, written: bool = True
+    ) -> tuple[Any, list[Any]]:
         """A value of a node in one process and in each pretended one."""
         leaves, tree = pytree.tree_flatten(value, is_leaf=is_value)
         wholes: list[Any] = []
@@ -221,7 +226,7 @@ class Tries:
                 whole = self.whole(leaf.tensor, place)
                 wholes.append(whole)
                 for rank in (0, 1):
-                    parts[rank].append(self.part(whole, place, rank))
+                    parts[rank].append(self.part(whole, place, rank, written))
             elif isinstance(leaf, Number):
                 wholes.append(leaf.true if gathered else leaf.small)
                 for rank in (0, 1):
