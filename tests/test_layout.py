@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 from fxplug.spec import folder, open_pass, shipped
 
-PACKAGE = Path(__file__).parent.parent / "fxplug"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "fxplug"
 PATHS = {".".join(f.relative_to(PACKAGE).with_suffix("").parts): f for f in sorted(PACKAGE.rglob("*.py"))}
 FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 # A module imports only from modules to its left.
@@ -132,3 +134,23 @@ def test_every_pass_says_what_it_is_about(name):
 
 def test_every_file_says_what_it_is_for():
     assert [name for name, tree in FILES.items() if not ast.get_docstring(tree)] == []
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md", ROOT / "SECURITY.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text("utf-8")):
+        name, _, heading = link.partition("#")
+        there = page.parent / name if name else page
+        assert "://" in link or there.exists(), link
+        if heading:
+            headings = re.findall(r"(?m)^#+ (.*)$", there.read_text("utf-8"))
+            assert heading in [re.sub(r"[^\w\- ]", "", text).lower().replace(" ", "-") for text in headings], link
+
+
+def test_the_readme_is_short_and_leads_to_every_page():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(text.encode()) <= 8192
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in text] == []
