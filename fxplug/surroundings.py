@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.backends
+from torch import overrides
 
 from . import ops
 from .errors import TraceError
@@ -81,12 +82,21 @@ REFUSED: dict[Any, dict[str, str]] = {
 }  # fmt: skip
 
 
+# torch keeps these lists of its functions for good: made within a trace they would have what stands for functions there
+LISTS = (
+    overrides.get_ignored_functions, overrides.get_default_nowrap_functions, overrides.get_testing_overrides,
+    overrides.get_overridable_functions, lambda: overrides.is_tensor_method_or_property(len),
+)  # fmt: skip
+
+
 def patches(recording: Recording) -> Iterator[Patch]:
     """What stands for functions of torch and of the standard library during one run: owner, name and value.
 
     They are replaced where they are defined, and in the source files of the model's packages that import them by name. What
     a class or a closure has kept of them before is not seen.
     """
+    for listed in LISTS:
+        listed()
     new: dict[int, Any] = {}
     for owner, name, value in _replaced(recording):
         original = vars(owner).get(name)
