@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -123,7 +123,7 @@ class ImageAttention(Block):
         query, image = site.args[1:3]
         block = cls(query.shape[-1], image.shape[-1], _heads(site, heads), fresh=weights is None)
         if weights is not None:
-            block.fill(_checkpoint(weights), *_number(site, order))
+            block.fill(_checkpoint(weights, site.root), *_number(site, order))
         return block
 
     def fill(self, weights: Mapping[str, Tensor], number: int, layers: int) -> None:
@@ -187,13 +187,17 @@ def _number(site: Site, order: str | None) -> tuple[int, int]:
     return 2 * list(found).index(path) + 1, len(found)
 
 
-def _checkpoint(weights: Mapping[str, Any] | str) -> Mapping[str, Tensor]:
-    """The `ip_adapter` half of a checkpoint, nested or with flat keys."""
+def _checkpoint(weights: Mapping[str, Any] | str, root: nn.Module) -> Mapping[str, Tensor]:
+    """The `ip_adapter` half of a checkpoint, nested or with flat keys; a file is read once for all layers of a model."""
     if not isinstance(weights, Mapping):
         file = Path(weights)
         if not file.is_file():
             raise SpecError(f"no checkpoint '{file}'")
-        weights = _read(str(file), file.stat().st_mtime_ns)
+        key = str(file), file.stat().st_mtime_ns
+        if (known := _files.get(root)) is None or known[0] != key:
+            _files[root] = known = key, _read(str(file))
+        weights = known[1]
+    assert isinstance(weights, Mapping)
     inner = weights.get("ip_adapter")
     if isinstance(inner, Mapping):
         return inner
@@ -204,8 +208,11 @@ def _checkpoint(weights: Mapping[str, Any] | str) -> Mapping[str, Tensor]:
     return flat
 
 
-@lru_cache(maxsize=1)  # each of a model's layers asks for the same file
-def _read(file: str, changed: int) -> Mapping[str, Any]:
+# the last file of each model, which goes when the model does
+_files: WeakKeyDictionary[nn.Module, tuple[tuple[str, int], Mapping[str, Any]]] = WeakKeyDictionary()
+
+
+def _read(file: str) -> Mapping[str, Any]:
     found, _ = weightfiles.read(file, raises=lambda finding: SpecError(f"'{file}' {finding}"))
     if not isinstance(found, Mapping):
         raise SpecError(f"'{file}' holds a {type(found).__name__}, no weights by name")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -14,12 +14,18 @@ from . import ops
 
 # the order of elements stays, only the sizes are others
 SAME_ORDER = ("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze", "contiguous", "clone", "edge")
+# by graph, as every layer of a pass asks about the same one; nothing in here keeps it alive
+_known: WeakKeyDictionary[fx.Graph, tuple[tuple[int, int], Mapping[str, int]]] = WeakKeyDictionary()
 MOVED = ("transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "t")
 
 
 def dimension(node: fx.Node, batch: int) -> int | None:
     """The dimension of a value in whose order its samples follow each other; -1 where they alternate, None if not known."""
-    before = _before(node.graph, batch).get(node)
+    graph = node.graph
+    key = batch, len(graph.nodes)
+    if (known := _known.get(graph)) is None or known[0] != key:
+        _known[graph] = known = key, _before(graph, batch)
+    before = known[1].get(node.name)
     return None if before is None else _dimension(node.meta["shape"], before, batch)
 
 
@@ -42,8 +48,7 @@ def sampled(node: fx.Node | None) -> bool:
     return False
 
 
-@lru_cache(maxsize=2)  # every layer of a pass asks about the same graph
-def _before(graph: fx.Graph, batch: int) -> Mapping[fx.Node, int]:
+def _before(graph: fx.Graph, batch: int) -> Mapping[str, int]:
     """How many combinations of the dimensions before it the samples' own has, by value: reshaping leaves that as it is."""
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -57,7 +62,7 @@ def _before(graph: fx.Graph, batch: int) -> Mapping[fx.Node, int]:
         given = next((n for n in node.all_input_nodes if n in found), None)
         if given is not None and (before := _after(node, given, found[given], batch)) is not None:
             found[node] = before
-    return found
+    return {node.name: before for node, before in found.items()}
 
 
 def _after(node: fx.Node, given: fx.Node, before: int, batch: int) -> int | None:
