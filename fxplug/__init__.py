@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .lowerings.tuning import tune
     from .match import Site, find
     from .packages import Package, load_package
-    from .parallel.fusion import pipefusion, stale_sequence, stepped
+    from .parallel.fusion import in_steps, pipefusion, stale_sequence
     from .parallel.localizing import localize, whole_state
     from .parallel.pipeline import PipeFusion
     from .parallel.plan import Plan, parallel_plan, parallelize
@@ -88,6 +88,7 @@ __all__ = [
     "export",
     "find",
     "fuse",
+    "in_steps",
     "load",
     "load_config",
     "load_package",
@@ -102,7 +103,6 @@ __all__ = [
     "save",
     "show",
     "stale_sequence",
-    "stepped",
     "trace",
     "train",
     "tune",
@@ -128,7 +128,7 @@ _HOME = {
     "limits": ["Limits"],
     "match": ["Site", "find"],
     "packages": ["Package", "load_package"],
-    "parallel.fusion": ["pipefusion", "stale_sequence", "stepped"],
+    "parallel.fusion": ["in_steps", "pipefusion", "stale_sequence"],
     "parallel.localizing": ["localize", "whole_state"],
     "parallel.pipeline": ["PipeFusion"],
     "parallel.plan": ["Plan", "parallel_plan", "parallelize"],

@@ -21,7 +21,7 @@ from .exporting import hindrance
 from .fakes import quiet
 from .module import TracedModule, copy_graph, shell
 from .parallel.checking import check_before, check_pretended, check_real, is_parallel, process_zero, standing, ways_in
-from .parallel.fusion import stepped
+from .parallel.fusion import in_steps
 from .printing import parameters
 from .probe import Probe, Unchecked, cut_by, empty, gradient_reaches, located, on_meta, swapped
 from .structure import leaves, map_leaves
@@ -251,7 +251,7 @@ def _need_values(new: TracedModule, call: Any) -> None:
 def _in_steps(new: TracedModule, call: Any) -> str:
     """In one piece and patch by patch, with nothing stale, beside the module."""
     _need_values(new, call)
-    made = stepped(new, *call, check=False)
+    made = in_steps(new, *call, check=False)
     return f"differs by {made.check(*call):.1e} in one piece and by patches; {made.extra_repr()}"
 
 

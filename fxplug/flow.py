@@ -19,7 +19,7 @@ from .errors import FxplugError, SpecError
 from .match import Site, find
 from .models import added_inputs, build, default_inputs, example_inputs, torch_device
 from .module import TracedModule, class_names
-from .parallel.fusion import stepped, written_down
+from .parallel.fusion import in_steps, written_down
 from .parallel.pipeline import PipeFusion
 from .parallel.plan import Plan, parallel_plan, parallelize
 from .printing import diff, parameters
@@ -180,7 +180,7 @@ def _parallelized(config: Config, result: Result, step: Step) -> None:
                 key = next(iter(steps))
                 raise SpecError(f"{name}: '{key}' is of a run that is a step late: give stale: true, or leave it out")
             result.module = written_down(result.module, name, given)
-            result.stepped = stepped(result.module, *result.inputs, check=False)  # verification does
+            result.stepped = in_steps(result.module, *result.inputs, check=False)  # verification does
     elif given.keys() & {*WAYS}:
         with step("plan"), _given_at(config, *indices):
             result.plan = parallel_plan(result.module, *result.inputs, **given, check=False)  # verification does

@@ -193,7 +193,7 @@ def _planned(subject: str, ways: Mapping[str, int], dry: bool, set: list[str] | 
 def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> Any:
     from .flow import saved_config, saved_inputs
     from .parallel.checking import ways_in
-    from .parallel.fusion import stepped, written_down
+    from .parallel.fusion import in_steps, written_down
     from .parallel.plan import parallel_plan, parallelize
 
     call, config = saved_inputs(subject, module), saved_config(subject)
@@ -206,14 +206,14 @@ def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> A
         from .parallel.running import described
 
         if said:
-            return module, stepped(module, *call, check=False).extra_repr(), call, config
+            return module, in_steps(module, *call, check=False).extra_repr(), call, config
         return module, described(module, *call), call, config
     if not ways:
         raise SpecError(f"'{subject}' is not parallel: give --ways ulysses=2, for example")
     config = {**(config or {}), "passes": [*(config or {}).get("passes", []), *passes_of(ways)]}
     if "stages" in ways:
         module = written_down(module, "pipefusion", ways)
-        return module, stepped(module, *call, check=False).extra_repr(), call, config
+        return module, in_steps(module, *call, check=False).extra_repr(), call, config
     with progress("plan"):
         settings: dict[str, Any] = dict(ways)
         plan = parallel_plan(module, *call, **settings, check=False)

@@ -266,7 +266,7 @@ def test_guidance_tokens_and_heads_in_one_plan():
 PIXART = open_pass("pipefusion").source.data["example"]
 
 
-def in_steps(*passes):
+def written(*passes):
     return fxplug.rewrite({"model": PIXART["model"], "inputs": PIXART["inputs"], "passes": list(passes)}, out="out")
 
 
@@ -280,12 +280,12 @@ def in_steps(*passes):
     ],
 )
 def test_a_pass_says_how_a_module_is_run_in_steps(passes, said):
-    done = in_steps(*passes)
+    done = written(*passes)
     args, kwargs = done.inputs
     again = fxplug.load("out")
     for module in (done.module, again):
         assert said.items() <= module.meta["stepped"].items()
-        late = fxplug.stepped(module, args, kwargs)
+        late = fxplug.in_steps(module, args, kwargs)
         assert late.warmup == said.get("warmup", 1) and late.check(args, kwargs) < CLOSE
         assert (late.clock.name is None) is (passes[-1].get("pipefusion", {}).get("clock") == "")
         assert torch.equal(late(*args, **kwargs)[0], done.base(*args, **kwargs)[0])  # the first step is in one piece
@@ -310,7 +310,7 @@ def test_a_pass_says_how_a_module_is_run_in_steps(passes, said):
 )
 def test_what_cannot_be_run_in_steps(passes, match):
     with pytest.raises(fxplug.SpecError, match=match):
-        in_steps(*passes)
+        written(*passes)
     assert not Path("out").exists()
 
 

@@ -96,7 +96,7 @@ def stale_sequence(
     return placed
 
 
-def stepped(
+def in_steps(
     gm: TracedModule,
     args: Sequence[Any] | Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -122,7 +122,7 @@ def stepped(
 
 
 def written_down(gm: TracedModule, name: str, said: Mapping[str, Any]) -> TracedModule:
-    """The same module, which knows how it is to be run in steps, as `stepped` reads it; `said` is by keys of a parallel pass.
+    """The same module, which knows how it is to be run in steps, as `in_steps` reads it; `said` is by keys of a parallel pass.
 
     Raises SpecError for keys that do not go together.
     """

@@ -22,7 +22,7 @@ from ..artifact import check_savable, load, save
 from ..errors import FxplugError, SpecError, VerifyError
 from ..module import TracedModule
 from .checking import check_pretended, check_real, process_zero, standing, ways_in
-from .fusion import stepped
+from .fusion import in_steps
 from .mesh import world_of
 from .plan import place
 
@@ -68,7 +68,7 @@ def agree(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _agree_in_steps(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> str:
-    apart = stepped(module, args, kwargs, check=False).check(args, kwargs)
+    apart = in_steps(module, args, kwargs, check=False).check(args, kwargs)
     told = f"one process differs by {apart:.1e} in one piece and by patches"
     if count == 1:
         return told
@@ -83,7 +83,7 @@ def _agree_in_steps(module: TracedModule, args: Sequence[Any], kwargs: Mapping[s
 def _real(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     """By how much what this process and the others compute together is off."""
     if module.meta.get("stepped"):
-        return stepped(module, args, kwargs, check=False).check(args, kwargs)
+        return in_steps(module, args, kwargs, check=False).check(args, kwargs)
     return check_real(module, args, kwargs)
 
 
