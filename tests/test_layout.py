@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import re
 from pathlib import Path
 
@@ -154,3 +155,12 @@ def test_the_readme_is_short_and_leads_to_every_page():
     text = (ROOT / "README.md").read_text("utf-8")
     assert len(text.encode()) <= 8192
     assert [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in text] == []
+
+
+def test_what_is_installed_is_all_there_is():
+    """An editable install would hide a folder that a wheel lacks."""
+    told = configparser.ConfigParser()
+    told.read(ROOT / "setup.cfg")
+    packages = {name.strip() for name in told["options"]["packages"].split(",")}
+    folders = {".".join(f.parent.relative_to(ROOT).parts) for f in PACKAGE.rglob("*.py")}
+    assert packages == folders | {"fxplug.passes", "fxplug.configs"}
