@@ -41,9 +41,13 @@ for world in worlds:
         fxplug.save(fxplug.parallelize(gm, plan), OUT / "model")
         away = max((found - one).abs().max().item() for found in by_processes(world, OUT))
         print(f"{name:26}{away:8.0e} {plan.bytes():13,} {plan.share:12.1%}")
-print("\n2 stages                  distance   recognised")
-for patches, warmup in STALE[: 2 if quick else None]:
-    many = fxplug.pipefusion(gm, inputs, stages=2, patches=patches, warmup=warmup)
-    found = drawn(many, labels, steps)
-    away = (found - one).square().mean().sqrt().item()
-    print(f"{patches} patches, warm-up {warmup:2}   {away:8.3f} {judged(found, labels):12.1%}")
+for name in ("2 stages, stale patches", "no stages, stale gathers"):
+    print(f"\n{name:26}distance   recognised")
+    for patches, warmup in STALE[: 2 if quick else None]:
+        if name.startswith("2"):
+            many = fxplug.pipefusion(gm, inputs, stages=2, patches=patches, warmup=warmup)
+        else:
+            many = fxplug.stale_sequence(gm, inputs, ways=patches, warmup=warmup)
+        found = drawn(many, labels, steps)
+        away = (found - one).square().mean().sqrt().item()
+        print(f"{patches} patches, warm-up {warmup:2}   {away:8.3f} {judged(found, labels):12.1%}")
