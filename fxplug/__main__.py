@@ -221,24 +221,28 @@ def schema(debug: Debug = False) -> None:
 @app.command()
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")],
-    to: Annotated[str, typer.Option("--to", help="The format: pt2, or aoti for compiled code.")] = "pt2",
+    to: Annotated[str | None, typer.Option("--to", help="The format: pt2 (else), or aoti for compiled code.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="The file to write; DIR.pt2 otherwise.")] = None,
     device: Annotated[str | None, typer.Option("--device", help="Where compiled code will run: cpu or cuda.")] = None,
-    free: Annotated[str, typer.Option("--free", help="Which sizes stay free: all, batch or none.")] = "all",
+    free: Annotated[str | None, typer.Option("--free", help="Which sizes stay free: all (else), batch or none.")] = None,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Export a saved rewrite: a program of torch.export's, or an AOTInductor package whose adapters stay live."""
+    """Export a saved rewrite: a program of torch.export's, or an AOTInductor package whose adapters stay live.
+
+    What is not given is as the section export of its configuration says.
+    """
     if not folder.is_dir():
         raise SpecError(f"no folder '{folder}'")
     from .exporting import export as run
-    from .flow import saved_inputs
+    from .flow import saved_export, saved_inputs
 
+    how = saved_export(folder, to=to, free=free, device=device)
     with progress("load"):
-        module = load_saved(str(folder), None, allow, device)
+        module = load_saved(str(folder), None, allow, how.device)
         args, kwargs = saved_inputs(folder, module)
-    with progress(f"export to {to}"):
-        report = run(module, out or folder.parent / f"{folder.name}.{to}", args, kwargs, to=to, free=free)
+    with progress(f"export to {how.to}"):
+        report = run(module, out or folder.parent / f"{folder.name}.{how.to}", args, kwargs, to=how.to, free=how.free)
     for name, dims in report.dynamic.items():
         print(f"{name}: {'dimensions ' + ', '.join(map(str, dims)) + ' are free' if dims else 'of fixed size'}")
     for note in report.notes:

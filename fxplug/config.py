@@ -25,11 +25,11 @@ from .limits import DEFAULT, Limits
 from .reading import reported
 from .rules import COMMON, Pass, check_common
 from .sections import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs, read_model, read_weights
-from .settings import Data, Section, Train
+from .settings import Data, Export, Section, Train
 from .source import Source, Where, parse_yaml, read_yaml, shown
 from .spec import REQUIRED, find_file, open_pass, shipped
 
-FREE = ("inputs", "train", "data", "export")  # sections whose keys are the user's
+FREE = ("inputs", "train", "data", "export")  # sections that --set makes where none is
 
 
 def _passes(value: Any, info: ValidationInfo) -> list[Pass]:
@@ -109,7 +109,7 @@ class Config(BaseModel):
     seed: int = Field(default=0, ge=0)
     train: Train | None = None
     data: Data | None = None
-    export: dict[str, Any] = {}
+    export: Export = Export()
 
     _source: Source = PrivateAttr(default_factory=lambda: Source({}))
     _base: Path = PrivateAttr(default_factory=Path.cwd)

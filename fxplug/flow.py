@@ -24,6 +24,7 @@ from .parallel.pipeline import PipeFusion
 from .parallel.plan import Plan, parallel_plan, parallelize
 from .printing import diff, parameters
 from .rules import STEP_KEYS, WAYS, Match, Pass, Rule
+from .settings import Export
 from .source import read_yaml
 from .tracing import trace
 
@@ -108,6 +109,21 @@ def saved_inputs(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, .
         raise SpecError(f"'{folder}' was saved without a configuration, so its example inputs are not known")
     kept: dict[str, Any] = {key: read[key] for key in ("inputs", "device", "dtype", "seed", "mode") if key in read}
     return example_inputs(load_config({"model": "the saved one", **kept}), module)
+
+
+def saved_export(folder: str | Path, **given: str | None) -> Export:
+    """How `export` writes a saved rewrite: as `given` says, and for what is None there as its configuration does.
+
+    What an older configuration has in its section without a meaning stays without one.
+    """
+    said = {key: value for key, value in given.items() if value is not None}
+    section = (saved_config(folder) or {}).get("export")
+    kept = section if isinstance(section, dict) else {}
+    kept = {key: kept[key] for key in Export.model_fields if key in kept and key not in said}
+    try:
+        return load_config({"model": "the saved one", "export": kept}).export.model_copy(update=said)
+    except SpecError as error:
+        raise SpecError(f"{Path(folder) / 'config.yaml'}: {error}") from None
 
 
 def saved_diff(folder: str | Path, module: TracedModule) -> str:

@@ -1,4 +1,4 @@
-"""What a configuration says about a training run: its `train` and `data` sections."""
+"""What a configuration says about a training run and an export: its `train`, `data` and `export` sections."""
 
 from __future__ import annotations
 
@@ -188,6 +188,14 @@ class Buckets(Section):
     step: int = Field(default=64, ge=1)
     min: int | None = Field(default=None, ge=1)
     max: int | None = Field(default=None, ge=1)
+
+
+class Export(Section):
+    """The `export` section: what `fxplug export` does with the saved rewrite where its call does not say."""
+
+    to: Literal["pt2", "aoti"] = "pt2"
+    free: Literal["all", "batch", "none"] = "all"
+    device: str | None = None
 
 
 KINDS = ("images", "classes", "dataset", "call")

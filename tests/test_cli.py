@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -17,6 +19,9 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
+from fxplug.exporting import FORMATS, FREE
+from fxplug.flow import saved_config
+from fxplug.settings import Export
 from fxplug.spec import shipped
 
 
@@ -157,6 +162,33 @@ def test_export():
     x = torch.randn(5, 8)
     exported = torch.export.load("other.pt2").module()
     assert torch.equal(exported(x=x), fxplug.load("out")(x))
+
+
+def test_export_as_the_configuration_says():
+    Path("c.yaml").write_text(CONFIG + "export: {free: batch}")
+    run("rewrite", "c.yaml", "--out", "out", "--no-verify")
+    assert run("export", "out").splitlines()[0] == "x: dimensions 0 are free"
+    assert run("export", "out", "--free", "none").splitlines()[0] == "x: of fixed size"
+    run("rewrite", "c.yaml", "--out", "cuda", "--no-verify", "--set", "export.device=nowhere")
+    assert "nowhere" in refused("export", "cuda")
+    run("export", "cuda", "--device", "cpu")
+
+
+def test_an_older_section_export_does_not_stand_in_the_way():
+    """It held anything once, and its artifacts are exported still."""
+    run("rewrite", "c.yaml", "--out", "out", "--no-verify")
+    old = fxplug.load("out")
+    for section, finding in ({"opset": 17}, None), ({"to": 3}, "config.yaml: export.to: must be one of pt2, aoti, not 3"):
+        fxplug.save(old, "old", config={**saved_config("out"), "export": section})
+        if finding:
+            assert finding in refused("export", "old")
+        run("export", "old", "--to", "pt2")
+
+
+def test_the_section_export_has_what_export_has():
+    for key, known in ("to", FORMATS), ("free", FREE):
+        assert list(get_args(Export.model_fields[key].annotation)) == list(known)
+        assert Export.model_fields[key].default == inspect.signature(fxplug.exporting.export).parameters[key].default
 
 
 # --- errors

@@ -114,6 +114,7 @@ def load_where():
     [
         ("", "c.yaml: must be a mapping with 'model', not null"),
         ("seed: 1", "c.yaml: missing key 'model'"),
+        ("model: m\nexport:\n  too: pt2", "c.yaml:3: export: unknown key 'too' (did you mean 'to'?)"),
         ("model: m\nsed: 1", "c.yaml:2: unknown key 'sed' (did you mean 'seed'?)"),
         ("model: m\nsed: 1\nmode: evl", None),
         ("model: m\nverify: yes", "c.yaml:2: verify: must be true or false, not 'yes'"),
@@ -332,6 +333,7 @@ def test_weights_are_looked_for_when_used():
         ("data.classes=x=y", lambda c: c.data.classes == "x=y"),
         ("data.buckets.step=8", lambda c: c.data.buckets.step == 8),
         ("inputs.x.0=2", lambda c: c.inputs["x"].shape == (2, 3, 32, 32)),
+        ("export.to=aoti", lambda c: (c.export.to, c.export.free, c.export.device) == ("aoti", "all", None)),
         ("weights=null", lambda c: c.weights is None),
     ],
 )
@@ -357,7 +359,9 @@ def test_set(item, read):
         ("dtype.x=3", "leads nowhere: 'dtype' is 'bfloat16', it has no 'x'"),
         ("device.x=3", "leads nowhere: 'device' is null, it has no 'x'"),
         ("train.optim.lr=3", "leads nowhere: 'train' has no 'optim' (did you mean 'optimizer'?); it has task, steps"),
-        ("export.a.b=3", "leads nowhere: 'export' has no 'a'; it is empty"),
+        ("export.a.b=3", "leads nowhere: 'export' has no 'a'; it has to, free, device"),
+        ("export.fre=all", "export: unknown key 'fre' (did you mean 'free'?)"),
+        ("export.free=batches", "export.free: must be one of all, batch, none, not 'batches' (did you mean 'batch'?)"),
         ("model.optoins.x=3", "leads nowhere: 'model' has no 'optoins' (did you mean 'options'?)"),
         ("seed", "must look like path=value, for example seed=1"),
         ("=3", "must look like path=value"),
