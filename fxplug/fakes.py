@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import get_autocast_dtype, get_default_dtype, is_autocast_enabled  # torch's own, whatever a run puts in their place
+from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
 
@@ -17,6 +19,29 @@ from .sizes import Number
 
 PLAIN = (bool, int, float, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
 Geometry = tuple[Any, ...]
+# what torch says where a function needs memory behind a tensor, or is not written for tensors without
+NO_MEMORY = re.compile(
+    r"[Ff]ake ?[Tt]ensor|[Ff]ake impl|\b[Mm]eta\b|tensor subclass|data pointer|python storage|not allocated|"
+    r"TorchScript interpreter"
+)
+
+
+class NeedsValues(Exception):
+    """The model reads a number out of its data, which fake tensors do not have."""
+
+
+def lacks_values(error: BaseException | None) -> bool:
+    """Whether an error came of tensors without values, fake ones or those on the meta device, and real ones may cure it.
+
+    The model's own errors, wrong sizes and our own mistakes are none of these.
+    """
+    while error is not None:
+        if isinstance(error, (NeedsValues, TorchDynamoException)):
+            return True
+        if isinstance(error, (RuntimeError, NotImplementedError, TypeError, ValueError)) and NO_MEMORY.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def fake(like: torch.Tensor, mode: FakeTensorMode, device: torch.device, constant: Any = None) -> FakeTensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from .checks import verify as run_checks
 from .config import Config, load_config, resolved
 from .edit import apply
 from .errors import FxplugError, SpecError
+from .fakes import lacks_values
 from .match import Site, find
 from .models import added_inputs, build, default_inputs, example_inputs, torch_device
 from .module import TracedModule, class_names
@@ -66,7 +68,8 @@ def rewrite(
     """Do all that a configuration says, and save the result in the folder `out` when one is given.
 
     `source` and `set` are those of `load_config`. `verify` takes the place of the configuration's. A dry run uses no
-    memory for weights where the model allows it, checks only the structure, and writes nothing. `progress(text)` gives
+    memory for weights, but for a model that reads values out of its data, which a warning tells; it checks only the
+    structure, and writes nothing. `progress(text)` gives
     a context manager for each step. The global random state is left as it was. Raises FxplugError; nothing is written
     then.
     """
@@ -135,11 +138,15 @@ def saved_diff(folder: str | Path, module: TracedModule) -> str:
 
 
 def _plan(config: Config, step: Step) -> Result:
-    """The rewrite on meta tensors; on real ones for a model that cannot be built or traced without values."""
-    traced = None
-    with suppress(Exception):  # whatever it was: the real device shows whether it is wrong there too
+    """The rewrite on meta tensors; on real ones, which a warning tells, for a model that reads values out of its data."""
+    try:
         traced = _traced(config, step, "meta")
-    return _applied(config, *traced, step, "meta") if traced else _rewritten(config, step)
+    except Exception as error:  # the model's code may raise anything
+        if torch_device(config).type == "meta" or not lacks_values(error):
+            raise
+        warnings.warn(f"no dry run without memory, the real model is built: {error}", stacklevel=2)
+        return _rewritten(config, step)
+    return _applied(config, *traced, step, "meta")
 
 
 def _rewritten(config: Config, step: Step) -> Result:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from . import ops, targets
 from .dtypes import Dtypes
 from .errors import TraceError
+from .fakes import NeedsValues
 from .nodes import NUMBERS, SMALL, Nodes, StandIn
 from .sizes import KINDS, Number
 from .structure import children
@@ -42,10 +43,6 @@ OUTSIDE |= {"_backward_hooks", "_post_accumulate_grad_hooks"}
 LATER = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "share_memory_", "pin_memory"}
 # fake tensors take the shape of the first argument here: one value per channel, which training refuses, is none to them
 SHAPE_OF_FIRST = {F.batch_norm: torch.empty_like, torch.batch_norm: torch.empty_like}
-
-
-class NeedsValues(Exception):
-    """The model reads a number out of its data, which fake tensors do not have."""
 
 
 class Function:

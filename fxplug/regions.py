@@ -12,9 +12,10 @@ from torch import nn
 
 from . import ops
 from .errors import TraceError
+from .fakes import NeedsValues
 from .nodes import Frame
 from .paths import Port, identifier
-from .recording import NeedsValues, Recording
+from .recording import Recording
 from .structure import children, leaves, map_leaves, put_back
 
 CONSTANTS = (bool, int, float, str)  # arguments that an edge remembers

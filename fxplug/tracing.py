@@ -8,6 +8,7 @@ import gc
 import math
 import threading
 import traceback
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -24,12 +25,12 @@ from torch.nn.parameter import is_lazy
 from . import entry, modes, ops, selfcheck, surroundings, targets
 from .alone import alone, undone
 from .errors import FxplugError, TraceError, did_you_mean
-from .fakes import Results, fake, no_collection
+from .fakes import NeedsValues, Results, fake, lacks_values, no_collection
 from .journal import Journal
 from .module import RESERVED, Container, Graph, TracedModule, class_names, plain_attributes
 from .nodes import Tries, drop
 from .paths import select
-from .recording import NeedsAutograd, NeedsValues, Recording
+from .recording import NeedsAutograd, Recording
 from .regions import Regions
 from .restore import restored, same_random
 from .sizes import recorded_math
@@ -51,8 +52,9 @@ def trace(
 
     The example tensors may lie on any device, meta included, and may have any batch size, 1 included; the weights too.
     Tensors are fake while tracing: nothing is computed and no memory is taken. A model that reads numbers out of its data
-    (`.item()`, `.tolist()`, `nonzero`) is traced on its real tensors instead, and what it read is a guard. `real=True`
-    asks for that from the start and also admits branches on measured (floating-point) values; `real=False` forbids it.
+    (`.item()`, `.tolist()`, `nonzero`), or calls what knows no fake tensors, is traced on its real tensors instead, which a
+    warning tells, and what it read is a guard. `real=True` asks for that from the start and also admits branches on measured
+    (floating-point) values; `real=False` forbids it.
 
     `leaf` names modules (paths or patterns) to keep whole as one call, beside torch.nn's own.
 
@@ -68,6 +70,7 @@ def trace(
         raise TraceError(f"trace takes an nn.Module, not {type(model).__name__}")
     if isinstance(model, TracedModule):
         raise TraceError("this model is traced already; trace the model it came from")
+    reasons: list[str] = []
     with alone(model), undone() as stack:
         tensors = list(_named_tensors(model))
         for name, tensor in tensors:
@@ -78,13 +81,16 @@ def trace(
         leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
         stack.enter_context(no_collection())
         try:
-            return _trace(model, tensors, call, leaves, real, check)
+            gm = _trace(model, tensors, call, leaves, real, check, reasons)
         except RecursionError as error:
             if (function := _walking(error)) is None:
                 raise  # the model's own
             raise TraceError(
                 f"an input, a result or what a list holds nests too deep for a graph, or without end ({function})"
             ) from None
+    for reason in dict.fromkeys(reasons):
+        warnings.warn(f"{type(model).__name__} was traced on its real tensors: {reason}", stacklevel=2)
+    return gm
 
 
 def _walking(error: RecursionError) -> str | None:
@@ -103,13 +109,20 @@ class _Job(NamedTuple):
     state: State
     results: Results
     valueless: bool
+    reasons: list[str]  # why real tensors were needed
 
 
 def _trace(
-    model: nn.Module, tensors: list[tuple[str, torch.Tensor]], call: Any, leaves: set[str], real: bool | None, check: bool
+    model: nn.Module,
+    tensors: list[tuple[str, torch.Tensor]],
+    call: Any,
+    leaves: set[str],
+    real: bool | None,
+    check: bool,
+    reasons: list[str],
 ) -> TracedModule:
     valueless = check and not selfcheck.has_values([t for _, t in tensors], call)
-    job = _Job(model, tensors, call, leaves, State(model), Results(), valueless)
+    job = _Job(model, tensors, call, leaves, State(model), Results(), valueless, reasons)
     first = _settled(job, real, None)
     graphs = {model.training: first}
     twin_error = None
@@ -202,16 +215,24 @@ def _record(job: _Job, real: bool | None, training: bool | None) -> _Traced:
         return _run(job, True, False, training)
     except FxplugError:
         raise
-    except Exception as error:  # not every function knows fake tensors
-        if real is not False and not on_meta:
-            pass
-        elif isinstance(error, NeedsValues):
+    except Exception as error:  # the model's or torch's
+        if not lacks_values(error):
+            raise
+        if real is False or on_meta:
+            if not isinstance(error, NeedsValues):
+                raise
             way = " (its weights or inputs are on the meta device: with values it is traced on real tensors)"
             raise TraceError(f"{error}{'' if real is False else way}") from error
-        else:
-            raise
+        reason = str(error) if isinstance(error, NeedsValues) else f"{type(error).__name__}: {str(error).strip()}"
+        reason = reason.partition("\n")[0]
     gc.collect()  # fake tensors of the first try
-    return _run(job, False, False, training)
+    try:
+        recorded = _run(job, False, False, training)
+    except Exception as error:  # the model's or torch's again
+        error.add_note(f"before, on fake tensors: {reason}")
+        raise
+    job.reasons.append(reason)
+    return recorded
 
 
 def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> _Traced:
@@ -228,7 +249,7 @@ def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> _T
 
 
 def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries: Tries) -> _Traced:
-    model, tensors, call, leaves, state, results, valueless = job
+    model, tensors, call, leaves, state, results, valueless, _ = job
     mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
     inputs = [x for x in values(call) if isinstance(x, torch.Tensor)]
     device = next((t.device for t in [*inputs, *(t for _, t in tensors)] if not t.is_meta), torch.device("cpu"))
@@ -264,7 +285,7 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
         except (FxplugError, NeedsValues, NeedsAutograd):
             raise
         except Exception as error:
-            error.add_note(f"while tracing {recording.place(error)}")
+            error.add_note(f"while tracing {recording.place(error)}{' on fake tensors' * (mode is not None)}")
             raise
         if recording.failed:
             text = f"{recording.failed}: an operation fails here and the code goes on, so the inputs decide what it does"

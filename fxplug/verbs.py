@@ -48,11 +48,11 @@ class Verbs(TyperGroup):
 
 
 def message(error: BaseException) -> str:
+    notes = "".join(f"  {note}\n" for note in getattr(error, "__notes__", []))
     if isinstance(error, FxplugError):
-        return f"{error}\n"
+        return f"{error}\n{printable(notes)}"
     if isinstance(error, OSError) and error.strerror:
         return printable(f"{error.filename}: {error.strerror}\n" if error.filename else f"{error.strerror}\n")
-    notes = "".join(f"  {note}\n" for note in getattr(error, "__notes__", []))
     return printable(f"{type(error).__name__}: {error}\n{notes}  (--debug shows where)\n")
 
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 from collections import OrderedDict
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -421,8 +422,44 @@ def test_a_dry_run_of_a_model_that_needs_values():
         "inputs": {"x": [1, 4], "count": {"shape": [], "fill": 3}},
         "passes": ["lora"],
     }
-    result = rewrite(config, dry_run=True)
+    with pytest.warns(UserWarning, match=r"the real model is built: Reads reads a value out of its data \(.*count.item"):
+        result = rewrite(config, dry_run=True)
     assert not any(p.is_meta for p in result.module.parameters()) and len(result.sites["lora"]) == 1
+
+
+class Counted(nn.Module):
+    """Fails when it is called, and counts how often it is made with memory."""
+
+    made: ClassVar[list[torch.device]] = []
+
+    def __init__(self, error: str = "ValueError", building: bool = False) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.made.append(self.one.weight.device)
+        self.error = {"ValueError": ValueError, "RuntimeError": RuntimeError, "KeyError": KeyError}[error]("on purpose")
+        if building:
+            raise self.error
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.error:
+            raise self.error
+        return self.one(x)
+
+
+@pytest.mark.parametrize("error", ["ValueError", "RuntimeError", "KeyError"])
+@pytest.mark.parametrize("building", [True, False])
+def test_a_dry_run_that_fails_makes_no_real_model(error, building):
+    Counted.made.clear()
+    model = {"call": "test_flow:Counted", "options": {"error": error, "building": building}}
+    assert "on purpose" in message(rewrite, {"model": model, "inputs": {"x": [1, 4]}}, dry_run=True, kind=Exception)
+    assert [device.type for device in Counted.made] == ["meta"]
+
+
+def test_a_dry_run_of_a_rule_that_matches_nothing_makes_no_real_model(monkeypatch):
+    devices = []
+    monkeypatch.setattr("fxplug.flow.build", lambda config, device: devices.append(device) or build(config, device=device))
+    message(rewrite, {**NET, "passes": [{"lora": {"at": "nowhere"}}]}, dry_run=True, kind=MatchError)
+    assert devices == ["meta"]
 
 
 def test_a_configuration_that_was_read_cannot_be_set():

@@ -6,6 +6,7 @@ import copy
 import functools
 import random
 import threading
+import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -721,9 +722,61 @@ def test_what_fails_on_fake_tensors_is_tried_on_real_ones() -> None:
     with pytest.warns(FutureWarning):
         script = torch.jit.trace(lambda x: x * 2, X())
     model = Model(lambda self, x: script(x) + 1)
-    same(model, fxplug.trace(model, X()), X(5, 4))
+    with pytest.warns(UserWarning, match=r"Model was traced on its real tensors: RuntimeError: .*TorchScript"):
+        same(model, fxplug.trace(model, X()), X(5, 4))
     with pytest.raises(RuntimeError):
         fxplug.trace(model, X(), real=False)
+
+
+def test_reading_values_is_told_and_other_errors_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(lambda self, x, n: x * n.item())
+    with pytest.warns(UserWarning, match=r"its real tensors: Model reads a value out of its data \(.*n\.item"):
+        fxplug.trace(model, (X(), torch.tensor(2)))
+    with warnings.catch_warnings(action="error"):
+        fxplug.trace(model, (X(), torch.tensor(2)), real=True)
+    runs: list[bool] = []
+    run = fxplug.tracing._run
+    monkeypatch.setattr(fxplug.tracing, "_run", lambda job, on_fakes, *rest: runs.append(on_fakes) or run(job, on_fakes, *rest))
+
+    def failing(self: Any, x: torch.Tensor) -> torch.Tensor:
+        raise self.error
+
+    for error in (ValueError("on purpose"), RuntimeError("no such size"), NotImplementedError("later"), KeyError("a")):
+        runs.clear()
+        with pytest.raises(type(error)) as caught:
+            fxplug.trace(Model(failing, error=error), X())
+        assert caught.value is error and runs == [True]
+        assert error.__notes__ and "on fake tensors" in error.__notes__[0]
+    with pytest.raises(RuntimeError, match="same reduction dim"):
+        fxplug.trace(Model(lambda self, x: x @ torch.zeros(9, 9)), X())
+
+
+def test_where_real_tensors_do_not_help_both_errors_are_told() -> None:
+    def twice(self: Any, x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        if n.item() == 0:
+            return x
+        raise ValueError("and then this")
+
+    with pytest.raises(fxplug.TraceError, match=r"(?s)branches on a value.*before, on fake tensors: Model reads a value"):
+        fxplug.trace(Model(decide), X())
+    with pytest.raises(ValueError, match=r"(?s)and then this.*before, on fake tensors: Model reads a value"):
+        fxplug.trace(Model(twice), (X(), torch.tensor(2)))
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        lambda self, x: x * float(x.numpy().sum()),
+        lambda self, x: x * x.sum().item(),
+        lambda self, x: x * (2 if x.sum() > 0 else 3),
+        lambda self, x: x * x.nonzero().shape[0],
+        lambda self, x: x * len(x.tolist()),
+        lambda self, x: x * float(np.asarray(x).sum()),
+    ],
+)
+def test_a_leaf_may_read_values(leaf: Any) -> None:
+    model = Model(lambda self, x: self.b(x) + 1, b=Model(leaf))
+    same(model, fxplug.trace(model, X(), leaf="b"), X(5, 4))
 
 
 def test_a_backward_of_its_own_is_told() -> None:
