@@ -84,7 +84,7 @@ def _after_fork() -> None:
     mine = old.thread == threading.get_ident()
     for stack, here in reversed(old.open):
         if mine or not here:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # torch's modes may be half left where the process was forked
                 stack.close()
     old.open.clear()
 

@@ -196,7 +196,7 @@ def _shapes_and_gradients(
                 raise
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise Unchecked("the model's sizes depend on its data, which fake tensors do not have") from error
-            except Exception as error:
+            except Exception as error:  # the rewritten model's
                 raise located(probe, error) from error
             results.append(out)
             written |= {name for name, t in fakes.items() if t._version}
@@ -324,7 +324,7 @@ def _capture_error(module: TracedModule, call: Any) -> str | None:
             try:
                 with torch.no_grad():
                     torch.compile(copy, backend=backend, fullgraph=True)(*inputs[0], **inputs[1])
-            except Exception as error:
+            except Exception as error:  # the compiler's
                 lines = [line.strip() for line in str(error).split("\n") if line.strip()]
                 return " ".join(lines[:3]) or type(error).__name__
             if captured != 1:

@@ -22,7 +22,7 @@ from torch.export import Dim, ExportedProgram
 from .adapting.switching import Adapters
 from .errors import FxplugError, did_you_mean
 from .module import Container, TracedModule, copy_graph, shell
-from .packages import Unfit, check_compiler, write
+from .packages import Refused, Unfit, check_compiler, refusing, write
 from .reading import KINDS, reported
 from .sinks import written
 from .structure import children, leaves, map_leaves
@@ -106,7 +106,7 @@ def export(
                     return write(program, parameters, name, _live(module), facts, options)
                 _write_out_rounding(program.graph)
                 program.graph_module.recompile()
-                with _quiet(), written(name) as file:
+                with _quiet(), written(name) as file, refusing():
                     torch.export.save(program, file)
             return []
 
@@ -230,12 +230,12 @@ def _export(
     for kept, (some_args, some_kwargs) in tries:
         shapes = {name: _shapes(value, FREE[kept]) for name, value in _by_name(module, some_args, some_kwargs).items()}
         try:
-            with _quiet():
+            with _quiet(), refusing():
                 program = torch.export.export(module, some_args, some_kwargs, dynamic_shapes=shapes, strict=False)
             return program, kept, failures, finish(program)
         except (Unfit, Unwritten):
             raise
-        except Exception as caught:  # torch.export raises many kinds, and each means that the next try may do
+        except (Refused, FxplugError) as caught:
             error = caught
             failures.append(f"with {kept} dimensions free: {_first_line(caught)}")
     raise FxplugError("torch.export cannot take this module: " + "; ".join(failures)) from error

@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch import get_autocast_dtype, get_default_dtype, is_autocast_enabled  # torch's own, whatever a run puts in their place
 from torch._dynamo.exc import TorchDynamoException
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._mode_utils import no_dispatch
 
 from .sizes import Number
@@ -36,7 +41,7 @@ def lacks_values(error: BaseException | None) -> bool:
     The model's own errors, wrong sizes and our own mistakes are none of these.
     """
     while error is not None:
-        if isinstance(error, (NeedsValues, TorchDynamoException)):
+        if isinstance(error, (NeedsValues, DataDependentOutputException, DynamicOutputShapeException, TorchDynamoException)):
             return True
         if isinstance(error, (RuntimeError, NotImplementedError, TypeError, ValueError)) and NO_MEMORY.search(str(error)):
             return True

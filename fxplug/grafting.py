@@ -27,7 +27,7 @@ def traced(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -
         return trace(module, map_nodes(args, _example), map_nodes(kwargs, _example))
     except (TraceError, SpecError) as error:
         raise type(error)(f"{what}: {error}") from error
-    except Exception as error:
+    except Exception as error:  # the network's or torch's
         shapes = ", ".join(f"{n.name} {list(n.meta['shape'])}" for n in leaves((args, kwargs)) if isinstance(n, fx.Node))
         raise TraceError(f"{what} fails on {shapes or 'its inputs'}: {type(error).__name__}: {error}") from error
 

@@ -51,7 +51,7 @@ def _code(call: Callable[[], None]) -> int:
         call()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:
+    except BaseException as error:  # the whole run's: this is the end of a process
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -45,7 +45,7 @@ def make_block(
     except FxplugError as error:
         text = getattr(error, "finding", str(error))
         raise SpecError(f"{p.name}: {site.node or site.path or 'the model'}: {text}", where=rule.where) from None
-    except Exception as error:
+    except Exception as error:  # the block's, which may be the user's
         error.add_note(f"while {kind.__name__}.at made a block for '{site.path}' ({str(rule.where) or p.name})")
         raise
     owner = tree

@@ -29,7 +29,7 @@ def wrapped(finding: str) -> Iterator[None]:
         raise ArtifactError(f"{finding}: it is nested too deeply") from None
     except MemoryError:
         raise ArtifactError(f"{finding}: there is not enough memory for it") from None
-    except Exception as error:
+    except Exception as error:  # of torch and json, about data that is not ours
         raise ArtifactError(f"{finding}: {type(error).__name__}: {shown(str(error), 300)}") from error
 
 

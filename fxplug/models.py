@@ -39,15 +39,15 @@ def build(config: Config, *, device: str | None = None) -> nn.Module:
     try:
         with on:
             model = {"timm": _timm, "diffusers": _diffusers, "call": _call}[spec.kind](spec, config.base)
-        if spec.kind == "diffusers" and isinstance(spec.target, str):
-            _load_folder(model, config.base / spec.target, config)
     except FxplugError:
         raise
-    except Exception as error:
+    except Exception as error:  # the model's constructor, anybody's
         finding = f"{_name(spec)} cannot be made: {type(error).__name__}: {error}"
         raise SpecError(finding, path=("model",), where=spec.where) from error
     if not isinstance(model, nn.Module):
         raise SpecError(f"{_name(spec)} gave a {type(model).__name__}, no nn.Module", path=("model",), where=spec.where)
+    if spec.kind == "diffusers" and isinstance(spec.target, str):
+        _load_folder(model, config.base / spec.target, config)
     if config.weights is not None:
         load_weights(model, config.weights)
     if config.dtype is not None:

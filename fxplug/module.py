@@ -205,7 +205,7 @@ def _unwound(forward: Any) -> Any:
         before = ops.modes()
         try:
             return forward(self, *args, **kwargs)
-        except BaseException:
+        except BaseException:  # whatever leaves the model's forward, an interrupt, too
             ops.set_modes(before)
             raise
 

@@ -187,7 +187,7 @@ def _module(gm: TracedModule, p: Pass, name: str, spec: Mapping[str, Any]) -> nn
             made = make(gm, **options)
     except FxplugError as error:
         raise SpecError(f"{what}: {getattr(error, 'finding', error)}") from error
-    except Exception as error:
+    except Exception as error:  # the network's constructor, diffusers' or anybody's
         raise SpecError(f"{what}: {use} could not make it from this model: {type(error).__name__}: {error}") from error
     if not isinstance(made, nn.Module):
         raise SpecError(f"{what}: {use} gave a {type(made).__name__}, no nn.Module")
@@ -221,7 +221,7 @@ def _from_folder(folder: Path, what: str) -> nn.Module:
     kind = _kind(name, what)
     try:
         return kind.from_pretrained(folder, local_files_only=True)  # type: ignore[no-any-return]
-    except Exception as error:
+    except Exception as error:  # the network's constructor, diffusers' or anybody's
         raise SpecError(f"{what}: '{folder}' cannot be read as {name}: {error}") from error
 
 

@@ -125,14 +125,14 @@ class _Pair:
     def compared(self, way: Way) -> str | None:
         try:
             base = self.left(self.gm, way)
-        except Exception as error:
+        except Exception as error:  # the model's
             text = f"{type(error).__name__}: {_first_line(error)}"
             if way is not WAYS[0]:
                 return f"not {way.said}: the model itself fails there ({text})"
             raise VerifyError(f"the model itself fails on these inputs, without any pass: {text}") from error
         try:
             new = self.left(self.new, way)
-        except Exception as error:
+        except Exception as error:  # the rewritten model's: its blocks may be the user's
             raise self.failure(way, error) from error
         note = "" if way is not WAYS[0] else _hidden(base[0].out)
         finding = _difference(base, new)
@@ -181,7 +181,7 @@ class _Pair:
             probes.append(Probe(module, module.graph, call))
             return probes[-1].go()
 
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the model's again, which was caught before
             self.left(self.new, way, probed)
             return VerifyError(f"the rewritten model fails{way.call(0)}: {type(error).__name__}: {_first_line(error)}")
         return located(probes[-1], error)

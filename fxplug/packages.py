@@ -65,6 +65,21 @@ class Unfit(FxplugError):
     """A module whose package would not follow its adapters, however many sizes are free."""
 
 
+class Refused(Exception):
+    """What torch does not take, with as many free sizes as were asked for; its own error is the cause."""
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Tell errors of torch's export and of its compilers as Refused: another try, with fewer free sizes, may do."""
+    try:
+        yield
+    except (FxplugError, OSError):
+        raise
+    except Exception as error:  # torch's, and the module's: they raise many kinds
+        raise Refused(str(error).strip() or type(error).__name__) from error
+
+
 def check_compiler(device: torch.device) -> None:
     """Raises FxplugError where no package can be compiled for a device."""
     from torch._inductor.cpp_builder import get_cpp_compiler
@@ -75,7 +90,7 @@ def check_compiler(device: torch.device) -> None:
         raise FxplugError("a package for cuda is compiled on a machine with such a device, and there is none")
     try:
         get_cpp_compiler()
-    except Exception as error:
+    except Exception as error:  # inductor's
         raise FxplugError(
             "no C++ compiler was found, and AOTInductor needs one to make a package (to run one it does not): install g++, "
             f"or name one in the environment variable CXX ({str(error).strip().splitlines()[0]})"
@@ -98,7 +113,7 @@ def write(
     from torch._inductor import aoti_compile_and_package
 
     signature, notes = describe(program, parameters)
-    with _quiet(), torch.no_grad(), written(file) as sink:
+    with _quiet(), torch.no_grad(), written(file) as sink, refusing():
         aoti_compile_and_package(program, package_path=sink, inductor_configs={**(options or {}), **LIVE})
     constants, metadata = _compiled(file)
     state = _state(program)
@@ -366,7 +381,7 @@ def load_package(
             package = Package(loader, manifest, place(manifest, packed.tensors, where), where)
             if manifest["banks"]:
                 check_slots(package.adapters)
-        except BaseException:
+        except BaseException:  # an interrupt, too: the folder goes, the error is raised again
             work.remove()
             raise
         if where.type == "cpu":
@@ -407,7 +422,7 @@ def _loader(code: Path, runners: int, index: int) -> Any:
 def _read_file(file: Path) -> dict[str, torch.Tensor]:
     try:
         return dict(load_file(file))
-    except Exception as error:
+    except Exception as error:  # safetensors'
         raise ArtifactError(f"{file} cannot be read as safetensors: {type(error).__name__}: {_first(error)}") from error
 
 

@@ -420,7 +420,7 @@ class _Reader:
         try:
             with Budget(STEPS * (self.expected[path] + 16)):
                 return _construct(cls, arguments)
-        except Exception as error:
+        except Exception as error:  # the constructor's, of torch or of a block that is allowed
             raise ArtifactError(f"{where}: {cls.__qualname__} cannot be built again: {shown(str(error), 300)}") from error
 
     def _class(self, kind: str, name: Any) -> type[nn.Module]:

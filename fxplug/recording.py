@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from . import ops, targets
 from .dtypes import Dtypes
 from .errors import TraceError
-from .fakes import NeedsValues
+from .fakes import NeedsValues, lacks_values
 from .nodes import NUMBERS, SMALL, Nodes, StandIn
 from .sizes import KINDS, Number
 from .structure import children
@@ -175,7 +175,7 @@ class Recording(Nodes):
         if remembered is None:
             try:
                 out = run(given[0]) if run else func(*plain, **plain_kw)
-            except Exception:
+            except Exception:  # torch's, raised again
                 if asker(sys._getframe(2)) is not None:
                     self.failed = self.failed or self.place()
                 raise
@@ -448,8 +448,8 @@ class Recording(Nodes):
         tensor = args[0]
         try:
             out = func(*args)
-        except Exception as error:
-            if self.fake:
+        except RuntimeError as error:
+            if self.fake and lacks_values(error):
                 raise NeedsValues(self.needs_values()) from error
             raise
         source = self.lookup(tensor)

@@ -159,7 +159,7 @@ class _Pair:
         try:
             with self.journal, hooks:
                 out = module(*args, **kwargs)
-        except Exception as raised:
+        except Exception as raised:  # the model's, compared with the graph's
             error = raised
         facts = _facts(given, out)
         with torch.no_grad():

@@ -267,7 +267,7 @@ def import_target(text: str, where: Where = NOWHERE) -> object:
     module_name, _, attributes = text.partition(":")
     try:
         value: Any = import_module(module_name)
-    except Exception as error:
+    except Exception as error:  # the imported module's
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent and f"{module_name}.".startswith(f"{absent}."):
             raise SpecError(f"no module named '{absent}'{_near(absent, where)}", where=where) from None

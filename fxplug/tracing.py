@@ -284,7 +284,7 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
             raise NeedsValues(recording.needs_values(error)) from error
         except (FxplugError, NeedsValues, NeedsAutograd):
             raise
-        except Exception as error:
+        except Exception as error:  # the model's or torch's, told with its line
             error.add_note(f"while tracing {recording.place(error)}{' on fake tensors' * (mode is not None)}")
             raise
         if recording.failed:
@@ -486,7 +486,7 @@ def _extras(model: nn.Module) -> dict[str, Any]:
         for k, v in vars(model).items()
         if not k.startswith("_") and not isinstance(v, (torch.Tensor, nn.Module)) and k not in RESERVED
     }
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # a property of the model's
         found["config"] = model.config
     found.pop("forward", None)
     found.pop("training", None)

@@ -38,7 +38,7 @@ class Verbs(TyperGroup):
         noise.disabled = True
         try:
             return super().invoke(ctx)
-        except Exception as error:
+        except Exception as error:  # of all there is: this is the end of a command
             if isinstance(error, BrokenPipeError) or type(error).__module__.startswith(("typer", "click")):
                 raise  # typer's own: the reader went away, the call is wrong, or --help is done
             print(traceback.format_exc() if ctx.meta.get(DEBUG) else message(error), end="", file=sys.stderr)

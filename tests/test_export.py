@@ -238,3 +238,16 @@ def test_a_handler_of_the_programs_own_stays() -> None:
     with temporary.ended_by_exceptions():
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_mistake_of_our_own_is_no_reason_for_another_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    def mistaken(graph: torch.fx.Graph) -> None:
+        tries.append(1)
+        raise KeyError("ours")
+
+    monkeypatch.setattr(exporting, "_write_out_rounding", mistaken)
+    with pytest.raises(KeyError, match="ours"):
+        export(fxplug.trace(nn.Linear(4, 4), torch.randn(1, 4)), tmp_path / "model", torch.randn(1, 4))
+    assert tries == [1] and list(tmp_path.iterdir()) == []

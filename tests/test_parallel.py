@@ -290,6 +290,15 @@ def test_a_plan_that_is_wrong_is_refused_with_the_node(monkeypatch):
         fxplug.parallel_plan(gm, own_inputs(), ulysses=2)
 
 
+def test_a_mistake_of_our_own_is_no_operation_that_refuses(monkeypatch):
+    def mistaken(self, module):
+        raise KeyError("ours")
+
+    monkeypatch.setattr(Tries, "module", mistaken)
+    with pytest.raises(KeyError, match="ours"):
+        fxplug.parallel_plan(own("sdpa"), own_inputs(), ulysses=2, check=False)
+
+
 # --- as every other module
 
 

@@ -149,7 +149,7 @@ class Adapters:
             try:
                 yield write
                 self._changed()
-            except BaseException:
+            except BaseException:  # the caller's, an interrupt, too: all is put back
                 while True:  # until it is done: whoever interrupts this gets his interrupt, but not a half of it
                     try:
                         for target, old in reversed(before):
@@ -158,7 +158,7 @@ class Adapters:
                         break
                     except KeyboardInterrupt:
                         continue
-                    except Exception as error:
+                    except Exception as error:  # torch's, as of no memory, raised again at the next call
                         self._set_fault(
                             f"the weights of this module were left half-made by a change of adapters ({type(error).__name__}): "
                             "adapters.use(...) makes them anew"

@@ -400,7 +400,7 @@ def _continued(container: PatchPluginContainer, y: Any, args: tuple[Any, ...], k
         one.__dict__[name] = SimpleNamespace(post_forward=stand_in)
         try:
             loops = one(*args, **kwargs) is result and len(calls) == 1 and _same_call(calls[0], (args, kwargs))
-        except Exception:
+        except Exception:  # the plugin's container, tried with a stand-in
             loops = False
         if not loops:
             raise TraceError(

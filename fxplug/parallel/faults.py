@@ -92,7 +92,7 @@ def _found(place: str) -> str:
         text = _told(me.rank, answers)
         store.set("fxplug/found", text)
         return text
-    except Exception:  # torch's own
+    except Exception:  # torch's own: the store is gone
         return f"process 0, which keeps the store of torch.distributed, does not answer: it died; process {me.rank} {place}"
 
 

@@ -374,7 +374,7 @@ def _walked(gm: TracedModule, mode: bool, less: Any, call: Any) -> Walk:
     """The walk of a mode's graph on inputs with fewer tokens, if it takes such."""
     try:
         return walk(gm, gm.graphs[mode], *less)
-    except Exception:  # sizes that do not go together: any error of torch's, or of a guard
+    except Exception:  # the model's, of sizes that do not go together: the whole ones show any other
         return walk(gm, gm.graphs[mode], *call)
 
 

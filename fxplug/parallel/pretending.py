@@ -100,7 +100,7 @@ def pretended(ways: Mapping[str, int], call: Callable[[int], Any]) -> list[Any]:
         try:
             with torch.set_grad_enabled(grad):
                 results[rank] = call(rank)
-        except BaseException as error:
+        except BaseException as error:  # of one rank's thread, raised again where all were started
             errors.append(error)
             for meeting in meetings.values():
                 meeting.barrier.abort()

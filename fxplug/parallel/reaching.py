@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from .neighbours import Reach
-from .trying import CLOSE, Leaf, Number, Tries, leaves_of
+from .trying import CLOSE, Leaf, Number, Refused, Tries, leaves_of
 
 PERIODS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
 
@@ -52,7 +52,7 @@ class Probe:
         try:
             with torch.no_grad():
                 found = self.tries.run(self.node, given)
-        except Exception:  # too few rows, or sizes that do not go together: any error of torch's
+        except Refused:  # too few rows, or sizes that do not go together
             return None
         return found if isinstance(found, Tensor) else None
 

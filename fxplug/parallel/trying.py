@@ -27,6 +27,10 @@ RANGE = 2  # random whole numbers are below
 Scaled = tuple[tuple[int, tuple[int, ...]], ...]  # positions of numbers, and the streams that each counts
 
 
+class Refused(Exception):
+    """An operation takes no such values; its own error is the cause."""
+
+
 class Place(NamedTuple):
     """A tensor is split: along which dimension, and what lies there."""
 
@@ -160,13 +164,18 @@ class Tries:
     # --- one operation
 
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """What an operation gives. Raises Refused where it takes no such values."""
         self.count += 1
+        module = self.module(str(node.target)) if node.op == "call_module" else None
         with sdpa_kernel(SDPBackend.MATH):  # fused ones do not ask whether values are as many as keys, and read beyond them
-            if node.op == "call_function":
-                return node.target(*args, **kwargs)  # type: ignore[operator]
-            if node.op == "call_method":
-                return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            return self.module(str(node.target))(*args, **kwargs)
+            try:
+                if node.op == "call_function":
+                    return node.target(*args, **kwargs)  # type: ignore[operator]
+                if module is None:
+                    return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                return module(*args, **kwargs)
+            except Exception as error:  # torch's, or a kept module's: sizes that do not go together raise anything
+                raise Refused(f"'{node.name}': {type(error).__name__}: {error}") from error
 
     def module(self, path: str) -> nn.Module:
         """A module of the model; one without values with random ones, as others like it."""
@@ -209,7 +218,7 @@ class Tries:
             with torch.no_grad():
                 whole = self.run(node, {n: v[0] for n, v in given.items()}, step.scaled)
                 parts = [self.run(node, {n: v[1][rank] for n, v in given.items()}, step.scaled, rank) for rank in (0, 1)]
-        except Exception:  # sizes that do not go together: any error of torch's
+        except Refused:
             return None
         return whole, parts, given
 

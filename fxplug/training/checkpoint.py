@@ -85,7 +85,7 @@ def read(folder: Path, limits: Limits = DEFAULT) -> Checkpoint:
         return Checkpoint(weights, progress, rest["state"], ema, rest["random"])
     except TrainError:
         raise
-    except Exception as error:
+    except Exception as error:  # of a damaged file, whatever it holds
         raise TrainError(f"'{folder}' cannot be read: {type(error).__name__}: {error}; resume from another one") from error
 
 

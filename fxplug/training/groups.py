@@ -201,7 +201,7 @@ def _made(kind: Any, use: Use, what: str, *args: Any) -> Any:
         return kind(*args, **use.options)
     except FxplugError:
         raise
-    except Exception as error:
+    except Exception as error:  # the optimizer's or scheduler's, of torch or anybody's
         raise SpecError(f"{use.name} cannot be made: {type(error).__name__}: {error}", path=("train", what)) from error
 
 

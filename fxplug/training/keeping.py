@@ -164,7 +164,7 @@ def _reported(trainer: Trainer, what: str) -> Iterator[None]:
     """Tell an error of the system's: the run stops with what is still there. On a full disk it may go on, as told."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # torch's or the system's, wrapped in what it likes; any other is raised again
         found_error = _system_error(error)
         if found_error is None:
             raise

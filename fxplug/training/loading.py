@@ -73,7 +73,7 @@ def _make(kind: type, options: dict[str, Any]) -> object:
         raise SpecError(f"{name} needs the option{'s' * (len(missing) > 1)} {', '.join(missing)}")
     try:
         return kind(**options)
-    except Exception as error:
+    except Exception as error:  # the plugin's constructor
         raise SpecError(f"making {name} failed: {type(error).__name__}: {error}") from error
 
 

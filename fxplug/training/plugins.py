@@ -137,7 +137,7 @@ class Plugins:
             start = perf_counter()
             try:
                 method(**{name: data[name] for name in wanted})
-            except Exception as error:
+            except Exception as error:  # the plugin's
                 self._failed(plugin, hook, row, error)
             finally:
                 _count(row, perf_counter() - start)
@@ -155,7 +155,7 @@ class Plugins:
                 if result is None or not isinstance(result, kind):
                     found = "nothing" if result is None else type(result).__name__
                     raise TypeError(f"it returned {found}, but must return a {kind.__name__}: the value, changed or not")
-            except Exception as error:
+            except Exception as error:  # the plugin's
                 self._failed(plugin, hook, row, error)
                 return value
             finally:
@@ -207,7 +207,7 @@ class Plugins:
         for name, plugin in kept.items():
             try:
                 pickle.dumps(plugin)
-            except Exception as error:
+            except Exception as error:  # the plugin's: what it holds is pickled
                 text = f"plugin {name} cannot be sent to worker processes: {type(error).__name__}: {error}"
                 raise TrainError(f"{text}; set 'workers' of the data to 0, or keep what it holds out of it") from error
         # in this order: the modules are there before the objects of their classes are read

@@ -204,7 +204,7 @@ def _collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) ->
         return rescaled(key, torch.stack(values))
     try:
         return default_collate(values)
-    except Exception as error:
+    except Exception as error:  # torch's, about samples of the user's
         raise TrainError(f"the values of '{key}' make no batch: {error}; samples from {samples[0]['name']}") from error
 
 

@@ -78,7 +78,7 @@ def open_dataset(spec: Data, base: Path, split: str = "train") -> HubItems:
         raise SpecError("needs the package 'datasets': pip install datasets", path=("dataset",)) from None
     try:
         loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:
+    except Exception as error:  # datasets', about files of anybody's
         finding = f"'{folder}' is no data set written by save_to_disk: {error}"
         raise SpecError(finding, path=("dataset",)) from error
     dataset: Any = loaded

@@ -45,7 +45,7 @@ class OwnItems:
             raise
         except OSError as error:
             raise Unreadable(name, str(error) or type(error).__name__) from error
-        except Exception as error:
+        except Exception as error:  # the data set's, which is the user's
             at = traceback.extract_tb(error.__traceback__)[-1]
             finding = f"{name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
             raise TrainError(finding) from error
@@ -115,7 +115,7 @@ def open_call(spec: Data) -> OwnItems:
         dataset: Any = made(**use.options) if callable(made) else made
     except SpecError as error:
         raise SpecError(error.finding, path=("call",)) from None
-    except Exception as error:
+    except Exception as error:  # the user's function
         finding = f"'{use.name}' raised {type(error).__name__}: {error}"
         raise SpecError(finding, path=("call", use.name)) from error
     return own_items(dataset, spec, f"what '{use.name}' gives")

@@ -42,7 +42,7 @@ def read_size(source: Path | bytes) -> tuple[int, int]:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
             w, h = image.size
             return (w, h) if _orientation(image) > 4 else (h, w)
-    except Exception:
+    except Exception:  # a decoder's, as above
         return (0, 0)
 
 
@@ -71,7 +71,7 @@ def as_image(value: Any, name: str, channels: int = 3) -> Image.Image | Tensor:
     if isinstance(value, Image.Image):
         try:
             return prepared(value, channels)
-        except Exception as error:
+        except Exception as error:  # a decoder's: the image is not loaded yet
             raise Unreadable(name, _why(b"...", error)) from error
     if isinstance(value, (bytes, bytearray)):
         return read_image(bytes(value), name, channels)

@@ -139,9 +139,9 @@ class FolderText:
             config = transformers.AutoConfig.from_pretrained(parts[1], local_files_only=True)
             kind = getattr(transformers, (config.architectures or ["AutoModel"])[0])
             model = kind.from_pretrained(parts[1], local_files_only=True)
-        except Exception as error:
+        except Exception as error:  # transformers', about files of anybody's
             text = f"'{folder.name}' holds no tokenizer and text encoder of transformers: {type(error).__name__}: {error}"
-            raise SpecError(text) from None
+            raise SpecError(text) from error
         self.model = model.to(device, getattr(torch, dtype) if dtype else None).eval().requires_grad_(False)
         said = getattr(config, "max_position_embeddings", None) or LONGEST
         self.length = max_length or min(self.tokenizer.model_max_length, said)

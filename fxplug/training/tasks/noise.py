@@ -262,9 +262,9 @@ def _scheduler(use: Use, base: Path) -> tuple[type, dict[str, Any]]:
     config = {**{k: v for k, v in config.items() if k in options}, **use.options}
     try:
         kind.from_config(config)  # type: ignore[attr-defined]
-    except Exception as error:
+    except Exception as error:  # the scheduler's, of diffusers or anybody's
         text = f"{name} cannot be made of these options: {type(error).__name__}: {error}"
-        raise SpecError(text, path=("scheduler", use.name)) from None
+        raise SpecError(text, path=("scheduler", use.name)) from error
     return kind, config
 
 
