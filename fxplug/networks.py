@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -82,15 +83,22 @@ def joined(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
     failed: TraceError | None = None
     tried = []
     differences = "".join(_differences(gm, name, module) for name, module in modules.items())
-    for sizes in itertools.islice(_sizes(gm, p), 1 if differences else None):  # of another architecture: no size will do
-        try:
-            with quiet():
-                return _joined(gm, p, modules, sizes), p
-        except (MatchError, SpecError) as error:
-            raise type(error)(f"{p.name}: {getattr(error, 'finding', error)}") from None
-        except TraceError as error:
-            failed = failed or error
-            tried.append(", ".join(f"{k}={v}" for k, v in sizes.items()))
+    bound, free = _sizes(gm, p)
+    search = _tries(free)
+    deep = None
+    with contextlib.suppress(StopIteration):
+        while True:
+            sizes = {**bound, **search.send(deep)}
+            try:
+                with quiet():
+                    return _joined(gm, p, modules, sizes), p
+            except (MatchError, SpecError) as error:
+                raise type(error)(f"{p.name}: {getattr(error, 'finding', error)}") from None
+            except TraceError as error:
+                failed, deep = failed or error, _deep(error)
+                tried.append(", ".join(f"{k}={v}" for k, v in sizes.items()))
+            if differences:
+                break  # of another architecture: no size will do
     assert failed is not None
     more = f"\n  no size fits; tried {'; '.join(tried)}" if len(tried) > 1 else ""
     if differences:
@@ -141,8 +149,8 @@ def _number(factor: int | str, sizes: Mapping[str, int]) -> int:
     return sizes[factor] if isinstance(factor, str) else factor
 
 
-def _sizes(gm: TracedModule, p: Pass) -> Iterator[dict[str, int]]:
-    """What the names in the shapes of a pass's inputs may stand for."""
+def _sizes(gm: TracedModule, p: Pass) -> tuple[dict[str, int], dict[str, list[int]]]:
+    """What the names in the shapes of a pass's inputs stand for; and what those that nothing binds may stand for."""
     own = own_inputs(gm, p)
     bound: dict[str, int] = {}
     placeholders = {str(n.target): n for n in gm.graph.nodes if n.op == "placeholder"}
@@ -159,8 +167,44 @@ def _sizes(gm: TracedModule, p: Pass) -> Iterator[dict[str, int]]:
         for factor in (f for size in spec["shape"] or () for f in _factors(size) if isinstance(f, str)):
             if factor not in bound:
                 free.setdefault(factor, spec["try"].get(factor) or TRIES)
+    return bound, free
+
+
+Depth = tuple[int, ...]
+
+
+def _deep(error: BaseException | None) -> Depth:
+    """How far a trace came before an error: the number of the network, and of the nodes that it had written by then."""
+    found: Depth = ()
+    while error is not None:
+        found = (*found, *getattr(error, "fxplug_at", ()))
+        error = error.__cause__
+    return found
+
+
+def _tries(free: Mapping[str, Sequence[int]]) -> Generator[dict[str, int], Depth | None, None]:
+    """Sizes to try, until one fits. Each is answered with how far the trace came.
+
+    One name is changed at a time, and a size that leads further is kept: names that do not depend on each other take as many
+    tries as they have sizes. All combinations come last, for those that do.
+    """
+    at = {name: values[0] for name, values in free.items()}
+    seen = [at]
+    best = yield at
+    while best is not None:
+        for name, size in ((name, size) for name, values in free.items() for size in values):
+            if (one := {**at, name: size}) in seen:
+                continue
+            seen.append(one)
+            found = yield one
+            if found is not None and found > best:
+                at, best = one, found
+                break
+        else:
+            break
     for choice in itertools.product(*free.values()):
-        yield {**bound, **dict(zip(free, choice, strict=True))}
+        if (one := dict(zip(free, choice, strict=True))) not in seen:
+            yield one
 
 
 # --- modules
@@ -243,10 +287,14 @@ def _joined(gm: TracedModule, p: Pass, modules: Mapping[str, nn.Module], sizes: 
     graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
     for graph in graphs.values():
         _add_inputs(gm, graph, p, sizes)
-    for name, module in modules.items():
+    for number, (name, module) in enumerate(modules.items()):
         first = next(iter(graphs.values()))
         given = _Arguments(gm, first, p, name, module).bound()
-        sub = traced(module, given.args, given.kwargs, f"network '{name}' ({type(module).__name__})")
+        try:
+            sub = traced(module, given.args, given.kwargs, f"network '{name}' ({type(module).__name__})")
+        except TraceError as error:
+            error.fxplug_at = (number,)  # type: ignore[attr-defined]
+            raise
         _place(tree, p.name, name, sub, gm.training)
         if len(sub.graphs) > len(graphs):  # the network alone tells training from evaluation
             graphs[not next(iter(graphs))] = copy_graph(first)
