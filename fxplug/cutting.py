@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,8 +96,8 @@ def plan(key: str, nodes: list[fx.Node], root: nn.Module) -> Cut | str:
     return Cut(key, nodes, before, list(given), [n for n in nodes if any(u not in inside for u in n.users)])
 
 
-def extract(cut: Cut, target: str, name: str, stack: dict[str, Any]) -> Graph:
-    """Take a region out of its graph: `target` is called in its place. Gives the region's own graph."""
+def extract(cut: Cut, target: str, name: str, stack: dict[str, Any]) -> tuple[Graph, fx.Node]:
+    """Take a region out of its graph: `target` is called in its place. Gives the region's own graph, and the call."""
     graph = cut.nodes[0].graph
     for node in cut.before:
         cut.nodes[0].prepend(node)
@@ -122,7 +123,7 @@ def extract(cut: Cut, target: str, name: str, stack: dict[str, Any]) -> Graph:
         old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in values)
     for node in reversed(cut.nodes):
         graph.erase_node(node)
-    return own
+    return own, call
 
 
 def _between(nodes: list[fx.Node]) -> Iterator[fx.Node]:
@@ -255,10 +256,13 @@ def _unpaired(nodes: list[fx.Node], inside: set[fx.Node]) -> str | None:
 def unique_names(keys: Iterable[str]) -> dict[str, str]:
     """An attribute name for each region, no two alike."""
     found: dict[str, str] = {}
+    taken: set[str] = set()
+    numbers: Counter[str] = Counter()
     for key in keys:
-        name, number = identifier(key), 1
-        while name in found.values():
-            number += 1
-            name = f"{identifier(key)}_{number}"
+        name = identifier(key)
+        while name in taken:
+            numbers[identifier(key)] += 1
+            name = f"{identifier(key)}_{numbers[identifier(key)] + 1}"
+        taken.add(name)
         found[key] = name
     return found

@@ -6,6 +6,7 @@ import operator
 import re
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from traceback import walk_tb
@@ -99,6 +100,8 @@ class Nodes(TorchFunctionMode, Recorder):
         self.parameters: dict[int, str] = {}
         self.weights: dict[int, fx.Node] = {}
         self.constants: dict[str, torch.Tensor] = {}
+        self.named_weights: tuple[int, set[str]] = (0, set())  # how many there were, and their names
+        self.repeated: Counter[str] = Counter()  # how often a constant's name was taken
         self.buffers: list[tuple[str, nn.Module, torch.Tensor]] = []
         self.marked: list[weakref.ref[torch.Tensor]] = []
         self.journal: Journal | None = None
@@ -236,12 +239,12 @@ class Nodes(TorchFunctionMode, Recorder):
                 f"an extension), so it cannot be recorded; {self.way_out()}"
             )
         name = self.attribute_name(tensor) or "constant"
-        taken = set(self.constants) | set(self.parameters.values())
-        path, _, last = name.rpartition(".")
-        number = 0
-        while name in taken or (last == "constant" and number == 0):
-            name = f"{path}." * bool(path) + f"{last}_{number}"
-            number += 1
+        if self.named_weights[0] != len(self.parameters):  # most have their names before the model is called
+            self.named_weights = len(self.parameters), set(self.parameters.values())
+        base, (path, _, last) = name, name.rpartition(".")
+        while name in self.constants or name in self.named_weights[1] or (last == "constant" and name == base):
+            name = f"{path}." * bool(path) + f"{last}_{self.repeated[base]}"
+            self.repeated[base] += 1
         with unset_fake_temporarily(), torch._C.DisableTorchFunction():
             self.constants[name] = tensor.detach()
         return name

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import operator
+from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,8 +22,51 @@ def show(module: fx.GraphModule) -> str:
 
 def diff(before: fx.GraphModule, after: fx.GraphModule, context: int = 1) -> str:
     """What changed between two graphs, as a unified diff without its header; empty when nothing did."""
-    lines = difflib.unified_diff(_lines(before.graph), _lines(after.graph), lineterm="", n=context)
-    return "\n".join(line for line in lines if not line.startswith(("---", "+++"))) + "\n"
+    old, new = _lines(before.graph), _lines(after.graph)
+    rows: list[str] = []
+    for group in _Alike(None, old, new).get_grouped_opcodes(context):
+        spans = ((group[0][1], group[-1][2]), (group[0][3], group[-1][4]))
+        rows.append("@@ -{} +{} @@".format(*(_span(*span) for span in spans)))
+        for tag, start, end, first, last in group:
+            if tag == "equal":
+                rows += [f" {line}" for line in old[start:end]]
+            else:
+                rows += [f"-{line}" for line in old[start:end]] + [f"+{line}" for line in new[first:last]]
+    return "\n".join(rows) + "\n"
+
+
+class _Alike(difflib.SequenceMatcher[str]):
+    """Lines that two texts share: at once where they are in one order in both, as a rewrite leaves them. difflib's own search
+    takes time with the square of their number."""
+
+    def get_matching_blocks(self) -> list[difflib.Match]:
+        places = dict(zip(_numbered(self.b), range(len(self.b)), strict=True))
+        pairs = [(i, places[key]) for i, key in enumerate(_numbered(self.a)) if key in places]
+        if any(two[1] < one[1] for one, two in pairwise(pairs)):
+            return super().get_matching_blocks()
+        blocks: list[difflib.Match] = []
+        for i, j in pairs:
+            last = blocks[-1] if blocks else difflib.Match(-1, -1, 0)
+            if last.size and (last.a + last.size, last.b + last.size) == (i, j):
+                blocks[-1] = last._replace(size=last.size + 1)
+            else:
+                blocks.append(difflib.Match(i, j, 1))
+        return [*blocks, difflib.Match(len(self.a), len(self.b), 0)]
+
+
+def _numbered(lines: Any) -> list[tuple[str, int]]:
+    """Each line and how often it was there before."""
+    counts: Counter[str] = Counter()
+    found = []
+    for line in lines:
+        found.append((line, counts[line]))
+        counts[line] += 1
+    return found
+
+
+def _span(start: int, end: int) -> str:
+    """Lines from 0 on as a unified diff counts them."""
+    return f"{start + 1}" if end - start == 1 else f"{start + (end > start)},{end - start}"
 
 
 def modules(module: nn.Module) -> str:

@@ -1,7 +1,9 @@
 """What a site costs does not grow with their number. `benchmarks/trace.py` measures it up to 5000."""
 
+import difflib
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -11,7 +13,12 @@ import torch
 from torch import nn
 
 import fxplug
+from fxplug import printing
 from fxplug.blocks import Block
+from fxplug.cutting import unique_names
+from fxplug.lowerings.nesting import nest
+from fxplug.lowerings.outlining import outline
+from fxplug.nodes import Nodes
 from fxplug.spec import Match, Pass, Rule
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
@@ -125,3 +132,63 @@ def test_every_way_to_attach_costs_as_much_among_a_thousand(kind):
 
     assert len(fxplug.find(gms[500], made)) == 500
     assert seconds(500) < 2 * 10 * seconds(50)
+
+
+@pytest.mark.parametrize("cut", [outline, nest])
+def test_a_region_that_is_cut_out_costs_as_much_among_hundreds(cut):
+    gms = {count: fxplug.trace(Stack(count), torch.ones(1, 4)) for count in (30, 300)}
+    cut(gms[30], ["layers.*"])
+    small, large = (min(trace.timed(lambda count=count: cut(gms[count], ["layers.*"]))[1] for _ in range(2)) for count in (30, 300))
+    assert large < 2 * 10 * small
+
+
+def test_a_name_costs_as_much_among_thousands():
+    def seconds(count):
+        keys = [*(f"layers.{i}" for i in range(count)), *(f"a{'.' * (i + 1)}b" for i in range(30))]
+        return min(trace.timed(lambda: unique_names(keys))[1] for _ in range(3))
+
+    assert seconds(20_000) < 3 * 10 * seconds(2_000)
+    assert list(unique_names(["a.b", "a_b", "a/b", "a_b_2"]).values()) == ["a_b", "a_b_2", "a_b_3", "a_b_2_2"]
+
+
+class Constant(nn.Module):
+    def forward(self, x):
+        return x + torch.tensor([1.0] * 20)
+
+
+def test_a_constant_costs_as_much_among_a_thousand():
+    def named(count):
+        gm = fxplug.trace(nn.Sequential(*(Constant() for _ in range(count))), torch.ones(1, 20), check=False)
+        return [name for name, _ in gm.named_buffers()]
+
+    assert named(3) == ["constant_0", "constant_1", "constant_2"]
+    assert len(set(named(300))) == 300
+    recording = SimpleNamespace(named_weights=(0, set()), repeated=Counter(), parameters=Counted(), constants={}, journal=None)
+    recording.attribute_name = lambda tensor: None
+    for _ in range(500):
+        Nodes.constant(recording, torch.ones(1))
+    assert list(recording.constants)[-1] == "constant_499" and recording.parameters.looks <= 1
+
+
+class Counted(dict):
+    looks = 0
+
+    def __init__(self):
+        super().__init__({i: f"layers.{i}.weight" for i in range(1000)})
+
+    def values(self):
+        self.looks += 1
+        return super().values()
+
+
+def test_a_line_of_a_diff_costs_as_much_among_thousands(monkeypatch):
+    gm = fxplug.trace(Stack(100), torch.ones(1, 4))
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="layers.*.fc", rank=2))
+    slow = difflib.unified_diff(printing._lines(gm.graph), printing._lines(new.graph), lineterm="", n=1)
+    slow = "\n".join(line for line in slow if not line.startswith(("---", "+++"))) + "\n"
+    assert "@@ " in slow
+    with monkeypatch.context() as patch:
+        patch.delattr(difflib.SequenceMatcher, "find_longest_match")  # what looks through all lines for each
+        assert fxplug.diff(gm, new) == slow and fxplug.diff(gm, gm) == "\n"
+    moved = ["a", "b", "a", "c", "d"], ["c", "d", "a", "x", "b"]
+    assert printing._Alike(None, *moved).get_matching_blocks() == difflib.SequenceMatcher(None, *moved).get_matching_blocks()

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import networkx
 import torch
 from torch import Tensor, fx, nn
 
@@ -101,8 +100,7 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
             target = f"{home}.{kinds[found.kind]}"
             cut = _cut(key, found.nodes, gm)  # once more: what it reads are results of calls by now
             assert isinstance(cut, Cut)
-            own = extract(cut, target, names[key], stack_around(cut))
-            call = next(n for n in graph.nodes if n.op == "call_module" and n.meta.get(REGION) is own)
+            own, call = extract(cut, target, names[key], stack_around(cut))
             body, given = _functional(own, key)
             if kinds[found.kind] not in holder._modules:
                 holder._modules[kinds[found.kind]] = Nested(body, kinds[found.kind])
@@ -240,7 +238,12 @@ def _best(graph: fx.Graph, inside: Mapping[str, list[fx.Node]], found: Mapping[s
     """
     tree = nesting_tree(graph, inside)
     total: int = sum(n.op != "get_attr" for n in graph.nodes)
-    tree = tree.subgraph([key for key in tree if key == "" or any(k in found for k in (key, *networkx.descendants(tree, key)))])
+    above, todo = {""}, list(found)
+    while todo:
+        if (key := todo.pop()) not in above:
+            above.add(key)
+            todo += tree.predecessors(key)
+    tree = tree.subgraph(above)
 
     def taken(kinds: set[Any]) -> list[str]:
         regions, todo = [], [""]

@@ -59,7 +59,7 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
             raise SpecError(f"'{key}' {reason}: name a region around it, or regions inside it")
         if reason is None:
             stacks = {mode: stack_around(cut) for mode, cut in cuts.items()}
-            parts[key] = {m: extract(c, f"{home}.{names[key]}", names[key], stacks[m]) for m, c in cuts.items()}
+            parts[key] = {m: extract(c, f"{home}.{names[key]}", names[key], stacks[m])[0] for m, c in cuts.items()}
     if not parts:
         raise MatchError("no region here is repeated and can be cut out: name the regions yourself")
     return _assembled(gm, graphs, parts, home, names, checkpoint)
@@ -267,10 +267,11 @@ def _prune(tree: nn.Module, used: set[str], moved: set[str]) -> None:
     for target in used:  # and what holds it
         parts = target.split(".")
         kept.update(id(tree.get_submodule(".".join(parts[:n]))) for n in range(len(parts)))
+    lost = gone - kept
     for module in list(tree.modules()):
         if id(module) not in whole:
             for table in (module._modules, module._parameters, module._buffers):
-                for name in [n for n, x in table.items() if x is not None and id(x) in gone - kept]:
+                for name in [n for n, x in table.items() if x is not None and id(x) in lost]:
                     del table[name]
     _drop_empty(tree)
 
