@@ -25,7 +25,7 @@ from .programs import reach
 from .reading import Raises, reported
 from .rebuild import fill, foreign_classes, read_modules, write_modules
 from .serialize import GraphReader, check_calls, only_keys, write_graph
-from .sinks import save_file
+from .sinks import linked, save_file
 from .snapshot import Snapshot, snapshot
 from .turns import held
 from .values import Unportable, decode, encode, portable, whole
@@ -48,7 +48,8 @@ def save(
     reading, `config.yaml` if `config` is given, and `manifest.json` with a hash of each. Saving the same module twice
     gives the same bytes. Of a lowered module what it was made from is saved, `meta["source"]`, with the weights and adapters
     that it has now: load it and lower it again. A folder that is replaced is swapped whole, so that a crash leaves the old or
-    the new one; what else lay in it stays. Weights on the meta device are saved as shapes.
+    the new one; what else lay in it stays, and a weight file that would be the same is not written again, but linked where
+    links can be made: to switch adapters writes the files of their passes only. Weights on the meta device are saved as shapes.
 
     Raises ArtifactError for what cannot be saved, and for a folder that holds something else.
     """
@@ -67,7 +68,7 @@ def save(
     document, files = _document(module)
     _check_readable(module, document)
     with reported(raises, "cannot be written"), replaced(target) as work:
-        _write_files(work, module, document, files, config)
+        _write_files(work, target, module, document, files, config)
     return Path(folder)
 
 
@@ -253,13 +254,15 @@ def _check_readable(module: TracedModule, document: dict[str, Any]) -> None:
 
 def _write_files(
     work: Path,
+    target: Path,
     module: TracedModule,
     document: dict[str, Any],
     files: dict[str, dict[str, torch.Tensor]],
     config: Mapping[str, Any] | None,
 ) -> None:
     for name, tensors in files.items():
-        save_file(tensors, work / name)
+        if not linked(tensors, target / name, work / name):
+            save_file(tensors, work / name)
     (work / "graph.json").write_bytes(_dump(document))
     (work / "graph.txt").write_text(_readable(module), encoding="utf-8")
     if config is not None:

@@ -33,7 +33,8 @@ def replaced(target: Path) -> Iterator[Path]:
         yield work
         mode = 0o666 & ~_umask()
         for path in work.iterdir():
-            path.chmod(mode)
+            if path.stat().st_nlink == 1:  # a file that others have, too, is theirs
+                path.chmod(mode)
         work.chmod(0o777 & ~_umask())
         for path in (*work.iterdir(), work):
             _sync(path)

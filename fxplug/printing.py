@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import operator
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -39,6 +40,9 @@ class _Alike(difflib.SequenceMatcher[str]):
     """Lines that two texts share: at once where they are in one order in both, as a rewrite leaves them. difflib's own search
     takes time with the square of their number."""
 
+    a: Sequence[str]
+    b: Sequence[str]
+
     def get_matching_blocks(self) -> list[difflib.Match]:
         places = dict(zip(_numbered(self.b), range(len(self.b)), strict=True))
         pairs = [(i, places[key]) for i, key in enumerate(_numbered(self.a)) if key in places]
@@ -54,7 +58,7 @@ class _Alike(difflib.SequenceMatcher[str]):
         return [*blocks, difflib.Match(len(self.a), len(self.b), 0)]
 
 
-def _numbered(lines: Any) -> list[tuple[str, int]]:
+def _numbered(lines: Sequence[str]) -> list[tuple[str, int]]:
     """Each line and how often it was there before."""
     counts: Counter[str] = Counter()
     found = []
