@@ -1,7 +1,8 @@
 """Every model of the zoo, traced and compared bit for bit with eager: `python benchmarks/exactness.py [FILTER] [--json FILE]`.
 
 Prints one line a model; whatever is not exact stands there with its reason: "no graph" is a TraceError, which says what
-cannot be one. Exit code 1 when a graph is not exact or something else fails.
+cannot be one. Below stand those of the exact ones that have modules which are kept whole. Exit code 1 when a graph
+is not exact or something else fails.
 """
 
 from __future__ import annotations
@@ -56,11 +57,16 @@ def main() -> int:
     good = sum(not r["problems"] for r in rows)
     without = sum(bool(r.get("no_graph")) for r in rows)
     refused = sum(bool(r["refused"]) for r in rows)
-    print(f"\n{good} of {len(rows)} exact, {without} have no graph; {refused} refuse an input by a guard; left out:")
+    whole = {r["name"]: r["leaves"] for r in rows if r.get("leaves") and not r["problems"]}
+    print(f"\n{good} of {len(rows)} exact, {without} have no graph; {refused} refuse an input by a guard")
+    print(f"{len(whole)} of the exact ones have modules that are kept whole{':' * bool(whole)}")
+    for name, paths in whole.items():
+        print(f"    {name}: {', '.join(paths)}")
+    print("left out:")
     for name, reason in sorted(LEFT_OUT.items()):
         print(f"    {name}: {reason}")
     if options.json:
-        counts = {"exact": good, "no_graph": without, "of": len(rows), "refusing": refused}
+        counts = {"exact": good, "no_graph": without, "of": len(rows), "refusing": refused, "kept_whole": whole}
         write(options.json, {**counts, "rows": rows, "left_out": LEFT_OUT})
     return 0 if good + without == len(rows) else 1
 
