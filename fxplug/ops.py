@@ -174,10 +174,21 @@ def exit_autocast(state: Any) -> None:
     torch.amp.autocast_mode._exit_autocast(state)  # type: ignore[no-untyped-call]
 
 
+def _casts(kind: str) -> bool:
+    try:
+        torch.is_autocast_enabled(kind)
+    except RuntimeError:
+        return False
+    return True
+
+
+# device types that torch has autocast for, whether there is such a device or not; every version of it has others
+CASTING = tuple(filter(_casts, ["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", "privateuseone"]))
+
+
 def modes() -> tuple[Any, ...]:
     """The modes of torch that a graph changes between its enter and exit nodes: of gradients and of autocast."""
-    kinds = {"cpu", "cuda", *([torch.accelerator.current_accelerator().type] if torch.accelerator.is_available() else [])}  # type: ignore[union-attr]
-    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds)]
+    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in CASTING]
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return torch.is_grad_enabled(), casts, torch.is_autocast_cache_enabled(), depth

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .errors import TraceError
+from .ops import CASTING
 from .state import State
 
 
@@ -43,7 +44,7 @@ SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
             lambda kind=kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
             lambda value, kind=kind: _set_autocast(kind, *value),
         )
-        for kind in ("cpu", "cuda")
+        for kind in CASTING
     ),
     *(
         (f"torch.backends.{owner}.{name}", lambda b=b, n=name: getattr(b, n), lambda value, b=b, n=name: setattr(b, n, value))

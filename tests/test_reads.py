@@ -644,3 +644,31 @@ def test_modes_are_given_back_on_every_error(kind: type[BaseException]) -> None:
         with pytest.raises(kind):
             gm(image())
         assert ops.modes() == before
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # there is no such device here
+@pytest.mark.parametrize("device", [device for device in ops.CASTING if device != "privateuseone"])
+def test_autocast_is_given_back_for_every_device_after_an_error(device: str) -> None:
+    dtype = torch.bfloat16 if torch.get_autocast_dtype(device) is torch.float16 else torch.float16
+
+    def fail(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    state = graph.call_function(ops.enter_autocast, (device, dtype, True, False))
+    y = graph.call_module("fc", (x,))
+    graph.call_function(ops.exit_autocast, (state,))
+    graph.output(y)
+    gm = fxplug.trace(Raw(lambda self, x: self.fc(x)), image())
+    gm.graph = graph
+    gm.recompile()
+    gm.fc.forward = fail
+    before = ops.modes(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    with pytest.raises(KeyboardInterrupt):
+        gm(image())
+    assert (ops.modes(), torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) == before
+
+
+def test_torch_has_autocast_for_some_devices_and_not_for_all() -> None:
+    assert {"cpu", "cuda", "xpu", "mps"} <= {*ops.CASTING} and "meta" not in ops.CASTING

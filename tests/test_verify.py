@@ -389,3 +389,31 @@ class Plain(Honest):
 def test_a_class_that_load_must_be_allowed_is_named():
     gm, new = rewritten(Base().eval(), x := torch.randn(2, 4), block(Plain, "b"))
     assert checked(gm, new, x)["saved"] == ("ok", "save takes it; load needs allow=[...] for test_verify:Plain")
+
+
+class Attended(nn.Module):
+    """Two outputs behind an attention, which is compared within a tolerance where it is opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.fc = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.attention(x, x, x, need_weights=False)[0]
+        return y, self.fc(y)
+
+
+def test_a_second_output_that_differs_by_much_is_found():
+    far = lying(lambda self, y: y + self.weight + 100)
+    gm, new = rewritten(Attended().eval(), x := torch.randn(2, 3, 8), block(far, "fc", "liar"))
+    with pytest.raises(fxplug.VerifyError, match=r"liar.*1\.0e\+02"):
+        checked(gm, new, x)
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda self, y: y[..., :5], lambda self, y: (y + self.weight)[0], lambda self, y: torch.cat([y, y])]
+)
+def test_an_output_of_another_shape_is_an_error_of_verification(wrong):
+    gm, new = rewritten(Attended().eval(), x := torch.randn(2, 3, 8), block(lying(wrong), "fc", "liar"))
+    with pytest.raises(fxplug.VerifyError, match="liar"):
+        checked(gm, new, x)
