@@ -79,6 +79,8 @@ def test_a_new_controlnet_made_from_the_host_is_neutral(base):
     torch.manual_seed(0)
     new = rewritten(base, "diffusers:ControlNetModel.from_unet", options=OPTIONS)
     assert new.meta["passes"][-1]["neutral"]
+    paths, levels = [s["path"] for s in new.meta["passes"][-1]["sites"]], base.model.up_blocks
+    assert paths.count("mid_block") == 1 and len(paths) == 2 + sum(len(level.resnets) for level in levels)  # and the gate
     with torch.no_grad():
         assert torch.equal(new(**base.kwargs, cond=picture(base))[0], base.model(**base.kwargs)[0])
     made = {k.removeprefix("controlnet.cn."): v for k, v in new.state_dict().items() if k.startswith("controlnet.cn.")}
@@ -162,6 +164,7 @@ def test_each_sample_of_a_batch_has_its_own_gate():
         assert error(late[1:], new(**call, cond=cond)[0][1:]) < 1e-6
 
 
+@pytest.mark.slow  # in small: test_conditions has it with two other passes
 def test_one_graph_for_all_strengths_gates_and_conditions():
     base, (_, new) = unets.sd15(), with_control("sd15")
     counter = CompileCounter()
@@ -229,7 +232,8 @@ def test_it_is_saved_and_loaded_with_its_network(tmp_path):
 # --- full size, and what is refused
 
 
-@pytest.mark.parametrize("make", [unets.sd15_full, pytest.param(unets.sdxl_full, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [unets.sd15_full, unets.sdxl_full])
 def test_the_full_size_is_one_graph(make):
     unet, call = make()
     gm = fxplug.trace(unet, (), call)
