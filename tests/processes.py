@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed", "diffusers.models", "sklearn.datasets", "timm", "pytest"])
+UNET = "diffusers.models.unets.unet_2d_condition"  # what most of diffusers' models import
+CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed", UNET, "sklearn.datasets", "timm", "pytest"])
 
 
 def group(function: Callable[..., Any], *args: Any, world: int = 2) -> None:
