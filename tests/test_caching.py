@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import socket
 from functools import cache
 
 import numpy
+import processes
 import pytest
 import small
 import torch
-import torch.distributed as dist
 import unets
 import zoo
 from torch import nn
@@ -631,24 +630,16 @@ def test_a_step_that_is_in_full_anywhere_is_so_everywhere():
         assert pretended(ways, steps) == [[True, False, True, False]] * 2
 
 
-def process(rank, port, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        base = pixart()
-        cache = StepCache(fxplug.load(folder), Threshold(0.15), clock=None)
-        torch.save(in_turn(cache, [changed(base, by) for by in (0.0, 0.05, 3.0)]), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def process(rank, folder):
+    base = pixart()
+    cache = StepCache(fxplug.load(folder), Threshold(0.15), clock=None)
+    torch.save(in_turn(cache, [changed(base, by) for by in (0.0, 0.05, 3.0)]), f"{folder}/{rank}.pt")
 
 
 def test_two_real_processes_decide_as_one(tmp_path):
     base, new, _ = parallel("pixart", ulysses=2)
     fxplug.save(new, tmp_path / "saved")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(process, (port, str(tmp_path / "saved")), nprocs=2)
+    processes.group(process, str(tmp_path / "saved"))
     cache = StepCache(cached("pixart")[1], Threshold(0.15), clock=None)
     want, steps = in_turn(cache, [changed(base, by) for by in (0.0, 0.05, 3.0)])
     for rank in range(2):

@@ -91,12 +91,21 @@ def folder(tmp_path):
     return tmp_path
 
 
+ONE_LEVEL = {"block_out_channels": [16], "down_block_types": ["DownBlock2D"], "up_block_types": ["UpBlock2D"]}
+SMALL = {
+    "model": {"diffusers": UNET | ONE_LEVEL},
+    "passes": CONFIG["passes"][:1],
+    "data": {key: value for key, value in CONFIG["data"].items() if key != "conditions"},
+}
+
+
 def start(folder, out, **changed):
     made = {**CONFIG, **changed}
     (folder / "run.yaml").write_text(yaml.safe_dump(made))
     return fxplug.train(folder / "run.yaml", out=folder / out, quiet=True)
 
 
+@pytest.mark.slow  # in small: test_denoise has a ControlNet's loss and gradients, and a run of LoRA that makes pictures
 def test_a_controlnet_and_lora_learn_to_draw_photographs(folder):
     run = start(folder, "run")
     logged = [json.loads(line) for line in (run.out / "log.jsonl").read_text().splitlines()]
@@ -117,8 +126,8 @@ def test_a_controlnet_and_lora_learn_to_draw_photographs(folder):
 
 def test_the_samples_do_not_disturb_the_run_and_it_resumes_to_the_bit(folder):
     plain = {**CONFIG["train"], "steps": 4, "save": {"every": 2, "keep": 9}, "test": {"every": 0}}
-    with_pictures = start(folder, "a", train={**plain, "log": {"samples": 1}})
-    without = start(folder, "b", train={**plain, "log": {"samples": 0}})
+    with_pictures = start(folder, "a", **SMALL, train={**plain, "log": {"samples": 1}})
+    without = start(folder, "b", **SMALL, train={**plain, "log": {"samples": 0}})
     assert [r["loss"] for r in with_pictures.history] == [r["loss"] for r in without.history]
     second = folder / "b" / "checkpoints" / "step-00000002"
     resumed = fxplug.train(folder / "run.yaml", out=folder / "c", resume=second, quiet=True)
@@ -128,7 +137,7 @@ def test_the_samples_do_not_disturb_the_run_and_it_resumes_to_the_bit(folder):
 
 def test_a_corrupt_photograph_is_named_and_the_run_goes_on(folder, capfd):
     (folder / "photos" / "coffee0.png").write_text("no picture at all")
-    run = start(folder, "run", train={**CONFIG["train"], "steps": 3, "batch": 4, "log": {"samples": 0}})
+    run = start(folder, "run", **SMALL, train={**CONFIG["train"], "steps": 3, "batch": 4, "log": {"samples": 0}})
     assert len(run.history) == 3
     assert "1 images could not be read: coffee0.png" in capfd.readouterr().err
     notes = [json.loads(line) for line in (run.out / "log.jsonl").read_text().splitlines()]

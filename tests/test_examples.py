@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
+from safetensors.torch import load_file
 
 import fxplug
 from fxplug.compat.hcp_config import convert
@@ -75,7 +77,7 @@ def test_step_cache(capsys):
 
 def test_controlnet(capsys):
     text = output("controlnet.py", capsys)
-    assert "8 places, new inputs cond, strength, start, end" in text and "graphs that were compiled: 1\n" in text
+    assert "6 places, new inputs cond, strength, start, end" in text and "graphs that were compiled: 1\n" in text
     away = [float(line.split()[-1]) if line.startswith("strength") else float(line.rpartition(":  ")[2].split()[0])
             for line in text.splitlines()[1:-1]]  # fmt: skip
     assert away[0] == away[1] == away[4] == 0 < away[2] < away[3]
@@ -103,19 +105,32 @@ def test_hcp_plugins(capsys):
     assert "count: the attribute 'self.calls' is read before this call has written it" in text
 
 
-def test_hcp_and_everydream(tmp_path, monkeypatch):
-    """A few steps of it: the plugins of both kinds are there, and the passes are those of HCP-Diffusion's file."""
+def test_hcp_and_everydream_in_two_steps(tmp_path, monkeypatch, caplog):
+    """The plugins of both kinds are there, and the passes are those of HCP-Diffusion's file."""
     parts = EXAMPLES / "hcp_and_everydream"
     monkeypatch.syspath_prepend(str(parts))
+    monkeypatch.syspath_prepend(str(EXAMPLES / "fashion"))
     converted = convert(parts / "hcp.yaml", model=str(parts / "train.yaml"), out=parts / "out.yaml")
     assert parse_yaml(converted.text).data["passes"] == read_yaml(parts / "train.yaml").data["passes"]
+    (tmp_path / "digits").mkdir()
+    for index, word in enumerate(("zero", "one")):
+        Image.new("L", (28, 28), 100 * index).save(tmp_path / "digits" / f"{index}.png")
+        (tmp_path / "digits" / f"{index}.txt").write_text(f"a handwritten digit, {word}")
+    less = [f"data.images={tmp_path / 'digits'}", "train.steps=2", "train.batch=2", "train.log.samples=0"]
+    with caplog.at_level("INFO"):
+        fxplug.train(parts / "train.yaml", out=tmp_path / "out", set=less, quiet=True)
+    assert "epoch 0 of out begins at step 0" in caplog.text
+    again = fxplug.load(tmp_path / "out" / "module", allow=["blocks"])
+    assert {"skip", "lora_block_0"} <= {name.partition(".")[0] for name, _ in again.named_parameters()}
+
+
+@pytest.mark.slow
+def test_hcp_and_everydream(tmp_path):
     less = ["train.steps=3", "train.log.samples=0"]
     command = [sys.executable, str(EXAMPLES / "hcp_and_everydream.py"), str(tmp_path / "out"), *less]
     run = subprocess.run(command, capture_output=True, text=True, cwd=EXAMPLES.parent)
     assert run.returncode == 0, run.stderr
     assert "epoch 0 of out begins at step 0" in run.stderr and "recognised: " in run.stdout
-    again = fxplug.load(tmp_path / "out" / "module", allow=["blocks"])
-    assert {"skip", "lora_block_0"} <= {name.partition(".")[0] for name, _ in again.named_parameters()}
 
 
 def test_trained_lora(capsys):
@@ -124,11 +139,12 @@ def test_trained_lora(capsys):
     assert "base weights untouched: True" in text and "loaded again, same answers: True" in text
 
 
-def test_efficientnet_adapters(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["efficientnet_adapters.py", "--steps", "2", "--digits", "50", "LoRA", "full"])
-    heading, lora, full = output("efficientnet_adapters.py", capsys).splitlines()
+@pytest.mark.parametrize("more", [[], pytest.param(["full"], marks=pytest.mark.slow)])
+def test_efficientnet_adapters(capsys, monkeypatch, more):
+    monkeypatch.setattr(sys, "argv", ["efficientnet_adapters.py", "--steps", "1", "--digits", "50", "LoRA", *more])
+    heading, lora, *full = output("efficientnet_adapters.py", capsys).splitlines()
     assert heading.split() == ["method", "accuracy", "trainable", "CPU", "time", "of", "a", "step"]
-    assert lora.split()[3:] == ["295,158", "1.0"] and full.split()[3] == "3,383,818"
+    assert lora.split()[3:] == ["295,158", "1.0"] and [row.split()[3] for row in full] == ["3,383,818"] * len(more)
 
 
 def test_zhijian_trainer(capsys, monkeypatch):
@@ -140,6 +156,25 @@ def test_zhijian_trainer(capsys, monkeypatch):
     assert text.count("Acc@1      Acc@5") == 2 and text.count("***   Best results: [Acc@1: ") == 4
 
 
+def test_the_weights_of_fashion_are_those_of_its_configurations(monkeypatch):
+    """And the judge knows garments."""
+    parts = EXAMPLES / "fashion"
+    monkeypatch.syspath_prepend(str(parts))
+    monkeypatch.setenv("FASHION_MNIST", str(parts / "few"))
+    from garments import CLASSES, conditions
+    from judge import recognised
+
+    for name in ("lora", "controlnet", "classifier"):
+        module = fxplug.rewrite(parts / f"{name}.yaml", verify=False).module.eval()
+        weights = load_file(parts / f"{name}.safetensors")
+        trained = {f"{p.name}." for p in fxplug.load_config(parts / f"{name}.yaml").passes}
+        assert not module.load_state_dict(weights, strict=False).unexpected_keys
+        assert not trained or all(any(key.startswith(t) for key in weights) for t in trained)
+    _, captions, _ = found = conditions(CLASSES[:8], 2)
+    assert sum(recognised(module, found[0], captions).values()) / 8 > 0.7
+
+
+@pytest.mark.slow
 def test_fashion(tmp_path):
     """Two steps of each training, then what the trained weights beside it are worth, on a few images."""
     command = [sys.executable, str(EXAMPLES / "fashion.py"), "--quick", "--out", str(tmp_path)]

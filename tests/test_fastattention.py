@@ -202,6 +202,8 @@ def test_several_results_are_one_place():
 
 # --- the search
 
+SEARCHED = pytest.mark.parametrize("model", [pixart, pytest.param(dit, marks=pytest.mark.slow)])  # every method on every layer
+
 
 def search(fast, calls, threshold, **more):
     with fast.calibrating(threshold, **more):
@@ -209,7 +211,7 @@ def search(fast, calls, threshold, **more):
     return found
 
 
-@pytest.mark.parametrize("model", [pixart, dit])
+@SEARCHED
 def test_no_threshold_leaves_all_in_full(model):
     base, new = marked(model=model)
     fast = FastAttention(new, clock=None)
@@ -219,7 +221,7 @@ def test_no_threshold_leaves_all_in_full(model):
     assert fast.schedule == [{}, {}, {}] and not fast._parts.keys() - {"", *fast._rows}
 
 
-@pytest.mark.parametrize("model", [pixart, dit])
+@SEARCHED
 def test_thresholds_buy_work_for_difference(model):
     base, new = marked(model=model)
     calls = [changed(base, by) for by in (0.0, 0.1, 0.2)]

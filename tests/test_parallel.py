@@ -7,8 +7,8 @@ import hashlib
 import itertools
 import json
 import os
-import socket
 
+import processes
 import pytest
 import small
 import torch
@@ -353,39 +353,28 @@ def learn(gm, new, steps=4):
     return found, [p.detach().clone() for p in new.parameters()]
 
 
-def process(rank, world, port, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    try:
-        gm, args, kwargs = case("DiTTransformer2DModel")
-        plan = fxplug.parallel_plan(gm, args, kwargs, check=False, batch=2, ulysses=2)
-        new = fxplug.parallelize(gm, plan)
-        with torch.no_grad(), traffic() as sent:
-            out = new(*args, **kwargs)
-        assert sum(sent) == plan.bytes(rank) > 0
-        assert all(_apart(a, b) < CLOSE for a, b in zip(leaves(gm(*args, **kwargs)), leaves(out), strict=True))
-        gm = own("sdpa")
-        new = fxplug.load(folder)  # saved by one process, with no rank in it
-        assert _apart(gm(*own_inputs()), new(*own_inputs())) < CLOSE
-        compiled = torch.compile(new, fullgraph=True, backend="eager", dynamic=True)
-        with torch.no_grad():
-            assert _apart(gm(*own_inputs()), compiled(*own_inputs())) < CLOSE
-        with pytest.raises(fxplug.SpecError, match="the plan is for 2 processes .ulysses 2., and there are 4"):
-            fxplug.parallelize(gm, fxplug.parallel_plan(gm, own_inputs(), ulysses=2, check=False))
-        losses, weights = learn(gm, new)
-        torch.save((losses, weights), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def process(rank, folder):
+    gm, args, kwargs = case("DiTTransformer2DModel")
+    plan = fxplug.parallel_plan(gm, args, kwargs, check=False, batch=2, ulysses=2)
+    new = fxplug.parallelize(gm, plan)
+    with torch.no_grad(), traffic() as sent:
+        out = new(*args, **kwargs)
+    assert sum(sent) == plan.bytes(rank) > 0
+    assert all(_apart(a, b) < CLOSE for a, b in zip(leaves(gm(*args, **kwargs)), leaves(out), strict=True))
+    gm = own("sdpa")
+    new = fxplug.load(folder)  # saved by one process, with no rank in it
+    assert _apart(gm(*own_inputs()), new(*own_inputs())) < CLOSE
+    with pytest.raises(fxplug.SpecError, match="the plan is for 2 processes .ulysses 2., and there are 4"):
+        fxplug.parallelize(gm, fxplug.parallel_plan(gm, own_inputs(), ulysses=2, check=False))
+    losses, weights = learn(gm, new)
+    torch.save((losses, weights), f"{folder}/{rank}.pt")
 
 
 def test_four_processes_give_and_learn_what_one_does(tmp_path):
     gm = own("sdpa")
     plan = fxplug.parallel_plan(gm, own_inputs(), ulysses=2, ring=2)
     fxplug.save(fxplug.parallelize(gm, plan), tmp_path / "saved")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(process, (4, port, str(tmp_path / "saved")), nprocs=4)
+    processes.group(process, str(tmp_path / "saved"), world=4)
     again = fxplug.trace(small.seeded(lambda: OwnDiT("sdpa")).eval(), own_inputs()).eval()
     losses, weights = learn(again, again)
     for rank in range(4):
@@ -395,30 +384,23 @@ def test_four_processes_give_and_learn_what_one_does(tmp_path):
     assert os.path.exists(tmp_path / "saved")
 
 
-def compiling(rank, world, port, ways):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    try:
-        gm = fxplug.trace(small.seeded(lambda: OwnDiT("sdpa", depth=1)).eval(), own_inputs()).eval()
-        gm = fxplug.apply(gm, fxplug.load_pass("lora", at="blocks.*.mlp.0", rank=2, slots=2))
-        new = fxplug.parallelize(gm, fxplug.parallel_plan(gm, own_inputs(), check=False, **ways))
-        compiled = torch.compile(new, fullgraph=True, dynamic=True, backend="aot_eager")
-        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
-            for index, size in enumerate([(2, 12, 20), (2, 20, 12), (4, 16, 10), (3, 10, 14)]):
-                for name, tensor in gm.state_dict().items():
-                    if name.startswith("lora.") and tensor.is_floating_point():  # another adapter in the slots
-                        tensor.normal_(generator=torch.Generator().manual_seed(index))
-                assert _apart(gm(*own_inputs(*size)), compiled(*own_inputs(*size))) < CLOSE
-    finally:
-        dist.destroy_process_group()
+def compiling(rank, ways, backend):
+    gm = fxplug.trace(small.seeded(lambda: OwnDiT("sdpa", depth=1)).eval(), own_inputs()).eval()
+    gm = fxplug.apply(gm, fxplug.load_pass("lora", at="blocks.*.mlp.0", rank=2, slots=2))
+    new = fxplug.parallelize(gm, fxplug.parallel_plan(gm, own_inputs(), check=False, **ways))
+    compiled = torch.compile(new, fullgraph=True, dynamic=True, backend=backend)
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for index, size in enumerate([(2, 12, 20), (2, 20, 12), (4, 16, 10), (3, 10, 14)]):
+            for name, tensor in gm.state_dict().items():
+                if name.startswith("lora.") and tensor.is_floating_point():  # another adapter in the slots
+                    tensor.normal_(generator=torch.Generator().manual_seed(index))
+            assert _apart(gm(*own_inputs(*size)), compiled(*own_inputs(*size))) < CLOSE
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ways", [{"ulysses": 2}, {"ring": 2}], ids=str)
-def test_one_compiled_graph_serves_sizes_batches_and_adapters(ways):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(compiling, (2, port, ways), nprocs=2)
+def test_one_compiled_graph_serves_sizes_batches_and_adapters(ways, backend):
+    processes.group(compiling, ways, backend)
 
 
 # --- what a call leaves, and draws

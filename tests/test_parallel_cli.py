@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 import small
 import torch
@@ -16,7 +18,7 @@ from test_parallel_faults import Tokens
 from typer.testing import CliRunner
 
 import fxplug
-from fxplug.__main__ import app
+from fxplug.__main__ import app, main
 from fxplug.pages import SMALL
 from fxplug.parallel.attention import Attention
 from fxplug.parallel.checking import check_pretended, pretending, ways_in
@@ -170,21 +172,50 @@ def test_wrong_ways(ways, text):
     assert re.search(text, run("parallel", "c.yaml", "--ways", ways, code=1))
 
 
+def verb(*args):
+    sys.argv = ["fxplug", *args]
+    main()
+
+
 def torchrun(count, *args):
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(fxplug.__file__).parent.parent)])
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={count}", "-m", "fxplug", *args]
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    """The verb in processes that believe that torchrun has started them."""
+    folder = Path("printed")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return processes.ended(verb, *args, folder=folder, world=count)
+
+
+SAID = r"2 pretended processes differ from one by \S+, real ones from pretended ones by \S+; every value was compared\n"
+
+
+def saved():
+    Path("c.yaml").write_text(MODEL + "passes: [{sequence_parallel: {ulysses: 2}}]\n")
+    return run("parallel", "c.yaml", "--check", "--out", "out")
 
 
 def test_a_check_on_processes_of_its_own_and_of_torchrun():
-    Path("c.yaml").write_text(MODEL + "passes: [{sequence_parallel: {ulysses: 2}}]\n")
-    said = r"2 pretended processes differ from one by \S+, real ones from pretended ones by \S+; every value was compared\n"
-    assert re.search(said + "saved in out\n$", run("parallel", "c.yaml", "--check", "--out", "out"))
+    assert re.search(SAID + "saved in out\n$", saved())
     done = torchrun(2, "parallel", "out", "--check")
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall(said, done.stdout)) == 1 and done.stdout.count("collectives of process 0") == 1
+    assert done.codes == [0, 0], done.stderr
+    assert len(re.findall(SAID, done.stdout)) == 1 and done.stdout.count("collectives of process 0") == 1
     done = torchrun(2, "rewrite", "none.yaml")  # a verb for one process, which fails
+    assert done.stderr.count("none.yaml") == 1 and done.codes == [1, 1]
+
+
+@pytest.mark.slow  # three programs that import torch
+def test_torchrun_itself():
+    saved()
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(fxplug.__file__).parent.parent)])
+
+    def started(*args):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "fxplug", *args]
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+    done = started("parallel", "out", "--check")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(SAID, done.stdout)) == 1 and done.stdout.count("collectives of process 0") == 1
+    done = started("rewrite", "none.yaml")
     # torchrun may end the second one before it has ended by itself
     assert done.stderr.count("none.yaml") == 1 and "exitcode  : 1" in done.stderr and done.returncode == 1
 
@@ -322,7 +353,7 @@ def test_stages_from_the_command_line():
     shown = run("parallel", "c.yaml", "--ways", "stages=2,patches=2", "--check", "--out", "out")
     assert re.fullmatch(said + checked + "saved in out\n", shown)
     done = torchrun(2, "parallel", "out", "--check")
-    assert done.returncode == 0 and len(re.findall(said + checked, done.stdout)) == 1, done.stderr
+    assert done.codes == [0, 0] and len(re.findall(said + checked, done.stdout)) == 1, done.stderr
     assert re.fullmatch(said, run("parallel", "out", "--plan-only"))
     assert "'out' is parallel already, with --ways stages=2,patches=2" in run("parallel", "out", "--ways", "ulysses=2", code=1)
     assert "give stages=2,patches=4" in run("parallel", "c.yaml", "--ways", "patches=2", code=1)

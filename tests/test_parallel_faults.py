@@ -6,7 +6,9 @@ import contextlib
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +19,7 @@ from fxplug.parallel import faults
 from fxplug.parallel.checking import check_pretended
 from fxplug.parallel.pretending import PRETENDED, pretended
 
-SECONDS = 6  # the timeout of the group
+SECONDS = 4  # the timeout of the group
 
 
 class Tokens(nn.Module):
@@ -121,12 +123,16 @@ def test_what_is_alike_is_compared_once(monkeypatch):
 class Grown(nn.Module):
     """What kills or stops its process in the middle of a model."""
 
+    def __init__(self, how, told):
+        super().__init__()
+        self.how, self.told = how, told
+
     def forward(self, x):
-        how = os.environ.get("FAULT", "")
-        if how == "die":
+        if self.how == "die":
             os._exit(7)
-        if how == "hang":
-            time.sleep(5 * SECONDS)
+        end = time.monotonic() + 10 * SECONDS
+        while not self.told.exists() and time.monotonic() < end:  # a file that the other one writes
+            time.sleep(0.1)
         return x
 
 
@@ -143,8 +149,8 @@ def process(rank, how, folder):
         with torch.no_grad():
             new(tokens()) if how != "input" else None
             if rank == 1 and how in ("die", "hang"):
-                os.environ["FAULT"] = how
-                new.layers[1].register_forward_pre_hook(lambda module, given: Grown()(None))
+                fault = Grown(how, Path(folder) / "0.txt")
+                new.layers[1].register_forward_pre_hook(lambda module, given: fault(None))
             new(x)
     except fxplug.FxplugError as error:
         with open(f"{folder}/{rank}.txt", "w") as file:
@@ -163,8 +169,7 @@ def process(rank, how, folder):
     ],
 )
 def test_one_process_fails_and_the_other_says_so(how, text, tmp_path):
-    context = torch.multiprocessing.get_context("spawn")
-    started = [context.Process(target=process, args=(rank, how, str(tmp_path))) for rank in range(2)]
+    started = [processes.CONTEXT.Process(target=process, args=(rank, how, str(tmp_path))) for rank in range(2)]
     for one in started:
         one.start()
     for one in started:

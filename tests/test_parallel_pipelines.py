@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pipelines
+import processes
 import pytest
 import torch
 import unets
@@ -22,7 +20,6 @@ import fxplug
 from fxplug import Every, StepCache
 from fxplug.parallel.pretending import pretended
 
-HERE = Path(__file__).parent
 CLOSE = 1e-5  # of the largest value of a picture
 NAMES = tuple(PIPELINES)
 ONE_SAMPLE = ("flux",)  # its guidance is an input
@@ -252,10 +249,8 @@ def test_a_unet_with_its_controlnet(ways):
 # --- real processes
 
 
-def process(folder):
-    """What torchrun starts: pictures of every pipeline, by models of one process that were saved, and by new ones."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
+def process(rank, folder):
+    """Pictures of every pipeline, by models of one process that were saved, and by new ones."""
     world = torch.distributed.get_world_size()
     pictures = {}
     for saved in sorted(Path(folder).glob("model *")):
@@ -276,19 +271,13 @@ def process(folder):
         pictures[f"new {name}"] = found()
         if name == "flux":
             pictures[f"decoder {name}"] = decoder_in_rows(found, 2)[0]()
-    torch.save(pictures, f"{folder}/{torch.distributed.get_rank()}.pt")
+    torch.save(pictures, f"{folder}/{rank}.pt")
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
-def torchrun(folder, processes):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    script = Path(folder) / "script.py"
-    script.write_text(f"import test_parallel_pipelines\ntest_parallel_pipelines.process({str(folder)!r})")
-    env = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, str(script)], capture_output=True, text=True, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(processes)]
+def drawn_by(folder, world):
+    processes.group(process, str(folder), world=world)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
 
 
 def wanted(key):
@@ -301,7 +290,7 @@ def wanted(key):
     return case(name)[0].with_transformer(serial)()
 
 
-def test_two_processes_that_torchrun_started(tmp_path):
+def test_two_processes(tmp_path):
     """Guidance by guidance, by heads, around a ring; from saved models, and planned there; adapters switched in between."""
     for name, ways in (("dit", {"ulysses": 2}), ("dit", {"batch": 2}), ("pixart", {"ring": 2})):
         fxplug.save(parallel(name, **ways)[1], tmp_path / f"model {name} {next(iter(ways))}")
@@ -309,16 +298,16 @@ def test_two_processes_that_torchrun_started(tmp_path):
     bank("sd3").adapters.use(None)
     plan = fxplug.parallel_plan(bank("sd3"), args, kwargs, ulysses=2)
     fxplug.save(fxplug.parallelize(bank("sd3"), plan), tmp_path / "model sd3 slots none")
-    for found in torchrun(tmp_path, 2):
+    for found in drawn_by(tmp_path, 2):
         assert len(found) == 9
         for key, value in found.items():
             assert off(wanted(key.replace("none a", "a").replace("none [", "[")), value) < CLOSE, key
 
 
 @pytest.mark.slow
-def test_four_processes_that_torchrun_started(tmp_path):
+def test_four_processes(tmp_path):
     four = ("dit", {"batch": 2, "ulysses": 2}), ("sd3", {"batch": 2, "ring": 2}), ("pixart", {"ring": 2, "ulysses": 2})
     for name, ways in four:
         fxplug.save(parallel(name, **ways)[1], tmp_path / f"model {name} {'x'.join(ways)}")
-    for found in torchrun(tmp_path, 4):
+    for found in drawn_by(tmp_path, 4):
         assert len(found) == 3 and all(off(picture(key.split()[1]), value) < CLOSE for key, value in found.items())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
-import socket
 
+import processes
 import pytest
 import torch
 import torch.distributed as dist
@@ -334,33 +334,25 @@ def test_a_model_in_rows_is_saved_without_a_rank(tmp_path):
 # --- real processes
 
 
-def process(rank, world, port):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    try:
-        torch.manual_seed(0)  # the same weights and images in each
-        middle = nn.Conv2d(3, 4, 3, 2, 1), nn.GroupNorm(2, 4), nn.Upsample(scale_factor=2), nn.Conv2d(4, 3, 5, 1, 2)
-        model, x = Net(nn.Sequential(*middle)), torch.randn(1, 2, 13, 6)
-        gm = fxplug.trace(model, (x,)).eval()
-        plan = fxplug.parallel_plan(gm, (x,), rows=2, check=False)
-        new = fxplug.parallelize(gm, plan)
-        with torch.no_grad(), traffic() as sent:
-            out = new(x)
-        assert sum(sent) == plan.bytes(rank) > 0
-        assert all(_apart(a, b) < 2e-6 for a, b in zip(leaves(model(x)), leaves(out), strict=True))
-        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-        wanted = torch.autograd.grad((model(x) * weights).sum(), list(model.parameters()))
-        for want, got in zip(wanted, torch.autograd.grad((new(x) * weights).sum(), list(new.parameters())), strict=True):
-            dist.all_reduce(got)
-            assert float((got / world - want).abs().max()) < 1e-4 * max(1e-2, float(want.abs().max()))
-        with torch.no_grad():
-            assert _apart(new(x), torch.compile(new, fullgraph=True, backend="eager")(x)) < CLOSE
-    finally:
-        dist.destroy_process_group()
+def process(rank):
+    torch.manual_seed(0)  # the same weights and images in each
+    middle = nn.Conv2d(3, 4, 3, 2, 1), nn.GroupNorm(2, 4), nn.Upsample(scale_factor=2), nn.Conv2d(4, 3, 5, 1, 2)
+    model, x = Net(nn.Sequential(*middle)), torch.randn(1, 2, 13, 6)
+    gm = fxplug.trace(model, (x,)).eval()
+    plan = fxplug.parallel_plan(gm, (x,), rows=2, check=False)
+    new = fxplug.parallelize(gm, plan)
+    with torch.no_grad(), traffic() as sent:
+        out = new(x)
+    assert sum(sent) == plan.bytes(rank) > 0
+    assert all(_apart(a, b) < 2e-6 for a, b in zip(leaves(model(x)), leaves(out), strict=True))
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    wanted = torch.autograd.grad((model(x) * weights).sum(), list(model.parameters()))
+    for want, got in zip(wanted, torch.autograd.grad((new(x) * weights).sum(), list(new.parameters())), strict=True):
+        dist.all_reduce(got)
+        assert float((got / 2 - want).abs().max()) < 1e-4 * max(1e-2, float(want.abs().max()))
+    with torch.no_grad():
+        assert _apart(new(x), torch.compile(new, fullgraph=True, backend="eager")(x)) < CLOSE
 
 
 def test_two_processes_decode_as_one():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(process, (2, port), nprocs=2)
+    processes.group(process)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import socket
 
+import processes
 import pytest
 import small
 import torch
@@ -334,38 +334,30 @@ def learn(gm, new, steps=6):
     return found
 
 
-def process(rank, world, port, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    try:
-        gm = own("separate")
-        plan = fxplug.parallel_plan(gm, inputs(), tensor=2, check=False)
-        new = fxplug.parallelize(gm, plan)
-        count = [sum(p.numel() for n, p in m.named_parameters() if "layers" in n and "weight" in n) for m in (gm, new)]
-        assert new.layers[0].q.weight.shape == (WIDTH // 2, WIDTH) and count[1] <= 0.53 * count[0]
-        assert gm.layers[0].q.weight.shape == (WIDTH, WIDTH)
-        assert _apart(gm(*inputs()), new(*inputs())) < CLOSE
-        with pytest.raises(fxplug.ArtifactError, match="this process keeps only its part of .* weights, 'layers.0.k.bias'"):
-            fxplug.save(new, folder + "/never")
-        loaded = fxplug.localize(fxplug.load(folder))  # saved by one process, whole
-        assert loaded.layers[0].q.weight.shape == (WIDTH // 2, WIDTH)
-        compiled = torch.compile(loaded, fullgraph=True, backend="eager", dynamic=True)
-        with torch.no_grad():
-            assert _apart(gm(*inputs()), compiled(*inputs())) < CLOSE
-        losses = learn(gm, new)
-        state = fxplug.whole_state(new)
-        torch.save((losses, state), f"{folder}/{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+def process(rank, folder):
+    gm = own("separate")
+    plan = fxplug.parallel_plan(gm, inputs(), tensor=2, check=False)
+    new = fxplug.parallelize(gm, plan)
+    count = [sum(p.numel() for n, p in m.named_parameters() if "layers" in n and "weight" in n) for m in (gm, new)]
+    assert new.layers[0].q.weight.shape == (WIDTH // 2, WIDTH) and count[1] <= 0.53 * count[0]
+    assert gm.layers[0].q.weight.shape == (WIDTH, WIDTH)
+    assert _apart(gm(*inputs()), new(*inputs())) < CLOSE
+    with pytest.raises(fxplug.ArtifactError, match="this process keeps only its part of .* weights, 'layers.0.k.bias'"):
+        fxplug.save(new, folder + "/never")
+    loaded = fxplug.localize(fxplug.load(folder))  # saved by one process, whole
+    assert loaded.layers[0].q.weight.shape == (WIDTH // 2, WIDTH)
+    compiled = torch.compile(loaded, fullgraph=True, backend="eager", dynamic=True)
+    with torch.no_grad():
+        assert _apart(gm(*inputs()), compiled(*inputs())) < CLOSE
+    losses = learn(gm, new)
+    state = fxplug.whole_state(new)
+    torch.save((losses, state), f"{folder}/{rank}.pt")
 
 
 def test_two_processes_keep_half_and_learn_what_one_does(tmp_path):
     gm = own("separate")
     fxplug.save(fxplug.parallelize(gm, fxplug.parallel_plan(gm, inputs(), tensor=2)), tmp_path / "saved")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(process, (2, port, str(tmp_path / "saved")), nprocs=2)
+    processes.group(process, str(tmp_path / "saved"))
     again = fxplug.trace(small.seeded(MODELS["separate"]).eval(), inputs()).eval()
     losses = learn(again, again)
     for rank in range(2):

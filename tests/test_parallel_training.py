@@ -6,38 +6,14 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from runs import Digits, trained
+from runs import Digits, launched, trained
 from torch.utils.data import DataLoader, DistributedSampler
 
 import fxplug
-
-HERE = Path(__file__).parent
-SCRIPT = """
-import json, os, sys
-sys.path.insert(0, {here!r})
-import torch
-torch.set_num_threads(1)
-from test_parallel_training import run
-rank, answers = int(os.environ["RANK"]), dict()
-for name, changed, second in json.loads(sys.argv[1]):
-    changed.update(second if rank else dict())
-    out = os.path.join(sys.argv[2], changed.pop("out", name))
-    try:
-        done = run(out, **changed)
-        answers[name] = [[record["loss"], record["grad_norm"]] for record in done.history]
-    except (Exception, KeyboardInterrupt) as error:
-        answers[name] = type(error).__name__ + ": " + str(error)
-json.dump(answers, open(os.path.join(sys.argv[2], "answers-" + str(rank) + ".json"), "w"))
-torch.distributed.barrier()
-torch.distributed.destroy_process_group()
-"""
 
 
 def dit():
@@ -93,21 +69,6 @@ def sampled(settings):
     return fxplug.Trainer(new, task, loader, steps=2, mode="eval", device="cpu", quiet=True, **settings)
 
 
-def launched(folder, *cases, processes=2):
-    """Run (name, changes, changes of the other processes) one after the other in processes under torchrun.
-
-    Gives for each process by name: loss and norm of the gradient of every step, or the error.
-    """
-    script = folder / "script.py"
-    script.write_text(SCRIPT.format(here=str(HERE)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    env = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
-    command = [*torchrun, str(script), json.dumps(cases), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"answers-{rank}.json").read_text()) for rank in range(processes)]
-
-
 def pairs(done):
     return [pytest.approx([record["loss"], record["grad_norm"]], rel=1e-5) for record in done.history]
 
@@ -149,7 +110,7 @@ WRONG = {
 def answers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
     cases = [(name, {**changed, **split}, {}) for name, (changed, split) in CASES.items()]
-    return folder, launched(folder, *cases, *((name, changed, {}) for name, (changed, _) in WRONG.items()))
+    return folder, launched(folder, run, *cases, *((name, changed, {}) for name, (changed, _) in WRONG.items()))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -204,7 +165,7 @@ def test_groups_of_processes_share_samples_and_take_others_than_the_next_group(t
     """Two groups of two, on a model whose training and evaluation are one graph, in float32 and bfloat16."""
     common = {**SHORT, **VIT}
     cases = [("plain", {}), ("sharded", {"train__shard": True}), ("half", {"train__precision": "bf16", "dtype": "bfloat16"})]
-    found = launched(tmp_path, *((n, {**common, **c, **ULYSSES}, {}) for n, c in cases), processes=4)
+    found = launched(tmp_path, run, *((n, {**common, **c, **ULYSSES}, {}) for n, c in cases), world=4)
     for name, changed in cases:
         whole = run(tmp_path / f"one {name}", **{**common, **changed, "train__shard": False, "train__batch": 16})
         close = 1e-5 if name != "half" else 1e-2

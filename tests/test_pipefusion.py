@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import socket
 
+import processes
 import pytest
 import small
 import torch
-import torch.distributed as dist
 import zoo
 from torch import nn
 
@@ -463,30 +462,19 @@ def test_distances_over_patches_and_warm_up():
     assert rows[1, 1] == rows[1, 4] == 0 and 0 < rows[2, 4] < rows[2, 1] < 0.05
 
 
-def process(rank, world, port, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    try:
-        found = fxplug.pipefusion(own(), inputs(), stages=2, patches=3)
-        torch.save([image(found), image(found), image(found, height=12)], f"{folder}/{rank}.pt")
-        late = fxplug.stale_sequence(own(), inputs(), ways=2, check=False)
-        torch.save([image(late), image(late)], f"{folder}/late{rank}.pt")
-        with pytest.raises(fxplug.SpecError, match="3 stages on 3 processes, and there are 2"):
-            links_of(3, {"batch": 1})
-    finally:
-        dist.destroy_process_group()
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+def process(rank, folder):
+    found = fxplug.pipefusion(own(), inputs(), stages=2, patches=3)
+    torch.save([image(found), image(found), image(found, height=12)], f"{folder}/{rank}.pt")
+    late = fxplug.stale_sequence(own(), inputs(), ways=2, check=False)
+    torch.save([image(late), image(late)], f"{folder}/late{rank}.pt")
+    with pytest.raises(fxplug.SpecError, match="3 stages on 3 processes, and there are 2"):
+        links_of(3, {"batch": 1})
 
 
 def test_two_processes_give_what_one_gives(tmp_path):
     one = made(2, 3)
     want = [image(one), image(one), image(one, height=12)]
-    torch.multiprocessing.spawn(process, (2, free_port(), str(tmp_path)), nprocs=2)
+    processes.group(process, str(tmp_path))
     for rank in range(2):
         for (a, x), (b, y) in zip(want, torch.load(tmp_path / f"{rank}.pt"), strict=True):
             assert equal(a, b) and torch.equal(x, y)

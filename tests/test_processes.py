@@ -2,54 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from runs import run, trained
+from runs import launched, run, trained
 
 import fxplug
 from fxplug.training.checkpoint import found
-
-HERE = Path(__file__).parent
-SCRIPT = """
-import json, os, sys
-sys.path.insert(0, {here!r})
-import torch
-torch.set_num_threads(1)
-from runs import run
-rank, answers = int(os.environ["RANK"]), dict()
-for name, changed, second in json.loads(sys.argv[1]):
-    changed.update(second if rank else dict())
-    out = os.path.join(sys.argv[2], changed.pop("out", name))
-    try:
-        done = run(out, **changed)
-        answers[name] = [[record["loss"], record["grad_norm"]] for record in done.history]
-    except (Exception, KeyboardInterrupt) as error:
-        answers[name] = type(error).__name__ + ": " + str(error)
-json.dump(answers, open(os.path.join(sys.argv[2], "answers-" + str(rank) + ".json"), "w"))
-torch.distributed.barrier()
-torch.distributed.destroy_process_group()
-"""
-
-
-def launched(folder, *cases):
-    """Run (name, changes, changes of the second process) one after the other in two processes under torchrun.
-
-    Gives for each process by name: loss and norm of the gradient of every step, or the error.
-    """
-    script = folder / "script.py"
-    script.write_text(SCRIPT.format(here=str(HERE)))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
-    command = [*torchrun, str(script), json.dumps(cases), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE, env=env, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads((folder / f"answers-{rank}.json").read_text()) for rank in range(2)]
 
 
 def pairs(done):
@@ -84,7 +44,7 @@ def answers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
     cases = [(name, {**PLAIN, **changed}, {}) for name, changed in CASES.items()]
     stops = {**PLAIN, "train__plugins": ["test_processes:StopsOne"], "train__batch": 8, "device": None}
-    return folder, launched(folder, *cases, ("stops", stops, {}), ("differ", PLAIN, {"train__lr": 0.5}))
+    return folder, launched(folder, run, *cases, ("stops", stops, {}), ("differ", PLAIN, {"train__lr": 0.5}))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -118,7 +78,7 @@ def test_a_sharded_run_is_resumed_by_one_process_and_the_other_way(tmp_path):
     common = {**PLAIN, "train__ema": 0.9}
     shard = {**common, "train__batch": 8, "train__shard": True}
     whole = run(tmp_path / "one", **{**common, "train__batch": 16})
-    launched(tmp_path, ("run", {**shard, "train__steps": 3}, {}))
+    launched(tmp_path, run, ("run", {**shard, "train__steps": 3}, {}))
     run(tmp_path / "run", resume=True, **{**common, "train__batch": 16, "train__steps": 5})
-    ended, _ = launched(tmp_path, ("end", {**shard, "resume": True, "out": "run"}, {}))
+    ended, _ = launched(tmp_path, run, ("end", {**shard, "resume": True, "out": "run"}, {}))
     assert ended["end"] == pairs(whole)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 
+import processes
 import pytest
 import small
 import torch
@@ -83,18 +82,12 @@ def learn(name, rank, world, file):
 
 
 def process(rank, folder):
-    address = f"tcp://127.0.0.1:{os.environ['MASTER_PORT']}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     for name in NAMES:
         learn(name, rank, 2, folder / f"{name} two")
-    dist.destroy_process_group()
 
 
-def test_two_processes_learn_what_one_does(tmp_path, monkeypatch):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
-    torch.multiprocessing.spawn(process, (tmp_path,), nprocs=2)
+def test_two_processes_learn_what_one_does(tmp_path):
+    processes.group(process, tmp_path)
     for name in NAMES:
         learn(name, 0, 1, tmp_path / f"{name} one")
         (one, weights), (two, again) = (json.loads((tmp_path / f"{name} {n}").read_text()) for n in ("one", "two"))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import resource
 import signal
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import yaml
@@ -18,9 +18,6 @@ from torch import nn
 
 import fxplug
 from fxplug.training.checkpoint import found, read
-
-HERE = Path(__file__).parent
-ENV = {**os.environ, "PYTHONPATH": str(HERE.parent)}
 
 
 def losses(history):
@@ -75,9 +72,9 @@ def test_the_base_keeps_every_bit(tmp_path):
 
 def test_batch_norms_of_a_frozen_base_keep_their_statistics(tmp_path):
     changed = {
-        "model": {"timm": "tf_efficientnet_lite0", "options": {"num_classes": 10}},
-        "inputs": {"x": [2, 3, 32, 32]},
-        "passes": [{"lora": {"at": "re:blocks.*conv_pwl?$", "rank": 2}}],
+        "model": {"timm": "resnet10t", "options": {"num_classes": 10}},
+        "inputs": {"x": [2, 3, 16, 16]},
+        "passes": [{"lora": {"at": "re:layer.*conv1$", "rank": 2}}],
         "train__trainable": [],
         "train__steps": 2,
     }
@@ -135,8 +132,11 @@ def test_bf16_trains_float32_weights(tmp_path):
     assert torch.equal(done.module(image), fxplug.load(tmp_path / "module").eval()(image))
 
 
-@pytest.mark.parametrize("how", ["compile", "checkpointing"])
-def test_lowered_runs_give_the_same_losses(tmp_path, how):
+@pytest.mark.parametrize("how", ["compile", pytest.param("inductor", marks=pytest.mark.slow), "checkpointing"])
+def test_lowered_runs_give_the_same_losses(tmp_path, how, monkeypatch):
+    if how == "compile":
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    how = how.replace("inductor", "compile")
     small = {**VIT, "options": {**VIT["options"], "depth": 2, "embed_dim": 24, "num_heads": 2}}
     plain = {"model": small, "passes": [{"lora": {"at": "blocks.*.attn.*", "rank": 4}}], "train__steps": 3}
     expected = losses(run(tmp_path / "a", **plain).history)
@@ -225,31 +225,27 @@ def test_a_run_can_be_made_longer(tmp_path):
     assert losses(longer.history) == losses(whole.history) and same(trained(longer.module), trained(whole.module))
 
 
-KILLED = """
-    import os, signal, sys
-    sys.path.insert(0, {here!r})
-    from runs import run
-
-    class Kill:
-        def {hook}(self, global_step, **kwargs):
-            if global_step == {step}:
-                os.kill(os.getpid(), signal.{signal})
-
-    run({out!r}, train__plugins=["__main__:Kill"])
-"""
+def acting(out, hook, act, **changed):
+    """A run with a plugin that calls `act` at a hook."""
+    plugin = type("Acts", (), {hook: lambda self, global_step, **kwargs: act(global_step)})
+    globals()["Acts"] = plugin
+    return run(out, train__plugins=["test_trainer:Acts"], **changed)
 
 
-def killed(tmp_path, hook, step, how="SIGKILL"):
-    script = textwrap.dedent(KILLED.format(here=str(HERE), hook=hook, step=step, signal=how, out=str(tmp_path)))
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=HERE, env=ENV)
+def kills(out, hook, at, how):
+    acting(out, hook, lambda step: os.kill(os.getpid(), how) if step == at else None)
+
+
+def killed(tmp_path, hook, at, how=signal.SIGKILL):
+    return processes.ended(kills, tmp_path / "run", hook, at, how, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
     "hook, step, kept", [("on_step_end", 4, [3]), pytest.param("on_model_save", 6, [3, 6], marks=pytest.mark.slow)]
 )
 def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path, hook, step, kept):
-    done = killed(tmp_path / "run", hook, step)
-    assert done.returncode == -signal.SIGKILL
+    done = killed(tmp_path, hook, step)
+    assert done.codes == [-signal.SIGKILL]
     assert [int(path.name.removeprefix("step-")) for path in found(tmp_path / "run" / "checkpoints")] == kept
     again = run(tmp_path / "run", resume=True)
     whole = run(tmp_path / "whole")
@@ -257,8 +253,8 @@ def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path, hook
 
 
 def test_an_interrupt_ends_the_run_after_the_step_with_a_checkpoint(tmp_path):
-    done = killed(tmp_path / "run", "on_step_end", 4, "SIGINT")
-    assert done.returncode != 0 and "KeyboardInterrupt" in done.stderr
+    done = killed(tmp_path, "on_step_end", 4, signal.SIGINT)
+    assert done.codes == [1] and "KeyboardInterrupt" in done.stderr
     assert [path.name for path in found(tmp_path / "run" / "checkpoints")] == ["step-00000003", "step-00000005"]
 
 
@@ -282,31 +278,31 @@ def test_checkpoints_rotate(tmp_path):
     assert [path.name for path in found(tmp_path / "checkpoints")] == ["step-00000007", "step-00000008"]
 
 
+def fills(out):
+    """The disk is full from step 3 to step 6, which is to be saved, and what is told goes on or stops."""
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def act(step):
+        if step in (3, 6):
+            limit(6000 if step == 3 else resource.RLIM_INFINITY)
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for told in ("continue", "stop"):
+            done = acting(out / told, "on_step_end", act, train__save={"every": 3, "keep": 9, "on_full_disk": told})
+            print(len(done.history))
+    finally:
+        limit(resource.RLIM_INFINITY)  # what is printed goes into a file too
+
+
 def test_a_full_disk(tmp_path):
     """The file system refuses what is larger than a limit, as it does when there is no room."""
-    script = f"""
-        import resource, signal, sys
-        sys.path.insert(0, {str(HERE)!r})
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        from runs import run
-
-        def limit(size):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-
-        class Fill:
-            def on_step_end(self, global_step, **kwargs):
-                if global_step in (3, 6):
-                    limit(6000 if global_step == 3 else resource.RLIM_INFINITY)
-
-        for told in ("continue", "stop"):
-            save = {{"every": 3, "keep": 9, "on_full_disk": told}}
-            done = run({str(tmp_path)!r} + "/" + told, train__plugins=["__main__:Fill"], train__save=save)
-            print(len(done.history))
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, cwd=HERE, env=ENV)
+    done = processes.ended(fills, tmp_path, folder=tmp_path)
     steps = [[path.name for path in found(tmp_path / told / "checkpoints")] for told in ("continue", "stop")]
     assert steps == [["step-00000003", "step-00000008"], ["step-00000003"]], done.stderr[-2000:]
-    assert done.stdout.split() == ["8"] and done.returncode == 1
+    assert done.stdout.split() == ["8"] and done.codes == [1]
     assert done.stderr.count("checkpoint of step 6 could not be written, the disk is full") >= 2
     assert "newest checkpoint is" in done.stderr and "the run goes on" in done.stderr and "TrainError" in done.stderr
 

@@ -22,7 +22,12 @@ WHOLE: dict[str, list[str]] = {}
 KEPT = [f"visual_transformer_blocks.{i}.self_attention" for i in (0, 1)]
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in cases() if c.fast])
+SLOW = {"diffusers/UNetSpatioTemporalConditionModel"}  # the largest graph of these; other UNets and videos are among them
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=pytest.mark.slow if c.name in SLOW else []) for c in cases() if c.fast]
+)
 def test_the_traced_module_is_the_model(case):
     row = check(case)
     count, why = REFUSED.get(case.name, (0, ""))

@@ -18,15 +18,22 @@ XL = {
 CONDITION = (8, 8, 16, 16)  # channels of a ControlNet's first layers
 
 
-def sd15_model(**changes):
-    sizes = {"sample_size": 16, "block_out_channels": (8, 16, 16, 16), "cross_attention_dim": 12}
-    return UNet2DConditionModel(**{**sizes, "attention_head_dim": 2, "norm_num_groups": 4, **changes}).eval()
+def sd15_model(levels=2, **changes):
+    """One layer a level: what a graph costs to trace, rewrite and compile grows with its nodes."""
+    sizes = {"sample_size": 16, "block_out_channels": (8, *[16] * (levels - 1)), "cross_attention_dim": 12}
+    blocks = {
+        "down_block_types": (*["CrossAttnDownBlock2D"] * (levels - 1), "DownBlock2D"),
+        "up_block_types": ("UpBlock2D", *["CrossAttnUpBlock2D"] * (levels - 1)),
+        "layers_per_block": 1,
+    }
+    return UNet2DConditionModel(**{**sizes, **blocks, "attention_head_dim": 2, "norm_num_groups": 4, **changes}).eval()
 
 
 def sdxl_model():
     return UNet2DConditionModel(
         sample_size=16, block_out_channels=(8, 16, 16), cross_attention_dim=24, norm_num_groups=4, attention_head_dim=(1, 2, 4),
-        transformer_layers_per_block=(1, 1, 2), addition_time_embed_dim=4, projection_class_embeddings_input_dim=32, **XL
+        layers_per_block=1, transformer_layers_per_block=(1, 1, 2), addition_time_embed_dim=4,
+        projection_class_embeddings_input_dim=32, **XL
     ).eval()  # fmt: skip
 
 
@@ -48,6 +55,13 @@ def inputs(unet, batch=2, words=5):
 @cache
 def sd15():
     unet = small.seeded(sd15_model)
+    return small.traced(unet, **small.seeded(lambda: inputs(unet)))
+
+
+@cache
+def sd15_deep():
+    """With attention in two levels, not in one."""
+    unet = small.seeded(lambda: sd15_model(levels=3))
     return small.traced(unet, **small.seeded(lambda: inputs(unet)))
 
 
