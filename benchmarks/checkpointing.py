@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fxplug
-from fxplug.lowerings.outlining import outline
+from fxplug.lowerings.regions.submodules import outline
 
 SIZES: dict[str, dict[str, Any]] = {
     "small": {"channels": (128, 256, 256), "latent": 32, "words": 256, "heads": 8, "batch": 2},

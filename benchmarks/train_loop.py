@@ -27,9 +27,9 @@ from skimage import data
 from torch.utils.data import Dataset
 
 import fxplug
-from fxplug.settings import Data
-from fxplug.training.data.items import open_items
+from fxplug.spec.train_section import Data
 from fxplug.training.data.loader import Loader
+from fxplug.training.data.sources import open_items
 from fxplug.training.plugins import Plugins
 from fxplug.training.stepping import Stepper
 

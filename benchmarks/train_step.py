@@ -37,7 +37,7 @@ from record import write
 from torch import Tensor, nn
 
 import fxplug
-from fxplug.lowerings import products
+from fxplug.lowerings.linear import operators
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -109,7 +109,7 @@ def step_of(kind: str, way: str, compiled: bool, options: argparse.Namespace) ->
     optimizer = torch.optim.AdamW(trained, 1e-3)
 
     def step() -> Tensor:
-        products.ONEDNN = way != "blas" and torch.backends.mkldnn.is_available()
+        operators.ONEDNN = way != "blas" and torch.backends.mkldnn.is_available()
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(DEVICE, DTYPES[options.dtype], enabled=options.dtype != "fp32"):
             out = call(**inputs)

@@ -18,7 +18,7 @@ from PIL import Image
 from sklearn.svm import SVC
 
 import fxplug
-from fxplug.training.draws import Draws
+from fxplug.training.random_draws import Draws
 
 HERE = Path(__file__).parent
 PARTS = HERE / "hcp_and_everydream"

@@ -8,7 +8,7 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
 import fxplug
-from fxplug.caching import Every, StepCache
+from fxplug.step_cache.cache import Every, StepCache
 
 torch.manual_seed(0)
 unet = UNet2DConditionModel(

@@ -13,13 +13,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .adapting.switching import Adapters
-    from .artifact import load, save
-    from .blitz_pass import blitz
-    from .caching import StepCache
-    from .checks import verify
-    from .config import load_config
-    from .edit import apply
+    from .adapters.slots import Adapters
+    from .artifacts.artifact import load, save
+    from .capture.tracer import trace
     from .errors import (
         ArtifactError,
         ClashError,
@@ -31,28 +27,33 @@ if TYPE_CHECKING:
         TrainError,
         VerifyError,
     )
-    from .exporting import export
-    from .fastattention import FastAttention
+    from .exports.exporter import export
+    from .exports.package import Package, load_package
     from .flow import Result, rewrite
+    from .ir.text import diff, show
     from .limits import Limits
-    from .lowerings.folding import merge, unmerge
-    from .lowerings.fusing import fuse
-    from .lowerings.lowering import lower
-    from .lowerings.tuning import tune
-    from .match import Site, find
-    from .packages import Package, load_package
-    from .parallel.fusion import in_steps, pipefusion, stale_sequence
+    from .lowerings.linear.fused import fuse
+    from .lowerings.linear.measuring import tune
+    from .lowerings.merging.fold import merge, unmerge
+    from .lowerings.pipeline import lower
     from .parallel.localizing import localize, whole_state
-    from .parallel.pipeline import PipeFusion
+    from .parallel.pipelines.entry import in_steps, pipefusion, stale_sequence
+    from .parallel.pipelines.pipeline import PipeFusion
     from .parallel.plan import Plan, parallel_plan, parallelize
-    from .policies import Every, TeaCache, Threshold
-    from .printing import diff, show
-    from .rules import Match, Pass, Rule
-    from .spec import load_pass
-    from .tracing import trace
+    from .rewriter.applying import apply
+    from .rewriter.matcher import find
+    from .rewriter.sites import Site
+    from .spec.pass_file import load_pass
+    from .spec.rules import Match, Pass, Rule
+    from .spec.run_config import load_config
+    from .spec.zhijian_pass import blitz
+    from .step_cache.cache import StepCache
+    from .step_cache.fast_attention import FastAttention
+    from .step_cache.policies import Every, TeaCache, Threshold
     from .training.run import Run, train
     from .training.tasks.task import Task
     from .training.trainer import Trainer
+    from .verifier import verify
 
 __all__ = [
     "Adapters",
@@ -112,36 +113,37 @@ __all__ = [
 ]
 
 _HOME = {
-    "artifact": ["load", "save"],
-    "blitz_pass": ["blitz"],
-    "caching": ["StepCache"],
-    "checks": ["verify"],
-    "config": ["load_config"],
-    "edit": ["apply"],
+    "adapters.slots": ["Adapters"],
+    "artifacts.artifact": ["load", "save"],
+    "capture.tracer": ["trace"],
     "errors": [name for name in __all__ if name.endswith("Error")],
-    "exporting": ["export"],
-    "fastattention": ["FastAttention"],
+    "exports.exporter": ["export"],
+    "exports.package": ["Package", "load_package"],
     "flow": ["Result", "rewrite"],
-    "lowerings.folding": ["merge", "unmerge"],
-    "lowerings.fusing": ["fuse"],
-    "lowerings.lowering": ["lower"],
+    "ir.text": ["diff", "show"],
     "limits": ["Limits"],
-    "match": ["Site", "find"],
-    "packages": ["Package", "load_package"],
-    "parallel.fusion": ["in_steps", "pipefusion", "stale_sequence"],
+    "lowerings.linear.fused": ["fuse"],
+    "lowerings.linear.measuring": ["tune"],
+    "lowerings.merging.fold": ["merge", "unmerge"],
+    "lowerings.pipeline": ["lower"],
     "parallel.localizing": ["localize", "whole_state"],
-    "parallel.pipeline": ["PipeFusion"],
+    "parallel.pipelines.entry": ["in_steps", "pipefusion", "stale_sequence"],
+    "parallel.pipelines.pipeline": ["PipeFusion"],
     "parallel.plan": ["Plan", "parallel_plan", "parallelize"],
-    "policies": ["Every", "TeaCache", "Threshold"],
-    "printing": ["diff", "show"],
-    "rules": ["Match", "Pass", "Rule"],
-    "spec": ["load_pass"],
-    "adapting.switching": ["Adapters"],
-    "tracing": ["trace"],
+    "rewriter.applying": ["apply"],
+    "rewriter.matcher": ["find"],
+    "rewriter.sites": ["Site"],
+    "spec.pass_file": ["load_pass"],
+    "spec.rules": ["Match", "Pass", "Rule"],
+    "spec.run_config": ["load_config"],
+    "spec.zhijian_pass": ["blitz"],
+    "step_cache.cache": ["StepCache"],
+    "step_cache.fast_attention": ["FastAttention"],
+    "step_cache.policies": ["Every", "TeaCache", "Threshold"],
     "training.run": ["Run", "train"],
     "training.tasks.task": ["Task"],
     "training.trainer": ["Trainer"],
-    "lowerings.tuning": ["tune"],
+    "verifier": ["verify"],
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
 

@@ -13,12 +13,10 @@ from typing import Annotated
 
 import typer
 
-from .adapter_verbs import adapters
-from .errors import SpecError, did_you_mean
-from .launched import started, together
-from .parallel_verb import parallel
-from .reading import reported
-from .verbs import (
+from .cli.adapters import adapters
+from .cli.launched import started, together
+from .cli.parallel import parallel
+from .cli.verbs import (
     HELP,
     Allow,
     ConfigArg,
@@ -33,6 +31,8 @@ from .verbs import (
     read_config,
     rewritten,
 )
+from .errors import SpecError, did_you_mean
+from .files.reading import reported
 
 app = typer.Typer(
     cls=Verbs,
@@ -117,7 +117,7 @@ def diff(subject: Subject, set: Set = None, allow: Allow = None, debug: Debug = 
         print(saved_diff(subject, module), end="")
         return
     result = rewritten(subject, set, dry_run=True, verify=False)
-    from .printing import diff as compare
+    from .ir.text import diff as compare
 
     print(compare(result.base, result.module), end="")
 
@@ -141,14 +141,14 @@ def show(
     dry = not forms  # live merge reads weights
     module = load_saved(subject, set, allow) if saved else rewritten(subject, set, dry_run=dry, verify=False).module
     if forms:
-        from .lowerings.lowering import form_table, lower
+        from .lowerings.pipeline import form_table, lower
 
         print(form_table(lower(module, merge=merge, pack=pack)), end="")
         return
-    from . import printing
+    from .ir import text
 
-    text = printing.modules(module) if modules else module.code.strip() + "\n" if code else printing.show(module)
-    print(text, end="")
+    shown = text.modules(module) if modules else module.code.strip() + "\n" if code else text.show(module)
+    print(shown, end="")
 
 
 @app.command()
@@ -162,8 +162,8 @@ def tune(
 ) -> None:
     """Measure which form each layer with an update takes on this device; `lower` then takes the fastest."""
     from .flow import saved_inputs
-    from .lowerings.tuning import tune as run
-    from .models import example_inputs
+    from .lowerings.linear.measuring import tune as run
+    from .models.example_inputs import example_inputs
 
     if Path(subject).is_dir():
         module = load_saved(subject, set, allow)
@@ -185,7 +185,8 @@ def passes(
     debug: Debug = False,
 ) -> None:
     """List the passes that come with fxplug, or the parameters of one."""
-    from .spec import REQUIRED, open_pass, shipped
+    from .spec.pass_file import REQUIRED, open_pass
+    from .spec.shipped import shipped
 
     if pages is not None:
         from .pages import write
@@ -213,7 +214,7 @@ def passes(
 @app.command()
 def schema(debug: Debug = False) -> None:
     """Print the JSON Schema of a configuration, for editors."""
-    from .config import schema as make
+    from .spec.run_config import schema as make
 
     print(json.dumps(make(), indent=2))
 
@@ -234,7 +235,7 @@ def export(
     """
     if not folder.is_dir():
         raise SpecError(f"no folder '{folder}'")
-    from .exporting import export as run
+    from .exports.exporter import export as run
     from .flow import saved_export, saved_inputs
 
     how = saved_export(folder, to=to, free=free, device=device)
@@ -268,8 +269,8 @@ def convert(
     """Turn the plugins of another system into a configuration; their classes are used as they are."""
     if system != "hcp":
         raise SpecError(f"no system '{system}'{did_you_mean(system, ['hcp'])}; there is hcp")
-    from .compat.hcp_config import convert as run
-    from .compat.hcp_config import read_input
+    from .compat.hcp.convert_file import convert as run
+    from .compat.hcp.convert_file import read_input
 
     done = run(file, model=model, part=part, inputs=dict(map(read_input, input or [])), out=out)
     with reported(lambda finding: SpecError(f"{out} {finding}"), "cannot be written"):

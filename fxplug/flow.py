@@ -11,24 +11,26 @@ from typing import Any
 
 import torch
 
-from .artifact import save
-from .checks import Report
-from .checks import verify as run_checks
-from .config import Config, load_config, resolved
-from .edit import apply
+from .artifacts.artifact import save
+from .capture.fake_tensors import lacks_values
+from .capture.tracer import trace
 from .errors import FxplugError, SpecError
-from .fakes import lacks_values
-from .match import Site, find
-from .models import added_inputs, build, default_inputs, example_inputs, torch_device
-from .module import TracedModule, class_names
-from .parallel.fusion import in_steps, written_down
-from .parallel.pipeline import PipeFusion
+from .ir.text import diff, parameters
+from .ir.traced_module import TracedModule, class_names
+from .models.example_inputs import added_inputs, default_inputs, example_inputs
+from .models.factory import build, torch_device
+from .parallel.pipelines.entry import in_steps, written_down
+from .parallel.pipelines.pipeline import PipeFusion
 from .parallel.plan import Plan, parallel_plan, parallelize
-from .printing import diff, parameters
-from .rules import STEP_KEYS, WAYS, Match, Pass, Rule
-from .settings import Export
-from .source import read_yaml
-from .tracing import trace
+from .rewriter.applying import apply
+from .rewriter.matcher import find
+from .rewriter.sites import Site
+from .spec.rules import STEP_KEYS, WAYS, Match, Pass, Rule
+from .spec.run_config import Config, load_config, resolved
+from .spec.train_section import Export
+from .spec.yaml_source import read_yaml
+from .verifier import Report
+from .verifier import verify as run_checks
 
 Step = Callable[[str], AbstractContextManager[Any]]
 

@@ -10,10 +10,11 @@ from typing import Any
 import yaml
 
 from .errors import SpecError
+from .files.reading import Raises, reported
 from .flow import Result, rewrite
-from .printing import diff, parameters
-from .reading import Raises, reported
-from .spec import REQUIRED, Draft, open_pass, shipped
+from .ir.text import diff, parameters
+from .spec.pass_file import REQUIRED, Draft, open_pass
+from .spec.shipped import shipped
 
 LINES = 24  # so much of the diff is shown
 SMALL: dict[str, Any] = {"timm": "vit_tiny_patch16_224", "options": {"img_size": 32, "depth": 2, "num_classes": 10}}

@@ -9,8 +9,9 @@ from pathlib import Path
 import yaml
 from hostile_files import ODD, PATTERNS, attacked, attacks
 
-from fxplug.config import load_config
-from fxplug.spec import load_pass, shipped
+from fxplug.spec.pass_file import load_pass
+from fxplug.spec.run_config import load_config
+from fxplug.spec.shipped import shipped
 
 LINES = [
     "a: &a [*a]",

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from hostile_files import ODD, attacked, attacks
 
-from fxplug import onnxfiles
-from fxplug.reading import about
-from fxplug.settings import Data
+from fxplug.files import onnx_weights
+from fxplug.files.reading import about
+from fxplug.spec.train_section import Data
 from fxplug.training.data.files import open_images
 
 NUMBERS = [0, 1, 2, 3, 7, 8, 127, 128, 2**31, 2**40, 2**62, 2**63, 2**64 - 1, 2**70 - 1]
@@ -100,7 +100,7 @@ def one(seed: str, folder: Path) -> tuple[str, str]:
         file = folder / "w.onnx"
         file.write_bytes(onnx_file(rng))
         meta = rng.random() < 0.5
-        found, refused, wrong = attacked(lambda: onnxfiles.read(file, about(file), meta=meta), file.stat().st_size)
+        found, refused, wrong = attacked(lambda: onnx_weights.read(file, about(file), meta=meta), file.stat().st_size)
     else:
         (folder / "c").mkdir()
         for name in NAMES:

@@ -21,7 +21,7 @@ from fuzz_models import Way, limited, plain, unequal
 from torch import nn
 
 import fxplug
-from fxplug.lowerings.folding import merge, unmerge
+from fxplug.lowerings.merging.fold import merge, unmerge
 
 CLOSE = 1e-6  # of the largest value
 MISSES = ("silent", "raw", "hang")

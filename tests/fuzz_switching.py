@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.adapting.adapter_files import AdapterFile, read
-from fxplug.caching import StepCache, Threshold
+from fxplug.adapters.files import AdapterFile, read
 from fxplug.errors import FxplugError
-from fxplug.lowerings.outlining import outline
-from fxplug.lowerings.remerging import remerge
+from fxplug.lowerings.merging.remerge import remerge
+from fxplug.lowerings.regions.submodules import outline
+from fxplug.step_cache.cache import StepCache, Threshold
 
 WIDTH, SLOTS, RANK, CALLERS = 16, 3, 4, 8
 LAYERS = [f"blocks.{i}.{name}" for i in range(3) for name in ("q", "k", "v", "out")]
@@ -55,13 +55,13 @@ def example() -> torch.Tensor:
 
 
 @cache
-def base() -> fxplug.tracing.TracedModule:
+def base() -> fxplug.capture.tracer.TracedModule:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return fxplug.trace(Chain().eval(), example())
 
 
-def slotted(*more: Any) -> fxplug.tracing.TracedModule:
+def slotted(*more: Any) -> fxplug.capture.tracer.TracedModule:
     return fxplug.apply(base(), fxplug.load_pass("lora", at="blocks.**", within=["Linear"], rank=RANK, slots=SLOTS), *more)
 
 

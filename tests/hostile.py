@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug import targets
-from fxplug.module import Container, TracedModule
-from fxplug.rebuild import block_classes, torch_classes
+from fxplug.artifacts.module_json import block_classes, torch_classes
+from fxplug.ir import functions
+from fxplug.ir.traced_module import Container, TracedModule
 
 PLAIN_ERRORS = (
     fxplug.FxplugError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError,
@@ -120,10 +120,10 @@ NAMES = sorted(
         "2-1", "0", "1", "x", "a", "b", "ü", "a b", "", ".", "..", "a..b", "a.b", 'x"', "x'", "x\n", "\x1b[31m", "A" * 300,
     }
 )  # fmt: skip
-FUNCTIONS = sorted(targets.functions()) + ["os.system", "builtins.eval", "torch.load", "torch.save", "torch.compile"]
-METHODS = sorted(targets.methods()) + ["numpy", "apply_", "__class__", "register_hook", "format"]
+FUNCTIONS = sorted(functions.functions()) + ["os.system", "builtins.eval", "torch.load", "torch.save", "torch.compile"]
+METHODS = sorted(functions.methods()) + ["numpy", "apply_", "__class__", "register_hook", "format"]
 CLASSES = sorted(torch_classes()) + sorted(block_classes()) + [
-    "fxplug.training.trainer:Trainer", "fxplug.module:TracedModule", "fxplug.compat.zhijian:Addin", "os:system",
+    "fxplug.training.trainer:Trainer", "fxplug.ir.traced_module:TracedModule", "fxplug.compat.zhijian:Addin", "os:system",
     "torch.nn:Linear", "fxplug.blocks:Block", "subprocess:Popen", "LazyLinear", "DataParallel", "Module",
 ]  # fmt: skip
 INTEGERS = [0, 1, -1, 2, 3, 4, 6, 8, 63, 2**31, 2**62, 2**63 - 1, -(2**63), 10**40]

@@ -25,7 +25,7 @@ from typing import Any
 
 import fxplug
 from fxplug.errors import ArtifactError
-from fxplug.packed import CODE, MANIFEST, TENSORS
+from fxplug.exports.package_file import CODE, MANIFEST, TENSORS
 
 Rng = random.Random
 SECONDS = 1.0  # of processor time, for one refusal
@@ -507,7 +507,7 @@ def verdict(file: Path) -> str:
 
 def run(package: Path, folder: Path, cases: range, seed: int) -> list[str]:
     """The misses of some cases."""
-    from fxplug.lowerings import kernels, products  # noqa: F401  (which a package of ours may import, with triton)
+    from fxplug.lowerings.linear import kernels, operators  # noqa: F401  (which a package of ours may import, with triton)
 
     members, misses = entries(package), []
     file = folder / "hostile.pt2"

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxplug
-from fxplug.adapting import adapter_files
-from fxplug.adapting.renaming import first_names
+from fxplug.adapters import files
+from fxplug.adapters.layer_names import first_names
 from fxplug.errors import ArtifactError
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets" / "adapters"
@@ -93,7 +93,7 @@ def test_a_folder_that_peft_wrote(kind, tmp_path):
     model = peft.get_peft_model(Net(), peft_config(kind))
     randomised(model, "lora_", "hada_", "lokr_")
     model.save_pretrained(tmp_path)
-    found = adapter_files.fit(adapter_files.read(tmp_path), SHAPES).check()
+    found = files.fit(files.read(tmp_path), SHAPES).check()
     tuned = {n.removeprefix("base_model.model."): m for n, m in model.named_modules() if hasattr(m, "get_delta_weight")}
     assert set(found.placed) == set(tuned) and found.missing == () and not found.others
     for path, entry in found.placed.items():
@@ -106,7 +106,7 @@ def test_a_folder_that_peft_wrote(kind, tmp_path):
 
 
 def magnitudeless(entry):
-    return adapter_files.Entry(**vars(entry) | {"kind": "lora"}) if entry.kind == "dora" else entry
+    return files.Entry(**vars(entry) | {"kind": "lora"}) if entry.kind == "dora" else entry
 
 
 def test_peft_adapters_by_name_and_without_a_configuration():
@@ -114,14 +114,14 @@ def test_peft_adapters_by_name_and_without_a_configuration():
     model.add_adapter("film", peft.LoraConfig(target_modules=["to_q", "ff"], r=2, lora_alpha=8))
     state = {key: value for key, value in model.state_dict().items() if "lora_" in key}
     with pytest.raises(ArtifactError, match="several adapters: give adapter= one of film, ink"):
-        adapter_files.read(state)
+        files.read(state)
     with pytest.raises(ArtifactError, match=r"names no adapter 'inc' \(did you mean 'ink'\?\); it has film, ink"):
-        adapter_files.read(state, adapter="inc")
-    film = adapter_files.read(state, adapter="film")
+        files.read(state, adapter="inc")
+    film = files.read(state, adapter="film")
     assert {(e.rank, e.scale) for e in film.entries} == {(2, 1.0)}
-    film = adapter_files.read(state, adapter="film", config=model.peft_config["film"].to_dict())
+    film = files.read(state, adapter="film", config=model.peft_config["film"].to_dict())
     assert {(e.rank, e.scale) for e in film.entries} == {(2, 4.0)}
-    assert len(adapter_files.fit(film, SHAPES).check().placed) == 4
+    assert len(files.fit(film, SHAPES).check().placed) == 4
 
 
 ALGOS = {
@@ -149,7 +149,7 @@ def test_a_file_that_lycoris_wrote(kind, tmp_path, capsys):
     network.apply_to()
     randomised(network, "lora_", "hada_", "lokr_", "dora_scale")
     network.save_weights(str(tmp_path / "a.safetensors"), torch.float32, {"made": "by lycoris"})
-    found = adapter_files.fit(adapter_files.read(tmp_path / "a.safetensors"), SHAPES).check()
+    found = files.fit(files.read(tmp_path / "a.safetensors"), SHAPES).check()
     assert set(found.placed) == set(SHAPES) - {"words"}
     for path, entry in found.placed.items():
         assert entry.kind == kind.partition(" ")[0].replace("locon", "lora")
@@ -184,7 +184,7 @@ def test_files_that_diffusers_wrote(tmp_path):
     about = {"unet_lora_adapter_metadata": {"r": 2, "lora_alpha": 6, "alpha_pattern": {}}}
     StableDiffusionPipeline.save_lora_weights(tmp_path / "pipe", own, text_encoder_lora_layers=text, **about)
     for folder in ("model", "pipe"):
-        found = adapter_files.fit(adapter_files.read(tmp_path / folder), shapes).check()
+        found = files.fit(files.read(tmp_path / folder), shapes).check()
         assert len(found.placed) == sum(path.endswith(("to_q", "to_out.0", "conv1")) for path in shapes) > 10
         assert list(found.others) == ([] if folder == "model" else ["text_encoder"])
         for path, entry in found.placed.items():
@@ -219,7 +219,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layers_are_found_by_every_kind_of_name(layout):
     state = LAYOUTS[layout]
-    found = adapter_files.fit(adapter_files.read(state), SHAPES).check()
+    found = files.fit(files.read(state), SHAPES).check()
     assert list(found.placed)[0] == "blocks.0.to_q" and len(found.placed) == len(state) // 2
     down, up = state.values() if len(state) == 2 else list(state.values())[:2]
     torch.testing.assert_close(found.placed["blocks.0.to_q"].update((8, 8)), up @ down)
@@ -227,39 +227,39 @@ def test_layers_are_found_by_every_kind_of_name(layout):
 
 def test_a_graph_of_a_wrapper_takes_the_file_of_what_it_wraps():
     shapes = {f"net.{path}": shape for path, shape in SHAPES.items()}
-    found = adapter_files.fit(adapter_files.read(pairs("unet.blocks.0.to_q")), shapes).check()
+    found = files.fit(files.read(pairs("unet.blocks.0.to_q")), shapes).check()
     assert list(found.placed) == ["net.blocks.0.to_q"]
     twice = shapes | {f"other.{path}": shape for path, shape in SHAPES.items()}
     with pytest.raises(ArtifactError, match=re.escape("may be 'net.blocks.0.to_q' or 'other.blocks.0.to_q'")):
-        adapter_files.fit(adapter_files.read(pairs("unet.blocks.0.to_q")), twice)
+        files.fit(files.read(pairs("unet.blocks.0.to_q")), twice)
 
 
 def test_text_encoders_lie_apart():
     text = pairs("lora_te_text_model_encoder_layers_0_mlp_fc1", form="{}.lora_{}.weight", halves=("down", "up"))
     unet = pairs("lora_unet_blocks_0_to_q", form="{}.lora_{}.weight", halves=("down", "up"))
-    file = adapter_files.read(text | unet)
+    file = files.read(text | unet)
     assert file.parts == ("text_encoder", "unet")
-    found = adapter_files.fit(file, SHAPES).check()
+    found = files.fit(file, SHAPES).check()
     assert list(found.placed) == ["blocks.0.to_q"] and list(found.others) == ["text_encoder"]
     encoder = {"encoder.layers.0.mlp.fc1": (8, 8), "encoder.layers.0.mlp.fc2": (8, 8)}
-    found = adapter_files.fit(file, encoder, part="text_encoder").check()
+    found = files.fit(file, encoder, part="text_encoder").check()
     assert list(found.placed) == ["encoder.layers.0.mlp.fc1"] and list(found.others) == ["unet"]
     with pytest.raises(ArtifactError, match=r"nothing for 'text_encode' \(did you mean 'text_encoder'\?\); it has text_enc"):
-        adapter_files.fit(file, SHAPES, part="text_encode")
+        files.fit(file, SHAPES, part="text_encode")
 
 
 def test_two_parts_that_fit_one_graph_are_not_mixed():
-    file = adapter_files.read(pairs("text_encoder.blocks.0.to_q", "text_encoder_2.blocks.0.to_q"))
+    file = files.read(pairs("text_encoder.blocks.0.to_q", "text_encoder_2.blocks.0.to_q"))
     with pytest.raises(ArtifactError, match="both for 'blocks.0.to_q'; give part= one of text_encoder, text_encoder_2"):
-        adapter_files.fit(file, SHAPES)
-    assert adapter_files.fit(file, SHAPES, part="text_encoder_2").check().placed["blocks.0.to_q"].part == "text_encoder_2"
+        files.fit(file, SHAPES)
+    assert files.fit(file, SHAPES, part="text_encoder_2").check().placed["blocks.0.to_q"].part == "text_encoder_2"
 
 
 def test_kohyas_underscores_do_not_tell_two_layers_apart_unless_the_shape_does():
     state = pairs("lora_unet_a_b", form="{}.lora_{}.weight", halves=("down", "up"))
-    assert list(adapter_files.fit(adapter_files.read(state), {"a.b": (8, 8), "a_b": (8, 4)}).placed) == ["a.b"]
+    assert list(files.fit(files.read(state), {"a.b": (8, 8), "a_b": (8, 4)}).placed) == ["a.b"]
     with pytest.raises(ArtifactError, match="'lora_unet_a_b' may be 'a.b' or 'a_b'"):
-        adapter_files.fit(adapter_files.read(state), {"a.b": (8, 8), "a_b": (8, 8)})
+        files.fit(files.read(state), {"a.b": (8, 8), "a_b": (8, 8)})
 
 
 @pytest.mark.parametrize("kind", ["lora", "loha", "lokr"])
@@ -269,12 +269,12 @@ def test_a_linear_layer_may_be_a_convolution_of_size_1(kind):
         "loha": {f"point.hada_w{n}_{h}": torch.randn(*s) for n in (1, 2) for h, s in (("a", (8, 2)), ("b", (2, 8)))},
         "lokr": {"point.lokr_w1": torch.randn(2, 2), "point.lokr_w2": torch.randn(4, 4)},
     }[kind]
-    entry = adapter_files.fit(adapter_files.read(state), {"point": (8, 8, 1, 1)}).check().placed["point"]
-    assert torch.equal(entry.update((8, 8, 1, 1)).flatten(1), adapter_files.read(state).entries[0].update((8, 8)))
+    entry = files.fit(files.read(state), {"point": (8, 8, 1, 1)}).check().placed["point"]
+    assert torch.equal(entry.update((8, 8, 1, 1)).flatten(1), files.read(state).entries[0].update((8, 8)))
     if kind == "lora":
         assert entry.tensors["down"].shape == (2, 8, 1, 1) and entry.tensors["up"].shape == (8, 2, 1, 1)
-        back = adapter_files.read({f"point.lora_{h}.weight": entry.tensors[n] for h, n in (("A", "down"), ("B", "up"))})
-        again = adapter_files.fit(back, {"point": (8, 8)}).check().placed["point"]
+        back = files.read({f"point.lora_{h}.weight": entry.tensors[n] for h, n in (("A", "down"), ("B", "up"))})
+        again = files.fit(back, {"point": (8, 8)}).check().placed["point"]
         assert again.tensors["down"].shape == (2, 8)
     if kind == "lokr":
         assert entry.tensors["lokr_w2"].shape == (4, 4, 1, 1)
@@ -332,10 +332,10 @@ def test_the_first_names_of_a_unet():
         out, inner, *kernel = shapes[path]
         state[f"lora_unet_{old}.lora_up.weight"] = torch.ones(out, 2, *[1] * len(kernel))
         state[f"lora_unet_{old}.lora_down.weight"] = torch.ones(2, inner, *kernel)
-    found = adapter_files.fit(adapter_files.read(state), shapes).check()
+    found = files.fit(files.read(state), shapes).check()
     assert {entry.name.removeprefix("lora_unet_"): path for path, entry in found.placed.items()} == XL
     some = {path: shape for path, shape in shapes.items() if "attentions" in path}  # of a pass on these alone
-    found = adapter_files.fit(adapter_files.read(state), some, model=lambda: shapes)
+    found = files.fit(files.read(state), some, model=lambda: shapes)
     assert list(found.placed) == [path for path in XL.values() if "attentions" in path]
     with pytest.raises(ArtifactError, match="8 of 12 layers are not in the graph: 'lora_unet_input_blocks_0_0', "):
         found.check()
@@ -366,7 +366,7 @@ def test_the_first_names_of_flux(flat):
         state[key.format("up" if flat else "B")] = torch.randn(out, 2)
     values = list(state.values())
     whole = [values[i + 1] @ values[i] for i in range(0, len(values), 2)]
-    found = adapter_files.fit(adapter_files.read(state), shapes).check()
+    found = files.fit(files.read(state), shapes).check()
 
     def updates(owner, *names):
         return torch.cat([found.placed[owner + name].update(shapes[owner + name]) for name in names])
@@ -403,8 +403,8 @@ def test_the_first_names_are_what_diffusers_makes_of_them():
 
 
 def same_as_diffusers(state, shapes, converted, alphas=None):
-    theirs = adapter_files.fit(adapter_files.read({**converted, **(alphas or {})}), shapes).check()
-    ours = adapter_files.fit(adapter_files.read(state), shapes).check()
+    theirs = files.fit(files.read({**converted, **(alphas or {})}), shapes).check()
+    ours = files.fit(files.read(state), shapes).check()
     assert set(ours.placed) == set(theirs.placed)
     for path, entry in ours.placed.items():
         torch.testing.assert_close(entry.update(shapes[path]), theirs.placed[path].update(shapes[path]), **NEAR)
@@ -420,7 +420,7 @@ def test_what_fxplug_saved(name, tmp_path):
     new = fxplug.apply(gm, fxplug.load_pass(name, at="**", rank=3, alpha=2.0, name="style"))
     randomised(new.style, "down", "up", "hada_", "lokr_")
     fxplug.save(new, tmp_path / "out")
-    found = adapter_files.fit(adapter_files.read(tmp_path / "out"), SHAPES).check()
+    found = files.fit(files.read(tmp_path / "out"), SHAPES).check()
     assert set(found.placed) == set(SHAPES) and set(found.file.parts) == {"style"}
     block = {"lora": "Lora", "loha": "Loha", "lokr": "Lokr", "dora": "Dora", "lora_weight": "LoraWeight"}[name]
     for path, entry in found.placed.items():
@@ -438,7 +438,7 @@ def test_what_fxplug_saved(name, tmp_path):
 
 def test_embeddings_turn_between_the_two_ways_to_hold_them():
     state = {"words.lora_embedding_A": torch.randn(3, 11), "words.lora_embedding_B": torch.randn(8, 3)}
-    entry = adapter_files.fit(adapter_files.read(state), SHAPES).check().placed["words"]
+    entry = files.fit(files.read(state), SHAPES).check().placed["words"]
     down, up = entry.pair("Embedding")
     assert torch.equal(down, state["words.lora_embedding_A"].T) and torch.equal(up, state["words.lora_embedding_B"])
     down, up = entry.pair("Linear")  # as an update of the weight itself
@@ -484,10 +484,10 @@ def test_one_slot_of_a_bank(name, block, tmp_path):
         table.weights[:, 1] = 1
     fxplug.save(new, tmp_path / "out")
     with pytest.raises(ArtifactError, match="the pass 'style' has the adapters ink, Öl: give adapter= one of them"):
-        adapter_files.read(tmp_path / "out")
-    assert [entry.path for entry in adapter_files.read(tmp_path / "out", adapter="ink").entries] == ["ff"]
+        files.read(tmp_path / "out")
+    assert [entry.path for entry in files.read(tmp_path / "out", adapter="ink").entries] == ["ff"]
     shapes = layers(base)
-    found = adapter_files.fit(adapter_files.read(tmp_path / "out", adapter="Öl"), shapes).check()
+    found = files.fit(files.read(tmp_path / "out", adapter="Öl"), shapes).check()
     assert set(found.placed) == {"words", "ff", "conv"}
     assert {entry.rank for entry in found.placed.values()} == {3}
     with torch.no_grad():
@@ -502,7 +502,7 @@ def test_groups_of_a_convolution():
     new = fxplug.apply(gm, fxplug.load_pass("lora", at="0", rank=2))
     randomised(new.lora, "down", "up")
     state = {key: value for key, value in new.state_dict().items() if key.startswith("lora.")}
-    entry = adapter_files.fit(adapter_files.read(state), {"0": (12, 2, 3, 3)}).check().placed["0"]
+    entry = files.fit(files.read(state), {"0": (12, 2, 3, 3)}).check().placed["0"]
     new.get_submodule("0").bias.data.zero_()
     x = torch.randn(1, 8, 5, 5)
     wanted = new(x) - new.get_submodule("0")(x)
@@ -564,14 +564,14 @@ def test_a_damaged_adapter_says_which_key(spoil, message):
     state = pairs("blocks.0.to_q")
     spoil(state)
     with pytest.raises(ArtifactError, match=f"the state dict.*{re.escape(message)}"):
-        adapter_files.read(state)
+        files.read(state)
 
 
 def test_what_has_no_place_is_said_with_what_is_near():
     state = pairs("blocks.0.to_q", "blocks.0.to_k", "blocks.1.to_q", "conv")
     state["norm.weight"] = torch.ones(8)
-    file = adapter_files.read(state)
-    found = adapter_files.fit(file, SHAPES)
+    file = files.read(state)
+    found = files.fit(file, SHAPES)
     assert set(found.placed) == {"blocks.0.to_q", "blocks.1.to_q"}
     with pytest.raises(ArtifactError) as error:
         found.check()
@@ -583,32 +583,32 @@ def test_what_has_no_place_is_said_with_what_is_near():
 
 def test_a_file_for_another_model_size_says_so():
     with pytest.raises(ArtifactError, match=r"1 layers have other shapes: 'blocks.0.to_q' is \[8, 8\].*is for \[16, 16\]"):
-        adapter_files.fit(adapter_files.read(pairs("unet.blocks.0.to_q", shape=(16, 16))), SHAPES).check()
+        files.fit(files.read(pairs("unet.blocks.0.to_q", shape=(16, 16))), SHAPES).check()
 
 
 def test_files_that_are_none(tmp_path):
     with pytest.raises(ArtifactError, match="no adapter file or folder .*ink.safetensor'"):
-        adapter_files.read(tmp_path / "ink.safetensor")
+        files.read(tmp_path / "ink.safetensor")
     (tmp_path / "a.safetensors").write_bytes(b"nothing")
     with pytest.raises(ArtifactError, match=r"a\.safetensors cannot be read"):
-        adapter_files.read(tmp_path)
+        files.read(tmp_path)
     save_file(pairs("blocks.0.to_q"), tmp_path / "b.safetensors")
     with pytest.raises(ArtifactError, match="has 2 files of weights: give one of a.safetensors, b.safetensors"):
-        adapter_files.read(tmp_path)
+        files.read(tmp_path)
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(ArtifactError, match="an adapter is a file that ends in .safetensors"):
-        adapter_files.read(tmp_path / "a.txt")
+        files.read(tmp_path / "a.txt")
     torch.save([torch.ones(2)], tmp_path / "a.pt")
     with pytest.raises(ArtifactError, match="is a list and names no layers"):
-        adapter_files.read(tmp_path / "a.pt")
+        files.read(tmp_path / "a.pt")
     torch.save({"model": nn.Linear(2, 2)}, tmp_path / "b.pt")
     with pytest.raises(ArtifactError, match="is a pickle of more than weights"):
-        adapter_files.read(tmp_path / "b.pt")
+        files.read(tmp_path / "b.pt")
     (tmp_path / "ink").mkdir()
     (tmp_path / "adapter_config.json").write_text("{")
     torch.save(pairs("blocks.0.to_q"), tmp_path / "adapter_model.bin")
     with pytest.raises(ArtifactError, match="adapter_config.json is no JSON"):
-        adapter_files.read(tmp_path)
+        files.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -622,21 +622,21 @@ def test_files_that_are_none(tmp_path):
 )
 def test_other_files_say_what_they_are(key, message):
     with pytest.raises(ArtifactError, match=message):
-        adapter_files.read({key: torch.ones(2, 2)})
+        files.read({key: torch.ones(2, 2)})
 
 
 def test_what_a_plain_block_cannot_hold_is_another_kind():
     state = pairs("blocks.0.to_q") | {"blocks.0.to_q.lora_B.bias": torch.ones(8)}
-    assert adapter_files.read(state).entries[0].kind == "lora+bias"
+    assert files.read(state).entries[0].kind == "lora+bias"
     state = {"a.lokr_w1": torch.ones(2, 2), "a.lokr_w2": torch.ones(2, 2), "a.dora_scale": torch.ones(4, 1)}
-    entry = adapter_files.read(state).entries[0]
+    entry = files.read(state).entries[0]
     assert entry.kind == "lokr+dora"
     with pytest.raises(ArtifactError, match="'a' is lokr.dora, which is more than a low-rank product"):
         entry.as_lora((4, 4))
 
 
 def test_alphas_may_be_numbers_beside_a_state_dict():
-    entry = adapter_files.read({**pairs("unet.blocks.0.to_q"), "unet.blocks.0.to_q.alpha": 8}).entries[0]
+    entry = files.read({**pairs("unet.blocks.0.to_q"), "unet.blocks.0.to_q.alpha": 8}).entries[0]
     assert entry.scale == 4.0
 
 
@@ -660,14 +660,14 @@ def sd15():
 @real
 @pytest.mark.parametrize("name", ["sd15_attnprocs_noprefix.safetensors", "sd15_attnprocs_noprefix_cuda.bin"])
 def test_attention_processors(name, sd15):
-    found = adapter_files.fit(adapter_files.read(ASSETS / "diffusers" / name), sd15).check()
+    found = files.fit(files.read(ASSETS / "diffusers" / name), sd15).check()
     assert len(found.placed) == 128 and {e.rank for e in found.placed.values()} == {4}
 
 
 @real
 def test_early_lokr_splits_kernels_over_both_factors(sd15):
     file = ASSETS / "kohya_lycoris" / "smart_falcon_4_lokr.safetensors"
-    found = adapter_files.fit(adapter_files.read(file), sd15).check()
+    found = files.fit(files.read(file), sd15).check()
     assert len(found.placed) == 278 and len(found.others["text_encoder"]) == 72
     path = "down_blocks.1.resnets.0.conv1"
     t = {name: tensor.float() for name, tensor in found.placed[path].tensors.items()}
@@ -683,12 +683,12 @@ def test_key_lists(file):
     """Every key of the lists is a layer's or, of the control LoRA's norms, said to be no update."""
     shapes = json.loads(file.read_text())["state_dict_keys"]
     state = {key: torch.zeros(shape, device="meta") if shape else torch.tensor(1.0) for key, shape in shapes.items()}
-    read = adapter_files.read(state)
+    read = files.read(state)
     used = sum(len(entry.tensors) for entry in read.entries) + sum(key.endswith(".alpha") for key in state)
     assert used + len(read.rest) == len(state)
     assert list(read.rest) == [key for key in state if key.endswith("_norm.scale")]
     targets = {entry.path: (entry.sizes()[0], *entry.sizes()[1]) for entry in read.entries}
-    found = adapter_files.fit(read, targets, part=read.parts[0])
+    found = files.fit(read, targets, part=read.parts[0])
     assert len(found.placed) == sum(entry.part == read.parts[0] for entry in read.entries)
 
 
@@ -696,12 +696,12 @@ def test_key_lists(file):
 @pytest.mark.parametrize("name", ["cloneofsimo/cloneofsimo_lora_disney.safetensors", "vision/samlora_rank4.safetensors"])
 def test_numbered_layers_are_refused(name):
     with pytest.raises(ArtifactError, match="numbers its layers"):
-        adapter_files.read(ASSETS / name)
+        files.read(ASSETS / name)
 
 
 @real
 def test_peft_folders():
-    file = adapter_files.read(ASSETS / "peft_text" / "peft_opt350m_lora")
+    file = files.read(ASSETS / "peft_text" / "peft_opt350m_lora")
     assert len(file.entries) == 48 and {e.scale for e in file.entries} == {1.0}
     with pytest.raises(ArtifactError, match="it is IA3"):
-        adapter_files.read(ASSETS / "peft_text" / "peft_opt350m_ia3")
+        files.read(ASSETS / "peft_text" / "peft_opt350m_ia3")

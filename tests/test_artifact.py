@@ -22,13 +22,14 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fxplug
-from fxplug import ArtifactError, ops, targets
+from fxplug import ArtifactError
 from fxplug.__main__ import app
-from fxplug.module import Container, TracedModule
-from fxplug.paths import Port
-from fxplug.rebuild import difference as rebuilt_difference
-from fxplug.rebuild import read_modules, write_modules
-from fxplug.values import Settings, decode, encode
+from fxplug.artifacts.module_json import difference as rebuilt_difference
+from fxplug.artifacts.module_json import read_modules, write_modules
+from fxplug.artifacts.value_json import Settings, decode, encode
+from fxplug.ir import functions, ops
+from fxplug.ir.traced_module import Container, TracedModule
+from fxplug.spec.addresses import Port
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -451,7 +452,7 @@ def test_other_files_stay_and_stale_ones_go(tmp_path: Path) -> None:
 
 
 def test_without_exchange_the_old_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxplug.folders._exchange", lambda a, b: False)
+    monkeypatch.setattr("fxplug.artifacts.atomic_folder._exchange", lambda a, b: False)
     folder = tmp_path / "out"
     fxplug.save(small(), folder)
     fxplug.save(small(1), folder)
@@ -477,7 +478,7 @@ spent = time.monotonic() - began
 rng = random.Random(0)
 for exchange in [True] * 10 + [False] * 10:
     if not exchange:
-        fxplug.folders._exchange = lambda a, b: False
+        fxplug.artifacts.atomic_folder._exchange = lambda a, b: False
     fxplug.save(modules[0], folder)
     saver = os.fork()
     if not saver:
@@ -514,7 +515,7 @@ class Large(nn.Module):
         return self.fc(x)
 
 
-def slotted() -> fxplug.tracing.TracedModule:
+def slotted() -> fxplug.capture.tracer.TracedModule:
     torch.manual_seed(0)
     gm = fxplug.trace(Large(), torch.randn(2, 1024))
     return fxplug.apply(gm, fxplug.load_pass("lora", at="fc", rank=2, slots=2))
@@ -862,7 +863,7 @@ CHANGES = {
         "fxplug has no block",
     ),
     "block no block": (
-        lambda d: d["modules"].update({"a": {"kind": "block", "class": "fxplug.module:Container", "arguments": {}}}),
+        lambda d: d["modules"].update({"a": {"kind": "block", "class": "fxplug.ir.traced_module:Container", "arguments": {}}}),
         "fxplug has no block",
     ),
     "block path": (
@@ -924,7 +925,7 @@ def test_texts_stay_texts(folder: Path, first: str) -> None:
         assert next(n for n in gm.graph.nodes if n.target == "note").args == (first,)
 
 
-@pytest.mark.parametrize("name", [n for n in targets.OPS if not n.startswith("enter")])
+@pytest.mark.parametrize("name", [n for n in functions.OPS if not n.startswith("enter")])
 def test_hostile_arguments_of_our_own_functions(name: str) -> None:
     for arguments in ([], ["__import__('os')"] * 3, [{"a": 1}, ("x",), object()], ["cpu", torch.float16, 1, 2, 3]):
         with contextlib.suppress(Exception):

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxplug
-from fxplug import Match, Pass, Rule, grafting
-from fxplug.blocks import Block
+from fxplug import Match, Pass, Rule
+from fxplug.blocks.base import Block
+from fxplug.rewriter import graft
 
 
 class Gain(Block):
@@ -519,7 +520,7 @@ def test_sizes_are_found_one_after_the_other(outer, widths, most, monkeypatch):
     network = Sized((8, 8, 8), pair=True) if widths == "pair" else Sized(widths)
     right = (32, 32, 32) if widths == "pair" else widths
     traces = []
-    monkeypatch.setattr("fxplug.networks.traced", lambda *given: traces.append(1) or grafting.traced(*given))
+    monkeypatch.setattr("fxplug.rewriter.networks.traced", lambda *given: traces.append(1) or graft.traced(*given))
     spec = {"use": network, "args": {"a": "a", "b": "b", "c": "c"}}
     rules = [rule(Sum, "blocks.1", port="y[0]", args=["value", "net:out"])]
     few = {} if widths in ((8, 8, 8), (16, 32, 1), (32, 8, 2)) else {"try": {f"size_{name}": [8, 32] for name in "abc"}}

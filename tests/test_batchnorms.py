@@ -9,8 +9,8 @@ import torchvision
 from torch import nn
 
 import fxplug
-from fxplug.lowerings.batchnorms import hold_norms
-from fxplug.lowerings.outlining import outline
+from fxplug.lowerings.frozen_norms import hold_norms
+from fxplug.lowerings.regions.submodules import outline
 
 
 def bits(module):

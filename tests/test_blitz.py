@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.blitz_line import parse
 from fxplug.compat.zhijian import Addin, AddinBase, Seen, dict2args
 from fxplug.errors import SpecError
+from fxplug.spec.zhijian_line import parse
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -267,8 +267,8 @@ def ran(driver, *values):
     """What a block gives when it runs, held to what its graph gives."""
     plain = driver(*values)
     traced = fxplug.trace(driver, values)(*values)
-    assert fxplug.structure.leaves(plain) and len(fxplug.structure.leaves(plain)) == len(fxplug.structure.leaves(traced))
-    for a, b in zip(fxplug.structure.leaves(plain), fxplug.structure.leaves(traced), strict=True):
+    assert fxplug.ir.pytree.leaves(plain) and len(fxplug.ir.pytree.leaves(plain)) == len(fxplug.ir.pytree.leaves(traced))
+    for a, b in zip(fxplug.ir.pytree.leaves(plain), fxplug.ir.pytree.leaves(traced), strict=True):
         assert torch.equal(a, b)
     return plain
 

@@ -19,8 +19,8 @@ from zhijian.manual import LINES, MLPAddin
 
 import fxplug
 from fxplug.__main__ import app
-from fxplug.config import schema
 from fxplug.errors import FxplugError, SpecError
+from fxplug.spec.run_config import schema
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ import zoo
 from torch import nn
 
 import fxplug
-from fxplug.caching import StepCache
-from fxplug.lowerings.nesting import nest, regions_of
-from fxplug.parallel.pretending import pretended
-from fxplug.policies import Every, TeaCache, Threshold
-from fxplug.structure import leaves
+from fxplug.ir.pytree import leaves
+from fxplug.lowerings.regions.nested import nest, regions_of
+from fxplug.parallel.runtime.pretended import pretended
+from fxplug.step_cache.cache import StepCache
+from fxplug.step_cache.policies import Every, TeaCache, Threshold
 
 PICTURE = {"first": "transformer_blocks.0:out[1]", "last": "transformer_blocks.{-1}:out[1]"}
 
@@ -670,7 +670,7 @@ def test_marks_may_come_after_the_collectives():
 # --- marks of one's own
 
 
-def keep(path, place="after", name="mine", use="fxplug.slicing:Keep", **more):
+def keep(path, place="after", name="mine", use="fxplug.step_cache.slices:Keep", **more):
     port = {"args": ["value"], **more}
     return fxplug.load_pass({"name": name, "rules": [{"match": {"path": path}, "use": use, "place": place, **port}]})
 
@@ -717,7 +717,7 @@ def test_a_first_block_of_several_values_needs_one_named():
 
 
 def test_a_gauge_behind_what_is_kept_is_refused():
-    gauge = keep("transformer_blocks.1", args=["value", "x"], use="fxplug.slicing:Gauge", name="late")
+    gauge = keep("transformer_blocks.1", args=["value", "x"], use="fxplug.step_cache.slices:Gauge", name="late")
     new = fxplug.apply(pixart().gm, keep("transformer_blocks.0"), gauge)
     with pytest.raises(fxplug.SpecError, match="computed before the gauge is read: mark a later block"):
         StepCache(new)

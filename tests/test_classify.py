@@ -17,8 +17,8 @@ from torch import nn
 
 import fxplug
 from fxplug.errors import SpecError
-from fxplug.settings import Use
-from fxplug.training.draws import Draws
+from fxplug.spec.train_section import Use
+from fxplug.training.random_draws import Draws
 from fxplug.training.tasks.classify import Classify, Mix, cut
 from fxplug.training.tasks.task import Task, TaskInfo, make_task, means
 

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
-from fxplug.exporting import FORMATS, FREE
+from fxplug.exports.exporter import FORMATS, FREE
 from fxplug.flow import saved_config
-from fxplug.settings import Export
-from fxplug.spec import shipped
+from fxplug.spec.shipped import shipped
+from fxplug.spec.train_section import Export
 
 
 class Net(nn.Module):
@@ -188,7 +188,7 @@ def test_an_older_section_export_does_not_stand_in_the_way():
 def test_the_section_export_has_what_export_has():
     for key, known in ("to", FORMATS), ("free", FREE):
         assert list(get_args(Export.model_fields[key].annotation)) == list(known)
-        assert Export.model_fields[key].default == inspect.signature(fxplug.exporting.export).parameters[key].default
+        assert Export.model_fields[key].default == inspect.signature(fxplug.exports.exporter.export).parameters[key].default
 
 
 # --- errors
@@ -299,7 +299,7 @@ def test_a_configuration_with_a_mistake_is_told_before_torch_is_imported():
 
 
 def test_progress_goes_to_stderr_when_something_takes_longer_than_a_second(capsys, monkeypatch):
-    from fxplug import verbs as cli
+    from fxplug.cli import verbs as cli
 
     monkeypatch.setattr(cli, "PATIENCE", 60)
     with cli.progress("quick"):

@@ -20,9 +20,10 @@ from torch._dynamo.testing import CompileCounter
 from unets import error, picture
 
 import fxplug
-from fxplug.conditions import Add, Gate, ImageAttention
-from fxplug.frequencies import scale_low
-from fxplug.merging import Merge, matching, merge, unmerge
+from fxplug.blocks.control import Add, Gate
+from fxplug.blocks.freeu import scale_low
+from fxplug.blocks.image_attention import ImageAttention
+from fxplug.blocks.token_merging import Merge, matching, merge, unmerge
 
 HOSTS = pytest.mark.parametrize("base", [pytest.param(make, id=name) for name, make in unets.HOSTS.items()])
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxplug.config import load_config, resolved, schema
 from fxplug.errors import SpecError
-from fxplug.sections import ModelSpec, TensorSpec, Value
-from fxplug.spec import shipped
+from fxplug.spec.model_section import ModelSpec, TensorSpec, Value
+from fxplug.spec.run_config import load_config, resolved, schema
+from fxplug.spec.shipped import shipped
 
 
 @pytest.fixture(autouse=True)

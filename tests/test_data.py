@@ -16,14 +16,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from fxplug.errors import SpecError, TrainError
-from fxplug.settings import Buckets, Data
+from fxplug.spec.train_section import Buckets, Data
+from fxplug.training.data.batch_order import Order
 from fxplug.training.data.buckets import assign, bucket_sizes
-from fxplug.training.data.items import open_items, with_classes
+from fxplug.training.data.cropping import Place, placed
 from fxplug.training.data.loader import Loader, loader_of
-from fxplug.training.data.order import Order
-from fxplug.training.data.own import OwnItems
-from fxplug.training.data.placing import Place, placed
 from fxplug.training.data.seeding import random_state_kept
+from fxplug.training.data.sources import open_items, with_classes
+from fxplug.training.data.user_dataset import OwnItems
 
 
 def picture(seed=0, size=(20, 24), mode="RGB"):

@@ -17,7 +17,7 @@ from torch import nn
 
 import fxplug
 from fxplug.errors import SpecError
-from fxplug.training.draws import Draws
+from fxplug.training.random_draws import Draws
 from fxplug.training.tasks.calling import inputs_of
 from fxplug.training.tasks.denoise import Denoise
 from fxplug.training.tasks.task import TaskInfo, make_task, means

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxplug.training.draws import Draws
+from fxplug.training.random_draws import Draws
 
 
 def drawn(draws, batch):

@@ -13,9 +13,12 @@ from test_match import Net, one
 from torch import nn
 
 import fxplug
-from fxplug.blocks import Block, Lora, Scale, Skip
-from fxplug.module import without_edges
-from fxplug.spec import Match, Pass, Rule
+from fxplug.blocks.base import Block
+from fxplug.blocks.lora import Lora
+from fxplug.blocks.scale import Scale
+from fxplug.blocks.skip import Skip
+from fxplug.ir.traced_module import without_edges
+from fxplug.spec.pass_file import Match, Pass, Rule
 
 
 class Add(Block):
@@ -52,7 +55,7 @@ def net():
 
 
 def flat(value):
-    return fxplug.structure.leaves(value)
+    return fxplug.ir.pytree.leaves(value)
 
 
 def same(a, b):

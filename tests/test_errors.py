@@ -10,8 +10,9 @@ from test_match import Net, one
 from torch import nn
 
 import fxplug
-from fxplug.blocks import Block, Scale
-from fxplug.spec import Match, Pass, Rule
+from fxplug.blocks.base import Block
+from fxplug.blocks.scale import Scale
+from fxplug.spec.pass_file import Match, Pass, Rule
 
 
 @pytest.fixture(scope="module")

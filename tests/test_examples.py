@@ -14,9 +14,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import fxplug
-from fxplug.compat.hcp_config import convert
-from fxplug.source import parse_yaml, read_yaml
-from fxplug.spec import shipped
+from fxplug.compat.hcp.convert_file import convert
+from fxplug.spec.shipped import shipped
+from fxplug.spec.yaml_source import parse_yaml, read_yaml
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

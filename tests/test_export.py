@@ -18,8 +18,9 @@ import unets
 from torch import nn
 
 import fxplug
-from fxplug import exporting, temporary
-from fxplug.exporting import export
+from fxplug.exports import exporter
+from fxplug.exports.exporter import export
+from fxplug.files import temporary
 
 
 class Guarded(nn.Module):
@@ -186,7 +187,7 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
 
     def write(text: bytes) -> None:
         for _ in range(25):
-            with exporting._beside(target) as name:
+            with exporter._beside(target) as name:
                 Path(name).write_bytes(text)
             if target.read_bytes() not in texts:
                 torn.append(text[:1])
@@ -203,7 +204,7 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fxplug.temporary import folder
+from fxplug.files.temporary import folder
 with folder(".model.pt2.exporting-", Path(sys.argv[1])) as work:
     (work / "model.pt2").write_bytes(b"half")
     print(work, flush=True)
@@ -251,7 +252,7 @@ def test_a_mistake_of_our_own_is_no_reason_for_another_try(tmp_path: Path, monke
         tries.append(1)
         raise KeyError("ours")
 
-    monkeypatch.setattr(exporting, "_write_out_rounding", mistaken)
+    monkeypatch.setattr(exporter, "_write_out_rounding", mistaken)
     with pytest.raises(KeyError, match="ours"):
         export(fxplug.trace(nn.Linear(4, 4), torch.randn(1, 4)), tmp_path / "model", torch.randn(1, 4))
     assert tries == [1] and list(tmp_path.iterdir()) == []

@@ -14,10 +14,10 @@ from test_caching import changed, pixart, run, same
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxplug
-from fxplug.attending import METHODS, windowed
-from fxplug.fastattention import FastAttention
-from fxplug.parallel.pretending import pretended
-from fxplug.structure import leaves
+from fxplug.ir.pytree import leaves
+from fxplug.parallel.runtime.pretended import pretended
+from fxplug.step_cache.attention_forms import METHODS, windowed
+from fxplug.step_cache.fast_attention import FastAttention
 
 
 @cache

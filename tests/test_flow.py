@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxplug
-from fxplug.config import load_config
 from fxplug.errors import FxplugError, MatchError, SpecError, VerifyError
 from fxplug.flow import rewrite, saved_diff, saved_inputs
-from fxplug.models import build, example_inputs, read_weights
+from fxplug.models.example_inputs import example_inputs
+from fxplug.models.factory import build
+from fxplug.models.state_dict import read_weights
+from fxplug.spec.run_config import load_config
 
 
 class Net(nn.Module):

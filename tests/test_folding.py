@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.lowerings.folding import merge, unmerge
+from fxplug.lowerings.merging.fold import merge, unmerge
 
 
 def loud(gm):

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.lowerings import forms, kernels, tuning
-from fxplug.parallel.attention import Attention
-from fxplug.parallel.collectives import Gather, Split
-from fxplug.parallel.mesh import ways_of
-from fxplug.parallel.pretending import pretended
+from fxplug.lowerings.linear import forms, kernels, measuring
+from fxplug.parallel.runtime.attention import Attention
+from fxplug.parallel.runtime.collectives import Gather, Split
+from fxplug.parallel.runtime.mesh import ways_of
+from fxplug.parallel.runtime.pretended import pretended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 CLOSE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -91,7 +91,7 @@ def test_weights_by_kernels(name):
 def test_kernels_are_measured_beside_the_other_forms(tmp_path, monkeypatch):
     monkeypatch.setenv("FXPLUG_CACHE", str(tmp_path))
     new, x = filled(torch.bfloat16)
-    found = tuning.tune(new, (x,), turns=5)
+    found = measuring.tune(new, (x,), turns=5)
     assert all(set(t.milliseconds) == {"stock", "fused", "remerge", *forms.KERNELS} for t in found.timings)
     assert fxplug.fuse(new).meta["forms"] == {name: t.form for t in found.timings for name in t.layers}
 

@@ -13,9 +13,9 @@ from torch import nn
 
 import fxplug
 from fxplug.compat.hcp import PatchPluginContainer, PluginBlock, SinglePluginBlock
-from fxplug.compat.hcp_config import convert
+from fxplug.compat.hcp.convert_file import convert
 from fxplug.errors import MatchError, SpecError, TraceError
-from fxplug.source import parse_yaml
+from fxplug.spec.yaml_source import parse_yaml
 
 COND = {"sample": ["n", "c", "h", "w"], "cond": ["n", 3, "2*h", "2*w"]}
 WIDTHS = [8, 16, 16, 16]

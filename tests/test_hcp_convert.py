@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
-from fxplug.compat.entries import asked_for
 from fxplug.compat.hcp import SinglePluginBlock
-from fxplug.compat.hcp_config import convert, read_input
-from fxplug.compat.layers import places, read_layer, read_layers
+from fxplug.compat.hcp.convert_file import convert, read_input
+from fxplug.compat.hcp.entries import asked_for
+from fxplug.compat.hcp.layer_patterns import places, read_layer, read_layers
 from fxplug.errors import SpecError
-from fxplug.source import parse_yaml
+from fxplug.spec.yaml_source import parse_yaml
 
 NET = "test_hcp:Net"
 
@@ -178,7 +178,7 @@ def test_with_the_model_pairs_and_lists_are_looked_up():
     mixed = "  s: {_target_: hcp_guide.Skip, from_layer: [conv, twice], to_layer: [head, 'pre_hook:act']}"
     assert [list(e) for e in entries(mixed)] == [["hcp/pair"], ["hcp/pair_before"]]
     assert [g["name"] for e in entries(mixed) for g in e.values()] == ["s", "s_2"]
-    multi = "  m: {_target_: fxplug.compat.samples.Mean, from_layers: ['re:.*proj_in$'], to_layers: [head]}"
+    multi = "  m: {_target_: fxplug.compat.hcp.sample_plugins.Mean, from_layers: ['re:.*proj_in$'], to_layers: [head]}"
     assert one(multi, model=NET)[1]["from_layers"] == ["body.0.proj_in", "body.1.proj_in"]
     assert "--model" in refused(multi)
 

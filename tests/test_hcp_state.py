@@ -8,9 +8,8 @@ from hcp_guide import LoraBlock, PReLUPatch, Skip
 from torch import nn
 
 import fxplug
-from fxplug.compat import drivers
-from fxplug.compat.hcp import MultiPluginBlock, PatchPluginContainer, SinglePluginBlock
-from fxplug.compat.outcome import described
+from fxplug.compat.hcp import MultiPluginBlock, PatchPluginContainer, SinglePluginBlock, drivers
+from fxplug.compat.hcp.outcome import described
 from fxplug.errors import SpecError, TraceError
 
 

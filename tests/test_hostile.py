@@ -20,10 +20,11 @@ from test_artifact import craft, folder, node, pristine, refused, restamp, small
 from torch import nn
 
 import fxplug
-from fxplug import ArtifactError, Limits, targets
-from fxplug.magnitudes import check_numbers
-from fxplug.module import Graph
-from fxplug.signatures import evaluate, parsed
+from fxplug import ArtifactError, Limits
+from fxplug.artifacts.magnitudes import check_numbers
+from fxplug.exports.call_signature import evaluate, parsed
+from fxplug.ir import functions
+from fxplug.ir.traced_module import Graph
 
 
 def test_hostile_artifacts_do_nothing():
@@ -128,7 +129,7 @@ def test_no_node_has_a_name_that_the_code_uses(folder, name):  # noqa: F811
 BLOCKS = [
     "fxplug.training.trainer:Trainer",
     "fxplug.compat.zhijian:Addin",
-    "fxplug.module:TracedModule",
+    "fxplug.ir.traced_module:TracedModule",
     "fxplug.blocks:Block.at",
 ]
 
@@ -149,7 +150,7 @@ def test_modes_of_torch_are_left_in_order(folder):  # noqa: F811
 
 
 def test_functions_that_trust_their_callers_are_not_listed():
-    assert not [n for n in (*targets.functions(), *targets.methods()) if "fbgemm" in n or "quantized_" in n or n == "index"]
+    assert not [n for n in (*functions.functions(), *functions.methods()) if "fbgemm" in n or "quantized_" in n or n == "index"]
 
 
 V, G, ROWS, SIZES = torch.ones(3, 4), torch.ones(3, 1), torch.ones(4, 2), torch.tensor([2, 1, 1])
@@ -177,10 +178,10 @@ ODD = [
 def test_functions_that_trust_their_callers_are_called_with_what_they_take():
     """Without the checks most of these read or write memory that is not theirs."""
     for name, args in SOUND.items():
-        targets.functions()[name](*args)
+        functions.functions()[name](*args)
     for name, args in ODD:
         with pytest.raises(fxplug.GuardError):
-            targets.functions()[name](*args)
+            functions.functions()[name](*args)
 
 
 @pytest.mark.parametrize("dim", [0, 1, None])
@@ -239,9 +240,9 @@ def argument(cls, **arguments):
 
 BUDGETS = {
     "layers": argument("LSTM", input_size=2, hidden_size=2, num_layers=10**9),
-    "butterflies": argument("fxplug.rotations:Boft", shape=[4, 10**9], block_size=7),
-    "prime": argument("fxplug.rotations:Oft", shape=[4, 10**12 + 39], block_size=7),
-    "huge prime": argument("fxplug.rotations:Oft", shape=[4, 10**40 + 121], block_size=7),
+    "butterflies": argument("fxplug.blocks:Boft", shape=[4, 10**9], block_size=7),
+    "prime": argument("fxplug.blocks:Oft", shape=[4, 10**12 + 39], block_size=7),
+    "huge prime": argument("fxplug.blocks:Oft", shape=[4, 10**40 + 121], block_size=7),
     "range": lambda d: node(d, target="torch.relu").update(args=[{"range": [0, 10**8, 1]}]),
     "range argument": argument("Conv2d", in_channels=1, out_channels=1, kernel_size={"range": [0, 10**8, 1]}),
     "deep": deep,
@@ -416,7 +417,7 @@ def test_a_save_that_is_ended_leaves_nothing(number, tmp_path, monkeypatch):
         os.write(write, b"x")
         time.sleep(60)
 
-    monkeypatch.setattr("fxplug.artifact.save_file", wait)
+    monkeypatch.setattr("fxplug.artifacts.artifact.save_file", wait)
     saver = forked(lambda: fxplug.save(small(1), tmp_path / "out"))
     os.read(read, 1)
     assert len(os.listdir(tmp_path)) == 2
@@ -449,7 +450,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fxplug.artifact.save_file", full)
+    monkeypatch.setattr("fxplug.artifacts.artifact.save_file", full)
     with pytest.raises(ArtifactError, match="cannot be written: the disk is full; what was there is as it was"):
         fxplug.save(small(1), tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "out"]

@@ -18,10 +18,11 @@ import torch
 from hostile_files import attacked
 from safetensors.torch import load_file, save_file
 
-from fxplug import Limits, reading, weightfiles
+from fxplug import Limits
 from fxplug.errors import ArtifactError, SpecError, did_you_mean
-from fxplug.paths import searched, select
-from fxplug.source import parse_yaml
+from fxplug.files import reading, weight_files
+from fxplug.spec.addresses import searched, select
+from fxplug.spec.yaml_source import parse_yaml
 
 
 @pytest.mark.parametrize("attack", [fuzz_adapters.fuzz_adapters, fuzz_configs.fuzz_configs, fuzz_files.fuzz_files])
@@ -54,10 +55,10 @@ def test_what_torch_saves_is_read_as_torch_reads_it(new, tmp_path):
         "bool": torch.tensor([True, False]),
     }
     torch.save(value, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
-    found, _ = weightfiles.read(tmp_path / "a.pt")
+    found, _ = weight_files.read(tmp_path / "a.pt")
     assert nested(found) == nested(torch.load(tmp_path / "a.pt", weights_only=True))
     assert found["view"].untyped_storage().data_ptr() == found["base"].untyped_storage().data_ptr()
-    shapes, _ = weightfiles.read(tmp_path / "a.pt", meta=True)
+    shapes, _ = weight_files.read(tmp_path / "a.pt", meta=True)
     assert shapes["view"].is_meta and shapes["view"].shape == found["view"].shape
 
 
@@ -67,7 +68,7 @@ def test_safetensors_are_read_as_the_library_reads_them(tmp_path):
         {str(d): torch.ones(2, 3).to(d) for d in dtypes} | {"e": torch.zeros(0, 2), "s": torch.tensor(1.0)},
         tmp_path / "a.safetensors",
     )
-    found, _ = weightfiles.read(tmp_path / "a.safetensors")
+    found, _ = weight_files.read(tmp_path / "a.safetensors")
     assert nested(found) == nested(load_file(tmp_path / "a.safetensors"))
 
 
@@ -129,7 +130,7 @@ def test_a_file_that_holds_no_weights(name, suffix, tmp_path):
     file = tmp_path / f"a{suffix}"
     file.write_bytes(FILES[name])
     for _ in range(2):  # what is imported once is there the second time
-        _, refused, wrong = attacked(lambda: weightfiles.read(file), len(FILES[name]))
+        _, refused, wrong = attacked(lambda: weight_files.read(file), len(FILES[name]))
     assert isinstance(refused, ArtifactError) and not wrong, wrong
     assert str(file) in str(refused)
 
@@ -138,10 +139,10 @@ def test_a_file_that_holds_no_weights(name, suffix, tmp_path):
 def test_tensors_have_no_more_elements_than_bytes(expanded, tmp_path):
     torch.save({"a": expanded, "b": [torch.zeros(1)] * 3}, tmp_path / "a.pt")
     if isinstance(expanded, list):
-        assert weightfiles.read(tmp_path / "a.pt")
+        assert weight_files.read(tmp_path / "a.pt")
         return
     with pytest.raises(ArtifactError, match="more elements than there are in the file"):
-        weightfiles.read(tmp_path / "a.pt")
+        weight_files.read(tmp_path / "a.pt")
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch):

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxplug
-from fxplug.lowerings import forms, kernels, products, remerging
+from fxplug.lowerings.linear import forms, kernels, operators
+from fxplug.lowerings.merging import remerge
 
 WEIGHTS = {"one": [1, 0, 0], "two": [0.5, 0, 2], "none": [0, 0, 0]}
 
@@ -80,21 +81,21 @@ def targets(module):
 def test_every_form_gives_what_the_bank_gives(banks, how, weights):
     take(banks, weights)
     fused = fxplug.fuse(banks, how)
-    expected = {"fused": products.bank_linear, "remerge": products.remerged_linear, "stock": None}[how]
+    expected = {"fused": operators.bank_linear, "remerge": operators.remerged_linear, "stock": None}[how]
     assert targets(fused).count(expected) == (0 if how == "stock" else 4)
     with torch.no_grad():
         close(fused(X), banks(X))
-    remerged = remerging.remerge(banks, everywhere=True)
-    assert targets(remerged).count(remerging.convolution) == 1  # what has groups stays
-    assert sorted(remerging.forms_of(remerged)) == ["across", "conv", "first", "places", "second"]
+    remerged = remerge.remerge(banks, everywhere=True)
+    assert targets(remerged).count(remerge.convolution) == 1  # what has groups stays
+    assert sorted(remerge.forms_of(remerged)) == ["across", "conv", "first", "places", "second"]
     close(remerged(X), banks(X))
 
 
 def test_samples_of_a_batch_take_slots_of_their_own(banks):
     mixed = [[1, 0, 0], [1, 0, 0], [0, 2, 0.5], [0, 0, 0]]
-    fused, remerged = fxplug.fuse(banks), remerging.remerge(banks, everywhere=True)
+    fused, remerged = fxplug.fuse(banks), remerge.remerge(banks, everywhere=True)
     without = banks.get_submodule("places")
-    place = next(n for n in fused.graph.nodes if n.target is products.bank_linear and "places" in str(n.args[1]))
+    place = next(n for n in fused.graph.nodes if n.target is operators.bank_linear and "places" in str(n.args[1]))
     with torch.no_grad():
         take(banks, mixed)
         assert fused(X).isnan().all() and banks(X).isnan().all()  # `places` sees no samples, so it cannot mix them
@@ -110,13 +111,13 @@ def test_a_bank_mixes_samples_in_one_product(shape, batch_dim, dtype):
     down, up = torch.randn(6, 12, dtype=dtype), torch.randn(7, 6, dtype=dtype)
     x = torch.randn(shape, dtype=dtype)
     rows = torch.tensor([[1, 0, 0], [0.5, 0, 0.25], [0.5, 0, 0.25], [0, 0, 0]]).repeat_interleave(2, 1)
-    found = products.bank_linear(x, weight, bias, down, up, rows, 3, batch_dim)
-    hidden = products.gated(F.linear(x, down), rows, batch_dim)
+    found = operators.bank_linear(x, weight, bias, down, up, rows, 3, batch_dim)
+    hidden = operators.gated(F.linear(x, down), rows, batch_dim)
     expected = F.linear(x, weight, bias) + F.linear(hidden, up)
     close = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(found, expected, rtol=close, atol=10 * close)
     assert found.is_contiguous()
-    trained = products.bank_linear(x.requires_grad_(), weight, bias, down, up, rows, 3, batch_dim)
+    trained = operators.bank_linear(x.requires_grad_(), weight, bias, down, up, rows, 3, batch_dim)
     torch.testing.assert_close(trained, expected, rtol=close, atol=10 * close)
     trained.float().square().sum().backward()
     assert x.grad.isfinite().all()
@@ -126,11 +127,11 @@ def test_a_bank_mixes_samples_in_one_product(shape, batch_dim, dtype):
 def test_gradients_of_an_update_in_the_weight(gates):
     shapes = [(2, 3, 5), (6, 5), (6,), (4, 5), (6, 4)]
     values = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    assert torch.autograd.gradcheck(lambda *given: products.remerged_linear(*given, gates), values)
+    assert torch.autograd.gradcheck(lambda *given: operators.remerged_linear(*given, gates), values)
     shapes = [(2, 4, 5), (6, 2, 3), (6,), (4, 2, 3), (6, 2, 1)]
     values = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     if not gates.dim():
-        assert torch.autograd.gradcheck(lambda *v: remerging.convolution(*v, gates, (1,), (1,), (1,), 2), values)
+        assert torch.autograd.gradcheck(lambda *v: remerge.convolution(*v, gates, (1,), (1,), (1,), 2), values)
 
 
 @pytest.mark.parametrize("name", ["lora", "bank", "remerged", "product"])
@@ -144,9 +145,9 @@ def test_operators_are_well_behaved(name):
 
 def test_plain_updates_go_into_the_weight_where_rows_are_many():
     new = filled(fxplug.apply(fxplug.trace(Layers().eval(), X), fxplug.load_pass("lora", at="**", rank=3)))
-    remerged = remerging.remerge(new)
+    remerged = remerge.remerge(new)
     # `places` has 4 rows and 10 + 4 features; `second` and `across` 16 samples, four times
-    assert set(remerging.forms_of(remerged)) == {"conv", "groups", "first", "second", "across"}
+    assert set(remerge.forms_of(remerged)) == {"conv", "groups", "first", "second", "across"}
     found, expected = [], []
     for module, kept in ((new, expected), (remerged, found)):
         kept.append(module(X))
@@ -157,7 +158,7 @@ def test_plain_updates_go_into_the_weight_where_rows_are_many():
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("lowered", [fxplug.fuse, lambda gm: remerging.remerge(gm, everywhere=True)], ids=["fuse", "remerge"])
+@pytest.mark.parametrize("lowered", [fxplug.fuse, lambda gm: remerge.remerge(gm, everywhere=True)], ids=["fuse", "remerge"])
 def test_lowered_banks_export_without_operators_of_their_own(banks, lowered):
     take(banks, WEIGHTS["two"])
     with torch.no_grad():
@@ -185,14 +186,14 @@ def test_unknown_forms_and_modules_that_are_not_traced():
     with pytest.raises(fxplug.SpecError, match="no form 'remerged'.*did you mean 'remerge'"):
         fxplug.fuse(fxplug.trace(nn.Linear(2, 2), torch.randn(1, 2)), "remerged")
     with pytest.raises(fxplug.SpecError, match="remerge takes a traced module, not Linear"):
-        remerging.remerge(nn.Linear(2, 2))
+        remerge.remerge(nn.Linear(2, 2))
 
 
 # --- Triton kernels, by its interpreter: what it reads when it is imported is set for another process
 
 INTERPRETED = """
 import torch
-from fxplug.lowerings import kernels
+from fxplug.lowerings.linear import kernels
 
 assert kernels.INTERPRETED
 torch.manual_seed(0)
@@ -262,8 +263,8 @@ def test_weights_by_kernels(made, monkeypatch):
         for parameter in new.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
     fused = fxplug.fuse(new, "kernel")
-    assert sorted(remerging.forms_of(fused)) == ["conv", "first"]
-    assert {products.loha_weight, products.lokr_weight} & set(targets(fused)) and "call_module" not in [
+    assert sorted(remerge.forms_of(fused)) == ["conv", "first"]
+    assert {operators.loha_weight, operators.lokr_weight} & set(targets(fused)) and "call_module" not in [
         n.op for n in fused.graph.nodes if "Lo" in str(n.target)
     ]
     if "slots" in made:

@@ -40,11 +40,11 @@ def test_nothing_keeps_weights_alive(way):
 def test_a_checkpoint_is_read_once_for_all_layers_and_goes_with_the_model(tmp_path, monkeypatch):
     from torch import nn, save
 
-    from fxplug import conditions
-    from fxplug.conditions import _checkpoint, _files
+    from fxplug.blocks import image_attention
+    from fxplug.blocks.image_attention import _checkpoint, _files
 
-    reads, real = [], conditions._read
-    monkeypatch.setattr(conditions, "_read", lambda file: reads.append(file) or real(file))
+    reads, real = [], image_attention._read
+    monkeypatch.setattr(image_attention, "_read", lambda file: reads.append(file) or real(file))
     save({"ip_adapter": {"1.to_k_ip.weight": nn.Linear(2, 2).weight.detach()}}, tmp_path / "ip.bin")
     root, other = nn.Linear(1, 1), nn.Linear(1, 1)
     for model in (root, root, other):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.blocks import Block
-from fxplug.match import find
-from fxplug.spec import Match, Pass, Rule
+from fxplug.blocks.base import Block
+from fxplug.rewriter.matcher import find
+from fxplug.spec.pass_file import Match, Pass, Rule
 
 
 class Identity(Block):

@@ -16,9 +16,13 @@ from lycoris.functional.general import factorization as lycoris_factorization
 from torch import nn
 
 import fxplug
-from fxplug.norms import SpectralNorm, WeightNorm
-from fxplug.rotations import Boft, Oft, butterfly, cayley, neumann, skew, turned
-from fxplug.weights import Delta, Dora, Loha, Lokr, LoraWeight, factorization, kronecker, norm_except, over_norm
+from fxplug.blocks.bitfit import Delta
+from fxplug.blocks.dora import Dora, norm_except, over_norm
+from fxplug.blocks.loha import Loha
+from fxplug.blocks.lokr import Lokr, factorization, kronecker
+from fxplug.blocks.lora_weight import LoraWeight
+from fxplug.blocks.orthogonal import Boft, Oft, butterfly, cayley, neumann, skew, turned
+from fxplug.blocks.weight_norms import SpectralNorm, WeightNorm
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 MAPS = {  # blocks that map a weight and leave it as it is when new
@@ -475,7 +479,7 @@ def test_a_wrong_option_says_what_is_possible(name, params, message):
 @pytest.mark.parametrize("kind", ["Oft", "Boft"])
 def test_rotations_refuse_tables_and_transposed_convolutions(kind):
     for path in ("table", "up"):
-        rule = fxplug.Rule(fxplug.Match(path), use=f"fxplug.rotations:{kind}", place="param")
+        rule = fxplug.Rule(fxplug.Match(path), use=f"fxplug.blocks:{kind}", place="param")
         with pytest.raises(fxplug.SpecError, match="a rotation of the inputs fits Linear, Conv1d, Conv2d and Conv3d"):
             fxplug.apply(odd(), fxplug.Pass("turn", rules=[rule]))
 

@@ -11,7 +11,7 @@ from diffusers import PixArtTransformer2DModel
 from torch import nn
 
 import fxplug
-from fxplug.lowerings.nesting import nest
+from fxplug.lowerings.regions.nested import nest
 
 
 def vit(depth=4):

@@ -15,9 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
 
 import fxplug
-from fxplug.blocks import Lora
-from fxplug.lowerings.outlining import originals, outline
-from fxplug.structure import leaves
+from fxplug.blocks.lora import Lora
+from fxplug.ir.pytree import leaves
+from fxplug.lowerings.regions.submodules import originals, outline
 
 UNET = ["**.resnets.*", "**.attentions.*"]
 

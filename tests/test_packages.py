@@ -20,11 +20,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxplug
-from fxplug import expressions, machines, packages
 from fxplug.errors import ArtifactError, FxplugError, GuardError, SpecError
-from fxplug.exporting import export
-from fxplug.packages import load_package
-from fxplug.packed import MANIFEST
+from fxplug.exports import expressions, machines, package
+from fxplug.exports.exporter import export
+from fxplug.exports.package import load_package
+from fxplug.exports.package_file import MANIFEST
 
 QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -226,10 +226,10 @@ def test_a_machine_without_model_and_compiler(made, tmp_path):
     args, shift = inputs(), torch.randn(2, 6)
     torch.save((args, shift, module(*args, shift=shift)["y"].detach()), tmp_path / "call.pt")
     code = (
-        "import sys, torch; from fxplug.packages import load_package\n"
+        "import sys, torch; from fxplug.exports.package import load_package\n"
         "package = load_package(sys.argv[1], trusted=True); args, shift, wanted = torch.load(sys.argv[2])\n"
         "torch.testing.assert_close(package(*args, shift=shift)['y'], wanted, rtol=1e-5, atol=1e-5)\n"
-        "assert not {'fxplug.tracing', 'torch._inductor', 'diffusers', 'timm'} & set(sys.modules)\n"
+        "assert not {'fxplug.capture.tracer', 'torch._inductor', 'diffusers', 'timm'} & set(sys.modules)\n"
     )
     root = str(Path(fxplug.__file__).parent.parent)
     env = {"PATH": str(tmp_path), "PYTHONPATH": root, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
@@ -355,13 +355,13 @@ def test_what_is_checked_is_what_runs(made, tmp_path, monkeypatch):
     file, other = tmp_path / "swapped.pt2", tmp_path / "other.pt2"
     file.write_bytes(path.read_bytes())
     other.write_bytes(b"another file")
-    check = packages.check_machine
+    check = package.check_machine
 
     def swap(*args):
         check(*args)
         os.replace(other, file)
 
-    monkeypatch.setattr(packages, "check_machine", swap)
+    monkeypatch.setattr(package, "check_machine", swap)
     same(load_package(file, trusted=True), module)
     with pytest.raises(ArtifactError, match="swapped.pt2 is damaged, or no archive of torch's"):
         load_package(file, trusted=True)
@@ -371,14 +371,14 @@ def test_what_is_checked_is_what_runs(made, tmp_path, monkeypatch):
         with file.open("r+b") as opened:
             opened.truncate(100)
 
-    monkeypatch.setattr(packages, "check_machine", write)
+    monkeypatch.setattr(package, "check_machine", write)
     file.write_bytes(path.read_bytes())
     with pytest.raises(ArtifactError, match="swapped.pt2 is damaged, or no archive of torch's: it ends too early"):
         load_package(file, trusted=True)
 
 
 def temporary():
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith(packages.TEMPORARY)}
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith(package.TEMPORARY)}
 
 
 def test_nothing_is_left_of_a_load(made, monkeypatch):
@@ -387,7 +387,7 @@ def test_nothing_is_left_of_a_load(made, monkeypatch):
     package = load_package(path, trusted=True)
     assert not temporary()
     same(package, module)
-    load, seen = packages.LOADER, []
+    load, seen = package.LOADER, []
 
     def archives_only(place, *args):
         """As torch's loader was before it took folders."""
@@ -396,14 +396,14 @@ def test_nothing_is_left_of_a_load(made, monkeypatch):
             raise RuntimeError("Failed to initialize zip archive: file open failed")
         return load(place, *args)
 
-    monkeypatch.setattr(packages, "LOADER", archives_only)
+    monkeypatch.setattr(package, "LOADER", archives_only)
     same(load_package(path, trusted=True), module)
     assert len(seen) == 2 and not temporary()
 
     def broken(*args):
         raise RuntimeError("undefined symbol")
 
-    monkeypatch.setattr(packages, "LOADER", broken)
+    monkeypatch.setattr(package, "LOADER", broken)
     with pytest.raises(ArtifactError, match="the program in .*aoti.pt2 cannot be loaded: undefined symbol"):
         load_package(path, trusted=True)
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -459,7 +459,7 @@ def test_what_cannot_be_compiled(tmp_path, monkeypatch):
         export(gm, tmp_path, torch.randn(2, 4), to="aot")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(FxplugError, match="compiled on a machine with such a device, and there is none"):
-        packages.check_compiler(torch.device("cuda"))
+        package.check_compiler(torch.device("cuda"))
 
     def none():
         raise RuntimeError("No working C++ compiler found")
@@ -511,7 +511,7 @@ def test_lowered_modules(tmp_path, how):
 
 @pytest.mark.slow
 def test_operators_of_ours(tmp_path):
-    from fxplug.lowerings import kernels, products  # noqa: F401  (which define them)
+    from fxplug.lowerings.linear import kernels, operators  # noqa: F401  (which define them)
 
     class Maps(nn.Module):
         def __init__(self) -> None:

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxplug
+from fxplug.blocks.lora_weight import LoraWeight
 from fxplug.errors import SpecError
-from fxplug.lowerings.fusing import fuse
-from fxplug.lowerings.outlining import outline
-from fxplug.lowerings.packing import Packed, groups, pack
-from fxplug.lowerings.shadowing import live
-from fxplug.weights import LoraWeight
+from fxplug.lowerings.linear.fused import fuse
+from fxplug.lowerings.linear.packed import Packed, groups, pack
+from fxplug.lowerings.merging.live import live
+from fxplug.lowerings.regions.submodules import outline
 
 
 class Block(nn.Module):
@@ -384,7 +384,7 @@ def test_many_rows_stay_apart_on_a_cpu(monkeypatch):
     gm, _ = traced()
     rows = sorted(g.tokens for g in groups(gm.graphs[False], gm))
     assert 0 < rows[0] < rows[-1] and sum(isinstance(m, Packed) for m in pack(gm).modules()) == len(rows) == 6
-    monkeypatch.setattr("fxplug.lowerings.packing.FEW", rows[0])
+    monkeypatch.setattr("fxplug.lowerings.linear.packed.FEW", rows[0])
     assert sum(isinstance(m, Packed) for m in pack(traced()[0]).modules()) == rows.count(rows[0])
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from fxplug.pages import COMMON, page
-from fxplug.spec import open_pass, shipped
+from fxplug.spec.pass_file import open_pass
+from fxplug.spec.shipped import shipped
 
 PAGES = Path(__file__).parent.parent / "examples" / "passes"
 

@@ -18,14 +18,14 @@ import zoo
 from torch import nn
 
 import fxplug
-from fxplug.parallel import layouts
-from fxplug.parallel.attention import Attention
-from fxplug.parallel.collectives import Gather, Split, Sum, Whole, traffic
-from fxplug.parallel.mesh import ways_of
+from fxplug.ir.pytree import leaves
 from fxplug.parallel.plan import _apart
-from fxplug.parallel.pretending import pretended
-from fxplug.parallel.trying import Tries
-from fxplug.structure import leaves
+from fxplug.parallel.planning.trials import Tries
+from fxplug.parallel.runtime import layouts
+from fxplug.parallel.runtime.attention import Attention
+from fxplug.parallel.runtime.collectives import Gather, Split, Sum, Whole, traffic
+from fxplug.parallel.runtime.mesh import ways_of
+from fxplug.parallel.runtime.pretended import pretended
 
 CLOSE = 1e-6
 CASES = {case.name: case for case in zoo.cases("diffusers/")}

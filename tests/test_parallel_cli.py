@@ -20,11 +20,12 @@ from typer.testing import CliRunner
 import fxplug
 from fxplug.__main__ import app, main
 from fxplug.pages import SMALL
-from fxplug.parallel.attention import Attention
 from fxplug.parallel.checking import check_pretended, pretending, ways_in
 from fxplug.parallel.plan import alone
-from fxplug.rules import PARALLEL_KEYS, STEP_KEYS, WAYS
-from fxplug.spec import open_pass, shipped
+from fxplug.parallel.runtime.attention import Attention
+from fxplug.spec.pass_file import open_pass
+from fxplug.spec.rules import PARALLEL_KEYS, STEP_KEYS, WAYS
+from fxplug.spec.shipped import shipped
 
 CLOSE = 1e-5
 MODEL = """\
@@ -235,7 +236,7 @@ TOKENS = "model: {call: 'test_parallel_faults:Tokens'}\ninputs: {x: [2, 64, 16]}
 
 
 def test_bytes_are_those_of_the_papers():
-    from fxplug.parallel.predicting import LINKS, predict, winners
+    from fxplug.parallel.costs.prediction import LINKS, predict, winners
 
     gm = fxplug.trace(Tokens().eval(), torch.randn(2, 64, 16)).eval().to("meta")
     rows = predict(gm, [torch.empty(2, 64, 16, device="meta")], {}, [2, 4], LINKS["pcie"], pixels=128)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import fxplug
-from fxplug.parallel import faults
 from fxplug.parallel.checking import check_pretended
-from fxplug.parallel.pretending import PRETENDED, pretended
+from fxplug.parallel.runtime import faults
+from fxplug.parallel.runtime.pretended import PRETENDED, pretended
 
 SECONDS = 4  # the timeout of the group
 
@@ -102,11 +102,11 @@ def test_other_inputs_weights_and_buffers_are_told_at_the_first_call():
 
 
 def test_what_is_alike_is_compared_once(monkeypatch):
-    from fxplug.parallel import agreeing
+    from fxplug.parallel.runtime import checksums
 
     seen = []
-    real = agreeing._table
-    monkeypatch.setattr(agreeing, "_table", lambda *given: seen.append(0) or real(*given))
+    real = checksums._table
+    monkeypatch.setattr(checksums, "_table", lambda *given: seen.append(0) or real(*given))
     gm, new = traced(), parallel()
 
     def run(rank):

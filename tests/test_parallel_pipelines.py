@@ -18,7 +18,7 @@ from torch import nn
 
 import fxplug
 from fxplug import Every, StepCache
-from fxplug.parallel.pretending import pretended
+from fxplug.parallel.runtime.pretended import pretended
 
 CLOSE = 1e-5  # of the largest value of a picture
 NAMES = tuple(PIPELINES)

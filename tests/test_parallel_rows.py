@@ -14,14 +14,14 @@ import zoo
 from torch import nn
 
 import fxplug
-from fxplug.parallel import layouts
-from fxplug.parallel.collectives import Split, traffic
-from fxplug.parallel.mesh import ways_of
-from fxplug.parallel.moments import Norm
-from fxplug.parallel.neighbours import Cut, Extent, Fetch, Reach, read
+from fxplug.ir.pytree import leaves
 from fxplug.parallel.plan import _apart
-from fxplug.parallel.pretending import pretended
-from fxplug.structure import leaves
+from fxplug.parallel.runtime import layouts
+from fxplug.parallel.runtime.collectives import Split, traffic
+from fxplug.parallel.runtime.halos import Cut, Extent, Fetch, Reach, read
+from fxplug.parallel.runtime.mesh import ways_of
+from fxplug.parallel.runtime.norm_statistics import Norm
+from fxplug.parallel.runtime.pretended import pretended
 
 CLOSE = 1e-6
 CASES = {case.name: case for case in zoo.cases("diffusers/")}

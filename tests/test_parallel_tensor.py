@@ -14,11 +14,11 @@ import zoo
 from torch import nn
 
 import fxplug
-from fxplug.parallel.mesh import ways_of
+from fxplug.ir.pytree import leaves
 from fxplug.parallel.plan import _apart
-from fxplug.parallel.pretending import pretended
-from fxplug.parallel.shares import Count, Mean, Once, Part
-from fxplug.structure import leaves
+from fxplug.parallel.runtime.mesh import ways_of
+from fxplug.parallel.runtime.pretended import pretended
+from fxplug.parallel.runtime.shares import Count, Mean, Once, Part
 
 CLOSE = 1e-6
 CASES = {case.name: case for case in zoo.cases("")}
@@ -370,7 +370,7 @@ def test_two_processes_keep_half_and_learn_what_one_does(tmp_path):
 
 def test_a_plan_over_features_is_found_on_fewer_tokens():
     """Where the model takes such: it is the plan of all of them, and its share is that of the call it was made for."""
-    from fxplug.parallel.walking import lessened
+    from fxplug.parallel.planning.walk import lessened
 
     gm, (x,) = own("fused"), inputs(2, 203)
     (less,), _ = lessened(gm, (x,), {})

@@ -20,7 +20,7 @@ from lycoris.modules.lokr import LokrModule
 from torch import nn
 
 import fxplug
-from fxplug.rotations import Boft
+from fxplug.blocks.orthogonal import Boft
 
 OUTPUT, GRADIENT = 1e-5, 1e-4  # how far off the largest value may be, relative to the largest there is
 

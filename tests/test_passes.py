@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.spec import open_pass
-from fxplug.structure import leaves
+from fxplug.ir.pytree import leaves
+from fxplug.spec.pass_file import open_pass
 
 TOME_ON_VIT = {"at": r"re:(?P<site>(?P<block>blocks\.\d+)\.attn)$", "grid": ":in.x", "max_downsample": 16, "prefix": 1}
 CASES = {

@@ -13,13 +13,13 @@ import zoo
 from torch import nn
 
 import fxplug
-from fxplug.parallel.deferred import Later
-from fxplug.parallel.fusion import distances
-from fxplug.parallel.links import LocalLinks, links_of
-from fxplug.parallel.mesh import ways_of
+from fxplug.ir.pytree import leaves
+from fxplug.parallel.pipelines.deferred import Later
+from fxplug.parallel.pipelines.entry import distances
+from fxplug.parallel.pipelines.links import LocalLinks, links_of
 from fxplug.parallel.plan import _apart
-from fxplug.parallel.pretending import PRETENDED, pretended
-from fxplug.structure import leaves
+from fxplug.parallel.runtime.mesh import ways_of
+from fxplug.parallel.runtime.pretended import PRETENDED, pretended
 
 CLOSE = 1e-6
 

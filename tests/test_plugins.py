@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from fxplug.compat.everydream import BasePlugin
 from fxplug.errors import SpecError, TrainError
-from fxplug.settings import Train
-from fxplug.training.loading import OFFERED
+from fxplug.spec.train_section import Train
+from fxplug.training.plugin_loader import OFFERED
 from fxplug.training.plugins import Plugins
 
 COMMON = {"project_name": "run", "log_folder": "out/run", "data_root": "photos"}

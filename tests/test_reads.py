@@ -35,7 +35,7 @@ from exact import difference
 from torch import is_grad_enabled, nn
 
 import fxplug
-from fxplug import ops
+from fxplug.ir import ops
 
 
 class Model(nn.Module):

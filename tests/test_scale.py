@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug import printing
-from fxplug.blocks import Block
-from fxplug.cutting import unique_names
-from fxplug.lowerings.nesting import nest
-from fxplug.lowerings.outlining import outline
-from fxplug.nodes import Nodes
-from fxplug.spec import Match, Pass, Rule
+from fxplug.blocks.base import Block
+from fxplug.capture.graph_builder import Nodes
+from fxplug.ir import text
+from fxplug.ir.subgraphs import unique_names
+from fxplug.lowerings.regions.nested import nest
+from fxplug.lowerings.regions.submodules import outline
+from fxplug.spec.pass_file import Match, Pass, Rule
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import trace  # noqa: E402
@@ -189,11 +189,11 @@ class Counted(dict):
 def test_a_line_of_a_diff_costs_as_much_among_thousands(monkeypatch):
     gm = fxplug.trace(Stack(100), torch.ones(1, 4))
     new = fxplug.apply(gm, fxplug.load_pass("lora", at="layers.*.fc", rank=2))
-    slow = difflib.unified_diff(printing._lines(gm.graph), printing._lines(new.graph), lineterm="", n=1)
+    slow = difflib.unified_diff(text._lines(gm.graph), text._lines(new.graph), lineterm="", n=1)
     slow = "\n".join(line for line in slow if not line.startswith(("---", "+++"))) + "\n"
     assert "@@ " in slow
     with monkeypatch.context() as patch:
         patch.delattr(difflib.SequenceMatcher, "find_longest_match")  # what looks through all lines for each
         assert fxplug.diff(gm, new) == slow and fxplug.diff(gm, gm) == "\n"
     moved = ["a", "b", "a", "c", "d"], ["c", "d", "a", "x", "b"]
-    assert printing._Alike(None, *moved).get_matching_blocks() == difflib.SequenceMatcher(None, *moved).get_matching_blocks()
+    assert text._Alike(None, *moved).get_matching_blocks() == difflib.SequenceMatcher(None, *moved).get_matching_blocks()

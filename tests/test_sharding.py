@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxplug
-from fxplug.lowerings.outlining import outline
-from fxplug.lowerings.sharding import full_state, shard
+from fxplug.lowerings.regions.fsdp import full_state, shard
+from fxplug.lowerings.regions.submodules import outline
 
 STEPS, BATCH = 4, 8
 NAMES = ("vit", "tied")

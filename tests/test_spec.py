@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 import fxplug
 from fxplug.errors import SpecError, did_you_mean, dotted
-from fxplug.source import parse_yaml
-from fxplug.spec import Match, Pass, Rule, Where, folder, import_target, load_pass, shipped
+from fxplug.spec.import_path import import_target
+from fxplug.spec.pass_file import Match, Pass, Rule, Where, load_pass
+from fxplug.spec.shipped import folder, shipped
+from fxplug.spec.yaml_source import parse_yaml
 
 RULE = "{match: {path: a}, use: 'm:C'}"
 
@@ -424,7 +426,7 @@ def test_only_allowed_modules():
             "p.yaml:3: rules[0].use: module 'gates.sub' is not allowed; allowed are fxplug"
         )
     assert load_pass("lora", allow=[])
-    through = write("rules:\n- match: {}\n  use: fxplug.spec:re.sub\n")
+    through = write("rules:\n- match: {}\n  use: fxplug.spec.pass_file:re.sub\n")
     assert "'re.sub' must be one name" in message(load_pass, through, allow=[])
     made = Pass("g", [Rule(Match(), Gate)])
     assert f"module '{__name__}' is not allowed" in message(load_pass, made, allow=[])
@@ -440,8 +442,8 @@ def test_import_target():
     assert message(import_target, "jsn:x", at).startswith(
         "c.yaml:2: no module named 'jsn' (did you mean 'json'"
     )
-    assert message(import_target, "fxplug.spec:Pas") == (
-        "module 'fxplug.spec' has no attribute 'Pas' (did you mean 'Pass'?)"
+    assert message(import_target, "fxplug.spec.pass_file:Pas") == (
+        "module 'fxplug.spec.pass_file' has no attribute 'Pas' (did you mean 'Pass'?)"
     )
     assert (
         message(import_target, "pathlib:Path.cdw")
@@ -496,7 +498,7 @@ def test_pairs_of_a_skip():
 
 def test_reading_yaml_does_not_wait_for_torch():
     code = (
-        "import fxplug.spec, fxplug.config, sys; fxplug.load_pass('lora'); fxplug.SpecError; dir(fxplug);"
+        "import fxplug.spec.pass_file, fxplug.spec.run_config, sys; fxplug.load_pass('lora'); fxplug.SpecError; dir(fxplug);"
         "sys.exit([m for m in ('torch', 'diffusers', 'timm', 'numpy') if m in sys.modules] or None)"
     )
     done = subprocess.run(

@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils import parametrizations
 
 import fxplug
-from fxplug import ops
-from fxplug.structure import leaves
+from fxplug.ir import ops
+from fxplug.ir.pytree import leaves
 
 
 class Model(nn.Module):
@@ -735,8 +735,9 @@ def test_reading_values_is_told_and_other_errors_are_not_tried_again(monkeypatch
     with warnings.catch_warnings(action="error"):
         fxplug.trace(model, (X(), torch.tensor(2)), real=True)
     runs: list[bool] = []
-    run = fxplug.tracing._run
-    monkeypatch.setattr(fxplug.tracing, "_run", lambda job, on_fakes, *rest: runs.append(on_fakes) or run(job, on_fakes, *rest))
+    tracer = fxplug.capture.tracer
+    run = tracer._run
+    monkeypatch.setattr(tracer, "_run", lambda job, on_fakes, *rest: runs.append(on_fakes) or run(job, on_fakes, *rest))
 
     def failing(self: Any, x: torch.Tensor) -> torch.Tensor:
         raise self.error

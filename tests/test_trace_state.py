@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxplug
-from fxplug.frozen import alike, difference, frozen
-from fxplug.restore import process_settings, random_state
+from fxplug.capture.frozen_values import alike, difference, frozen
+from fxplug.capture.isolation import process_settings, random_state
 
 COUNTS: dict[str, Any] = {"calls": 0}
 TOTAL = 0

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxplug
-from fxplug.lowerings import products
+from fxplug.lowerings.linear import operators
 
 STEPS, CLOSE = 50, 1e-4
 VIT = {"img_size": 32, "patch_size": 8, "depth": 3, "num_classes": 4}
@@ -115,7 +115,7 @@ def check(found, expected):
 
 @pytest.mark.parametrize("how", ["as rewritten", "fused", "fused, with torch's products"])
 def test_fifty_steps_have_the_losses_of_peft(case, how, monkeypatch):
-    monkeypatch.setattr(products, "ONEDNN", products.ONEDNN and "torch's" not in how)
+    monkeypatch.setattr(operators, "ONEDNN", operators.ONEDNN and "torch's" not in how)
     new = ours(case)
     module = fxplug.fuse(new) if "fused" in how else new
     check(curve(case, module), case.expected)
@@ -220,7 +220,7 @@ def test_what_is_changed_is_each_layer_with_its_update_and_nothing_else():
     x = torch.randn(3, 12)
     new = lora_of(Layers(), x, at="first")
     targets = [n.target for n in fxplug.fuse(new).graph.nodes if n.op in ("call_function", "call_module")]
-    assert [t for t in targets if t in (products.linear, products.lora_linear)] == [products.lora_linear, products.linear]
+    assert [t for t in targets if t in (operators.linear, operators.lora_linear)] == [operators.lora_linear, operators.linear]
     new.second.register_forward_hook(lambda module, args, out: 2 * out)
     fused = fxplug.fuse(new)
     assert [n.target for n in fused.graph.nodes if n.op == "call_module"] == ["second"]

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.lowerings import forms, products, tuning
-from fxplug.lowerings.forms import Case
+from fxplug.lowerings.linear import forms, measuring, operators
+from fxplug.lowerings.linear.forms import Case
 
 CPU = torch.device("cpu")
 
@@ -47,26 +47,26 @@ def first_form(module):
 
 
 def test_each_shape_is_measured_once_and_kept(new, folder):
-    found = tuning.tune(new, turns=3)
+    found = measuring.tune(new, turns=3)
     assert [(t.case, t.layers) for t in found.timings] == [
         (Case("float32", 15, 8, 16, 2, 0), ["first"]), (Case("float32", 15, 16, 8, 2, 0), ["second"])
     ]  # fmt: skip
     for timing in found.timings:
         assert set(timing.milliseconds) == {"stock", "fused", "remerge"} and timing.ratios["stock"] == (1, 1)
-        assert timing.form == "stock" or timing.ratios[timing.form][0] < tuning.FASTER
+        assert timing.form == "stock" or timing.ratios[timing.form][0] < measuring.FASTER
     assert found.file.parent == folder and "15 rows, 8 -> 16, rank 2, float32: 1 layers" in str(found)
     assert forms.measured(CPU) == {t.case: t.form for t in found.timings}
-    tuning.tune(new, (torch.randn(1, 7, 8),), turns=1)
+    measuring.tune(new, (torch.randn(1, 7, 8),), turns=1)
     assert sorted({case.rows for case in forms.measured(CPU)}) == [7, 15]
 
 
 def test_a_form_is_taken_only_where_most_turns_were_faster(monkeypatch):
     def measured(**seconds):
         spent = {form: iter(values) for form, values in seconds.items()}
-        monkeypatch.setattr(tuning, "calls_of", lambda *_: {form: form for form in seconds})
-        monkeypatch.setattr(tuning, "_ready", lambda call, compiled: call)
-        monkeypatch.setattr(tuning, "_time", lambda device, call, repeats: next(spent[call]))
-        return tuning.measure(CPU, Case("float32", 1, 1, 1, 1, 0), [], False, 4).form
+        monkeypatch.setattr(measuring, "calls_of", lambda *_: {form: form for form in seconds})
+        monkeypatch.setattr(measuring, "_ready", lambda call, compiled: call)
+        monkeypatch.setattr(measuring, "_time", lambda device, call, repeats: next(spent[call]))
+        return measuring.measure(CPU, Case("float32", 1, 1, 1, 1, 0), [], False, 4).form
 
     assert measured(stock=[1.0] * 5, fused=[0.9] * 5, remerge=[0.8] * 5) == "remerge"
     assert measured(stock=[1.0] * 5, fused=[0.98] * 5) == "stock"  # too little
@@ -86,8 +86,8 @@ def test_the_measured_form_is_taken_at_and_between_measured_rows(new, rows, form
 def test_fused_graphs_have_what_was_measured(new):
     forms.write(CPU, entries(r15="remerge"))
     fused = fxplug.fuse(new)
-    assert [n.target for n in fused.graph.nodes if n.target in (products.remerged_linear, products.lora_linear)] == [
-        products.remerged_linear, products.lora_linear
+    assert [n.target for n in fused.graph.nodes if n.target in (operators.remerged_linear, operators.lora_linear)] == [
+        operators.remerged_linear, operators.lora_linear
     ]  # fmt: skip
     forms.write(CPU, entries(r15="stock"))
     assert "first" in {str(n.target) for n in fxplug.fuse(new).graph.nodes}
@@ -116,4 +116,4 @@ def test_a_file_that_cannot_be_used_is_ignored_and_that_is_said_once(new, change
 
 def test_a_module_without_updates_has_nothing_to_tune():
     with pytest.raises(fxplug.SpecError, match="nothing to tune"):
-        tuning.tune(fxplug.trace(Two(), torch.randn(3, 8)))
+        measuring.tune(fxplug.trace(Two(), torch.randn(3, 8)))

@@ -11,8 +11,9 @@ from torch import nn
 
 import fxplug
 from fxplug import Match, Pass, Rule
-from fxplug.blocks import Block, Skip
-from fxplug.differing import unlike
+from fxplug.blocks.base import Block
+from fxplug.blocks.skip import Skip
+from fxplug.rewriter.differences import unlike
 
 
 class Honest(Block):

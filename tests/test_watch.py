@@ -14,11 +14,11 @@ from PIL import Image
 from rich.console import Console
 from torch import nn
 
-from fxplug.settings import Train
-from fxplug.training import table
+from fxplug.spec.train_section import Train
+from fxplug.training import epoch_table as table
+from fxplug.training.log_files import Lines
+from fxplug.training.monitor import Watch
 from fxplug.training.pictures import grid, save_curves, save_sheet, smoothed
-from fxplug.training.records import Lines
-from fxplug.training.watch import Watch
 
 MODULE = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 5, bias=False))
 MODULE[0].weight.requires_grad = False
@@ -227,7 +227,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch):
     w.start(MODULE)
     w.step(record(1))
     with monkeypatch.context() as patch:
-        patch.setattr("fxplug.training.records.open", full, raising=False)
+        patch.setattr("fxplug.training.log_files.open", full, raising=False)
         patch.setattr("fxplug.training.pictures.os.replace", full)
         for step in range(2, 6):
             w.step(record(step))
@@ -250,7 +250,7 @@ def test_half_a_line_is_taken_back(tmp_path, monkeypatch):
     lines = Lines(tmp_path / "log.jsonl")
     lines.write({"step": 1})
     with monkeypatch.context() as patch:
-        patch.setattr("fxplug.training.records.open", lambda path, mode, buffering: Short(path, "ab"), raising=False)
+        patch.setattr("fxplug.training.log_files.open", lambda path, mode, buffering: Short(path, "ab"), raising=False)
         with pytest.raises(OSError, match="No space left"):
             lines.write({"step": 2})
     lines.write({"step": 3})
@@ -292,7 +292,7 @@ def test_the_curves(tmp_path):
 
 def test_the_curves_have_the_steps_before_a_resume(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr("fxplug.training.watch.save_curves", lambda history, tests, path: drawn.append((history, tests)))
+    monkeypatch.setattr("fxplug.training.monitor.save_curves", lambda history, tests, path: drawn.append((history, tests)))
     w = watch(tmp_path)
     run(w, last=4)
     w = watch(tmp_path)

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..blitz_pass import entries
-from ..blocks import Block
+from ..blocks.base import Block
 from ..errors import SpecError, did_you_mean
-from ..paths import parse_port, select
-from ..spec import import_target
-from ..structure import children
+from ..ir.pytree import children
+from ..spec.addresses import parse_port, select
+from ..spec.import_path import import_target
+from ..spec.zhijian_pass import entries
 
 if TYPE_CHECKING:
-    from ..match import Site
+    from ..rewriter.sites import Site
 
 CACHE = "inputs_cache"
 # what torch keeps in a module, and what every module may change

@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from ..capture.frozen_values import copied
 from ..errors import VerifyError
-from ..frozen import copied
-from ..module import TracedModule
-from ..neutrality import in_mode
-from ..structure import leaves, map_leaves
-from .collectives import Collective, Same, Sum
-from .layouts import count, start
-from .mesh import World
+from ..ir.pytree import leaves, map_leaves
+from ..ir.traced_module import TracedModule
+from ..rewriter.neutrality import in_mode
 from .plan import Plan, Runner, alone
-from .pretending import PRETENDED, placed, pretended
-from .trying import EMPTY, Leaf, leaves_of, name_of
-from .walking import bound, left_alone
+from .planning.trials import EMPTY, Leaf, leaves_of, name_of
+from .planning.walk import bound, left_alone
+from .runtime.collectives import Collective, Same, Sum
+from .runtime.layouts import count, start
+from .runtime.mesh import World
+from .runtime.pretended import PRETENDED, placed, pretended
 
 CLOSE = 1e-5  # of the largest value of an output: what sums in another order may differ by
 APART = 1e-4  # the same within the model, where large values may cancel

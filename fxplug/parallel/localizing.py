@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..blocks import Block
+from ..blocks.base import Block
 from ..errors import SpecError
-from ..module import TracedModule
-from .collectives import Collective, Gather
-from .mesh import world_of
-from .shares import Part
+from ..ir.traced_module import TracedModule
+from .runtime.collectives import Collective, Gather
+from .runtime.mesh import world_of
+from .runtime.shares import Part
 
 PARTS = "parts"  # in a module's meta: the names of its weights in parts
 

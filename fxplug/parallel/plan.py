@@ -15,22 +15,22 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..capture.frozen_values import copied
+from ..capture.self_check import has_values
 from ..errors import SpecError, VerifyError, did_you_mean
-from ..frozen import copied
-from ..module import Graph, TracedModule, copy_graph, shell
-from ..neutrality import in_mode
-from ..selfcheck import has_values
-from ..structure import leaves, map_leaves
-from . import births, features, spatial
-from .collectives import Collective, traffic
-from .layouts import count, counts, start
+from ..ir.pytree import leaves, map_leaves
+from ..ir.traced_module import Graph, TracedModule, copy_graph, shell
+from ..rewriter.neutrality import in_mode
 from .localizing import localize
-from .mesh import SEQUENCE, World, ways_of, world_of
-from .opening import opened
-from .planning import Found, Unsplittable, planned, told
-from .pretending import PRETENDED, placed, pretended
-from .trying import Leaf, Tries, leaves_of
-from .walking import bound, left_alone, walk
+from .planning import births, features, rows
+from .planning.opened_layers import opened
+from .planning.planner import Found, Unsplittable, planned, told
+from .planning.trials import Leaf, Tries, leaves_of
+from .planning.walk import bound, left_alone, walk
+from .runtime.collectives import Collective, traffic
+from .runtime.layouts import count, counts, start
+from .runtime.mesh import SEQUENCE, World, ways_of, world_of
+from .runtime.pretended import PRETENDED, placed, pretended
 from .writing import Writer
 
 CLOSE = 1e-5  # of the largest value: what sums in another order may differ by
@@ -335,10 +335,10 @@ def _found(
     for seed in (0, 1):
         if axis == "rows":
             if seed == 0:
-                results.append(spatial.best(gm, walked, _given(graph, split) if split else None))
+                results.append(rows.best(gm, walked, _given(graph, split) if split else None))
             else:
                 one = results[0]
-                results.append(planned(walked, Tries(gm, seed, True), one.births, True, (), one.grains, spatial.Spatial))
+                results.append(planned(walked, Tries(gm, seed, True), one.births, True, (), one.grains, rows.Spatial))
         elif axis == "batch" or split:
             given = births.samples(walked) if split is None else _given(graph, split)
             results.append(planned(walked, Tries(gm, seed), given, one=axis == "batch"))
@@ -391,10 +391,8 @@ def _written(gm: TracedModule, stage: Stage, ways: Mapping[str, int]) -> TracedM
         writer = Writer(graphs[mode], tree, found, stage.name, ways, stage.axis)
         writer.run()
     sites = writer.sites
-    new = TracedModule(tree, graphs, gm._origin, gm._extras)
-    new.twin_error = gm.twin_error
     row = entry(stage.name, {k: n for k, n in ways.items() if n > 1}, sites)
-    new.meta = {**gm.meta, "passes": [*gm.meta.get("passes", []), row]}
+    new = gm.derived(tree, graphs, passes=[*gm.meta.get("passes", []), row])
     place(new, alone())
     return new
 
@@ -459,4 +457,3 @@ def alone() -> World:
     """The only process."""
     sizes = dict.fromkeys((*ways_of({}), SEQUENCE), 1)
     return World(sizes, dict.fromkeys(sizes, 0), {})
-

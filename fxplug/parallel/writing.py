@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..edit import ROOT
-from ..grafting import head
-from ..module import Container, Graph
-from ..paths import identifier
-from .attention import Attention
-from .collectives import Collective, Gather, Numel, Same, Split, Sum, Whole
-from .moments import Norm
-from .neighbours import Cut, Extent, Fetch, Scale
-from .planning import Found, arguments, normed
-from .shares import Count, FeatureNorm, Mean, Once, Part
-from .trying import Leaf, Number, Place, Step, name_of, numbered
+from ..ir.traced_module import Container, Graph
+from ..rewriter.editor import ROOT
+from ..rewriter.graft import head
+from ..spec.addresses import identifier
+from .planning.planner import Found, arguments, normed
+from .planning.trials import Leaf, Number, Place, Step, name_of, numbered
+from .runtime.attention import Attention
+from .runtime.collectives import Collective, Gather, Numel, Same, Split, Sum, Whole
+from .runtime.halos import Cut, Extent, Fetch, Scale
+from .runtime.norm_statistics import Norm
+from .runtime.shares import Count, FeatureNorm, Mean, Once, Part
 
 _At = Callable[[fx.Graph], AbstractContextManager[Any]]
 
@@ -394,4 +394,3 @@ def _nodes(values: Any) -> list[fx.Node]:
     for value in values:
         fx.node.map_arg(value, found.append)
     return found
-

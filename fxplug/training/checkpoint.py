@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import reading, weightfiles
+from ..artifacts.atomic_folder import replaced
 from ..errors import TrainError
-from ..folders import replaced
+from ..files import reading, weight_files
+from ..files.writing import save_file, written
 from ..limits import DEFAULT, Limits
-from ..sinks import save_file, written
 from .data.seeding import random_state, random_state_kept, seed_all, set_random_state
 
 FORMAT = 1
@@ -78,10 +78,10 @@ def read(folder: Path, limits: Limits = DEFAULT) -> Checkpoint:
         progress = reading.read_json(folder / "progress.json", raises, limits)
         if progress.pop("format") != FORMAT:
             raise TrainError(f"'{folder}' is of another format than {FORMAT}; it was written by another version of fxplug")
-        weights, _ = weightfiles.read(folder / "weights.safetensors", raises=raises, limits=limits)
+        weights, _ = weight_files.read(folder / "weights.safetensors", raises=raises, limits=limits)
         averaged = (folder / "ema.safetensors").is_file()
-        ema = weightfiles.read(folder / "ema.safetensors", raises=raises, limits=limits)[0] if averaged else {}
-        rest, _ = weightfiles.read(folder / "state.pt", raises=raises, limits=limits)
+        ema = weight_files.read(folder / "ema.safetensors", raises=raises, limits=limits)[0] if averaged else {}
+        rest, _ = weight_files.read(folder / "state.pt", raises=raises, limits=limits)
         return Checkpoint(weights, progress, rest["state"], ema, rest["random"])
     except TrainError:
         raise

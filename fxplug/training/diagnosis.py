@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..module import TracedModule, without_edges
-from ..structure import leaves
+from ..ir.pytree import leaves
+from ..ir.traced_module import TracedModule, without_edges
 
 
 class _NotFinite(Exception):

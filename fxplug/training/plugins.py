@@ -19,9 +19,9 @@ import torch
 from PIL import Image
 
 from ..errors import SpecError, TrainError, did_you_mean
-from .hooks import PROJECT, Hooks
-from .loading import OFFERED, hook_methods, load
-from .local import Local
+from .plugin_hooks import PROJECT, Hooks
+from .plugin_loader import OFFERED, hook_methods, load
+from .plugin_modules import Local
 
 STAND_INS = {"plugins.plugins": "fxplug.compat.everydream"}
 LIMITS = {"on_epoch_": 5.0, "on_training_": 20.0, "on_model_": 20.0, "": 0.5}  # seconds of one call, as in EveryDream2trainer

@@ -10,16 +10,16 @@ from typing import Any
 
 import yaml
 
-from ..config import Config, load_config, resolved
 from ..errors import SpecError, TrainError
+from ..files.reading import reported
 from ..flow import Step, rewrite
-from ..module import TracedModule
-from ..reading import reported
-from ..settings import Data
+from ..ir.traced_module import TracedModule
+from ..spec.run_config import Config, load_config, resolved
+from ..spec.train_section import Data
 from .checkpoint import found
-from .data.items import open_items, with_classes
 from .data.loader import Loader
-from .launch import check_agreement, gathered, launched
+from .data.sources import open_items, with_classes
+from .distributed import check_agreement, gathered, launched
 from .plugins import open_plugins
 from .splitting import share
 from .tasks.task import make_task

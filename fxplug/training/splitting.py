@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
 from ..errors import FxplugError, SpecError, TrainError
-from ..module import TracedModule
-from ..parallel.mesh import AXES, ways_of
+from ..ir.traced_module import TracedModule
 from ..parallel.plan import Plan, parallel_plan, parallelize
-from ..parallel.walking import left_alone, walk
-from ..settings import Train
+from ..parallel.planning.walk import left_alone, walk
+from ..parallel.runtime.mesh import AXES, ways_of
+from ..spec.train_section import Train
 from .data.seeding import random_state_kept
-from .draws import Draws
-from .launch import gathered, set_mode
+from .distributed import gathered, set_mode
+from .random_draws import Draws
 from .tasks.task import Task
 
 PATH = ("train", "parallel")

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import TrainError
-from ..lowerings.batchnorms import hold_norms
-from ..module import TracedModule
-from ..settings import Train
+from ..ir.traced_module import TracedModule
+from ..lowerings.frozen_norms import hold_norms
+from ..spec.train_section import Train
 from .diagnosis import Finder, bad_gradients
-from .draws import Draws
-from .groups import check_gradients
-from .launch import mean, set_mode
+from .distributed import mean, set_mode
+from .param_groups import check_gradients
 from .plugins import Plugins
+from .random_draws import Draws
 from .splitting import share
 from .tasks.task import Task
 

@@ -14,24 +14,24 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..config import check_settings
 from ..errors import SpecError, TrainError
-from ..lowerings.outlining import originals
-from ..module import TracedModule
-from ..settings import Train
+from ..ir.traced_module import TracedModule
+from ..lowerings.regions.submodules import originals
+from ..spec.run_config import check_settings
+from ..spec.train_section import Train
 from .checkpoint import fingerprint, newest, seeded
 from .data.loader import loader_of
 from .data.seeding import random_state_kept
-from .draws import Draws, mixed
+from .distributed import gathered, launched, prepared, set_mode
 from .ema import Ema
-from .groups import check_optimizer, choose, make_optimizer, make_scheduler
-from .keeping import export, interruptible, keep, restore
-from .launch import gathered, launched, prepared, set_mode
+from .monitor import Watch
+from .param_groups import check_optimizer, choose, make_optimizer, make_scheduler
 from .plugins import Plugins, open_plugins
+from .random_draws import Draws, mixed
+from .resuming import export, interruptible, keep, restore
 from .splitting import divided, share
 from .stepping import Batch, Stepper
 from .tasks.task import TaskInfo, make_task, means
-from .watch import Watch
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...errors import SpecError
-from ...settings import Buckets
+from ...spec.train_section import Buckets
 
 Size = tuple[int, int]
 

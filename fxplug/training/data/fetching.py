@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ...errors import FxplugError, TrainError
-from ...settings import Data
-from ..draws import mixed
-from .items import Items
-from .order import Request
-from .own import condition_function
-from .placing import Place, pixels, placed
-from .reading import Unreadable, as_image, as_pil, prepared
+from ...spec.train_section import Data
+from ..random_draws import mixed
+from .batch_order import Request
+from .cropping import Place, pixels, placed
+from .image_files import Unreadable, as_image, as_pil, prepared
 from .seeding import random_state_kept, seed_all
+from .sources import Items
+from .user_dataset import condition_function
 
 Size = tuple[int, int]
 Transform = Callable[[Image.Image, Size], Tensor]

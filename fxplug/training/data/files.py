@@ -12,9 +12,9 @@ from typing import Any
 from PIL import Image
 
 from ...errors import SpecError, did_you_mean
-from ...settings import Data
+from ...spec.train_section import Data
+from .image_files import read_image, read_size
 from .metadata import METADATA, captions, labels, read_metadata
-from .reading import read_image, read_size
 
 
 class FileItems:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import SpecError, TrainError, did_you_mean
-from ...settings import Data
+from ...spec.train_section import Data
 from .files import existing
-from .reading import as_image, read_image, read_size
+from .image_files import as_image, read_image, read_size
 
 NAMES = {
     "image": ("image", "img"),

@@ -9,14 +9,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ...errors import SpecError, TrainError
-from ...settings import Data, Use
+from ...spec.train_section import Data, Use
+from .batch_order import Order, Request
 from .buckets import assign, bucket_sizes
+from .dataloader import Given
 from .fetching import Fetch, Fetched, Hooks, Size, Transform, too_many
-from .given import Given
-from .items import Items
-from .order import Order, Request
-from .own import own_items
-from .reading import Unreadable
+from .image_files import Unreadable
+from .sources import Items
+from .user_dataset import own_items
 
 
 class Loader:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ... import reading
 from ...errors import SpecError, did_you_mean
+from ...files import reading
+from ...files.reading import parse_json
 from ...limits import DEFAULT, Limits
-from ...reading import parse_json
-from ...source import Where, shown
+from ...spec.yaml_source import Where, shown
 
 METADATA = "metadata.jsonl"  # the form of Hugging Face's ImageFolder
 OWN = ("image", "condition", "name", "index")  # keys of an item that the loader fills

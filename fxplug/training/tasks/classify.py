@@ -17,9 +17,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ...errors import SpecError, did_you_mean
-from ...settings import Use, read_use
-from ...spec import import_target
-from ..draws import Draws
+from ...spec.import_path import import_target
+from ...spec.train_section import Use, read_use
+from ..random_draws import Draws
 from .calling import Call, check_labels, image_of, inputs_of
 from .task import Batch, Task, TaskInfo, Totals, check_options, construct
 

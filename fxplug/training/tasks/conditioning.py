@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...config import load_config
 from ...errors import SpecError, did_you_mean
-from ...models import build
-from ...settings import Use, read_use
-from ...source import no_such_file
-from ...spec import import_target
-from ..draws import Draws
+from ...models.factory import build
+from ...spec.import_path import import_target
+from ...spec.run_config import load_config
+from ...spec.train_section import Use, read_use
+from ...spec.yaml_source import no_such_file
+from ..random_draws import Draws
 from .calling import first_tensor
 from .task import check_options
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import SpecError
-from ...settings import read_use
-from ..draws import Draws
+from ...spec.train_section import read_use
+from ..random_draws import Draws
 from .calling import Call, Input, check_labels, default_call, embedding_rows, image_of, inputs_of, listed
 from .conditioning import Text, Vae, open_text
 from .noise import open_noise, positions, read_density

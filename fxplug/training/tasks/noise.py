@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ...errors import SpecError, did_you_mean
-from ...settings import Use
-from ...source import no_such_file
-from ..draws import Draws
+from ...spec.train_section import Use
+from ...spec.yaml_source import no_such_file
+from ..random_draws import Draws
 
 PREDICTIONS = ("epsilon", "v_prediction", "sample", "flow")
 FILE = "scheduler_config.json"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import SpecError, did_you_mean
-from ...settings import Use, read_use
-from ...source import NOWHERE, Where
-from ...spec import import_target
-from ..draws import Draws
+from ...spec.import_path import import_target
+from ...spec.train_section import Use, read_use
+from ...spec.yaml_source import NOWHERE, Where
+from ..random_draws import Draws
 
 Batch = dict[str, Any]
 # a sum and what it is a sum of: processes add up both, and the metric is their quotient

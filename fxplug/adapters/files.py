@@ -1,0 +1,450 @@
+"""Adapter files of any common layout, read into low-rank updates by layer.
+
+PEFT, diffusers (its old attention processors too), kohya and LyCORIS, ai-toolkit, and fxplug's own. `read` needs no model: it
+gives what each layer of the file gets, under the names that fxplug's blocks have. `fit` finds those layers in a graph.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ArtifactError, did_you_mean, shown
+from ..files import reading
+from ..limits import DEFAULT, Limits
+from ..spec.addresses import by_ending
+from .find_tensors import find, kind_of, load, object_of
+from .layer_matching import PARTS, Fit, fit, split_part
+from .updates import PRODUCT, AdapterFile, Entry, largest
+
+__all__ = ["AdapterFile", "Entry", "Fit", "fit", "read"]
+LARGE = 1e30  # no number of an adapter's is larger
+# how many dimensions a tensor has, where it is not 2
+_DIMS = dict.fromkeys(("down", "up", "mid", "lokr_w2"), (2, 5)) | dict.fromkeys(("hada_t1", "hada_t2", "lokr_t2"), (3, 5))
+# what else an update with these may have
+_EXTRA = {"down": ("mid",), "hada_w1_a": ("hada_t1", "hada_t2"), "lokr_w2_a": ("lokr_t2",)}
+
+
+def read(
+    source: str | Path | Mapping[str, Any],
+    *,
+    adapter: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    limits: Limits = DEFAULT,
+) -> AdapterFile:
+    """Read an adapter: a file (.safetensors; .bin, .pt, .pth as plain tensors), a folder, or a state dict.
+
+    A folder is one that PEFT, diffusers or `fxplug.save` wrote. `adapter` names one of several in a file (PEFT's adapter names,
+    or slots). `config` is PEFT's `adapter_config.json` for a source that has none beside it: it says alpha and rank; without
+    it, and without `.alpha` in the file, the scale is 1. A state dict may hold `.alpha` as numbers. A file is data: nothing in
+    it is run, and it is read within `limits`.
+
+    Raises ArtifactError for what is no adapter, half pairs, numbers that are not finite or not floating point, saying the key.
+    """
+    if isinstance(source, Mapping):
+        where, folder, state = "the state dict", None, dict(source)
+        about: Mapping[str, Any] = {}
+    else:
+        file = find(Path(source))
+        where, folder = str(file), file.parent
+        state, about = load(file, limits)
+        beside = file.parent / "adapter_config.json"
+        if config is None and file.stem == "adapter_model" and kind_of(beside) == "file":
+            config = object_of(reading.read_json(beside, limits=limits), str(beside))
+    reader = _Reader(where, folder, config, about, limits)
+    return reader.read(state, adapter)
+
+
+# how a key ends -> what the tensor is; {a} may be an adapter's name
+_ADAPTER = r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?"
+_FORMS = [
+    (re.compile(form.replace("{a}", _ADAPTER)), role)
+    for form, role in [
+        (r"\.lora_(?P<half>A|B){a}\.(?P<what>weight|bias)$", ""),
+        (r"\.lora_embedding_(?P<half>A|B){a}$", "embedding"),
+        (r"\.lora_magnitude_vector{a}(?:\.weight)?$", "magnitude"),
+        (r"\.lora_(?P<half>down|up|mid)\.(?P<what>weight|bias)$", ""),
+        (r"(?:\.lora|\.lora_linear_layer|(?P<old>_lora))\.(?P<half>down|up)\.(?P<what>weight|bias)$", ""),
+        (r"\.(?P<name>hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)){a}$", "factor"),
+        (r"\.dora_scale$", "magnitude"),
+        (r"\.alpha$", "alpha"),
+    ]
+]
+_OWN = re.compile(
+    r"^(?P<layer>.*)\.(?P<block>(?P<cls>Lora|LoraWeight|Dora|Loha|Lokr)(?:_\d+)?)\."
+    r"(?P<name>(?:down|up)(?:\.weight)?|up\.bias|scale|magnitude|hada_\w+|lokr_\w+)$"
+)
+_HALVES = {"A": "down", "down": "down", "B": "up", "up": "up", "mid": "mid"}
+_GATES = re.compile(r"^(?P<owner>.+)\.gates\.table\.(?P<name>weights|entries|names)$")
+_NUMBERED = re.compile(r"^(?:\w+:\d+:(?:up|down)|w_[ab]_\d+)$")
+
+
+@dataclass
+class _Layer:
+    """The keys of one layer while a file is read: canonical name -> key, and the numbers beside them."""
+
+    name: str
+    keys: dict[str, str] = field(default_factory=dict)
+    embedding: bool = False
+    own: str = ""
+    group: str = ""  # of a block of ours, the pass
+
+
+class _Reader:
+    def __init__(
+        self, where: str, folder: Path | None, config: Mapping[str, Any] | None, about: Mapping[str, Any], limits: Limits
+    ) -> None:
+        self.where, self.folder, self.about, self.limits = where, folder, about, limits
+        self.configs = {"": dict(config)} if config is not None else _packed(about, where, limits)
+        self.chosen: dict[tuple[str, str], Mapping[str, Any]] = {}  # part, key of its configuration -> values by layer
+        self.state: dict[str, Any] = {}
+        self.slots: dict[str, tuple[int, int]] = {}  # pass -> which of how many slots
+        self.kinds: dict[str, str | None] | None = None  # of our blocks, by path
+
+    def read(self, state: Mapping[str, Any], adapter: str | None) -> AdapterFile:
+        self.state = {str(key).replace("_orig_mod.", ""): value for key, value in state.items()}
+        if len(self.state) < len(state):
+            raise ArtifactError(f"{self.where} has the same tensor compiled ('_orig_mod.') and not: keep one of them")
+        gates = {m["owner"]: key for key in self.state if (m := _GATES.match(key)) and m["name"] == "names"}
+        adapters: set[str] = set()
+        placed = {key: self.place(key, adapter, adapters) for key in self.state if not _GATES.match(key)}
+        if adapter is None and len(adapters) > 1:
+            raise ArtifactError(f"{self.where} has several adapters: give adapter= one of {', '.join(sorted(adapters))}")
+        layers: dict[str, _Layer] = {}
+        for found in placed.values():
+            if found is None or not found.keys:
+                continue  # no layer's, or another adapter's
+            layer = layers.setdefault(found.name, found)
+            for role, at in found.keys.items():
+                if layer.keys.setdefault(role, at) != at:
+                    raise ArtifactError(f"{self.where}: '{layer.keys[role]}' and '{at}' are the same of one layer")
+        rest = {key: self.state[key] for key, found in placed.items() if found is None}
+        if gates:
+            self.choose(gates, adapter)
+        elif adapter is not None and adapter not in adapters:
+            has = f"; it has {', '.join(sorted(adapters))}" if adapters else ""
+            raise ArtifactError(f"{self.where} names no adapter '{adapter}'{did_you_mean(adapter, adapters)}{has}")
+        if not layers:
+            raise ArtifactError(f"{self.where} {self.none()}")
+        self.read_patterns(layers.values())
+        entries = [entry for layer in layers.values() if (entry := self.entry(layer)) is not None]
+        return AdapterFile(self.where, tuple(entries), rest, self.configs.get("") or self.about)
+
+    def read_patterns(self, layers: Iterable[_Layer]) -> None:
+        """Look up what PEFT's configurations say of single layers, all at once."""
+        names = list(dict.fromkeys(name for layer in layers for name in _peft_names(layer.name)))
+        tables: dict[tuple[str, str], Mapping[str, Any]] = {}
+        for part, config in self.configs.items():
+            for key in ("alpha_pattern", "rank_pattern"):
+                tables[part, key] = config.get(key) or {}
+                if not isinstance(tables[part, key], Mapping) or not all(isinstance(p, str) for p in tables[part, key]):
+                    raise ArtifactError(f"{self.where}: '{key}' of its configuration must be values by pattern")
+        about = reading.about(f"{self.where}: its configuration")
+        self.chosen = dict(zip(tables, by_ending(list(tables.values()), names, about, self.limits), strict=True))
+
+    def none(self) -> str:
+        """Why nothing was found."""
+        keys = [str(key) for key in self.state]
+        if keys and sum(bool(_NUMBERED.match(key)) for key in keys) > len(keys) / 2:
+            named = "'<layer>.lora_A.weight' and '<layer>.lora_B.weight'"
+            return f"numbers its layers ('{keys[0]}') and does not name them: give a state dict with keys {named}"
+        kind = str(self.configs.get("", {}).get("peft_type", ""))
+        kind = next((k for k in ("IA3", "OFT", "BOFT", "VERA") if f"{k.lower()}_" in (keys or [""])[0]), kind)
+        found = f"its keys are like '{keys[0]}'" if keys else "it is empty"
+        return f"has no layer of LoRA, DoRA, LoHa or LoKr{f' (it is {kind})' if kind else ''}: {found}"
+
+    def place(self, key: str, adapter: str | None, adapters: set[str]) -> _Layer | None:
+        """The layer of a key and what it is there; an empty one for a key of another adapter; None for any other key."""
+        own = _OWN.match(key if "." in key else "")
+        if own:
+            group, _, name = own["layer"].partition(".")
+            last = "" if own["block"] == own["cls"] else f".{own['block']}"
+            role = "bias" if own["name"] == "up.bias" else own["name"].removesuffix(".weight")
+            return _Layer(f"{group}.{name}{last}" if name else group, {role: key}, own=own["cls"], group=group)
+        for form, role in _FORMS:
+            found = form.search(key)
+            if found is None:
+                continue
+            parts = found.groupdict()
+            if parts.get("adapter"):
+                adapters.add(parts["adapter"])
+                if adapter is not None and parts["adapter"] != adapter:
+                    return _Layer("")
+            layer = key[: found.start()]
+            # diffusers' network_alphas are of a tensor, not of a layer
+            if role == "alpha" and layer in self.state and not layer.endswith(".alpha"):
+                of = self.place(layer, adapter, adapters)
+                return of and _Layer(of.name, {"alpha": key} if of.keys else {})
+            layer = layer.replace(".base_layer", "")  # PEFT's own wrapper around a layer within another
+            if parts.get("old"):
+                layer = _old_name(layer)
+            if parts.get("half"):
+                half = _HALVES[parts["half"]]
+                if parts.get("what") == "bias":
+                    return _Layer(layer, {"bias": key}) if half == "up" else None
+                return _Layer(layer, {half: key}, embedding=role == "embedding")
+            return _Layer(layer, {parts.get("name") or role: key})
+        return None
+
+    def choose(self, gates: Mapping[str, str], adapter: str | None) -> None:
+        """Which slot of each pass to read."""
+        for owner, key in gates.items():
+            table = self.state[key]
+            if not isinstance(table, Tensor) or table.dtype != torch.uint8 or table.dim() != 2 or table.is_meta:
+                raise ArtifactError(f"{self.where}: '{key}' must be the names of slots, as fxplug saves them")
+            names = [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in table.tolist()]
+            known = [name for name in names if name]
+            wanted = known[0] if adapter is None and len(known) == 1 else adapter
+            if wanted is None or wanted not in known:
+                what = "holds no adapter" if not known else f"has the adapters {', '.join(known)}: give adapter= one of them"
+                raise ArtifactError(f"{self.where}: the pass '{owner}' {what}{did_you_mean(wanted, known) if wanted else ''}")
+            self.slots[owner] = (names.index(wanted), len(names))
+
+    def entry(self, layer: _Layer) -> Entry | None:
+        """One layer whole; None for one that a slot has nothing for."""
+        keys = dict(layer.keys)
+        tensors = {role: self.tensor(key) for role, key in keys.items() if role not in ("alpha", "scale")}
+        base = _base(tensors)
+        wanted = next((need for need in _needs(base) if tensors.keys() >= need - {"alpha"}), None)
+        if wanted is None:
+            need = min(_needs(base), key=lambda n: len(n - tensors.keys()))
+            lacks = ", ".join(sorted(need - tensors.keys()))
+            raise ArtifactError(f"{self.where}: '{next(iter(keys.values()))}' is half an update: '{layer.name}' has no {lacks}")
+        extra = tensors.keys() - wanted - {"bias", "magnitude", *_EXTRA.get(min(wanted & _EXTRA.keys(), default=""), ())}
+        if extra:
+            keys_ = ", ".join(f"'{keys[role]}'" for role in sorted(extra))
+            raise ArtifactError(f"{self.where}: '{layer.name}' is whole without {keys_}, which cannot be applied as well")
+        embedding = self.embedding(layer, tensors)
+        if layer.own and embedding:
+            tensors["down"] = tensors["down"].T
+        slot = self.slots.get(layer.group)
+        if slot is not None:
+            tensors = self.in_slot(layer, tensors, *slot)
+        self.check(layer, tensors, embedding)
+        if slot is not None and not (tensors := _without_padding(tensors)):
+            return None
+        if "mid" in tensors:  # a core between the two halves is the same as a larger down
+            mid, low = tensors.pop("mid"), tensors["down"]
+            tensors["down"] = torch.einsum("ij...,jn->in...", mid.float(), low.flatten(1).float()).to(low.dtype)
+        rank = _rank(tensors)
+        part_path = (layer.group, layer.name.partition(".")[2]) if layer.own else split_part(layer.name)[1:]
+        kind = base
+        if "magnitude" in tensors:
+            kind = {"lora": "dora"}.get(base, f"{base}+dora")
+            if keys["magnitude"].endswith("dora_scale") and tensors["magnitude"].shape[0] == 1 < tensors["magnitude"].numel():
+                kind = f"{kind} by input"  # LyCORIS has both
+            tensors["magnitude"] = tensors["magnitude"].flatten()
+        kind = f"{kind}+bias" if "bias" in tensors else kind
+        scale = self.scale(layer, tensors, rank, part_path[0], slot is not None)
+        if largest(tensors, scale) > self.limits.update:
+            raise ArtifactError(
+                f"{self.where}: the update of '{layer.name}' is scaled by {scale:g} and can change a weight by more than "
+                f"{self.limits.update:g}, which no model stands; see Limits"
+            )
+        flat = "." not in layer.name and not layer.own
+        return Entry(layer.name, part_path[1], part_path[0], kind, tensors, scale, rank, embedding, flat)
+
+    def embedding(self, layer: _Layer, tensors: Mapping[str, Tensor]) -> bool | None:
+        """Whether it is an Embedding's, in whose `blocks.Lora` the rank is the last dimension of `down`; None: may be."""
+        if layer.own != "Lora" or not tensors["down"].dim() == tensors["up"].dim() == 2:
+            return layer.embedding
+        (rows, columns), rank = tensors["down"].shape, tensors["up"].shape[1]
+        if not rows == columns == rank:
+            return columns == rank
+        if self.kinds is None:  # only what the folder says of the block can tell
+            graph = self.folder / "graph.json" if self.folder else None
+            read = object_of(reading.read_json(graph, limits=self.limits), str(graph)) if graph and kind_of(graph) else {}
+            modules = read.get("modules")
+            given = {n: m.get("arguments") for n, m in modules.items() if type(m) is dict} if type(modules) is dict else {}
+            self.kinds = {name: of.get("kind") for name, of in given.items() if type(of) is dict}
+        kind = self.kinds.get(layer.keys["down"].removesuffix(".down.weight"))
+        return kind == "Embedding" if kind or layer.group in self.slots else None
+
+    def tensor(self, key: str) -> Tensor:
+        """The tensor of a key, checked."""
+        value = self.state[key]
+        if not isinstance(value, Tensor):
+            raise ArtifactError(f"{self.where}: '{key}' is a {type(value).__name__}, not a tensor")
+        if not value.is_floating_point():
+            raise ArtifactError(f"{self.where}: '{key}' holds {value.dtype}; an adapter's weights are floating point")
+        value, wide = value.detach(), torch.float64 if value.dtype == torch.float64 else torch.float32
+        numbers = value if value.itemsize > 1 else value.float()
+        # the sum tells in a seventh of the time, unless it is too large itself
+        if not value.is_meta and not numbers.sum(dtype=wide).isfinite() and not numbers.isfinite().all():
+            raise ArtifactError(f"{self.where}: '{key}' has numbers that are not finite (NaN or infinity)")
+        return value
+
+    def in_slot(self, layer: _Layer, tensors: Mapping[str, Tensor], slot: int, slots: int) -> dict[str, Tensor]:
+        """One slot of a block's. In `blocks.Lora` the slots follow each other in the inner channels, within each group; else
+        they are the first dimension."""
+        for role, tensor in tensors.items():
+            width = tensor.shape[0 if layer.own != "Lora" or role == "down" else 1] if tensor.dim() > 1 else 1
+            if width % slots or (layer.own != "Lora" and width != slots):
+                raise ArtifactError(f"{self.where}: '{layer.keys[role]}' of {list(tensor.shape)} does not have {slots} slots")
+        if layer.own != "Lora":
+            return {role: tensor[slot] for role, tensor in tensors.items()}
+        down, up = tensors["down"], tensors["up"]
+        if down.shape[0] % max(up.shape[1], 1):
+            raise self.odd(layer, "down", "up", tensors)
+        rank = up.shape[1] // slots
+        down = down.reshape(-1, slots, rank, *down.shape[1:])[:, slot].flatten(0, 1)  # (groups * rank, in, *kernel)
+        return {"down": down, "up": up.reshape(up.shape[0], slots, rank, *up.shape[2:])[:, slot]}
+
+    def check(self, layer: _Layer, tensors: Mapping[str, Tensor], embedding: bool | None) -> None:
+        """Raise ArtifactError unless the tensors are not empty, and the parts of a product go together."""
+        for role, tensor in tensors.items():
+            low, high = (1, 5) if role in ("bias", "magnitude") else _DIMS.get(role, (2, 2))
+            high = 2 if embedding is not False else high
+            if not low <= tensor.dim() <= high or not tensor.numel():
+                shape = f"'{layer.keys[role]}' has the shape {list(tensor.shape)}"
+                raise ArtifactError(f"{self.where}: {shape}, which is no {role}'s")
+        if "down" not in tensors:
+            sides = []
+            for p in ("hada_w1", "hada_w2", "lokr_w1", "lokr_w2"):
+                if f"{p}_a" in tensors:
+                    a, b, core = tensors[f"{p}_a"], tensors[f"{p}_b"], tensors.get(p.replace("w", "t"))
+                    inner = (a.shape[1],) * 2 if core is None else (a.shape[0], core.shape[0])
+                    if inner[0] != inner[1] or b.shape[0] != (inner[0] if core is None else core.shape[1]):
+                        raise self.odd(layer, f"{p}_a", f"{p}_b", tensors)
+                    sides.append((a.shape[0 if core is None else 1], b.shape[1], () if core is None else core.shape[2:]))
+            if "hada_w1_a" in tensors and sides[0] != sides[1]:
+                raise self.odd(layer, "hada_w1_a", "hada_w2_b", tensors)
+            return
+        down, up = tensors["down"], tensors["up"]
+        if not up.shape[1] == up.flatten(1).shape[1] or down.shape[0] % up.shape[1]:
+            raise self.odd(layer, "down", "up", tensors)
+        if "mid" in tensors:
+            mid = tensors["mid"]
+            most = max(PRODUCT, down.numel() + up.numel() + mid.numel())
+            if mid.shape[:2] != (up.shape[1], down.shape[0]) or mid[:, 0].numel() * down[0].numel() > most:
+                raise self.odd(layer, "mid", "down", tensors)
+
+    def odd(self, layer: _Layer, a: str, b: str, tensors: Mapping[str, Tensor]) -> ArtifactError:
+        shapes = f"{list(tensors[a].shape)} and {list(tensors[b].shape)}"
+        both = f"'{layer.keys[a]}' and '{layer.keys[b]}'"
+        return ArtifactError(f"{self.where}: {both} do not go together: their shapes are {shapes}")
+
+    def number(self, key: str) -> float:
+        value = self.state[key]
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta and not value.is_complex():
+            value = value.item()
+        return _number(value, f"{self.where}: '{key}'")
+
+    def scale(self, layer: _Layer, tensors: Mapping[str, Tensor], rank: int, part: str, slots: bool) -> float:
+        """What the product is multiplied by: the file's own word, alpha / rank, PEFT's configuration, or 1."""
+        if "scale" in layer.keys:
+            return 1.0 if slots else self.number(layer.keys["scale"])  # what lies in a slot is scaled already
+        if "alpha" in layer.keys:
+            if "lokr_w1" in tensors and "lokr_w2" in tensors:
+                return 1.0  # LyCORIS: two full matrices are not scaled
+            return (self.number(layer.keys["alpha"]) or rank) / rank
+        part = part if self.configs.get(part) else ""
+        config = self.configs.get(part)
+        if not config:
+            return 1.0
+        about = f"{self.where}: its configuration: "
+        alpha = self.said(part, "alpha_pattern", layer, config.get("lora_alpha", config.get("alpha")))
+        r = self.said(part, "rank_pattern", layer, config.get("r"))
+        if r is not None and (not isinstance(r, int) or isinstance(r, bool) or not 0 < r < 1 << 31):
+            raise ArtifactError(f"{about}the rank of '{layer.name}' must be a whole number, 1 or more, not {shown(r)}")
+        if config.get("use_rslora") not in (None, True, False):
+            raise ArtifactError(f"{about}use_rslora must be true or false, not {shown(config['use_rslora'])}")
+        rank = r if "down" not in tensors and r is not None else rank
+        if alpha is None:
+            return 1.0
+        alpha = _number(alpha, f"{about}the alpha of '{layer.name}'")
+        return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+    def said(self, part: str, key: str, layer: _Layer, default: Any) -> Any:
+        """The value of the first of PEFT's patterns that a layer's name matches."""
+        found = self.chosen[part, key]
+        return next((found[name] for name in _peft_names(layer.name) if name in found), default)
+
+
+def _peft_names(name: str) -> tuple[str, str]:
+    """What PEFT may call a layer of a file."""
+    return split_part(name)[2], name.removeprefix("base_model.model.")
+
+
+def _number(value: Any, what: str) -> float:
+    plain = isinstance(value, (bool, int, float, str, type(None)))
+    kind = shown(value) if plain else f"a {type(value).__name__.lower()}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGE:
+        raise ArtifactError(f"{what} must be one finite number, not {kind}")
+    return float(value)
+
+
+def _base(tensors: Mapping[str, Tensor]) -> str:
+    if any(name.startswith("hada_") for name in tensors):
+        return "loha"
+    return "lokr" if any(name.startswith("lokr_") for name in tensors) else "lora"
+
+
+def _needs(base: str) -> list[set[str]]:
+    """The sets of tensors that an update is whole with."""
+    if base == "loha":
+        return [{"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}]
+    if base == "lokr":
+        return [
+            {*(f"lokr_w1{end}" for end in first), *(f"lokr_w2{end}" for end in second)}
+            for first in (("",), ("_a", "_b"))
+            for second in (("",), ("_a", "_b"))
+        ]
+    return [{"down", "up"}]
+
+
+def _rank(tensors: Mapping[str, Tensor]) -> int:
+    """The rank that alpha is divided by."""
+    if "up" in tensors:
+        return tensors["up"].shape[1]
+    for name in ("hada_w1_b", "lokr_w1_b", "lokr_w2_b"):
+        if name in tensors:
+            return tensors[name].shape[0]
+    return min(tensors["lokr_w1"].shape)
+
+
+def _without_padding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What lies in a slot without what only pads its rank; nothing if nothing was loaded into it."""
+    made = dict(tensors)
+    if not all(tensor.any() for tensor in made.values()):
+        return {}
+    if any("_t" in name for name in made):
+        return made
+    for a, b in (("up", "down"), *((f"{n}_a", f"{n}_b") for n in ("hada_w1", "hada_w2", "lokr_w1", "lokr_w2"))):
+        if a in made:
+            rank = made[a].shape[1]
+            rows = torch.unflatten(made[b], 0, (-1, rank))  # of a grouped convolution each group has as many
+            used = made[a].transpose(0, 1).flatten(1).any(1) & rows.transpose(0, 1).flatten(1).any(1)
+            if not used.any():
+                return {}
+            made[a], made[b] = made[a][:, used], rows[:, used].flatten(0, 1)
+    return made
+
+
+def _packed(about: Mapping[str, Any], where: str, limits: Limits) -> dict[str, dict[str, Any]]:
+    """The configurations that diffusers keeps in a file's metadata, by part of the pipeline."""
+    text = about.get("lora_adapter_metadata")
+    made: dict[str, dict[str, Any]] = {}
+    if not isinstance(text, str):
+        return made
+    what = f"{where}: its lora_adapter_metadata"
+    for key, value in object_of(reading.parse_json(text, reading.about(what), limits), what).items():
+        part, _, name = key.rpartition(".") if key.partition(".")[0] in PARTS else ("", "", key)
+        made.setdefault(part, {})[name] = value
+    return made
+
+
+def _old_name(layer: str) -> str:
+    """`X.processor.to_q` as `X.to_q`: what diffusers' attention processors called their LoRAs is the layer they change."""
+    owner, _, last = layer.removesuffix("_lora").rpartition(".")
+    if owner.rpartition(".")[2] == "self_attn":  # a text encoder's
+        last = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}.get(last, last)
+    last = {"to_out": "to_out.0"}.get(last, last)
+    return f"{owner.removesuffix('.processor')}.{last}" if owner else last

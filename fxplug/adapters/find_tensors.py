@@ -1,0 +1,67 @@
+"""Where the tensors of an adapter are: the file itself, or the one that a folder of PEFT, diffusers or fxplug has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArtifactError, did_you_mean
+from ..files import reading, weight_files
+from ..limits import Limits
+
+SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth", ".ckpt")
+
+
+def kind_of(path: Path) -> str:
+    """What is at a path: `folder`, `file` (or something else that can be opened), or nothing. Raises ArtifactError."""
+    with reading.reported(reading.about(path)):
+        return "folder" if path.is_dir() else "file" if os.path.lexists(path) else ""
+
+
+def find(path: Path) -> Path:
+    """The file that holds the tensors of a file or folder. Raises ArtifactError."""
+    what = kind_of(path)
+    if what != "folder":
+        if not what:
+            with reading.reported(reading.about(path.parent)):
+                near = os.listdir(path.parent) if path.parent.is_dir() else []
+            raise ArtifactError(f"no adapter file or folder '{path}'{did_you_mean(path.name, near)}")
+        return path
+    with reading.reported(reading.about(path)):
+        found = {entry.name: entry.is_dir() for entry in os.scandir(path)}
+    for stem in ("adapter_model", "pytorch_lora_weights"):
+        for suffix in (*SAFE, *PICKLED):
+            if found.get(f"{stem}{suffix}") is False:
+                return path / f"{stem}{suffix}"
+    files = sorted(name for name, is_folder in found.items() if name.endswith(SAFE) and not is_folder)
+    if "manifest.json" in found:  # what `fxplug.save` wrote: the model's own weights are no adapter
+        files = [name for name in files if name != "model.safetensors"]
+    if len(files) != 1:
+        inner = sorted(name for name, is_folder in found.items() if is_folder and kind_of(path / name / "adapter_config.json"))
+        if inner and not files:
+            raise ArtifactError(f"'{path}' has the adapters {', '.join(inner)}: give the folder of one")
+        names = f": give one of {', '.join(files[:6])}" if files else ""
+        raise ArtifactError(f"the folder '{path}' has {len(files) or 'no'} files of weights{names}")
+    return path / files[0]
+
+
+def load(file: Path, limits: Limits) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """The tensors of a file on the CPU, and what it says of itself."""
+    if file.suffix not in (*SAFE, *PICKLED):
+        raise ArtifactError(f"{file}: an adapter is a file that ends in {', '.join((*SAFE, *PICKLED))}, or a folder")
+    found, about = weight_files.read(file, limits=limits)
+    for _ in range(limits.depth):
+        if not (isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping)):
+            break
+        found = found["state_dict"]
+    if not isinstance(found, Mapping):
+        raise ArtifactError(f"{file} is a {type(found).__name__} and names no layers: save a dict of tensors by layer")
+    return dict(found), about
+
+
+def object_of(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{where} is no JSON object")
+    return value

@@ -1,0 +1,500 @@
+"""Adapters that come and go in the slots of a module: load, use, unload. All state is in tensors, so nothing recompiles."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError, did_you_mean
+from ..limits import DEFAULT, Limits
+from ..turns import Turns, change, hold, turns_of
+from .files import AdapterFile, Entry, Fit, fit, read
+
+Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
+Weights = Mapping[str, float]
+# the dimensions of a parameter that are ranks; a bank is padded there and nowhere else
+RANKS = {
+    "down": (0,), "up": (1,),
+    "hada_w1_a": (1,), "hada_w1_b": (0,), "hada_w2_a": (1,), "hada_w2_b": (0,), "hada_t1": (0, 1), "hada_t2": (0, 1),
+    "lokr_w1": (), "lokr_w2": (), "lokr_w1_a": (1,), "lokr_w1_b": (0,), "lokr_w2_a": (1,), "lokr_w2_b": (0,), "lokr_t2": (0, 1),
+}  # fmt: skip
+SCALED = ("up", "hada_w2_b", "lokr_w2", "lokr_w2_b")  # which of a bank's parameters takes the adapter's scale
+
+
+@dataclass(frozen=True)
+class Bank:
+    """The slots at one layer: what `apply` keeps of a block with slots, plain values all.
+
+    `path` is the layer, `block` the module that holds the bank, `kind` the kind of layer beside which a low-rank update runs
+    (Linear, Conv2d, Embedding), or the class of block that maps the weight (LoraWeight, Loha, Lokr); `shape` is the weight's.
+    """
+
+    path: str
+    block: str
+    kind: str
+    slots: int
+    rank: int
+    shape: tuple[int, ...]
+    groups: int = 1
+    parameters: tuple[str, ...] = ("down", "up")
+
+    @property
+    def maps(self) -> bool:
+        """Whether it maps the weight itself, so that its parameters have the slots as their first dimension."""
+        return self.kind in ("LoraWeight", "Loha", "Lokr")
+
+    def views(self, name: str, tensor: Tensor, slot: int) -> Tensor:
+        """One slot of one of the bank's tensors: a view, in groups (groups, rank, ...) for a convolution's `down`."""
+        if self.maps:
+            return tensor[slot]
+        if name == "up" or self.kind == "Embedding":
+            return torch.unflatten(tensor, 1, (self.slots, -1))[:, slot]
+        return torch.unflatten(tensor, 0, (self.groups, self.slots, -1))[:, slot]
+
+
+class Adapters:
+    """The adapters of a module with slots, by name.
+
+    Get them as `module.adapters`. Everything here may be called from any thread while others call the module, and a call sees
+    one state from its start to its end: a change (`load`, `use`, `unload`, `module.load_state_dict`, a move to another device)
+    waits for the calls that run, and later calls wait for it. Files are read before. A change that fails, at whatever place
+    and for whatever reason, changes nothing. One within a call of the same thread raises SpecError. Lowered forms that share
+    their slots with a module take turns with it; copies do not.
+
+    Calls are those of the module, also within others, compiled by itself or not. Where something *around* it is compiled, as
+    `torch.compile(nn.Sequential(module, head))`, its call is a part of that program, which waits for nobody: put `hold()`
+    around the calls there, and around a forward and its backward pass where activations are computed again in between
+    (`torch.utils.checkpoint`). On a GPU calls and changes are put in line on streams: those of one stream run in their order,
+    which is what threads do that choose none; with several streams the program has to wait for its events itself.
+    """
+
+    turns: tuple[Turns, ...]
+    watchers: Sequence[Any] = ()
+
+    def __init__(self, module: nn.Module) -> None:
+        """Raises SpecError for a module without slots."""
+        meta = getattr(module, "meta", {})
+        self.module = module
+        self.where = meta.get("originals", {})  # of a module with regions: where its tensors are now
+        self.banks: dict[str, list[Bank]] = {}
+        for entry in meta.get("passes", []):
+            if entry.get("slots"):
+                self.banks[entry["name"]] = [
+                    Bank(site["path"].partition("@")[0], site["block"], **{k: _frozen(v) for k, v in site["bank"].items()})
+                    for site in {site["block"]: site for site in entry["sites"] if "bank" in site}.values()
+                ]
+        if not self.banks:
+            raise SpecError("no pass here has slots: apply one with them, such as load_pass('lora', at=..., rank=16, slots=4)")
+        self.turns = turns_of(module)
+        self.watchers = [m for m in module.modules() if callable(getattr(m, "switched", None))]
+
+    # --- what a package of another kind does in its own way
+
+    def tensor(self, name: str) -> Tensor:
+        """A parameter or buffer by its name in the state dict; it is written in place."""
+        *owners, last = self.where.get(name, name).split(".")
+        module: Any = self.module
+        for owner in owners:  # get_submodule asks hasattr at each level, which is most of the time of a load
+            module = module._modules[owner]
+        found: Tensor | None = (module._parameters if last in module._parameters else module._buffers).get(last)
+        assert found is not None, name
+        return found
+
+    def shapes(self) -> dict[str, Sequence[int]]:
+        """The weights of the whole model, by layer."""
+        named = self.module.named_parameters()
+        return {name.removesuffix(".weight"): value.shape for name, value in named if name.endswith(".weight")}
+
+    # --- turns
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """While this is entered nobody changes the adapters: several calls, such as the steps of one picture, see one choice.
+
+        Changes of other threads wait, calls go on; a change of this thread raises SpecError.
+        """
+        with hold(self.turns):
+            yield
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """While this is entered no other thread calls the module or changes its adapters: for several changes at once.
+
+        The other tensors of the slots may be written too, as an optimizer does; what is merged is made anew at the end. Raises
+        SpecError within a call of this thread.
+        """
+        with self._changing():
+            yield
+
+    @contextmanager
+    def _changing(self) -> Iterator[Callable[[Tensor, Any], None]]:
+        """A change, all or nothing: gives the function that writes a number or a tensor into a tensor of the slots."""
+        before: list[tuple[Tensor, Tensor]] = []
+
+        def write(target: Tensor, value: Any) -> None:
+            before.append((target, target.clone()))
+            if isinstance(value, Tensor):
+                target.copy_(value)
+            else:
+                target.fill_(value)
+
+        turns, fault = self.turns, self._half_made("KeyboardInterrupt")
+        with change(turns):
+            try:
+                yield write
+                self._changed()
+            except BaseException:  # the caller's, an interrupt, too: all is put back
+                for one in turns:  # before any call, at which Python may interrupt
+                    one.fault = fault
+                self._undo(before)
+                raise
+            self._set_fault("")
+
+    def _undo(self, before: list[tuple[Tensor, Tensor]]) -> None:
+        """Whoever interrupts this gets his interrupt, but not a half of it: it is done, or calls say that it is not."""
+        done = False
+        while not done:
+            try:
+                for target, old in reversed(before):
+                    target.copy_(old)
+                self._changed()
+                self._set_fault("")
+                done = True
+            except KeyboardInterrupt:
+                pass
+            except Exception as error:  # torch's, as of no memory, raised again at the next call
+                self._set_fault(self._half_made(type(error).__name__))
+                done = True
+
+    def _half_made(self, why: str) -> str:
+        left = f"the weights of this module were left half-made by a change of adapters ({why})"
+        return f"{left}: adapters.use(...) makes them anew"
+
+    def _changed(self) -> None:
+        """What follows from the state of the slots is made anew."""
+        for watcher in self.watchers:
+            watcher.switched(self.module)
+
+    def _set_fault(self, text: str) -> None:
+        for turns in self.turns:
+            turns.fault = text
+
+    # --- names
+
+    @property
+    def names(self) -> list[str]:
+        """The adapters that are loaded, in the order of their slots."""
+        with hold(self.turns):
+            return list(dict.fromkeys(name for p in self.banks for name in self._names(p) if name))
+
+    @property
+    def slots(self) -> int:
+        """How many adapters there is room for."""
+        return max(self.tensor(f"{p}.gates.table.names").shape[0] for p in self.banks)
+
+    @property
+    def active(self) -> dict[str, float] | list[dict[str, float]]:
+        """What is used: the weight of each adapter that takes part, or that for each sample."""
+        with hold(self.turns):
+            tables = {p: (self._table(p, "weights"), int(self._table(p, "entries"))) for p in self.banks}
+            named = {p: self._names(p) for p in self.banks}
+        count = max(entries for _, entries in tables.values())
+
+        def row(index: int) -> dict[str, float]:
+            rows = [
+                (name, value)
+                for p, (weights, _) in tables.items()
+                for name, value in zip(named[p], weights[index].tolist(), strict=True)
+            ]
+            return {name: value for name, value in rows if name and value}
+
+        return [row(i) for i in range(count)] if count else row(0)
+
+    def __repr__(self) -> str:
+        return f"Adapters({', '.join(self.names) or 'none'}; {self.slots} slots)"
+
+    def _table(self, p: str, name: str) -> Tensor:
+        table = self.tensor(f"{p}.gates.table.{name}")
+        if table.is_meta:
+            raise SpecError("the slots are on the meta device, which holds no values: move the module to a device that does")
+        return table
+
+    def _names(self, p: str) -> list[str]:
+        return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in self._table(p, "names").tolist()]
+
+    def _check_known(self, name: Any) -> str:
+        known = self.names
+        if name not in known:
+            listed = f"; there are {', '.join(known)}" if known else "; none is loaded yet"
+            raise SpecError(f"no adapter {name!r}{did_you_mean(str(name), known)}{listed}")
+        return str(name)
+
+    # --- loading
+
+    @torch.no_grad()
+    def load(
+        self,
+        name: str,
+        source: Source,
+        *,
+        adapter: str | None = None,
+        part: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        partial: bool = False,
+        replace: bool = False,
+        limits: Limits = DEFAULT,
+    ) -> Fit:
+        """Put an adapter into a free slot under a name; it is not used before `use` says so.
+
+        `source` is a file, a folder or a state dict of any layout that `adapter_files.read` knows. Ranks up to the slots' and
+        some of the layers are fine: what is missing adds nothing. `adapter` names one of several in a file, `part` the part
+        of a pipeline that this module is; `config` is PEFT's adapter configuration where none lies beside (without it and
+        without alphas in the source, the scale is 1). `partial` leaves out layers that are not here; `replace` takes the slot
+        of an adapter of that name, and is used as that was. `limits` bounds what is read of a file. Gives what went where: see
+        `fitting.Fit`.
+
+        Raises ArtifactError for a file that cannot be read or has layers that are not here; SpecError for a name that is
+        taken, full slots, a rank above theirs, or an update of another kind than they hold. Nothing is changed then.
+        """
+        self._check_new(name, replace)  # before a file is read
+        file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter, config=config, limits=limits)  # type: ignore[arg-type]
+        found = fit(file, {bank.path: bank.shape for banks in self.banks.values() for bank in banks}, part, self.shapes)
+        if not (partial and found.placed):
+            found.check()
+        ready = self._ready(found.placed)
+        with self._changing() as write:
+            known = self._check_new(name, replace)
+            slots = {p: self._free(p, name) for p in ready}
+            homes = {p: self._names(p).index(name) for p in self.banks if name in self._names(p)}
+            used = {p: self._table(p, "weights")[:, slot].clone() for p, slot in homes.items()}
+            if known:
+                self._clear(name, write)
+            for p, rows in ready.items():
+                for bank, key, tensor_name, value in rows:
+                    target = bank.views(key, self.tensor(tensor_name), slots[p])
+                    write(target[tuple(slice(n) for n in value.shape)], value)
+                # as before, also where this pass had nothing of it until now
+                write(self._table(p, "weights")[:, slots[p]], used.get(p, next(iter(used.values()), 0)))
+                table = self._table(p, "names")
+                raw = list(name.encode().ljust(table.shape[1], b"\0"))
+                write(table[slots[p]], torch.tensor(raw, dtype=torch.uint8))
+        return found
+
+    def _check_new(self, name: Any, replace: bool) -> bool:
+        """Whether an adapter of this name is loaded. Raises SpecError for a name that cannot be taken."""
+        room = self._table(next(iter(self.banks)), "names").shape[1]
+        raw = name.encode(errors="ignore") if isinstance(name, str) else b""
+        if not raw.strip() or b"\0" in raw or raw.decode() != name or len(raw) > room:
+            raise SpecError(f"an adapter's name is a text of at most {room} bytes, not {name!r}")
+        if name in self.names:
+            if not replace:
+                raise SpecError(f"an adapter '{name}' is loaded already: unload it first, or load with replace=True")
+            return True
+        return False
+
+    def _free(self, p: str, name: str) -> int:
+        names = self._names(p)
+        if name in names:
+            return names.index(name)
+        if "" not in names:
+            raise SpecError(
+                f"all {len(names)} slots of pass '{p}' are taken, by {', '.join(names)}: unload one, or apply the pass with "
+                f"slots={len(names) + 1}"
+            )
+        return names.index("")
+
+    def _ready(self, placed: Mapping[str, Entry]) -> dict[str, list[tuple[Bank, str, str, Tensor]]]:
+        """What is to be written, by pass: bank, parameter, its name, values. Raises SpecError for what does not fit."""
+        ready: dict[str, list[tuple[Bank, str, str, Tensor]]] = {}
+        homes: dict[str, list[tuple[str, Bank]]] = {}
+        for p, banks in self.banks.items():
+            for bank in banks:
+                homes.setdefault(bank.path, []).append((p, bank))
+        high: list[tuple[str, int, Bank, str]] = []
+        for path, entry in placed.items():
+            rows = homes[path]
+            same = [(p, bank) for p, bank in rows if bank.kind.lower() == entry.kind]
+            p, bank = (same or rows)[0]
+            names = self._parameters(bank)
+            rank, values = _values(bank, entry, names)
+            if rank > bank.rank:
+                high.append((path, rank, bank, p))
+                continue
+            for key, value in values.items():
+                ready.setdefault(p, []).append((bank, key, names[key], self._cast(bank, key, names[key], value, entry)))
+        if high:
+            path, rank, bank, p = max(high, key=lambda row: row[1])
+            raise SpecError(
+                f"{len(high)} layers of the adapter have a rank above rank_max={bank.rank}, the highest is {rank} at '{path}': "
+                f"apply pass '{p}' with rank_max={rank}"
+            )
+        return ready
+
+    def _cast(self, bank: Bank, key: str, name: str, value: Tensor, entry: Entry) -> Tensor:
+        """Values in the dtype of their bank, where they fit. Raises SpecError."""
+        tensor = self.tensor(name)
+        target = bank.views(key, tensor, 0)
+        loose = RANKS[key] if bank.maps else (1,)
+        fits = target.dim() == value.dim() and all(
+            n == m or (d in loose and n < m) for d, (n, m) in enumerate(zip(value.shape, target.shape, strict=True))
+        )
+        if not fits:
+            raise SpecError(
+                f"'{entry.name}' has a {key} of {list(value.shape)}, and the bank at '{bank.path}' takes {list(target.shape)}: "
+                "apply the pass with the factors that the adapter was made with"
+            )
+        made = value.to(tensor.dtype)
+        if not made.is_meta and not torch.isfinite(made).all():
+            raise SpecError(f"'{entry.name}': its {key} has numbers beyond {tensor.dtype}, which the slots hold")
+        return made
+
+    @torch.no_grad()
+    def unload(self, name: str) -> None:
+        """Free an adapter's slot; it is used no longer. Raises SpecError for a name that is not loaded."""
+        with self._changing() as write:
+            self._clear(self._check_known(name), write)
+
+    def _clear(self, name: str, write: Callable[[Tensor, Any], None]) -> None:
+        """Free an adapter's slots."""
+        for p, banks in self.banks.items():
+            if name not in (names := self._names(p)):
+                continue
+            slot = names.index(name)
+            write(self._table(p, "weights")[:, slot], 0)
+            write(self._table(p, "names")[slot], 0)
+            for bank in banks:
+                for key, tensor_name in self._parameters(bank).items():
+                    write(bank.views(key, self.tensor(tensor_name), slot), 0)
+
+    def _parameters(self, bank: Bank) -> dict[str, str]:
+        """The names of a bank's parameters in the state dict."""
+        if not bank.maps:
+            return {"down": f"{bank.block}.down.weight", "up": f"{bank.block}.up.weight"}
+        return {key: f"{bank.block}.{key}" for key in bank.parameters}
+
+    # --- use
+
+    @torch.no_grad()
+    def use(self, what: str | Weights | Sequence[Any] | Tensor | None) -> None:
+        """Say which adapters take part: a name; names with weights, `{"ink": 0.8, "film": 0.3}`; None for none.
+
+        A list, or a tensor of positions in `names` with -1 for none, has an entry for each sample of the batch; the next
+        batches must have that size, until another `use`. Raises SpecError for an unknown name, a weight that is no finite
+        number, a position out of range, more entries than there is room for, or samples that differ in adapters that change
+        the weight itself; nothing is changed then.
+        """
+        with self._changing() as write:
+            single = what is None or isinstance(what, (str, Mapping))
+            rows = [self._weights(what)] if single else [self._weights(entry, i) for i, entry in self._entries(what)]
+            made: dict[str, tuple[Tensor, int]] = {}
+            for p in self.banks:
+                weights = self._table(p, "weights")
+                names = self._names(p)
+                if not single and len(rows) > weights.shape[0]:
+                    raise SpecError(f"a batch can have entries for up to {weights.shape[0]} samples, not {len(rows)}")
+                table = torch.tensor([[row.get(name, 0.0) if name else 0.0 for name in names] for row in rows])
+                made[p] = table.to(weights.device, weights.dtype), 0 if single else len(rows)
+                if not made[p][0].isfinite().all():
+                    raise SpecError(f"a weight is beyond {weights.dtype}, in which the slots of '{p}' hold it")
+                mapping = next((bank for bank in self.banks[p] if bank.maps), None)
+                if mapping is not None and (made[p][0] != made[p][0][:1]).any():
+                    raise SpecError(
+                        f"the adapters of '{p}' change weights ({mapping.kind} at '{mapping.path}'), which all samples of a "
+                        "batch share: use one choice for all, or a pass that runs beside its layers, such as lora"
+                    )
+            for p, (table, entries) in made.items():
+                weights = self._table(p, "weights")
+                write(weights if single else weights[: len(table)], table)
+                write(self._table(p, "entries"), entries)
+
+    def _entries(self, what: Any) -> Iterator[tuple[int, Any]]:
+        if isinstance(what, Tensor):
+            if what.dim() != 1 or what.is_floating_point() or what.dtype == torch.bool:
+                raise SpecError(f"positions are a tensor of whole numbers, one per sample, not {what.dtype} {list(what.shape)}")
+            what = what.tolist()
+        if not isinstance(what, (list, tuple)) or not what:
+            raise SpecError(f"use takes a name, names with weights, None, or a list with one of these per sample, not {what!r}")
+        yield from enumerate(what)
+
+    def _weights(self, entry: Any, sample: int | None = None) -> dict[str, float]:
+        """An entry as names with weights."""
+        where = "" if sample is None else f"sample {sample}: "
+        if entry is None:
+            return {}
+        if isinstance(entry, int) and not isinstance(entry, bool) and sample is not None:
+            known = self.names
+            if not -1 <= entry < len(known):
+                raise SpecError(f"{where}there is no adapter at position {entry}; there are {len(known)}: {', '.join(known)}")
+            return {} if entry == -1 else {known[entry]: 1.0}
+        if isinstance(entry, str):
+            entry = {entry: 1.0}
+        if not isinstance(entry, Mapping):
+            raise SpecError(f"{where}an adapter is given by name, names with weights, or None, not {entry!r}")
+        try:
+            weights = {self._check_known(name): value for name, value in entry.items()}
+        except SpecError as error:
+            raise SpecError(f"{where}{error.finding}") from None
+        for name, value in weights.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise SpecError(f"{where}the weight of '{name}' must be a finite number, not {value!r}")
+        return {name: float(value) for name, value in weights.items()}
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _values(bank: Bank, entry: Entry, names: Mapping[str, str]) -> tuple[int, dict[str, Tensor]]:
+    """An entry's rank and its tensors as a bank holds them, scaled, in float32. Raises SpecError for another kind."""
+    if bank.kind in ("Loha", "Lokr"):
+        if entry.kind != bank.kind.lower():
+            raise SpecError(f"'{entry.name}' is {entry.kind}, and the slots at '{bank.path}' are for {bank.kind.lower()}")
+        tensors = {key: value.float() for key, value in entry.tensors.items()}
+        rank = max((tensors[key].shape[dim] for key in tensors for dim in RANKS[key]), default=0)
+        for whole in ("lokr_w1", "lokr_w2"):
+            split = whole in names and f"{whole}_a" in tensors and "lokr_t2" not in tensors
+            if split and (shape := _whole(bank, entry, whole)):
+                tensors[whole] = (tensors.pop(f"{whole}_a") @ tensors.pop(f"{whole}_b")).reshape(shape)
+        if tensors.keys() != names.keys():
+            raise SpecError(
+                f"'{entry.name}' has {', '.join(sorted(tensors))}, and the slots at '{bank.path}' are for "
+                f"{', '.join(sorted(names))}: apply the pass with the factors that the adapter was made with"
+            )
+    elif entry.kind not in ("lora", "loha", "lokr"):
+        raise SpecError(
+            f"'{entry.name}' is {entry.kind}, which is more than a low-rank update: it has no place in slots; apply it as a "
+            "pass of its own"
+        )
+    elif (rank := entry.product_rank()) > bank.rank:
+        return rank, {}
+    else:
+        entry = entry.as_lora(bank.shape)
+        down, up = (half.float() for half in entry.pair("Linear" if bank.maps else bank.kind))
+        rank = up.shape[1]
+        if not bank.maps and bank.kind != "Embedding":
+            if len(down) % bank.groups:
+                raise SpecError(
+                    f"'{entry.name}' has rank {len(down)}, and the convolution '{bank.path}' {bank.groups} groups, each with a "
+                    "part of the rank: it is made for another layer"
+                )
+            down = torch.unflatten(down, 0, (bank.groups, -1))
+        tensors = {"down": down, "up": up}
+    key = next(key for key in SCALED if key in tensors)
+    tensors[key] = tensors[key] * entry.scale
+    return rank, tensors
+
+
+def _whole(bank: Bank, entry: Entry, name: str) -> list[int]:
+    """The shape of a factor that the file has decomposed and the bank has whole: only the second has the kernel.
+
+    Empty where it cannot have one."""
+    a, b = entry.tensors[f"{name}_a"].shape[0], entry.tensors[f"{name}_b"].shape[1]
+    kernel = list(bank.shape[2:]) if name == "lokr_w2" else []
+    return [] if b % math.prod(kernel) else [a, b // math.prod(kernel), *kernel]

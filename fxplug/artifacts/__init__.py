@@ -1,0 +1,1 @@
+"""A rewritten model as a folder: written whole, read as data."""

@@ -1,0 +1,460 @@
+"""A rewritten model as a folder that loads without the code it came from, and never runs what it brings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from .. import __version__
+from ..errors import ArtifactError, shown
+from ..files.reading import Raises, reported
+from ..files.writing import linked, save_file
+from ..ir.traced_module import Container, TracedModule
+from ..limits import DEFAULT, Limits
+from ..lowerings.merging.live import unlowered
+from ..turns import held
+from .atomic_folder import replaced
+from .graph_json import GraphReader, check_calls, write_graph
+from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, parse, wrapped
+from .module_json import fill, foreign_classes, read_modules, write_modules
+from .names import only_keys
+from .programs import reach
+from .snapshot import Snapshot, snapshot
+from .value_json import Unportable, decode, encode, portable, whole
+
+DOCUMENT = ["format", "classes", "training", "modes", "twin_error", "meta", "extras", "tensors", "modules", "stacks", "graphs"]
+MODES = {"eval": False, "train": True}
+
+
+@held
+def save(
+    module: TracedModule,
+    folder: str | os.PathLike[str],
+    *,
+    config: Mapping[str, Any] | None = None,
+    overwrite: bool = True,
+) -> Path:
+    """Write a traced or rewritten module into a folder, which `load` reads back without the model's own code.
+
+    The folder gets `model.safetensors`, one `<pass>.safetensors` for each applied pass, `graph.json`, `graph.txt` for
+    reading, `config.yaml` if `config` is given, and `manifest.json` with a hash of each. Saving the same module twice
+    gives the same bytes. Of a lowered module what it was made from is saved, `meta["source"]`, with the weights and adapters
+    that it has now: load it and lower it again. A folder that is replaced is swapped whole, so that a crash leaves the old or
+    the new one; what else lay in it stays, and a weight file that would be the same is not written again, but linked where
+    links can be made: to switch adapters writes the files of their passes only. Weights on the meta device are saved as shapes.
+
+    Raises ArtifactError for what cannot be saved, and for a folder that holds something else.
+    """
+    if not isinstance(module, TracedModule):
+        raise ArtifactError(f"save takes a traced module, not a {type(module).__name__}: fxplug.trace(model, inputs) makes one")
+    module = unlowered(module)
+    if parts := module.meta.get("parts"):
+        raise ArtifactError(
+            f"this process keeps only its part of {len(parts)} weights, '{parts[0]}' the first: save what parallelize gives "
+            "where there are no processes, with the weights that whole_state gathers"
+        )
+    target = Path(folder).absolute()
+    raises = _unwritten(folder)
+    with reported(raises, "cannot be written"):
+        _check_target(target, overwrite)
+    document, files = _document(module)
+    _check_readable(module, document)
+    with reported(raises, "cannot be written"), replaced(target) as work:
+        _write_files(work, target, module, document, files, config)
+    return Path(folder)
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    allow: Sequence[str] = (),
+    device: torch.device | str | None = None,
+    limits: Limits = DEFAULT,
+) -> TracedModule:
+    """Read a folder that `save` wrote. Nothing is unpickled, and only torch, fxplug and what `allow` names is imported.
+
+    `allow` lists modules or packages whose classes may be imported: of result classes, which `fxplug.ir.ops.Record` stands in
+    for otherwise, and of modules that were kept whole or put in by a pass. `device` is where the weights go. A folder that
+    another process replaces meanwhile is read as it was before or as it is after.
+
+    What a folder asks of the reader is bounded by `limits`. A call of what was loaded calculates with tensors, as any model
+    does, and takes the memory and the time that they need: whoever does not know where a graph comes from gives its process
+    a limit of its own. What else it can do is bounded: it calls functions of a closed list, reads nothing but its tensors,
+    and its whole numbers have an end.
+
+    Raises ArtifactError for a folder that is damaged, incomplete, newer than this version, or asks for more.
+    """
+    if isinstance(allow, str):
+        allow = [allow]
+    with snapshot(Path(folder), limits) as files, wrapped(f"{folder} cannot be read"):
+        document = files.json("graph.json")
+        for name in files.files:
+            if name != "graph.json" and name not in files.weights:
+                files.check(name)
+        with wrapped("graph.json cannot be used"):
+            return _build(files, document, list(allow), device)
+
+
+# --- the document
+
+
+def check_savable(module: TracedModule) -> list[str]:
+    """The classes that `load` would have to be allowed. No values are read, and nothing is written.
+
+    Raises ArtifactError for what `save` would refuse to write.
+    """
+    module = unlowered(module)
+    _tensors(module, _pass_names(module), values=False)
+    try:
+        for graph in module.graphs.values():
+            check_calls(graph)
+        encode(module.meta.get("passes", []))
+        return foreign_classes(module)
+    except Unportable as error:
+        raise ArtifactError(f"the module cannot be saved: {error}") from None
+
+
+def _document(module: TracedModule) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """graph.json, and the tensors of each weight file."""
+    passes = _pass_names(module)
+    tensors, files = _tensors(module, passes)
+    stacks: list[Any] = []
+    try:
+        modules = write_modules(module)
+        graphs = {name: write_graph(module.graphs[mode], stacks) for name, mode in MODES.items() if mode in module.graphs}
+        meta = {k: encode(v) for k, v in module.meta.items() if isinstance(k, str) and (k == "passes" or _plain(v))}
+    except Unportable as error:
+        raise ArtifactError(f"the module cannot be saved: {error}") from None
+    document = {
+        "format": FORMAT,
+        "classes": list(module.classes),
+        "training": module.training,
+        "modes": [name for name, m in module.named_modules() if m.training != module.training],
+        "twin_error": module.twin_error,
+        "meta": meta,
+        "extras": portable(module._extras),
+        "tensors": tensors,
+        "modules": modules,
+        "stacks": stacks,
+        "graphs": graphs,
+    }
+    return document, files
+
+
+def _plain(value: Any) -> bool:
+    try:
+        encode(value)
+    except Unportable:
+        return False
+    return True
+
+
+def _pass_names(module: TracedModule) -> list[str]:
+    names = [entry["name"] for entry in module.meta.get("passes", [])]
+    for name in names:
+        if not PASS_NAME.match(name) or f"{name}.safetensors" in FIXED:
+            raise ArtifactError(f"the pass '{name}' cannot name a file: use letters, digits and _, and not 'model'")
+    return names
+
+
+def _tensors(
+    module: TracedModule, passes: Sequence[str], values: bool = True
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, torch.Tensor]]]:
+    """What graph.json says of each tensor, and the tensors by file; one that has two names is stored once."""
+    records: dict[str, dict[str, Any]] = {}
+    files: dict[str, dict[str, torch.Tensor]] = {"model.safetensors": {}, **{f"{p}.safetensors": {} for p in passes}}
+    first: dict[int, str] = {}
+    storages: set[int] = set()
+    for name, tensor, persistent in _state(module):
+        record = _tensor_record(name, tensor, persistent)
+        records[name] = record
+        if id(tensor) in first:
+            record["same_as"] = first[id(tensor)]
+            continue
+        first[id(tensor)] = name
+        if tensor.is_meta:
+            record["stored"] = False
+        if tensor.is_meta or not values:
+            continue
+        prefix = name.partition(".")[0]
+        file = f"{prefix}.safetensors" if prefix in passes else "model.safetensors"
+        files[file][name] = _portable_tensor(tensor, storages)
+    return records, files
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Every parameter and buffer with its name and whether state_dict has it."""
+    for path, m in module.named_modules():
+        for table in (m._parameters, m._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    persistent = table is m._parameters or key not in m._non_persistent_buffers_set
+                    yield f"{path}.{key}" if path else key, tensor, persistent
+
+
+def _tensor_record(name: str, tensor: torch.Tensor, persistent: bool) -> dict[str, Any]:
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+        raise ArtifactError(f"'{name}' is a {type(tensor).__name__} ({tensor.layout}), which safetensors cannot hold")
+    record: dict[str, Any] = {
+        "kind": "parameter" if isinstance(tensor, nn.Parameter) else "buffer",
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+    }
+    if not persistent:
+        record["persistent"] = False
+    if tensor.requires_grad:
+        record["requires_grad"] = True
+    # which kernel runs, and so the last bit of a result, depends on the strides
+    if not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+        record["stride"] = list(tensor.stride())
+    return record
+
+
+def _portable_tensor(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
+    """The values as safetensors takes them: on the CPU, contiguous, real, in a storage of their own."""
+    with torch.no_grad():
+        value = tensor.detach().resolve_conj().resolve_neg().cpu()
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        value = value.contiguous()
+    storage = value.untyped_storage()
+    if storage.data_ptr() in storages or storage.nbytes() != value.nbytes:
+        return value.clone()
+    storages.add(storage.data_ptr())
+    return value
+
+
+def _check_readable(module: TracedModule, document: dict[str, Any]) -> None:
+    """Read back what is about to be written: better to fail while the module is there."""
+    allow = [record["class"].partition(":")[0] for record in document["modules"].values() if ":" in record.get("class", "")]
+    with wrapped("this module cannot be saved"):
+        document = parse(_dump(document))
+        modules = read_modules(document["modules"], allow, document["tensors"])
+        names = [name for name, _, _ in _state(modules[""])]
+        if names != list(document["tensors"]):
+            odd = sorted(set(names) ^ set(document["tensors"])) or names
+            raise ArtifactError(f"the tensors of the rebuilt modules differ: {', '.join(odd[:3])}")
+        graphs = _read_graphs(document, modules, [])
+        for mode, graph in graphs.items():
+            if [n.name for n in graph.nodes] != [n.name for n in module.graphs[mode].nodes]:
+                raise ArtifactError("the nodes of the graph that was read back differ")
+        _check_paths(module, graphs)
+
+
+# --- writing
+
+
+def _write_files(
+    work: Path,
+    target: Path,
+    module: TracedModule,
+    document: dict[str, Any],
+    files: dict[str, dict[str, torch.Tensor]],
+    config: Mapping[str, Any] | None,
+) -> None:
+    for name, tensors in files.items():
+        if not linked(tensors, target / name, work / name):
+            save_file(tensors, work / name)
+    (work / "graph.json").write_bytes(_dump(document))
+    (work / "graph.txt").write_text(_readable(module), encoding="utf-8")
+    if config is not None:
+        (work / "config.yaml").write_text(_yaml(config), encoding="utf-8")
+    manifest = {
+        "format": FORMAT,
+        "fxplug": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "files": {path.name: {"sha256": _sha256(path), "size": path.stat().st_size} for path in sorted(work.iterdir())},
+    }
+    (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _yaml(config: Mapping[str, Any]) -> str:
+    try:
+        return str(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise ArtifactError(f"the configuration holds something that is not plain data: {error}") from None
+
+
+def _dump(document: dict[str, Any]) -> bytes:
+    """JSON with one line for each node, module and tensor, so that two artifacts can be compared by line."""
+    parts = []
+    for key, value in document.items():
+        rows: list[str] = []
+        if key in ("modules", "tensors"):
+            rows = [f"{_json(k)}: {_json(v)}" for k, v in value.items()]
+        elif key == "graphs":
+            rows = [f"{_json(k)}: [\n" + ",\n".join(map(_json, v)) + "\n]" for k, v in value.items()]
+        text = "{\n" + ",\n".join(rows) + "\n}" if rows else _json(value)
+        parts.append(f"{_json(key)}: {text}")
+    return ("{\n" + ",\n".join(parts) + "\n}\n").encode()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _readable(module: TracedModule) -> str:
+    parts = []
+    for name, mode in MODES.items():
+        if mode in module.graphs:
+            title = {"eval": "evaluation", "train": "training"}[name] if len(module.graphs) == 2 else "both modes"
+            parts.append(f"# {title}\n{module.graphs[mode].python_code('self').src.strip()}\n")
+    return "\n".join(parts)
+
+
+def _unwritten(folder: str | os.PathLike[str]) -> Raises:
+    return lambda finding: ArtifactError(f"{folder} {finding}; what was there is as it was")
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ArtifactError(f"{target} is not a folder of its own; save needs a folder")
+    if not target.exists() or not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise ArtifactError(f"{target} exists; save(..., overwrite=True) replaces it")
+    if not (target / MANIFEST).is_file():
+        raise ArtifactError(f"{target} holds something that is no artifact (it has no {MANIFEST}); save into another folder")
+
+
+# --- reading
+
+
+def _build(
+    files: Snapshot, document: dict[str, Any], allow: list[str], device: torch.device | str | None
+) -> TracedModule:
+    only_keys(document, DOCUMENT, "the document")
+    for key in DOCUMENT:
+        if key not in document:
+            raise ArtifactError(f"graph.json has no '{key}'")
+    if document["format"] != FORMAT:
+        raise ArtifactError(f"graph.json has format {shown(document['format'])}, the manifest has {FORMAT}")
+    records = document["tensors"]
+    if type(records) is not dict or len(records) > files.limits.tensors:
+        raise ArtifactError(f"graph.json: the tensors must be an object of at most {files.limits.tensors}")
+    modules = read_modules(document["modules"], allow, records, files.limits)
+    tree = modules[""]
+    assert isinstance(tree, Container)
+    vars(tree)["classes"] = tuple(str(c) for c in document["classes"])  # a child may have that name
+    names = [name for name, _, _ in _state(tree)]
+    if names != list(records):
+        odd = sorted(set(names) ^ set(records)) or names
+        raise ArtifactError(f"graph.json: modules and tensors do not agree: {', '.join(map(shown, odd[:3]))}")
+    graphs = _read_graphs(document, modules, allow, files.limits)
+    values = _read_tensors(files, records, device)
+    fill(tree, values.__getitem__, lambda name: records[name].get("persistent", True) is not False)
+    extras = {str(k): decode(v, None, files.limits) for k, v in document["extras"].items()}
+    module = TracedModule(tree, graphs, None, extras)
+    _check_paths(module, graphs)
+    module.twin_error = None if document["twin_error"] is None else str(document["twin_error"])
+    module.meta.update({str(k): decode(v, None, files.limits) for k, v in document["meta"].items()})
+    _set_modes(module, document, modules)
+    return module
+
+
+def _check_paths(module: TracedModule, graphs: dict[bool, Any]) -> None:
+    """Refuse a graph of which the code would reach anything but the modules and tensors that it names."""
+    for graph in graphs.values():
+        for node in graph.nodes:
+            if node.op in ("get_attr", "call_module"):
+                found = reach(module, node.target)
+                if isinstance(found, torch.Tensor) is not (node.op == "get_attr") or isinstance(found, Container):
+                    raise ArtifactError(f"graph.json: node '{node.name}' takes {shown(node.target)} for what it is not")
+
+
+def _set_modes(module: TracedModule, document: dict[str, Any], modules: dict[str, nn.Module]) -> None:
+    training = document["training"] is True
+    twin_error, module.twin_error = module.twin_error, None  # the mode it was saved in is one it can be in
+    module.train(training)
+    module.twin_error = twin_error
+    for name in document["modes"]:
+        if type(name) is not str or name not in modules or not name:
+            raise ArtifactError(f"graph.json: the mode of {shown(name)} is said, which is no module")
+        modules[name].training = not training
+
+
+def _read_graphs(
+    document: dict[str, Any], modules: dict[str, nn.Module], allow: list[str], limits: Limits = DEFAULT
+) -> dict[bool, Any]:
+    called = {n for n, m in modules.items() if not isinstance(m, Container)}
+    tensors = {
+        f"{path}.{key}" if path else key
+        for path, m in modules.items()
+        for table in (m._parameters, m._buffers)
+        for key in table
+    }
+    reader = GraphReader(called, tensors, document["stacks"], allow, limits)
+    only_keys(document["graphs"], MODES, "the graphs")
+    graphs = {MODES[name]: reader.read(nodes) for name, nodes in document["graphs"].items()}
+    if not graphs:
+        raise ArtifactError("graph.json has no graph")
+    return graphs
+
+
+def _read_tensors(files: Snapshot, records: dict[str, Any], device: torch.device | str | None) -> dict[str, torch.Tensor]:
+    """Every tensor by name; the ones that share values are one object."""
+    known = ["kind", "shape", "dtype", "persistent", "requires_grad", "stride", "same_as", "stored"]
+    for name, record in records.items():
+        only_keys(record, known, f"the tensor {shown(name)}")
+    expected = {n for n, r in records.items() if "same_as" not in r and r.get("stored", True)}
+    raw: dict[str, torch.Tensor] = {}
+    for file in files.weights:
+        for name, value in files.tensors(file):
+            if name not in expected or name in raw:
+                raise ArtifactError(f"{file} holds {shown(name)}, which graph.json does not place there")
+            raw[name] = value
+    missing = sorted(expected - set(raw))
+    if missing:
+        more = f" nor {len(missing) - 1} more" * (len(missing) > 1)
+        raise ArtifactError(f"no file holds the tensor {shown(missing[0])}{more}")
+    values: dict[str, torch.Tensor] = {}
+    for name, record in records.items():
+        if "same_as" in record:
+            other = record["same_as"]
+            if type(other) is not str or other not in values:
+                raise ArtifactError(f"graph.json: {shown(name)} is said to be {shown(other)}, which does not come before it")
+            values[name] = values[other]
+        else:
+            values[name] = _tensor(name, record, raw.pop(name, None), device)
+    return values
+
+
+def _tensor(name: str, record: dict[str, Any], raw: torch.Tensor | None, device: torch.device | str | None) -> torch.Tensor:
+    dtype = decode({"dtype": record.get("dtype")})
+    shape = tuple(map(whole, record.get("shape") or ()))
+    if raw is None:
+        value = torch.empty(shape, dtype=dtype, device="meta")
+    else:
+        value = torch.view_as_complex(raw) if dtype.is_complex else raw
+        if value.dtype != dtype or tuple(value.shape) != shape:
+            raise ArtifactError(f"'{name}' is {value.dtype} {tuple(value.shape)} in its file and {dtype} {shape} in graph.json")
+        value = value.to(device) if device is not None else value
+    if "stride" in record:
+        value = _with_strides(name, value, record["stride"])
+    if record.get("kind") == "parameter":
+        return nn.Parameter(value, requires_grad=record.get("requires_grad") is True)
+    if record.get("kind") != "buffer":
+        raise ArtifactError(f"graph.json: '{name}' is neither a parameter nor a buffer")
+    return value.requires_grad_(record.get("requires_grad") is True)
+
+
+def _with_strides(name: str, value: torch.Tensor, strides: Any) -> torch.Tensor:
+    dense = len(strides) == value.dim() and all(type(s) is int and s >= 0 for s in strides)
+    if not dense or 1 + sum((n - 1) * s for n, s in zip(value.shape, strides, strict=True)) != value.numel():
+        raise ArtifactError(f"graph.json: the strides {strides} of '{name}' do not fit its shape")
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)

@@ -1,0 +1,266 @@
+"""Graphs and plain values as JSON, and back: every name that is read is checked against a closed list."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import ArtifactError, did_you_mean, shown
+from ..ir import functions, ops
+from ..ir.traced_module import Graph
+from ..limits import DEFAULT, Limits
+from ..spec.addresses import Port
+from .magnitudes import check_numbers
+from .names import allowed, check_name, check_path, find_function, function_name, import_class, is_import_path, only_keys
+from .programs import check_program
+from .value_json import Unportable, decode, encode, whole
+
+OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
+COUNTS = {"placeholder": (0, 1), "get_attr": (0,), "output": (1,)}  # how many arguments these can have
+RESERVED = ("self", "inf", "nan", "NoneType", "torch", "device", "fx_pytree", "pytree")  # what generated code means by these
+PLAIN_META = {"index": int, "effect": bool, "reads_dtype": bool, "behind": str}
+STAND_IN = "result"  # the key in node.meta that keeps the name of a result class which a stand-in replaces
+
+
+# --- functions and result classes
+
+
+def _result_class(cls: type, meta: dict[str, Any]) -> dict[str, Any] | None:
+    if isinstance(meta.get(STAND_IN), dict):
+        return dict(meta[STAND_IN])
+    record: dict[str, Any] = {"result": f"{cls.__module__}:{cls.__qualname__}"}
+    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        return {**record, "fields": list(cls._fields)}
+    return record if issubclass(cls, dict) or dataclasses.is_dataclass(cls) else None
+
+
+def _find_result(record: Any, allow: Sequence[str]) -> tuple[Any, bool]:
+    """The class of a result, and whether it is only a stand-in because its own is not allowed."""
+    only_keys(record, ["result", "fields"], "a result class")
+    path, fields = record.get("result"), record.get("fields")
+    if type(path) is not str:
+        raise ArtifactError(f"graph.json: {shown(path)} is no name of a result class")
+    if fields is not None:
+        for name in fields:
+            check_name(name, "field of a result")
+    if is_import_path(path) and allowed(path.partition(":")[0], allow):
+        cls = import_class(path, allow)
+        if _result_class(cls, {}) is None:
+            raise ArtifactError(f"{path} is no result class: neither a dataclass nor a NamedTuple nor a dict")
+        return cls, False
+    if fields is None:
+        return ops.Record, True
+    name = check_name(path.rpartition(":")[2].rpartition(".")[2], "name of a result class")
+    return collections.namedtuple(name, fields, module=ops.__name__), True
+
+
+# --- graphs
+
+
+def write_graph(graph: fx.Graph, stacks: list[Any]) -> list[dict[str, Any]]:
+    """The nodes of a graph as JSON; their module stacks are gathered, each once, in `stacks`."""
+    known = {_key(stack): index for index, stack in enumerate(stacks)}
+    return [_write_node(node, stacks, known) for node in graph.nodes]
+
+
+def _key(stack: Any) -> str:
+    return repr(stack)
+
+
+def check_calls(graph: fx.Graph) -> None:
+    """Raise ArtifactError for a node whose target or arguments have no JSON form."""
+    for node in graph.nodes:
+        _write_call(node)
+
+
+def _write_node(node: fx.Node, stacks: list[Any], known: dict[str, int]) -> dict[str, Any]:
+    record, meta = _write_call(node), _write_meta(node, stacks, known)
+    return {**record, "meta": meta} if meta else record
+
+
+def _write_call(node: fx.Node) -> dict[str, Any]:
+    record = {"name": node.name, "op": node.op, "target": _write_target(node)}
+    try:
+        if node.args:
+            record["args"] = [encode(a) for a in node.args]
+        if node.kwargs:
+            record["kwargs"] = {k: encode(v) for k, v in node.kwargs.items()}
+    except Unportable as error:
+        raise ArtifactError(f"the node '{node.name}' cannot be saved: {error}") from None
+    return record
+
+
+def _write_target(node: fx.Node) -> Any:
+    if node.op == "call_method" and node.target not in functions.methods():
+        raise ArtifactError(f"the node '{node.name}' calls the method '{node.target}', which an artifact may not call")
+    if node.op != "call_function":
+        return node.target
+    name = function_name(node.target)
+    if name is not None:
+        return name
+    record = _result_class(node.target, node.meta) if isinstance(node.target, type) else None
+    if record is None:
+        called = torch.overrides.resolve_name(node.target) or repr(node.target)
+        raise ArtifactError(
+            f"the node '{node.name}' calls {called}, which is not in the closed list of functions an artifact may call; "
+            f"trace with the module that calls it kept whole: leaf: [{_region(node)}]"
+        )
+    return record
+
+
+def _region(node: fx.Node) -> str:
+    return next(reversed(node.meta.get("nn_module_stack") or {"": None})) or "a submodule"
+
+
+def _write_meta(node: fx.Node, stacks: list[Any], known: dict[str, int]) -> dict[str, Any]:
+    meta: dict[str, Any] = {}
+    port = node.meta.get("port")
+    if isinstance(port, Port):
+        meta["port"] = [port.path, port.side, list(port.keys)]
+    for key in PLAIN_META:
+        if key in node.meta:
+            meta[key] = node.meta[key]
+    if "shape" in node.meta:
+        meta["shape"] = [int(s) for s in node.meta["shape"]]
+    if "dtype" in node.meta:
+        meta["dtype"] = str(node.meta["dtype"]).removeprefix("torch.")
+    for key in ("pass", "call"):
+        if node.meta.get(key) is not None:
+            meta[key] = encode(node.meta[key])
+    stack = node.meta.get("nn_module_stack")
+    if stack is not None:
+        rows = [[key, path, kind if isinstance(kind, str) else kind.__qualname__] for key, (path, kind) in stack.items()]
+        if _key(rows) not in known:
+            known[_key(rows)] = len(stacks)
+            stacks.append(rows)
+        meta["stack"] = known[_key(rows)]
+    return meta
+
+
+class GraphReader:
+    """Reads graphs of one artifact: what their nodes may name is known, anything else is refused.
+
+    `modules` and `tensors` are the paths that a graph may call and read.
+    """
+
+    def __init__(
+        self, modules: Collection[str], tensors: Collection[str], stacks: Any, allow: Sequence[str], limits: Limits = DEFAULT
+    ) -> None:
+        self.modules, self.tensors, self.allow, self.limits = modules, tensors, allow, limits
+        self.stacks = [{str(key): (str(path), str(kind)) for key, path, kind in rows} for rows in stacks]
+        self.results: dict[str, tuple[Any, bool]] = {}
+
+    def read(self, records: Any) -> Graph:
+        """The graph of a list of node records. Raises ArtifactError."""
+        graph = Graph()
+        nodes: dict[str, fx.Node] = {}
+        if type(records) is not list or not records:
+            raise ArtifactError("graph.json: a graph must be a list of nodes")
+        if len(records) > self.limits.nodes:
+            raise ArtifactError(f"graph.json: a graph has {len(records)} nodes; more than {self.limits.nodes} are not read")
+        for record in records:
+            only_keys(record, ["name", "op", "target", "args", "kwargs", "meta"], "a node")
+            name = check_name(record.get("name"), "node name")
+            if name in nodes:
+                raise ArtifactError(f"graph.json: two nodes are named '{name}'")
+            nodes[name] = self._node(graph, name, record, nodes)
+        if [r["op"] for r in records].count("output") != 1 or records[-1]["op"] != "output":
+            raise ArtifactError("graph.json: a graph must end in its one output")
+        _check_pairs(graph)
+        check_numbers(graph, self.limits)
+        check_program(graph)
+        return graph
+
+    def _node(self, graph: Graph, name: str, record: dict[str, Any], nodes: dict[str, fx.Node]) -> fx.Node:
+        op = record.get("op")
+        if op not in OPS:
+            raise ArtifactError(f"graph.json: node '{name}' has the unknown op {shown(op)}{did_you_mean(op, OPS)}")
+        args, kwargs = record.get("args", []), record.get("kwargs", {})
+        if type(args) is not list or type(kwargs) is not dict:
+            raise ArtifactError(f"graph.json: the arguments of node '{name}' must be a list and an object")
+        args = tuple(decode(a, None if op == "placeholder" else nodes, self.limits) for a in args)
+        kwargs = {check_name(k, "argument name"): decode(v, nodes, self.limits) for k, v in kwargs.items()}
+        meta = self._meta(record.get("meta", {}))
+        target = self._target(op, name, record.get("target"), meta)
+        if op == "call_method" and not (args and isinstance(args[0], fx.Node)):
+            raise ArtifactError(f"graph.json: node '{name}' calls the method {shown(target)} of nothing")
+        if op in COUNTS and (kwargs or len(args) not in COUNTS[op]):
+            raise ArtifactError(f"graph.json: node '{name}' has arguments that a {op} cannot have")
+        node = graph.create_node(op, target, args, kwargs, name=name)
+        if node.name != name or name in RESERVED:
+            raise ArtifactError(f"graph.json: '{name}' is no node name: it is a word of Python or torch")
+        node.meta.update(meta)
+        return node
+
+    def _target(self, op: str, name: str, target: Any, meta: dict[str, Any]) -> Any:
+        if op == "call_function" and isinstance(target, dict):
+            key = repr(target)
+            if key not in self.results:
+                self.results[key] = _find_result(target, self.allow)
+            cls, stands_in = self.results[key]
+            if stands_in:
+                meta[STAND_IN] = target
+            return cls
+        if op == "call_function":
+            return find_function(target)
+        if op == "call_method":
+            if type(target) is not str or target not in functions.methods():
+                near = did_you_mean(target, functions.methods())
+                raise ArtifactError(f"graph.json: {shown(target)} is not a method that a graph may call{near}")
+        elif op == "get_attr":
+            if check_path(target, "attribute") not in self.tensors:
+                raise ArtifactError(f"graph.json: node '{name}' reads {shown(target)}, which is no tensor of the artifact")
+        elif op == "call_module":
+            if check_path(target, "module path") not in self.modules:
+                raise ArtifactError(f"graph.json: node '{name}' calls {shown(target)}, which is no module of the artifact")
+        elif op == "placeholder":
+            plain = check_name(target.removeprefix("*").removeprefix("*") if type(target) is str else target, "argument")
+            if plain in ("self", "torch"):
+                raise ArtifactError(f"graph.json: '{plain}' cannot be the name of an argument")
+        elif target != "output":
+            raise ArtifactError(f"graph.json: the output node has the target {shown(target)}")
+        return target
+
+    def _meta(self, record: Any) -> dict[str, Any]:
+        only_keys(record, [*PLAIN_META, "port", "shape", "dtype", "pass", "call", "stack"], "the meta of a node")
+        meta: dict[str, Any] = {}
+        if "stack" in record:
+            meta["nn_module_stack"] = self.stacks[whole(record["stack"])]
+        if "port" in record:
+            path, side, keys = record["port"]
+            if type(path) is not str or side not in ("in", "out", "param") or any(type(k) not in (int, str) for k in keys):
+                raise ArtifactError(f"graph.json: {shown(record['port'])} is no port")
+            meta["port"] = Port(path, side, tuple(keys))
+        for key, kind in PLAIN_META.items():
+            if key in record:
+                if type(record[key]) is not kind:
+                    raise ArtifactError(f"graph.json: '{key}' of a node is {shown(record[key])}")
+                meta[key] = record[key]
+        if "shape" in record:
+            meta["shape"] = tuple(whole(s) for s in record["shape"])
+        if "dtype" in record:
+            meta["dtype"] = decode({"dtype": record["dtype"]})
+        meta.update({key: decode(record[key]) for key in ("pass", "call") if key in record})
+        return meta
+
+
+def _check_pairs(graph: fx.Graph) -> None:
+    """Refuse a graph that changes how torch runs, as `no_grad` and `autocast` do, and does not change it back in order."""
+    pairs = {ops.exit_grad: ops.enter_grad, ops.exit_autocast: ops.enter_autocast}
+    inside: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in pairs.values():
+            if [user.target for user in node.users] != [leave for leave, enter in pairs.items() if enter is node.target]:
+                raise ArtifactError(f"graph.json: '{node.name}' changes a mode of torch that nothing changes back")
+            inside.append(node)
+        elif node.target in pairs:
+            last = inside.pop() if inside else None
+            if last is None or node.args != (last,) or node.kwargs or last.target is not pairs[node.target]:
+                raise ArtifactError(f"graph.json: '{node.name}' leaves a mode of torch that it did not enter last")

@@ -1,0 +1,210 @@
+"""Plain values as JSON, and back: scalars, containers, and the few kinds of values that torch adds."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import fx
+
+from ..errors import ArtifactError, did_you_mean, shown
+from ..limits import DEFAULT, Limits
+
+TORCH_NAMES: dict[type, dict[str, Any]] = {
+    kind: {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, kind)}
+    for kind in (torch.dtype, torch.memory_format, torch.layout)
+}
+DEVICES = ("cpu", "cuda", "mps", "xpu", "meta", "hpu", "mtia")  # that a graph may name
+TYPES = {"int": int, "float": float, "bool": bool}
+
+
+class Settings(dict[str, Any]):
+    """The configuration of a model whose library is not there: read-only, its entries by key or attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the configuration has no entry '{name}'{did_you_mean(name, self)}") from None
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("the configuration of a traced model is read-only")
+
+    __setattr__ = __setitem__ = __delitem__ = __delattr__ = __ior__ = _refuse
+    update = pop = popitem = clear = setdefault = _refuse
+
+    def __reduce__(self) -> Any:
+        return Settings, (dict(self),)
+
+
+class Unportable(Exception):
+    """A value that has no JSON form."""
+
+
+def encode(value: Any) -> Any:
+    """A plain value as JSON: scalars and lists as they are, anything else as an object with one key, its kind.
+
+    Raises Unportable for anything that is not data.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, enum.Enum):
+        return encode(value.value)
+    if isinstance(value, np.generic):
+        return encode(value.item())
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, fx.Node):
+        return {"node": value.name}
+    if isinstance(value, torch.Size):
+        return {"size": [encode(v) for v in value]}
+    if isinstance(value, tuple):
+        return {"tuple": [encode(v) for v in value]}
+    if isinstance(value, list):
+        return [encode(v) for v in value]
+    if isinstance(value, dict):
+        # diffusers' FrozenDict cannot be imported here to ask for it
+        kind = "settings" if isinstance(value, Settings) or type(value).__name__ == "FrozenDict" else "dict"
+        return {kind: [[encode(k), encode(v)] for k, v in value.items()]}
+    if isinstance(value, (slice, range)):
+        return {type(value).__name__: [encode(v) for v in (value.start, value.stop, value.step)]}
+    for cls, names in TORCH_NAMES.items():
+        if isinstance(value, cls):
+            name = str(value).removeprefix("torch.")
+            return {cls.__name__: name if name in names else _unportable(value)}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, complex):
+        return {"complex": [encode(value.real), encode(value.imag)]}
+    if value is Ellipsis:
+        return {"ellipsis": True}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if value in TYPES.values():
+        return {"type": value.__name__}
+    return _unportable(value)
+
+
+def _unportable(value: Any) -> NoReturn:
+    raise Unportable(f"a {type(value).__qualname__} is no plain value")
+
+
+def portable(values: dict[str, Any]) -> dict[str, Any]:
+    """Those entries of `values` that have a JSON form, encoded; of a configuration, those entries of it."""
+    found = {}
+    for key, value in values.items():
+        try:
+            found[key] = encode(value)
+        except Unportable:
+            if isinstance(value, dict):
+                inner = portable({k: v for k, v in value.items() if isinstance(k, str)})
+                found[key] = {"settings": [[k, v] for k, v in inner.items()]}
+    return found
+
+
+def decode(data: Any, nodes: Mapping[str, fx.Node] | None = None, limits: Limits = DEFAULT) -> Any:
+    """The value that `encode` wrote. Nodes are looked up in `nodes`; None refuses them. Raises ArtifactError."""
+    kind = type(data)
+    if data is None or kind is bool or kind is int:
+        return data
+    if kind is str:
+        if len(data) > limits.string:
+            raise ArtifactError(f"graph.json: a text of {len(data)} characters; more than {limits.string} are not read")
+        return data
+    if kind is float:
+        if not math.isfinite(data):
+            raise ArtifactError("graph.json: a number is too large for a float")
+        return data
+    if kind is list:
+        return [decode(v, nodes, limits) for v in data]
+    if kind is not dict or len(data) != 1:
+        raise ArtifactError(f"graph.json: {shown(data)} is no encoded value")
+    ((name, body),) = data.items()
+    if name == "node":
+        if nodes is None:
+            raise ArtifactError("graph.json: a node stands where only a plain value may")
+        if type(body) is not str or body not in nodes:
+            raise ArtifactError(f"graph.json: an argument refers to the node {shown(body)}, which is not defined before it")
+        return nodes[body]
+    if name not in FORMS:
+        raise ArtifactError(f"graph.json: there is no kind of value {shown(name)}{did_you_mean(name, FORMS)}")
+    form, read = FORMS[name]
+    if type(body) is not form:
+        raise ArtifactError(f"graph.json: {shown(data)} is no {name}")
+    try:
+        return read(body, lambda v: decode(v, nodes, limits), limits)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ArtifactError(f"graph.json: {shown(data)} is no {name}: {shown(str(error))}") from None
+
+
+Read = Callable[[Any], Any]
+
+
+def _float(body: str, read: Read, limits: Limits) -> float:
+    if body not in ("inf", "-inf", "nan"):
+        raise ArtifactError(f"graph.json: {shown(body)} is no float")
+    return float(body)
+
+
+def _dict(body: list[Any], read: Read, limits: Limits) -> dict[Any, Any]:
+    return {decode(k, None, limits): read(v) for k, v in body}
+
+
+def _range(body: list[Any], read: Read, limits: Limits) -> range:
+    found = range(*map(whole, body))
+    if -(-abs(found.stop - found.start) // abs(found.step)) > limits.members:
+        raise ArtifactError(f"graph.json: {shown(found)} has more than {limits.members} members")
+    return found
+
+
+def _complex(body: list[Any], read: Read, limits: Limits) -> complex:
+    real, imaginary = (decode(v, None, limits) for v in body)
+    return complex(real, imaginary)
+
+
+def _device(body: str, read: Read, limits: Limits) -> torch.device:
+    if body.partition(":")[0] not in DEVICES:
+        raise ArtifactError(f"graph.json: {shown(body)} is no device of a graph{did_you_mean(body, DEVICES)}")
+    return torch.device(body)
+
+
+def _named(kind: str, table: Mapping[str, Any]) -> Callable[[Any, Read, Limits], Any]:
+    def read(body: str, _: Read, limits: Limits) -> Any:
+        if body not in table:
+            raise ArtifactError(f"graph.json: {shown(body)} is no {kind} of torch{did_you_mean(body, table)}")
+        return table[body]
+
+    return read
+
+
+def whole(value: Any) -> int:
+    """`value` if it is a whole number, else ArtifactError."""
+    if type(value) is not int:
+        raise ArtifactError(f"graph.json: {shown(value)} stands where a whole number must")
+    return value
+
+
+# of each kind of value: how its JSON begins, and what reads it
+FORMS: dict[str, tuple[type, Callable[[Any, Read, Limits], Any]]] = {
+    "tuple": (list, lambda body, read, limits: tuple(map(read, body))),
+    "size": (list, lambda body, read, limits: torch.Size(map(whole, body))),
+    "dict": (list, _dict),
+    "settings": (list, lambda body, read, limits: Settings(_dict(body, read, limits))),
+    "slice": (list, lambda body, read, limits: slice(*map(read, body))),
+    "range": (list, _range),
+    "float": (str, _float),
+    "complex": (list, _complex),
+    "ellipsis": (bool, lambda body, read, limits: Ellipsis),
+    "bytes": (str, lambda body, read, limits: bytes.fromhex(body)),
+    "type": (str, _named("type", TYPES)),
+    "device": (str, _device),
+    **{kind.__name__: (str, _named(kind.__name__, table)) for kind, table in TORCH_NAMES.items()},
+}

@@ -1,0 +1,59 @@
+"""The modules that passes put in, a file a method. A pass names them `fxplug.blocks:Lora`, whichever file they are in."""
+
+from .base import Block
+from .bitfit import Delta
+from .bottleneck import Adapter
+from .control import Add, Gate
+from .dora import Dora
+from .freeu import FreeU
+from .image_attention import ImageAttention, as_tokens
+from .loha import Loha
+from .lokr import Lokr
+from .lora import Lora
+from .lora_weight import LoraWeight
+from .orthogonal import Boft, Oft
+from .prompts import Drop, Prompt
+from .replace import Replace
+from .scale import Scale
+from .skip import Skip
+from .slot_gates import Gates, Table
+from .ssf import Ssf
+from .step_marks import Gauge, Join, Keep, Mark
+from .token_merging import Merge, Unmerge
+from .weight_norms import SpectralNorm, WeightNorm
+from .weight_update import Update
+
+__all__ = [
+    "Adapter",
+    "Add",
+    "Block",
+    "Boft",
+    "Delta",
+    "Dora",
+    "Drop",
+    "FreeU",
+    "Gate",
+    "Gates",
+    "Gauge",
+    "ImageAttention",
+    "Join",
+    "Keep",
+    "Loha",
+    "Lokr",
+    "Lora",
+    "LoraWeight",
+    "Mark",
+    "Merge",
+    "Oft",
+    "Prompt",
+    "Replace",
+    "Scale",
+    "Skip",
+    "SpectralNorm",
+    "Ssf",
+    "Table",
+    "Unmerge",
+    "Update",
+    "WeightNorm",
+    "as_tokens",
+]

@@ -1,0 +1,105 @@
+"""What all blocks share: the base class, ranks and scales, and where a value has its channels."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+
+from ..errors import SpecError, did_you_mean
+from ..ir import channel_dim as channels
+
+if TYPE_CHECKING:
+    from ..rewriter.sites import Site, Value
+
+CONVOLUTIONS: dict[str, type[nn.Module]] = {"Conv1d": nn.Conv1d, "Conv2d": nn.Conv2d, "Conv3d": nn.Conv3d}
+
+
+class Block(nn.Module):
+    """A module that passes may put in: `at(site, **options)` makes one, `forward` gets the values of the rule's `args`.
+
+    `neutral` says that a new one leaves the output `torch.equal` to what it was.
+    """
+
+    is_block: ClassVar[bool] = True
+    neutral: ClassVar[bool] = False
+
+    at: Any  # classmethod (site, **options) -> Block: the options that a rule may give are its named arguments
+
+
+def check_rank(rank: Any) -> int:
+    """`rank` if it is a whole number above 0, else SpecError."""
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise SpecError(f"rank must be a whole number, 1 or more, not {rank!r}")
+    return rank
+
+
+def check_slots(slots: Any, **refused: Any) -> None:
+    """Raises SpecError unless `slots` is a whole number, 0 or more; with slots, for an option that has no place in them."""
+    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 0:
+        raise SpecError(f"slots must be a whole number, 0 or more, not {slots!r}")
+    for name, value in refused.items():
+        if slots and value:
+            raise SpecError(f"{name} and slots do not go together: an adapter in a slot has no {name} of its own")
+
+
+def scaling(rank: int, alpha: float | None, rslora: bool = False, alpha_auto_scale: bool = True) -> float:
+    """What a low-rank update is multiplied by: alpha / rank; no alpha means rank.
+
+    `rslora` makes it alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); `alpha_auto_scale=False` makes it alpha, as
+    HCP-Diffusion has it. Raises SpecError for both at once, or for the second without an alpha.
+    """
+    if alpha_auto_scale:
+        return (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
+    if rslora:
+        raise SpecError(
+            "rslora divides alpha by sqrt(rank) and alpha_auto_scale: false does not divide it: give one of the two"
+        )
+    if alpha is None:
+        raise SpecError("alpha_auto_scale: false makes alpha the scale itself: give an alpha, 1.0 to add the update as it is")
+    return alpha
+
+
+def torch_class(name: str) -> type[nn.Module]:
+    """The module class of that name in torch.nn. Raises SpecError."""
+    name = name.removeprefix("torch.nn:").removeprefix("torch.nn.")
+    known = {k: v for k, v in vars(nn).items() if isinstance(v, type) and issubclass(v, nn.Module) and not k.startswith("Lazy")}
+    if name not in known:
+        raise SpecError(f"torch.nn has no module class '{name}'{did_you_mean(name, known)}")
+    return known[name]
+
+
+def channel_dim(site: Site, value: Value) -> int:
+    """Where the channels of a value are: as the layer of the site has them, else as the layers around it do.
+
+    The last dimension is -1, others are counted from the first. Raises SpecError where nothing tells.
+    """
+    rank = len(value.shape)
+    if value.node is None or not rank:
+        raise SpecError(channels.unknown(value))
+    leaf = site.y.node if site.y is not None else None
+    dim: int | None = None
+    if leaf is not None and leaf.op == "call_module" and (value.node is leaf or value.node in leaf.all_input_nodes[:1]):
+        own = channels.of_layer(site.module, rank)
+        dim = None if own is None or -own > rank else own + rank
+    if dim is None:
+        dim = 0 if rank == 1 else channels.dimension(value.node, site.root)
+    if dim is None:
+        raise SpecError(channels.unknown(value))
+    return -1 if dim == rank - 1 else dim
+
+
+def width(site: Site, value: Value, dim: int | None) -> tuple[int, int]:
+    """How many channels a value has, and in which dimension: `dim`, or what its layer and its shape tell. Raises SpecError."""
+    if value.members is not None:
+        raise SpecError(f"{value.address} is several values: name the one whose channels are meant")
+    dim = channel_dim(site, value) if dim is None else dim
+    if not isinstance(dim, int) or isinstance(dim, bool) or not value.shape or not -len(value.shape) <= dim < len(value.shape):
+        raise SpecError(f"{value} has no dimension {dim!r}")
+    return value.shape[dim], dim
+
+
+def along(weight: Tensor, y: Tensor, dim: int) -> Tensor:
+    """A vector shaped so that it multiplies dimension `dim` of y."""
+    return weight if dim in (-1, y.dim() - 1) else weight.view(-1, *[1] * (y.dim() - 1 - dim % y.dim()))

@@ -1,0 +1,80 @@
+"""Bottleneck adapters: down, a nonlinearity, up (Houlsby et al. 2019, arXiv 1902.00751)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from .base import Block, torch_class, width
+
+if TYPE_CHECKING:
+    from ..rewriter.sites import Site
+
+
+class Adapter(Block):
+    """y + scale * up(act(down(x))): a bottleneck beside or behind a sublayer.
+
+    Behind it (args y, y) it is the serial adapter of Houlsby et al. 2019, arXiv 1902.00751; beside it (args x, y) the
+    parallel one of He et al. 2021, arXiv 2110.04366, who take a scale of 4. x and y are (..., features), or
+    (batch, channels, *space) when `dim` is 1, and agree in all other dimensions. `up` is zero when new.
+    """
+
+    neutral = True
+
+    def __init__(
+        self,
+        in_width: int,
+        width: int,
+        bottleneck: int = 16,
+        act: str = "GELU",
+        scale: float = 1.0,
+        dropout: float = 0.0,
+        dim: int = -1,
+    ) -> None:
+        """`act` is the name of a class in torch.nn. Raises SpecError for a bottleneck below 1 or a dropout outside [0, 1)."""
+        super().__init__()
+        if not isinstance(bottleneck, int) or isinstance(bottleneck, bool) or bottleneck < 1:
+            raise SpecError(f"bottleneck must be a whole number, 1 or more, not {bottleneck!r}")
+        if not 0 <= dropout < 1:
+            raise SpecError(f"dropout must be at least 0 and below 1, not {dropout!r}")
+        self.in_width, self.width, self.bottleneck, self.act, self.dropout, self.dim = (
+            in_width, width, bottleneck, act, dropout, dim,
+        )  # fmt: skip
+        self.down, self.up = nn.Linear(in_width, bottleneck), nn.Linear(bottleneck, width)
+        self.activation = torch_class(act)()
+        self.register_buffer("factor", torch.tensor(scale, dtype=torch.float32))
+        self.scale = scale
+        nn.init.kaiming_uniform_(self.down.weight, a=math.sqrt(5))
+        for parameter in (self.down.bias, self.up.weight, self.up.bias):
+            nn.init.zeros_(parameter)
+
+    @classmethod
+    def at(
+        cls,
+        site: Site,
+        bottleneck: int = 16,
+        act: str = "GELU",
+        scale: float = 1.0,
+        dropout: float = 0.0,
+        dim: int | None = None,
+    ) -> Adapter:
+        """An adapter between the two values that the rule's `args` name."""
+        x, y = site.args
+        features, dim = width(site, y, dim)
+        rest = [[n for i, n in enumerate(v.shape) if i != dim % max(len(v.shape), 1)] for v in (x, y)]
+        if rest[0] != rest[1]:
+            raise SpecError(f"an adapter from {x} to {y}: only the widths (dimension {dim}) may differ; put a serial one here")
+        return cls(x.shape[dim], features, bottleneck, act, scale, dropout, dim)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        inner: Tensor = self.activation(self.down(x if self.dim == -1 else x.movedim(self.dim, -1)))
+        update: Tensor = self.up(F.dropout(inner, self.dropout, self.training)) * self.factor
+        return y + (update if self.dim == -1 else update.movedim(-1, self.dim))
+
+    def extra_repr(self) -> str:
+        return f"scale={self.scale:g}, dropout={self.dropout:g}"

@@ -1,0 +1,96 @@
+"""LoHa: the Hadamard product of two low-rank updates (FedPara, Hyeon-Woo et al. 2022, arXiv 2108.06098)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .weight_update import Update, weight_at
+
+if TYPE_CHECKING:
+    from ..rewriter.sites import Site
+
+
+def hadamard(w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor) -> Tensor:
+    """The elementwise product of two low-rank matrices, of rank up to the product of theirs."""
+    return (w1_a @ w1_b) * (w2_a @ w2_b)
+
+
+def tucker_weight(core: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A convolution's weight (out, in, *kernel) from a core (rank, rank, *kernel) and matrices (rank, out), (rank, in)."""
+    return torch.einsum("ij...,ip,jr->pr...", core, a, b)
+
+
+class Loha(Update):
+    """value + scale * (w1_a @ w1_b) * (w2_a @ w2_b): a low-rank Hadamard product (FedPara, Hyeon-Woo et al. 2021,
+    arXiv 2108.06098; LyCORIS, Yeh et al. 2023, arXiv 2309.14859).
+
+    Parameters have the names and shapes that LyCORIS' files have: `hada_w1_a` (out, rank), `hada_w1_b` (rank, in * kernel);
+    with `tucker` on a kernel larger than 1, `hada_w1_a` (rank, out), `hada_w1_b` (rank, in) and a core `hada_t1`
+    (rank, rank, *kernel); the same for 2. `hada_w2_b` is zero when new.
+    """
+
+    hada_w1_a: Tensor
+    hada_w1_b: Tensor
+    hada_w2_a: Tensor
+    hada_w2_b: Tensor
+    hada_t1: Tensor
+    hada_t2: Tensor
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        rank: int = 8,
+        alpha: float | None = None,
+        tucker: bool = False,
+        rslora: bool = False,
+        alpha_auto_scale: bool = True,
+        slots: int = 0,
+    ) -> None:
+        """As Update."""
+        super().__init__(shape, rank, alpha, rslora, alpha_auto_scale, slots)
+        self.tucker = tucker
+        out, inner, *kernel = self.shape
+        self.cores = tucker and math.prod(kernel) > 1
+        for n in (1, 2):
+            if self.cores:
+                a, b = (rank, out), (rank, inner)
+                self.register_parameter(f"hada_t{n}", nn.Parameter(torch.empty(rank, rank, *kernel)))
+            else:
+                a, b = (out, rank), (rank, inner * math.prod(kernel))
+            self.register_parameter(f"hada_w{n}_a", nn.Parameter(torch.empty(a)))
+            self.register_parameter(f"hada_w{n}_b", nn.Parameter(torch.empty(b)))
+        for parameter in self.parameters():
+            nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
+        nn.init.zeros_(self.hada_w2_b)
+        self.banked()
+
+    @classmethod
+    def at(
+        cls,
+        site: Site,
+        rank: int = 8,
+        alpha: float | None = None,
+        tucker: bool = False,
+        rslora: bool = False,
+        alpha_auto_scale: bool = True,
+        slots: int = 0,
+        rank_max: int | None = None,
+    ) -> Loha:
+        """An update for any parameter of two or more dimensions; with `slots`, of adapters of ranks up to `rank_max`."""
+        rank = rank_max if slots and rank_max is not None else rank
+        return cls(weight_at(site, "a Hadamard product").shape, rank, alpha, tucker, rslora, alpha_auto_scale, slots)
+
+    def update(self, own: Mapping[str, Tensor]) -> Tensor:
+        if self.cores:
+            first = tucker_weight(own["hada_t1"], own["hada_w1_a"], own["hada_w1_b"])
+            return first * tucker_weight(own["hada_t2"], own["hada_w2_a"], own["hada_w2_b"])
+        return hadamard(own["hada_w1_a"], own["hada_w1_b"], own["hada_w2_a"], own["hada_w2_b"]).reshape(self.shape)
+
+    def extra_repr(self) -> str:
+        of = f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}"
+        return f"{self.shape}, rank={self.rank}, {of}{', tucker' if self.cores else ''}"

@@ -1,0 +1,220 @@
+"""LoRA, a low-rank update beside a layer (Hu et al. 2021, arXiv 2106.09685), for linear layers, convolutions and embeddings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from ..ir import batch_dim
+from .base import CONVOLUTIONS, Block, check_rank, check_slots, scaling
+
+if TYPE_CHECKING:
+    from ..rewriter.sites import Site
+
+
+class Lora(Block):
+    """y + scale * up(down(x)): a low-rank update beside a layer (Hu et al. 2021, arXiv 2106.09685).
+
+    `scale` is a float32 buffer saved with the weights, see `scaling`. `down` has the layer's own geometry (kernel, stride,
+    padding, dilation, groups), `up` is zero when new, and so is its bias if it has one. x and y are the layer's input and
+    output: (..., features) for Linear, (batch, channels, *space) for convolutions, integer indices and (..., features) for
+    Embedding. A grouped convolution gets an update in each group, of at most the rank that a group's weight can have, so
+    that it can be merged.
+
+    With `slots` it is a bank for that many adapters of up to this rank: one low-rank update of rank slots * rank, in whose
+    inner channels the slots follow each other (within each group of a convolution), and whose inner values are multiplied by
+    `rows` instead of `scale`: float32 (batch, slots * rank), what `gates.Gates` gives. It begins as zeros and is not trained.
+    """
+
+    neutral = True
+
+    def __init__(
+        self,
+        kind: str,
+        in_features: int,
+        out_features: int,
+        rank: int = 8,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+        geometry: Mapping[str, Any] | None = None,
+        same_padding: bool = False,
+        bias: bool = False,
+        rslora: bool = False,
+        alpha_auto_scale: bool = True,
+        slots: int = 0,
+        batch_dim: int = 0,
+    ) -> None:
+        """`kind` is Linear, Conv1d, Conv2d, Conv3d or Embedding; `geometry` holds a convolution's own arguments.
+
+        `same_padding` pads the input so that the output is as large as the layer's, whatever the layer does for it; `bias`
+        gives `up` a bias, which is scaled as the rest of the update. `batch_dim` is where the samples of x are, 0 or 1, or
+        -1 where it has none; only slots need it. Raises SpecError for a rank below 1, a dropout outside [0, 1), slots with a
+        bias or with dropout, or what `scaling` refuses.
+        """
+        super().__init__()
+        check_rank(rank)
+        if not 0 <= dropout < 1:
+            raise SpecError(f"dropout must be at least 0 and below 1, not {dropout!r}")
+        check_slots(slots, bias=bias, dropout=dropout)
+        self.kind, self.in_features, self.out_features, self.rank = kind, in_features, out_features, rank
+        self.slots, self.batch_dim = slots, batch_dim
+        self.alpha = rank if alpha is None else alpha
+        self.geometry, self.same_padding = dict(geometry or {}), same_padding
+        self.bias, self.rslora, self.alpha_auto_scale = bias, rslora, alpha_auto_scale
+        self.down: nn.Module
+        self.up: nn.Module
+        self.scale: Tensor
+        inner = rank * max(slots, 1)
+        if kind in CONVOLUTIONS:
+            groups = self.geometry.get("groups", 1)
+            channels = groups * self.rank_within(groups) * max(slots, 1)
+            self.down = CONVOLUTIONS[kind](in_features, channels, bias=False, **self.geometry)
+            self.up = CONVOLUTIONS[kind](channels, out_features, 1, groups=groups, bias=bias)
+        else:
+            self.down = nn.Embedding(in_features, inner) if kind == "Embedding" else nn.Linear(in_features, inner, bias=False)
+            self.up = nn.Linear(inner, out_features, bias=bias)
+        self.dropout = dropout
+        if slots:
+            for parameter in self.parameters():
+                nn.init.zeros_(parameter.requires_grad_(False))
+            return
+        factor = scaling(rank, alpha, rslora, alpha_auto_scale)
+        self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
+        for parameter in self.up.parameters():
+            nn.init.zeros_(parameter)
+        if kind != "Embedding":
+            nn.init.kaiming_uniform_(self.down.weight, a=math.sqrt(5))  # type: ignore[arg-type]
+
+    @classmethod
+    def at(
+        cls,
+        site: Site,
+        rank: int = 8,
+        alpha: float | None = None,
+        dropout: float = 0.0,
+        bias: bool = False,
+        rslora: bool = False,
+        alpha_auto_scale: bool = True,
+        slots: int = 0,
+        rank_max: int | None = None,
+    ) -> Lora:
+        """An update for a Linear, Conv1d, Conv2d, Conv3d or Embedding, or a layer derived from one.
+
+        With `slots`, `rank_max` is the highest rank of the adapters to come; None is `rank`.
+        """
+        layer: Any = site.module
+        kind = next((k for k in ("Linear", "Embedding", *CONVOLUTIONS) if k in site.classes), None)
+        if kind is None:
+            known = ", ".join(["Linear", *CONVOLUTIONS, "Embedding"])
+            raise SpecError(f"{site.path} is a {site.classes[0]}; a low-rank update fits {known} and layers derived from them")
+        common: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout, "bias": bias}
+        common.update(rslora=rslora, alpha_auto_scale=alpha_auto_scale)
+        if slots:
+            common.update(slots=slots, rank=rank if rank_max is None else rank_max, batch_dim=_batch_dim(site, kind))
+        if kind == "Linear":
+            return cls(kind, layer.in_features, layer.out_features, **common)
+        if kind == "Embedding":
+            return cls(kind, layer.num_embeddings, layer.embedding_dim, **common)
+        geometry = {k: getattr(layer, k) for k in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")}
+        space = len(geometry["kernel_size"])  # an input may have no batch dimension
+        same = False
+        if site.x is not None and site.y is not None:
+            same = _output_size(site.x.shape[-space:], geometry) != tuple(site.y.shape[-space:])
+        if same:
+            geometry.update(padding=0, padding_mode="zeros")
+        return cls(kind, layer.in_channels, layer.out_channels, geometry=geometry, same_padding=same, **common)
+
+    def bank(self) -> dict[str, Any]:
+        """What tells where an adapter goes in a bank, as plain values; see `switching.Bank`."""
+        groups = self.geometry.get("groups", 1)
+        sizes = (self.in_features, self.out_features) if self.kind == "Embedding" else (self.out_features, self.in_features)
+        shape = [sizes[0], sizes[1] // groups, *self.geometry.get("kernel_size", ())]
+        rank = self.rank_within(groups) if self.geometry else self.rank
+        return {"kind": self.kind, "slots": self.slots, "rank": rank, "shape": shape, "groups": groups}
+
+    def rank_within(self, groups: int) -> int:
+        """The rank of one update in each of the groups of a convolution."""
+        within = (self.in_features // groups) * math.prod(self.geometry["kernel_size"])
+        return self.rank if groups == 1 else min(self.rank, within, self.out_features // groups)
+
+    def forward(self, x: Tensor, y: Tensor, rows: Tensor | None = None) -> Tensor:
+        if self.same_padding:
+            x = self.pad(x, y)
+        if rows is not None:
+            return torch.add(y, self.up(self.gated(self.down(x), rows)))
+        if self.kind == "Embedding":
+            hidden = F.dropout(self.down(x), self.dropout, self.training)
+        else:
+            hidden = self.down(F.dropout(x, self.dropout, self.training))
+        if self.bias:
+            return torch.add(y, self.up(hidden) * self.scale)
+        return torch.add(y, self.up(hidden * self.scale))  # scaled where it is small: no pass over all of y, or its gradient
+
+    def gated(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """The inner values of a bank, each times what its sample takes of its slot; samples follow each other in `batch_dim`.
+
+        A value without samples, such as one made from positions alone, takes what all samples have in common; where they
+        differ, and an adapter has something for it, it is NaN.
+        """
+        batch, channels_last = rows.shape[0], self.kind not in CONVOLUTIONS
+        if not batch:
+            return hidden
+        groups = self.geometry.get("groups", 1)
+        if groups > 1:
+            within = rows.view(batch, self.slots, -1)[..., : self.rank_within(groups)].flatten(1)
+            rows = within.repeat(1, groups)
+        space = 0 if channels_last else len(self.geometry["kernel_size"])
+        if hidden.dim() < 2 + space or self.batch_dim < 0 or hidden.shape[self.batch_dim] % batch:
+            alike = (rows == rows[:1]).all(0).view(-1, *[1] * space)
+            return torch.where(alike | (hidden == 0), hidden * rows[0].view(-1, *[1] * space), torch.nan).to(hidden.dtype)
+        if self.batch_dim:
+            rows = rows.view(batch, *[1] * (hidden.dim() - 3), -1)
+            return (hidden * rows).to(hidden.dtype)
+        gates = rows[:, None] if channels_last else rows.view(batch, 1, -1, *[1] * space)
+        split = (batch, -1, hidden.shape[-1]) if channels_last else (batch, -1, *hidden.shape[1:])
+        return (hidden.reshape(split) * gates).to(hidden.dtype).view(hidden.shape)
+
+    def pad(self, x: Tensor, y: Tensor) -> Tensor:
+        """x with zeros around it, the odd one behind, so that `down` gives the size of y."""
+        around: list[int] = []
+        geometry = zip(*(self.geometry[k] for k in ("kernel_size", "stride", "dilation")), strict=True)
+        space = len(self.geometry["kernel_size"])
+        for size, wanted, (kernel, stride, dilation) in zip(x.shape[-space:], y.shape[-space:], geometry, strict=True):
+            total = torch.sym_max((wanted - 1) * stride + dilation * (kernel - 1) + 1 - size, 0)
+            around = [total // 2, total - total // 2, *around]
+        return F.pad(x, around)
+
+    def extra_repr(self) -> str:
+        of = f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}"
+        return f"{self.kind}, {self.in_features}, {self.out_features}, rank={self.rank}, {of}"
+
+
+def _batch_dim(site: Site, kind: str) -> int:
+    """Which of the first two dimensions of a layer's input has the samples of the model's batch, as traced; -1 if neither."""
+    shape, batch = (() if site.x is None else site.x.shape), site.args[-1].shape[0]
+    node = None if site.x is None else site.x.node
+    dim = None if node is None else batch_dim.dimension(node, batch)
+    if dim is not None:
+        if kind in CONVOLUTIONS:
+            return 0 if dim == 0 and len(shape) > 2 else -1
+        rows = shape if kind == "Embedding" else shape[:-1]
+        return dim if dim < min(len(rows), 2) and (dim == 0 or shape[1] == batch) else -1
+    if site.x is not None and batch not in shape[:2] and not batch_dim.sampled(node):
+        return -1
+    if kind in CONVOLUTIONS or len(shape) < 3 - (kind == "Embedding"):
+        return 0
+    return int(shape[0] != batch == shape[1])
+
+
+def _output_size(size: tuple[int, ...], geometry: Mapping[str, Any]) -> tuple[int, ...]:
+    padding = geometry["padding"]
+    if isinstance(padding, str):
+        return tuple(size) if padding == "same" else _output_size(size, {**geometry, "padding": (0,) * len(size)})
+    rows = zip(size, geometry["kernel_size"], geometry["stride"], padding, geometry["dilation"], strict=True)
+    return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in rows)

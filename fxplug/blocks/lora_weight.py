@@ -1,0 +1,61 @@
+"""LoRA on a weight itself, whatever layer reads it (arXiv 2106.09685)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .weight_update import Update, low_rank, weight_at
+
+if TYPE_CHECKING:
+    from ..rewriter.sites import Site
+
+
+class LoraWeight(Update):
+    """value + scale * up @ down: LoRA added to the weight itself (Hu et al. 2021, arXiv 2106.09685).
+
+    For parameters that no layer of their own reads, such as `in_proj_weight`, and where many tokens make the side path of
+    Lora the slower way. `down` is (rank, in, *kernel), `up` (out, rank, 1, ...), zero when new: the shapes that PEFT and
+    kohya's files have.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        rank: int = 8,
+        alpha: float | None = None,
+        rslora: bool = False,
+        alpha_auto_scale: bool = True,
+        slots: int = 0,
+    ) -> None:
+        """As Update."""
+        super().__init__(shape, rank, alpha, rslora, alpha_auto_scale, slots)
+        self.down = nn.Parameter(torch.empty(rank, *self.shape[1:]))
+        self.up = nn.Parameter(torch.zeros(self.shape[0], rank, *[1] * (len(self.shape) - 2)))
+        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
+        self.banked()
+
+    @classmethod
+    def at(
+        cls,
+        site: Site,
+        rank: int = 8,
+        alpha: float | None = None,
+        rslora: bool = False,
+        alpha_auto_scale: bool = True,
+        slots: int = 0,
+        rank_max: int | None = None,
+    ) -> LoraWeight:
+        """An update for any parameter of two or more dimensions; with `slots`, of adapters of ranks up to `rank_max`."""
+        rank = rank_max if slots and rank_max is not None else rank
+        return cls(weight_at(site, "a low-rank update").shape, rank, alpha, rslora, alpha_auto_scale, slots)
+
+    def update(self, own: Mapping[str, Tensor]) -> Tensor:
+        return low_rank(own["up"], own["down"], self.shape)
+
+    def extra_repr(self) -> str:
+        return f"{self.shape}, rank={self.rank}, " + (f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}")

@@ -1,0 +1,174 @@
+"""Blocks that turn a weight: orthogonal fine-tuning, in blocks along the diagonal or in butterflies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from .base import Block
+from .weight_update import divisors, in_place_of, weight_at
+
+if TYPE_CHECKING:
+    from ..rewriter.sites import Site
+
+
+def skew(upper: Tensor, size: int) -> Tensor:
+    """Skew-symmetric matrices (n, size, size) from what is above their diagonals, row by row: (n, size * (size - 1) / 2)."""
+    rows, columns = torch.triu_indices(size, size, 1, device=upper.device)
+    filled = upper.new_zeros(size, size, upper.shape[0]).index_put((rows, columns), upper.T)
+    return filled.permute(2, 0, 1) - filled.permute(2, 1, 0)
+
+
+def cayley(matrices: Tensor) -> Tensor:
+    """(I - Q)(I + Q)^-1 of skew-symmetric matrices Q (n, size, size): orthogonal, and exactly I where Q is zero."""
+    q = matrices.float()  # there is no solver for half precision
+    one = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device).expand_as(q)
+    solved: Tensor = torch.linalg.solve(one + q, one - q, left=False)
+    return solved.to(matrices.dtype)
+
+
+def neumann(matrices: Tensor, terms: int) -> Tensor:
+    """The first `terms` of I + 2Q + 2Q^2 + ..., the series of (I + Q)(I - Q)^-1; three or more, the last one is taken once.
+
+    Orthogonal for small Q only. As in OFTv2 (Qiu et al. 2025, arXiv 2506.19847) and PEFT, with Q of the other sign than in
+    `cayley`. (PEFT takes 3 terms for 4.)
+    """
+    one = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device).expand_as(matrices)
+    result, power = one + 2 * matrices, matrices
+    for _ in range(2, terms - 1):
+        power = power @ matrices
+        result = result + 2 * power
+    return result + power @ matrices
+
+
+def turned(value: Tensor, rotations: Tensor) -> Tensor:
+    """A weight (out, in) times the transpose of the matrix that has `rotations` (n, size, size) along its diagonal."""
+    parts = value.reshape(value.shape[0], -1, rotations.shape[-1])
+    return torch.einsum("ork,rjk->orj", parts, rotations.expand(parts.shape[1], -1, -1)).flatten(1)
+
+
+def split(width: int, block_size: Any, blocks: Any) -> tuple[int, int]:
+    """The size and the number of the blocks of a matrix `width` wide; `blocks` goes before `block_size`. Raises SpecError."""
+    name, given = ("block_size", block_size) if blocks is None else ("blocks", blocks)
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1 or width % given:
+        raise SpecError(f"{name} {given!r} does not divide {width}, the inputs of this weight; one of {divisors(width)} does")
+    return (given, width // given) if blocks is None else (width // given, given)
+
+
+class Oft(Block):
+    """value with its inputs turned by an orthogonal matrix of blocks (OFT, Qiu et al. 2023, arXiv 2306.07280).
+
+    The inputs of a convolution are in * kernel. `rotation` holds what is above the diagonals of the skew-symmetric matrices,
+    (blocks, size * (size - 1) / 2) as in PEFT, zero when new; with `share` one block stands for all.
+    """
+
+    neutral = True
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        block_size: int = 32,
+        blocks: int | None = None,
+        share: bool = False,
+        terms: int = 5,
+    ) -> None:
+        """`terms` is the length of the series that stands for the inverse, 0 for the inverse itself.
+
+        Raises SpecError for a size or number of blocks that does not divide the inputs, and for 1 or 2 terms.
+        """
+        super().__init__()
+        if not isinstance(terms, int) or isinstance(terms, bool) or (terms < 3 and terms != 0):
+            raise SpecError(f"terms must be a whole number, 3 or more, or 0 for the exact inverse, not {terms!r}")
+        self.shape, self.block_size, self.blocks, self.share, self.terms = list(shape), block_size, blocks, share, terms
+        self.size, count = split(math.prod(self.shape[1:]), block_size, blocks)
+        if self.size < 2:
+            raise SpecError("blocks of size 1 cannot turn: the block size must be 2 or more")
+        self.rotation = nn.Parameter(torch.zeros(1 if share else count, self.size * (self.size - 1) // 2))
+
+    @classmethod
+    def at(cls, site: Site, block_size: int = 32, blocks: int | None = None, share: bool = False, terms: int = 5) -> Oft:
+        """A rotation for any weight of two or more dimensions whose inputs the blocks divide; not for an Embedding."""
+        return cls(weight_to_turn(site), block_size, blocks, share, terms)
+
+    def forward(self, value: Tensor) -> Tensor:
+        matrices = skew(self.rotation, self.size)
+        rotations = neumann(matrices, self.terms) if self.terms else cayley(matrices)
+        return in_place_of(turned(value.flatten(1), rotations.to(value.dtype)).reshape(self.shape), value)
+
+    def extra_repr(self) -> str:
+        return f"{self.shape}, {self.rotation.shape[0]} of size {self.size}{', shared' if self.share else ''}"
+
+
+def butterfly(width: int, size: int, level: int) -> Tensor:
+    """The order of the inputs at one level of a butterfly: in each group of 2^level blocks the even half blocks, then the odd.
+
+    Level 0 leaves the order. (BOFT, section 4, with half a block as the unit.)
+    """
+    group, half = size * 2**level, size // 2
+    order = torch.arange(width)
+    return order.view(width // group, -1, 2, half).transpose(1, 2).flatten() if half else order
+
+
+class Boft(Block):
+    """magnitude * value with its inputs turned by butterflies of blocks (BOFT, Liu et al. 2023, arXiv 2311.06243).
+
+    `rotation` is (levels, blocks, size, size) and made skew-symmetric, zero when new; `magnitude` (out, 1), one when new; both
+    as in PEFT. More levels let far inputs mix with blocks of the same size.
+    """
+
+    neutral = True
+    order: Tensor
+
+    def __init__(self, shape: Sequence[int], block_size: int = 4, blocks: int | None = None, levels: int = 1) -> None:
+        """Raises SpecError for a size or number of blocks that does not divide the inputs, or that has not so many levels."""
+        super().__init__()
+        self.shape, self.block_size, self.blocks, self.levels = list(shape), block_size, blocks, levels
+        width = math.prod(self.shape[1:])
+        self.size, count = split(width, block_size, blocks)
+        most = _levels(self.size, count)
+        if not isinstance(levels, int) or isinstance(levels, bool) or not 1 <= levels <= most:
+            raise SpecError(
+                f"levels must be 1 to {most} with {count} blocks of size {self.size}, not {levels!r}: each level but the first "
+                "halves the number of blocks, which must be even, and so must the size"
+            )
+        self.rotation = nn.Parameter(torch.zeros(levels, count, self.size, self.size))
+        self.magnitude = nn.Parameter(torch.ones(self.shape[0], 1))
+        order = torch.stack([butterfly(width, self.size, level) for level in range(levels)])
+        self.register_buffer("order", order, persistent=False)
+
+    @classmethod
+    def at(cls, site: Site, block_size: int = 4, blocks: int | None = None, levels: int = 1) -> Boft:
+        """A rotation for any weight of two or more dimensions whose inputs the blocks divide; not for an Embedding."""
+        return cls(weight_to_turn(site), block_size, blocks, levels)
+
+    def forward(self, value: Tensor) -> Tensor:
+        halves = (self.rotation - self.rotation.mT).flatten(0, 1) * 0.5
+        rotations = cayley(halves).reshape(self.rotation.shape)
+        matrix = value.flatten(1)
+        for order, level in zip(self.order, rotations.to(value.dtype), strict=True):
+            matrix = turned(matrix[:, torch.argsort(order)], level)[:, order]
+        return in_place_of((matrix * self.magnitude).reshape(self.shape), value)
+
+    def extra_repr(self) -> str:
+        return f"{self.shape}, {self.levels} levels of {self.rotation.shape[1]} blocks of size {self.size}"
+
+
+def _levels(size: int, count: int) -> int:
+    """How many levels a butterfly of `count` blocks can have."""
+    levels = 1
+    while size % 2 == 0 and count % 2 == 0:
+        levels, count = levels + 1, count // 2
+    return levels
+
+
+def weight_to_turn(site: Site) -> torch.Size:
+    """The shape of a weight whose second and later dimensions are what a layer reads. Raises SpecError."""
+    value = weight_at(site, "a rotation of the inputs")
+    if "Embedding" in site.classes or "_ConvTransposeNd" in site.classes:
+        raise SpecError(f"{site.path} is a {site.classes[0]}; a rotation of the inputs fits Linear, Conv1d, Conv2d and Conv3d")
+    return value.shape

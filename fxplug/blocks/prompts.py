@@ -1,0 +1,95 @@
+"""Tokens that are learnt and put before the others (VPT, Jia et al. 2022, arXiv 2203.12119)."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from .base import Block
+
+if TYPE_CHECKING:
+    from ..rewriter.sites import Site, Value
+
+
+class Prompt(Block):
+    """x with learned tokens behind its first `prefix` tokens (VPT, Jia et al. 2022, arXiv 2203.12119).
+
+    x is (batch, tokens, width); the prefix is the class and register tokens. The tokens are drawn evenly from
+    +-sqrt(3 / width), which for a ViT-B/16 is what the authors' code does.
+
+    Attention that adds a bias or a rotation for each pair of positions (BEiT, EVA) has none for them; `verify` says so.
+    """
+
+    def __init__(self, width: int, tokens: int = 10, prefix: int = 1, dropout: float = 0.0) -> None:
+        """Raises SpecError for fewer than one token or a dropout outside [0, 1)."""
+        super().__init__()
+        _check_tokens(tokens, prefix)
+        if not 0 <= dropout < 1:
+            raise SpecError(f"dropout must be at least 0 and below 1, not {dropout!r}")
+        self.width, self.tokens, self.prefix, self.dropout = width, tokens, prefix, dropout
+        self.prompt = nn.Parameter(torch.empty(tokens, width))
+        nn.init.uniform_(self.prompt, -math.sqrt(3 / width), math.sqrt(3 / width))
+
+    @classmethod
+    def at(cls, site: Site, tokens: int = 10, prefix: int | None = None, dropout: float = 0.0) -> Prompt:
+        """Tokens for any sequence; the prefix is the `num_prefix_tokens` of the model around it, if that is not given."""
+        value = site.args[0]
+        prefix = prefix_tokens(site, value) if prefix is None else prefix
+        return cls(value.shape[2], tokens, prefix, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        prompt = F.dropout(self.prompt, self.dropout, self.training).expand(x.shape[0], -1, -1)
+        return torch.cat([x[:, : self.prefix], prompt.to(x.dtype), x[:, self.prefix :]], 1)
+
+    def extra_repr(self) -> str:
+        return f"tokens={self.tokens}, prefix={self.prefix}, dropout={self.dropout:g}"
+
+
+class Drop(Block):
+    """y without the tokens that a Prompt put behind its first `prefix` tokens; y is (batch, tokens, width).
+
+    `entered`, a value where the tokens came in, is not used: a rule names it so that each such place has its Drop.
+    """
+
+    def __init__(self, tokens: int = 10, prefix: int = 1) -> None:
+        """Raises SpecError for fewer than one token."""
+        super().__init__()
+        _check_tokens(tokens, prefix)
+        self.tokens, self.prefix = tokens, prefix
+
+    @classmethod
+    def at(cls, site: Site, tokens: int = 10, prefix: int | None = None) -> Drop:
+        """As Prompt.at."""
+        return cls(tokens, prefix_tokens(site, site.args[0]) if prefix is None else prefix)
+
+    def forward(self, y: Tensor, entered: Tensor | None = None) -> Tensor:
+        return torch.cat([y[:, : self.prefix], y[:, self.prefix + self.tokens :]], 1)
+
+    def extra_repr(self) -> str:
+        return f"tokens={self.tokens}, prefix={self.prefix}"
+
+
+def prefix_tokens(site: Site, value: Value) -> int:
+    """`num_prefix_tokens` of the nearest module around a site that has it. Raises SpecError."""
+    if len(value.shape) != 3:
+        raise SpecError(f"prompt tokens go into a value (batch, tokens, width), and {value} is none")
+    parts = site.path.partition("@")[0].split(".")
+    for count in range(len(parts) - 1, -1, -1):
+        found: Any = getattr(site.root.get_submodule(".".join(parts[:count])), "num_prefix_tokens", None)
+        if isinstance(found, int):
+            return found
+    raise SpecError(
+        "the model does not say how many class and register tokens come first (it has no 'num_prefix_tokens'); "
+        "give it: prefix: 1, or prefix: 0 where there are none"
+    )
+
+
+def _check_tokens(tokens: Any, prefix: Any) -> None:
+    for name, number, least in (("tokens", tokens, 1), ("prefix", prefix, 0)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            raise SpecError(f"{name} must be a whole number, {least} or more, not {number!r}")

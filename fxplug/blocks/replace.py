@@ -1,0 +1,51 @@
+"""A module in the place of another."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..errors import SpecError, did_you_mean
+from .base import Block, torch_class
+
+if TYPE_CHECKING:
+    from ..rewriter.sites import Site
+
+
+class Replace(Block):
+    """Another class of torch.nn in the place of a module, such as PReLU for SiLU; called with the region's input.
+
+    `to` is the name of a class in torch.nn. Its constructor gets `options`, and for the rest what the replaced module has
+    under the same names.
+    """
+
+    def __init__(self, kind: str, options: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        self.kind, self.options = kind, dict(options or {})
+        self.module = torch_class(kind)(**self.options)
+
+    @classmethod
+    def at(cls, site: Site, to: str, options: Mapping[str, Any] | None = None) -> Replace:
+        kind = torch_class(to)
+        given = dict(options or {})
+        known = [n for n in inspect.signature(kind.__init__).parameters if n not in ("self", "device", "dtype")]
+        for name in given:
+            if name not in known:
+                raise SpecError(f"{to} takes no '{name}'{did_you_mean(name, known)}; it takes {', '.join(known) or 'nothing'}")
+        for name in known:
+            if name not in given and hasattr(site.module, name):
+                value = getattr(site.module, name)
+                if name == "bias" and not isinstance(value, bool):
+                    value = value is not None
+                if not isinstance(value, (Tensor, nn.Module)):
+                    given[name] = value
+        try:
+            return cls(to, given)
+        except TypeError as error:
+            raise SpecError(f"{to} cannot be made for {site.path} ({site.classes[0]}): {error}; give it in 'options'") from None
+
+    def forward(self, x: Tensor) -> Any:
+        return self.module(x)

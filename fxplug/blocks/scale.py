@@ -1,0 +1,35 @@
+"""Learned factors of channels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .base import Block, along, width
+
+if TYPE_CHECKING:
+    from ..rewriter.sites import Site
+
+
+class Scale(Block):
+    """y times a learned gate per channel, one when new (IA3, Liu et al. 2022, arXiv 2205.05638).
+
+    y is (..., features), or (batch, channels, *space) when `dim` is 1.
+    """
+
+    neutral = True
+
+    def __init__(self, width: int, dim: int = -1) -> None:
+        super().__init__()
+        self.width, self.dim = width, dim
+        self.weight = nn.Parameter(torch.ones(width))
+
+    @classmethod
+    def at(cls, site: Site, dim: int | None = None) -> Scale:
+        """A gate for any tensor; `dim` is where its channels are, if the layers around do not tell. Raises SpecError."""
+        return cls(*width(site, site.args[0], dim))
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y * along(self.weight, y, self.dim)

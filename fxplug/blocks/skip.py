@@ -1,0 +1,54 @@
+"""A connection that carries one value of a graph to another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import GuardError, SpecError
+from .base import Block, along, width
+
+if TYPE_CHECKING:
+    from ..rewriter.sites import Site
+
+
+class Skip(Block):
+    """value + source: a skip connection with a learned gate per channel, zero when new.
+
+    Sources of another width go through a linear map (a convolution of size 1 when `dim` is 1), zero when new. Both tensors
+    must agree in every other dimension. `forward` raises GuardError for other widths than these.
+    """
+
+    neutral = True
+
+    def __init__(self, source_width: int, width: int, dim: int = -1) -> None:
+        super().__init__()
+        self.source_width, self.width, self.dim = source_width, width, dim
+        same = source_width == width
+        self.weight = nn.Parameter(torch.zeros(width) if same else torch.zeros(width, source_width))
+
+    @classmethod
+    def at(cls, site: Site, dim: int | None = None) -> Skip:
+        value, source = site.args
+        features, dim = width(site, value, dim)
+        rest = [[n for i, n in enumerate(v.shape) if i != dim % max(len(v.shape), 1)] for v in (value, source)]
+        if rest[0] != rest[1]:
+            raise SpecError(
+                f"a skip from {source} to {value}: only the widths (dimension {dim}) may differ; "
+                "use a block of your own that reshapes"
+            )
+        return cls(source.shape[dim], features, dim)
+
+    def forward(self, value: Tensor, source: Tensor) -> Tensor:
+        if source.shape[self.dim] != self.source_width or value.shape[self.dim] != self.width:
+            raise GuardError(
+                f"a skip from width {self.source_width} to {self.width} (dimension {self.dim}) gets {tuple(source.shape)} and "
+                f"{tuple(value.shape)}: that dimension follows the size of the input; skip where it does not"
+            )
+        if self.weight.dim() == 1:
+            return value + source * along(self.weight, source, self.dim)
+        moved = F.linear(source.movedim(self.dim, -1), self.weight).movedim(-1, self.dim)
+        return value + moved

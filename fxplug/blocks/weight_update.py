@@ -1,0 +1,127 @@
+"""Blocks that map a parameter: what `place: param` puts between a weight and the layer that reads it.
+
+Each is called with the parameter and gives the one that is used instead, of the same shape and dtype. All but the pure
+functions of a block's mathematics know nothing of the kind of layer: a weight is (out, in, *kernel).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError
+from .base import Block, check_rank, check_slots, scaling
+
+if TYPE_CHECKING:
+    from ..rewriter.sites import Site
+
+
+def weight_at(site: Site, what: str, dims: int = 2) -> Tensor:
+    """The parameter of a site, of floating point and at least `dims` dimensions. Raises SpecError, which says `what` asks."""
+    value = site.parameter
+    if not value.is_floating_point():
+        raise SpecError(f"{what} needs floating-point numbers, and '{site.port}' holds {value.dtype}")
+    if value.dim() < dims:
+        raise SpecError(f"{what} needs {dims} dimensions, and '{site.port}' is {list(value.shape)}: leave it out of the match")
+    return value
+
+
+def output_dim(site: Site) -> int:
+    """The dimension of a layer's weight that its output has: 0, but 1 for Embedding and transposed convolutions."""
+    return int("Embedding" in site.classes or "_ConvTransposeNd" in site.classes)
+
+
+def in_place_of(result: Tensor, value: Tensor) -> Tensor:
+    """`result`, of the shape of a parameter, in its dtype and with its strides, so that it takes the parameter's place.
+
+    Which kernel reads a weight, and so the last bit of what it gives, depends on its strides, and in torch.matmul on whether
+    it requires a gradient, be gradients on or off. A parameter whose elements share memory, as an expanded one's do, cannot
+    be followed there.
+    """
+    result = result.to(value.dtype)
+    if result.stride() != value.stride() and not _overlaps(value):
+        result = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(result)
+    if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and result is not value:
+        result.requires_grad_(value.requires_grad)
+    return result
+
+
+def _overlaps(value: Tensor) -> bool:
+    """Whether elements of a tensor may share memory."""
+    reach = 1
+    for stride, size in sorted((st, n) for st, n in zip(value.stride(), value.shape, strict=True) if n > 1):
+        if stride < reach:
+            return True
+        reach = stride * size
+    return False
+
+
+# --- low rank
+
+
+def low_rank(up: Tensor, down: Tensor, shape: Sequence[int]) -> Tensor:
+    """up @ down in the shape of a weight: up is (out, rank, ...), down (rank, in, *kernel)."""
+    return (up.flatten(1) @ down.flatten(1)).reshape(*shape)
+
+
+class Update(Block):
+    """A scaled update of a parameter: what LoRA, LoHa and LoKr have in common. `scale` is a float32 buffer.
+
+    With `slots` it is a bank for that many: each parameter has them as its first dimension, begins as zeros and is not
+    trained, and `forward` takes, instead of the scale, the float32 (slots,) that `gates.Gates` gives for all samples.
+    """
+
+    neutral = True
+    scale: Tensor
+
+    def __init__(
+        self, shape: Sequence[int], rank: int, alpha: float | None, rslora: bool, alpha_auto_scale: bool, slots: int = 0
+    ) -> None:
+        """`shape` is the parameter's, two or more dimensions. Raises SpecError for a rank below 1 and as `scaling` does."""
+        super().__init__()
+        check_slots(slots)
+        self.shape, self.rank, self.slots = list(shape), check_rank(rank), slots
+        self.alpha = rank if alpha is None else alpha
+        self.rslora, self.alpha_auto_scale = rslora, alpha_auto_scale
+        if not slots:
+            factor = scaling(rank, alpha, rslora, alpha_auto_scale)
+            self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
+
+    def banked(self) -> None:
+        """Give each parameter its slots."""
+        for name, parameter in self._parameters.items() if self.slots else ():
+            assert parameter is not None
+            self._parameters[name] = nn.Parameter(parameter.new_zeros(self.slots, *parameter.shape), requires_grad=False)
+
+    def bank(self) -> dict[str, Any]:
+        """What tells where an adapter goes in a bank, as plain values; see `switching.Bank`."""
+        names = list(self._parameters)
+        return {"kind": type(self).__name__, "slots": self.slots, "rank": self.rank, "shape": self.shape, "parameters": names}
+
+    def forward(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
+        return in_place_of(self.updated(value, uniform), value)
+
+    def updated(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
+        """The parameter with the update added, or with those of all slots."""
+        if uniform is None:
+            return value + self.scale * self.update(dict(self.named_parameters()))
+        for slot in range(self.slots):
+            value = value + uniform[slot] * self.update({name: bank[slot] for name, bank in self.named_parameters()})
+        return value
+
+    def update(self, own: Mapping[str, Tensor]) -> Tensor:
+        """What parameters of these names make together, in the shape of the parameter that is updated, not scaled yet."""
+        raise NotImplementedError
+
+
+# --- Kronecker product
+
+
+def divisors(size: int) -> list[int]:
+    """Every number that divides `size`."""
+    small = [d for d in range(1, math.isqrt(size) + 1) if size % d == 0]
+    return sorted({*small, *(size // d for d in small)})

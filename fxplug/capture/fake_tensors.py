@@ -1,0 +1,158 @@
+"""Fake tensors made directly, and the results of functions on them remembered: most of the time of a trace goes there."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import get_autocast_dtype, get_default_dtype, is_autocast_enabled  # torch's own, whatever a run puts in their place
+from torch._dynamo.exc import TorchDynamoException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._mode_utils import no_dispatch
+
+from .numbers import Number
+
+PLAIN = (bool, int, float, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
+Geometry = tuple[Any, ...]
+# what torch says where a function needs memory behind a tensor, or is not written for tensors without
+NO_MEMORY = re.compile(
+    r"[Ff]ake ?[Tt]ensor|[Ff]ake impl|\b[Mm]eta\b|tensor subclass|data pointer|python storage|not allocated|"
+    r"TorchScript interpreter"
+)
+
+
+class NeedsValues(Exception):
+    """The model reads a number out of its data, which fake tensors do not have."""
+
+
+def lacks_values(error: BaseException | None) -> bool:
+    """Whether an error came of tensors without values, fake ones or those on the meta device, and real ones may cure it.
+
+    The model's own errors, wrong sizes and our own mistakes are none of these.
+    """
+    while error is not None:
+        if isinstance(error, (NeedsValues, DataDependentOutputException, DynamicOutputShapeException, TorchDynamoException)):
+            return True
+        if isinstance(error, (RuntimeError, NotImplementedError, TypeError, ValueError)) and NO_MEMORY.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def fake(like: torch.Tensor, mode: FakeTensorMode, device: torch.device, constant: Any = None) -> FakeTensor:
+    """A fake tensor of the size, strides and dtype of `like`, made without a dispatch."""
+    with torch._C.DisableTorchFunction():
+        return _make((like.shape, like.stride(), like.dtype, device), mode, constant)
+
+
+def _make(geometry: Geometry, mode: FakeTensorMode, constant: Any = None) -> FakeTensor:
+    size, stride, dtype, device = geometry
+    with no_dispatch():
+        shadow = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return FakeTensor(mode, shadow, device, constant=constant)
+
+
+class Results:
+    """What functions gave on fake tensors, by function and arguments: the same blocks come again and again."""
+
+    def __init__(self, remember: bool = True) -> None:
+        self.known: dict[Hashable, Any] = {}
+        self.remember = remember
+
+    def key(self, function: Any, args: Any, kwargs: Any) -> Hashable:
+        """A key for a call, or None where its result may depend on more than the geometry of its arguments."""
+        if not self.remember:
+            return None
+        try:
+            with torch._C.DisableTorchFunction():
+                return (function, _key(args), _key(kwargs), _surroundings())
+        except TypeError:
+            return None
+
+    def get(self, key: Hashable, mode: FakeTensorMode | None) -> Any:
+        """Fresh tensors as the call gave them before, or None."""
+        found = self.known.get(key) if key is not None and mode is not None else None
+        if found is None or mode is None:
+            return None
+        kind, geometries = found
+        if kind is None:
+            return _make(geometries, mode)
+        return kind(_make(g, mode) for g in geometries)
+
+    def put(self, key: Hashable, out: Any, given: list[torch.Tensor]) -> None:
+        """Remember a result that is new tensors and nothing else."""
+        many = type(out) in (tuple, list)
+        if key is None or not (many or isinstance(out, torch.Tensor)):
+            return
+        tensors = list(out) if many else [out]
+        if any(type(t) is not FakeTensor or t.constant is not None or any(t is g for g in given) for t in tensors):
+            return
+        with torch._C.DisableTorchFunction():
+            geometries = [_geometry(t) for t in tensors]
+        self.known[key] = (type(out), geometries) if many else (None, geometries[0])
+
+
+def _geometry(tensor: torch.Tensor) -> Geometry:
+    assert isinstance(tensor, FakeTensor)
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.fake_device)
+
+
+def _surroundings() -> Hashable:
+    """What else decides the dtype of a result."""
+    casts = [get_autocast_dtype(d) if is_autocast_enabled(d) else None for d in ("cpu", "cuda")]
+    return (*casts, get_default_dtype())
+
+
+def _key(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        if type(value) is not FakeTensor or value.constant is not None or value.dtype.is_complex or value.requires_grad:
+            raise TypeError
+        return _geometry(value)
+    if isinstance(value, PLAIN) and not isinstance(value, Number):
+        return (type(value), value)
+    if isinstance(value, slice):
+        return (slice, _key(value.start), _key(value.stop), _key(value.step))
+    if type(value) in (tuple, list, torch.Size):
+        return (type(value), tuple(map(_key, value)))
+    if type(value) is dict:
+        return tuple((k, _key(v)) for k, v in value.items())
+    raise TypeError
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's garbage collector walks every node and tensor again and again while a graph grows; it can wait."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A failing fake operation logs its traceback, although the error that is raised says it better."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def writable() -> AbstractContextManager[Any]:
+    """Tensors that are made meanwhile can be written later, though inference mode is on."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

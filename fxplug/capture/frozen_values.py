@@ -1,0 +1,172 @@
+"""Values kept as they are now, to compare with what they become: nested ones, tensors, objects."""
+
+from __future__ import annotations
+
+from types import FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..ir.pytree import children, leaves, map_leaves
+from .numbers import Number
+
+DEPTH = 40  # nested deeper than this, values count as equal
+
+
+def frozen(value: Any, depth: int = 0) -> Any:
+    """A copy of what a value holds, for `alike`: later changes in place do not reach it."""
+    if isinstance(value, torch.Tensor):
+        return value if isinstance(value, nn.Parameter) else value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Number):
+        return value.value
+    if depth > DEPTH or isinstance(value, (str, bytes, int, float, complex, type, type(None))):
+        return value
+    if isinstance(value, FunctionType):
+        return ("function", value.__code__)
+    if isinstance(value, MethodType):
+        return ("method", value.__func__.__qualname__)
+    if isinstance(value, (set, frozenset)):
+        return ("set", set(value))
+    found = children(value)
+    if found is None and isinstance(attributes := getattr(value, "__dict__", None), dict):
+        found = iter(attributes.items())
+    if found is None:
+        return value
+    return (type(value), {key: frozen(member, depth + 1) for key, member in list(found)})
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Whether two frozen values are the same: tensors in every bit, objects in what they hold."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return same_tensors(a, b)
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(a.dtype == object or a.tobytes() == b.tobytes())
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(alike, a, b))
+    if isinstance(a, (str, bytes, int, complex, type, set)):
+        return bool(a == b)
+    return (a == b or (a != a and b != b)) if isinstance(a, float) else True  # an object without a content: any other will do
+
+
+def same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal in dtype, shape and every value; NaN is like NaN."""
+    if a.dtype != b.dtype or a.shape != b.shape or a.device != b.device or a.layout != b.layout:
+        return False
+    if a.is_meta or (type(a) is not torch.Tensor and type(a) is not nn.Parameter):
+        return True
+    try:
+        return torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+    except RuntimeError:  # a dtype that torch cannot compare
+        return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def difference(a: Any, b: Any) -> str | None:
+    """What of `b` is not as in `a`, or None where type, structure and every bit are the same."""
+    a, b = (x.item() if isinstance(x, np.generic) else x for x in (a, b))  # a graph gives Python's own numbers
+    if type(a) is not type(b):
+        return f"a {type(b).__name__} instead of a {type(a).__name__}"
+    if isinstance(a, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return f"{_kind(b)} instead of {_kind(a)}"
+        if a.device != b.device:
+            return f"on {b.device} instead of {a.device}"
+        return None if same_tensors(a, b) else f"{_kind(a)} with other values{_distance(a, b)}"
+    if isinstance(a, torch.Generator):
+        return None if torch.equal(a.get_state(), b.get_state()) else "another state of the generator"
+    found, other = children(a), children(b)
+    if found is None or other is None:
+        return None if alike(frozen(a), frozen(b)) else f"{b!r} instead of {a!r}"
+    mine, theirs = dict(found), dict(other)
+    if list(mine) != list(theirs):
+        return f"the members {list(theirs)} instead of {list(mine)}"
+    for key in mine:
+        if problem := difference(mine[key], theirs[key]):
+            return f"[{key!r}]{'' if problem.startswith('[') else ' '}{problem}"
+    return None
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"a {str(tensor.dtype).removeprefix('torch.')} tensor {list(tensor.shape)}"
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> str:
+    try:
+        return f" (by up to {(a.to(torch.float64) - b.to(torch.float64)).abs().max().item():.1e})"
+    except RuntimeError:
+        return ""
+
+
+def copied(call: Any, other: bool = False) -> Any:
+    """Inputs again, with memory of their own and the same strides, aliases of each other and gradients.
+
+    With `other`, floating-point tensors have other values: half of them, and a quarter.
+    """
+    tensors = [x for x in leaves(call) if isinstance(x, torch.Tensor)]
+    spans: dict[Any, tuple[int, int]] = {}
+    for t in tensors:
+        if key := _memory(t):
+            offset = int(t.storage_offset())
+            first, last = spans.get(key, (offset, 0))
+            end = offset + 1 + sum((int(n) - 1) * int(s) for n, s in zip(t.shape, t.stride(), strict=True))
+            spans[key] = min(first, offset), max(last, end if t.numel() else offset)
+    flats: dict[Any, torch.Tensor] = {}
+    known: dict[int, torch.Tensor] = {}
+
+    def copy(t: torch.Tensor, _: Any) -> torch.Tensor:
+        if id(t) in known:
+            return known[id(t)]
+        with torch.no_grad():
+            if key := _memory(t):
+                first, last = spans[key]
+                if key not in flats:
+                    flats[key] = t.detach().as_strided((last - first,), (1,), first).clone()
+                    if other:
+                        _change(flats[key])
+                new = flats[key].as_strided(t.shape, t.stride(), t.storage_offset() - first)
+            else:
+                new = t.detach().clone()
+        if t.requires_grad:
+            new.requires_grad_()
+            new = new if t.is_leaf else new.clone()
+        known[id(t)] = new
+        return new
+
+    return _plain_copies(map_leaves(call, copy))
+
+
+def _plain_copies(value: Any) -> Any:
+    """Containers and generators that are nobody else's."""
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain_copies, value))
+    if type(value) is dict:
+        return {key: _plain_copies(member) for key, member in value.items()}
+    return value
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """A key for the memory of an ordinary tensor, and for how it is read; None for any other."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return None
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return None
+    return tensor.untyped_storage()._cdata, tensor.dtype, tensor.device
+
+
+def _change(tensor: torch.Tensor) -> None:
+    if tensor.is_floating_point() or tensor.is_complex():
+        try:
+            tensor.mul_(0.5).add_(0.25)
+        except RuntimeError:  # a dtype without arithmetic
+            return

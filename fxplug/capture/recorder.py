@@ -1,0 +1,491 @@
+"""What torch functions do during one run of a model, as nodes of a graph."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from ..errors import TraceError
+from ..ir import functions, ops
+from ..ir.pytree import children
+from .dtypes import Dtypes
+from .fake_tensors import NeedsValues, lacks_values
+from .graph_builder import NUMBERS, SMALL, Nodes, StandIn
+from .numbers import KINDS, Number
+from .questions import (
+    CONSTANTS,
+    KIND_ANSWERS,
+    KIND_QUESTIONS,
+    KIND_TESTS,
+    LATER,
+    LEAVING,
+    MANY,
+    ORDERED,
+    OUTSIDE,
+    RESHAPING,
+    SHAPE_OF_FIRST,
+    SIZES,
+    TEXT,
+    VALUES,
+)
+from .user_code import asker, decides_nothing, is_caught, is_text_for_people, shortened, source_line, user_frame
+from .wording import describe
+
+LEAVING |= {"apply_", "map_", "map2_", "__cuda_array_interface__"}
+OUTSIDE |= {"_backward_hooks", "_post_accumulate_grad_hooks"}
+
+
+class Function:
+    """Stands for the `grad_fn` of a tensor, of which a graph can only say whether there is one."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def __getattr__(self, name: str) -> Any:
+        raise TraceError(
+            f"{self._recording.place()}: reads '{name}' of a grad_fn, which a graph cannot say; {self._recording.way_out()}"
+        )
+
+
+class NeedsAutograd(Exception):
+    """The model asks what autograd knows, which fake tensors are told only in a second try."""
+
+
+class Recording(Nodes):
+    """A graph that grows while the model runs inside it: every call of a torch function becomes a node."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.dtypes = Dtypes(self)
+
+    # --- torch functions
+
+    def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or func is torch._C._set_grad_enabled:
+            return func(*args, **kwargs)
+        if type(func) is types.MethodWrapperType:  # the getter of a property; a new object at each access
+            return self.attribute(func, *args)
+        name = functions.method_names().get(func)
+        if name in SIZES:
+            return self.size(func, name, args, kwargs)
+        if name in VALUES or func is torch.is_nonzero:
+            return self.value(func, name or "is_nonzero", args)
+        if name in LATER or func is torch.autograd.backward:
+            called = name or "backward"
+            raise TraceError(f"{self.place()}: calls '{called}' of a tensor, which a graph cannot say; {self.way_out()}")
+        if func is torch.autograd.grad and not self.autograd:
+            raise NeedsAutograd
+        if name in TEXT and self.computed(args[0]):
+            self.text(sys._getframe(1))
+        if name in LEAVING and self.computed(args[0]):
+            self.leave_torch(name, args[0])
+            return func(*args, **kwargs)
+        if name == "__deepcopy__":
+            return self.copied(args[0])
+        return self.call(func, name, args, kwargs)
+
+    def copied(self, tensor: torch.Tensor) -> Any:
+        """A copy of its own: gradients reach it and not the tensor."""
+        new = self.call(torch.clone, None, (tensor,), {})
+        new = self.call(torch.Tensor.detach, "detach", (new,), {})
+        if not tensor.is_floating_point():
+            return new
+        asked = self.node("call_function", ops.asked, (self.lookup(tensor), "requires_grad"), {}, self.named("requires_grad"))
+        return self.mark(new, self.node("call_method", "requires_grad_", (self.lookup(new), asked), {}, "copied"))
+
+    def text(self, frame: types.FrameType) -> None:
+        """Text that is made of a tensor's values: what people read may be told, anything else hangs on them."""
+        user = asker(frame)
+        if user is not None and not is_text_for_people(user):
+            raise TraceError(f"{self.place()}: makes text of a tensor's values, which a graph cannot follow; {self.way_out()}")
+
+    def attribute(self, func: Any, tensor: torch.Tensor, *rest: Any) -> Any:
+        name = func.__self__.__name__
+        if func.__name__ != "__get__":
+            raise TraceError(f"{self.place()}: sets '{name}' of a tensor, which a graph cannot say; {self.way_out()}")
+        if name == "shape":
+            return self.shape(tensor)
+        node = self.recorded(tensor) if isinstance(tensor, torch.Tensor) else None
+        if name in ("nbytes", "itemsize") and node is not None:
+            count = self.size_of(node, "numel", tensor.numel()) if name == "nbytes" else 1
+            return count * self.size_of(node, "element_size", tensor.element_size())
+        out = func(tensor, *rest)
+        if name == "dtype":
+            return self.dtypes.read(tensor, out, sys._getframe(2))
+        if name in (*ops.QUESTIONS, *OUTSIDE) and asker(sys._getframe(2)) is not None:
+            if name in ops.QUESTIONS:
+                return self.asked(tensor, name)
+            raise TraceError(f"{self.place()}: reads '{name}' of a tensor, which a graph cannot say; {self.way_out()}")
+        if not isinstance(out, torch.Tensor) or name == "grad":
+            return out
+        if name not in functions.ATTRIBUTES:
+            raise TraceError(f"{self.place()}: reads '{name}' of a tensor, which a graph cannot say; {self.way_out()}")
+        op, target, extra = functions.ATTRIBUTES[name](tensor)
+        return self.bind(out, self.node(op, target, (self.lookup(tensor), *extra), {}, self.named(name)))
+
+    def call(self, func: Any, method: str | None, args: Any, kwargs: Any) -> Any:
+        """Run a torch function and record it under its public name."""
+        if isinstance(kwargs.get("generator"), StandIn):
+            kwargs = {**kwargs, "generator": None}  # torch's own, which is the one without any
+        if func in CONSTANTS and not self.traced(args) and not self.traced(kwargs):
+            made = self.made_constant(func, args, kwargs)
+            if made is not None:
+                return made
+        if is_caught(sys._getframe(2)):
+            raise TraceError(
+                f"{self.place()}: tries an operation and goes on where it fails, so the inputs decide what is computed; "
+                f"a graph has one way only; {self.way_out()}"
+            )
+        plain, nodes = self.lower(tuple(args))
+        plain_kw, node_kw = self.lower(dict(kwargs))
+        short = str(method or getattr(func, "__name__", "")).strip("_")
+        if short in ("squeeze", "unbind", "split", "chunk"):
+            self.guard_parts(short, args, kwargs)
+        several = [x if type(x) in (list, tuple) else (x,) for x in (*plain, *plain_kw.values())]
+        given = [x for some in several for x in some if isinstance(x, torch.Tensor)]
+        called = str(method or getattr(func, "__name__", ""))
+        writes = called.endswith("_") or called.startswith(("__i", "__set")) or "out" in kwargs or kwargs.get("inplace") is True
+        if self.fake and writes:
+            for x in given:  # a tensor that the model holds and that is no weight is written for real
+                if type(x) is not FakeTensor:
+                    with unset_fake_temporarily():
+                        self.overwritten.keep(x)
+        versions = [x._version for x in given]
+        run = SHAPE_OF_FIRST.get(func) if self.fake else None
+        # a remembered result has memory of its own, which does not tell what it is a view of
+        views = any(map(self.parameter_of, given))
+        key = self.results.key(func, plain, plain_kw) if self.fake and not views else None
+        remembered = self.results.get(key, self.mode)
+        out = remembered
+        if remembered is None:
+            try:
+                out = run(given[0]) if run else func(*plain, **plain_kw)
+            except Exception:  # torch's, raised again
+                if asker(sys._getframe(2)) is not None:
+                    self.failed = self.failed or self.place()
+                raise
+        changed = [x for x, before in zip(given, versions, strict=True) if x._version != before]
+        if called.endswith("_") and several and isinstance(several[0], list):  # functions on lists count no versions
+            changed += several[0]
+        if views and (written := next(filter(None, map(self.parameter_of, changed)), None)):
+            raise TraceError(
+                f"{self.place()}: writes the parameter '{written}' in place, and weights are never written by a graph: make it "
+                f"a buffer (register_buffer), whose writes are recorded, or {self.way_out()}"
+            )
+        if out is NotImplemented or isinstance(out, KIND_ANSWERS) or short in KIND_QUESTIONS | KIND_TESTS:
+            return out
+        if isinstance(out, bool) and short.startswith(("is_", "has_", "can_", "_")) and asker(sys._getframe(2)) is None:
+            return out  # torch asks for itself, and will ask again
+        if short == "is_inference" and self.inference[-1]:
+            raise TraceError(f"{self.place()}: asks whether a tensor is one of inference mode: trace outside of inference mode")
+        if out is None and method is None and func not in functions.names() and not changed:
+            return None
+        op, target, nodes = self.target(func, method, nodes)
+        short = functions.short_name(target)
+        in_place = bool(changed) or getattr(target, "__name__", str(target)).endswith("_")
+        # running statistics, unseen
+        moves = func in SHAPE_OF_FIRST and any(flag is True for flag in (*plain, *plain_kw.values()))
+        effect = (
+            (in_place and not isinstance(out, bool))
+            or short in functions.RANDOM
+            or (out is None and method is not None)
+            or moves
+        )
+        if remembered is None and not in_place:
+            self.results.put(key, out, given)
+        node = self.node(op, target, nodes, node_kw, self.named(short), effect)
+        if isinstance(target, str) and target in RESHAPING:
+            self.reshaped(func, plain[0], plain[1:], plain_kw)
+        if any(out is x for x in changed):
+            node.meta.update(shape=tuple(out.shape), dtype=out.dtype)
+            return self.mark(out, node) if self.recorded(out) is not None else out
+        if out is not None and not isinstance(out, (torch.Tensor, tuple, list, dict)) and type(out) not in NUMBERS:
+            raise TraceError(
+                f"{self.place()}: {short} returns a {type(out).__name__}, which cannot be followed; {self.way_out()}"
+            )
+        return self.bind(out, node)
+
+    def leave_torch(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor's values go where they cannot be followed: a few of them can be held by a guard."""
+        if self.fake:
+            raise NeedsValues(self.needs_values())
+        if name not in ("numpy", "__array__") or tensor.numel() > MANY:
+            raise TraceError(f"{self.place()}: takes a tensor out of torch ({name}), so what follows is lost; {self.way_out()}")
+        node = self.node("call_method", "tolist", (self.lookup(tensor),), {}, self.named("tolist"))
+        self.guard(node, tensor.tolist(), does=f"takes values that it computes out of torch ({name})")
+
+    def dynamic_dtype(self, dtype: torch.dtype) -> Any:
+        return self.dtypes.given(dtype)
+
+    def finish(self) -> None:
+        for node, message in self.dtypes.decided():
+            self.guard_after(node, node.meta["value"], message)
+        super().finish()
+
+    def asked(self, tensor: torch.Tensor, question: str) -> Any:
+        """What autograd knows of a tensor: an answer that holds as long as it is the same."""
+        if not self.autograd:
+            raise NeedsAutograd
+        root = tensor
+        while (of := getattr(root, "_fxplug_of", None)) is not None:
+            root = of
+        with torch._C.DisableTorchFunction():
+            answer = ops.asked(root, question)
+            found = root.grad_fn
+        frame = user_frame()
+        if frame is None or not decides_nothing(frame):
+            node = self.node("call_function", ops.asked, (self.lookup(tensor), question), {}, self.named(question))
+            node.meta["value"] = answer
+            self.guard(node, answer)
+        return answer if question != "grad_fn" else None if found is None else Function(self)
+
+    def state(self, name: str, args: tuple[Any, ...], value: Any) -> Any:
+        """What a function of torch says about the process: an answer that holds as long as it is the same."""
+        frame = user_frame()
+        key = (name, args, self.switched)
+        if key not in self.states and (frame is None or not decides_nothing(frame)):
+            self.states.add(key)
+            where, line = source_line()
+            question = name if name.removeprefix("torch.") in ops.FLAGS else f"{name}({', '.join(map(repr, args))})"
+            message = f"{where}: '{line}' was decided on {question}, {value} when traced"
+            held = (name, args, value, message)
+            self.node("call_function", ops.check_state, held, {}, self.named("check_state"), effect=True)
+        return value
+
+    def target(self, func: Any, method: str | None, nodes: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
+        """A public name for what was called: FX op, target, and the arguments in that target's order."""
+        if listed := functions.listed(func):
+            return "call_function", listed, nodes
+        if method is not None:
+            if method in functions.DUNDERS:
+                function, swapped = functions.DUNDERS[method]
+                return "call_function", function, (nodes[1], nodes[0]) if swapped else nodes
+            if method.startswith("__i") and method.endswith("__"):
+                return "call_method", method.strip("_")[1:] + "_", nodes
+            if not method.startswith("_"):
+                return "call_method", method, nodes
+        public = getattr(torch, getattr(func, "__name__", ""), None)
+        if listed := functions.listed(public):
+            return "call_function", listed, nodes
+        if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+            return "call_function", func, nodes
+        owner = sys.modules.get(getattr(func, "__module__", None) or "")
+        if owner is not None and getattr(owner, getattr(func, "__name__", ""), None) is func:
+            return "call_function", func, nodes
+        raise TraceError(
+            f"{self.place()}: calls {torch.overrides.resolve_name(func) or func!r}, which has no public name; {self.way_out()}"
+        )
+
+    def reshaped(self, func: Any, tensor: torch.Tensor, rest: Any, kwargs: Any) -> None:
+        """A tensor changed its shape in place: so did what it is an alias of."""
+        self.numbers.clear()
+        while (tensor := getattr(tensor, "_fxplug_of", None)) is not None:  # type: ignore[assignment]
+            func(tensor, *rest, **kwargs)
+
+    def traced(self, value: Any) -> bool:
+        if isinstance(value, (Number, torch.Tensor)):
+            return True
+        members = children(value)
+        return members is not None and any(self.traced(m) for _, m in members)
+
+    def made_constant(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor made from Python or numpy data: small ones are made anew at each call, others become a buffer."""
+        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        if not isinstance(data, (list, tuple, np.ndarray)) or (
+            not isinstance(data, np.ndarray) and np.asarray(data, dtype=object).size <= SMALL
+        ):
+            return None
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+            real = func(*args, **{k: v for k, v in kwargs.items() if k not in ("device", "requires_grad")})
+        return self.fresh(real)
+
+    def fresh(self, real: torch.Tensor) -> torch.Tensor:
+        """A constant as the new tensor that each call gets."""
+        with torch._C.DisableTorchFunction():
+            if self.journal is not None:
+                self.journal.forget(real)
+            source = self.lookup(real)
+            node = self.node("call_method", "clone", (source,), {}, f"{source.name}_clone")
+            return self.mark(self.mode.from_tensor(real) if self.mode is not None else real.clone(), node)
+
+    def function_apply(self, original: Any) -> Any:
+        """What stands for `torch.autograd.Function.apply`: the graph has what its forward does, but not its backward."""
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.recording_here() and not cls.__module__.startswith("torch."):
+                warnings.warn(
+                    f"{self.place()}: {cls.__name__} has a backward of its own; in the graph its gradient is that of the "
+                    f"operations of its forward. To have its own, {self.way_out()}",
+                    stacklevel=3,
+                )
+            return original.__get__(None, cls)(*args, **kwargs)
+
+        return classmethod(apply)
+
+    def from_numpy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands for a function that makes a tensor and does not report to torch."""
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if not self.recording_here():
+                return original(*args, **kwargs)
+            with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+                real = original(*args, **kwargs)
+            return self.fresh(real)
+
+        return make
+
+    # --- sizes and values
+
+    def shape(self, tensor: torch.Tensor) -> torch.Size:
+        node = self.recorded(tensor)
+        if node is None:
+            return tensor.shape  # a weight has the size it has
+        return torch.Size([self.size_of(node, "size", s, d) for d, s in enumerate(tensor.shape)])
+
+    def size_of(self, node: fx.Node, method: str, value: int, dim: int | None = None) -> Any:
+        """A size of a tensor, read from the node by a method: `x.size(1)`, `x.numel()`."""
+        args = (node,) if dim is None else (node, dim)
+        name = f"{node.name}_{method}" + ("" if dim is None else f"_{dim}")
+        return self.memo((node, method, dim), "call_method", method, args, value, name)
+
+    def size(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        tensor = args[0]
+        with torch._C.DisableTorchFunction():
+            plain, _ = self.lower(args[1:])
+            out = func(tensor, *plain, **kwargs)
+        node = self.recorded(tensor)
+        if node is None:
+            return out
+        if isinstance(out, tuple):
+            return type(out)([self.size_of(node, name, s, d) for d, s in enumerate(out)])
+        if name in ("size", "stride"):
+            dim = plain[0] if plain else kwargs["dim"]
+            return self.size_of(node, name, out, dim % tensor.dim())
+        if name == "__len__":
+            return self.size_of(node, "size", out, 0)
+        return self.size_of(node, "numel" if name == "nelement" else name, out)
+
+    def memo(self, key: Any, op: str, target: Any, args: Any, value: Any, name: str) -> Any:
+        if key not in self.numbers:
+            self.numbers[key] = self.node(op, target, args, {}, name)
+        return self.held(self.numbers[key], value)
+
+    def number(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
+        """`target(*args)` on recorded numbers."""
+        value = value.item() if isinstance(value, np.generic) else value
+        if type(value) not in NUMBERS:
+            for number in args:
+                self.decide(number)
+            return value
+        _, nodes = self.lower(args)
+        key = (target, tuple((type(n), n) for n in nodes))
+        return self.memo(key, "call_function", target, nodes, value, self.named(functions.short_name(target)))
+
+    def decide(self, number: Any) -> Any:
+        """Python needs the plain value of a number: hold it by a guard."""
+        if not isinstance(number, Number):
+            return number
+        return self.settle(number.fx_node, number.value) if number.recorder is self else number.value
+
+    def settle(self, node: fx.Node, value: Any) -> Any:
+        """Python needs the plain value of a node: hold it by a guard, unless nothing hangs on it."""
+        if node not in self.guards:
+            frame = user_frame()
+            if frame is None or not decides_nothing(frame):
+                self.guard(node, value)
+        return value
+
+    def guard(self, node: fx.Node, expected: Any, does: str = "branches on a value that it computes") -> None:
+        """Hold a number to what it is now."""
+        if node in self.guards:
+            return
+        self.guards.add(node)
+        if not self.fake:
+            self.refuse_drawn(node)
+            if not self.measured:
+                self.refuse_measured(node, does)
+        where, line = source_line()
+        message = f"{where}: '{line}' was decided on {describe(node)}, {shortened(repr(expected), 40)} when traced"
+        self.node("call_function", ops.guard, (node, expected, message), {}, self.named("guard"), effect=True)
+
+    def guard_parts(self, short: str, args: Any, kwargs: Any) -> None:
+        """Hold the sizes that decide how many results, or how many dimensions, a function gives."""
+        tensor = args[0] if args else kwargs.get("input", kwargs.get("self"))
+        if not isinstance(tensor, torch.Tensor) or self.recorded(tensor) is None:
+            return
+        sizes = self.shape(tensor)
+        given = [*args[1:], *kwargs.values()]
+        if short == "squeeze":
+            dims = given[0] if given else range(len(sizes))
+            for dim in (dims,) if isinstance(dims, int) else dims:
+                bool(sizes[dim] == 1)
+            return
+        count = None if short == "unbind" else given[0]
+        dim = kwargs.get("dim", (given[0] if given else 0) if short == "unbind" else args[2] if len(args) > 2 else 0)
+        size = tensor.shape[dim]
+        if count is None or (short == "chunk" and -(-size // -(-size // count)) < count):  # fewer chunks than asked for
+            self.decide(sizes[dim])
+        elif short == "split" and isinstance(count, int):
+            self.decide((sizes[dim] + count - 1) // count)
+
+    def value(self, func: Any, name: str, args: Any) -> Any:
+        """A number read out of a tensor: recorded where it depends on the inputs, else known."""
+        tensor = args[0]
+        try:
+            out = func(*args)
+        except RuntimeError as error:
+            if self.fake and lacks_values(error):
+                raise NeedsValues(self.needs_values()) from error
+            raise
+        source = self.lookup(tensor)
+        if self.fake and not self.computed(tensor):
+            return out  # fake tensors know the values of constants
+        if name == "tolist":
+            if tensor.dim() and source.op != "get_attr":
+                for size in self.shape(tensor):
+                    self.decide(size)
+            return self.bind(out, self.node("call_method", "tolist", (source,), {}, self.named("tolist")))
+        with torch._C.DisableTorchFunction():
+            read = tensor.item()
+        node = self.node("call_method", "item", (source,), {}, self.named("item"))
+        if type(read) not in KINDS:
+            self.guard(node, read)
+            return out
+        number = self.bind(read, node)
+        return number if name == "item" else type(out)(number)
+
+    def refuse_drawn(self, node: fx.Node) -> None:
+        """A branch on a random number has another outcome at each call."""
+
+        def look(current: fx.Node, short: str) -> list[fx.Node]:
+            if short in functions.DRAWS:
+                self.refuse_way("branches on a random number")
+            return current.all_input_nodes
+
+        functions.computed_by(node, look)
+
+    def refuse_measured(self, node: fx.Node, does: str) -> None:
+        """A branch on masks, counts or equality is a property of the input; one on a measured value is not."""
+
+        def look(current: fx.Node, short: str) -> list[fx.Node]:
+            given = [a for a in current.args if isinstance(a, fx.Node)]
+            floating = any(getattr(a.meta.get("dtype"), "is_floating_point", False) for a in given)
+            if floating and (short in ORDERED or short in ("item", "tolist")):
+                self.refuse_way(does, ", or accept the values of this call as a guard: trace(..., real=True)")
+            follows = not floating or short in ("isnan", "isinf")
+            return current.all_input_nodes if follows else []
+
+        functions.computed_by(node, look)
+
+    def refuse_way(self, does: str, more: str = "") -> None:
+        where, line = source_line()
+        raise TraceError(f"{self.region()} {does} ({where}: {line}), and a graph has one way only; {self.way_out()}{more}")

@@ -1,0 +1,498 @@
+"""Model and example inputs to a graph: run the real `forward` once and write down, as torch functions, what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import math
+import threading
+import traceback
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.nn.parameter import is_lazy
+
+from ..errors import FxplugError, TraceError, did_you_mean
+from ..ir import functions, ops
+from ..ir.pytree import leaves as values
+from ..ir.traced_module import RESERVED, Container, Graph, TracedModule, class_names, plain_attributes
+from ..spec.addresses import select
+from . import grad_modes, model_edge, process_state, self_check
+from .edges import Regions
+from .fake_tensors import NeedsValues, Results, fake, lacks_values, no_collection
+from .graph_builder import Tries, drop
+from .isolation import restored, same_random
+from .memory_journal import Journal
+from .numbers import recorded_math
+from .one_at_a_time import alone, undone
+from .python_state import MISSING, Place, State
+from .recorder import NeedsAutograd, Recording
+from .user_code import is_user_code
+
+
+def trace(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    leaf: Iterable[str] = (),
+    real: bool | None = None,
+    check: bool = True,
+) -> TracedModule:
+    """Record one call `model(*args, **kwargs)` as a graph that gives `torch.equal` results for every input its guards admit.
+
+    The example tensors may lie on any device, meta included, and may have any batch size, 1 included; the weights too.
+    Tensors are fake while tracing: nothing is computed and no memory is taken. A model that reads numbers out of its data
+    (`.item()`, `.tolist()`, `nonzero`), or calls what knows no fake tensors, is traced on its real tensors instead, which a
+    warning tells, and what it read is a guard. `real=True` asks for that from the start and also admits branches on measured
+    (floating-point) values; `real=False` forbids it.
+
+    `leaf` names modules (paths or patterns) to keep whole as one call, beside torch.nn's own.
+
+    The graph is then checked against the model: both are called twice on copies of the inputs, in evaluation and training
+    where that matters, and must give and leave behind the same; without values (meta tensors) nothing is called. In a mode
+    where the two differ, `train()` or `eval()` of the result raises. `check=False` leaves that out.
+
+    One trace runs at a time in a process; model and process are left as they were.
+
+    Raises TraceError, with file and line of the model's code, for what cannot be a graph.
+    """
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"trace takes an nn.Module, not {type(model).__name__}")
+    if isinstance(model, TracedModule):
+        raise TraceError("this model is traced already; trace the model it came from")
+    reasons: list[str] = []
+    with alone(model), undone() as stack:
+        tensors = list(_named_tensors(model))
+        for name, tensor in tensors:
+            if is_lazy(tensor):
+                raise TraceError(f"'{name}' has no shape before the first call: call the model once before it is traced")
+        args = args if isinstance(args, (tuple, list)) else (args,)
+        call = (tuple(args), dict(kwargs or {}))
+        leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
+        stack.enter_context(no_collection())
+        try:
+            gm = _trace(model, tensors, call, leaves, real, check, reasons)
+        except RecursionError as error:
+            if (function := _walking(error)) is None:
+                raise  # the model's own
+            raise TraceError(
+                f"an input, a result or what a list holds nests too deep for a graph, or without end ({function})"
+            ) from None
+    for reason in dict.fromkeys(reasons):
+        warnings.warn(f"{type(model).__name__} was traced on its real tensors: {reason}", stacklevel=2)
+    return gm
+
+
+def _walking(error: RecursionError) -> str | None:
+    """The function that went too deep into a value; None where it is the model's code that did."""
+    frames = list(traceback.walk_tb(error.__traceback__))[-20:]
+    return None if any(is_user_code(frame) for frame, _ in frames) else frames[-1][0].f_code.co_name
+
+
+class _Job(NamedTuple):
+    """What all runs of one trace share. `state` is what the model holds before the first, and again after each."""
+
+    model: nn.Module
+    tensors: list[tuple[str, torch.Tensor]]  # parameters and buffers
+    call: Any
+    leaves: set[str]
+    state: State
+    results: Results
+    valueless: bool
+    reasons: list[str]  # why real tensors were needed
+
+
+def _trace(
+    model: nn.Module,
+    tensors: list[tuple[str, torch.Tensor]],
+    call: Any,
+    leaves: set[str],
+    real: bool | None,
+    check: bool,
+    reasons: list[str],
+) -> TracedModule:
+    valueless = check and not self_check.has_values([t for _, t in tensors], call)
+    job = _Job(model, tensors, call, leaves, State(model), Results(), valueless, reasons)
+    first = _settled(job, real, None)
+    graphs = {model.training: first}
+    twin_error = None
+    if first.reads_training:
+        try:
+            second = _settled(job, real, not model.training)
+        except (FxplugError, RuntimeError, ValueError) as error:
+            twin_error = str(error)
+        else:
+            if second.text() != first.text():
+                graphs[not model.training] = second
+    gm = _assemble(model, graphs, twin_error)
+    if not check or valueless:
+        return gm
+    with self_check.mode_reads() as reads:
+        self_check.check(model, gm, call, job.state)
+    if twin_error is None and (reads or first.reads_training):
+        try:
+            with restored(job.state), _as_it_is(gm):
+                model.train(not model.training)
+                gm.train(model.training)
+                self_check.check(model, gm, call, State(model))
+        except (FxplugError, RuntimeError, ValueError) as error:
+            return _assemble(model, {model.training: first}, str(error))
+    return gm
+
+
+class _Traced(NamedTuple):
+    """What one run gives."""
+
+    graph: Graph
+    constants: dict[str, torch.Tensor]
+    called: set[str]
+    reads_training: bool
+    written: list[Place]
+
+    def text(self, without: tuple[fx.Node, ...] = ()) -> str:
+        """What the graph does, for comparing two of them."""
+        return "\n".join(node.format_node() or "" for node in self.graph.nodes if node not in without)
+
+    def asks_for_gradients(self) -> tuple[fx.Node, ...]:
+        """The checks that gradients are enabled, or are not."""
+        checks = self.graph.find_nodes(op="call_function", target=ops.check_state)
+        return tuple(node for node in checks if node.args[0] == "torch.is_grad_enabled")
+
+
+@contextlib.contextmanager
+def _as_it_is(gm: TracedModule) -> Iterator[None]:
+    """Give a traced module and what is in it the mode back."""
+    modes = [(m, m.training) for m in gm.modules()]
+    try:
+        yield
+    finally:
+        gm.train(modes[0][1])
+        for module, training in modes[1:]:
+            module.training = training
+
+
+def _settled(job: _Job, real: bool | None, training: bool | None) -> _Traced:
+    """A recording; one that asks for gradients, as to checkpoint, and is the same without them holds for both."""
+    first = _record(job, real, training)
+    checks = first.asks_for_gradients()
+    if checks and not torch.is_inference_mode_enabled():
+        with contextlib.suppress(FxplugError, RuntimeError, ValueError), torch.set_grad_enabled(not torch.is_grad_enabled()):
+            second = _record(job, real, training)
+            if first.text(checks) == second.text(second.asks_for_gradients()):
+                drop(checks)
+    return first
+
+
+def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:
+    paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    found: set[str] = set()
+    for pattern in patterns:
+        hits = select(pattern, paths)
+        if not hits:
+            raise TraceError(f"leaf '{pattern}' names no module of {type(model).__name__}{did_you_mean(pattern, paths)}")
+        found.update(hits)
+    return found
+
+
+def _record(job: _Job, real: bool | None, training: bool | None) -> _Traced:
+    inputs = [t for t in values(job.call) if isinstance(t, torch.Tensor)]
+    on_meta = any(t.is_meta for t in [*(t for _, t in job.tensors), *inputs])
+    if real:
+        if on_meta:
+            raise TraceError("real=True needs weights and inputs with values, but some are on the meta device: load them first")
+        return _run(job, False, True, training)
+    try:
+        return _run(job, True, False, training)
+    except FxplugError:
+        raise
+    except Exception as error:  # the model's or torch's
+        if not lacks_values(error):
+            raise
+        if real is False or on_meta:
+            if not isinstance(error, NeedsValues):
+                raise
+            way = " (its weights or inputs are on the meta device: with values it is traced on real tensors)"
+            raise TraceError(f"{error}{'' if real is False else way}") from error
+        reason = str(error) if isinstance(error, NeedsValues) else f"{type(error).__name__}: {str(error).strip()}"
+        reason = reason.partition("\n")[0]
+    gc.collect()  # fake tensors of the first try
+    try:
+        recorded = _run(job, False, False, training)
+    except Exception as error:  # the model's or torch's again
+        error.add_note(f"before, on fake tensors: {reason}")
+        raise
+    job.reasons.append(reason)
+    return recorded
+
+
+def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> _Traced:
+    """Record one call, again with what a try has found that a run needs."""
+    tries = Tries()
+    while True:
+        try:
+            return _try(job, on_fakes, measured, training, tries)
+        except NeedsAutograd:
+            tries.autograd = True
+        except (TypeError, AttributeError, RuntimeError) as error:
+            if not tries.learn(error):
+                raise
+
+
+def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries: Tries) -> _Traced:
+    model, tensors, call, leaves, state, results, valueless, _ = job
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
+    inputs = [x for x in values(call) if isinstance(x, torch.Tensor)]
+    device = next((t.device for t in [*inputs, *(t for _, t in tensors)] if not t.is_meta), torch.device("cpu"))
+    recording = Recording(model, mode, device, measured, results if not tries.autograd else Results(remember=False), tries)
+    grad = torch.is_grad_enabled()
+    regions = Regions(recording, leaves)
+    with undone() as shared, undone(here=True) as stack:
+        stack.callback(recording.unmark)
+        shared.enter_context(restored(state))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(same_random(model))
+        if mode is not None:
+            shared.enter_context(_fake_weights(state, mode, device, recording.parameters, tries.autograd))
+            stack.callback(recording.overwritten.put_back)
+            stack.enter_context(mode)
+        else:
+            for name, tensor in tensors:
+                recording.parameters.setdefault(id(tensor), name)
+            journal = Journal()
+            stack.callback(journal.put_back)
+            recording.journal = stack.enter_context(journal)
+        recording.buffers = _tabled(state, "_buffers")
+        for name, _, parameter in _tabled(state, "_parameters"):
+            recording.holds(parameter, name)
+        shared.enter_context(_patched(recording, regions, training))
+        stack.callback(recording.stop)
+        stack.enter_context(torch.set_grad_enabled(grad))  # the model is asked in the mode that its caller has
+        try:
+            model_edge.run(recording, regions, *call)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise NeedsValues(recording.needs_values(error)) from error
+        except (NeedsValues, NeedsAutograd):
+            raise
+        except FxplugError as error:
+            error.fxplug_at = (len(recording.graph.nodes),)  # type: ignore[attr-defined]
+            raise
+        except Exception as error:  # the model's or torch's, told with its line
+            error.fxplug_at = (len(recording.graph.nodes),)  # type: ignore[attr-defined]  # how far it came
+            error.add_note(f"while tracing {recording.place(error)}{' on fake tensors' * (mode is not None)}")
+            raise
+        if recording.failed:
+            text = f"{recording.failed}: an operation fails here and the code goes on, so the inputs decide what it does"
+            if recording.fake:
+                raise NeedsValues(text)
+            raise TraceError(f"{text}; a graph has one way only: keep the module whole, leaf: [its path]")
+        written = state.changes()
+        _refuse_anew(state, dict(tensors), recording.parameters, written, leaves)
+        if mode is not None and valueless:
+            stand_in = functools.partial(_fake_weights, state, mode, device, {}, False)
+            self_check.check_kept(model, call, state, written, recording, regions.called, stand_in)
+    recording.finish()
+    return _Traced(recording.graph, recording.constants, regions.called, recording.reads_training, written)
+
+
+def _refuse_anew(
+    state: State, originals: dict[str, torch.Tensor], names: dict[int, str], written: list[Place], whole: set[str]
+) -> None:
+    """Refuse a forward that gives a module a parameter, a child or a buffer of its state dict that it did not have: the
+    traced model would be without it.
+
+    `originals` are the model's tensors by name; `names` those of what stands for them in the run, by id.
+    """
+    tables = {
+        id(table): (path, kind, module._non_persistent_buffers_set)
+        for module, path in state.modules.values()
+        for table, kind in ((module._parameters, "parameter"), (module._buffers, "buffer"), (module._modules, "module"))
+    }
+    for place in written:
+        path, kind, unsaved = tables.get(id(place.owner), ("", "", set()))
+        made = place.now()
+        if not kind or (made is None and place.before is MISSING) or any(f"{path}.".startswith(f"{leaf}.") for leaf in whole):
+            continue
+        if kind == "module" and not (isinstance(made, nn.Module) and any(True for _ in _named_tensors(made))):
+            continue  # it holds nothing that a graph could be without
+        if kind == "buffer" and (place.before is not MISSING or place.key in unsaved):
+            continue  # assigned anew, which is recorded; or a constant
+        if kind == "parameter" and place.before is originals.get(names.get(id(made), "")):
+            continue  # what stands for it
+        name = f"{path}.{place.key}" if path else place.key
+        if place.before is MISSING:
+            raise TraceError(
+                f"forward makes the {kind} '{name}' when it is first called, and the graph would be without it: make it in "
+                "__init__, or call the model once before it is traced"
+            )
+        raise TraceError(
+            f"forward puts another tensor in the place of the {kind} '{name}', which a graph cannot: make it a buffer "
+            f"(register_buffer), or keep the module whole: leaf: [{path or 'its path'}]"
+        )
+
+
+def _tabled(state: State, table: str) -> list[tuple[str, nn.Module, torch.Tensor]]:
+    """The parameters or buffers that the modules have now: name, module and tensor."""
+    return [
+        (f"{path}.{key}" if path else key, module, tensor)
+        for module, path in state.modules.values()
+        for key, tensor in getattr(module, table).items()
+        if tensor is not None
+    ]
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+@contextlib.contextmanager
+def _fake_weights(
+    state: State, mode: FakeTensorMode, device: torch.device, names: dict[int, str], autograd: bool
+) -> Iterator[None]:
+    """Put a fake tensor in the place of each parameter and buffer, and note its name."""
+    fakes: dict[int, torch.Tensor] = {}
+    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def stand_in(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            made = fake(tensor, mode, device)
+            if isinstance(tensor, nn.Parameter):
+                made._is_param = True
+            if autograd:
+                made.requires_grad_(tensor.requires_grad)
+            fakes[id(tensor)] = made
+            names[id(made)] = name
+        return fakes[id(tensor)]
+
+    for module, path in state.modules.values():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its tensors cannot be exchanged
+        for table in (module._parameters, module._buffers):
+            held.append((table, dict(table)))
+            for key, tensor in table.items():
+                if tensor is not None:
+                    table[key] = stand_in(tensor, f"{path}.{key}" if path else key)
+    try:
+        yield
+    finally:
+        for table, original in held:
+            table.clear()
+            table.update(original)
+
+
+@contextlib.contextmanager
+def _patched(recording: Recording, regions: Regions, training: bool | None) -> Iterator[None]:
+    """For the time of one run: module calls, `module.training`, autocast, gradient modes and `math` report to it."""
+
+    def read_training(module: nn.Module) -> bool:
+        own = bool(module.__dict__.get("training", True))
+        if threading.get_ident() != recording.thread:
+            return own
+        if recording.paused and recording.fake and type(module).__module__.startswith("torch."):
+            return False  # shapes are the same, and no statistics are asked of fake tensors
+        if not recording.paused:
+            recording.reads_training = True
+        return own if training is None else training
+
+    def write_training(module: nn.Module, value: bool) -> None:
+        module.__dict__["training"] = value
+
+    apply = vars(torch.autograd.Function)["apply"]
+    patches = [
+        (nn.Module, "__call__", regions.call(nn.Module.__call__)),
+        *grad_modes.patches(recording),
+        *process_state.patches(recording),
+        (torch.autograd.Function, "apply", recording.function_apply(apply)),
+        *((torch, name, recording.from_numpy(getattr(torch, name))) for name in ("from_numpy", "frombuffer")),
+        *((math, name, recorded_math(name)) for name in functions.MATH),
+        (nn.Module, "training", property(read_training, write_training)),
+    ]
+    before = []
+    try:
+        for owner, name, value in patches:
+            before.append((owner, name, vars(owner).get(name, MISSING)))
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in reversed(before):
+            if value is MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+COPIED = (list, dict, set, deque, OrderedDict)
+
+
+def _assemble(model: nn.Module, recordings: dict[bool, _Traced], twin_error: str | None) -> TracedModule:
+    """The module tree of the model with its leaves, weights and constants around the recorded graphs."""
+    leaves = set().union(*(r.called for r in recordings.values()))
+    constants: dict[str, torch.Tensor] = {}
+    for recording in recordings.values():
+        constants.update(recording.constants)
+    copies: dict[int, nn.Module] = {}
+    places = [place for recording in recordings.values() for place in recording.written]
+    # an attribute that forward writes would stay what it was before the trace
+    stale = {(id(place.owner), place.key) for place in places}
+    owners = {id(place.owner) for place in places if place.key is None or isinstance(place.owner, dict)}
+
+    def kept(module: nn.Module, attributes: dict[str, Any]) -> dict[str, Any]:
+        space = id(vars(module))
+        return {k: v for k, v in attributes.items() if (space, k) not in stale and id(v) not in owners}
+
+    def copy_tree(module: nn.Module, path: str, whole: bool) -> nn.Module:
+        if id(module) in copies:
+            return copies[id(module)]
+        if isinstance(module, torch.jit.ScriptModule):
+            return module
+        if whole or path in leaves:
+            new = object.__new__(type(module))
+            # containers as well: an LSTM keeps its weights in a list and changes it in place
+            new.__dict__ = {k: v.copy() if type(v) in COPIED else v for k, v in vars(module).items()}
+            whole = True
+        else:
+            new = Container(class_names(module), kept(module, plain_attributes(module)))
+            new.__dict__["training"] = module.training
+            new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        copies[id(module)] = new
+        for table in ("_parameters", "_buffers"):
+            new.__dict__[table] = dict(getattr(module, table))
+        new.__dict__["_modules"] = {
+            key: None if child is None else copy_tree(child, f"{path}.{key}" if path else key, whole)
+            for key, child in module._modules.items()
+        }
+        return new
+
+    tree = copy_tree(model, "", False)
+    for name, value in constants.items():
+        owner, _, key = name.rpartition(".")
+        tree.get_submodule(owner).register_buffer(key, value, persistent=False)
+    gm = TracedModule(tree, {mode: r.graph for mode, r in recordings.items()}, type(model), kept(model, _extras(model)))
+    gm.twin_error = twin_error
+    return gm
+
+
+def _extras(model: nn.Module) -> dict[str, Any]:
+    """The root's public attributes that are neither tensors nor modules: what a pipeline reads, `config` among them."""
+    found = {
+        k: v
+        for k, v in vars(model).items()
+        if not k.startswith("_") and not isinstance(v, (torch.Tensor, nn.Module)) and k not in RESERVED
+    }
+    with contextlib.suppress(Exception):  # a property of the model's
+        found["config"] = model.config
+    found.pop("forward", None)
+    found.pop("training", None)
+    return found

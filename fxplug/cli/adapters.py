@@ -1,0 +1,107 @@
+"""The verbs `fxplug adapters list | load | use | unload`, which change a saved rewrite with slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import SpecError
+from .verbs import HELP, Allow, Debug, Verbs, load_saved
+
+if TYPE_CHECKING:
+    from ..ir.traced_module import TracedModule
+
+adapters = typer.Typer(
+    cls=Verbs, no_args_is_help=True, help="Load, use and unload the adapters in the slots of a saved rewrite.",
+    context_settings=HELP,
+)  # fmt: skip
+Saved = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")]
+Named = Annotated[str, typer.Argument(metavar="NAME", help="What the adapter is called.")]
+
+
+@adapters.command("list")
+def list_adapters(folder: Saved, allow: Allow = None, debug: Debug = False) -> None:
+    """List the adapters that are loaded, and how much of each is used."""
+    with _changed(folder, allow, save=False) as module:
+        held = module.adapters
+        rows = held.active if isinstance(held.active, list) else [held.active]
+        for name in held.names:
+            weights = dict.fromkeys(f"{row.get(name, 0.0):g}" for row in rows)
+            print(f"{name}  {', '.join(weights)}{' by sample' if len(rows) > 1 else ''}")
+        print(f"{len(held.names)} of {held.slots} slots are taken")
+
+
+@adapters.command("load")
+def load_adapter(
+    folder: Saved,
+    name: Named,
+    source: Annotated[Path, typer.Argument(metavar="FILE", help="The adapter: a file, or a folder.")],
+    adapter: Annotated[str | None, typer.Option("--adapter", help="Which of several in the file.")] = None,
+    part: Annotated[str | None, typer.Option("--part", help="The part of a pipeline that this model is.")] = None,
+    partial: Annotated[bool, typer.Option("--partial", help="Leave out layers that are not here.")] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Take the slot of the adapter of that name.")] = False,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Put an adapter into a free slot of a saved rewrite; `adapters use` lets it take part."""
+    with _changed(folder, allow) as module:
+        found = module.adapters.load(name, source, adapter=adapter, part=part, partial=partial, replace=replace)
+    print(f"{name}: {len(found.placed)} layers")
+    for other, entries in found.others.items():
+        print(f"left out: {len(entries)} layers of {other}")
+    if found.missing or found.mismatched:
+        print(f"left out: {len(found.missing) + len(found.mismatched)} layers that are not here")
+
+
+@adapters.command("use")
+def use_adapters(
+    folder: Saved,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME[=WEIGHT] ...]", help="The adapters that take part; none without any.")
+    ] = None,
+    by_sample: Annotated[bool, typer.Option("--by-sample", help="One entry for each sample of a batch; - is none.")] = False,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Say which adapters of a saved rewrite take part, and how much: ink=0.8 film=0.3."""
+    entries = [_weight(text) for text in names or []]
+    with _changed(folder, allow) as module:
+        module.adapters.use([dict([e]) if e[0] != "-" else None for e in entries] if by_sample else dict(entries))
+    print(f"in use: {' '.join(names or []) or 'none'}")
+
+
+@adapters.command("unload")
+def unload_adapter(folder: Saved, name: Named, allow: Allow = None, debug: Debug = False) -> None:
+    """Free the slot of an adapter."""
+    with _changed(folder, allow) as module:
+        module.adapters.unload(name)
+    print(f"{name} is unloaded")
+
+
+@contextmanager
+def _changed(folder: Path, allow: list[str] | None, save: bool = True) -> Iterator[TracedModule]:
+    """A saved rewrite with slots, saved again after it was changed."""
+    if not folder.is_dir():
+        raise SpecError(f"no folder '{folder}': fxplug rewrite CONFIG --out DIR writes one")
+    module = load_saved(str(folder), None, allow)
+    from ..adapters.slots import Adapters
+
+    Adapters(module)  # which says so where there are no slots
+    yield module
+    if save:
+        from ..artifacts.artifact import save as write
+        from ..flow import saved_config
+
+        write(module, folder, config=saved_config(folder))
+
+
+def _weight(text: str) -> tuple[str, float]:
+    name, _, weight = text.partition("=")
+    try:
+        return name, float(weight) if weight else 1.0
+    except ValueError:
+        raise SpecError(f"'{text}': the weight of an adapter is a number, such as {name}=0.8") from None

@@ -1,0 +1,247 @@
+"""The verb `fxplug parallel`: the plan of a model, checked on pretended and on real processes, and what it will cost."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import SpecError, did_you_mean, shown
+from ..spec.rules import WAYS
+from .verbs import Allow, Debug, Set, Subject, load_saved, progress, read_config
+
+AXES = (*WAYS, "stages", "patches")
+
+if TYPE_CHECKING:
+    from ..ir.traced_module import TracedModule
+    from ..spec.run_config import Config
+
+
+def parallel(
+    subject: Subject,
+    ways: Annotated[
+        str, typer.Option("--ways", metavar="AXIS=N,...", help=f"Processes along each axis: {', '.join(AXES)}.")
+    ] = "",
+    plan_only: Annotated[
+        bool, typer.Option("--plan-only", help="Find and print the plan, on the meta device where that can be.")
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare every value on pretended and on real processes with one process.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="The folder to save the parallel model in; with --predict the picture.")
+    ] = None,
+    predict: Annotated[
+        str, typer.Option("--predict", metavar="PIXELS,...", help="What each way will cost at these resolutions.")
+    ] = "",
+    devices: Annotated[str, typer.Option("--devices", metavar="N,...", help="With --predict: how many devices.")] = "2,4,8",
+    link: Annotated[
+        str, typer.Option("--link", help="With --predict: nvlink, pcie, 100gbe, GB/s, or measured (under torchrun).")
+    ] = "nvlink",
+    speed: Annotated[float, typer.Option("--speed", help="With --predict: teraFLOP a second of a device.")] = 300.0,
+    at: Annotated[int, typer.Option("--at", help="With --predict: the resolution that the example inputs are for.")] = 0,
+    set: Set = None,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Split a model over processes: print the plan, check it, save the model. Runs under torchrun too."""
+    if plan_only and (check or out):
+        raise typer.BadParameter("--plan-only has no values: leave out --check and --out")
+    given = read_ways(ways)
+    if predict:
+        if ways or check or plan_only:
+            raise typer.BadParameter("--predict compares all ways: leave out --ways, --check and --plan-only")
+        sizes = _numbers(predict, "--predict"), _numbers(devices, "--devices", 2)
+        _predicted(subject, *sizes, link, speed, at, out, set)
+        return
+    if "patches" in given and "stages" not in given:
+        raise SpecError("--ways patches=... says how stages are run: give stages=2,patches=4")
+    module, plan, call, config = _planned(subject, given, plan_only, set, allow)
+    print(plan)
+    if plan_only:
+        return
+    from ..parallel.plan import Plan
+    from .processes import agree
+
+    if check:
+        with progress("check"):
+            print(agree(module, *call))
+    elif isinstance(plan, Plan):
+        with progress("check"):
+            print(f"pretended processes differ from one by {plan.check():.1e}")
+    if out is not None:
+        from .processes import is_first
+
+        if is_first():
+            from ..artifacts.artifact import save
+
+            save(module, out, config=config)
+        print(f"saved in {out}")
+
+
+def _predicted(
+    subject: str, pixels: list[int], devices: list[int], link: str, speed: float, at: int, out: Path | None, set: Any
+) -> None:
+    from ..flow import rewrite
+    from ..parallel.costs.plot import svg
+    from ..parallel.costs.prediction import link_of, predict, table
+
+    if Path(subject).is_dir():
+        raise SpecError(f"'{subject}' is a saved rewrite: --predict takes its configuration, {subject}/config.yaml")
+    if link == "measured":
+        from .processes import measured
+
+        found, speed = measured()
+    else:
+        found = link_of(link)
+    config = read_config(subject, set)
+    config = config.model_copy(update={"passes": [p for p in config.passes if not p.parallel]})
+    rows = []
+    for side in pixels:
+        grown = config.model_copy(update={"inputs": _grown(config.inputs, side, at or _side(config.inputs))})
+        result = rewrite(grown, dry_run=True, verify=False, progress=progress)
+        with progress(f"predict {side}"):
+            rows += predict(result.module, *result.inputs, devices, found, speed, side)
+    kinds = {str(p.dtype).removeprefix("torch.") for p in result.module.parameters()}
+    print(f"{', '.join(sorted(kinds))}, {found[0] / 1e9:g} GB/s and {found[1] * 1e6:.3g} us a call, {speed:g} TFLOP/s a device")
+    print(table(rows))
+    if out is not None:
+        out.write_text(svg(rows), "utf-8")
+        print(f"saved in {out}")
+
+
+def _side(inputs: Mapping[str, Any]) -> int:
+    """The pixels of an image's side: 8 for each element of a latent's last dimension, 16 for each token of a square's side."""
+    latents, tokens = _largest(inputs)
+    if not latents and not tokens:
+        raise SpecError("no input of the configuration has four dimensions, or tokens, and could grow: 'inputs' gives shapes")
+    return 8 * latents if latents else 16 * round(math.sqrt(tokens))
+
+
+def _largest(inputs: Mapping[str, Any]) -> tuple[int, int]:
+    """The last dimension of the largest input with four or more, and the most tokens of one with three."""
+    shapes = [spec.shape for spec in inputs.values() if hasattr(spec, "shape")]
+    return (
+        max((shape[-1] for shape in shapes if len(shape) >= 4), default=0),
+        max((shape[1] for shape in shapes if len(shape) == 3), default=0),
+    )
+
+
+def _grown(inputs: Mapping[str, Any], side: int, at: int) -> dict[str, Any]:
+    """Inputs for another resolution: latents grow with the side; where there are none, tokens with its square."""
+    latents, tokens = _largest(inputs)
+    found = dict(inputs)
+    for name, spec in inputs.items():
+        shape = getattr(spec, "shape", ())
+        if latents and len(shape) >= 4:
+            shape = (*shape[:-2], *(round(n * side / at) for n in shape[-2:]))
+        elif not latents:
+            shape = tuple(round(n * side * side / at / at) if n == tokens else n for n in shape)
+        if shape != getattr(spec, "shape", ()):
+            found[name] = replace(spec, shape=shape)
+    return found
+
+
+def _numbers(text: str, name: str, least: int = 1) -> list[int]:
+    found = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= least for part in found):
+        raise SpecError(f"{name} {shown(text)}: must be whole numbers, {least} or more, such as {least * 2},{least * 4}")
+    return sorted({int(part) for part in found})
+
+
+def read_ways(text: str) -> dict[str, int]:
+    """`ulysses=2,ring=2` as numbers. Raises SpecError."""
+    found: dict[str, int] = {}
+    here = f"--ways {shown(text)}: "
+    for item in filter(None, text.split(",")):
+        axis, _, number = (part.strip() for part in item.partition("="))
+        if axis not in AXES:
+            raise SpecError(f"{here}no axis {shown(axis)}{did_you_mean(axis, AXES)}; there are {', '.join(AXES)}")
+        if axis in found:
+            raise SpecError(f"{here}'{axis}' is given twice")
+        if not number.isdecimal() or int(number) < 1:
+            raise SpecError(f"{here}{axis} must be a whole number, 1 or more, not {shown(number)}")
+        found[axis] = int(number)
+    return found
+
+
+def _planned(subject: str, ways: Mapping[str, int], dry: bool, set: list[str] | None, allow: list[str] | None) -> Any:
+    """The parallel module, its plan, an example call, and the configuration to save it with."""
+    if Path(subject).is_dir():
+        return _of_folder(subject, load_saved(subject, set, allow), ways)
+    from ..flow import rewrite
+    from ..models.example_inputs import added_inputs, default_inputs
+    from ..spec.run_config import resolved
+
+    config = _with(read_config(subject, set), ways)
+    if not any(p.parallel for p in config.passes):
+        raise SpecError(f"{subject} does not say how: give --ways ulysses=2, or a pass such as sequence_parallel")
+    result = rewrite(config, dry_run=dry, verify=False, progress=progress)
+    saved = None
+    if not dry:
+        inputs = {**default_inputs(config, result.base), **added_inputs(config, result.module)[1]}
+        saved = {**resolved(config), "inputs": inputs}
+    said = result.plan or (result.stepped and result.stepped.extra_repr()) or "one process: all ways are 1"
+    return result.module, said, result.inputs, saved
+
+
+def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> Any:
+    from ..flow import saved_config, saved_inputs
+    from ..parallel.checking import ways_in
+    from ..parallel.pipelines.entry import in_steps, written_down
+    from ..parallel.plan import parallel_plan, parallelize
+
+    call, config = saved_inputs(subject, module), saved_config(subject)
+    said = module.meta.get("stepped", {})
+    there = {axis: n for axis, n in (*ways_in(module).items(), *said.items()) if axis in (*AXES, "ways") and n > 1}
+    if there:
+        if ways and dict(ways) != there:
+            text = ",".join(f"{axis}={n}" for axis, n in there.items())
+            raise SpecError(f"'{subject}' is parallel already, with --ways {text}: make another from what it was made of")
+        from .processes import described
+
+        if said:
+            return module, in_steps(module, *call, check=False).extra_repr(), call, config
+        return module, described(module, *call), call, config
+    if not ways:
+        raise SpecError(f"'{subject}' is not parallel: give --ways ulysses=2, for example")
+    config = {**(config or {}), "passes": [*(config or {}).get("passes", []), *passes_of(ways)]}
+    if "stages" in ways:
+        module = written_down(module, "pipefusion", ways)
+        return module, in_steps(module, *call, check=False).extra_repr(), call, config
+    with progress("plan"):
+        settings: dict[str, Any] = dict(ways)
+        plan = parallel_plan(module, *call, **settings, check=False)
+    return parallelize(module, plan), plan, call, config
+
+
+def passes_of(ways: Mapping[str, int]) -> list[dict[str, Any]]:
+    """The passes that say these ways, as a configuration has them."""
+    found: list[dict[str, Any]] = []
+    for axis, name in (("batch", "batch_parallel"), ("tensor", "tensor_parallel"), ("rows", "spatial_parallel")):
+        if axis in ways:
+            found.append({name: {"ways": ways[axis]}})
+    if given := {axis: ways[axis] for axis in ("ulysses", "ring") if axis in ways}:
+        found.append({"sequence_parallel": given})
+    if given := {axis: ways[axis] for axis in ("stages", "patches") if axis in ways}:
+        found.append({"pipefusion": given})
+    return found
+
+
+def _with(config: Config, ways: Mapping[str, int]) -> Config:
+    """A configuration whose parallel passes are these; as it is without any."""
+    from ..spec.run_config import load_config
+
+    if not ways:
+        return config
+    data = copy.deepcopy(config._source.data)
+    items = zip(data.get("passes") or [], config.passes, strict=True)
+    data["passes"] = [*(item for item, p in items if not p.parallel), *passes_of(ways)]
+    found = load_config(data, base=config.base)
+    found._source.file, found._source.lines = config._source.file, config._source.lines
+    return found

@@ -1,0 +1,144 @@
+"""What the verbs of the command line share: their options, errors as one message, and what takes long.
+
+torch is imported by what needs it, when it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from .. import __version__
+from ..errors import FxplugError, printable
+
+if TYPE_CHECKING:
+    from ..flow import Result
+    from ..ir.traced_module import TracedModule
+    from ..spec.run_config import Config
+
+DEBUG = "fxplug.debug"
+PATIENCE = 1.0  # seconds before progress is shown
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+class Verbs(TyperGroup):
+    """Turns errors into one message and exit code 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        noise = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback of what is raised anyway
+        noise.disabled = True
+        try:
+            return super().invoke(ctx)
+        except Exception as error:  # of all there is: this is the end of a command
+            if isinstance(error, BrokenPipeError) or type(error).__module__.startswith(("typer", "click")):
+                raise  # typer's own: the reader went away, the call is wrong, or --help is done
+            print(traceback.format_exc() if ctx.meta.get(DEBUG) else message(error), end="", file=sys.stderr)
+            raise typer.Exit(1) from None
+        finally:
+            noise.disabled = False
+
+
+def message(error: BaseException) -> str:
+    notes = "".join(f"  {note}\n" for note in getattr(error, "__notes__", []))
+    if isinstance(error, FxplugError):
+        return f"{error}\n{printable(notes)}"
+    if isinstance(error, OSError) and error.strerror:
+        return printable(f"{error.filename}: {error.strerror}\n" if error.filename else f"{error.strerror}\n")
+    return printable(f"{type(error).__name__}: {error}\n{notes}  (--debug shows where)\n")
+
+
+def _set_debug(ctx: typer.Context, value: bool) -> bool:
+    ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or value
+    return value
+
+
+def print_version(value: bool) -> None:
+    if value:
+        print(__version__)
+        raise typer.Exit
+
+
+Debug = Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Change a value first: passes.0.lora.rank=8. Repeatable."),
+]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option("--allow", metavar="MODULE", help="A module whose blocks an artifact may use. Repeatable."),
+]
+ConfigArg = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped one.")]
+Subject = Annotated[str, typer.Argument(metavar="CONFIG_OR_DIR", help="A configuration, or the folder of a saved rewrite.")]
+
+
+def read_config(config: str, set: list[str] | None) -> Config:
+    """A configuration, read before torch is imported. What it imports may lie beside it, as with a script."""
+    from ..spec.run_config import load_config
+
+    found = load_config(config, set or [])
+    sys.path.insert(0, str(found.base.absolute()))
+    return found
+
+
+def rewritten(config: str, set: list[str] | None, **how: Any) -> Result:
+    found = read_config(config, set)
+    from ..flow import rewrite
+
+    return rewrite(found, progress=progress, **how)
+
+
+def load_saved(folder: str, set: list[str] | None, allow: list[str] | None, device: str | None = None) -> TracedModule:
+    if set:
+        raise typer.BadParameter("--set changes a configuration, and this is the folder of a saved rewrite")
+    from ..artifacts.artifact import load
+
+    return load(folder, allow=allow or (), device=device)
+
+
+def parameters(result: Result) -> str:
+    from ..ir.text import parameters as counted
+
+    return counted(result.module)
+
+
+@contextmanager
+def progress(text: str) -> Iterator[None]:
+    """Show on stderr what is going on once it takes longer than a second, and in the end how long it took."""
+    shown = threading.Event()
+    terminal = sys.stderr.isatty()
+    status: Any = None
+
+    def begin() -> None:
+        nonlocal status
+        shown.set()
+        if not terminal:
+            print(f"{text} ...", end="", file=sys.stderr, flush=True)
+            return
+        from rich.console import Console
+
+        status = Console(stderr=True).status(f"{text} ...")
+        status.start()
+
+    start = time.perf_counter()
+    timer = threading.Timer(PATIENCE, begin)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if shown.is_set():
+            if status is not None:
+                status.stop()
+                print(f"{text} ...", end="", file=sys.stderr)
+            print(f" {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,195 @@
+"""HCP-Diffusion's plugin files (`plugin_unet:`, `lora_unet:`) as a configuration of fxplug."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ...errors import SpecError, did_you_mean
+from ...models.factory import build
+from ...spec.run_config import load_config
+from ...spec.yaml_source import Source, read_yaml, shown
+from .builtin_plugins import Host, lora_passes
+from .entries import plugin_passes
+from .plugin_factory import plugin_class
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PARTS = {"unet": ("plugin_unet", "lora_unet"), "TE": ("plugin_TE", "lora_text_encoder")}
+# what HCP-Diffusion's trainer reads from the same file, and a graph has nothing of
+TRAINER = {
+    *("_base_", "exp_dir", "mixed_precision", "allow_tf32", "seed", "ckpt_type", "vis_info", "train", "logger", "model"),
+    *("previewer", "tokenizer_pt", "data", "unet", "text_encoder", "hydra"),
+}
+PLACEHOLDER = "REPLACE_ME"
+
+
+@dataclass
+class Converted:
+    """A configuration as YAML text, and what its reader should know: what was left out, what is another than before."""
+
+    text: str
+    notes: list[str] = field(default_factory=list)
+
+
+def convert(
+    file: str | Path,
+    *,
+    model: str | None = None,
+    part: str = "unet",
+    inputs: Mapping[str, Sequence[Any]] | None = None,
+    out: str | Path | None = None,
+) -> Converted:
+    """Turn the plugins that a file of HCP-Diffusion puts on one model (`part`: unet or TE) into passes.
+
+    `model` is what a configuration has under `model:`, or a configuration of fxplug (.yaml) whose model and inputs are
+    taken; with it every layer is looked up, so that what matches nothing is said now and not when the result is used.
+    `inputs` has shapes for what plugins get through `feed_input_data` (sizes or names, such as [n, 3, "8*h", "8*w"]).
+    `out` is where the text will be, as paths in it are relative to that file. Imports the plugin classes. Raises SpecError.
+    """
+    if part not in PARTS:
+        raise SpecError(f"no part '{part}'{did_you_mean(part, PARTS)}; there are {', '.join(PARTS)}")
+    source = read_yaml(Path(file))
+    notes = _check_top(source, part)
+    head = _model(model, Path(out).parent if out else Path.cwd())
+    host = Host(_built(head, Path(out).parent if out else Path.cwd()) if model else None, dict(inputs or {}), part)
+    plugins, loras = PARTS[part]
+    passes: list[dict[str, Any]] = []
+    for name, entry in (source.data.get(plugins) or {}).items():
+        with source.inside(plugins, name):
+            passes += plugin_passes(str(name), entry, host, notes)
+    for index, entry in enumerate(source.data.get(loras) or []):
+        with source.inside(loras, index):
+            passes.append(lora_passes(f"lora_block_{index}", entry, host, notes))
+    passes = _merged(passes)
+    _check_inputs(host)
+    return Converted(_text(Path(file), part, head, passes, notes, model is None), notes)
+
+
+def read_input(text: str) -> tuple[str, list[Any]]:
+    """`cond=n,3,8*h,8*w` as a name and its sizes. Raises SpecError."""
+    name, equals, sizes = text.partition("=")
+    if not equals or not name.isidentifier():
+        raise SpecError(f"'{text}' is no input: write NAME=SIZES, as in cond=n,3,8*h,8*w")
+    parts = [part.strip() for part in sizes.split(",") if part.strip()]
+    return name, [int(part) if part.isdigit() else part for part in parts]
+
+
+def _check_top(source: Source, part: str) -> list[str]:
+    data = source.data
+    if not isinstance(data, Mapping):
+        raise source.error(f"must be a mapping with '{PARTS[part][0]}', not {shown(data)}")
+    sections = [key for pair in PARTS.values() for key in pair]
+    for key in data:
+        if key not in sections and key not in TRAINER:
+            raise source.error(f"unknown key '{key}'{did_you_mean(key, [*sections, *TRAINER])}", key=str(key))
+    notes = []
+    for key in ("_base_",) if data.get("_base_") else ():
+        notes.append(f"'{key}' names other files ({shown_list(data[key])}), which are not read: convert those as well")
+    left = [key for key in data if key in TRAINER and key != "_base_" and data[key] is not None]
+    if left:
+        notes.append(f"left out, as they are the trainer's and no plugins: {', '.join(left)}")
+    other = [key for name, pair in PARTS.items() if name != part for key in pair if data.get(key)]
+    if other:
+        name = next(name for name in PARTS if name != part)
+        notes.append(f"left out, as a configuration is of one model: {', '.join(other)} (convert again with --part {name})")
+    plugins, loras = PARTS[part]
+    if not data.get(plugins) and not data.get(loras):
+        hint = f"; there is {' and '.join(other)}: --part {name}" if other else ""
+        raise source.error(f"has neither '{plugins}' nor '{loras}', so there is nothing to convert{hint}")
+    if not isinstance(data.get(plugins) or {}, Mapping):
+        raise source.error(f"must be a mapping of plugins by name, not {shown(data[plugins])}", plugins)
+    if not isinstance(data.get(loras) or [], list):
+        raise source.error(f"must be a list, not {shown(data[loras])}", loras)
+    return notes
+
+
+def shown_list(value: Any) -> str:
+    """One text or several, for a message."""
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _model(model: str | None, folder: Path) -> dict[str, Any]:
+    """The sections of the configuration that are not its passes."""
+    if model is None:
+        return {"model": PLACEHOLDER}
+    if not model.endswith((".yaml", ".yml")):
+        return {"model": _rebased(model, Path.cwd(), folder)}
+    path = Path(model)
+    read = read_yaml(path).data
+    load_config({**read, "passes": []}, base=path.parent)
+    head = {key: value for key, value in read.items() if key != "passes"}
+    for key in ("model", "weights"):
+        value = head.get(key)
+        if isinstance(value, str):
+            head[key] = _rebased(value, path.parent, folder)
+        elif isinstance(value, dict):
+            head[key] = {k: _rebased(v, path.parent, folder) if isinstance(v, str) else v for k, v in value.items()}
+    return head
+
+
+def _rebased(text: str, base: Path, folder: Path) -> str:
+    """A path below `base` as one below `folder`; anything that is no path there stays as it is."""
+    here = base / text
+    return os.path.relpath(here, folder) if here.exists() and ("/" in text or here.is_file() or here.is_dir()) else text
+
+
+def _built(head: Mapping[str, Any], folder: Path) -> nn.Module:
+    return build(load_config(dict(head), base=folder), device="meta")
+
+
+def _merged(passes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Patches of one container at the same layers as one pass, as HCP-Diffusion puts them into one container."""
+    found: list[dict[str, Any]] = []
+    for entry in passes:
+        ((kind, given),) = entry.items()
+        same = [g for e in found for k, g in e.items() if k == kind == "hcp/patch" and _alike(g, given)]
+        if same:
+            more = {"name": given["name"], "plugin": given["plugin"], "options": given.get("options", {})}
+            same[0].setdefault("also", []).append(more)
+        else:
+            found.append(entry)
+    return found
+
+
+def _alike(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    keys = ("layers", "within", "wrap", "exclude_key", "lr", "train", "inputs", "feeds")
+    containers = [plugin_class(x["plugin"]).container_cls for x in (a, b)]  # type: ignore[attr-defined]
+    return containers[0] is containers[1] and all(a.get(key) == b.get(key) for key in keys)
+
+
+def _check_inputs(host: Host) -> None:
+    unused = [name for name in host.inputs if name not in host.used and not host.binds(name)]
+    if unused:
+        raise SpecError(
+            f"input '{unused[0]}' is asked for by no plugin{did_you_mean(unused[0], host.used)}, and none of its sizes is a "
+            "name that another input uses"
+        )
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lists of plain values on one line, and no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> Any:
+        plain = all(not isinstance(item, (list, dict)) for item in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=plain)
+
+
+def _text(
+    file: Path, part: str, head: Mapping[str, Any], passes: list[dict[str, Any]], notes: list[str], unnamed: bool
+) -> str:
+    lines = [f"# The plugins of {file.name} ({part}) as passes, by `fxplug convert hcp`."]
+    lines += [f"# Note: {note}" for note in notes]
+    if unnamed:
+        lines.append(f"# {PLACEHOLDER}: write the model that the plugins go into, and its example `inputs` if it needs some.")
+    dump = yaml.dump({**head, "passes": passes}, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+    return "\n".join(lines) + "\n" + dump

@@ -1,0 +1,474 @@
+"""HCP-Diffusion plugins as blocks: each driver makes a plugin for its site and calls the plugin's own methods.
+
+A driver is `inline`: what the plugin does is traced into the graph, and neither driver nor plugin is called afterwards. So a
+plugin may keep values on itself from one of its methods to the next (state.py), and its class is not needed to load what
+is saved. The passes in passes/hcp use these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from ...errors import SpecError, TraceError
+from ...ir.regions import Regions
+from ...spec.addresses import is_pattern, parse_port, select
+from .base_classes import BasePluginBlock, MultiPluginBlock, PatchPluginBlock, PatchPluginContainer, PluginBlock, Ref
+from .calls import Call, call_of
+from .layer_patterns import places, read_layers
+from .outcome import checked, described
+from .plugin_factory import feed, make, patches, single
+from .plugin_state import own_class, watched
+
+if TYPE_CHECKING:
+    from ...rewriter.sites import Site
+
+Fed = Sequence[str]
+
+
+class Driver(nn.Module):
+    """What the drivers of one plugin share."""
+
+    inline: ClassVar[bool] = True
+    neutral: ClassVar[bool] = False
+    at: Any
+
+    def __init__(self, plugin: BasePluginBlock, host: nn.Module, call: Call | None = None, feeds: Fed = ()) -> None:
+        """`call` says how the model calls the host; None that all arguments are by position."""
+        super().__init__()
+        self.plugin = plugin
+        self.host = Ref(host)
+        self.call = call
+        self.feeds = tuple(feeds)
+
+    @contextmanager
+    def running(self, fed: Sequence[Any]) -> Iterator[None]:
+        """One call of the plugin: its inputs first, its attributes watched."""
+        with watched(self.plugin, self.plugin.name):
+            feed([self.plugin], self.feeds, fed)
+            yield
+
+
+class SinglePlugin(Driver):
+    """A SinglePluginBlock behind a layer: gets the tuple of the layer's inputs and its result, gives the new result."""
+
+    @classmethod
+    def at(
+        cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
+        exclude_key: str | None = None, feeds: Fed = (),
+    ) -> SinglePlugin:  # fmt: skip
+        """`plugin` is "module:Class", `options` its arguments. `wrap` makes it with `wrap_layer`, as `wrap_model` does."""
+        made = single(site, plugin, options, wrap, exclude_key)
+        if made.target is not None:
+            raise SpecError(
+                f"{type(made).__name__} changes the parameter '{made.target}' of its layer (hook_param), not its result: "
+                f"use the pass hcp/param with param: {made.target}"
+            )
+        return cls(made, site.module, call_of(site.root, site.path), feeds)
+
+    def forward(self, x: tuple[Any, ...], y: Any, *fed: Any) -> Any:
+        with self.running(fed):
+            out = self.plugin.layer_hook(self.host(), _seen(x, self.call), y)  # type: ignore[operator]
+            return y if out is None else checked(out, y, f"{self.plugin.name}: the plugin", "its layer's result")
+
+
+class ParamPlugin(Driver):
+    """A SinglePluginBlock with `hook_param`: gets a parameter of its layer, gives what the layer uses instead."""
+
+    @classmethod
+    def at(
+        cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
+        exclude_key: str | None = None, feeds: Fed = (),
+    ) -> ParamPlugin:  # fmt: skip
+        """As for SinglePlugin."""
+        made = single(site, plugin, options, wrap, exclude_key)
+        name = str(site.port.keys[0]) if site.port.keys else "weight"
+        if made.target != name:
+            found = "its layer's result" if made.target is None else f"the parameter '{made.target}'"
+            use = "the pass hcp/single" if made.target is None else f"param: {made.target}"
+            raise SpecError(f"{type(made).__name__} changes {found}, not the parameter '{name}': use {use}")
+        return cls(made, site.module, feeds=feeds)
+
+    def forward(self, value: Any, *fed: Any) -> Any:
+        with self.running(fed):
+            return checked(self.plugin(value), value, f"{self.plugin.name}: the plugin", "the parameter")
+
+
+class PairPlugin(Driver):
+    """A PluginBlock: gets what went into and came out of one layer, and changes the result or the input of another.
+
+    Called with the from-layer's inputs and result, then the to-layer's; a result is left out where that layer has a
+    `pre_hook`, as it is not there yet.
+    """
+
+    def __init__(
+        self, plugin: PluginBlock, host: nn.Module, source: nn.Module, from_pre: bool = False, to_pre: bool = False,
+        call: Call | None = None, from_call: Call | None = None, feeds: Fed = (),
+    ) -> None:  # fmt: skip
+        super().__init__(plugin, host, call, feeds)
+        self.source = Ref(source)
+        self.from_pre, self.to_pre, self.from_call = from_pre, to_pre, from_call
+
+    @classmethod
+    def at(
+        cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, from_pre: bool = False,
+        to_pre: bool = False, feeds: Fed = (),
+    ) -> PairPlugin:  # fmt: skip
+        """`from_pre` and `to_pre` say which of the two layers had the prefix `pre_hook:`."""
+        key = site.args[0].address.partition(":")[0]
+        _check_pairing(site, key.partition("@")[0])
+        source = site.root.get_submodule(key.partition("@")[0])
+        given = {
+            "name": site.pass_name,
+            "host_model": site.root,
+            "from_layer": {"layer": source, "pre_hook": from_pre},
+            "to_layer": {"layer": site.module, "pre_hook": to_pre},
+        }
+        made = make(plugin, PluginBlock, given, options)
+        call, from_call = (call_of(site.root, path) for path in (site.path, key))
+        return cls(made, site.module, source, from_pre, to_pre, call, from_call, feeds)
+
+    def forward(self, *values: Any) -> Any:
+        plugin: Any = self.plugin
+        rest = list(values)
+        from_in, from_out = rest.pop(0), None if self.from_pre else rest.pop(0)
+        x, y = rest.pop(0), None if self.to_pre else rest.pop(0)
+        with self.running(rest):
+            unchanged(plugin.from_layer_hook(self.source(), _seen(from_in, self.from_call), from_out), plugin.name)
+            with without_result(self.to_pre, plugin.name):
+                out = plugin.to_layer_hook(self.host(), _seen(x, self.call), y)
+            return hooked(out, x, y, self.to_pre, plugin.name, self.call)
+
+
+def _check_pairing(site: Site, source: str) -> None:
+    """Refuse a pair of two expressions that HCP-Diffusion makes otherwise: by the order in which modules are registered."""
+    given, target = site.rule.args[0], site.rule.match.path
+    if not isinstance(given, str) or not isinstance(target, str):
+        return
+    pattern = parse_port(given).path
+    if not is_pattern(pattern) or not is_pattern(target):
+        return
+    added = {entry["name"] for entry in getattr(site.root, "meta", {}).get("passes", [])}
+    paths = [path for path, _ in site.root.named_modules() if path.partition(".")[0] not in added]
+    there = dict(zip(select(target, paths), select(pattern, paths), strict=False)).get(site.path.partition("@")[0])
+    if there != source:
+        raise SpecError(
+            f"'{source}' is paired with '{site.path}' by the order in which they run; HCP-Diffusion goes by the order in "
+            f"which modules are registered, and pairs '{there}' with it: list the layers, or convert with --model, which does"
+        )
+
+
+class MultiPlugin(nn.Module):
+    """A MultiPluginBlock as a network of its pass: gets the values of all its layers, gives a tuple, one for each to-layer.
+
+    For each from-layer and then each to-layer it is called with the tuple of its inputs and, without `pre_hook`, its
+    result. The hooks run in the order in which the model reaches the layers.
+    """
+
+    inline: ClassVar[bool] = True
+
+    def __init__(
+        self, plugin: MultiPluginBlock, layers: Sequence[tuple[str, bool]], hosts: Sequence[nn.Module], sources: int,
+        order: Sequence[int], calls: Sequence[Call | None] | None = None, feeds: Fed = (),
+    ) -> None:  # fmt: skip
+        """`layers` are paths and whether the input is meant, the first `sources` of them from-layers; `order` their order."""
+        super().__init__()
+        self.plugin = plugin
+        self.layers, self.sources, self.order = tuple(layers), sources, tuple(order)
+        self.hosts = [Ref(host) for host in hosts]
+        self.calls = tuple(calls or [None] * len(self.layers))
+        self.feeds = tuple(feeds)
+
+    def forward(self, *values: Any) -> tuple[Any, ...]:
+        plugin, rest = self.plugin, list(values)
+        given = [(rest.pop(0), None if pre_hook else rest.pop(0)) for _, pre_hook in self.layers]
+        results: list[Any] = [None] * len(given)
+        with watched(plugin, plugin.name):
+            feed([plugin], self.feeds, rest)
+            for number in self.order:
+                (path, pre_hook), (x, y), host = self.layers[number], given[number], self.hosts[number]()
+                call = self.calls[number]
+                seen = _seen(x, call)
+                if number < self.sources:
+                    unchanged(plugin.from_layer_hook(host, seen, y, number), plugin.name)
+                else:
+                    where = f"{plugin.name} at '{path}' (idx {number - self.sources})"
+                    with without_result(pre_hook, where):
+                        out = plugin.to_layer_hook(host, seen, y, number - self.sources)
+                    results[number] = hooked(out, x, y, pre_hook, where, call)
+        return tuple(results[self.sources :])
+
+
+def multi_plugin(
+    gm: Any,
+    plugin: str | type,
+    from_layers: Sequence[str],
+    to_layers: Sequence[str],
+    options: Mapping[str, Any] | None = None,
+    name: str = "plugin",
+    feeds: Fed = (),
+) -> MultiPlugin:
+    """A MultiPluginBlock for a traced module: what the pass hcp/multi names as its network.
+
+    Layers are paths, with `pre_hook:` before them where the input is meant. Raises SpecError.
+    """
+    classes = {path: type(m).__name__ for path, m in gm.named_modules()}
+    sources = places(read_layers(from_layers, "from_layers"), classes)
+    targets = places(read_layers(to_layers, "to_layers"), classes)
+    layers = [(place.path, place.pre_hook) for place in (*sources, *targets)]
+    hosts = [gm.get_submodule(path) for path, _ in layers]
+    dicts = [{"layer": host, "pre_hook": pre} for host, (_, pre) in zip(hosts, layers, strict=True)]
+    given = {"name": name, "host_model": gm, "from_layers": dicts[: len(sources)], "to_layers": dicts[len(sources) :]}
+    first = next(gm.parameters(), None)
+    with torch.device("cpu" if first is None else first.device):
+        made = make(plugin, MultiPluginBlock, given, options)
+    calls = [call_of(gm, path) for path, _ in layers]
+    return MultiPlugin(made, layers, hosts, len(sources), _run_order(gm, layers), calls, feeds)
+
+
+def _run_order(gm: Any, layers: Sequence[tuple[str, bool]]) -> list[int]:
+    """The numbers of the layers in the order in which the model comes to their inputs or results."""
+    graph = gm.graphs.get(gm.training, gm.graph)
+    at = {node: index for index, node in enumerate(graph.nodes)}
+    regions = Regions(graph, gm)
+
+    def moment(number: int) -> tuple[int, int, int]:
+        path, pre_hook = layers[number]
+        side = 0 if pre_hook else 1
+        if not path:
+            return (-1 if pre_hook else len(at), side, number)
+        region = regions.by_key.get(path)
+        if region is None:
+            raise SpecError(f"'{path}' is never called by the model, so a plugin there would never run")
+        if f"{path}@1" in regions.by_key:
+            raise SpecError(f"'{path}' is called more than once; a MultiPluginBlock takes layers that are called once")
+        if region.leaf is not None:
+            nodes = [region.leaf]
+        else:
+            nodes = [edge[-1] for edge in (region.inputs if pre_hook else region.outputs)] or region.nodes
+        positions = [at[node] for node in nodes]
+        return ((min if pre_hook else max)(positions), side, number)
+
+    return sorted(range(len(layers)), key=moment)
+
+
+class PatchPlugin(nn.Module):
+    """PatchPluginBlocks in the place of a module, run by the container that their class names.
+
+    With `also` further plugins stand at the same place, in order, as HCP-Diffusion adds them to one container. Where an
+    earlier pass has put a patch there, this one goes on from its result, as the container's loop would.
+    """
+
+    inline: ClassVar[bool] = True
+    neutral: ClassVar[bool] = False
+
+    def __init__(
+        self, container: PatchPluginContainer, call: Call | None = None, keywords: Fed = (), feeds: Fed = (),
+        stacked: bool = False,
+    ) -> None:  # fmt: skip
+        """`keywords` are the arguments that the model gives by name; their values come before the inputs of the pass."""
+        super().__init__()
+        self.container = container
+        self.call, self.keywords, self.feeds = call, tuple(keywords), tuple(feeds)
+        self.stacked = stacked
+
+    @classmethod
+    def at(
+        cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
+        exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), keywords: Fed = (), feeds: Fed = (),
+    ) -> PatchPlugin:  # fmt: skip
+        """`also` has a mapping of `name`, `plugin` and `options` for each further plugin."""
+        container = patches(site, plugin, options, wrap, exclude_key, also)
+        own_code = getattr(site.module, "attributes", None) is None
+        if _keeps_host(type(container)) and not own_code:
+            raise SpecError(
+                f"{type(container).__name__} runs the module that it patches, and the code of this {site.classes[0]} is in the "
+                "graph: use the pass hcp/patch_after (post_forward) or hcp/patch_before (pre_forward)"
+            )
+        return cls(container, _call_with(site, keywords), keywords, feeds, site.stacked)
+
+    def forward(self, x: tuple[Any, ...], y: Any, *rest: Any) -> Any:
+        args, kwargs, fed = self.arguments(x, rest)
+        with self.running(fed):
+            if self.stacked:
+                return _continued(self.container, y, args, kwargs)
+            out = self.container(*args, **kwargs)
+            return checked(out, y, f"{type(self.container).__name__}.forward", "the module's result")
+
+    def arguments(self, x: tuple[Any, ...], rest: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Sequence[Any]]:
+        """What the module is called with by position and by name, and the inputs of the pass."""
+        kwargs = dict(zip(self.keywords, rest, strict=False))
+        if self.call is not None and not self.call.count:
+            return (), dict(zip(self.call.names, x, strict=True)), rest
+        return x, kwargs, rest[len(self.keywords) :]
+
+    @contextmanager
+    def running(self, fed: Sequence[Any]) -> Iterator[None]:
+        """One call of the plugins: their inputs first, their attributes watched."""
+        with watched(self.container, type(self.container).__name__):
+            feed([plugin for _, plugin in self.container], self.feeds, fed)
+            yield
+
+
+class HalfPatch(PatchPlugin):
+    """One of the two methods of PatchPluginBlocks, beside a module that stays."""
+
+    method: ClassVar[str]
+
+    @classmethod
+    def at(
+        cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
+        exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), keywords: Fed = (), feeds: Fed = (),
+    ) -> HalfPatch:  # fmt: skip
+        """As for PatchPlugin."""
+        container = _half(patches(site, plugin, options, wrap, exclude_key, also), cls.method)
+        return cls(container, _call_with(site, keywords), keywords, feeds)
+
+
+class PatchAfter(HalfPatch):
+    """`post_forward(output, *args)` of PatchPluginBlocks behind a module, which stays."""
+
+    method = "post_forward"
+
+    def forward(self, x: tuple[Any, ...], y: Any, *rest: Any) -> Any:
+        out = y
+        args, kwargs, fed = self.arguments(x, rest)
+        with self.running(fed):
+            for name, plugin in self.container:
+                out = plugin.post_forward(out, *args, **kwargs)
+                checked(out, y, f"{name}: post_forward", "the module's result")
+        return out
+
+
+class PatchBefore(HalfPatch):
+    """`pre_forward(*args)` of PatchPluginBlocks before a module, which stays."""
+
+    method = "pre_forward"
+
+    def forward(self, x: tuple[Any, ...], *rest: Any) -> Any:
+        args, given, fed = self.arguments(x, rest)
+        kwargs = given
+        with self.running(fed):
+            for name, plugin in self.container:
+                args, kwargs = plugin.pre_forward(*args, **kwargs)
+                if args and (kwargs.keys() != given.keys() or any(kwargs[k] is not given[k] for k in given)):
+                    raise TraceError(
+                        f"{name}: pre_forward changes what the model gives by name ({', '.join(given) or 'nothing'}); this "
+                        "pass changes the arguments by position: for one by name write a rule with port x.name"
+                    )
+        return checked(tuple(args) or tuple(kwargs.values()), x, "pre_forward", "the module's input")
+
+
+def _call_with(site: Site, keywords: Fed) -> Call:
+    """The call of a site. Raises SpecError where it gives tensors by name that the pass does not hand on."""
+    call = call_of(site.root, site.path)
+    missing = [name for name in call.names if name not in keywords] if call.count else []
+    if missing:
+        more = ", ".join(f'"x.{name}"' for name in missing)
+        raise SpecError(
+            f"the model gives {', '.join(missing)} by name, and the plugin gets that too: write keywords: "
+            f"[{', '.join(missing)}] and add {more} to args, behind x[:] and y[:]"
+        )
+    return call
+
+
+class _Result:
+    """Stands for what the last plugin of a container gives."""
+
+
+def _continued(container: PatchPluginContainer, y: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The plugins of a container from the result of those before them.
+
+    That is right where the container's forward hands a value from one `post_forward` to the next and gives the last: one
+    call of it with a stand-in shows whether it does. Raises TraceError when not.
+    """
+    for name, plugin in container:
+        result = _Result()
+        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def stand_in(output: Any, *given: Any, _calls: list[Any] = calls, _result: _Result = result, **named: Any) -> _Result:
+            _calls.append((given, named))
+            return _result
+
+        one: Any = own_class(container)(container.host_name, vars(container)["_host"], None)
+        one.__dict__["plugin_names"] = [name]
+        one.__dict__[name] = SimpleNamespace(post_forward=stand_in)
+        try:
+            loops = one(*args, **kwargs) is result and len(calls) == 1 and _same_call(calls[0], (args, kwargs))
+        except Exception:  # the plugin's container, tried with a stand-in
+            loops = False
+        if not loops:
+            raise TraceError(
+                f"{type(container).__name__}: its forward does more than to hand a value from one post_forward to the next, so "
+                f"'{name}' cannot be added behind the patch of an earlier pass; put both in one pass (also: [...])"
+            )
+        y = checked(plugin.post_forward(y, *args, **kwargs), y, f"{name}: post_forward", "the result of the patch before it")
+    return y
+
+
+def _same_call(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
+    alike = len(one[0]) == len(other[0]) and one[1].keys() == other[1].keys()
+    return alike and all(a is b for a, b in zip((*one[0], *one[1].values()), (*other[0], *other[1].values()), strict=True))
+
+
+def _seen(x: tuple[Any, ...], call: Call | None) -> tuple[Any, ...]:
+    """What a hook sees of a call's arguments: those by position."""
+    return x if call is None else call.seen(x)
+
+
+def hooked(out: Any, x: tuple[Any, ...], y: Any, pre_hook: bool, who: str, call: Call | None = None) -> Any:
+    """What a hook's result means in torch: None changes nothing, and a single value before a layer is its one input."""
+    if out is None:
+        return x if pre_hook else y
+    if pre_hook:
+        given = out if isinstance(out, tuple) else (out,)
+        args = checked(given, _seen(x, call), f"{who}: to_layer_hook", "its layer's input")
+        return args if call is None else call.joined(args, x)
+    return checked(out, y, f"{who}: to_layer_hook", "its layer's result")
+
+
+@contextmanager
+def without_result(pre_hook: bool, who: str) -> Iterator[None]:
+    """Say why a hook before its layer fails on a result that is not there, as that of the guide's Skip does."""
+    try:
+        yield
+    except TypeError as error:
+        if not pre_hook or "NoneType" not in str(error):
+            raise
+        raise TraceError(
+            f"{who}: to_layer_hook fails ({error}). Before its layer there is no result: with pre_hook its fea_out is None; "
+            "compute from fea_in and give the new input, or drop the prefix to change the result. (HCP-Diffusion ignores the "
+            "spelling prehook: and changes the result.)"
+        ) from error
+
+
+def unchanged(out: Any, who: str) -> None:
+    """Refuse a from_layer_hook that gives something: torch would change the from-layer with it."""
+    if out is not None:
+        raise TraceError(
+            f"{who}: from_layer_hook gives {described(out)}, which would change its from-layer; name that layer among the "
+            "to-layers, and give nothing here"
+        )
+
+
+def _keeps_host(kind: type[PatchPluginContainer]) -> bool:
+    return kind.forward is PatchPluginContainer.forward
+
+
+def _half(container: Any, method: str) -> Any:
+    """The container, if running one method of its plugins beside the module is all that it does."""
+    other = "pre_forward" if method == "post_forward" else "post_forward"
+    if not _keeps_host(type(container)):
+        raise SpecError(f"{type(container).__name__} has a forward of its own: use the pass hcp/patch")
+    for name, plugin in container:
+        if getattr(type(plugin), other) is not getattr(PatchPluginBlock, other):
+            raise SpecError(
+                f"{name} ({type(plugin).__name__}) has a {other} too, and this pass runs {method} alone: make it two plugins, "
+                "or patch a layer that the graph keeps whole with hcp/patch"
+            )
+    return container

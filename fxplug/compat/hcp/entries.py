@@ -1,0 +1,331 @@
+"""One plugin of HCP-Diffusion's file as passes of fxplug's configuration."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import SpecError, did_you_mean
+from ...spec.yaml_source import shown
+from .base_classes import (
+    BasePluginBlock,
+    MultiPluginBlock,
+    PatchPluginBlock,
+    PatchPluginContainer,
+    PluginBlock,
+    SinglePluginBlock,
+)
+from .builtin_plugins import OPTIONS, Host, at_key, built_in, common_of, patterns, taken
+from .layer_patterns import Layer, Place, listed, paired, read_layers
+from .plugin_factory import arguments, make, plugin_class
+
+PLACE_KEYS = ("layers", "from_layer", "to_layer", "from_layers", "to_layers")
+# what HCP-Diffusion itself feeds to a plugin of the UNet, by the names of its arguments
+FED = {
+    "noisy_latents": ":in.sample",
+    "timesteps": ":in.timestep",
+    "encoder_hidden_states": ":in.encoder_hidden_states",
+    "attn_mask": ":in.encoder_attention_mask",
+}
+
+
+def plugin_passes(name: str, entry: Any, host: Host, notes: list[str]) -> list[dict[str, Any]]:
+    """The passes of one entry of `plugin_unet`. Raises SpecError with the key that is at fault."""
+    if not isinstance(entry, Mapping):
+        raise SpecError(f"must be a mapping with '_target_', not {shown(entry)}")
+    target = entry.get("_target_")
+    if not isinstance(target, str):
+        raise SpecError(f"must be the path of a class, not {shown(target)}", path=("_target_",))
+    if entry.get("_partial_", True) is not True:
+        raise SpecError("must be true: HCP-Diffusion gives the layers itself", path=("_partial_",))
+    for key, value in entry.items():
+        if "${" in str(value):
+            raise SpecError(f"{shown(value)} is an expression of OmegaConf: write what it stands for", path=(str(key),))
+    common = common_of(name, entry, notes)
+    given = {key: value for key, value in entry.items() if key not in OPTIONS}
+    if target.startswith("hcpdiff."):
+        return [built_in(target, common, given, host, notes)]
+    path, wrap = (target.removesuffix(".wrap_model"), True) if target.endswith(".wrap_model") else (target, False)
+    module, _, attribute = path.rpartition(".")
+    if not module:
+        raise SpecError(f"must look like 'module.Class', not {shown(target)}", path=("_target_",))
+    try:
+        kind = plugin_class(f"{module}:{attribute}")
+    except SpecError as error:
+        raise SpecError(error.finding, path=("_target_",)) from None
+    common["plugin"] = f"{module}:{attribute}"
+    if issubclass(kind, (PluginBlock, MultiPluginBlock)):
+        if wrap:
+            raise SpecError(f"{kind.__name__} has no wrap_model", path=("_target_",))
+        keys: tuple[str, ...] = ("from_layer", "to_layer")
+        if issubclass(kind, MultiPluginBlock):
+            keys = ("from_layers", "to_layers")
+    elif issubclass(kind, (SinglePluginBlock, PatchPluginBlock)):
+        keys = ("layers",)
+    else:
+        raise SpecError(f"{kind.__name__} is none of the four sorts of plugin", path=("_target_",))
+    lists = [read_layers(taken(given, key), key) for key in keys]
+    _check_options(kind, given, keys)
+    if given:
+        common["options"] = dict(given)
+    if issubclass(kind, PluginBlock):
+        return _pairs(kind, common, lists[0], lists[1], host)
+    if issubclass(kind, MultiPluginBlock):
+        return [_multi(kind, common, lists[0], lists[1], host)]
+    return [_layers(kind, common, lists[0], host, wrap)]
+
+
+def _check_options(kind: type[BasePluginBlock], options: Mapping[str, Any], keys: Sequence[str]) -> None:
+    names, takes_all = arguments(kind)
+    known = [*sorted(names - {"name", "lora_id", "host", "host_model", *keys}), *keys, *OPTIONS]
+    for key in options:
+        misspelt = key in PLACE_KEYS or did_you_mean(key, [*keys, *OPTIONS])
+        if key not in names and (misspelt or not takes_all):
+            raise SpecError(f"{kind.__name__} takes no '{key}'{did_you_mean(key, known)}; it takes {', '.join(known)}", key=key)
+
+
+# --- SinglePluginBlock and PatchPluginBlock
+
+
+def _layers(
+    kind: type[BasePluginBlock], common: dict[str, Any], layers: list[Layer], host: Host, wrap: bool
+) -> dict[str, Any]:
+    hooked = [layer.text for layer in layers if layer.pre_hook]
+    if hooked:
+        raise SpecError(f"'{hooked[0]}': a {kind.__name__} has no pre_hook; HCP-Diffusion ignores it here", path=("layers",))
+    kinds = {layer.kind for layer in layers}
+    if len(kinds) > 1:
+        raise SpecError("some layers have cls(...) and some not, or another: make it two plugins", path=("layers",))
+    with at_key("layers"):
+        found = host.places(layers)
+    given: dict[str, Any] = {**common, "layers": patterns(layers)}
+    within = kinds.pop()
+    if within is not None:
+        given["within"] = [within]
+    if wrap:
+        if within is not None:
+            raise SpecError("cls(...) and wrap_model both choose layers below: take one of them", path=("layers",))
+        given.update(_wrapped(kind, common, found, host))
+    _feeds(kind, given, host)
+    if issubclass(kind, SinglePluginBlock):
+        target = _hook_param(kind, given, found, host)
+        if target is None:
+            return {"hcp/single": _with_args(given, "x[:]", "y[:]")}
+        return {"hcp/param": _with_args({**given, "param": target}, "value")}
+    name = _patch_pass(kind)
+    return {name: _with_args(given, *(("x[:]",) if name == "hcp/patch_before" else ("x[:]", "y[:]")))}
+
+
+def _with_args(given: dict[str, Any], *args: str) -> dict[str, Any]:
+    """With the inputs of the pass behind the driver's own arguments, where there are any."""
+    extra = given.pop("fed", [])
+    return {**given, "args": [*args, *extra]} if extra else given
+
+
+def _wrapped(
+    kind: Any, common: Mapping[str, Any], found: Sequence[Place] | None, host: Host
+) -> dict[str, Any]:
+    """`wrap_model`: the layers below, by class; listed one by one where the class leaves some of them out."""
+    names = [k.__name__ for k in kind.wrapable_classes]
+    if not names:
+        raise SpecError(f"{kind.__name__}.wrapable_classes is empty, so wrap_model would find no layer", path=("_target_",))
+    options = common.get("options", {})
+    if host.model is None or found is None:
+        seen = _exclusion(kind, options)
+        foreign = [c for c in seen["exclude_classes"] if not issubclass(c, BasePluginBlock)]
+        if foreign:
+            out = foreign[0].__name__
+            raise SpecError(f"wrap_model leaves out {out}: name the model (--model), so that the layers can be listed")
+        given = {"within": names, "wrap": True}
+        return {**given, "exclude_key": seen["exclude_key"]} if seen["exclude_key"] is not None else given
+    listing = type(kind.__name__, (kind,), {"wrap_layer": classmethod(lambda cls, name, layer, **rest: layer)})
+    paths, everything = [], []
+    for place in found:
+        below = host.modules[place.path]
+        parent, _, own = place.path.rpartition(".")
+        rest = {"host_model": host.model, "parent_block": host.modules[parent], "host_name": own}
+        chosen = listing.wrap_model(common["name"], below, **options, **rest)  # type: ignore[attr-defined]
+        paths += [".".join(filter(None, [place.path, path])) for path in chosen]
+        kinds = tuple(kind.wrapable_classes)
+        inner = [""] if isinstance(below, kinds) else [p for p, m in below.named_modules() if isinstance(m, kinds)]
+        everything += [".".join(filter(None, [place.path, path])) for path in inner]
+    if not paths:
+        raise SpecError(f"wrap_model finds no {' or '.join(names)} in {listed(found)}", path=("layers",))
+    if paths == everything:
+        return {"within": names, "wrap": True}
+    return {"layers": paths, "wrap": True}
+
+
+def _exclusion(kind: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What a class's own `wrap_model` leaves out."""
+    seen: dict[str, Any] = {"exclude_key": None, "exclude_classes": ()}
+
+    def note(cls: type, module: nn.Module, *args: Any, **rest: Any) -> Any:
+        seen.update({k: v for k, v in rest.items() if k in seen})
+        return iter([])
+
+    listing: Any = type(kind.__name__, (kind,), {"named_modules_with_exclude": classmethod(note)})
+    listing.wrap_model("plugin", nn.Sequential(), **options)
+    return seen
+
+
+def _hook_param(kind: Any, given: Mapping[str, Any], found: Sequence[Place] | None, host: Host) -> str | None:
+    """Which parameter a plugin changes: said in the file, or found by making one."""
+    options = given.get("options", {})
+    if "hook_param" in options:
+        return options["hook_param"]  # type: ignore[no-any-return]
+    hosts: list[nn.Module] = []
+    with torch.device("meta"):
+        if host.model is not None and found:
+            hosts = [m for p in found for m in host.modules[p.path].modules() if not given.get("wrap") or _fits(kind, m)][:1]
+        hosts = hosts or [nn.Linear(8, 8), nn.Conv2d(8, 8, 3, padding=1)]
+        for layer in hosts:
+            place = {"name": given["name"], "host": layer, "host_model": host.model or nn.Sequential(layer)}
+            try:
+                return make(kind, SinglePluginBlock, place, options, bool(given.get("wrap"))).target  # type: ignore[no-any-return]
+            except SpecError:
+                raise
+            except Exception:  # a plugin for another sort of layer; when it is applied, its driver says what it changes
+                continue
+    return None
+
+
+def _fits(kind: Any, module: nn.Module) -> bool:
+    return isinstance(module, tuple(kind.wrapable_classes))
+
+
+def _patch_pass(kind: Any) -> str:
+    """Which of the three passes a PatchPluginBlock needs."""
+    if kind.container_cls.forward is not PatchPluginContainer.forward:
+        return "hcp/patch"
+    pre = kind.pre_forward is not PatchPluginBlock.pre_forward
+    post = kind.post_forward is not PatchPluginBlock.post_forward
+    return "hcp/patch" if pre and post else "hcp/patch_before" if pre else "hcp/patch_after"
+
+
+# --- PluginBlock and MultiPluginBlock
+
+
+def _pairs(
+    kind: Any, common: dict[str, Any], sources: list[Layer], targets: list[Layer], host: Host
+) -> list[dict[str, Any]]:
+    if any(layer.kind for layer in (*sources, *targets)) and host.model is None:
+        raise SpecError("cls(...) in pairs: name the model (--model), so that the layers can be listed", path=("from_layer",))
+    with at_key("from_layer"):
+        froms = host.places(sources)
+    with at_key("to_layer"):
+        tos = host.places(targets)
+    pairs: list[tuple[str, bool, str, bool]]
+    if froms is not None and tos is not None:
+        pairs = [(a.path, a.pre_hook, b.path, b.pre_hook) for a, b in paired(froms, tos)]
+    elif len(sources) != len(targets):
+        lists = f"\n  from: {[s.text for s in sources]}\n  to:   {[t.text for t in targets]}"
+        raise SpecError(
+            f"from_layer has {len(sources)} entries and to_layer {len(targets)}, and what their expressions match is not known"
+            f": name the model (--model), so that the layers can be counted and paired{lists}"
+        )
+    else:
+        rows = zip(sources, targets, strict=True)
+        pairs = [(a.pattern, a.pre_hook, b.pattern, b.pre_hook) for a, b in rows]
+    groups: dict[Any, list[tuple[str, bool, str, bool]]] = {}
+    for number, pair in enumerate(pairs):
+        pattern = froms is None or tos is None
+        groups.setdefault((pair[1], pair[3], number if pattern else 0), []).append(pair)
+    found = []
+    for number, ((from_pre, to_pre, _), rows_) in enumerate(groups.items()):
+        given = {**common, "name": common["name"] + (f"_{number + 1}" if number else "")}
+        _feeds(kind, given, host)
+        single = froms is None or tos is None
+        args: list[Any] = [_one([f"{a}:in[:]" for a, *_ in rows_], single)]
+        if not from_pre:
+            args.append(_one([f"{a}:out[:]" for a, *_ in rows_], single))
+        args += ["x[:]"] if to_pre else ["x[:]", "y[:]"]
+        given["to"] = _one([b for _, _, b, _ in rows_], single)
+        given["args"] = [*args, *given.pop("fed", [])]
+        given.update({key: True for key, value in (("from_pre", from_pre), ("to_pre", to_pre)) if value and key == "from_pre"})
+        found.append({"hcp/pair_before" if to_pre else "hcp/pair": given})
+    return found
+
+
+def _one(items: list[str], single: bool) -> Any:
+    return items[0] if single else items
+
+
+def _multi(kind: Any, common: dict[str, Any], sources: list[Layer], targets: list[Layer], host: Host) -> dict[str, Any]:
+    found = {}
+    for key, layers in (("from_layers", sources), ("to_layers", targets)):
+        with at_key(key):
+            found[key] = host.places(layers)
+        if found[key] is None:
+            raise SpecError("has expressions: name the model (--model), so that the layers can be listed in order", path=(key,))
+    froms, tos = (found[key] or [] for key in ("from_layers", "to_layers"))
+    values = []
+    for place in (*froms, *tos):
+        values.append(f"{place.path}:in[:]")
+        if not place.pre_hook:
+            values.append(f"{place.path}:out[:]")
+    given: dict[str, Any] = dict(common)
+    for key, layers_ in (("from_layers", froms), ("to_layers", tos)):
+        given[key] = ["pre_hook:" * place.pre_hook + place.path for place in layers_]
+    _feeds(kind, given, host)
+    given["values"] = [*values, *given.pop("fed", [])]
+    sides = {"after": False, "before": True}
+    for key, pre_hook in sides.items():
+        rows = [(index, place.path) for index, place in enumerate(tos) if place.pre_hook is pre_hook]
+        if rows:
+            given[key] = [path for _, path in rows]
+            given[f"{key}_values"] = [f"plugin:out[{index}][:]" for index, _ in rows]
+    return {"hcp/multi": given}
+
+
+# --- inputs
+
+
+def _feeds(kind: type[BasePluginBlock], given: dict[str, Any], host: Host) -> None:
+    """The inputs that a plugin asks for in `feed_input_data`: of the model where it has them, else of the pass."""
+    asked = asked_for(kind)
+    if not asked:
+        return
+    own = {name: FED[name] for name in asked if host.part == "unet" and name in FED and name not in host.inputs}
+    missing = [name for name in asked if name not in own and name not in host.inputs]
+    if missing:
+        raise SpecError(
+            f"{kind.__name__} asks for the input '{missing[0]}' (feed_input_data): give its shape, as in "
+            f"--input {missing[0]}=n,3,8*h,8*w --input sample=n,c,h,w"
+        )
+    new = [name for name in asked if name not in own]
+    host.used.update(new)
+    given["feeds"] = list(asked)
+    given["fed"] = [own.get(name, name) for name in asked]
+    binding = [name for name in host.inputs if name not in new and host.binds(name)]
+    if new:
+        given["inputs"] = {name: {"shape": list(host.inputs[name])} for name in (*binding, *new)}
+
+
+def asked_for(kind: type[BasePluginBlock]) -> list[str]:
+    """The names that a class's `feed_input_data` takes out of what it is given, as far as its source says."""
+    if kind.feed_input_data is BasePluginBlock.feed_input_data:
+        return []
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.feed_input_data)))
+    except (OSError, SyntaxError):
+        return []
+    function = tree.body[0]
+    assert isinstance(function, ast.FunctionDef)
+    data = function.args.args[1].arg if len(function.args.args) > 1 else ""
+    found: dict[str, None] = {}
+    for node in ast.walk(function):
+        key: Any = None
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == data:
+            key = node.slice
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == f"{data}.get" and node.args:
+            key = node.args[0]
+        if isinstance(key, ast.Constant) and isinstance(key.value, str):
+            found[key.value] = None
+    return list(found)

@@ -1,0 +1,140 @@
+"""HCP-Diffusion's way of naming layers: `re:`, `pre_hook:` and `cls(Name):` before a path or expression. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...errors import SpecError, did_you_mean
+from ...spec.addresses import check_expression, select
+
+PREFIXES = ("re", "pre_hook", "prehook", "cls(Name)")
+SHOWN = 8  # so many paths are listed in a message
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One entry of `layers`, `from_layer` or `to_layer`.
+
+    `path` is a module path (the empty one is the model) or, with `regex`, an expression that matches from the start of a
+    path as `re.match` does. `pre_hook` takes the layer's input in the place of its output. `kind` is a class name.
+    """
+
+    text: str
+    path: str
+    regex: bool = False
+    pre_hook: bool = False
+    kind: str | None = None
+
+    @property
+    def pattern(self) -> str:
+        """The same as a path pattern of fxplug."""
+        return f"re:{self.path}" if self.regex else self.path
+
+
+@dataclass(frozen=True)
+class Place:
+    """A layer that an entry names: its path, and whether its input is meant."""
+
+    path: str
+    pre_hook: bool = False
+
+
+def read_layer(text: object) -> Layer:
+    """Read one entry. The prefixes stand in any order; `prehook:`, as the guide spells it, is `pre_hook:`.
+
+    Raises SpecError for another prefix, which HCP-Diffusion would ignore, and for an expression that does not compile.
+    """
+    if not isinstance(text, str):
+        raise SpecError(f"a layer is a text, not {text!r}")
+    rest, regex, pre_hook, kind = text, False, False, None
+    while ":" in rest:
+        head, _, tail = rest.partition(":")
+        if head == "re" and not regex:
+            regex = True
+        elif head in ("pre_hook", "prehook"):
+            pre_hook = True
+        elif found := re.fullmatch(r"cls\((\w+)\)", head):
+            kind = found[1]
+        elif regex:  # a colon of the expression itself, as in (?:...)
+            break
+        else:
+            raise SpecError(f"'{text}': no prefix '{head}:'{did_you_mean(head, PREFIXES)}; there are {': '.join(PREFIXES)}:")
+        rest = tail
+    if regex:
+        check_expression(rest, lambda finding: SpecError(f"'{text}' {finding}"))
+    return Layer(text, rest, regex, pre_hook, kind)
+
+
+def read_layers(entries: object, key: str) -> list[Layer]:
+    """Read a list of entries (or one). Raises SpecError, with `key` as its path."""
+    items = [entries] if isinstance(entries, str) else entries
+    if not isinstance(items, (list, tuple)) or not items:
+        raise SpecError(f"must be a list of layers, not {entries!r}", path=(key,))
+    found = []
+    for index, item in enumerate(items):
+        try:
+            found.append(read_layer(item))
+        except SpecError as error:
+            raise SpecError(error.finding, path=(key, index)) from None
+    return found
+
+
+def places(layers: Iterable[Layer], classes: Mapping[str, str]) -> list[Place]:
+    """The layers that entries name, in HCP-Diffusion's order: by entry, then as modules are registered; each once.
+
+    `classes` has the class name of every module path, in that order. Raises SpecError where HCP-Diffusion goes on in
+    silence: an expression that matches nothing, a layer that is named twice.
+    """
+    found: dict[str, tuple[Layer, Place]] = {}
+    for layer in layers:
+        if layer.regex:
+            here = list(select(f"re:{layer.path}", classes))
+            if not here:
+                raise SpecError(f"'{layer.text}' matches none of {len(classes)} modules{did_you_mean(layer.path, classes)}")
+        elif layer.path not in classes:
+            raise SpecError(f"'{layer.text}': no module '{layer.path}'{did_you_mean(layer.path, classes)}")
+        else:
+            here = [layer.path]
+        if layer.kind is not None:
+            here = _of_kind(here, layer.kind, classes)
+            if not here:
+                known = sorted(set(classes.values()))
+                raise SpecError(f"'{layer.text}': no {layer.kind} there{did_you_mean(layer.kind, known)}")
+        for path in here:
+            first, place = found.setdefault(path, (layer, Place(path, layer.pre_hook)))
+            exact = not layer.regex and not first.regex and layer is not first
+            if place.pre_hook != layer.pre_hook or exact:
+                raise SpecError(
+                    f"'{first.text}' and '{layer.text}' both name '{path or 'the model'}', and HCP-Diffusion drops the "
+                    "second: a layer stands once in a list"
+                )
+    return [place for _, place in found.values()]
+
+
+def _of_kind(paths: Sequence[str], kind: str, classes: Mapping[str, str]) -> list[str]:
+    """Those of the paths that are of a class; for the others the layers of that class below them."""
+    found: dict[str, None] = {}
+    for path in paths:
+        below = f"{path}." if path else ""
+        own = classes[path] == kind
+        inside = [p for p, name in classes.items() if p != path and p.startswith(below) and name == kind]
+        found.update(dict.fromkeys([path] if own else inside))
+    return list(found)
+
+
+def paired(sources: Sequence[Place], targets: Sequence[Place]) -> list[tuple[Place, Place]]:
+    """Sources and targets as pairs by order. Raises SpecError, with both lists, when there are not as many."""
+    if len(sources) != len(targets):
+        raise SpecError(
+            f"from_layer is {len(sources)} layers and to_layer is {len(targets)}; they are paired by order, so there must "
+            f"be as many (HCP-Diffusion drops the rest)\n  from: {listed(sources)}\n  to:   {listed(targets)}"
+        )
+    return list(zip(sources, targets, strict=True))
+
+
+def listed(found: Sequence[Place]) -> str:
+    """Paths for a message."""
+    shown = ", ".join(p.path or "(the model)" for p in found[:SHOWN])
+    return shown + (f", ... ({len(found)})" if len(found) > SHOWN else "") or "none"

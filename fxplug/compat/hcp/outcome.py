@@ -1,0 +1,35 @@
+"""What a hook gave, against what it had to give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...errors import TraceError
+from ...ir.pytree import children
+
+
+def described(value: Any) -> str:
+    """The structure of a value: `(tensor, (tensor, tensor))`, `[tensor]`, `{a: tensor}`, `Output(sample=tensor)`, `None`."""
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    members = children(value)
+    if members is None:
+        return "None" if value is None else type(value).__name__
+    items = [(key, described(member)) for key, member in members]
+    inside = ", ".join(text for _, text in items)
+    if isinstance(value, tuple):
+        return f"({inside}{',' * (len(items) == 1)})"
+    if isinstance(value, list):
+        return f"[{inside}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {text}" for key, text in items) + "}"
+    return f"{type(value).__name__}({', '.join(f'{key}={text}' for key, text in items)})"
+
+
+def checked(value: Any, like: Any, who: str, what: str) -> Any:
+    """`value`, if it has the structure of `like`. Raises TraceError with both."""
+    if described(value) != described(like):
+        raise TraceError(f"{who} gives {described(value)}, and {what} is {described(like)}: the two must be alike")
+    return value

@@ -1,0 +1,168 @@
+"""Plugins of HCP-Diffusion, made and fed as HCP-Diffusion does it, with what it lets pass in silence as an error."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ...errors import SpecError, TraceError, did_you_mean, shown
+from ...spec.addresses import searched
+from ...spec.import_path import import_target
+from .base_classes import BasePluginBlock, MultiPluginBlock, PatchPluginBlock, PluginBlock, SinglePluginBlock
+
+if TYPE_CHECKING:
+    from ...rewriter.sites import Site
+
+HOST_ARGUMENTS = {"name", "lora_id", "host", "host_model", "parent_block", "host_name"}
+
+
+def single(site: Site, plugin: str | type, options: Mapping[str, Any] | None, wrap: bool, exclude_key: str | None) -> Any:
+    """A SinglePluginBlock for a site. Raises SpecError."""
+    _refuse_excluded(site, exclude_key)
+    given = {"name": site.pass_name, "host": site.module, "host_model": site.root}
+    return make(plugin, SinglePluginBlock, given, options, wrap)
+
+
+def patches(
+    site: Site, plugin: str | type, options: Mapping[str, Any] | None, wrap: bool, exclude_key: str | None,
+    also: Sequence[Mapping[str, Any]],
+) -> Any:  # fmt: skip
+    """The container of the PatchPluginBlocks of a site. Raises SpecError."""
+    _refuse_excluded(site, exclude_key)
+    parent, _, own = site.path.partition("@")[0].rpartition(".")
+    given = {"host_model": site.root, "parent_block": site.root.get_submodule(parent), "host_name": own}
+    host, container = site.module, None
+    first = {"name": site.pass_name, "plugin": plugin, "options": options, "wrap": wrap}
+    for entry in [first, *also]:
+        unknown = [key for key in entry if key not in first]
+        if unknown:
+            raise SpecError(f"also: unknown key '{unknown[0]}'{did_you_mean(unknown[0], first)}")
+        here = {**given, "name": entry["name"], "host": host}
+        made = make(entry["plugin"], PatchPluginBlock, here, entry.get("options"), entry.get("wrap", wrap))
+        if container is not None and made.container() is not container:
+            wanted, there = type(made).container_cls.__name__, type(container).__name__
+            raise SpecError(
+                f"{type(made).__name__} wants the container {wanted}, and a {there} is at '{site.path}' already: plugins share "
+                "a place when they share a container"
+            )
+        container = host = made.container()
+    return container
+
+
+def make(
+    plugin: str | type, base: type[nn.Module], given: Mapping[str, Any], options: Mapping[str, Any] | None, wrap: bool = False
+) -> Any:
+    """A plugin, made with what HCP-Diffusion gives it (`given`) and its own `options`. Raises SpecError."""
+    kind = plugin_class(plugin)
+    if not issubclass(kind, base):
+        raise SpecError(f"{kind.__name__} is a {kind_of(kind)}, and this pass is for a {base.__name__}")
+    options = dict(options or {})
+    for key in options:
+        if key in given and key != "hook_param":
+            raise SpecError(f"'{key}' is given to a plugin by its place, and is no option")
+    names, takes_all = arguments(kind)
+    host_given = {k: v for k, v in given.items() if k in names or takes_all}
+    if "lora_id" in names and "name" not in names:
+        host_given.pop("name", None)
+        host_given["lora_id"] = given["name"]
+    function: Callable[..., Any] = kind
+    if wrap:
+        name, host = host_given.pop("lora_id", host_given.pop("name", given["name"])), host_given.pop("host", given["host"])
+        function, host_given = _with(kind.wrap_layer, name, host), host_given  # type: ignore[attr-defined]
+    else:
+        unknown = [key for key in options if key not in names]
+        if unknown and not takes_all:
+            known = sorted(names - set(given) - HOST_ARGUMENTS)
+            takes = ", ".join(known) or "nothing"
+            raise SpecError(f"{kind.__name__} takes no '{unknown[0]}'{did_you_mean(unknown[0], known)}; it takes {takes}")
+        try:
+            inspect.signature(kind).bind(**host_given, **options)
+        except TypeError as error:
+            raise SpecError(f"{kind.__name__} cannot be made: {error}; give it in 'options'") from None
+    made = function(**host_given, **options)
+    if not isinstance(made, base):
+        raise SpecError(f"{kind.__name__} gave a {type(made).__name__}, no {base.__name__}")
+    return made
+
+
+def _with(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    return lambda **rest: function(*first, **rest)
+
+
+def plugin_class(plugin: str | type) -> type[BasePluginBlock]:
+    """The class that `"module:Class"` names. Raises SpecError, also for one that still has hcpdiff's own bases."""
+    try:
+        kind = plugin if isinstance(plugin, type) else import_target(plugin)
+    except SpecError as error:
+        if "no module named 'hcpdiff'" in error.finding or "No module named 'hcpdiff" in error.finding:
+            raise SpecError(
+                f"'{plugin}' imports hcpdiff, which is not here: write `from fxplug.compat.hcp import ...` in the place of "
+                "`from hcpdiff.models.plugin import ...`; the rest of the file stays as it is"
+            ) from None
+        raise
+    if not isinstance(kind, type) or not issubclass(kind, BasePluginBlock):
+        bases = [c.__module__ for c in getattr(kind, "__mro__", ())]
+        hint = ""
+        if any(name.startswith("hcpdiff") for name in bases):
+            hint = ": import its base class from fxplug.compat.hcp instead of hcpdiff.models.plugin"
+        raise SpecError(f"'{plugin}' is no plugin class of fxplug.compat.hcp{hint}")
+    return kind
+
+
+def kind_of(kind: type) -> str:
+    """The base class that says what sort of plugin a class is."""
+    bases = (SinglePluginBlock, PluginBlock, MultiPluginBlock, PatchPluginBlock)
+    return next((base.__name__ for base in bases if issubclass(kind, base)), "BasePluginBlock")
+
+
+def arguments(kind: type) -> tuple[set[str], bool]:
+    """The named arguments of a constructor, and whether it takes others as well."""
+    parameters = inspect.signature(kind).parameters.values()
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return names, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def wants_inputs(plugin: BasePluginBlock) -> bool:
+    """Whether a plugin has a `feed_input_data` of its own, or has asked for it to be called."""
+    own = type(plugin).feed_input_data is not BasePluginBlock.feed_input_data
+    return own or bool(getattr(plugin, "takes_inputs", False))
+
+
+def feed(plugins: Sequence[BasePluginBlock], names: Sequence[str], values: Sequence[Any]) -> None:
+    """Give plugins the inputs of their pass, as HCP-Diffusion does before each call of the model."""
+    taking = [plugin for plugin in plugins if wants_inputs(plugin)]
+    if names and not taking:
+        who = ", ".join(plugin.name for plugin in plugins)
+        raise TraceError(f"{who}: takes no inputs ({', '.join(names)} are given): no register_input_feeder_to is called")
+    if len(names) != len(values):
+        listed = ", ".join(names) or "none"
+        raise TraceError(f"'feeds' names {len(names)} inputs ({listed}), and 'args' has {len(values)} behind the driver's own")
+    for plugin in taking:
+        data = _Inputs(zip(names, values, strict=True))
+        data.plugin = plugin.name
+        plugin.feed_input_data(data)
+
+
+class _Inputs(dict[str, Any]):
+    """The inputs of a pass by name; asking for another says how to declare it."""
+
+    plugin: str
+
+    def __missing__(self, key: str) -> Any:
+        raise TraceError(
+            f"{self.plugin}: feed_input_data asks for '{key}', which is no input of the pass"
+            f"{did_you_mean(key, self)}; it has {', '.join(self) or 'none'}: declare it in 'inputs' and 'feeds'"
+        )
+
+
+def _refuse_excluded(site: Site, exclude_key: str | None) -> None:
+    if exclude_key is None:
+        return
+    if searched(exclude_key, [site.path], lambda finding: SpecError(f"exclude_key {shown(exclude_key)} {finding}")):
+        raise SpecError(
+            f"wrap_model leaves out '{site.path}' (exclude_key '{exclude_key}'), and a pass cannot: list the layers, or "
+            "convert with --model, which does"
+        )

@@ -1,0 +1,110 @@
+"""A plugin of each of HCP-Diffusion's kinds, as small as can be: what the pages of the passes in passes/hcp show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .base_classes import MultiPluginBlock, PatchPluginBlock, PatchPluginContainer, PluginBlock, SinglePluginBlock
+
+
+class Gain(SinglePluginBlock):
+    """The layer's result times a learned number."""
+
+    wrapable_classes = (nn.Linear,)
+
+    def __init__(self, name: str, host: nn.Module, gain: float = 1.1, **kwargs: Any) -> None:
+        super().__init__(name, host)
+        self.gain = nn.Parameter(torch.tensor(gain))
+
+    def forward(self, fea_in: tuple[Any, ...], fea_out: Tensor) -> Tensor:
+        return fea_out * self.gain
+
+
+class WeightGain(SinglePluginBlock):
+    """The layer's weight times a learned number."""
+
+    def __init__(self, name: str, host: nn.Module, gain: float = 1.1, **kwargs: Any) -> None:
+        super().__init__(name, host, hook_param="weight")
+        self.gain = nn.Parameter(torch.tensor(gain))
+
+    def forward(self, host_param: Tensor) -> Tensor:
+        return host_param * self.gain
+
+
+class Skip(PluginBlock):
+    """Adds a linear map of what one layer gets to the result of another; `pre_hook:` on the latter adds it to its input."""
+
+    def __init__(self, name: str, from_layer: dict[str, Any], to_layer: dict[str, Any], **kwargs: Any) -> None:
+        super().__init__(name, from_layer, to_layer)
+        side = "in_features" if to_layer["pre_hook"] else "out_features"
+        self.layer = nn.Linear(from_layer["layer"].in_features, getattr(to_layer["layer"], side))
+
+    def forward(self, fea_from_in: tuple[Any, ...], fea_in: tuple[Any, ...], fea_out: Any) -> Any:
+        more = self.layer(fea_from_in[0])
+        return (fea_in[0] + more,) if fea_out is None else fea_out + more
+
+
+class Mean(MultiPluginBlock):
+    """What each to-layer gives, or gets, grows with the mean of what the from-layers get, by a learned factor."""
+
+    def __init__(self, name: str, from_layers: Any, to_layers: Any, host_model: nn.Module | None = None) -> None:
+        super().__init__(name, from_layers, to_layers, host_model)
+        self.gains = nn.Parameter(torch.ones(len(to_layers)))
+
+    def forward(self, feat: list[tuple[Any, ...]]) -> list[Tensor]:
+        mean = torch.stack([x[0].mean() for x in feat]).mean()
+        return [mean * gain for gain in self.gains]
+
+    def to_layer_hook(self, host: nn.Module, fea_in: tuple[Any, ...], fea_out: Any, idx: int) -> Any:
+        more = 1 + self.feat_to[idx]
+        return (fea_in[0] * more,) if fea_out is None else fea_out * more
+
+
+class Sum(PatchPluginContainer):
+    """The sum of what its plugins give, in the place of the module."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = 0.0
+        for _, plugin in self:
+            output = plugin.post_forward(output, *args, **kwargs)
+        return output
+
+
+class PReLU(PatchPluginBlock):
+    """A learned slope in the place of an activation."""
+
+    container_cls = Sum
+    wrapable_classes = (nn.SiLU, nn.GELU)
+
+    def __init__(self, *args: Any, slope: float = 0.2, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.act = nn.PReLU(init=slope)
+
+    def post_forward(self, output: Any, x: Tensor) -> Tensor:
+        result: Tensor = output + self.act(x)
+        return result
+
+
+class Times(PatchPluginBlock):
+    """A module's result times a learned number."""
+
+    def __init__(self, *args: Any, factor: float = 1.1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.factor = nn.Parameter(torch.tensor(factor))
+
+    def post_forward(self, output: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return output * self.factor
+
+
+class TimesInput(PatchPluginBlock):
+    """A module's input times a learned number."""
+
+    def __init__(self, *args: Any, factor: float = 1.1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.factor = nn.Parameter(torch.tensor(factor))
+
+    def pre_forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return (x * self.factor, *args), kwargs

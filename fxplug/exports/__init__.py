@@ -1,0 +1,1 @@
+"""A traced module as one file that runs without Python code of anybody's."""

@@ -1,0 +1,216 @@
+"""AOTInductor packages, written: a module compiled ahead of time, with what its adapters need to stay live."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import logging
+import os
+import sys
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import save as save_tensors
+from torch.export import ExportedProgram
+
+from .. import __version__
+from ..errors import FxplugError
+from ..files.reading import opened
+from ..files.temporary import folder
+from ..files.writing import written
+from ..files.zip_archives import Archive
+from .call_signature import Json, describe
+from .machines import capabilities, needed
+from .package import TEMPORARY, _loader
+from .package_file import FORMAT, MANIFEST, TENSORS, check_members, root, unpack
+
+# what inductor does to constants otherwise: those of one value are worked out at compile time and whatever they feed with
+# them (a new adapter's zeros, and all that is multiplied by them), those of few numbers are written into the code, and weights
+# are laid out anew. An adapter that is loaded later would have no effect, or on some layers only.
+LIVE = {
+    "joint_graph_constant_folding": False,
+    "always_keep_tensor_constants": True,
+    "freezing": False,
+    "aot_inductor.use_runtime_constant_folding": False,
+}
+
+
+class Unfit(FxplugError):
+    """A module whose package would not follow its adapters, however many sizes are free."""
+
+
+class Refused(Exception):
+    """What torch does not take, with as many free sizes as were asked for; its own error is the cause."""
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Tell errors of torch's export and of its compilers as Refused: another try, with fewer free sizes, may do."""
+    try:
+        yield
+    except (FxplugError, OSError):
+        raise
+    except Exception as error:  # torch's, and the module's: they raise many kinds
+        raise Refused(str(error).strip() or type(error).__name__) from error
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises FxplugError where no package can be compiled for a device."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    if device.type not in ("cpu", "cuda"):
+        raise FxplugError(f"a package runs on cpu or cuda, and the module is on {device.type}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise FxplugError("a package for cuda is compiled on a machine with such a device, and there is none")
+    try:
+        get_cpp_compiler()
+    except Exception as error:  # inductor's
+        raise FxplugError(
+            "no C++ compiler was found, and AOTInductor needs one to make a package (to run one it does not): install g++, "
+            f"or name one in the environment variable CXX ({str(error).strip().splitlines()[0]})"
+        ) from error
+
+
+def write(
+    program: ExportedProgram,
+    parameters: Mapping[str, inspect.Parameter],
+    file: str,
+    tensors: Mapping[str, torch.Tensor],
+    facts: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Compile an exported program into a package `file`, and give notes about what it does not check.
+
+    `parameters` are those of the exported `forward`, `tensors` what stays live, by name, `facts` more for the manifest, and
+    `options` inductor's own. Raises Unfit when a tensor that has to be live is not.
+    """
+    from torch._inductor import aoti_compile_and_package
+
+    signature, notes = describe(program, parameters)
+    with _quiet(), torch.no_grad(), written(file) as sink, refusing():
+        aoti_compile_and_package(program, package_path=sink, inductor_configs={**(options or {}), **LIVE})
+    constants, metadata = _compiled(file)
+    state = _state(program)
+    whole, views = _shared(tensors, {name: tensor for name, tensor in state.items() if name in constants})
+    read = _read_by(program) & set(tensors) | set(facts.get("where", {}).values())
+    lost = sorted(name for name in read if name not in constants and name not in views)
+    if lost:
+        raise Unfit(
+            f"the compiled program does not read {', '.join(lost[:3])}{' ...' if lost[3:] else ''}, so another adapter would "
+            "have no effect there: export the module that this one was lowered from, module.meta['source']"
+        )
+    # names of adapters and the like are part of the state, and no part of the program
+    live = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in whole.items()}
+    manifest = {
+        "format": FORMAT,
+        "fxplug": __version__,
+        "torch": torch.__version__,
+        "platform": sys.platform,
+        "machine": metadata.get("AOTI_MACHINE", ""),
+        "device": metadata["AOTI_DEVICE_KEY"],
+        "features": needed(metadata.get("AOTI_CPU_ISA", "").split(), capabilities(), _march(options) in (None, "native")),
+        "capability": list(torch.cuda.get_device_capability()) if metadata["AOTI_DEVICE_KEY"] == "cuda" else None,
+        "constants": {name: _facts(tensor) for name, tensor in state.items() if name in constants},
+        "operators": _operators(program),
+        "views": views,
+        "signature": signature,
+        **facts,
+    }
+    with open(file, "r+b") as out:
+        with zipfile.ZipFile(out, "a", zipfile.ZIP_STORED) as archive:
+            start = archive.namelist()[0].partition("/")[0]
+            archive.writestr(f"{start}/{MANIFEST}", json.dumps(manifest, sort_keys=True))
+            archive.writestr(f"{start}/{TENSORS}", save_tensors(live))
+        out.flush()
+        os.fsync(out.fileno())
+    return notes
+
+
+def _compiled(file: str) -> tuple[set[str], dict[str, str]]:
+    """The names of the constants that a compiled program reads, and what AOTInductor says of it."""
+
+    def unfit(finding: str) -> Unfit:
+        return Unfit(f"AOTInductor wrote what is no package: it {finding}; leave out the options that ask for it")
+
+    with opened(file, raises=unfit) as handle, folder(TEMPORARY) as work:
+        archive = Archive(handle, unfit)
+        check_members(archive.members, root(archive), unfit)
+        unpack(archive, work)
+        loader = _loader(work, 1, -1)
+        return set(loader.get_constant_fqns()), dict(loader.get_metadata())
+
+
+def _march(options: Mapping[str, Any] | None) -> str | None:
+    """For which processors the compiler works, as its option `-march` has them: None or "native" for the one here."""
+    from torch._inductor import config
+
+    set_here = (options or {}).get("cpp.march")
+    return set_here if set_here is not None else getattr(config.cpp, "march", None)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings, and without the log line that torch found no CUDA, which a package for a CPU has no need of."""
+    log = logging.getLogger("torch.utils.cpp_extension")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _operators(program: ExportedProgram) -> list[str]:
+    """The operators of libraries other than torch that the program may call."""
+    graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    targets = {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    return sorted({f"{t.namespace}::{t._opname}" for t in targets if t.namespace not in ("aten", "prim", "prims")})
+
+
+def _shared(
+    tensors: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
+    """The tensors to keep, and how the others lie in these: a bank that is packed is a part of what the program reads."""
+    whole: dict[str, torch.Tensor] = {}
+    views: dict[str, Json] = {}
+    for name, tensor in tensors.items():
+        around = [key for key, other in constants.items() if key != name and _within(tensor, other)]
+        owner = max(around, key=lambda key: constants[key].numel(), default=name)
+        if owner == name:
+            whole[name] = tensor
+        else:
+            start = tensor.storage_offset() - constants[owner].storage_offset()
+            whole[owner] = constants[owner]
+            views[name] = {"of": owner, "shape": list(tensor.shape), "stride": list(tensor.stride()), "start": start}
+    return {name: tensor for name, tensor in whole.items() if name not in views}, views
+
+
+def _within(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether a tensor is a smaller part of another's memory."""
+    if not part.numel() < whole.numel() or part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+        return False
+    first, start = part.storage_offset(), whole.storage_offset()
+    last = first + sum((n - 1) * step for n, step in zip(part.shape, part.stride(), strict=True))
+    return bool(part.numel() and whole.is_contiguous() and start <= first and last < start + whole.numel())
+
+
+def _state(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    constants = {name: value for name, value in program.constants.items() if isinstance(value, torch.Tensor)}
+    return {**program.state_dict, **constants}
+
+
+def _facts(tensor: torch.Tensor) -> Json:
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+
+
+def _read_by(program: ExportedProgram) -> set[str]:
+    """The names of the parameters and buffers that a node of the program reads."""
+    signature = program.graph_signature
+    places = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    return {places[n.name] for n in program.graph.nodes if n.op == "placeholder" and n.name in places and n.users}

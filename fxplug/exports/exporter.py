@@ -1,0 +1,330 @@
+"""A traced module as one file that runs without Python code of anybody's: torch.export's `.pt2`, or compiled by AOTInductor."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import operator
+import os
+import stat
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram
+
+from ..adapters.slots import Adapters
+from ..errors import FxplugError, did_you_mean
+from ..files.reading import KINDS, reported
+from ..files.temporary import folder
+from ..files.writing import written
+from ..ir.pytree import children, leaves, map_leaves
+from ..ir.traced_module import Container, TracedModule, copy_graph, shell
+from ..turns import held
+from .aoti_writer import Refused, Unfit, check_compiler, refusing, write
+
+FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2"}
+FREE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "all": lambda t: dict.fromkeys(range(t.dim()), Dim.AUTO),
+    "batch": lambda t: {0: Dim.AUTO} if t.dim() else {},
+    "none": lambda t: {},
+}
+
+
+class Unwritten(FxplugError):
+    """A file that cannot be written, however many sizes are free."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What `export` wrote. `dynamic` names the dimensions of each input that stayed free, `kept` how they were asked for."""
+
+    path: Path
+    dynamic: dict[str, list[int]]
+    kept: str
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+
+@held
+def export(
+    module: TracedModule,
+    path: str | os.PathLike[str],
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    to: str = "pt2",
+    free: str = "all",
+    options: Mapping[str, Any] | None = None,
+) -> Exported:
+    """Write the graph of the mode in force into one file: an exported program (`to="pt2"`), or compiled code (`to="aoti"`).
+
+    `path` is a file, or a folder, which gets `model.pt2` or `model.aoti.pt2`; what was there stays until the new file is whole.
+    The first is for `torch.export.load`, which unpickles: fxplug itself never reads such a file, and you should read none that
+    you do not trust. The second is for `fxplug.load_package`, is compiled by AOTInductor for the device that the module is on,
+    and keeps what passes added apart from its code, so that adapters can be changed in it. `options` are inductor's, for aoti
+    only; the code is for processors like this one unless they say otherwise (`{"cpp.march": "x86-64-v3", "cpp.simdlen": 256}`).
+
+    Every dimension of the example tensors is free if the program allows it; otherwise the first ones are, and at last none: the
+    result says which. `free` is where to start: "all", "batch" or "none"; proving that many dimensions are free can take torch
+    minutes. Parameters and buffers keep their names in the program's `state_dict`. A result class becomes a dict of its fields
+    that are not None, a NamedTuple a tuple, so that the file needs no library of the model's.
+
+    Raises FxplugError when the program cannot be exported at all, with the reason of each try, for a file that cannot be
+    written, and for aoti where there is no compiler.
+    """
+    if to not in FORMATS:
+        raise FxplugError(f"there is no export to '{to}'{did_you_mean(to, FORMATS)}; there is {', '.join(FORMATS)}")
+    if free not in FREE:
+        raise FxplugError(f"free is {free!r}{did_you_mean(free, FREE)}: it is one of {', '.join(FREE)}")
+    if options and to != "aoti":
+        raise FxplugError(f"options are inductor's, and {to} is not compiled: leave them out, or export to aoti")
+    start = time.perf_counter()
+    target = _target(Path(path), to)
+    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+    named = dict(kwargs or {})
+    facts: dict[str, Any] = {}
+    if to == "aoti":
+        check_compiler(_device(module, (args, named)))
+        facts = _facts(module)
+        # compiled code reads an input's memory in the order in which the example's lay
+        args, named = map_leaves((args, named), lambda t, _: t.contiguous())
+    plain, notes = _program(module)
+    parameters = inspect.signature(plain.forward).parameters
+
+    with _beside(target) as name:
+
+        def finish(program: ExportedProgram) -> list[str]:
+            with reported(_unwritten(target), "cannot be written"):
+                if to == "aoti":
+                    return write(program, parameters, name, _live(module), facts, options)
+                _write_out_rounding(program.graph)
+                program.graph_module.recompile()
+                with _quiet(), written(name) as file, refusing():
+                    torch.export.save(program, file)
+            return []
+
+        program, kept, failures, more = _export(plain, args, named, free, finish)
+    seconds = time.perf_counter() - start
+    return Exported(target, dynamic_dims(program), kept, seconds, (*notes, *failures, *more))
+
+
+def _target(path: Path, to: str) -> Path:
+    with reported(_unwritten(path), "cannot be written"):
+        if path.is_dir():
+            return path / f"model{FORMATS[to]}"
+        return path if path.suffix == ".pt2" else path.with_name(f"{path.name.removesuffix(f'.{to}')}{FORMATS[to]}")
+
+
+PLAIN = (torch.Tensor, torch.SymInt, int, float, bool, str, type(None))  # what an exported program may give
+GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
+
+
+def hindrance(module: TracedModule, inputs: Any, result: Any = None) -> str | None:
+    """Why `export` cannot take a module, as far as its graph, its inputs and its result tell; None where they do not.
+
+    Nothing is exported for it: torch's own objections to a single operation are found by exporting only.
+    """
+    for graph in module.graphs.values():
+        for node in graph.nodes:
+            if node.op.startswith("call") and node.target in GRADIENTS:
+                return f"'{node.name}' computes gradients inside the model, which torch.export has no form for"
+    if any(isinstance(value, torch.Generator) for value in leaves(inputs)):
+        return "one of the inputs is a random generator, which no exported program takes"
+    odd = next((value for value in leaves(result) if not isinstance(value, PLAIN) and not isinstance(value, torch.Size)), None)
+    if odd is not None:
+        return f"the result holds a {type(odd).__module__}.{type(odd).__qualname__}, which no exported program gives"
+    return None
+
+
+# --- for a package
+
+
+def _device(module: nn.Module, inputs: Any) -> torch.device:
+    """The one device of a module and its inputs."""
+    tensors = [*module.parameters(), *module.buffers(), *(t for t in leaves(inputs) if isinstance(t, torch.Tensor))]
+    devices = sorted({str(t.device) for t in tensors})
+    if len(devices) > 1:
+        raise FxplugError(f"a package is for one device, and module and example inputs are on {' and '.join(devices)}")
+    return torch.device(devices[0] if devices else "cpu")
+
+
+def _live(module: TracedModule) -> dict[str, torch.Tensor]:
+    """The tensors of the passes, by the names that they have in this module."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    prefixes = tuple(f"{entry['name']}." for entry in module.meta.get("passes", []))
+    moved = {now for name, now in module.meta.get("originals", {}).items() if name.startswith(prefixes)}
+    return {name: tensor for name, tensor in tensors.items() if name.startswith(prefixes) or name in moved}
+
+
+def _facts(module: TracedModule) -> dict[str, Any]:
+    """What the manifest of a package says of a module: where its slots are, above all."""
+    passes = module.meta.get("passes", [])
+    facts: dict[str, Any] = {"module": module.classes[0], "mode": "train" if module.training else "eval"}
+    facts["passes"] = [entry["name"] for entry in passes]
+    if any(entry.get("slots") for entry in passes):
+        adapters = Adapters(module)
+        if adapters.watchers:
+            raise FxplugError(
+                "this module has its adapters merged into its weights, which a package cannot do anew when they change: export "
+                "what it was lowered from, module.meta['source']"
+            )
+        facts["banks"] = {name: [asdict(bank) for bank in banks] for name, banks in adapters.banks.items()}
+        names = [name for banks in adapters.banks.values() for bank in banks for name in adapters._parameters(bank).values()]
+        facts["where"] = {name: adapters.where.get(name, name) for name in names}
+    return facts
+
+
+# --- the program
+
+
+def _program(module: TracedModule) -> tuple[nn.Module, tuple[str, ...]]:
+    """The graph in force as a plain module on the same weights, whose result is made of tuples, lists and dicts only."""
+    graph = copy_graph(module.graphs.get(module.training, module.graph))
+    notes: list[str] = []
+    for node in list(graph.nodes):
+        if node.op == "call_function" and isinstance(node.target, type):
+            notes.append(_plain_result(node))
+    tree = shell(module)
+    traced = TracedModule(tree, {module.training: graph})
+    # torch.export interprets a GraphModule, and takes keyword arguments by position then; it calls other modules
+    kind = type(module.classes[0], (Container,), {"forward": type(traced).forward})
+    tree.__class__ = kind
+    return tree, tuple(notes)
+
+
+def _plain_result(node: fx.Node) -> str:
+    name = node.target.__name__  # type: ignore[union-attr]
+    value: Any = tuple(node.args)
+    if node.kwargs:
+        value = {k: v for k, v in node.kwargs.items() if v is not None}
+    for user in list(node.users):
+        user.args = fx.node.map_aggregate(user.args, lambda a: value if a is node else a)
+        user.kwargs = fx.node.map_aggregate(user.kwargs, lambda a: value if a is node else a)
+    node.graph.erase_node(node)
+    return f"the result is a {type(value).__name__} instead of a {name}"
+
+
+def _export(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    free: str,
+    finish: Callable[[ExportedProgram], list[str]],
+) -> tuple[ExportedProgram, str, list[str], list[str]]:
+    """The program with as many free sizes as go through export and `finish`; how many, why not more, and what `finish` gave."""
+    levels = list(FREE)[list(FREE).index(free) :]
+    tries = [(level, (args, kwargs)) for level in levels]
+    if any(t.dim() and t.shape[0] == 1 for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)):
+        # torch.export fixes a size of 1 wherever an example has it
+        doubled = map_leaves((args, kwargs), lambda t, _: torch.cat([t, t]) if t.dim() and t.shape[0] == 1 else t)
+        tries = [(level, doubled) for level in levels if level != "none"] + tries
+    failures: list[str] = []
+    error: Exception | None = None
+    for kept, (some_args, some_kwargs) in tries:
+        shapes = {name: _shapes(value, FREE[kept]) for name, value in _by_name(module, some_args, some_kwargs).items()}
+        try:
+            with _quiet(), refusing():
+                program = torch.export.export(module, some_args, some_kwargs, dynamic_shapes=shapes, strict=False)
+            return program, kept, failures, finish(program)
+        except (Unfit, Unwritten):
+            raise
+        except (Refused, FxplugError) as caught:
+            error = caught
+            failures.append(f"with {kept} dimensions free: {_first_line(caught)}")
+    raise FxplugError("torch.export cannot take this module: " + "; ".join(failures)) from error
+
+
+def _write_out_rounding(graph: fx.Graph) -> None:
+    """math.ceil and math.floor of a size by what torch.export.save has a form for."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in (math.ceil, math.floor):
+            continue
+        up = node.target is math.ceil
+        with graph.inserting_before(node):
+            whole = _call(graph, math.trunc, node.args[0])
+            beyond = _call(graph, operator.gt, *((node.args[0], whole) if up else (whole, node.args[0])))
+            next_one = _call(graph, operator.add, whole, 1 if up else -1)
+            rounded = _call(graph, torch.sym_ite, beyond, next_one, whole)
+        rounded.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(rounded)
+        graph.erase_node(node)
+
+
+def _call(graph: fx.Graph, function: Callable[..., Any], *args: Any) -> fx.Node:
+    node = graph.call_function(function, args)
+    node.meta["val"] = function(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
+    return node
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+def _by_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+
+
+def _shapes(value: Any, dims: Callable[[torch.Tensor], Any]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return dims(value)
+    members = children(value)
+    if members is None:
+        return None
+    found = {key: _shapes(member, dims) for key, member in members}
+    return found if isinstance(value, dict) else type(value)(found.values())
+
+
+def dynamic_dims(program: ExportedProgram) -> dict[str, list[int]]:
+    """The dimensions of each input of an exported program that are free."""
+    inputs = set(program.graph_signature.user_inputs)
+    found = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in inputs and isinstance(node.meta.get("val"), torch.Tensor):
+            found[node.name] = [d for d, size in enumerate(node.meta["val"].shape) if not _fixed(size)]
+    return found
+
+
+def _fixed(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) or size.node.maybe_as_int() is not None
+
+
+# --- the file
+
+
+def _unwritten(path: Path) -> Callable[[str], Unwritten]:
+    return lambda finding: Unwritten(f"{path} {finding}")
+
+
+@contextlib.contextmanager
+def _beside(target: Path) -> Iterator[str]:
+    """The name of a file to write beside the target, which takes its place then: a reader sees the old or the whole new one.
+
+    Where the target is a link, the file that it leads to is replaced. Nothing is left when the writing fails.
+    """
+    raises = _unwritten(target)
+    with contextlib.ExitStack() as stack:
+        with reported(raises, "cannot be written"):
+            target = Path(os.path.realpath(target))
+            if target.exists() and not target.is_file():
+                kind = KINDS.get(stat.S_IFMT(target.stat().st_mode), "something else")
+                raise raises(f"is {kind}, and no file is written over it")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            work = stack.enter_context(folder(f".{target.name}.exporting-", target.parent))
+        name = work / target.name
+        yield str(name)
+        with reported(raises, "cannot be written"):
+            os.replace(name, target)

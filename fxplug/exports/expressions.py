@@ -1,0 +1,172 @@
+"""Conditions on the sizes of inputs, as torch.export writes them: read as Python, evaluated by tables of our own, in bounds."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..errors import FxplugError, shown
+from ..files.reading import syntax_tree
+
+# what a condition is written in: no braces, colons, backslashes, so that there is little for a parser to get lost in
+CONDITION = re.compile(r"[\w\s.,()\[\]'+\-*/%<>=!]+\Z", re.ASCII)
+DEEPEST = 200  # how deep a condition nests
+LARGEST = 256  # bits of a whole number in one, and its largest exponent or number of places
+
+
+def _power(base: float, exponent: float) -> Any:
+    if abs(exponent) > LARGEST:
+        raise OverflowError(f"{exponent} is too large an exponent")
+    return base**exponent
+
+
+def _round(number: float, places: int = 0) -> Any:
+    if abs(places) > LARGEST:
+        raise OverflowError(f"{places} are too many places")
+    return round(number, places) if places else round(number)
+
+
+ARITHMETIC: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Div: operator.truediv, ast.Mod: operator.mod, ast.Pow: _power, ast.USub: operator.neg, ast.Not: operator.not_,
+}  # fmt: skip
+COMPARISONS: dict[type, Callable[..., Any]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "math.ceil": math.ceil, "math.floor": math.floor, "math.trunc": math.trunc, "math.sqrt": math.sqrt, "min": min, "max": max,
+    "abs": abs, "round": _round, "torch.sym_float": float, "torch.sym_int": int, "torch.sym_max": max, "torch.sym_min": min,
+    "torch.sym_not": operator.not_, "torch.sym_ite": lambda test, a, b: a if test else b,
+}  # fmt: skip
+
+
+def parsed(text: str) -> ast.expr:
+    """The tree of a condition. Raises FxplugError for what is none."""
+    opened = 0
+    for bracket in re.findall(r"[()\[\]]", text):
+        opened += 1 if bracket in "([" else -1
+        if opened > DEEPEST:
+            raise FxplugError("it nests too deeply")
+    if not CONDITION.match(text):
+        raise FxplugError("it is no expression")
+    try:
+        tree: ast.expr = syntax_tree(text, "eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise FxplugError("it is no expression") from None
+    level = [tree]
+    for _ in range(DEEPEST):
+        level = [inner for outer in level for inner in _inner(outer)]
+        if not level:
+            break
+    else:
+        raise FxplugError("it nests too deeply")
+    if _check_constants(tree):
+        _check_constant(tree)
+    return tree
+
+
+def _inner(tree: ast.AST) -> Iterator[ast.expr]:
+    return (node for node in ast.iter_child_nodes(tree) if isinstance(node, ast.expr))
+
+
+def _check_constants(tree: ast.expr) -> bool:
+    """Whether an expression reads no argument. Raises FxplugError for what `evaluate` has no form for, whatever is given."""
+    named = isinstance(tree, ast.Name) and tree.id == "L"
+    if isinstance(tree, ast.Call):
+        size = isinstance(tree.func, ast.Attribute) and tree.func.attr == "size" and not tree.args
+        known = not tree.keywords and (size or _named(tree.func) in FUNCTIONS)
+        inner = [tree.func.value] if size and isinstance(tree.func, ast.Attribute) else tree.args
+    else:
+        known = named or isinstance(tree, (ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Subscript))
+        inner = list(_inner(tree))
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, int) and tree.value.bit_length() > LARGEST:
+        raise FxplugError(f"{shown(tree.value)} is no size")
+    if not known:
+        raise FxplugError(f"{shown(ast.unparse(tree))[1:-1]} is no size")
+    free = [_check_constants(node) for node in inner]
+    if all(free) and not named:
+        return True
+    for node, constant in zip(inner, free, strict=True):
+        if constant and not (isinstance(tree, ast.Subscript) and node is tree.slice):
+            _check_constant(node)
+    return False
+
+
+def _check_constant(tree: ast.expr) -> None:
+    try:
+        evaluate(tree, {})
+    except ArithmeticError as error:
+        raise FxplugError(f"{shown(ast.unparse(tree))[1:-1]} has no value: {error}") from None
+
+
+def readable(text: str) -> str:
+    """A condition as a user writes it: `image.shape[0] < 64`."""
+    return text.replace("L['", "").replace("']", "").replace(".size()", ".shape")
+
+
+def evaluate(tree: ast.expr, arguments: Mapping[str, Any]) -> bool | int | float:
+    """The value of an expression of numbers and sizes of the arguments, `L['x'].size()[0]`.
+
+    Raises FxplugError for anything else: no name is looked up and nothing is called but what the tables above have. Raises
+    ArithmeticError for numbers that are too large, and where there is no result.
+    """
+
+    def value(node: ast.expr) -> bool | int | float:
+        return evaluate(node, arguments)
+
+    found: Any = None
+    try:
+        if isinstance(tree, ast.Constant):
+            found = tree.value
+        elif isinstance(tree, ast.BinOp) and type(tree.op) in ARITHMETIC:
+            found = ARITHMETIC[type(tree.op)](value(tree.left), value(tree.right))
+        elif isinstance(tree, ast.UnaryOp) and type(tree.op) in ARITHMETIC:
+            found = ARITHMETIC[type(tree.op)](value(tree.operand))
+        elif isinstance(tree, ast.BoolOp):
+            found = (all if isinstance(tree.op, ast.And) else any)(value(member) for member in tree.values)
+        elif isinstance(tree, ast.Compare) and all(type(op) in COMPARISONS for op in tree.ops):
+            numbers = [value(node) for node in (tree.left, *tree.comparators)]
+            pairs = zip(tree.ops, numbers[:-1], numbers[1:], strict=True)
+            found = all(COMPARISONS[type(op)](a, b) for op, a, b in pairs)
+        elif isinstance(tree, ast.Call) and not tree.keywords and _named(tree.func) in FUNCTIONS:
+            found = FUNCTIONS[_named(tree.func)](*map(value, tree.args))
+        elif isinstance(tree, ast.Subscript):
+            found = _held(tree, arguments)
+    except (TypeError, ValueError) as error:  # min of one number, the root of -1
+        raise ArithmeticError(str(error)) from None
+    if not isinstance(found, (bool, int, float)):
+        raise FxplugError(f"{shown(ast.unparse(tree))[1:-1]} is no size")
+    if isinstance(found, int) and found.bit_length() > LARGEST:
+        raise OverflowError("the number is too large")
+    return found
+
+
+def _named(function: ast.expr) -> str:
+    """`max` or `math.ceil`; an empty text for what is no such name."""
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return f"{function.value.id}.{function.attr}"
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def _held(tree: ast.expr, arguments: Mapping[str, Any]) -> Any:
+    """What `L['x']['y']` is, or a size of it; None for what is no such thing."""
+    if isinstance(tree, ast.Name) and tree.id == "L":
+        return arguments
+    if isinstance(tree, ast.Subscript) and isinstance(tree.slice, ast.Constant):
+        holder = _held(tree.value, arguments)
+        key: Any = tree.slice.value
+        try:
+            return holder[key] if isinstance(holder, (tuple, list, Mapping)) else None
+        except (KeyError, IndexError, TypeError):
+            return None
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Attribute) and tree.func.attr == "size":
+        tensor = None if tree.args or tree.keywords else _held(tree.func.value, arguments)
+        return tensor.shape if isinstance(tensor, torch.Tensor) else None
+    return None

@@ -1,0 +1,222 @@
+"""A compiled package as a callable: its adapters stay live."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from ..adapters.files import AdapterFile, read
+from ..adapters.layer_matching import Fit
+from ..adapters.slots import Adapters, Source
+from ..errors import ArtifactError, FxplugError, SpecError, did_you_mean, shown
+from ..files.reading import about, opened, reported
+from ..files.temporary import Folder, ended_by_exceptions
+from ..limits import DEFAULT, Limits
+from ..turns import Turns, change, during
+from .call_signature import Json, Signature
+from .machines import check_machine, check_operators, pick_device
+from .package_file import CODE, Packed, check_slots, place
+from .package_file import banks as _banks
+
+LOADER: Any = torch._C._aoti.AOTIModelPackageLoader
+TEMPORARY = "fxplug-package-"
+
+
+# --- running
+
+
+class PackageAdapters(Adapters):
+    """The adapters of a package, by name: `load`, `use`, `unload` and `names` as those of a module.
+
+    A change waits until the calls of the package that run are done, and later calls wait for it. Files are read before that.
+    """
+
+    def __init__(self, manifest: Json, tensors: dict[str, torch.Tensor], turns: tuple[Turns, ...]) -> None:
+        self.banks, self.where = _banks(manifest)
+        self.tensors, self.turns = tensors, turns
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.tensors[self.where.get(name, name)]
+
+    def shapes(self) -> dict[str, Any]:
+        """The weights of the whole model are the program's own."""
+        return {}
+
+    def load(self, name: str, source: Source, *, adapter: str | None = None, **options: Any) -> Fit:
+        file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter)  # type: ignore[arg-type]
+        return super().load(name, file, **options)
+
+
+class Package:
+    """A compiled module: called as the module was, for inference only.
+
+    `adapters` are what is in the slots of its passes. `tensors` are all tensors of its passes, by name, live: the program reads
+    them at each call; `update` writes into them, and into every other constant. Calls may come from several threads; a change
+    waits until those that run are done, and calls that come later wait for it, so that each call sees one state. On a GPU calls
+    and changes belong to one stream.
+    """
+
+    def __init__(self, loader: Any, manifest: Json, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
+        self._loader, self.manifest, self.tensors, self.device = loader, manifest, tensors, device
+        self._signature = Signature(manifest["signature"], device)
+        self._turns = (Turns(),)
+        self._adapters = PackageAdapters(manifest, tensors, self._turns) if manifest.get("banks") else None
+        # from here on the program reads these tensors where they lie
+        loader.load_constants({k: t for k, t in tensors.items() if k in manifest["constants"]}, False, False, True)
+
+    @property
+    def adapters(self) -> PackageAdapters:
+        """The adapters in the slots of the passes. Raises SpecError for a package of a module without slots."""
+        if self._adapters is None:
+            raise SpecError("no pass of this package has slots: apply one with them, load_pass('lora', slots=4), then export")
+        return self._adapters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the module, without gradients; result classes are dicts of their fields.
+
+        Raises what `Signature.flatten` does, and FxplugError when the program itself fails.
+        """
+        flat = self._signature.flatten(args, kwargs)
+        try:
+            out = during(self._turns, self._loader.boxed_run, flat)
+        except RuntimeError as error:
+            raise FxplugError(f"the package failed in this call: {_first(error)}") from error
+        return self._signature.unflatten(out)
+
+    def state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """The constants of the program and the tensors of the passes: their names, dtypes and shapes."""
+        constants = self.manifest["constants"].items()
+        own = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
+        return {**{name: (getattr(torch, entry["dtype"]), tuple(entry["shape"])) for name, entry in constants}, **own}
+
+    def update(self, source: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> None:
+        """Write other values into constants: adapters, or any weights.
+
+        `source` is a dict of tensors or a safetensors file, by the names of `state()`; what it does not name stays. Values are
+        cast to the dtype and moved to the device of the constant. All are checked before the first is written. Raises
+        ArtifactError for a file that cannot be read, FxplugError for an unknown name, another shape, or numbers that are not
+        finite.
+        """
+        given = source if isinstance(source, Mapping) else _read_file(Path(source))
+        known = self.state()
+        ready: dict[str, torch.Tensor] = {}
+        for name, value in given.items():
+            if name not in known:
+                raise FxplugError(f"the package has no constant '{name}'{did_you_mean(name, known)}")
+            dtype, shape = known[name]
+            if tuple(value.shape) != shape:
+                raise FxplugError(f"{name} is {shape} in the package, and {tuple(value.shape)} was given")
+            ready[name] = value.detach().to(self.device, dtype).contiguous()
+            if dtype.is_floating_point and not bool(torch.isfinite(ready[name]).all()):
+                raise FxplugError(f"{name} has values that are not finite")
+        with change(self._turns), torch.no_grad():
+            for name in self.tensors.keys() & ready.keys():
+                self.tensors[name].copy_(ready.pop(name))
+            if ready:
+                self._loader.load_constants(ready, False, False, False)
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.manifest.get("passes", [])) or "no passes"
+        return f"Package({self.manifest.get('module')}, {names}, on {self.device})"
+
+
+def load_package(
+    path: str | os.PathLike[str],
+    *,
+    trusted: bool = False,
+    device: torch.device | str | None = None,
+    runners: int = 1,
+    limits: Limits = DEFAULT,
+) -> Package:
+    """Load a package that `export(..., to="aoti")` wrote: `load_package("model.aoti.pt2", trusted=True)`.
+
+    A package is machine code and runs with all rights of this process: load only what you would also install, and say so by
+    `trusted=True`. Nothing is unpickled, nothing is written but into a temporary folder, and neither the model's own Python
+    code nor a compiler is needed. `device` picks one of several GPUs; `runners` is how many calls may run at once, each with
+    memory of its own for what lies between the layers (weights are shared). `limits` bounds what is read beside the code.
+
+    Raises ArtifactError for a file that is not said to be trusted, that is damaged or no package of fxplug's, that another
+    version of torch compiled, and for one whose device or instructions this machine does not have.
+    """
+    file = Path(path)
+    if trusted is not True:
+        raise ArtifactError(
+            f"{file} holds machine code, which can do whatever you can: load only what you would also install as a program, "
+            "and say so: load_package(path, trusted=True)"
+        )
+    if type(runners) is not int or runners < 1:
+        raise FxplugError(f"runners must be a whole number, 1 or more, not {runners!r}")
+    with _named(file), opened(file) as handle, ended_by_exceptions():
+        packed = Packed(handle, file, limits)
+        manifest = packed.manifest
+        where = pick_device(file, manifest["device"], device)
+        check_machine(file, manifest, where)
+        check_operators(file, manifest["operators"])
+        Signature(manifest["signature"], where, limits)
+        with reported(about(file), "cannot be unpacked into a temporary folder"):
+            work = Folder(TEMPORARY)
+        try:
+            with reported(about(file), f"cannot be unpacked into {work.path}"):
+                packed.unpack(work.path)
+            loader = _loader(work.path, runners, where.index if where.index is not None else -1)
+            missing = sorted(set(manifest["constants"]) - set(loader.get_constant_fqns()))
+            if missing:
+                raise ArtifactError(f"the program does not know {shown(missing[0])[1:-1]}, which its manifest lists")
+            package = Package(loader, manifest, place(manifest, packed.tensors, where), where)
+            if manifest["banks"]:
+                check_slots(package.adapters)
+        except BaseException:  # an interrupt, too: the folder goes, the error is raised again
+            work.remove()
+            raise
+        if where.type == "cpu":
+            work.remove()  # its code lies in memory by now
+        else:
+            weakref.finalize(package, work.remove)  # kernels are read when they are first called
+    return package
+
+
+@contextlib.contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Whatever goes wrong with a file is an error that names it."""
+    try:
+        yield
+    except ArtifactError as error:
+        raise error if str(file) in str(error) else ArtifactError(f"{file}: {error}") from None
+    except RuntimeError as error:  # RecursionError is one
+        raise ArtifactError(f"the program in {file} cannot be loaded: {_first(error)}") from error
+    except MemoryError:
+        raise ArtifactError(f"{file} is damaged, or larger than the memory of this machine") from None
+
+
+def _loader(code: Path, runners: int, index: int) -> Any:
+    """The program whose files lie below a folder."""
+    try:
+        return LOADER(str(code.absolute()), "model", False, runners, index)
+    except RuntimeError as error:
+        if "zip archive" not in str(error):
+            raise
+    # before torch 2.15 the loader takes nothing but an archive
+    archive = code / "model.pt2"
+    with zipfile.ZipFile(archive, "w") as out:
+        for path in sorted((code / CODE).iterdir()):
+            out.write(path, f"model/{CODE}{path.name}")
+    return LOADER(str(archive.absolute()), "model", False, runners, index)
+
+
+def _read_file(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        return dict(load_file(file))
+    except Exception as error:  # safetensors'
+        raise ArtifactError(f"{file} cannot be read as safetensors: {type(error).__name__}: {_first(error)}") from error
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,1 @@
+"""What a rewrite works on: the traced module, its functions, regions, subgraphs and text."""

@@ -1,0 +1,168 @@
+"""The closed list of functions that a graph may call, by public name: what `torch.overrides` knows, and arithmetic."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.nn.utils.rnn import PackedSequence
+
+from . import checked_functions as checked
+from . import ops
+
+# factories take no tensor, so torch.overrides lists them among the functions it ignores
+FACTORIES = """arange as_tensor bartlett_window blackman_window complex empty empty_strided eye full hamming_window
+hann_window kaiser_window linspace logspace normal ones rand rand_like randint randint_like randn randn_like randperm
+range scalar_tensor tensor tril_indices triu_indices zeros sym_max sym_min sym_float sym_int sym_not sym_ite sym_sum
+broadcast_shapes promote_types result_type finfo iinfo""".split()  # noqa: SIM905
+NAMESPACES = {
+    "torch.nn.functional": F,
+    "torch": torch,
+    "torch.linalg": torch.linalg,
+    "torch.fft": torch.fft,
+    "torch.special": torch.special,
+}
+OPERATORS = """add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor neg pos abs invert eq ne lt le gt ge
+getitem setitem contains iadd isub imul itruediv""".split()  # noqa: SIM905
+OPS = """edge guard check_state asked dtype_of same check_inputs check_members put_members check_generator check_added device_of
+enter_autocast exit_autocast enter_grad exit_grad""".split()  # noqa: SIM905
+MATH = "sqrt log log2 log10 exp pow sin cos tan atan ceil floor trunc gcd fabs".split()  # noqa: SIM905
+# kept from the import: while a model is traced, `math` itself has functions that record
+MATH_FUNCTIONS = {name: getattr(math, name) for name in MATH}
+# functions that are in none of these namespaces
+PRIVATE: dict[str, Callable[..., Any]] = {
+    "torch._C._nn.pad_sequence": torch._C._nn.pad_sequence,
+    "torch._pack_padded_sequence": torch._pack_padded_sequence,
+    "torch.autograd.grad": torch.autograd.grad,
+    "torch.Size": torch.Size,
+}
+# functions that trust their callers, by public name, with what a graph calls in their place
+CHECKED: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "torch._weight_norm": (torch._weight_norm, checked.weight_norm),
+    "torch._pad_packed_sequence": (torch._pad_packed_sequence, checked.pad_packed_sequence),
+    "torch.nn.utils.rnn.PackedSequence": (PackedSequence, checked.packed_sequence),
+    **{f"torch.{f.__name__}": (f, checked.recurrent(f)) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+}
+# methods of Tensor that reach beyond its values: memory by address, other libraries, hooks, other processes, Python's calls
+OUTSIDE = frozenset(
+    """register_hook register_post_accumulate_grad_hook share_memory_ is_shared module_load map_ map2_ apply_ numpy storage
+    untyped_storage storage_type data_ptr const_data_ptr mutable_data_ptr backward set_ pin_memory is_pinned dlpack new
+    as_subclass record_stream reinforce retain_grad""".split()  # noqa: SIM905
+)
+# kernels behind other functions, which trust that those have checked the arguments; on odd ones they end the process
+UNCHECKED = re.compile(
+    r"(fbgemm|quantized|miopen|cudnn|mkldnn)_|to_mkldnn|fused_moving_avg|choose_qparams|index\Z"
+    r"|batch_norm_(backward|elemt|gather|stats|update)|sparse_resize|resize_as_sparse"
+)
+IN_PLACE = ("iadd", "isub", "imul", "itruediv")
+REFLECTED = "add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor".split()  # noqa: SIM905
+
+# a dunder method of Tensor as the function of `operator` that calls it; the reflected ones swap their arguments
+DUNDERS = {
+    **{f"__{n.rstrip('_')}__": (getattr(operator, n), False) for n in OPERATORS if n not in IN_PLACE},
+    **{f"__r{n.rstrip('_')}__": (getattr(operator, n), True) for n in REFLECTED},
+    "__rdiv__": (operator.truediv, True),
+    "__div__": (operator.truediv, False),
+}
+# attributes of a tensor that are tensors, as the method or function that computes them
+ATTRIBUTES: dict[str, Callable[[Any], tuple[str, Any, tuple[Any, ...]]]] = {
+    "T": lambda x: ("call_function", torch.permute, (tuple(range(x.dim() - 1, -1, -1)),)),
+    "mT": lambda x: ("call_method", "transpose", (-2, -1)),
+    "H": lambda x: ("call_method", "adjoint", ()),
+    "mH": lambda x: ("call_method", "adjoint", ()),
+    "data": lambda x: ("call_method", "detach", ()),
+    "real": lambda x: ("call_function", torch.real, ()),
+    "imag": lambda x: ("call_function", torch.imag, ()),
+}
+RANDOM = """bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal normal_ poisson rand rand_like
+randint randint_like randn randn_like randperm random_ uniform_ dropout dropout1d dropout2d dropout3d alpha_dropout
+feature_alpha_dropout feature_dropout rrelu rrelu_ gumbel_softmax dropout_ native_dropout
+scaled_dot_product_attention""".split()  # noqa: SIM905
+# those that draw at every call, in evaluation too
+DRAWS = {name for name in RANDOM if "dropout" not in name and name not in ("rrelu", "rrelu_", "scaled_dot_product_attention")}
+
+
+@cache
+def functions() -> dict[str, Callable[..., Any]]:
+    """Every function a graph may call, by public dotted name."""
+    known: set[Any] = set()
+    for listed in torch.overrides.get_overridable_functions().values():
+        known.update(f for f in listed if callable(f) and getattr(f, "__hash__", None))
+    table: dict[str, Callable[..., Any]] = {}
+    for space, module in NAMESPACES.items():
+        for name in dir(module):
+            value = getattr(module, name)
+            if not name.startswith("_") and callable(value) and not isinstance(value, type) and value in known:
+                if UNCHECKED.match(name):
+                    continue
+                table[f"{space}.{name}"] = value
+    table.update({f"torch.{n}": getattr(torch, n) for n in FACTORIES if hasattr(torch, n)})
+    table.update({f"operator.{n}": getattr(operator, n) for n in OPERATORS})
+    table.update({f"math.{n}": function for n, function in MATH_FUNCTIONS.items()})
+    table.update(PRIVATE)
+    table.update({name: function for name, (_, function) in CHECKED.items()})
+    table["builtins.round"] = builtins.round
+    table["builtins.pow"] = builtins.pow
+    table.update({f"fxplug.ops.{n}": getattr(ops, n) for n in OPS})
+    return table
+
+
+@cache
+def names() -> dict[Any, str]:
+    """The public dotted name of every function in `functions()`, and of those that some of them check the arguments of."""
+    table: dict[Any, str] = {function: name for name, (function, _) in CHECKED.items()}
+    for name, function in functions().items():
+        table.setdefault(function, name)
+    return table
+
+
+def listed(function: Any) -> Callable[..., Any] | None:
+    """The function that a graph calls for this one, or None where it may not."""
+    name = names().get(function)
+    return functions()[name] if name is not None else None
+
+
+@cache
+def methods() -> frozenset[str]:
+    """The methods of Tensor that a graph may call: public ones, neither OUTSIDE nor UNCHECKED."""
+    known = (n for n in dir(torch.Tensor) if not n.startswith("_") and callable(getattr(torch.Tensor, n)))
+    return frozenset(n for n in known if n not in OUTSIDE and not UNCHECKED.match(n))
+
+
+@cache
+def method_names() -> dict[Any, str]:
+    """The name of each method of Tensor by the object that `__torch_function__` is given."""
+    table: dict[Any, str] = {}
+    for name in sorted(dir(torch.Tensor), key=lambda n: n.startswith("_")):
+        value = getattr(torch.Tensor, name)
+        if callable(value):
+            try:
+                table.setdefault(value, name)
+            except TypeError:
+                continue
+    return table
+
+
+def short_name(target: Any) -> str:
+    """The last part of a target's name, as used for node names."""
+    if isinstance(target, str):
+        return target.rsplit(".", 1)[-1]
+    return getattr(target, "__name__", type(target).__name__).strip("_")
+
+
+def computed_by(node: fx.Node, look: Callable[[fx.Node, str], list[fx.Node]]) -> None:
+    """Look at what a value is computed by, sizes apart, as far back as `look` says: it gets a node and its short name."""
+    seen, todo = set(), [node]
+    while todo:
+        current = todo.pop()
+        if current not in seen and not (current.op == "call_method" and current.target in ("size", "numel", "stride")):
+            seen.add(current)
+            todo += look(current, short_name(current.target) if current.op != "placeholder" else "")

@@ -1,0 +1,386 @@
+"""What there is in a graph: regions, the ports at their edges, and those that a match admits. Reads graphs, changes none."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+from torch import fx, nn
+
+from ..errors import MatchError, did_you_mean
+from ..spec.addresses import EACH, Port, is_pattern, parse_port, select
+from ..spec.rules import Match
+from . import functions, ops
+from .traced_module import class_names
+
+SHOWN = 5  # so many examples are listed in a message
+
+
+@dataclass
+class Region:
+    """One call of one module in one graph: the nodes at its edges."""
+
+    key: str
+    leaf: fx.Node | None = None
+    inputs: list[tuple[Port, int, fx.Node]] = field(default_factory=list)
+    outputs: list[tuple[Port, fx.Node]] = field(default_factory=list)
+    nodes: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        return self.key.partition("@")[0]
+
+
+def added(node: fx.Node) -> bool:
+    """Whether a pass put a node in and it is no part of a region: the blocks, not the networks of a pass."""
+    return "pass" in node.meta and not node.meta["pass"].get("region")
+
+
+class Regions:
+    """The regions of one graph in the order they ran, found in one walk."""
+
+    def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
+        self.root = root
+        self._classes: dict[str, tuple[str, ...]] = {}
+        self._passes = {entry["name"] for entry in getattr(root, "meta", {}).get("passes", [])}
+        self.replaced = dict(_replaced(root))
+        self.by_key: dict[str, Region] = {"": Region("")}
+        self.readers: dict[str, list[fx.Node]] = {}  # parameters that the graph itself reads
+        self.constants: dict[str, Any] = {}  # the model's arguments that are a part of the graph
+        for node in graph.nodes:
+            if node.target is ops.same:
+                self.constants.update(zip(node.args[2], node.args[1], strict=True))
+            if "pass" in node.meta:
+                self._passes.add(node.meta["pass"]["name"])
+            if node.op == "get_attr":
+                self.readers.setdefault(str(node.target), []).append(node)
+            stack = node.meta.get("nn_module_stack")
+            if not stack or added(node):
+                continue
+            key = next(reversed(stack))
+            port = node.meta.get("port")
+            region = self.region(port.path if port is not None else key)
+            if node.op == "call_module" and port is not None:
+                region.leaf = node
+            elif port is not None and port.side == "in":
+                region.inputs.append((port, node.meta["index"], node))
+            elif port is not None:
+                region.outputs.append((port, node))
+            elif node.op in ("call_function", "call_method") and getattr(node.target, "__module__", "") != ops.__name__:
+                region.nodes.append(node)
+
+    def region(self, key: str) -> Region:
+        if key not in self.by_key:
+            self.by_key[key] = Region(key)
+        return self.by_key[key]
+
+    def in_ports(self, region: Region) -> list[tuple[Port, int, fx.Node]]:
+        """The tensors that enter a region: their ports, the position of the argument, and the node that reads it."""
+        if region.leaf is None:
+            return region.inputs
+        names = _argument_names(self.root.get_submodule(region.path))
+        found = []
+        for index, value in enumerate([*region.leaf.args, *region.leaf.kwargs.values()]):
+            positional = index < len(region.leaf.args)
+            keyword = None if positional else list(region.leaf.kwargs)[index - len(region.leaf.args)]
+            name = keyword or (names[index] if index < len(names) else f"arg{index}")
+            if isinstance(value, fx.Node) and "shape" in value.meta:
+                found.append((Port(region.key, "in", (name,)), index, region.leaf))
+        return found
+
+    def out_ports(self, region: Region) -> list[tuple[Port, fx.Node]]:
+        """The tensors that leave a region: their ports and nodes."""
+        if region.leaf is None:
+            return region.outputs
+        if "shape" in region.leaf.meta:
+            return [(Port(region.key, "out"), region.leaf)]
+        return list(_members(region.leaf, region.key, ()))
+
+    @cached_property
+    def ran(self) -> list[str]:
+        """Every region that ran, without the model itself."""
+        return [key for key in self.by_key if key]
+
+    @cached_property
+    def calls(self) -> dict[str, list[Region]]:
+        """The calls of each module, by its path."""
+        found: dict[str, list[Region]] = {}
+        for region in self.by_key.values():
+            found.setdefault(region.path, []).append(region)
+        return found
+
+    def classes(self, path: str) -> tuple[str, ...]:
+        """The names of a module's class and of its bases."""
+        if path not in self._classes:
+            self._classes[path] = class_names(self.module(path))
+        return self._classes[path]
+
+    def module(self, path: str) -> nn.Module:
+        """The module of a region: the one that replaced it, where a pass did that."""
+        _, block = self.replaced.get(path, ("", path))
+        return self.root.get_submodule(block)
+
+    def inserted(self, path: str) -> bool:
+        """Whether a pass put this module in."""
+        return path.partition(".")[0] in self._passes
+
+    def candidates(self, pattern: str) -> list[str]:
+        """The regions a pattern is held against: what a pass put in only where the pattern begins with that pass's name."""
+        head = re.match(r"(?:re:)?\^?(\w+)", pattern)
+        own = head[1] if head and head[1] in self._passes else None
+        return [k for k in self.ran if not self.inserted(k) or k.partition(".")[0] == own]
+
+    @cached_property
+    def names(self) -> dict[int, list[str]]:
+        """All names of each parameter, by its id: a tied one has several."""
+        found: dict[int, list[str]] = {}
+        for name, parameter in self.root.named_parameters(remove_duplicate=False):
+            found.setdefault(id(parameter), []).append(name)
+        return found
+
+    def parameters(self, path: str, pattern: str) -> list[str]:
+        """The names of a module's own parameters that a pattern admits."""
+        names = [n for n, p in self.module(path)._parameters.items() if p is not None]
+        return [n for n in names if fnmatchcase(n, pattern)]
+
+
+def _members(node: fx.Node, key: str, keys: tuple[int | str, ...]) -> Iterator[tuple[Port, fx.Node]]:
+    for user in node.users:
+        if user.op == "call_function" and user.target is operator.getitem and user.args[0] is node:
+            inner = (*keys, user.args[1])
+            if "shape" in user.meta:
+                yield Port(key, "out", inner), user  # type: ignore[arg-type]
+            else:
+                yield from _members(user, key, inner)  # type: ignore[arg-type]
+
+
+def _argument_names(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
+
+
+# --- values at ports
+
+
+def region_of(regions: Regions, port: Port) -> Region:
+    """The region of a port. Raises MatchError that says what comes nearest."""
+    region = regions.by_key.get(port.path)
+    if region is None:
+        raise MatchError(no_region(regions, port.path))
+    return region
+
+
+def source(regions: Regions, port: Port) -> fx.Node:
+    """The node whose value is at a port. Raises MatchError that names what ports there are."""
+    region = region_of(regions, port)
+    if port.side == "in":
+        return input_value(find_input(regions, region, port), region)
+    return find_output(regions, region, port)
+
+
+def find_input(regions: Regions, region: Region, port: Port) -> tuple[Port, int, fx.Node]:
+    """The input that `in`, `in[1]` or `in.name` means; without a key the first tensor."""
+    ports = regions.in_ports(region)
+    if not ports:
+        raise MatchError(f"'{region.key or 'the model'}' takes no tensor, so it has no '{port}'")
+    if not port.keys:
+        return ports[0]
+    for found in ports:
+        if _is(port.keys, found[0].keys, found[1]):
+            return found
+    listed = ", ".join(f"'{found[0]}'" for found in ports)
+    why = "is no input"
+    if not region.key and port.keys[0] in regions.constants:
+        why = f"was {regions.constants[str(port.keys[0])]!r} when the model was traced and is part of the graph, no input"
+        listed += f"; trace with a tensor for '{port.keys[0]}'"
+    raise MatchError(f"'{port}' {why} of '{region.key or 'the model'}'; there are {listed}")
+
+
+def find_output(regions: Regions, region: Region, port: Port) -> fx.Node:
+    ports = regions.out_ports(region)
+    if not ports:
+        raise MatchError(f"'{region.key or 'the model'}' returns no tensor, so it has no '{port}'")
+    for found, node in ports:
+        if found.keys == port.keys:
+            return node
+    listed = ", ".join(f"'{found}'" for found, _ in ports)
+    raise MatchError(f"'{region.key or 'the model'}' has no single result '{port}'; there are {listed}: name one")
+
+
+def _is(wanted: tuple[int | str, ...], keys: tuple[int | str, ...], index: int | None = None) -> bool:
+    """Whether the keys of a port are the wanted ones; an argument goes by its name or its position."""
+    if len(wanted) != len(keys):
+        return False
+    return all(w in (EACH, k) or (i == 0 and index is not None and w == index) for i, (w, k) in enumerate(zip(wanted, keys)))  # noqa: B905
+
+
+def input_value(found: tuple[Port, int, fx.Node], region: Region) -> fx.Node:
+    port, index, node = found
+    if region.leaf is None:
+        return node
+    value = [*node.args, *node.kwargs.values()][index]
+    assert isinstance(value, fx.Node)
+    return value
+
+
+def each(regions: Regions, port: Port) -> list[Port]:
+    """The ports that one with `[*]` in its keys stands for. Raises MatchError when there is none."""
+    region = region_of(regions, port)
+    wanted = port.keys[:-1] if port.whole else port.keys
+    ports: list[tuple[Port, int | None]] = [(found, None) for found, _ in regions.out_ports(region)]
+    if port.side == "in":
+        ports = [(found, index) for found, index, _ in regions.in_ports(region)]
+    if port.whole:  # each of these values with all its members
+        ports = list(dict.fromkeys((replace(p, keys=p.keys[: len(wanted)]), index) for p, index in ports))
+        return [replace(p, keys=(*p.keys, port.keys[-1])) for p, index in ports if _is(wanted, p.keys, index)]
+    chosen = [p for p, index in ports if _is(wanted, p.keys, index)]
+    if not chosen:
+        listed = ", ".join(f"'{p}'" for p, _ in ports)
+        raise MatchError(f"'{port}' is no value of '{region.key or 'the model'}'; there are {listed or 'none'}")
+    return chosen
+
+
+def members(regions: Regions, port: Port) -> Any:
+    """The ports of a whole value in its structure: tuples, records by name; None where a member is no tensor."""
+    region = region_of(regions, port)
+    wanted = port.keys[:-1]
+    rows: list[tuple[tuple[int | str, ...], Port]] = []
+    if port.side == "in" and not wanted:
+        return _arguments(regions, region)
+    if port.side == "in":
+        for found, index, _ in regions.in_ports(region):
+            head = index if isinstance(wanted[0], int) else found.keys[0]
+            rows.append(((head, *found.keys[1:]), found))
+    else:
+        rows = [(found.keys, found) for found, _ in regions.out_ports(region)]
+    rows = [(keys[len(wanted) :], found) for keys, found in rows if keys[: len(wanted)] == wanted]
+    if not rows and port.side == "out":
+        raise MatchError(f"'{region.key or 'the model'}' returns no tensor, so it has no '{port}'")
+    return nest(rows) if rows else ()
+
+
+def _arguments(regions: Regions, region: Region) -> tuple[Any, ...]:
+    """The positional arguments of a region's call, constants as they are; all of them where none is positional."""
+    ports = regions.in_ports(region)
+    if region.leaf is not None:
+        call: tuple[Any, ...] = tuple(region.leaf.args)
+    else:
+        call = next((node.meta["call"] for _, _, node in ports if "call" in node.meta), ())
+    rows = [((index, *found.keys[1:]), found) for found, index, _ in ports if index < len(call) or not call]
+    tensors = nest(rows) if rows else ()
+    if not call:
+        return tuple(value for value in tensors if value is not None)
+    constants = [None if isinstance(value, fx.Node) else value for value in call]
+    return tuple(
+        tensors[i] if i < len(tensors) and tensors[i] is not None else constants[i]
+        for i in range(max(len(constants), len(tensors)))
+    )
+
+
+def nest(rows: Sequence[tuple[tuple[int | str, ...], Any]]) -> Any:
+    """Values by their keys as one nested value."""
+    if len(rows) == 1 and rows[0][0] == ():
+        return rows[0][1]
+    inner: dict[int | str, list[Any]] = {}
+    for keys, value in rows:
+        inner.setdefault(keys[0], []).append((keys[1:], value))
+    built = {key: nest(group) for key, group in inner.items()}
+    if any(isinstance(key, str) for key in built):
+        return ops.Record({str(key): value for key, value in built.items()})
+    return tuple(built.get(i) for i in range(max(map(int, built)) + 1))
+
+
+def no_region(regions: Regions, path: str) -> str:
+    modules = dict(regions.root.named_modules(remove_duplicate=False))
+    if path in modules and not regions.inserted(path):
+        for place, (name, _) in regions.replaced.items():
+            if f"{path}.".startswith(f"{place}."):
+                return f"'{path}' is gone: pass '{name}' replaced '{place}'"
+        inner = [k for k in regions.ran if k.startswith(f"{path}.")]
+        inside = f"; regions inside it: {listed(inner)}" if inner else ""
+        return f"'{path}' ({class_names(modules[path])[0]}) is never called by the model, so it is no region{inside}"
+    return f"no region '{path}'{did_you_mean(path, regions.ran)}"
+
+
+def _replaced(root: nn.Module) -> Iterator[tuple[str, tuple[str, str]]]:
+    """The regions that passes replaced, with the name of the pass and the path of the block."""
+    for entry in getattr(root, "meta", {}).get("passes", []):
+        rows = [s for s in entry["sites"] if s["place"] == "replace"]
+        yield from ((s["path"].partition("@")[0], (entry["name"], s["block"])) for s in rows)
+
+
+def listed(items: Sequence[str]) -> str:
+    """Names in a message, the first of them when they are many."""
+    shown = ", ".join(items[: 2 * SHOWN])
+    return shown + (f", ... ({len(items)})" if len(items) > 2 * SHOWN else "") if items else "none"
+
+
+# --- what a match admits
+
+
+@dataclass
+class Hit:
+    """A region that a match admits: what its path caught, the port that the pattern names, and which pattern it was."""
+
+    key: str
+    caught: dict[str, str]
+    port: Port
+    pattern: int
+
+
+def hits(regions: Regions, match: Match) -> list[Hit]:
+    """The regions that a match admits, in the order of its patterns and of the run. `op` is not looked at."""
+    found: dict[tuple[str, Port], Hit] = {}
+    for number, pattern in enumerate(match.patterns):
+        port = parse_port(pattern)
+        by_call = "@" in port.path
+        names = {k: k if by_call else regions.by_key[k].path for k in regions.candidates(port.path)}
+        if match.op and port.path == "**":
+            names = {"": "", **names}  # the model's own operations
+        caught = select(port.path, dict.fromkeys(names.values())) if port.path else {}
+        if not port.path:
+            names, caught = {"": "", **names}, {"": {}}
+        rows = {k: caught[name] for k, name in names.items() if name in caught}
+        if match.within:
+            rows = _below(regions, names, rows, match.within)
+        rows = {k: groups for k, groups in rows.items() if is_a(regions, names[k], match.module)}
+        for key, groups in rows.items():
+            found.setdefault((key, port), Hit(key, groups, replace(port, path=key), number))
+    return list(found.values())
+
+
+def _below(
+    regions: Regions, names: Mapping[str, str], rows: Mapping[str, dict[str, str]], within: Sequence[str | type]
+) -> dict[str, dict[str, str]]:
+    """The layers of these classes among and below the given regions, with what the nearest region caught."""
+    above = {names[key]: groups for key, groups in rows.items()}
+    found = {}
+    for key, name in names.items():
+        parts = name.partition("@")[0].split(".")
+        around = (".".join(parts[:n]) for n in range(len(parts), -1, -1))
+        nearest = next((path for path in around if path in above), None) if name else None
+        if nearest is not None and is_a(regions, name, within):
+            found[key] = above[nearest]
+    return found
+
+
+def is_a(regions: Regions, name: str, classes: Sequence[str | type]) -> bool:
+    """Whether the module of a region is of one of these classes, by name."""
+    known = regions.classes(name.partition("@")[0])
+    return not classes or any((c if isinstance(c, str) else c.__name__) in known for c in classes)
+
+
+def operations(region: Region, match: Match) -> list[fx.Node]:
+    """The operations of a region that `op` names: by short name, as function or method, or by public name."""
+    wanted = {op if isinstance(op, str) else functions.short_name(op) for op in match.op or ()}
+    return [n for n in region.nodes if functions.short_name(n.target) in wanted or functions.names().get(n.target) in wanted]
+
+
+def is_exact(match: Match) -> bool:
+    """Whether a match names its places one by one."""
+    return not match.within and not any(is_pattern(parse_port(p).path) for p in match.patterns)

@@ -1,0 +1,412 @@
+"""The module a trace gives: `torch.fx.GraphModule` with edges in its graph, one graph a mode, and the model's attributes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import keyword
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo import trace_rules
+from torch._dynamo.eval_frame import skip_code
+
+from ..adapters.slots import Adapters
+from ..errors import SpecError, TraceError
+from ..limits import DEFAULT
+from ..turns import change, during, hold, inside, turns_of
+from . import ops
+
+PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype)
+# names that torch's GraphModule and this one use themselves; a model's attribute of that name stays out
+RESERVED = {"meta", "shape_env", "attributes", "graphs", "graph", "code", "classes", "training", "twin_error"}
+OWN_STATE = {"_graph", "_twin", "_extras", "_origin", "_code", "_codes", "_graph_mode", "_adapters", "_turns"}
+ROOT_STATE = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
+# a lookup that FX writes for a name such as "0"; or a string or comment, which is left as it is
+LOOKUP = re.compile(
+    r'''getattr\((self(?:\.\w+|\[[^\[\]]+\])*), "([^"\\]+)"\)|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*'''
+)
+# a path from the root, in text without calls of getattr
+PATH = re.compile(r'''\bself((?:\.\w+|\[[^\[\]]+\])+)|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*''')
+STEP = re.compile(r"\.(\w+)|\[[^\[\]]+\]")
+MODES = (ops.enter_grad, ops.enter_autocast)
+
+
+class Graph(fx.Graph):
+    """An FX graph whose generated code leaves out the edges of regions and writes `self.blocks[0]`, not `getattr`."""
+
+    def python_code(self, root_module: str, **options: Any) -> Any:
+        code = fx.Graph.python_code(without_edges(self), root_module, **options)
+        before = None
+        while before != code.src:
+            before = code.src
+            code.src = LOOKUP.sub(_indexed, code.src)
+        code.src = PATH.sub(_spelled, code.src)
+        return code
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Graph:
+        return copy_graph(self)
+
+
+def _indexed(found: re.Match[str]) -> str:
+    return f"{found[1]}[{found[2] if found[2].isdigit() else repr(found[2])}]" if found[1] else found[0]
+
+
+def _spelled(found: re.Match[str]) -> str:
+    if found[1] is None:
+        return found[0]
+    steps = [
+        f"[{step[1]!r}]" if step[1] and by_index(step[1], first=step.start() == 0) else step[0]
+        for step in STEP.finditer(found[1])
+    ]
+    return "self" + "".join(steps)
+
+
+@functools.cache
+def by_index(key: str, first: bool) -> bool:
+    """Whether code takes a child, parameter or buffer as `module[key]`: an attribute of that name would be another.
+
+    `first` says that the module is the root, a TracedModule; below it the modules with such keys are Containers.
+    """
+    if not key.isascii() or not key.isidentifier() or keyword.iskeyword(key):
+        return True
+    names = RESERVED | OWN_STATE | set(dir(TracedModule)) if first else {"classes", "attributes", *dir(nn.Module)}
+    return key in names or first and key in ROOT_STATE
+
+
+def copy_graph(graph: fx.Graph) -> Graph:
+    """The same graph again, node names and meta included."""
+    new = Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        values[node] = new.node_copy(node, values.__getitem__)
+    return new
+
+
+def without_edges(graph: fx.Graph) -> fx.Graph:
+    """The graph that runs: the same without the identities that mark the edges of regions."""
+    new = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is ops.edge and isinstance(node.args[0], fx.Node):
+            values[node] = values[node.args[0]]
+        else:
+            values[node] = new.node_copy(node, values.__getitem__)
+    return new
+
+
+class Container(nn.Module):
+    """Stands where a module was whose code is in the graph now: its parameters, children and plain attributes.
+
+    `classes` holds the names of its class and of that class's bases.
+    """
+
+    def __init__(self, classes: tuple[str, ...] = ("Module",), attributes: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.classes = classes
+        self.attributes = tuple(attributes or ())
+        self.__dict__.update(attributes or {})
+
+    def __getitem__(self, key: int | str) -> Any:
+        return _child(self, key)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(m for m in self._modules.values() if m is not None)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _get_name(self) -> str:
+        return self.classes[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"the code of this {self.classes[0]} is in the graph of the traced model; call the model")
+
+
+def _child(module: nn.Module, key: int | str) -> Any:
+    """A child, parameter or buffer by name; or a child by position, as in a ModuleList."""
+    name = str(key)
+    found: Any = module._modules.get(name)
+    if found is None:
+        found = module._parameters.get(name)
+    if found is None:
+        found = module._buffers.get(name)
+    if found is None and isinstance(key, int):
+        found = list(module._modules.values())[key]
+    if found is None:
+        raise KeyError(key)
+    return found
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """The public attributes of a module that are numbers, strings, None, dtypes, or tuples and lists of those."""
+    return {k: v for k, v in vars(module).items() if is_plain_attribute(k, v)}
+
+
+def is_plain_attribute(name: str, value: Any) -> bool:
+    """Whether a Container has an attribute: a public one, of no name that a module has itself, and a plain value."""
+
+    def plain(x: Any, depth: int = DEFAULT.depth) -> bool:
+        return isinstance(x, PLAIN_TYPES) or (type(x) in (tuple, list) and depth > 0 and all(plain(y, depth - 1) for y in x))
+
+    taken = name in ("training", "classes", "attributes") or hasattr(Container, name)
+    return not (name.startswith("_") or taken) and plain(value)
+
+
+def class_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of a module's class and its bases, down to but without nn.Module."""
+    if isinstance(module, (Container, TracedModule)):
+        return module.classes
+    names = tuple(c.__name__ for c in type(module).__mro__ if issubclass(c, nn.Module) and c is not nn.Module)
+    return names or ("Module",)
+
+
+def shell(module: nn.Module) -> nn.Module:
+    """The module tree again on the same tensors: changing one tree, or the mode of its modules, leaves the other alone.
+
+    The root comes back as a Container; a module that stands in two places does so in the copy.
+    """
+    copies: dict[int, nn.Module] = {}
+
+    def copy_of(old: nn.Module) -> nn.Module:
+        if id(old) not in copies:
+            root = isinstance(old, TracedModule)
+            new = object.__new__(Container if root else type(old))
+            # the dictionaries of hooks are copied: a hook on one tree is none on the other
+            new.__dict__ = {
+                k: v.copy() if type(v) is OrderedDict else v for k, v in vars(old).items() if not (root and k in OWN_STATE)
+            }
+            for table in ("_parameters", "_buffers"):
+                new.__dict__[table] = dict(getattr(old, table))
+            new.__dict__["_non_persistent_buffers_set"] = set(old._non_persistent_buffers_set)
+            copies[id(old)] = new
+            new.__dict__["_modules"] = {k: m if m is None else copy_of(m) for k, m in old._modules.items()}
+        return copies[id(old)]
+
+    return copy_of(module)
+
+
+def _unwound(forward: Any) -> Any:
+    """A forward that gives gradients and autocast their modes back when an error leaves it between enter and exit."""
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        before = ops.modes()
+        try:
+            return forward(self, *args, **kwargs)
+        except BaseException:  # whatever leaves the model's forward, an interrupt, too
+            ops.set_modes(before)
+            raise
+
+    return wrapper
+
+
+def _is_ours(name: str) -> bool:
+    """Whether an attribute of that name would take the place of a method or property of a traced module."""
+    return not name.startswith("_") and hasattr(TracedModule, name)
+
+
+def _in_turn(forward: Any) -> Any:
+    """A forward during which what is in the module's slots is not changed.
+
+    A compiler that is given the module runs this as it stands and compiles what is below; one that compiles something around
+    the module leaves it out.
+    """
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return forward(self, *args, **kwargs)
+        turns = self.__dict__.get("_turns")
+        if turns is None:
+            _begin(self, args, kwargs)
+            turns = self.__dict__["_turns"] = turns_of(self)
+        return during(turns, forward, self, *args, **kwargs) if turns else forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
+    """What a block does before the first call of the module that it is in; the first of those that do something."""
+    found: Any = next((m for m in module.modules() if hasattr(type(m), "before_first_call")), None)
+    if found is not None:
+        found.before_first_call(module, args, kwargs)
+
+
+# these frames are not compiled, what they call is; all wrappers have one code
+skip_code(_in_turn(nn.Module.forward).__code__)
+trace_rules.add(during.__module__)
+
+
+class TracedModule(fx.GraphModule):
+    """A `torch.fx.GraphModule` that takes the place of the model it was traced from.
+
+    It has the model's `state_dict` keys, signature and result, and its plain attributes; properties of the model's class
+    (`dtype`, `device`) are answered from here. Where the model computes other things in training than in evaluation it
+    holds a graph for each and `train()` / `eval()` choose; `graph` and `code` show the one in force. `graphs` gives all.
+    """
+
+    _twin: fx.Graph | None
+    classes: tuple[str, ...]
+
+    def __init__(
+        self,
+        tree: nn.Module,
+        graphs: dict[bool, Graph],
+        origin: type | None = None,
+        extras: dict[str, Any] | None = None,
+    ):
+        """`tree` holds parameters and children; `graphs` has one graph, or one for each of training False and True."""
+        super().__init__(nn.Module(), fx.Graph())
+        mode = tree.training if tree.training in graphs else next(iter(graphs))
+        kept = RESERVED | {"_modules", "_parameters", "_buffers"}
+        self.__dict__.update({k: v for k, v in vars(tree).items() if k not in kept and not _is_ours(k)})
+        self._non_persistent_buffers_set = set(tree._non_persistent_buffers_set)
+        self.classes = class_names(tree)
+        self.training = tree.training
+        self._origin, self._extras = origin, dict(extras or {})
+        self.twin_error: str | None = None
+        self._graph_mode = mode
+        self._twin = graphs[not mode] if len(graphs) == 2 else None
+        if self._twin is not None:
+            self._twin.owning_module = self
+            self._choose(not mode, self._twin)
+            self.recompile()
+            self._choose(mode, graphs[mode])
+        self.graph = graphs[mode]
+        # last, as nn.Module gives no other value to a name that one of them has
+        self._parameters.update(tree._parameters)
+        self._buffers.update(tree._buffers)
+        self._modules.update(tree._modules)
+
+    def _choose(self, mode: bool, graph: fx.Graph) -> None:
+        self._graph_mode, self._graph = mode, graph
+
+    @property
+    def graphs(self) -> dict[bool, fx.Graph]:
+        """The graphs by training mode; one entry when both modes are the same."""
+        one = {self._graph_mode: self._graph}
+        return one if self._twin is None else {**one, not self._graph_mode: self._twin}
+
+    def recompile(self) -> Any:
+        code = super().recompile()
+        self.__dict__.setdefault("_codes", {})[self.__dict__.get("_graph_mode")] = self._code
+        cls = type(self)
+        del cls.__call__  # FX's own reports an error by code that a compiler cannot take, which hides the error
+        if any(node.target in MODES for node in self._graph.nodes if node.op == "call_function"):
+            cls.forward = _unwound(cls.forward)
+        if self.__dict__.get("_twin") is not None:
+            setattr(cls, "_forward_train" if self._graph_mode else "_forward_eval", cls.forward)
+
+            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+                return self._forward_train(*args, **kwargs) if self.training else self._forward_eval(*args, **kwargs)
+
+            forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+            cls.forward = forward
+        cls.forward = _in_turn(cls.forward)
+        return code
+
+    def train(self, mode: bool = True) -> TracedModule:
+        if self._twin is None and mode != self._graph_mode and self.twin_error:
+            raise TraceError(f"this model has no graph for {'training' if mode else 'evaluation'}: {self.twin_error}")
+        super().train(mode)
+        if self._twin is not None and mode != self._graph_mode:
+            other, self._twin = self._twin, self._graph
+            self._choose(mode, other)
+            self._code = self._codes[mode]
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> TracedModule:
+        turns = turns_of(self)
+        with nullcontext() if inside(turns) else change(turns):  # an offloader moves it for a run that holds its adapters
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            self._retie()
+        return self
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        with change(turns_of(self)):
+            found = super().load_state_dict(*args, **kwargs)
+            self._retie()
+        return found
+
+    def _retie(self) -> None:
+        """Let parameters be parts of packed weights again, where they were, after they got memory of their own."""
+        for module in self.modules():
+            if (retie := getattr(type(module), "retie", None)) is not None:
+                retie(module, self)
+
+    def __getitem__(self, key: int | str) -> Any:
+        return _child(self, key)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+        extras = self.__dict__.get("_extras", {})
+        if name in extras:
+            return extras[name]
+        found = inspect.getattr_static(self.__dict__.get("_origin") or object, name, None)
+        if isinstance(found, property) and found.fget is not None:
+            return found.fget(self)
+        if name == "adapters" and found is None:  # not a property: a model may have a module of that name
+            try:
+                return self.__dict__.setdefault("_adapters", Adapters(self))
+            except SpecError as error:
+                raise AttributeError(error.finding) from None
+        if inspect.isgeneratorfunction(getattr(found, "__wrapped__", None)):
+            return found.__get__(self)  # a context manager leaves nothing behind, so a pipeline may open it
+        if callable(found):
+            raise AttributeError(
+                f"'{name}' is a method of {self.classes[0]}; this is its traced graph, which such a method cannot "
+                "change: call it on the model before tracing"
+            )
+        if name in ("dtype", "device"):
+            first: torch.Tensor | None = next(self.parameters(), None)
+            if first is None:
+                first = next(self.buffers(), torch.empty(0))
+            return getattr(first, name)
+        raise AttributeError(f"the traced {self.classes[0]} has no attribute '{name}'")
+
+    def derived(self, tree: nn.Module, graphs: dict[bool, Graph], **meta: Any) -> TracedModule:
+        """The same model computed in another way: other graphs on another tree, and `meta` over the meta of this module."""
+        new = TracedModule(tree, graphs, self._origin, self._extras)
+        new.twin_error, new.meta = self.twin_error, {**self.meta, **meta}
+        return new
+
+    def copied(self) -> TracedModule:
+        """The same graphs again on the same tensors, in a tree of its own."""
+        return self.derived(shell(self), {mode: copy_graph(graph) for mode, graph in self.graphs.items()})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
+        new = memo[id(self)] = self._again(lambda value: copy.deepcopy(value, memo))
+        new._retie()
+        return new
+
+    def __copy__(self) -> TracedModule:
+        """The same graphs on the same tensors and children."""
+        return self._again(lambda value: value.copy() if isinstance(value, (dict, set)) else value)
+
+    def _again(self, copied: Callable[[Any], Any]) -> TracedModule:
+        tree: Any = Container(self.classes)
+        with hold(turns_of(self)):
+            for key, value in vars(self).items():
+                if key not in OWN_STATE and key != "meta":  # which may hold whole modules
+                    tree.__dict__[key] = copied(value)
+        return self.derived(tree, {m: copy_graph(g) for m, g in self.graphs.items()})
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a traced module is not pickled: fxplug.save(module, folder) keeps graph and weights")

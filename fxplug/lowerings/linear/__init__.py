@@ -1,0 +1,1 @@
+"""Linear layers with low-rank updates as fewer or cheaper products."""

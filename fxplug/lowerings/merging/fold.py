@@ -1,0 +1,372 @@
+"""Merge and unmerge: what passes made of weights goes into a copy of them, and the graph is the model's own again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from ...blocks.slot_gates import Table
+from ...errors import SpecError, did_you_mean
+from ...ir import ops
+from ...ir.regions import Regions, added, listed
+from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
+from ...rewriter.networks import GATES
+from ...spec.addresses import Port, identifier
+from ...turns import held
+from .foldable import BEHIND, LAYERS, PRODUCTS, Reader, argument, evaluate, inner, result_read
+from .updates import Step, Use, accumulator, changed, mapped
+
+
+@held
+def merge(gm: TracedModule, passes: Sequence[str] | None = None) -> TracedModule:
+    """The module with passes folded into a copy of the weights; `gm`, and every tensor of it, stays as it is.
+
+    Folded are low-rank updates and scales beside a layer, and all blocks that map a parameter; with slots, the adapters in
+    use. Sums are in float32 (float64 stays) and rounded once to the weight's dtype. Graph, modules and
+    `meta["passes"]` keep no trace of the passes; tensors that nothing was folded into are shared. `meta["unmerged"]` is `gm`,
+    which `unmerge` gives back; deleting that key frees it. A layer that is tied to another is so no more where only one of
+    them was changed. Dropout and power iterations, which act in training, are left out.
+
+    `passes` names those to fold, None is all but marks for a step cache. Raises SpecError for a name that is no pass here and,
+    with the reasons, for passes that are not functions of weights.
+    """
+    check_unlowered(gm, "merge")
+    wanted = _named(gm, passes)
+    gates = {name: uniform(gm, name) for name in slotted(gm) if name in wanted}
+    plan = Plan(gm, set(wanted))
+    plan.check()
+    new = plan.module(plan.values(gates))
+    new.meta["unmerged"] = gm
+    return new
+
+
+def unmerge(merged: TracedModule) -> TracedModule:
+    """The module that `merge` was given, bit for bit; on the device and in the dtype that the merged one was moved to.
+
+    Raises SpecError for a module that was not merged, was merged and loaded from a file, or got passes after that.
+    """
+    if not isinstance(merged, TracedModule):
+        raise SpecError(f"unmerge takes a merged module, not {type(merged).__name__}")
+    before = merged.meta.get("unmerged")
+    if not isinstance(before, TracedModule):
+        raise SpecError(
+            "this module was not merged here: what merge gives keeps the un-merged one in meta['unmerged'], a file does not; "
+            "load the un-merged file"
+        )
+    kept = [entry["name"] for entry in before.meta["passes"]]
+    later = [entry["name"] for entry in merged.meta.get("passes", []) if entry["name"] not in kept]
+    if later:
+        raise SpecError(f"after the merge {', '.join(later)} was applied, which unmerge would lose: unmerge first, then apply")
+    ours = dict(merged.named_parameters())
+    for name, old in before.named_parameters():
+        now = ours.get(name)
+        if now is not None and now is not old and (now.device, now.dtype) != (old.device, old.dtype):
+            return before.to(device=now.device, dtype=now.dtype if now.dtype != old.dtype else None)
+    return before
+
+
+def check_unlowered(gm: Any, caller: str) -> None:
+    """Raises SpecError for what is no traced module, and for one that is lowered or outlined already."""
+    if not isinstance(gm, TracedModule):
+        raise SpecError(f"{caller} takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+    if "source" in gm.meta:
+        raise SpecError(f"this module is lowered already: {caller} takes the one it was made from, meta['source']")
+    if any(isinstance(module, TracedModule) for module in gm.modules() if module is not gm):
+        raise SpecError(f"this module has regions as modules of their own: {caller} takes the one it was made from")
+
+
+def _named(gm: TracedModule, passes: Sequence[str] | None) -> list[str]:
+    known = [entry["name"] for entry in gm.meta.get("passes", [])]
+    if isinstance(passes, str):
+        raise SpecError(f"passes is a list of names, not a text: write ['{passes}']")
+    if not known:
+        raise SpecError("no pass is applied to this module: there is nothing to merge")
+    for name in passes or ():
+        if name not in known:
+            raise SpecError(f"no pass '{name}' is applied here{did_you_mean(name, known)}; there are {', '.join(known)}")
+    if passes is not None and not passes:
+        raise SpecError(f"passes is empty: name some of {', '.join(known)}")
+    if passes is not None:
+        return list(passes)
+    marks = {entry["name"] for entry in gm.meta["passes"] if entry["sites"] and all(_is_mark(gm, s) for s in entry["sites"])}
+    if marks == set(known):
+        raise SpecError(f"{', '.join(known)} only marks where the graph may be cut: there is nothing to merge")
+    return [name for name in known if name not in marks]
+
+
+def _is_mark(gm: TracedModule, site: Mapping[str, Any]) -> bool:
+    """Whether the block of a site only says where a graph may be cut."""
+    return bool(site["block"]) and getattr(gm.get_submodule(site["block"]), "is_mark", False) is True
+
+
+def slotted(gm: TracedModule) -> list[str]:
+    """The names of the passes whose blocks have slots."""
+    names = [entry["name"] for entry in gm.meta.get("passes", []) if GATES in entry["networks"]]
+    return [name for name in names if isinstance(getattr(gm.get_submodule(f"{name}.{GATES}"), "table", None), Table)]
+
+
+def uniform(gm: nn.Module, name: str) -> Tensor:
+    """What a whole batch takes of each slot of a pass, float32 (slots,). Raises SpecError where samples differ."""
+    table = gm.get_submodule(f"{name}.{GATES}.table")
+    assert isinstance(table, Table)
+    if table.weights.is_meta:
+        raise SpecError("the slots are on the meta device, which holds no values: move the module to a device that does")
+    weights = table.weights.float()
+    if not torch.equal(weights[: max(int(table.entries), 1)], weights[:1].expand(max(int(table.entries), 1), -1)):
+        raise SpecError(
+            f"the samples of a batch use different adapters of '{name}', and one weight cannot hold both: "
+            "use one choice for all, adapters.use(name), or keep the un-merged module for mixed batches"
+        )
+    return weights[0].clone()
+
+
+def foldable(gm: TracedModule, passes: Sequence[str]) -> list[str]:
+    """Those of the passes that `merge` takes together."""
+    names = list(passes)
+    while names:
+        bad = Plan(gm, set(names)).refused_passes()
+        if not bad:
+            break
+        names = [name for name in names if name not in bad]
+    return names
+
+
+class Plan:
+    """How the blocks of passes go into weights: found on copies of a module's graphs, which are edited on the way."""
+
+    def __init__(self, gm: TracedModule, passes: set[str]) -> None:
+        self.gm, self.passes = gm, passes
+        self.tree = shell(gm)
+        self.graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
+        self.uses: dict[tuple[int, str], list[Use]] = {}
+        self.reasons: dict[str, dict[str, str]] = {name: {} for name in passes}
+        modes = sorted(gm.graphs, reverse=True)  # values are those of evaluation
+        self.before = {node.name: node for mode in modes for node in gm.graphs[mode].nodes}
+        readers = [Reader(graph, self.tree, passes) for graph in self.graphs.values()]
+        for reader in readers:
+            reader.read()
+            for node, reason in reader.refused:
+                self.refused(node, reason)
+            for use in reader.uses:
+                owner, _, last = use.name.rpartition(".")
+                self.uses.setdefault((id(self.tree.get_submodule(owner)), last), []).append(use)
+        self.check_alike()
+        for graph, reader in zip(self.graphs.values(), readers, strict=True):
+            for at, names in ((1, reader.named), (2, reader.biases)):
+                for node, name in names.items():
+                    read(graph, node, at, name)
+            for node, value in reader.gone.items():
+                while value in reader.gone:
+                    value = reader.gone[value]
+                replace(graph, node, value)
+        for graph in self.graphs.values():
+            self.clean(graph)
+        for entry in gm.meta["passes"]:
+            if entry["name"] in passes and entry["inputs"]:
+                self.reasons[entry["name"]]["it"] = f"it has inputs of its own: {', '.join(entry['inputs'])}"
+
+    # --- finding
+
+    def refused(self, node: fx.Node, reason: str) -> None:
+        made_by = node.meta["pass"]
+        what = f"{made_by['block'] or 'what it put'} at '{made_by['site'] or 'the model'}'" if "site" in made_by else "it"
+        self.reasons[made_by["name"]].setdefault(what, reason)
+
+    def check_alike(self) -> None:
+        """Refuse what would change a weight in one place that is read in another too."""
+        for uses in self.uses.values():
+            odd = next((u for u in uses if u.steps != uses[0].steps), None)
+            if odd is not None:
+                with_most = max((uses[0], odd), key=lambda u: len(u.steps))
+                other = odd if with_most is uses[0] else uses[0]
+                for step in with_most.steps:
+                    if step not in other.steps:
+                        self.refused(step.node, f"'{with_most.name}' is also read by '{other.node.name}' without it")
+
+    def clean(self, graph: Graph) -> None:
+        """Erase what is left of the passes where nothing uses it, and close the layers that were opened for them."""
+        for node in reversed(list(graph.nodes)):
+            made_by = node.meta.get("pass")
+            if made_by is None or made_by["name"] not in self.passes or node.op in ("placeholder", "output"):
+                continue
+            if node.target is ops.edge and added(node):
+                replace(graph, node, node.args[0])
+            elif not node.users and (added(node) or self.networked(node) or node.op == "get_attr"):
+                graph.erase_node(node)
+        for node in graph.nodes:
+            made_by = node.meta.get("pass")
+            name = str(node.target).partition(".")[0] if node.op in ("call_module", "get_attr") else ""
+            if made_by is not None and made_by["name"] in self.passes and (added(node) or self.networked(node)):
+                beside = made_by.get("block") in [kind.__name__ for kind in BEHIND]
+                reason = "no layer with a weight stands directly at it" if beside else "it is no function of weights alone"
+                self.refused(node, reason)
+            elif name in self.passes:
+                self.reasons[name].setdefault("it", f"'{node.name}' reads its weights")
+        close(graph, self.gm, self.tree, self.passes)
+        for node in graph.nodes:
+            if node.meta.get("pass", {}).get("name") in self.passes:
+                del node.meta["pass"]
+
+    def networked(self, node: fx.Node) -> bool:
+        """Whether a node belongs to a network of a pass."""
+        key = next(reversed(node.meta.get("nn_module_stack") or {"": None}))
+        return key.partition(".")[0] in self.passes
+
+    def refused_passes(self) -> dict[str, dict[str, str]]:
+        """The passes that cannot go into weights: what of them, and why."""
+        return {name: rows for name, rows in self.reasons.items() if rows}
+
+    def check(self) -> None:
+        """Raises SpecError where a pass cannot go into weights."""
+        bad = self.refused_passes()
+        if not bad:
+            return
+        lines = []
+        for name, rows in bad.items():
+            lines += [f"  {name}: {what} cannot go into a weight: {reason}" for what, reason in list(rows.items())[:3]]
+            lines += [f"  {name}: ... and {len(rows) - 3} more"] if len(rows) > 3 else []
+        rest = [e["name"] for e in self.gm.meta["passes"] if e["name"] in self.passes and e["name"] not in bad]
+        way = f"merge the others: passes={rest}" if rest else "leave it un-merged"
+        raise SpecError("\n".join([f"{listed(list(bad))} cannot be merged; {way}", *lines]))
+
+    # --- the result
+
+    def changed(self) -> list[Use]:
+        """One use of each parameter that blocks are folded into."""
+        return [uses[0] for uses in self.uses.values() if uses[0].steps]
+
+    def path(self, step: Step) -> str:
+        """The path of a step's block."""
+        return str(self.before[step.block].target) if step.place == "param" else step.block
+
+    @torch.no_grad()
+    def values(self, gates: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The folded parameters by name, in the dtype of those they take the place of.
+
+        `gates` gives for a pass with slots the weights (slots,) of them.
+        """
+        made: dict[Any, Tensor] = {}
+        found: dict[str, Tensor] = {}
+        for use in self.changed():
+            owner, _, last = use.name.rpartition(".")
+            old = self.tree.get_submodule(owner)._parameters.get(last)
+            key = (id(old) if old is not None else use.name, use.part, use.steps)  # what was tied stays so
+            if key not in made:
+                made[key] = self.value(use, old, gates)
+            found[use.name] = made[key]
+        return found
+
+    def value(self, use: Use, old: Tensor | None, gates: Mapping[str, Tensor]) -> Tensor:
+        """One parameter with its blocks folded in; `old` is None for a bias that a layer did not have."""
+        like = self.tree.get_submodule(use.name.rpartition(".")[0])._parameters["weight"] if old is None else old
+        assert like is not None
+        dtype = accumulator(like)
+        value = torch.zeros(like.shape[0], dtype=dtype, device=like.device) if old is None else old.detach().to(dtype)
+        for step in use.steps:
+            if step.place == "param":
+                node = self.before[step.block]
+                name = node.meta["pass"]["name"]
+                if name in gates:
+                    value = mapped(value, self.tree.get_submodule(str(node.target)), gates[name])
+                else:
+                    value = evaluate(node, self.tree, {inner(node): value}, dtype)
+            else:
+                via = self.tree.get_submodule(step.via) if step.via else None
+                own = gates.get(step.block.partition(".")[0])
+                value = changed(value, self.tree.get_submodule(step.block), step, use, own, via)
+        if old is not None and value.stride() != old.stride():  # which kernel runs depends on them
+            return torch.empty_like(old).copy_(value)
+        return value.to(like.dtype)
+
+    def module(self, values: Mapping[str, Tensor]) -> TracedModule:
+        """The module with these parameters, without the passes."""
+        for graph in self.graphs.values():
+            graph.lint()
+        new: dict[int, nn.Parameter] = {}
+        for name, value in values.items():
+            owner, _, last = name.rpartition(".")
+            module = self.tree.get_submodule(owner)
+            old = module._parameters.get(last)
+            like = old if old is not None else next(p for p in module._parameters.values() if p is not None)
+            if id(value) not in new:
+                new[id(value)] = nn.Parameter(value, requires_grad=like.requires_grad)
+            module._parameters[last] = new[id(value)]
+        for name in self.passes:
+            self.tree._modules.pop(name, None)
+        kept = [entry for entry in self.gm.meta["passes"] if entry["name"] not in self.passes]
+        made = self.gm.derived(self.tree, self.graphs, passes=kept)
+        if not kept:
+            del made.meta["passes"]
+        return made
+
+
+# --- editing a graph
+
+
+def replace(graph: Graph, node: fx.Node, value: Any) -> None:
+    """Give a value to the users of a node, which goes."""
+    for user in node.users:
+        if user.meta.get("behind") == node.name:  # which layer's result a block changes
+            user.meta["behind"] = node.meta.get("behind", value.name)
+    node.replace_all_uses_with(value)
+    graph.erase_node(node)
+
+
+def read(graph: Graph, node: fx.Node, part: int, name: str) -> None:
+    """Let a product read a parameter of its layer: the weight (part 1) or the bias (2)."""
+    with graph.inserting_before(node):
+        value = graph.create_node("get_attr", name, name=identifier(name))
+    value.meta.update({k: node.meta[k] for k in ("nn_module_stack", "pass", "dtype") if k in node.meta})
+    _, weight_at, bias_at = PRODUCTS[node.target]
+    at, key = (weight_at, "weight") if part == 1 else (bias_at, "bias")
+    old = argument(node, at, key)
+    out = node.meta["shape"][-1 if node.target is F.linear else 1]
+    value.meta["shape"] = old.meta["shape"] if isinstance(old, fx.Node) else (out,)
+    if len(node.args) > at:
+        node.args = (*node.args[:at], value, *node.args[at + 1 :])
+    else:
+        node.kwargs = {**node.kwargs, key: value}
+
+
+def close(graph: Graph, gm: TracedModule, tree: nn.Module, passes: set[str]) -> None:
+    """Call layers whole again that were opened for blocks of these passes."""
+    for region in list(Regions(graph, gm).by_key.values()):
+        if region.leaf is not None or len(region.inputs) != 1 or len(region.outputs) != 1:
+            continue
+        (_, _, entry), (_, leave) = region.inputs[0], region.outputs[0]
+        module = tree.get_submodule(region.path)
+        product, behind = leave.args[0], []
+        while isinstance(product, fx.Node) and product.op == "call_module" and "pass" in product.meta:
+            block = tree.get_submodule(str(product.target))
+            if not isinstance(block, BEHIND):
+                break
+            behind.append(product)
+            product = result_read(product, block)
+        if type(module) not in LAYERS.values() or not isinstance(product, fx.Node) or product.op != "call_function":
+            continue
+        inside = {product}
+        todo = [product]
+        while todo:
+            new = [v for v in todo.pop().all_input_nodes if v is not entry and v not in inside]
+            inside.update(new)
+            todo += new
+        made_by = [n.meta.get("pass", {}) for n in inside]
+        opened = [m.get("region") and m["name"] in passes and m["site"].partition("@")[0] == region.path for m in made_by]
+        if not all(opened):
+            continue
+        inside -= {n for n in inside if n is not product and not inside.issuperset(n.users)}  # others read it too
+        with graph.inserting_before(product):
+            leaf = graph.create_node("call_module", region.path, (entry.args[0],), {}, name=identifier(region.key))
+        leaf.meta.update({k: leave.meta[k] for k in ("shape", "dtype") if k in leave.meta})
+        leaf.meta.update(port=Port(region.key, "out"), nn_module_stack=entry.meta["nn_module_stack"])
+        before = leaf
+        for node in reversed(behind):
+            node.meta["behind"], before = before.name, node
+        product.replace_all_uses_with(leaf)
+        for node in (leave, *sorted(inside, reverse=True)):
+            replace(graph, node, node.args[0] if node is leave else leaf)
+        replace(graph, entry, entry.args[0])

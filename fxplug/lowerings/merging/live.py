@@ -1,0 +1,244 @@
+"""Live merge: layers read shadow weights, which are made anew from base and banks when the adapters in use change."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...blocks.lora import Lora
+from ...blocks.slot_gates import Table
+from ...blocks.weight_update import Update
+from ...errors import SpecError
+from ...ir.traced_module import TracedModule, copy_graph, shell
+from ...rewriter.networks import GATES
+from ...turns import held
+from .fold import Plan, check_unlowered, slotted, uniform
+from .updates import Step, Use, accumulator, mapped, updated, weight_of
+
+HOME = "shadows"  # where the base weights lie in the module tree
+
+
+@held
+def live(gm: TracedModule) -> TracedModule:
+    """The module with the adapters of its slots in the weights: as fast as a merged one, and switched as before.
+
+    Each layer with slots has a weight of its own that nothing trains, base and updates summed in float32 and rounded once;
+    the graph runs no side path. `adapters.load`, `use` and `unload` of the result write the weights of those layers anew that
+    an adapter of the old or the new choice has a part in, in place, so that nothing recompiles; every time from the base, so
+    that nothing drifts. That costs memory for one copy of these layers, and while it runs for one layer in float32.
+
+    Banks and tables are copies, so `gm`'s adapters and those of the result are switched apart. The base weights are shared
+    and lie below `shadows`. Entries for each sample cannot be in one weight: `use` refuses them. Raises SpecError for a module
+    without slots, a lowered one, and where a block cannot go into a weight, as `folding.merge` says.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # what is made here is written later
+            return live(gm)
+    check_unlowered(gm, "a live merge")
+    names = slotted(gm)
+    if not names:
+        raise SpecError("no pass here has slots, so there is nothing to switch: merge='fold' folds what is there for good")
+    plan = Plan(gm, set(names))
+    plan.check()
+    for name in names:
+        if _table(gm, name).weights.is_meta:
+            raise SpecError("a live merge makes weights, and the meta device holds no values: move the module first")
+    tree = plan.tree
+    tree._modules.update({name: copy.deepcopy(gm.get_submodule(name)) for name in names})
+    home = HOME
+    while home in tree._modules or hasattr(gm, home):
+        home += "_"
+    shadows, made = Shadows(names), {}
+    for use in plan.changed():
+        owner, _, last = use.name.rpartition(".")
+        module = tree.get_submodule(owner)
+        base = module._parameters[last]
+        assert base is not None  # slots have no bias, so that none is new
+        key = (id(base), use.steps)
+        if key not in made:
+            made[key] = nn.Parameter(base.detach().clone(), requires_grad=False)
+            shadows.add(use, base, {step.block: plan.path(step) for step in use.steps})
+        module._parameters[last] = made[key]
+    shadows.training = tree.training
+    tree._modules[home] = shadows
+    forms = {row.name.rpartition(".")[0]: "live merge" for row in shadows.rows}
+    new = gm.derived(tree, plan.graphs, source=gm, banks=names, forms={**gm.meta.get("forms", {}), **forms})
+    shadows.switched(new)
+    return new
+
+
+@held
+def unlowered(module: TracedModule) -> TracedModule:
+    """What a lowered module was made from, with the adapters that it has now; another module itself."""
+    source = module.meta.get("source")
+    if not isinstance(source, TracedModule):
+        return module
+    source = unlowered(source)
+    tree = shell(source)
+    tree._modules.update({name: module.get_submodule(name) for name in module.meta.get("banks", [])})
+    homes = [shadows for shadows in module.modules() if isinstance(shadows, Shadows)]
+    bases = {id(_tensor(module, row.name)): home.get_parameter(row.base) for home in homes for row in home.rows}
+    for path, owner in tree.named_modules():  # tensors of a copy, or of one that was moved, are others than the source's
+        for table in (owner._parameters, owner._buffers):
+            for key in table:
+                now = _tensor(module, f"{path}.{key}" if path else key)
+                if now is not None:
+                    table[key] = bases.get(id(now), now)
+    return source.derived(tree, {mode: copy_graph(graph) for mode, graph in source.graphs.items()})
+
+
+def _tensor(module: TracedModule, name: str) -> Tensor | None:
+    """A parameter or buffer of a lowered module by the name that it has in the state dict of its source."""
+    owner, _, last = module.meta.get("originals", {}).get(name, name).rpartition(".")
+    try:
+        home = module.get_submodule(owner)
+    except AttributeError:
+        return None
+    return home._parameters.get(last, home._buffers.get(last))
+
+
+@dataclass
+class Row:
+    """A shadow weight: its name, that of its base among the shadows' parameters, and the banks that go into it."""
+
+    name: str
+    base: str
+    use: Use
+    steps: list[tuple[Step, str, str]]  # with the path of the bank and the name of its pass
+
+
+@dataclass
+class Part:
+    """What went into a shadow weight from one bank: how much of each slot, 0 for one that is empty, and their contents.
+
+    `seen` are the states of the bank's tensors in which these contents were found.
+    """
+
+    used: tuple[float, ...]
+    seen: tuple[Any, ...]
+    contents: list[Tensor]
+
+
+class Shadows(nn.Module):
+    """The base weights of a live merge, and what is needed to make the layers' own of them.
+
+    `switched(root)` is called after each change of the adapters of `root`, the module that all this is a part of.
+    """
+
+    def __init__(self, passes: list[str]) -> None:
+        super().__init__()
+        self.passes = list(passes)
+        self.rows: list[Row] = []
+        self.state: dict[str, list[Part]] = {}  # what each shadow was made of
+        self.filled: dict[str, Any] = {}  # which slots of a bank hold something, and in which state that was found
+
+    def add(self, use: Use, base: nn.Parameter, paths: dict[str, str]) -> None:
+        """Keep the base of one weight."""
+        name = f"base_{len(self.rows)}"
+        self.register_parameter(name, base)
+        steps = [(step, paths[step.block], paths[step.block].partition(".")[0]) for step in use.steps]
+        self.rows.append(Row(use.name, name, use, steps))
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        for known in (self.state, self.filled):
+            known.clear()  # the weights may have been loaded too
+
+    def forward(self, *args: Any) -> Any:
+        raise NotImplementedError("shadows hold weights; call the model")
+
+    @torch.no_grad()
+    def switched(self, root: nn.Module) -> None:
+        """Make those weights anew that another choice or another content of the slots concerns.
+
+        Raises SpecError where samples of a batch differ. A weight that was not finished is made anew by the next call.
+        """
+        gates = self.choice(root)
+        for row in self.rows:
+            old = self.state.pop(row.name, None)
+            now = [self.part(root, path, gates[name], old[i] if old else None) for i, (_, path, name) in enumerate(row.steps)]
+            if old is None or any(a.contents is not b.contents or a.used != b.used for a, b in zip(old, now, strict=True)):
+                self.make(root, row, now, gates)
+            self.state[row.name] = now
+
+    def choice(self, root: nn.Module) -> dict[str, list[float]]:
+        """What is taken of each slot, by pass."""
+        try:
+            return {name: uniform(root, name).tolist() for name in self.passes}
+        except SpecError:
+            raise SpecError(
+                "entries for each sample do not go with a live merge, where all samples have one weight; nothing was changed: "
+                "use one choice for all, or lower with merge=None for mixed batches"
+            ) from None
+
+    def part(self, root: nn.Module, path: str, gates: list[float], old: Part | None) -> Part:
+        """What a bank gives with these gates; with the contents of `old` itself where they are still the same."""
+        block = root.get_submodule(path)
+        seen = tuple((p.data_ptr(), p._version) for p in block.parameters())
+        if path not in self.filled or self.filled[path][0] != seen:
+            self.filled[path] = seen, _filled(block)
+        used = tuple(gate if full else 0.0 for gate, full in zip(gates, self.filled[path][1], strict=True))
+        if old is not None and old.used == used and old.seen == seen:
+            return old
+        # an adapter that was loaded into a slot that is not in use changes the tensors and nothing here
+        contents = [part for slot, gate in enumerate(used) if gate for part in _slot(block, slot)]
+        if old is not None and len(old.contents) == len(contents) and all(map(_equal, old.contents, contents)):
+            return Part(used, seen, old.contents)
+        return Part(used, seen, [part.clone() for part in contents])
+
+    def make(self, root: nn.Module, row: Row, now: list[Part], gates: dict[str, list[float]]) -> None:
+        """Write one shadow weight, from its base and what goes into it now."""
+        name = getattr(root, "meta", {}).get("originals", {}).get(row.name, row.name)
+        shadow = root.get_parameter(name)
+        base = self.get_parameter(row.base)
+        parts = [part for part, state in zip(row.steps, now, strict=True) if any(state.used)]
+        if not parts:
+            shadow.copy_(base)
+            return
+        value = base.detach().to(accumulator(base))
+        for index, (step, path, name) in enumerate(parts):
+            block, weights = root.get_submodule(path), torch.tensor(gates[name], dtype=torch.float32)
+            if step.place == "param":
+                value = mapped(value, block, weights)
+                continue
+            assert isinstance(block, Lora)
+            last = index == len(parts) - 1 and value.dtype == shadow.dtype and shadow.is_contiguous()
+            value = updated(value, block, weights, out=shadow.detach() if last else None)
+        if value.data_ptr() != shadow.data_ptr():
+            shadow.copy_(value)
+
+
+def _table(root: nn.Module, name: str) -> Table:
+    found = root.get_submodule(f"{name}.{GATES}.table")
+    assert isinstance(found, Table)
+    return found
+
+
+def _filled(block: nn.Module) -> list[bool]:
+    """Which slots of a bank hold an adapter: one that is free is all zeros."""
+    assert isinstance(block, (Lora, Update))
+    rows = torch.stack([_slot(block, slot)[-1].any() for slot in range(block.slots)])
+    return [bool(full) for full in rows.tolist()]
+
+
+def _slot(block: nn.Module, slot: int) -> list[Tensor]:
+    """The content of one slot of a bank; the last tensor is not zero where there is any."""
+    assert isinstance(block, (Lora, Update))
+    if isinstance(block, Update):
+        parts = [p.detach()[slot] for p in block.parameters()]
+        return [*parts, torch.stack([part.any() for part in parts])]
+    down, up = weight_of(block.down).detach(), weight_of(block.up).detach()
+    groups = block.geometry.get("groups", 1)
+    if block.kind == "Embedding":
+        own = torch.unflatten(down, 1, (block.slots, -1))[:, slot]
+    else:
+        own = torch.unflatten(down, 0, (groups, block.slots, -1))[:, slot]
+    return [own, torch.unflatten(up, 1, (block.slots, -1))[:, slot]]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.device == b.device and a.dtype == b.dtype and torch.equal(a, b)

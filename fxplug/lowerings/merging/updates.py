@@ -1,0 +1,126 @@
+"""What the blocks of passes make of weights: sums in float32, or float64 where a weight is that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+
+from ...blocks.lora import Lora
+from ...blocks.scale import Scale
+from ...blocks.ssf import Ssf
+from ...blocks.weight_update import Update
+from ...ir.traced_module import shell
+
+
+@dataclass(frozen=True)
+class Step:
+    """A block that is folded: its path; whether it is a parameter's, stands before a layer, or behind it; its node.
+
+    `via` is the path of a scale before the layer, where an update reads what that gives.
+    """
+
+    block: str
+    place: str
+    node: fx.Node = field(compare=False)
+    via: str = ""
+
+
+@dataclass
+class Use:
+    """A place where a parameter is read: the nodes of a layer, and the blocks on the way that are folded into it."""
+
+    name: str
+    part: str
+    kind: str
+    node: fx.Node
+    steps: tuple[Step, ...] = ()
+
+
+def accumulator(weight: Tensor) -> torch.dtype:
+    """The dtype in which updates of a weight are summed: float32, or float64 where the weight is that."""
+    return torch.promote_types(weight.dtype, torch.float32)
+
+
+def delta(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What a `Lora` adds to its layer's weight, in the weight's shape; `gates` is (slots,), None without slots."""
+    down, up = _factors(block, gates, dtype)
+    product = up @ down
+    return product[0].T if block.kind == "Embedding" else product.reshape(-1, *weight_of(block.down).shape[1:])
+
+
+def updated(value: Tensor, block: Lora, gates: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """A layer's weight in its accumulator's dtype with what a `Lora` adds to it; written into `out` if that is given."""
+    down, up = _factors(block, gates, value.dtype)
+    if block.kind == "Embedding":
+        return torch.addmm(value, down[0].T, up[0].T, out=out)
+    flat = None if out is None else out.view(len(up), -1, down.shape[2])
+    groups = value.reshape(len(up), -1, down.shape[2])
+    if len(up) == 1:
+        return torch.addmm(groups[0], up[0], down[0], out=None if flat is None else flat[0]).view(value.shape)
+    return torch.baddbmm(groups, up, down, out=flat).view(value.shape)
+
+
+def _factors(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The halves of an update, (groups, rank, in) with the scale, and (groups, out, rank); an Embedding's are turned."""
+    down, up = weight_of(block.down), weight_of(block.up)
+    groups = block.geometry.get("groups", 1)
+    down = down.T[None] if block.kind == "Embedding" else down.reshape(groups, down.shape[0] // groups, -1)
+    up = up.reshape(groups, up.shape[0] // groups, -1)
+    if gates is None:
+        return down.to(dtype) * block.scale.to(dtype), up.to(dtype)
+    # the slots follow each other within each group; those that are not in use cost nothing
+    rows = gates.cpu().repeat_interleave(down.shape[1] // len(gates))
+    used = rows.nonzero()[:, 0].to(down.device)
+    return down[:, used].to(dtype) * rows[rows != 0][:, None].to(down.device, dtype), up[:, :, used].to(dtype)
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    found = layer.weight
+    assert isinstance(found, Tensor)
+    return found
+
+
+def changed(
+    value: Tensor, block: nn.Module, step: Step, use: Use, gates: Tensor | None, via: nn.Module | None = None
+) -> Tensor:
+    """A layer's weight or bias in its accumulator's dtype, with a block before or behind the layer folded in."""
+    dtype, part, kind = value.dtype, use.part, use.kind
+    if step.place == "before":
+        return _columns(value, block)
+    whole = part == "bias" or kind == "Embedding"  # what is added to the result is added to this
+    if isinstance(block, Lora):
+        if part == "weight":
+            value = updated(value, block, gates) if via is None else value + _columns(delta(block, gates, dtype), via)
+        if block.bias and whole:
+            value = value + block.up.bias.to(dtype) * block.scale.to(dtype)  # type: ignore[operator]
+        return value
+    assert isinstance(block, (Scale, Ssf))
+    scale = (block.weight if isinstance(block, Scale) else block.scale).to(dtype)
+    value = value * (scale if kind == "Embedding" else scale.view(-1, *[1] * (value.dim() - 1)))
+    return value + block.shift.to(dtype) if isinstance(block, Ssf) and whole else value
+
+
+def mapped(value: Tensor, block: nn.Module, gates: Tensor) -> Tensor:
+    """A parameter in its accumulator's dtype with what a bank that maps it adds: of the slots in use alone."""
+    assert isinstance(block, Update)
+    banks = dict(block.named_parameters())
+    for slot, gate in enumerate(gates.tolist()):
+        if gate:
+            own = {name: bank[slot].detach().to(value.dtype) for name, bank in banks.items()}
+            value = value + gate * block.update(own)
+    return value
+
+
+def _columns(weight: Tensor, scale: nn.Module) -> Tensor:
+    return weight * weight_of(scale).to(weight.dtype).view(1, -1, *[1] * (weight.dim() - 2))
+
+
+def in_dtype(block: nn.Module, dtype: torch.dtype, *args: Any) -> Any:
+    """A block's result in evaluation with all its tensors in this dtype; the block itself is left as it is."""
+    rows = [*block.named_parameters(), *block.named_buffers()]
+    state = {name: t.detach().to(dtype) if t.is_floating_point() else t.clone() for name, t in rows}
+    return functional_call(shell(block).eval(), state, args)

@@ -1,0 +1,154 @@
+"""The lowerings together: what makes a rewritten module faster and leaves its results as they were."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import MatchError, SpecError, did_you_mean
+from ..ir.traced_module import TracedModule
+from ..turns import held
+from .linear import forms, fused, packed
+from .merging import fold, live, remerge
+from .regions import nested
+
+MERGES = ("fold", "live", "remerge", "auto")
+
+
+@held
+def lower(
+    gm: TracedModule,
+    *,
+    merge: str | bool | None = None,
+    pack: bool = False,
+    fuse: str | bool | None = "auto",
+    outline: str | bool | Sequence[str] | None = None,
+) -> TracedModule:
+    """A faster form of a rewritten module: merged, packed, fused, outlined, in this order; `gm` stays as it is.
+
+    `merge`: None leaves the adapters beside their layers; "fold" or True folds them into copies of the weights for good, as
+    `folding.merge`; "live" folds what is in the slots and again whenever that changes, as `shadowing.live`; "remerge" adds
+    them to the weights at each call where many rows make that the cheaper way, as `remerging.remerge`. "auto" is the stated
+    default of a module that is served: passes with slots are merged live, unless samples have entries of their own now, and
+    the others are folded as far as they are functions of weights.
+
+    `pack` makes one product of linear layers that read the same value, where that is not slower: see `packing.pack`. `fuse`
+    joins layers and their updates, in the form that was measured fastest ("auto"), in one form for all, or not (None, False):
+    see `fusing.fuse`. `outline` compiles repeated regions once: "auto" where there are some, True finds them too and raises
+    where there are none, a list names them: see `nesting.nest`.
+
+    The result shares parameters, and the state of slots, with `gm`, but for what is merged. `meta["forms"]` says which form
+    each layer has, `meta["source"]` is what save keeps: `gm`, or what was folded. Raises SpecError for a value that is none
+    of these and for a module that is lowered already, and as the lowerings do.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # what is made here is written later
+            return lower(gm, merge=merge, pack=pack, fuse=fuse, outline=outline)
+    merge, fuse, regions = _checked(gm, merge, pack, fuse, outline)
+    source = made = gm
+    if merge == "auto":
+        source = made = _folded(gm, fold.foldable(gm, [n for n in _names(gm) if n not in fold.slotted(gm)]))
+        if fold.slotted(made) and not _mixed(made):
+            merge = "live"
+    if merge == "fold":
+        source = made = _folded(gm, None)
+    elif merge == "live":
+        made = live.live(made)
+    elif merge == "remerge":
+        made = remerge.remerge(made)
+    if pack:
+        made = _noted(made, packed.pack(made))
+    if fuse:
+        made = _noted(made, fused.fuse(made, str(fuse)))
+    if regions is not False:
+        try:
+            made = _noted(made, nested.nest(made, regions))
+        except MatchError:
+            if outline != "auto":
+                raise
+    if made is not source:
+        made.meta["source"] = source
+    return made
+
+
+def _checked(gm: Any, merge: Any, pack: Any, fuse: Any, outline: Any) -> tuple[str | None, str | None, Any]:
+    """The arguments in one way of writing each. Raises SpecError."""
+    fold.check_unlowered(gm, "lower")
+    merge = "fold" if merge is True else None if merge is False else merge
+    if merge is not None and merge not in MERGES:
+        raise SpecError(f"merge has no way {merge!r}{did_you_mean(merge, MERGES)}; it is None or one of {', '.join(MERGES)}")
+    if not isinstance(pack, bool):
+        raise SpecError(f"pack is true or false, not {pack!r}")
+    fuse = "auto" if fuse is True else fuse or None
+    if fuse is not None:
+        forms.check(fuse)
+    if outline in (None, False):
+        return merge, fuse, False
+    if outline in (True, "auto"):
+        return merge, fuse, None
+    if isinstance(outline, str) or not isinstance(outline, Sequence) or not all(isinstance(p, str) for p in outline):
+        raise SpecError(f"outline is None, 'auto' or a list of path patterns, not {outline!r}")
+    return merge, fuse, list(outline)
+
+
+def _names(gm: TracedModule) -> list[str]:
+    return [entry["name"] for entry in gm.meta.get("passes", [])]
+
+
+def _folded(gm: TracedModule, passes: list[str] | None) -> TracedModule:
+    """The module with these passes folded, None for all, and a note of the layers."""
+    if passes == []:
+        return gm
+    taken = [entry for entry in gm.meta.get("passes", []) if passes is None or entry["name"] in passes]
+    made = fold.merge(gm, passes)
+    layers = {site["path"].partition("@")[0]: "merged" for entry in taken for site in entry["sites"]}
+    made.meta["forms"] = {**gm.meta.get("forms", {}), **layers}
+    return made
+
+
+def _noted(before: TracedModule, made: TracedModule) -> TracedModule:
+    """The module with what earlier lowerings made of its layers in their forms."""
+    old, new = before.meta.get("forms", {}), made.meta.get("forms", {})
+    joined = {path: f"{old[path]}, {form}" if old.get(path, form) != form else form for path, form in new.items()}
+    if joined:
+        made.meta["forms"] = {**old, **joined}
+    return made
+
+
+def _mixed(gm: TracedModule) -> bool:
+    """Whether samples of a batch use different adapters."""
+    try:
+        for name in fold.slotted(gm):
+            fold.uniform(gm, name)
+    except SpecError:
+        return True
+    return False
+
+
+# --- what it came to
+
+
+def layer_forms(module: TracedModule) -> dict[str, str]:
+    """The form that each layer with a block of a pass has now, by its path."""
+    found = {}
+    for entry in module.meta.get("passes", []):
+        for site in entry["sites"]:
+            if site["block"]:
+                form = "mapped at each call" if site["place"] == "param" else "as its pass put it"
+                found[site["path"].partition("@")[0]] = form
+    return {**found, **module.meta.get("forms", {})}
+
+
+def form_table(module: TracedModule) -> str:
+    """The forms of a module's layers for reading: how many have each, then layer by layer."""
+    rows = layer_forms(module)
+    if not rows:
+        return "no layer has a block of a pass\n"
+    kinds = Counter(re.sub(r" \([^()]*\)", "", form) for form in rows.values())  # without the names of single products
+    counts = "; ".join(f"{count} {form}" for form, count in kinds.most_common())
+    width = max(map(len, rows))
+    return "\n".join([counts, *(f"  {path:{width}}  {form}" for path, form in rows.items())]) + "\n"

@@ -1,0 +1,1 @@
+"""Regions of a graph as submodules again: for compiling, checkpointing and sharding."""

@@ -1,0 +1,397 @@
+"""Repeated regions as nested compile regions: each kind is compiled once."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...errors import MatchError, SpecError
+from ...ir import ops
+from ...ir.subgraphs import REGION, Cut, aliases, changed_input, extract, members, plan, unique_names
+from ...ir.traced_module import Container, Graph, TracedModule, class_names, copy_graph, plain_attributes, shell
+from .choice import is_leaf, nesting_tree
+from .submodules import named, stack_around
+
+CALL = 10  # what one more call of a region costs to compile, in operations compiled once
+WORTH = 0.75  # nothing is nested where more than this share of the operations would be left to compile
+HOME = "nested"
+
+
+class Nested(nn.Module):
+    """What alike regions of a model compute, as code without weights: the modules and parameters are arguments.
+
+    `torch.compile` compiles it once, whatever the number of calls, and calls that program; eager code and torch.export run it
+    as it is, and so does what is compiled with gradients. It holds no parameters, buffers or state.
+    """
+
+    def __init__(self, graph: fx.Graph, name: str) -> None:
+        super().__init__()
+        self.body = fx.GraphModule(nn.Module(), graph, name)
+        code = type(self.body).forward
+        self.compiled_once = torch.compiler.nested_compile_region(code, max_reuse_entries=1 << 30)
+        self.constant_floats = _constant_floats()
+
+    def forward(self, *args: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():  # an exported program is flat
+            return self.body(*args)
+        if torch.is_grad_enabled():  # torch 2.15 keeps inputs of nested regions for the backward pass, and writes over them
+            return self.body(*args)
+        with self.constant_floats:
+            return self.compiled_once(self.body, *args)
+
+
+@cache
+def _constant_floats() -> Any:
+    """What makes the numbers of layers (`eps`, `p`) constants of a compiled program, also with `dynamic=True`.
+
+    They would be inputs of the program then, and torch 2.15 cannot hand those on to a nested region.
+    """
+    from torch._dynamo.decorators import DynamoConfigPatchProxy  # what code in compilation may enter; torch's own list is short
+
+    return DynamoConfigPatchProxy(torch._dynamo.config.patch(specialize_float=True))
+
+
+def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule:
+    """The same computation with repeated regions as nested compile regions, on the same module tree; `gm` stays as it was.
+
+    Regions of which the same is computed, from layers of the same sizes, become calls of one `Nested` module, to which the
+    layers are given: `torch.compile(fullgraph=True)` gives one graph, in which each kind of region is compiled once
+    (`torch.compiler.nested_compile_region`); where gradients are enabled it compiles as if nothing were nested. Names, results
+    and gradients stay the same, bit for bit in eager code; operations are not fused across the edges of a region.
+    `nested.meta["nested"]` says which module computes which regions.
+
+    `regions` are path patterns (exact, glob, slices, `re:`); of nested regions the outer one is taken, and one that is like no
+    other stays in the graph. None takes those that leave the fewest operations to compile.
+
+    Raises MatchError for a pattern that matches nothing, and when nothing is repeated; SpecError for a named region that cannot
+    be cut out, with the reason.
+    """
+    if not isinstance(gm, TracedModule):
+        raise SpecError(f"nest takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+    if "nested" in gm.meta or "regions" in gm.meta:
+        raise SpecError("this module is outlined already: outline the module it was made from")
+    if isinstance(regions, str):
+        raise SpecError(f"regions is a list of path patterns, not a text: write ['{regions}']")
+    graphs = {mode: _plain(graph) for mode, graph in gm.graphs.items()}
+    chosen = {mode: _chosen(graph, gm, None if regions is None else named(gm, regions)) for mode, graph in graphs.items()}
+    if not any(chosen.values()):
+        raise MatchError("no regions here are alike and can be cut out, so nothing would compile less often: do not outline")
+    home = HOME
+    while hasattr(gm, home):
+        home += "_"
+    tree = shell(gm)
+    holder = Container(("Nested",))
+    holder.training = gm.training
+    kinds: dict[Any, str] = {}
+    calls: dict[str, dict[str, None]] = {}
+    for mode, graph in graphs.items():
+        names = unique_names(chosen[mode])
+        for key, found in chosen[mode].items():
+            if found.kind not in kinds:
+                kinds[found.kind] = _name(gm, key, kinds.values())
+            target = f"{home}.{kinds[found.kind]}"
+            cut = _cut(key, found.nodes, gm)  # once more: what it reads are results of calls by now
+            assert isinstance(cut, Cut)
+            own, call = extract(cut, target, names[key], stack_around(cut))
+            body, given = _functional(own, key)
+            if kinds[found.kind] not in holder._modules:
+                holder._modules[kinds[found.kind]] = Nested(body, kinds[found.kind])
+            with graph.inserting_before(call):
+                layers = [graph.create_node("get_attr", path) for path in given]
+            call.args = (*layers, *call.args)
+            calls.setdefault(target, {})[key] = None
+        for node in reversed(graph.nodes):
+            node.meta.pop(REGION, None)
+            if node.op == "get_attr" and not node.users:
+                graph.erase_node(node)
+        graph.lint()
+    holder.train(gm.training)
+    tree._modules[home] = holder
+    nested = {target: list(keys) for target, keys in calls.items()}
+    return gm.derived(tree, graphs, source=gm.meta.get("source", gm), nested=nested)
+
+
+def _plain(graph: fx.Graph) -> Graph:
+    """A copy without the edges of regions, which make two values of one: a region has each input and result once."""
+    new = copy_graph(graph)
+    for node in new.nodes:
+        if node.target is ops.edge and isinstance(node.args[0], fx.Node):
+            node.replace_all_uses_with(node.args[0])
+            new.erase_node(node)
+    return new
+
+
+def _name(gm: TracedModule, key: str, taken: Iterable[str]) -> str:
+    """A name for a kind of region: the class of the module that it was, with a number where there are more of that name."""
+    path = _path(key)
+    kind = class_names(gm.get_submodule(path))[0] if _has(gm, path) else "Region"
+    names, name, number = set(taken), kind, 1
+    while name in names:
+        number += 1
+        name = f"{kind}_{number}"
+    return name
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    try:
+        module.get_submodule(path)
+    except AttributeError:
+        return False
+    return True
+
+
+def _path(key: str) -> str:
+    """The path of a region's module: without the number of the call."""
+    return re.sub(r"@\d+", "", key)
+
+
+# --- which regions
+
+
+@dataclass
+class _Alike:
+    """A region that can be cut out of a graph. `kind` is equal for regions whose code is the same."""
+
+    nodes: list[fx.Node]
+    kind: Any
+    size: int
+
+
+def _chosen(graph: fx.Graph, gm: TracedModule, keys: Sequence[str] | None) -> dict[str, _Alike]:
+    """The regions of a graph to nest, disjoint, in the order they run."""
+    inside = members(graph)
+    found: dict[str, _Alike] = {}
+    rough = Counter(map(len, inside.values()))
+    for key in inside if keys is None else keys:
+        nodes = inside.get(key, [])
+        if not nodes or (keys is None and (rough[len(nodes)] < 2 or len(nodes) <= CALL or is_leaf(key, nodes))):
+            continue
+        cut = _cut(key, nodes, gm)
+        if isinstance(cut, Cut):
+            found[key] = _Alike(nodes, _kind(cut, gm), sum(n.op != "get_attr" for n in cut.nodes))
+        elif keys is not None:
+            raise SpecError(f"'{key}' {cut}" + ("" if "packed" in cut else ": name a region around it, or regions inside it"))
+    same = Counter(region.kind for region in found.values())
+    found = {key: region for key, region in found.items() if same[region.kind] > 1}
+    if keys is None:
+        found = _best(graph, inside, found)
+    return dict(sorted(found.items(), key=lambda row: row[1].nodes[0]))
+
+
+def _cut(key: str, nodes: list[fx.Node], root: nn.Module) -> Cut | str:
+    """How a region is cut out to be compiled on its own, or why it cannot be.
+
+    A compiled caller takes the results of a region for memory of their own: none may be a view of an input or of another
+    result, and inputs must stay as they are.
+    """
+    cut = plan(key, nodes, root)
+    if isinstance(cut, str):
+        return cut
+    if _shares_memory(cut, root):
+        return "reads weights that share memory since this module was packed: outline the packed one"
+    if changed := changed_input(cut.nodes, cut.inputs, root):
+        return f"cannot be nested, as '{changed.name}' changes its input in place"
+    memory: dict[fx.Node, fx.Node] = {}
+    for node in cut.nodes:
+        first = next(iter(node.all_input_nodes), node)
+        memory[node] = memory.get(first, first) if aliases(node, root) else node
+    lent = [memory[node] for node in cut.outputs if "shape" in node.meta]
+    if any(node in cut.inputs or node.op == "get_attr" for node in lent):
+        return "cannot be nested, as it gives a view of what enters it"
+    if len(set(lent)) < len(lent):
+        return "cannot be nested, as two of its results may be views of one tensor"
+    return cut
+
+
+def _shares_memory(cut: Cut, root: nn.Module) -> bool:
+    """Whether a region reads two tensors of one storage: torch gives a nested region no inputs that overlap."""
+    read: dict[int, Tensor] = {}
+    for node in cut.nodes:
+        if node.op == "call_module":
+            layer = root.get_submodule(str(node.target))
+            if type(layer).__module__.startswith("torch.nn."):  # a packed one holds views that it does not read
+                read.update({id(p): p for p in layer.parameters()})
+        elif node.op == "get_attr":
+            owner, _, last = str(node.target).rpartition(".")
+            value = getattr(root.get_submodule(owner), last)
+            if isinstance(value, Tensor):
+                read[id(value)] = value
+    storages = [t.untyped_storage()._cdata for t in read.values() if t.numel()]
+    return len(set(storages)) < len(storages)
+
+
+def _best(graph: fx.Graph, inside: Mapping[str, list[fx.Node]], found: Mapping[str, _Alike]) -> dict[str, _Alike]:
+    """Of the regions that could be nested those that leave the fewest operations to compile.
+
+    A kind is taken or left as a whole, and of nested regions the outer one counts. Kinds are tried in turn, those that save
+    most first, until none is better the other way round.
+    """
+    tree = nesting_tree(graph, inside)
+    total: int = sum(n.op != "get_attr" for n in graph.nodes)
+    above, todo = {""}, list(found)
+    while todo:
+        if (key := todo.pop()) not in above:
+            above.add(key)
+            todo += tree.predecessors(key)
+    tree = tree.subgraph(above)
+
+    def taken(kinds: set[Any]) -> list[str]:
+        regions, todo = [], [""]
+        while todo:
+            key = todo.pop()
+            if key in found and found[key].kind in kinds:
+                regions.append(key)
+            else:
+                todo += tree.successors(key)
+        return regions
+
+    def cost(kinds: set[Any]) -> int:
+        regions = [found[key] for key in taken(kinds)]
+        once = {region.kind: region.size for region in regions}
+        return total - sum(region.size - CALL for region in regions) + sum(once.values())
+
+    saved: Counter[Any] = Counter()
+    for region in found.values():
+        saved[region.kind] += region.size
+    kinds: set[Any] = set()
+    best, better = total, True
+    while better:
+        better = False
+        for kind, _ in saved.most_common():
+            if (now := cost(kinds ^ {kind})) < best:
+                kinds, best, better = kinds ^ {kind}, now, True
+    if best > WORTH * total:
+        return {}
+    regions = taken(kinds)
+    count = Counter(found[key].kind for key in regions)
+    return {key: found[key] for key in regions if count[found[key].kind] > 1}
+
+
+# --- what is alike
+
+
+def _kind(cut: Cut, root: nn.Module) -> Any:
+    """What a region computes, from layers of which sizes, whatever their names: equal means that one code does for both."""
+    where: dict[fx.Node, int] = {node: i for i, node in enumerate(cut.inputs)}
+    roots: dict[str, int] = {}
+    rows: list[Any] = [tuple(_described_value(node) for node in cut.inputs)]
+
+    def layer(target: str) -> Any:
+        owner, rest = _split(target, cut.key)
+        return roots.setdefault(owner, len(roots)), rest, _described(root, target)
+
+    def argument(x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            return layer(str(x.target)) if x.op == "get_attr" else ("value", where[x])
+        if isinstance(x, slice):
+            return ("slice", argument(x.start), argument(x.stop), argument(x.step))
+        if isinstance(x, (tuple, list)):
+            return (type(x).__name__, *map(argument, x))
+        if isinstance(x, dict):
+            return ("dict", *((key, argument(value)) for key, value in x.items()))
+        return (type(x).__name__, repr(x))
+
+    for node in cut.nodes:
+        if node.op != "get_attr":
+            what = layer(str(node.target)) if node.op == "call_module" else node.target
+            args = node.args[:2] if node.target is ops.guard else node.args  # the text of a guard says which region it is in
+            rows.append((node.op, what, argument(args), argument(node.kwargs)))
+            where[node] = len(where)
+    rows.append(tuple(where[node] for node in cut.outputs))
+    return tuple(rows)
+
+
+def _described_value(node: fx.Node) -> Any:
+    shape = node.meta.get("shape")
+    return None if shape is None else (tuple(map(int, shape)), node.meta.get("dtype"))
+
+
+def _described(root: nn.Module, target: str) -> Any:
+    """The layer or tensor at a path, as far as compiled code depends on it."""
+    owner, _, last = target.rpartition(".")
+    there = root.get_submodule(owner)
+    found = getattr(there, last)
+    if not isinstance(found, nn.Module):
+        return _tensor(found)
+    rows = []
+    for name, module in found.named_modules():
+        settings = tuple(sorted((k, repr(v)) for k, v in plain_attributes(module).items()))
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        rows.append((name, class_names(module), settings, tuple((k, _tensor(t)) for k, t in tensors)))
+    return tuple(rows)
+
+
+def _tensor(x: Any) -> Any:
+    return (tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor) else type(x).__name__
+
+
+def _split(target: str, key: str) -> tuple[str, str]:
+    """A path as that of the region's module, in the model's tree or in a pass's, and the rest; or whole, with no rest."""
+    parts, own = target.split("."), _path(key).split(".")
+    for start in range(len(parts) - len(own)):
+        if parts[start : start + len(own)] == own:
+            end = start + len(own)
+            return ".".join(parts[:end]), ".".join(parts[end:])
+    return target, ""
+
+
+# --- the code that they share
+
+
+@dataclass
+class _Body:
+    graph: Graph = field(default_factory=Graph)
+    roots: dict[str, fx.Node] = field(default_factory=dict)
+    layers: dict[str, fx.Node] = field(default_factory=dict)
+
+
+def _functional(own: fx.Graph, key: str) -> tuple[Graph, list[str]]:
+    """The graph of a region without names of the model: the modules that hold its layers are its first arguments."""
+    body = _Body()
+    targets = [str(n.target) for n in own.nodes if n.op in ("call_module", "get_attr")]
+    for target in targets:
+        owner = _split(target, key)[0]
+        if owner not in body.roots:
+            body.roots[owner] = body.graph.placeholder(f"layers_{len(body.roots)}")
+    values: dict[fx.Node, fx.Node] = {}
+    for node in own.nodes:
+        if node.op == "placeholder":
+            values[node] = body.graph.node_copy(node)
+    for node in own.nodes:
+        if node.op == "get_attr":
+            values[node] = _reach(body, str(node.target), key)
+        elif node.op == "call_module":
+            module = _reach(body, str(node.target), key)
+            args = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = body.graph.call_function(operator.call, (module, *args[0]), args[1])
+            values[node].meta = dict(node.meta)
+        elif node.op != "placeholder":
+            values[node] = body.graph.node_copy(node, values.__getitem__)
+    body.graph.lint()
+    return body.graph, list(body.roots)
+
+
+def _reach(body: _Body, target: str, key: str) -> fx.Node:
+    """A layer or tensor, read from the module that holds it."""
+    path, rest = _split(target, key)
+    node = body.roots[path]
+    for part in filter(None, rest.split(".")):
+        path = f"{path}.{part}"
+        if path not in body.layers:
+            body.layers[path] = body.graph.call_function(getattr, (node, part))
+        node = body.layers[path]
+    return node
+
+
+def regions_of(nested: TracedModule) -> Iterator[tuple[str, str]]:
+    """Each nested region's path and the module that computes it."""
+    for target, keys in nested.meta.get("nested", {}).items():
+        yield from ((key, target) for key in keys)

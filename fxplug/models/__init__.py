@@ -1,0 +1,1 @@
+"""Models, their weights and their example inputs, from a configuration."""

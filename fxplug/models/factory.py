@@ -1,0 +1,136 @@
+"""A configuration to a model with its weights, and the example inputs it is traced with."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import FxplugError, SpecError, did_you_mean
+from ..files.reading import read_json
+from ..spec.import_path import import_target
+from ..spec.model_section import ModelSpec, WeightsSpec
+from ..spec.run_config import Config
+from .state_dict import State, _assign, _on_meta, load_weights, read_weights
+
+
+def build(config: Config, *, device: str | None = None) -> nn.Module:
+    """The model of a configuration with its weights, on its device, in its dtype and mode.
+
+    `device` takes the place of the configuration's. On `meta` nothing takes memory: of weight files only names
+    and shapes are read, and they must fit all the same. Raises SpecError for an unknown name, options that the
+    model refuses, and weights that do not fit.
+    """
+    spec = config.model
+    target = torch_device(config, device)
+    on = torch.device("meta") if target.type == "meta" else torch.device("cpu")
+    try:
+        with on:
+            model = {"timm": _timm, "diffusers": _diffusers, "call": _call}[spec.kind](spec, config.base)
+    except FxplugError:
+        raise
+    except Exception as error:  # the model's constructor, anybody's
+        finding = f"{_name(spec)} cannot be made: {type(error).__name__}: {error}"
+        raise SpecError(finding, path=("model",), where=spec.where) from error
+    if not isinstance(model, nn.Module):
+        raise SpecError(f"{_name(spec)} gave a {type(model).__name__}, no nn.Module", path=("model",), where=spec.where)
+    if spec.kind == "diffusers" and isinstance(spec.target, str):
+        _load_folder(model, config.base / spec.target, config)
+    if config.weights is not None:
+        load_weights(model, config.weights)
+    if config.dtype is not None:
+        model = model.to(getattr(torch, config.dtype))
+    return model.to(target).train(config.mode == "train")
+
+
+def torch_device(config: Config, device: str | None = None) -> torch.device:
+    """The device of a run. SpecError when there is no such device here."""
+    text = device or config.device
+    where = config.where("device")
+    try:
+        found = torch.device(text)
+    except RuntimeError:
+        raise SpecError(f"no device '{text}'; cpu, cuda, cuda:1 or meta, for example", path=("device",), where=where) from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise SpecError(f"'{text}' is not here: {torch.cuda.device_count()} CUDA devices", path=("device",), where=where)
+    return found
+
+
+def _name(spec: ModelSpec) -> str:
+    text = spec.target if isinstance(spec.target, str) else spec.target["_class_name"]
+    options = ", ".join(f"{key}={value!r}" for key, value in spec.options.items())
+    return f"{text}({options})" if options else text
+
+
+def _timm(spec: ModelSpec, base: Path) -> nn.Module:
+    import timm
+
+    name = str(spec.target)
+    if not timm.is_model(name):
+        finding = f"timm has no model '{name}'{did_you_mean(name.partition('.')[0], timm.list_models())}"
+        raise SpecError(finding, path=("model",), where=spec.where)
+    model: nn.Module = timm.create_model(name, **spec.options)
+    return model
+
+
+def _call(spec: ModelSpec, base: Path) -> Any:
+    made: Any = import_target(str(spec.target), spec.where)
+    if not callable(made):
+        raise SpecError(f"'{spec.target}' is not a function or class", path=("model", "call"), where=spec.where)
+    return made(**spec.options)
+
+
+def _diffusers(spec: ModelSpec, base: Path) -> nn.Module:
+    """A diffusers model of the class that its configuration names, with new weights."""
+    import diffusers
+
+    read = spec.target if isinstance(spec.target, dict) else _diffusers_config(base / spec.target, spec)
+    name = str(read.get("_class_name"))
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
+        known = [n for n in dir(diffusers) if n.endswith(("Model", "2D", "3D")) or "Autoencoder" in n]
+        finding = f"diffusers has no model class '{name}'{did_you_mean(name, known)}"
+        raise SpecError(finding, path=("model",), where=spec.where)
+    known = [n for n in inspect.signature(kind).parameters if n != "kwargs"]
+    given = [*spec.options, *(key for key in read if isinstance(spec.target, dict) and not key.startswith("_"))]
+    for key in given:
+        if key not in known:
+            finding = f"{name} has no option '{key}'{did_you_mean(key, known)}"
+            raise SpecError(finding, path=("model",), where=spec.where)
+    model: nn.Module = kind.from_config({**read, **spec.options})  # type: ignore[attr-defined]
+    return model
+
+
+def _diffusers_config(path: Path, spec: ModelSpec) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        parts = sorted(p.parent.name for p in path.glob("*/config.json"))
+        hint = f"; a pipeline's folder: name one of its models, {', '.join(parts)}" if parts else ""
+        raise SpecError(f"'{spec.target}' has no config.json{hint}", path=("model",), where=spec.where)
+    read = read_json(file, lambda finding: SpecError(f"'{file}' {finding}", path=("model",), where=spec.where))
+    if not isinstance(read, dict) or "_class_name" not in read:
+        raise SpecError(f"'{file}' names no '_class_name'", path=("model",), where=spec.where)
+    return read
+
+
+def _load_folder(model: nn.Module, folder: Path, config: Config) -> None:
+    """The weights that lie in a diffusers folder; none when the configuration gives others, or on a bare .json."""
+    if config.weights is not None or not folder.is_dir():
+        return
+    where = config.model.where
+    files = sorted(folder.glob("*.safetensors"))
+    whole = [f for f in files if f.stem == "diffusion_pytorch_model"] or [f for f in files if "-of-" in f.stem] or files
+    shards = {f.stem.partition("-0")[0] for f in whole}
+    if not whole:
+        finding = f"no .safetensors in '{folder.name}'; give 'weights', or its config.json as the model for new weights"
+        raise SpecError(finding, path=("model",), where=where)
+    if len(shards) > 1:
+        finding = f"several weights in '{folder.name}': {', '.join(f.name for f in whole)}; name one in 'weights'"
+        raise SpecError(finding, path=("model",), where=where)
+    state: State = {}
+    for file in whole:
+        state.update(read_weights(file, _on_meta(model)))
+    _assign(model, state, f"'{folder.name}'", WeightsSpec(where=where))

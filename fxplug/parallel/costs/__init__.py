@@ -1,0 +1,1 @@
+"""What ways of splitting a model will cost, before anything runs."""

@@ -1,0 +1,1 @@
+"""A denoiser on patches of its tokens over time: PipeFusion's stages and stale gathers."""

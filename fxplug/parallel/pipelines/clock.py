@@ -1,0 +1,56 @@
+"""Where in a run a call of a denoiser is: which step, and which of several calls at one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import SpecError, did_you_mean
+
+AT_ONCE = 8  # so many calls at one time are told apart
+
+
+class Clock:
+    """Reads a run off one of the inputs, such as the timestep.
+
+    As long as it moves in one direction the run goes on; where it goes back a new one begins. Calls at one time (with and
+    without a condition, say) are numbered. Without a name every call is the next step until somebody says that a run begins.
+    Raises SpecError for a name that no input has.
+    """
+
+    def __init__(self, name: str | None, names: Sequence[str]) -> None:
+        if name is not None and name not in names:
+            raise SpecError(
+                f"the model has no input '{name}' that says where in a run a call is{did_you_mean(name, names)}: give "
+                f"clock=..., one of {', '.join(names)}, or clock=None and say where each run begins"
+            )
+        self.name, self.position = name, -1 if name is None else list(names).index(name)
+        self.reset()
+
+    def reset(self) -> None:
+        self.time: float | None = None
+        self.direction = 0.0
+        self.number = 0
+
+    def tick(self, inputs: Sequence[Any]) -> tuple[bool, int]:
+        """Whether a run begins with this call, and the call's number among those of its time."""
+        if self.name is None:
+            return False, 0
+        value = inputs[self.position]
+        if value is None:
+            raise SpecError(f"the call has no '{self.name}', which tells where a run begins")
+        now = float(value.flatten()[0]) if isinstance(value, Tensor) else float(value)
+        before, self.time = self.time, now
+        if before is None:
+            return True, 0
+        if now == before:
+            self.number += 1
+            if self.number < AT_ONCE:
+                return False, self.number
+        moved = math.copysign(1.0, now - before)
+        back = now == before or (self.direction != 0 and moved != self.direction)
+        self.direction, self.number = 0.0 if back else moved, 0
+        return back, 0

@@ -1,0 +1,184 @@
+"""The way in: a traced denoiser made one that runs in stages on patches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...capture.self_check import has_values
+from ...errors import SpecError
+from ...ir.traced_module import TracedModule
+from ..plan import entry, parallel_plan, place
+from ..runtime.collectives import whole_number
+from ..runtime.mesh import ways_of
+from .links import links_of
+from .overlap import Overlapping
+from .patches import Patcher
+from .pipeline import PipeFusion, Steps
+from .stages import staged
+from .stale import StaleSequence
+
+
+def pipefusion(
+    gm: TracedModule,
+    args: Sequence[Any] | Tensor = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    stages: int = 1,
+    patches: int,
+    warmup: int = 1,
+    correct: int = 0,
+    steps: Steps = None,
+    batch: int = 1,
+    overlap: bool = True,
+    clock: str | None = "timestep",
+    split: Mapping[str, int] | None = None,
+    mesh: DeviceMesh | None = None,
+    check: bool = True,
+) -> PipeFusion:
+    """A denoiser in stages on patches of its tokens (PipeFusion; Fang et al. 2024, arXiv 2405.14430).
+
+    `args` and `kwargs` are example inputs; where tokens are born and meet is found as for `parallel_plan`, and the graph is
+    cut where little goes from stage to stage, into stages of about equal work. `warmup` steps at the beginning of an image and
+    `correct` at its end run in one piece; the latter needs `steps`, the number of steps of an image or a function that tells
+    it. `batch` splits samples, guidance included, over processes. `clock` names the input that says where in a run a call is.
+
+    With torch.distributed each process is one stage for its part of the batch, and `mesh` may say which, with the axes "batch"
+    and "stages"; without it one process runs all. A model with values is run once in one
+    piece and once patch by patch on the same inputs, which must agree.
+
+    Over processes with `overlap` a step does not wait for the last patch: a call gives tensors that come later, what the
+    pipeline does with them elementwise (guidance, a scheduler's step) is done patch by patch, and where something else needs
+    all of one it waits, as the decoder does at the end; between two calls that is an error that names the operation.
+
+    Raises SpecError for numbers that are none or too many, and where tokens or stages cannot be split, with what stands in the
+    way; VerifyError for patches that do not give what the model gives.
+    """
+    whole_number("stages", stages, 1)
+    whole_number("patches", patches, 1)
+    kind, run = Overlapping if overlap else PipeFusion, (warmup, correct, steps, clock)
+    found, module = _made(kind, gm, args, kwargs, stages, patches, batch, run, split, check)
+    placed: PipeFusion = _placed(found, module, stages, batch, mesh)
+    return placed
+
+
+def stale_sequence(
+    gm: TracedModule,
+    args: Sequence[Any] | Tensor = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    ways: int,
+    warmup: int = 1,
+    correct: int = 0,
+    steps: Steps = None,
+    batch: int = 1,
+    clock: str | None = "timestep",
+    split: Mapping[str, int] | None = None,
+    mesh: DeviceMesh | None = None,
+    check: bool = True,
+) -> StaleSequence:
+    """A denoiser whose tokens are split over processes that exchange a step late (DistriFusion; Li et al. 2024, 2402.19481).
+
+    As `pipefusion`, without stages: each of `ways` processes runs all layers on its patch, with the keys and values that the
+    others had at the step before, which travel while a step is computed. Without torch.distributed one process runs all. The
+    axes of a `mesh` are "batch" and "stages". Raises what `pipefusion` raises.
+    """
+    whole_number("ways", ways, 1)
+    found, module = _made(StaleSequence, gm, args, kwargs, 1, ways, batch, (warmup, correct, steps, clock), split, check)
+    if found.plan.others:
+        raise SpecError(f"'{found.plan.others[0]}' reaches the result from patches that are a step apart: take pipefusion")
+    placed: StaleSequence = _placed(found, module, ways, batch, mesh)
+    return placed
+
+
+def in_steps(
+    gm: TracedModule,
+    args: Sequence[Any] | Tensor = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    overlap: bool = True,
+    mesh: DeviceMesh | None = None,
+    check: bool = True,
+) -> PipeFusion:
+    """What the pass `pipefusion`, or `sequence_parallel` with `stale`, says of a rewritten or loaded module.
+
+    Those passes change no graph, but write down how it is to be run: this calls `pipefusion` or `stale_sequence` with what they
+    say. Raises SpecError for a module of which nothing is said, and what those raise.
+    """
+    said: dict[str, Any] = dict(gm.meta.get("stepped") or {})
+    if not said:
+        raise SpecError(
+            "no pass says how this module runs in steps: rewrite it with the pass pipefusion, or with sequence_parallel and "
+            "stale: true; or call fxplug.pipefusion or fxplug.stale_sequence"
+        )
+    if "stages" in said:
+        return pipefusion(gm, args, kwargs, **said, overlap=overlap, mesh=mesh, check=check)
+    return stale_sequence(gm, args, kwargs, **said, mesh=mesh, check=check)
+
+
+def written_down(gm: TracedModule, name: str, said: Mapping[str, Any]) -> TracedModule:
+    """The same module, which knows how it is to be run in steps, as `in_steps` reads it; `said` is by keys of a parallel pass.
+
+    Raises SpecError for keys that do not go together.
+    """
+    given = {key: value for key, value in said.items() if key != "stale"}
+    if given.get("clock") == "":
+        given["clock"] = None
+    if "stages" not in given:
+        given["ways"] = given.pop("ulysses", 1) * given.pop("ring", 1)
+    known = inspect.signature(pipefusion if "stages" in given else stale_sequence).parameters
+    what = "stages" if "stages" in given else "stale: true"
+    for key in given:
+        if key not in known:
+            raise SpecError(f"{name}: '{key}' does not go with {what}: leave it out")
+    new = gm.copied()
+    new.meta |= {"stepped": given, "passes": [*gm.meta.get("passes", []), entry(name, given, [], neutral=True)]}
+    return new
+
+
+def _placed(found: Any, module: TracedModule, count: int, batch: int, mesh: DeviceMesh | None) -> Any:
+    """As this process runs it, where there are several."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        links, world = links_of(count, ways_of({"batch": batch}), mesh)
+        place(module, world)
+        found = found.again(links=links)
+    return found
+
+
+def _made(
+    kind: type[Any], gm: TracedModule, args: Any, kwargs: Any, stages: int, patches: int, batch: int,
+    run: tuple[int, int, Steps, str | None], split: Any, check: bool,
+) -> tuple[Any, TracedModule]:  # fmt: skip
+    """What runs in one process, and the module whose collectives it calls."""
+    warmup, correct, steps, _ = run
+    whole_number("warmup", warmup, 1)
+    if whole_number("correct", correct) and steps is None:
+        raise SpecError(f"correct={correct} needs the number of steps of an image: give steps=..., or a function that tells it")
+    plan = parallel_plan(gm, args, kwargs, ulysses=max(2, patches), batch=batch, split=split, check=False)
+    patcher = Patcher(plan.stages[-1].found)
+    patcher.run()
+    found = kind(gm, staged(patcher, plan.written, stages), patches, *run)
+    if check and has_values(list(gm.state_dict().values()), plan.example):
+        found.check(*plan.example)
+    return found, plan.written
+
+
+def distances(
+    found: PipeFusion, draw: Callable[[Any], Tensor], patches: Sequence[int], warmups: Sequence[int]
+) -> dict[tuple[int, int], float]:
+    """How far images are from the serial one, ||x - serial|| / ||serial||, by patches and warm-up.
+
+    `draw(denoiser)` gives an image, the same for the same denoiser: a pipeline with its transformer exchanged and a seed.
+    """
+    serial = draw(found.module).float()
+    rows = {}
+    for number in patches:
+        for warmup in warmups:
+            image = draw(found.again(patches=number, warmup=warmup)).float()
+            rows[number, warmup] = float((image - serial).norm() / serial.norm())
+    return rows

@@ -1,0 +1,175 @@
+"""What stages of a pipeline send each other: asynchronously, over torch.distributed or between threads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
+
+from ...errors import SpecError
+from ..runtime.mesh import World, world_of
+from ..runtime.pretended import Local
+
+
+class Links:
+    """A process's ways to the other stages. `key` names what both sides know of a message: shapes go with the first alone.
+
+    Messages from one stage to another come in the order in which they were sent; those that go back have an order of their
+    own, so that neither waits for the other.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], groups: Sequence[Any]) -> None:
+        self.rank, self.ranks, self.groups = rank, list(ranks), list(groups)
+        self.known: dict[Any, Any] = {}
+        self.going: list[tuple[Any, Tensor]] = []  # tensors live until they have been sent
+        self.device = torch.device("cpu")
+
+    def send(self, to: int, values: Any, key: Any) -> None:
+        """Hand nested values to a stage, without waiting."""
+        group = self.groups[to < self.rank]
+        leaves, tree = pytree.tree_flatten(values)
+        going = [leaf.contiguous() for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel()]
+        if (self.rank, to, key) not in self.known:
+            self.known[self.rank, to, key] = True
+            text = json.dumps([pytree.treespec_dumps(tree), [_said(leaf) for leaf in leaves]]).encode()
+            head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            going = [t.to(self.device) for t in (torch.tensor([len(head)]), head)] + going
+        self.going = [row for row in self.going if not row[0].is_completed()]
+        self.going += [(dist.isend(tensor, self.ranks[to], group), tensor) for tensor in going]
+
+    def receive(self, source: int, key: Any) -> Any:
+        """What a stage has sent."""
+        group = self.groups[self.rank < source]
+        if (source, self.rank, key) not in self.known:
+            size = torch.empty(1, dtype=torch.int64, device=self.device)
+            dist.recv(size, self.ranks[source], group)
+            head = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+            dist.recv(head, self.ranks[source], group)
+            spec, said = json.loads(bytes(head.tolist()))
+            self.known[source, self.rank, key] = [_heard(leaf) for leaf in said], pytree.treespec_loads(spec)
+        outlines, tree = self.known[source, self.rank, key]
+        leaves = self.empty(outlines)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.numel():
+                dist.recv(leaf, self.ranks[source], group)
+        return pytree.tree_unflatten(leaves, tree)
+
+    def share(self, source: int, values: Any, key: Any) -> Any:
+        """What one stage has, for all."""
+        group = self.groups[0]
+        leaves, tree = pytree.tree_flatten(values)
+        if ("all", key) not in self.known:
+            rows: list[Any] = [(_outlines(leaves), tree)]
+            dist.broadcast_object_list(rows, self.ranks[source], group)
+            self.known["all", key] = rows[0]
+        outlines, tree = self.known["all", key]
+        if self.rank != source:
+            leaves = self.empty(outlines)
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.numel():
+                leaves[i] = leaf = leaf.contiguous()
+                dist.broadcast(leaf, self.ranks[source], group)
+        return pytree.tree_unflatten(leaves, tree)
+
+    def swap(self, values: Sequence[Tensor], key: Any) -> tuple[list[Any], list[list[Tensor]]]:
+        """Begin to give tensors to all: what to wait for, and what each process gave, which is there by then."""
+        if ("swap", key) not in self.known:
+            shapes: list[Any] = [None] * len(self.ranks)
+            dist.all_gather_object(shapes, _outlines(values), self.groups[0])
+            self.known["swap", key] = shapes
+        rows = [self.empty(outlines) for outlines in self.known["swap", key]]
+        rows[self.rank] = [value.contiguous() for value in values]
+        works = [
+            dist.broadcast(tensor, self.ranks[source], self.groups[0], async_op=True)
+            for source, row in enumerate(rows) for tensor in row if tensor.numel()
+        ]  # fmt: skip
+        return works, rows
+
+    def empty(self, outlines: Sequence[Any]) -> list[Any]:
+        return [self.here(outline) for outline in outlines]
+
+    def here(self, outline: Any) -> Any:
+        if isinstance(outline, _Outline):
+            return torch.empty(outline.shape, dtype=outline.dtype, device=self.device)
+        return self.device if isinstance(outline, torch.device) else outline
+
+
+def links_of(stages: int, ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> tuple[Links, World]:
+    """This process's ways to the stages that have its part of the batch, and its place in a mesh of (batch, stages).
+
+    Raises SpecError for a mesh, or a number of processes, that does not fit.
+    """
+    needed = stages * math.prod(ways.values())
+    if mesh is None:
+        if dist.get_world_size() != needed:
+            raise SpecError(f"{stages} stages on {needed} processes, and there are {dist.get_world_size()}: start as many")
+        kind = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
+        mesh = init_device_mesh(str(kind or "cpu"), (needed // stages, stages), mesh_dim_names=("batch", "stages"))
+    names = mesh.mesh_dim_names or ()
+    if "stages" not in names or mesh["stages"].size() != stages:
+        raise SpecError(f"a mesh for {stages} stages has so many processes along 'stages': {mesh}")
+    mine: list[Any] = []
+    rows = mesh.mesh.movedim(names.index("stages"), -1).reshape(-1, stages).tolist()
+    for row in rows:  # every process makes all groups; one for what goes on, one for what comes back
+        groups = [dist.new_group(row) for _ in range(2)]
+        if dist.get_rank() in row:
+            mine = [row.index(dist.get_rank()), row, groups]
+    return Links(*mine), world_of(ways, mesh)
+
+
+class LocalLinks(Links):
+    """The same between threads of this process."""
+
+    def __init__(self, local: Local) -> None:
+        super().__init__(local.rank, range(local.meeting.barrier.parties), ())
+        self.local = local
+
+    def send(self, to: int, values: Any, key: Any) -> None:
+        self.local.meeting.queue(self.rank, to).put(pytree.tree_map(_copied, values))
+
+    def receive(self, source: int, key: Any) -> Any:
+        return self.local.take(source)
+
+    def share(self, source: int, values: Any, key: Any) -> Any:
+        return pytree.tree_map(_copied, self.local.swap(pytree.tree_map(_copied, values))[source])  # written again meanwhile
+
+    def swap(self, values: Sequence[Tensor], key: Any) -> tuple[list[Any], list[list[Tensor]]]:
+        return [], self.local.swap([value.clone() for value in values])
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+class _Outline(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _outlines(leaves: Sequence[Any]) -> list[Any]:
+    return [_Outline(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+
+
+def _said(leaf: Any) -> Any:
+    """What goes ahead of a value, as JSON."""
+    if isinstance(leaf, Tensor):
+        return {"shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch.")}
+    if isinstance(leaf, torch.dtype):
+        return {"dtype": str(leaf).removeprefix("torch.")}
+    return {"device": str(leaf)} if isinstance(leaf, torch.device) else leaf
+
+
+def _heard(said: Any) -> Any:
+    if not isinstance(said, dict):
+        return said
+    if "device" in said:
+        return torch.device(said["device"])
+    dtype = getattr(torch, said["dtype"])
+    return _Outline(tuple(said["shape"]), dtype) if "shape" in said else dtype

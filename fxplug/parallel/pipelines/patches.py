@@ -1,0 +1,213 @@
+"""A split over time: one graph runs on one patch of the tokens after the other, with what the others gave before.
+
+The places where tokens meet are those of a plan for processes. Here a value that must be whole is put together from the patch
+at hand and from an input, `kept`, with what the other patches gave when they ran last: stale keys and values, as in PipeFusion
+(Fang et al. 2024, arXiv 2405.14430) and DistriFusion (Li et al. 2024, arXiv 2402.19481). In one patch everything is fresh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from ...errors import GuardError, SpecError
+from ...ir import ops
+from ...ir.traced_module import copy_graph
+from ...rewriter.graft import head
+from ..planning.planner import Found, arguments
+from ..runtime import layouts
+from ..runtime.collectives import Collective, Gather, Numel, Same, Split, Sum, Whole
+from ..runtime.mesh import SEQUENCE
+from ..writing import Writer, _At
+
+# --- what the graph calls; `patch` of `patches` is at hand
+
+
+def part(x: Tensor, patch: int, patches: int, dim: int, inner: int, born: bool, *sizes: int) -> Tensor:
+    """A patch of a tensor, with the whole sizes of the streams in a dimension. Raises GuardError for too few tokens."""
+    if patches == 1:
+        return x
+    for size in sizes:
+        if born and size < patches:
+            raise GuardError(f"{size} tokens (dimension {dim} of {tuple(x.shape)}) cannot be split into {patches} patches")
+    y, spans = _spans(x, patch, patches, dim, inner, sizes)
+    parts = [y.narrow(dim + 1, first, length) for first, length in spans]
+    return (torch.cat(parts, dim + 1) if len(parts) > 1 else parts[0]).flatten(dim, dim + 1).contiguous()
+
+
+def put(x: Tensor, kept: Tensor | None, patch: int, patches: int, dim: int, inner: int, *sizes: int) -> Tensor:
+    """The whole of a tensor: this patch's part, and what is kept of the others."""
+    if patches == 1 or kept is None:
+        return x
+    y, spans = _spans(kept, patch, patches, dim, inner, sizes)
+    mine = torch.split(torch.unflatten(x, dim, (y.shape[dim], -1)), [length for _, length in spans], dim + 1)
+    pieces, before = [], 0
+    for (first, length), own in zip(spans, mine, strict=True):
+        pieces += [y.narrow(dim + 1, before, first - before), own]
+        before = first + length
+    pieces.append(y.narrow(dim + 1, before, y.shape[dim + 1] - before))
+    return torch.cat(pieces, dim + 1).flatten(dim, dim + 1)
+
+
+def added(x: Tensor, kept: Tensor | None, patch: int, patches: int) -> Tensor:
+    """A sum over the patches. `kept` has the last sum of a step in one piece, and each patch's summand: NaN before its first.
+
+    Until all summands are known the sum is that of the step in one piece.
+    """
+    if patches == 1 or kept is None:
+        return x
+    now = torch.cat([kept[1 : patch + 1], x[None], kept[patch + 2 :]])
+    return torch.where(kept[1:].isnan().any(), kept[0], now.sum(0))
+
+
+def whole(x: Tensor, patch: int, patches: int, dim: int, *sizes: int) -> int:
+    """The size that a split dimension has in one patch."""
+    return x.shape[dim] // layouts.counts(sizes, patches)[patch] * sum(sizes)
+
+
+def numel(x: Tensor, patch: int, patches: int, dim: int, *sizes: int) -> int:
+    """The number of elements that a split tensor has in one patch."""
+    return x.numel() // x.shape[dim] * whole(x, patch, patches, dim, *sizes)
+
+
+def attended(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    options: dict[str, Any],
+    patch: int,
+    patches: int,
+    *sizes: int,
+) -> Tensor:
+    """`scaled_dot_product_attention` of a patch's queries; all else is whole. `sizes` are those of the queries' streams."""
+    if patches > 1 and (causal or (mask is not None and mask.dim() > 1 and mask.shape[-2] > 1)):
+        at = layouts.positions(sizes, [patch], patches, query.device)
+        mask = torch.arange(key.shape[-2], device=query.device) <= at[:, None] if mask is None else mask.index_select(-2, at)
+        causal = False
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, **options)
+
+
+def keep(kept: Tensor | None, value: Tensor, patch: int, patches: int, dim: int, inner: int, sizes: Sequence[int]) -> Tensor:
+    """What is kept after a patch gave `value`: the same memory, written into."""
+    if inner == 0:
+        assert kept is not None
+        kept[patch + 1] = value
+        return kept
+    if patches == 1 or kept is None:
+        return value.detach().clone(memory_format=torch.contiguous_format)
+    y, spans = _spans(kept, patch, patches, dim, inner, sizes)
+    mine = torch.split(torch.unflatten(value, dim, (y.shape[dim], -1)), [length for _, length in spans], dim + 1)
+    for (first, length), own in zip(spans, mine, strict=True):
+        y.narrow(dim + 1, first, length).copy_(own)
+    return kept
+
+
+def summands(total: Tensor, patches: int) -> Tensor:
+    """What is kept of a sum after a step in one piece."""
+    found = total.new_full((patches + 1, *total.shape), torch.nan)
+    found[0] = total
+    return found
+
+
+def _spans(
+    x: Tensor, patch: int, patches: int, dim: int, inner: int, sizes: Sequence[int]
+) -> tuple[Tensor, list[tuple[int, int]]]:
+    """A whole tensor with its dimension apart, (outer, streams), and where a patch's parts of the streams begin, how long."""
+    total = sum(sizes) * inner
+    spans, before = [], 0
+    for size in sizes:
+        spans.append(((before + layouts.start(size, patch, patches)) * inner, layouts.count(size, patch, patches) * inner))
+        before += size
+    return torch.unflatten(x, dim, (x.shape[dim] // total if total else 1, total)), spans
+
+
+# --- writing
+
+
+class Kept(NamedTuple):
+    """A value that is put together: the node, what this patch gives to it, where it lies; a sum has no tokens, `inner` is 0."""
+
+    node: fx.Node
+    value: fx.Node
+    given: fx.Node  # the input with what is kept
+    dim: int
+    inner: int
+    sizes: tuple[fx.Node, ...]
+
+
+class Patcher(Writer):
+    """Writes a plan for processes into a copied graph as one over time; inputs are added: patch, patches, and what is kept.
+
+    `kept` has a row for each of the latter; `origin` is the node of the plan that a new one computes for.
+    """
+
+    def __init__(self, found: Found) -> None:
+        super().__init__(copy_graph(found.walk.graph), nn.Module(), found, "pipefusion", {}, SEQUENCE)
+        self.kept: list[Kept] = []
+        self.origin: dict[fx.Node, fx.Node] = {self.twin[node.name]: node for node in found.walk.graph.nodes}
+        self.arguments = [node for node in self.graph.nodes if node.op == "placeholder"]
+        self.patches = self.input("patches")
+        self.patch = self.input("patch")
+
+    def run(self) -> None:
+        super().run()
+        for node in list(self.graph.nodes):
+            if node.target is ops.edge and isinstance(node.args[0], fx.Node):
+                node.replace_all_uses_with(node.args[0])
+                self.graph.erase_node(node)
+        for node in self.graph.nodes:
+            given: Any = node.args
+            if node.target is put:
+                self.kept.append(Kept(node, given[0], given[1], given[4], given[5], tuple(given[6:])))
+            elif node.target is added:
+                self.kept.append(Kept(node, given[0], given[1], 0, 0, ()))
+
+    def input(self, name: str) -> fx.Node:
+        with self.graph.inserting_after(head(self.graph)):
+            return self.graph.placeholder(f"pipefusion_{name}")
+
+    def call(
+        self,
+        kind: type[Collective],
+        settings: tuple[Any, ...],
+        value: Any,
+        streams: tuple[int, ...],
+        at: _At,
+        like: Any = None,
+        inner: fx.Node | None = None,
+    ) -> fx.Node:
+        """A call of what a collective is over time."""
+        if kind is Same:
+            raise SpecError(f"'{value.name}' draws random numbers, which would be others for every patch")
+        sizes = tuple(self.size(stream) for stream in streams)
+        given = [self.input("kept")] if kind in (Gather, Sum) else []
+        dim, inner, born = (settings[1:] + (0, 1, False)[len(settings) - 1 :])
+        more: tuple[Any, ...] = {Split: (dim, inner, born), Gather: (dim, inner), Sum: ()}.get(kind, (dim,))
+        function: Any = {Split: part, Gather: put, Sum: added, Whole: whole, Numel: numel}[kind]
+        with at(self.graph):
+            node = self.graph.call_function(function, (value, *given, self.patch, self.patches, *more, *sizes))
+        if value in self.origin:
+            self.origin[node] = self.origin[value]
+        return self.marked(node, value, kind.__name__)
+
+    def attention(self, node: fx.Node, twin: fx.Node, table: Any) -> None:
+        given = arguments(node)
+        query = self.found.place(given["query"])
+        assert query is not None
+        values = [self.node(given["query"]), *(self.gathered(given[name], twin) for name in ("key", "value"))]
+        mask = self.node(given["attn_mask"]) if isinstance(given["attn_mask"], fx.Node) else given["attn_mask"]
+        options = {k: self.node(v) if isinstance(v, fx.Node) else v for k, v in given.items() if k in ("scale", "enable_gqa")}
+        sizes = tuple(self.size(stream) for stream in query.layout.streams)
+        args = (*values, table.get(mask, mask), given["is_causal"], options, self.patch, self.patches, *sizes)
+        with self.graph.inserting_before(twin):
+            new = self.graph.call_function(attended, args)
+        self.marked(new, twin, "Attention")
+        twin.replace_all_uses_with(new)
+        self.now[twin], self.origin[new] = new, node
+        self.graph.erase_node(twin)

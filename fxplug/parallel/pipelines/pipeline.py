@@ -1,0 +1,265 @@
+"""PipeFusion: a denoiser in stages, on patches of its tokens, with what the other patches had at the step before."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import GuardError, SpecError, VerifyError
+from ...ir.pytree import leaves
+from ...ir.traced_module import TracedModule
+from ..plan import CLOSE, _apart
+from .clock import Clock
+from .links import Links
+from .patches import Kept, keep, summands
+from .stages import Stages
+
+Steps = int | Callable[[], int] | None
+
+
+@dataclass
+class Run:
+    """What is known of the calls of one image that have one number."""
+
+    shapes: Any
+    index: int = 0
+    fixed: dict[str, Any] = field(default_factory=dict)
+    cells: dict[Any, Tensor] = field(default_factory=dict)  # what is kept of values that are put together
+    sizes: dict[Any, list[int]] = field(default_factory=dict)  # of their streams
+    others: list[Any] = field(default_factory=list)  # what else goes behind the last stage
+
+
+class PipeFusion(nn.Module):
+    """A denoiser that runs in stages on patches of its tokens; it takes the model's place in a pipeline.
+
+    The first `warmup` steps of an image, and the last `correct`, run all tokens in one piece and give what the model gives.
+    In between each stage runs one patch after the other, and hands it on while it takes the next; attention and all else where
+    tokens meet takes what the other patches gave last. What is kept between calls are inputs and results of the stages' graphs.
+
+    A new image begins where the clock, an input such as the timestep, goes back, where the shapes of the inputs change, and
+    with `new_image()`. Calls at one time, such as those with and without a condition, are kept apart.
+
+    Every process holds the weights of its own stage alone; one without torch.distributed runs all. No gradients.
+    """
+
+    by_stages = True  # a process is a stage, not a patch
+
+    def __init__(
+        self, gm: TracedModule, stages: Stages, patches: int, warmup: int, correct: int, steps: Steps, clock: str | None,
+        links: Links | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.__dict__["module"] = gm  # no submodule: a process has the weights of its own stage
+        self.signature = inspect.signature(gm.forward)
+        self.plan, self.peers, self.links = stages, links, links if self.by_stages else None
+        self.patches, self.warmup, self.correct, self.steps = patches, warmup, correct, steps
+        self.clock = Clock(clock, list(self.signature.parameters))
+        self.mine = range(len(stages.stages)) if self.links is None else [self.links.rank]
+        self.stages = nn.ModuleList(nn.ModuleList((s.entire, s.early, s.late)) for s in (stages.stages[i] for i in self.mine))
+        self.tail = stages.tail
+        self.training = False
+        self.counts = {"entire": 0, "patches": 0}
+        self.new_image()
+
+    def again(
+        self, patches: int | None = None, warmup: int | None = None, correct: int | None = None, links: Links | None = None
+    ) -> Self:
+        """The same graphs with other numbers, or as one process of several runs them."""
+        rows = zip((patches, warmup, correct), (self.patches, self.warmup, self.correct), strict=True)
+        numbers = [old if new is None else new for new, old in rows]
+        return type(self)(
+            self.module, self.plan, numbers[0], numbers[1], numbers[2], self.steps, self.clock.name, links or self.peers
+        )  # fmt: skip
+
+    def new_image(self) -> None:
+        """Forget what is kept: the next call begins an image."""
+        self.forget()
+        self.clock.reset()
+
+    def forget(self) -> None:
+        self.runs: dict[int, Run] = {}
+
+    # --- a call
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = self.bound(args, kwargs)
+        run = self.begin(inputs)
+        return self.step(run, inputs, self.in_one_piece(run))
+
+    def in_one_piece(self, run: Run) -> bool:
+        """Whether the next step of a run is one for all tokens."""
+        entire = run.index < self.warmup or self.is_last(run.index)
+        run.index += 1
+        self.counts["entire" if entire else "patches"] += 1
+        return entire
+
+    def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        try:
+            given = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise GuardError(f"the model does not take this call: {error}") from None
+        given.apply_defaults()
+        return list(given.arguments.values())
+
+    def begin(self, inputs: list[Any]) -> Run:
+        new, number = self.clock.tick(inputs)
+        shapes = tuple((x.shape, x.dtype) for x in leaves(inputs) if isinstance(x, Tensor))
+        if new:
+            self.forget()
+        if number not in self.runs or self.runs[number].shapes != shapes:
+            self.runs[number] = Run(shapes)
+        return self.runs[number]
+
+    def is_last(self, index: int) -> bool:
+        if not self.correct:
+            return False
+        steps = self.steps() if callable(self.steps) else self.steps
+        assert steps is not None
+        return index >= steps - self.correct
+
+    def step(self, run: Run, inputs: list[Any], entire: bool) -> Any:
+        """The result for all tokens, in one piece or patch by patch."""
+        if self.links is not None:
+            self.links.device = self.device
+        patches = 1 if entire else self.patches
+        early = {} if entire else {s: self.early(s, run, inputs) for s in self.mine}
+        values: dict[str, Any] = {}
+        for patch in range(patches):
+            values = {}
+            for stage in self.mine:
+                self.patch(stage, run, inputs, early, patch, patches, values)
+        return self.end(run, inputs, values, entire)
+
+    def early(self, number: int, run: Run, inputs: list[Any]) -> Any:
+        stage = self.plan.stages[number]
+        return stage.early(*inputs, *(run.fixed[name] for name in stage.fixed_used))
+
+    def patch(
+        self, number: int, run: Run, inputs: list[Any], early: dict[int, Any], patch: int, patches: int, values: dict[str, Any]
+    ) -> None:
+        """Run one stage on one patch; `values` has what goes from stage to stage."""
+        stage, entire = self.plan.stages[number], number not in early
+        self.take(number, run, patch, patches, entire, values)
+        taken = [values[name] for name in stage.taken]
+        if entire:
+            before = [run.fixed[name] for name in stage.fixed_taken]
+            given, parts, fixed = stage.entire(*inputs, 0, 1, *taken, *before, *(None for _ in stage.kept))
+            run.fixed.update(zip(stage.fixed, fixed, strict=True))
+        else:
+            fixed = [run.fixed[name] for name in stage.fixed_used]
+            cells = [run.cells[row.node] for row in stage.kept]
+            given, parts = stage.late(patch, patches, *early[number], *fixed, *taken, *cells)
+        for row, (value, *sizes) in zip(stage.kept, parts, strict=True):
+            self.put(run, row, value, patch, patches, sizes)
+        values.update(zip(stage.given, given, strict=True))
+        self.give(number, run, patch, patches, entire, values)
+
+    def put(self, run: Run, row: Kept, value: Tensor, patch: int, patches: int, sizes: list[int]) -> None:
+        run.sizes[row.node] = sizes
+        if patches == 1 and not row.inner:
+            run.cells[row.node] = summands(value, self.patches)
+        else:
+            run.cells[row.node] = keep(run.cells.get(row.node), value, patch, patches, row.dim, row.inner, sizes)
+
+    def end(self, run: Run, inputs: list[Any], values: dict[str, Any], entire: bool) -> Any:
+        """What comes behind the last stage, in every process."""
+        plan = self.plan
+        if self.links is not None:
+            last = len(plan.stages) - 1
+            found: Any = None
+            if self.links.rank == last:
+                fixed = [run.fixed[name] for name in plan.fixed] if entire else []
+                wholes = [(run.cells[row.node], run.sizes[row.node]) for row in plan.wholes]
+                found = wholes, [values[name] for name in plan.others], fixed
+            wholes, others, fixed = self.links.share(last, found, (run.shapes, entire))
+            run.fixed.update(zip(plan.fixed, fixed, strict=False))
+            for row, (cell, sizes) in zip(plan.wholes, wholes, strict=True):
+                run.cells[row.node], run.sizes[row.node] = cell, sizes
+        else:
+            others = [values[name] for name in plan.others]
+        run.others = others
+        return self.ended(run, inputs, run.cells, others)
+
+    def ended(self, run: Run, inputs: list[Any], cells: Mapping[Any, Tensor], others: Sequence[Any]) -> Any:
+        """What comes behind the last stage."""
+        wholes = [cells[row.node].clone() for row in self.plan.wholes]  # results may be views of them, which are written again
+        return self.plan.tail(*inputs, *(run.fixed[name] for name in self.plan.fixed), *wholes, *others)
+
+    # --- from stage to stage
+
+    def take(self, number: int, run: Run, patch: int, patches: int, entire: bool, values: dict[str, Any]) -> None:
+        if self.links is None:
+            return
+        for source in range(number):
+            names, fixed = self.between(source, number, entire)
+            if names or fixed:
+                found = self.links.receive(source, (run.shapes, patch, patches))
+                values.update(zip(names, found, strict=False))
+                run.fixed.update(zip(fixed, found[len(names) :], strict=True))
+
+    def give(self, number: int, run: Run, patch: int, patches: int, entire: bool, values: dict[str, Any]) -> None:
+        if self.links is None:
+            return
+        for to in range(number + 1, len(self.plan.stages)):
+            names, fixed = self.between(number, to, entire)
+            if names or fixed:
+                found = [values[name] for name in names] + [run.fixed[name] for name in fixed]
+                self.links.send(to, found, (run.shapes, patch, patches))
+
+    def between(self, source: int, to: int, entire: bool) -> tuple[list[str], list[str]]:
+        """The names of what one stage sends another: values, and in a step in one piece numbers too."""
+        stage = self.plan.stages[to]
+        fixed = dict(stage.fixed_taken)
+        if to == len(self.plan.stages) - 1:
+            fixed.update((n, s) for n, s in self.plan.fixed.items() if s < to)
+        return [n for n, s in stage.taken.items() if s == source], [n for n, s in fixed.items() if s == source and entire]
+
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+        """Run a call in one piece, and again patch by patch: nothing is stale then, and both must be what the model gives.
+
+        Gives the largest difference over the largest value. Raises VerifyError for one above 1e-4 (in half precision 2e-2).
+        """
+        inputs = self.bound(args, kwargs)
+        run, worst = Run(None), 0.0
+        with torch.no_grad():
+            want = leaves(self.module(*args, **kwargs))
+            for entire in (True, False):
+                got = leaves(self.step(run, inputs, entire))
+                worst = max([worst, *(_apart(a, b) for a, b in zip(want, got, strict=True))])
+        if worst > CLOSE:
+            raise VerifyError(f"patches do not give what the model gives: an output differs by {worst:.1e}")
+        return worst
+
+    # --- it stands for the model
+
+    @property
+    def device(self) -> torch.device:
+        return next((t.device for t in self.parameters()), torch.device("cpu"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.module.dtype  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "module" not in self.__dict__:
+                raise
+        return getattr(self.module, name)
+
+    def train(self, mode: bool = True) -> PipeFusion:
+        if mode:
+            raise SpecError("PipeFusion computes no gradients: train the module that it was made of")
+        return super().train(False)
+
+    def extra_repr(self) -> str:
+        total = max(1, sum(stage.work for stage in self.plan.stages))
+        shares = ", ".join(f"{stage.work / total:.1%}" for stage in self.plan.stages)
+        return f"stages: {shares} of the work; {self.patches} patches, warm-up {self.warmup}, correct {self.correct}"

@@ -1,0 +1,245 @@
+"""Where tokens are born: from attention back, operation by operation, as long as one dimension carries them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+from typing import Any
+
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from ...ir import ops
+from ...ir.traced_module import TracedModule
+from ..runtime.layouts import Layout
+from .planner import Found, Unsplittable, arguments, planned
+from .trials import Leaf, Number, Place, Step, Tries, name_of
+from .walk import Walk
+
+SOFTMAX = ("softmax", "_softmax")
+PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum", "__matmul__")
+
+
+def sites(walk: Walk) -> list[tuple[fx.Node, fx.Node, int]]:
+    """Where tokens of one kind meet each other: the node, the value with the queries, and their dimension in it.
+
+    `scaled_dot_product_attention`, or a softmax or a product with as many columns as there are rows.
+    """
+    found, products = [], []
+    for node in walk.graph.nodes:
+        name = name_of(node)
+        if name == "scaled_dot_product_attention":
+            given = arguments(node)
+            query, key = given["query"], given["key"]
+            if isinstance(query, fx.Node) and isinstance(key, fx.Node):
+                n = walk.values[query].shape[-2]
+                if n == walk.values[key].shape[-2] and n > 1:
+                    found.append((node, query, walk.values[query].dim() - 2))
+        elif name in SOFTMAX or (node.op == "call_module" and "softmax" in str(node.target).lower()):
+            scores = node.all_input_nodes[0]
+            shape: tuple[int, ...] = tuple(getattr(walk.values[scores], "shape", ()))
+            if len(shape) >= 3 and shape[-1] == shape[-2] > 1:
+                found.append((node, scores, len(shape) - 2))
+        elif name in PRODUCTS:
+            shape = tuple(walk.values[node].shape)
+            if len(shape) >= 3 and shape[-1] == shape[-2] > 1:
+                products.append((node, node, len(shape) - 2))
+    return found + products
+
+
+class Births:
+    """Follows a dimension back to the values where it begins."""
+
+    def __init__(self, walk: Walk, tries: Tries) -> None:
+        self.walk, self.tries, self.fed = walk, tries, walk.fed()
+        self.seen: dict[tuple[fx.Node, int], None] = {}
+
+    def of(self, node: fx.Node, dim: int) -> dict[fx.Node, int]:
+        """The births of what lies along a dimension of a value."""
+        found: dict[fx.Node, int] = {}
+        todo: list[tuple[fx.Node, int, tuple[fx.Node, int], fx.Node | None]] = [(node, dim, (node, dim), None)]
+        while todo:
+            value, at, reader, held = todo.pop()
+            if (value, at) in self.seen:
+                continue
+            self.seen[value, at] = None
+            if value not in self.fed:  # a table, which is split where tokens meet it
+                continue
+            if self.walk.written & self.walk.roots(value):  # it is written in parts: tokens may be born where it is read first
+                found.pop(held, None)  # type: ignore[arg-type]
+                held, found[reader[0]] = reader
+            else:
+                held = None
+            if value.op == "placeholder" or not (before := self.before(value, at)):
+                found[value] = at
+            else:
+                todo += [(*one, (value, at), held) for one in before]
+        return found
+
+    def before(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
+        """The inputs whose dimensions become this one; none where it begins here."""
+        if name_of(node) == "scaled_dot_product_attention":
+            query = arguments(node)["query"]
+            return [(query, dim)] if isinstance(query, fx.Node) and dim == self.walk.values[node].dim() - 2 else []
+        size = self.walk.values[node].shape[dim]
+        operation, member = node, None
+        if node.target is operator.getitem and isinstance(self.walk.values[node.all_input_nodes[0]], (tuple, list)):
+            operation, member = node.all_input_nodes[0], node.args[1]
+        inputs = operation.all_input_nodes
+        choices = []
+        for index, one in enumerate(inputs):
+            value = self.walk.values[one]
+            dims = [d for d, n in enumerate(getattr(value, "shape", ())) if n == size > 1]
+            dims.sort(key=lambda d: d != dim)
+            if dims and hasattr(value, "dim"):
+                choices.append([(index, d) for d in dims])
+        if name_of(node) in ("cat", "concat", "concatenate"):
+            return self.joined(node, dim)
+        tries = [[pick] for pick in itertools.chain(*choices)]
+        if 1 < len(choices) <= 4:
+            tries = [list(picked) for picked in itertools.islice(itertools.product(*choices), 64)] + tries
+        for picked in tries:
+            if self.becomes(operation, member, dim, picked):
+                return [(inputs[index], d) for index, d in picked]
+        return []
+
+    def joined(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
+        rank = self.walk.values[node].dim()
+        along = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
+        parts = [n for n in node.all_input_nodes if getattr(self.walk.values[n], "shape", ())]
+        if isinstance(along, int):
+            return [(n, dim) for n in parts if self.walk.values[n].dim() == rank and self.walk.values[n].shape[dim] > 1]
+        return []
+
+    def becomes(self, node: fx.Node, member: Any, dim: int, picked: list[tuple[int, int]]) -> bool:
+        """Whether parts of inputs along these dimensions become parts of the result, or of one of its members."""
+        inputs = node.all_input_nodes
+        sizes = {self.walk.values[inputs[index]].shape[d] for index, d in picked}
+        if len(sizes) != 1:
+            return False
+        (size,) = sizes
+        self.tries.streams.clear()
+        layout = Layout((self.tries.streams.new(size),))
+        small = layout.total(self.tries.streams.small)
+        parts = [layout.total([n]) for n in (self.tries.streams.bounds(0)[0][1], self.tries.streams.bounds(1)[0][1])]
+        placed = {index: Place(d, layout) for index, d in picked}
+        values = {}
+        for index, one in enumerate(inputs):
+
+            def leaf(value: object, index: int = index) -> object:
+                if hasattr(value, "shape") and hasattr(value, "dtype"):
+                    return Leaf(value, placed.get(index))  # type: ignore[arg-type]
+                if type(value) is int and value > 1 and value % size == 0:
+                    return Number(value, value // size * small, tuple(value // size * n for n in parts))
+                return value
+
+            values[one] = pytree.tree_map(leaf, self.walk.values[one])
+        found = self.tries.tried(node, values, Step())
+        if found is None:
+            return False
+        whole, pieces, _ = found
+        value = self.tries.placed(self.walk.values[node], whole, pieces, [layout], True)
+        if value is None:
+            return False
+        leaf = value[0] if member is None else value[0][member]
+        return isinstance(leaf, Leaf) and leaf.place is not None and leaf.place.dim == dim
+
+
+def blocks(walk: Walk) -> list[tuple[fx.Node, int]]:
+    """What enters the first of repeated blocks along its second dimension: for models whose tokens meet in other ways."""
+    paths = {str(node.meta["port"].path) for node in walk.graph.nodes if "port" in node.meta}
+    found = []
+    for node in walk.graph.nodes:
+        port = node.meta.get("port")
+        if port is None or port.side != "in" or node.target is not ops.edge:
+            continue
+        owner, _, last = port.path.rpartition(".")
+        shape: tuple[int, ...] = tuple(getattr(walk.values[node], "shape", ()))
+        if last == "0" and f"{owner}.1" in paths and len(shape) == 3 and shape[1] > 1:
+            found.append((node, 1))
+    return found
+
+
+def samples(walk: Walk) -> dict[fx.Node, int]:
+    """The inputs that have the batch of the first of them with three dimensions or more: along the first dimension."""
+    given = []
+    for node in walk.graph.nodes:
+        inner = node.op == "call_function" and node.target is operator.getitem and node.args[0] in walk.inputs
+        if node.op == "placeholder" or inner:
+            walk.inputs.add(node)
+            if isinstance(walk.values[node], Tensor) and walk.values[node].dim():
+                given.append(node)
+    first = next((n for n in given if walk.values[n].dim() > 2), next(iter(given), None))
+    if first is None:
+        raise Unsplittable("no input is a tensor with samples")
+    batch = walk.values[first].shape[0]
+    return {node: 0 for node in given if walk.values[node].shape[0] == batch}
+
+
+def best(gm: TracedModule, walk: Walk, seed: int = 0, ways: int = 1) -> Found:
+    """The plan that splits most work, and of those one with few gathers, from births that are all needed.
+
+    Where there are fewer tokens than `ways` they stay together, unless there are no others. Raises Unsplittable where no plan
+    splits anything.
+    """
+    tries = Tries(gm, seed)
+    found: Found | None = None
+    failed: Unsplittable | None = None
+    for start in ([(query, dim) for _, query, dim in sites(walk)], blocks(walk)):
+        for value, dim in start:
+            if found is not None and found.is_split(value):
+                continue
+            born = Births(walk, tries).of(value, dim)
+            more = {node: dim for node, dim in born.items() if walk.values[node].shape[dim] >= ways}
+            if len(more) < len(born) and not more:
+                continue
+            try:
+                found = _better(walk, tries, found, more)
+            except Unsplittable as error:
+                failed = error
+        if found is not None and found.share() > ENOUGH:
+            break
+    if found is None and ways > 1:
+        return best(gm, walk, seed)
+    if found is None:
+        raise failed or Unsplittable("no attention among tokens of one kind, and no repeated blocks of tokens")
+    return found
+
+
+ENOUGH = 0.5  # of the work: other places to begin are not looked for
+ALMOST = 0.95  # of the work: nothing better is looked for
+FEW = 16  # what is as many times smaller than the largest value that is born holds no tokens
+
+
+def _better(walk: Walk, tries: Tries, before: Found | None, births: dict[fx.Node, int]) -> Found:
+    """The best of a plan that there is and those from its births and some of these: each time the one that adds most."""
+    found, left = before, dict(births)
+    most = max((_size(walk.values[node]) for node in births), default=0)
+    with contextlib.suppress(Unsplittable):  # tokens themselves, and not where they stand or whether they count
+        tokens = planned(walk, tries, {node: dim for node, dim in births.items() if _size(walk.values[node]) * FEW >= most})
+        if tokens.share() > ALMOST:
+            return tokens
+    while left and (found is None or found.share() < ALMOST):
+        trials = []
+        for node, dim in left.items():
+            with contextlib.suppress(Unsplittable):
+                trials.append(planned(walk, tries, {**(found.births if found else {}), node: dim}))
+                if trials[-1].share() > ALMOST:
+                    break
+        best = max(trials, key=_rank, default=None)
+        if best is None or (found is not None and _rank(best) <= _rank(found)):
+            break
+        found = best
+        left = {node: dim for node, dim in left.items() if node not in best.births}
+    if found is None:
+        return planned(walk, tries, births)
+    return found
+
+
+def _size(value: Any) -> int:
+    return value.numel() if isinstance(value, Tensor) else 0
+
+
+def _rank(found: Found) -> tuple[float, int]:
+    return round(found.share(), 3), -sum(len(step.gathers) for step in found.steps.values())

@@ -1,0 +1,391 @@
+"""Where features are born: from layers that contract them back to the weights whose rows give them, by trying.
+
+Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053): of a pair of layers the first gives its features in parts, the second
+takes them in parts and gives a summand. Heads, gates and fused layers in between are what the operations make of parts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from ...ir.traced_module import TracedModule
+from ..runtime.layouts import Layout
+from .opened_layers import opened
+from .planner import Found, Planner, Unsplittable, planned
+from .trials import PARTS, Leaf, Place, Step, Tries, leaves_of, name_of
+from .walk import Walk, lessened, walk
+
+WAYS = 12  # kinds of streams that are tried for one layer
+SMALL = 4  # times smaller is a sum that may be taken on the way
+FAR = 40  # operations that are followed behind what is split
+CAT = ("cat", "concat", "concatenate")
+
+
+@dataclass
+class Pair:
+    """A layer that contracts features, and where they are born: weights and how they are split."""
+
+    closing: fx.Node
+    births: dict[fx.Node, Place] = field(default_factory=dict)
+    split: dict[fx.Node, Place] = field(default_factory=dict)  # what is split on the way, and the weights of the layer itself
+    work: int = 0
+    leaks: int = 0  # readers of what is split that are not on the way
+    refined: list[tuple[tuple[int, ...], int]] = field(default_factory=list)  # other streams to try, and elements of a token
+    finest: int = 0  # the size of the shortest stream
+    stuck: list[fx.Node] = field(default_factory=list)  # whole values of which a process takes its part
+
+
+class Features:
+    """Looks for pairs of layers in a graph whose layers are opened, for a number of processes."""
+
+    def __init__(self, walk: Walk, tries: Tries, number: int) -> None:
+        self.walk, self.tries, self.number, self.fed = walk, tries, number, walk.fed()
+        self.sizes: list[int] = []
+        self.why: dict[fx.Node, str] = {}
+        self.aside = {n for n, value in walk.values.items() if not any(isinstance(v, Tensor) for v in leaves_of(value))}
+        self.planner = Planner(Found(walk, tries, {}), set(), False)
+
+    def best(self) -> Found:
+        """The plan of all pairs that go without a gather. Raises Unsplittable where there are none."""
+        pairs = [pair for node in self.walk.graph.nodes if node in self.walk.work and (pair := self.pair(node)) is not None]
+        pairs = self.agreed(pairs)
+        while pairs:
+            births = {node: place for pair in pairs for node, place in pair.births.items()}
+            found = self.plan(self.tries, births)
+            bad = self.broken(found, pairs)
+            if not bad:
+                found.why = {**self.why, **found.why}
+                return found
+            for pair, why in bad:
+                self.why[pair.closing] = why
+            pairs = [pair for pair in pairs if all(pair is not one for one, _ in bad)]
+        raise Unsplittable(next((f"'{n.name}': {why}" for n, why in self.why.items()), "no layer takes what another gives"))
+
+    def plan(self, tries: Tries, births: dict[fx.Node, Place]) -> Found:
+        """The plan of these births; its streams are those that are used."""
+        used = sorted({stream for place in births.values() for stream in place.layout.streams})
+        table = {stream: index for index, stream in enumerate(used)}
+        again: dict[fx.Node, int | Place] = {node: _renamed(place, table) for node, place in births.items()}
+        return planned(self.walk, tries, again, streams=[self.sizes[stream] for stream in used])
+
+    def agreed(self, pairs: list[Pair]) -> list[Pair]:
+        """Pairs of which no two split one value in other ways: those stay that stand best by themselves."""
+        known: dict[Any, Place] = {}
+        found = []
+        for pair in sorted(pairs, key=lambda p: (p.leaks > 0, bool(p.stuck), -p.work)):
+            claims = {n.target if n.op == "get_attr" else n: place for n, place in pair.split.items()}
+            odd = next((n for n, place in claims.items() if known.get(n, place) != place), None)
+            if odd is None:
+                known.update(claims)
+                found.append(pair)
+            else:
+                self.why[pair.closing] = f"'{odd}' is split otherwise for another layer"
+        return found
+
+    def broken(self, found: Found, pairs: list[Pair]) -> list[tuple[Pair, str]]:
+        """Pairs from which something must be gathered, or that do not close, and why."""
+        bad: dict[int, tuple[Pair, str]] = {}
+        for pair in pairs:
+            if not found.summed(pair.closing):
+                bad[id(pair)] = pair, "what it is given is not split as its weight is"
+        from_births: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.walk.graph.nodes:
+            mine = {node} & set(found.births)
+            for one in node.all_input_nodes:
+                mine |= from_births.get(one, set())
+            step = found.steps.get(node, Step())
+            inputs = node.all_input_nodes
+            lost = {birth for index in step.gathers for birth in from_births.get(inputs[index], ())}
+            if node.op == "output":
+                lost = {birth for one in inputs if found.is_split(one) for birth in from_births.get(one, ())}
+            for pair in pairs:
+                if lost & set(pair.births):
+                    bad.setdefault(id(pair), (pair, f"'{node.name}' must have all of its features"))
+            if found.is_split(node) or found.hangs_on_sizes(node):
+                from_births[node] = mine
+        return list(bad.values())
+
+    # --- one pair
+
+    def pair(self, closing: fx.Node) -> Pair | None:
+        """The best way to split what a layer contracts, None where there is none (then `why` has the reason)."""
+        found: list[Pair] = []
+        for one, dim in self.contracted(closing):
+            size = self.walk.values[one].shape[dim]
+            todo: list[tuple[tuple[int, ...], int]] = [((size,), 1)]
+            for sizes, inner in todo:
+                if len(todo) > WAYS:
+                    break
+                if min(sizes) < self.number:
+                    self.why[closing] = f"{min(sizes)} parts of '{one.name}' are fewer than {self.number} processes"
+                    continue
+                trial = self.trial(closing, one, dim, sizes, inner)
+                if trial is None:
+                    continue
+                todo += [more for more in trial.refined if more not in todo]
+                if trial.births:
+                    found.append(trial)
+                elif trial.stuck:
+                    self.why.setdefault(closing, f"features of '{trial.stuck[0].name}' belong to no weight's rows")
+        best = max(found, key=lambda p: (-p.leaks, p.work, -len(p.stuck), p.finest), default=None)
+        if best is not None:
+            self.why.pop(closing, None)
+        elif closing not in self.why:
+            self.why[closing] = "no input of it can be split and its results added up"
+        return best
+
+    def contracted(self, closing: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+        """The inputs of a layer, and the dimensions along which it sums up products with a weight."""
+        inputs = closing.all_input_nodes
+        tensors = [n for n in inputs if isinstance(self.walk.values[n], Tensor)]
+        if not any(n not in self.fed and self.walk.values[n].dim() > 1 for n in tensors):
+            return
+        for one in tensors:
+            value = self.walk.values[one]
+            if one not in self.fed or not value.is_floating_point():
+                continue
+            for dim in reversed(range(value.dim())):
+                if value.shape[dim] < 2:
+                    continue
+                step = self.outcome(closing, one, Place(dim, Layout((self.stream(value.shape[dim]),))))
+                if step is not None and step[0].add and not step[0].mean:
+                    weights = [inputs[index] for index, _ in step[0].splits]
+                    if weights and not any(w in self.fed for w in weights):
+                        yield one, dim
+                        return
+
+    def stream(self, size: int) -> int:
+        if size not in self.sizes:
+            self.sizes.append(size)
+        return self.sizes.index(size)
+
+    def outcome(self, node: fx.Node, one: fx.Node, place: Place) -> Any:
+        """What an operation makes of one input that is split, in its best way; None where it cannot be."""
+        streams = sorted(set(place.layout.streams))
+        if len(streams) > len(PARTS):
+            return None
+        table = {stream: index for index, stream in enumerate(streams)}
+        self.tries.streams.true[:] = [self.sizes[stream] for stream in streams]
+        self.planner.counted = len(streams)
+        self.planner.found.origins[:] = [(node, -1)] * len(streams)
+        for other in node.all_input_nodes:
+            self.planner.values[other] = self.planner.whole(other)
+        self.planner.values[one] = Leaf(self.walk.values[one], _renamed(place, table))
+        got = self.planner.result(node, [node.all_input_nodes.index(one)], [])
+        if got is None or len(self.tries.streams.true) > len(streams):  # a stream of something else
+            return None
+        step, kinds, written = got
+        back = {index: stream for stream, index in table.items()}
+        splits = tuple((index, _renamed(p, back)) for index, p in step.splits)
+        return step._replace(splits=splits), [_renamed(k, back) if isinstance(k, Place) else k for k in kinds], written
+
+    def trial(self, closing: fx.Node, one: fx.Node, dim: int, sizes: tuple[int, ...], inner: int) -> Pair | None:
+        """Follow the features that a layer contracts back, in streams of these sizes."""
+        layout = Layout(tuple(self.stream(size) for size in sizes), 1, inner)
+        if (got := self.outcome(closing, one, Place(dim, layout))) is None or not got[0].add:
+            return None
+        inputs = closing.all_input_nodes
+        pair = Pair(closing, split={inputs[i]: p for i, p in got[0].splits}, work=self.walk.work[closing], finest=min(sizes))
+        known: dict[fx.Node, Place] = {}
+        todo = [(one, Place(dim, layout))]
+        while todo:
+            node, place = todo.pop()
+            if node in known:
+                continue
+            known[node] = place
+            if node not in self.fed:
+                if node.op == "get_attr":
+                    pair.births[node] = place
+                continue
+            before = None if node.op == "placeholder" else self.before(node, place)
+            if before is None:
+                pair.stuck.append(node)
+                pair.refined += self.refined(node, place, sizes, inner)
+                continue
+            todo += before
+            pair.work += self.walk.work.get(node, 0)
+        pair.split.update(known)
+        born = {node: place for node, place in known.items() if node in self.fed and node not in pair.stuck}
+        pair.leaks, more = self.leaks(born, {*known, closing, *self.aside})
+        pair.split.update(more)
+        if not any(n in self.walk.work for n in known):  # its own input alone: nothing is born for it
+            pair.births.clear()
+        return pair
+
+    def leaks(self, split: dict[fx.Node, Place], known: set[fx.Node]) -> tuple[int, dict[fx.Node, Place]]:
+        """How many readers of what is split, other than those that are known, must have all of it, or a large sum.
+
+        And what those that do with parts, such as low-rank updates, split for that.
+        """
+        found, todo, seen, more = 0, list(split.items()), set(known), {}
+        while todo:
+            node, place = todo.pop()
+            for user in node.users:
+                if user in seen:
+                    continue
+                seen.add(user)
+                got = None if user.op == "output" or len(seen) > len(known) + FAR else self.outcome(user, node, place)
+                if got is None or got[0].gathers or (got[0].add and SMALL * self.count(user) > self.count(node)):
+                    found += 1
+                    continue
+                more.update({user.all_input_nodes[index]: p for index, p in got[0].splits})
+                if not got[0].add and isinstance(self.walk.values[user], (tuple, list)):
+                    items = [one for one in user.users if one.target is operator.getitem and one not in seen]
+                    members = {one: got[1][one.args[1]] for one in items}
+                    seen.update(members)
+                    todo += [(one, kind) for one, kind in members.items() if isinstance(kind, Place)]
+                elif not got[0].add and isinstance(got[1][0], Place):
+                    todo.append((user, got[1][0]))
+        return found, more
+
+    def count(self, node: fx.Node) -> int:
+        value = self.walk.values[node]
+        return value.numel() if isinstance(value, Tensor) else 0
+
+    def before(self, node: fx.Node, wanted: Place) -> list[tuple[fx.Node, Place]] | None:
+        """The inputs whose parts give this part of a value; None where no parts do."""
+        operation, member = node, 0
+        if node.target is operator.getitem and isinstance(self.walk.values[node.all_input_nodes[0]], (tuple, list)):
+            operation, member = node.all_input_nodes[0], node.args[1]  # type: ignore[assignment]
+        inputs = operation.all_input_nodes
+        if name_of(operation) in CAT and (joined := self.joined(operation, wanted)) is not None:
+            return joined
+        for index, place in self.guesses(operation, wanted):
+            got = self.outcome(operation, inputs[index], place)
+            if got is None:
+                continue
+            step, kinds, written = got
+            if step.gathers or step.add or written:
+                continue
+            if isinstance(member, int) and member < len(kinds) and kinds[member] == wanted:
+                return [(inputs[index], place), *((inputs[other], p) for other, p in step.splits)]
+        return None
+
+    def joined(self, node: fx.Node, wanted: Place) -> list[tuple[fx.Node, Place]] | None:
+        """Of what is put behind each other: each its run of the streams."""
+        along = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
+        parts = node.args[0]
+        if not isinstance(along, int) or not isinstance(parts, (list, tuple)) or wanted.layout.outer != 1:
+            return None
+        if along % self.walk.values[node].dim() != wanted.dim:
+            return [(one, wanted) for one in parts if isinstance(one, fx.Node)]
+        left = list(wanted.layout.streams)
+        found = []
+        for one in parts:
+            if not isinstance(one, fx.Node):
+                return None
+            size = self.walk.values[one].shape[wanted.dim]
+            run: list[int] = []
+            while left and wanted.layout.inner * sum(self.sizes[s] for s in run) < size:
+                run.append(left.pop(0))
+            if wanted.layout.inner * sum(self.sizes[s] for s in run) != size:
+                return None
+            found.append((one, Place(wanted.dim, wanted.layout._replace(streams=tuple(run)))))
+        return found
+
+    def guesses(self, node: fx.Node, wanted: Place) -> Iterator[tuple[int, Place]]:
+        """Inputs and how they may be split, the likeliest first."""
+        layout = wanted.layout
+        runs = sorted(dict.fromkeys(layout.runs()), key=lambda run: -len(run))
+        fed = sorted(enumerate(node.all_input_nodes), key=lambda row: row[1] not in self.fed)
+        later = []
+        for index, one in fed:
+            value = self.walk.values[one]
+            if not isinstance(value, Tensor):
+                continue
+            for dim in sorted(range(value.dim()), key=lambda d: abs(d - value.dim() - wanted.dim + self.rank(node))):
+                for run in runs[:3]:
+                    times, rest = divmod(value.shape[dim], sum(self.sizes[s] for s in run))
+                    if rest or not times:
+                        continue
+                    inners = sorted((n for n in range(1, times + 1) if times % n == 0), key=lambda n: (n != layout.inner, n))
+                    for number, inner in enumerate(inners):
+                        place = Place(dim, Layout(run, times // inner, inner))
+                        if number < 2 and len(run) == len(layout.streams):
+                            yield index, place
+                        else:
+                            later.append((index, place))
+        yield from later[:24]
+
+    def rank(self, node: fx.Node) -> int:
+        value = self.walk.values[node]
+        return value.dim() if isinstance(value, Tensor) else 0
+
+    def refined(
+        self, node: fx.Node, place: Place, sizes: tuple[int, ...], inner: int
+    ) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Smaller streams with more elements a token, or several streams, by which it may go on before a node."""
+        inputs = [self.walk.values[n] for n in node.all_input_nodes if isinstance(self.walk.values[n], Tensor)]
+        whole = [self.sizes[s] for s in place.layout.streams]
+        if name_of(node) in CAT and len(whole) == 1:
+            parts = [value.shape[place.dim] for value in inputs if value.dim() > place.dim]
+            if sum(parts) == whole[0] * place.layout.inner and all(n % place.layout.inner == 0 for n in parts):
+                at = sizes.index(whole[0])
+                yield (*sizes[:at], *(n // place.layout.inner for n in parts), *sizes[at + 1 :]), inner
+        for size in whole:
+            for number in dict.fromkeys(n for value in inputs for n in value.shape if 1 < n < size and size % n == 0):
+                times = size // number
+                if all(n % times == 0 for n in sizes):
+                    yield tuple(n // times for n in sizes), inner * times
+
+
+def _renamed(place: Place, table: dict[int, int]) -> Place:
+    return Place(place.dim, place.layout._replace(streams=tuple(table[stream] for stream in place.layout.streams)))
+
+
+def find(
+    gm: TracedModule, mode: bool, call: Any, number: int, paths: frozenset[str] = frozenset(), before: Found | None = None
+) -> tuple[frozenset[str], Found]:
+    """The layers that are opened for a plan over features, by path, and the plan of the graph of a mode after that.
+
+    `paths` and `before` are those of the other mode, where there is one: weights are split once. Raises Unsplittable where
+    there is no plan, or where it is another with other random values.
+    """
+    less = lessened(gm, *call)
+    if before is None:
+        every = opened(gm)
+        walked = _walked(every, mode, less, call)
+        first = Features(walked, Tries(every, 0), number).best()
+        used = {n.meta["opened"] for n in walked.graph.nodes if "opened" in n.meta and (first.is_split(n) or n in first.steps)}
+        paths = frozenset(used)
+    else:
+        first = before
+    born = {str(node.target): place for node, place in first.births.items() if isinstance(place, Place)}
+    some = opened(gm, paths)
+    walked = _walked(some, mode, less, call)
+    births = {n: born[str(n.target)] for n in walked.graph.nodes if n.op == "get_attr" and str(n.target) in born}
+    sizes = first.sizes[: 1 + max(stream for place in born.values() for stream in place.layout.streams)]
+    found, again = (planned(walked, Tries(some, seed), births, streams=sizes) for seed in (0, 1))
+    if found.steps != again.steps:
+        node = next(n for n in walked.graph.nodes if found.steps.get(n) != again.steps.get(n))
+        raise Unsplittable(f"'{node.name}' does other things with other random values")
+    found.walk = walk(some, some.graphs[mode], *call)
+    if before is None:
+        found.why = {**_reasons(first, walked.graph, paths), **found.why}
+    return paths, found
+
+
+def _walked(gm: TracedModule, mode: bool, less: Any, call: Any) -> Walk:
+    """The walk of a mode's graph on inputs with fewer tokens, if it takes such."""
+    try:
+        return walk(gm, gm.graphs[mode], *less)
+    except Exception:  # the model's, of sizes that do not go together: the whole ones show any other
+        return walk(gm, gm.graphs[mode], *call)
+
+
+def _reasons(first: Found, graph: fx.Graph, paths: frozenset[str]) -> dict[fx.Node, str]:
+    """Why layers stay whole, in a graph where fewer are opened."""
+    names = {node.name: node for node in graph.nodes}
+    calls = {str(node.target): node for node in reversed(graph.nodes) if node.op == "call_module"}
+    found = {}
+    for node, why in first.why.items():
+        if not first.is_split(node) and not first.summed(node):
+            one = names.get(node.name) if node.meta.get("opened", "") in ("", *paths) else calls.get(node.meta["opened"])
+            if one is not None:
+                found[one] = why
+    return found

@@ -1,0 +1,73 @@
+"""Layers whose own code comes into a graph, so that their weights are values of it like others."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+
+from torch import fx, nn
+
+from ...errors import SpecError, TraceError
+from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
+from ...rewriter.graft import Graft, Traces
+from ..runtime.collectives import Collective
+
+DEPTH = 4  # layers in layers, as a low-rank update has them
+
+
+def opened(gm: TracedModule, paths: Iterable[str] | None = None) -> TracedModule:
+    """The same module with the layers at these paths, None for all, opened: every node of theirs has their path in its meta.
+
+    What cannot be traced by itself stays closed. Weights are shared.
+    """
+    wanted = None if paths is None else set(paths)
+    tree, traces = shell(gm), Traces()
+    graphs = {}
+    for mode, graph in gm.graphs.items():
+        graphs[mode] = copy_graph(graph)
+        _open_all(graphs[mode], tree, traces, mode, lambda path: wanted is None or path in wanted)
+        graphs[mode].lint()
+    return gm.derived(tree, graphs)
+
+
+def _open_all(graph: Graph, tree: nn.Module, traces: Traces, mode: bool, wanted: Callable[[str], bool]) -> None:
+    todo = [(node, str(node.target), 0) for node in graph.nodes if node.op == "call_module" and wanted(str(node.target))]
+    while todo:
+        node, path, depth = todo.pop()
+        module = tree.get_submodule(str(node.target))
+        if isinstance(module, Collective) or depth > DEPTH or next(module.parameters(), None) is None:
+            continue
+        inner = _open(graph, tree, node, module, traces, mode)
+        for one in inner:
+            one.meta["opened"] = path
+        todo += [(one, path, depth + 1) for one in inner if one.op == "call_module"]
+
+
+def _open(graph: Graph, tree: nn.Module, node: fx.Node, module: nn.Module, traces: Traces, mode: bool) -> list[fx.Node]:
+    """Put the code of a layer in the place of its call, and give its nodes; none where that cannot be."""
+    if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
+        return []
+    try:
+        sub = traces.of(module, list(node.args), dict(node.kwargs), f"'{node.target}', opened,")
+        inputs = inspect.signature(module.forward).bind(*node.args, **node.kwargs)
+    except (TraceError, SpecError, TypeError):
+        return []
+    known = {name for name, _ in module.named_buffers()}
+    if any(name not in known for name, _ in sub.named_buffers()):  # constants of its code
+        return []
+    inputs.apply_defaults()
+    path, made_by = str(node.target), node.meta.get("pass", {})
+    graft = Graft(graph, path, path, node.meta["nn_module_stack"], made_by, after=node)
+    result = graft.put(sub.graphs.get(mode) or sub.graph, inputs.arguments)
+    if not isinstance(result, fx.Node):
+        for one in reversed(graft.nodes):
+            graph.erase_node(one)
+        return []
+    for one in graft.nodes:
+        if not made_by:
+            one.meta.pop("pass", None)
+        one.meta.pop("port", None)
+    result.meta.update({k: v for k, v in node.meta.items() if k in ("shape", "dtype")})
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+    return graft.nodes

@@ -1,0 +1,490 @@
+"""A plan: what every node does on parts, found node by node from where tokens are born."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from ...capture.user_code import short_path
+from ...ir import ops
+from ..runtime.layouts import Layout
+from .trials import Leaf, Number, Place, Step, Tries, is_value, leaves_of, name_of, numbered
+from .walk import Walk
+
+CHECKS = (ops.guard, ops.same, ops.check_inputs, ops.check_members, ops.check_generator, ops.check_added, ops.check_state)
+FACTS = (ops.device_of, ops.dtype_of, ops.asked)  # of a tensor, the same for its parts
+PLAIN = (Tensor, int, float, bool, complex, str, type(None), tuple, list, dict)
+MOST = 4  # inputs that are split together in one try
+MANY = 12  # choices of numbers that are scaled
+
+
+def told(node: fx.Node) -> str:
+    """A node as a message names it, with the line of the model's code that made it, where that is known."""
+    line = node.meta.get("line")
+    return f"'{node.name}' ({short_path(line[0])}:{line[1]})" if line else f"'{node.name}'"
+
+
+class Unsplittable(Exception):
+    """Why there is no plan from these births."""
+
+
+class _Again(Exception):
+    """A value that must be whole, found when the graph had gone on from it."""
+
+
+class Inner(NamedTuple):
+    """How many elements a token has: so many, times the sizes of these dimensions, which are not split."""
+
+    each: int
+    dims: tuple[tuple[fx.Node, int], ...] = ()
+
+
+@dataclass
+class Found:
+    """A plan for one graph: steps by node, where streams begin, and how every value lies."""
+
+    walk: Walk
+    tries: Tries
+    births: dict[fx.Node, int | Place]
+    steps: dict[fx.Node, Step] = field(default_factory=dict)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    origins: list[tuple[fx.Node, int]] = field(default_factory=list)  # of each stream: a whole value, and its dimension
+    why: dict[fx.Node, str] = field(default_factory=dict)  # what had to be gathered, and for what
+    sizes: list[int] = field(default_factory=list)  # of each stream
+    grains: dict[fx.Node, int] = field(default_factory=dict)  # elements of a token, of births that have not one
+    inner: dict[fx.Node, Inner] = field(default_factory=dict)  # of values whose tokens have more elements in larger images
+    derived: set[int] = field(default_factory=set)  # streams whose size follows from that of another
+
+    def place(self, node: fx.Node) -> Place | None:
+        value = self.values.get(node)
+        return value.place if isinstance(value, Leaf) else None
+
+    def is_split(self, node: fx.Node) -> bool:
+        return any(isinstance(leaf, Leaf) and leaf.place for leaf in leaves_of(self.values.get(node)))
+
+    def hangs_on_sizes(self, node: fx.Node) -> bool:
+        return any(isinstance(leaf, Number) for leaf in leaves_of(self.values.get(node)))
+
+    def share(self) -> float:
+        """Of the work in products, convolutions and attention: how much is done on parts."""
+        done = sum(n for node, n in self.walk.work.items() if self.on_parts(node))
+        return done / max(1, sum(self.walk.work.values()))
+
+    def on_parts(self, node: fx.Node) -> bool:
+        return self.summed(node) or (self.is_split(node) and not self.cut(node))
+
+    def name(self, node: fx.Node) -> str:
+        """What a value is called in the graph that is written: blocks that stand for a node have names of their own."""
+        return f"{node.name}_parallel" if self.steps.get(node, Step()).special else node.name
+
+    def cut(self, node: fx.Node) -> bool:
+        """Whether a value is computed as a whole, and split then."""
+        return self.steps.get(node, Step()).cut is not None
+
+    def summed(self, node: fx.Node) -> bool:
+        return bool(self.steps.get(node, Step()).add)
+
+
+def planned(
+    walk: Walk,
+    tries: Tries,
+    births: Mapping[fx.Node, int | Place],
+    one: bool = False,
+    streams: Sequence[int] = (),
+    grains: Mapping[fx.Node, int] | None = None,
+    kind: type[Planner] | None = None,
+) -> Found:
+    """A plan from these births: values whose dimension is split from there on. With `one` all are of one stream.
+
+    A birth that is a place is of the streams with these sizes, which are numbers in the model's code: heads, features.
+    `grains` are the elements of a token at the others. `kind` may know more ways to run an operation.
+
+    Raises Unsplittable.
+    """
+    forced: set[fx.Node] = set()
+    while True:
+        tries.streams.clear()
+        tries.streams.true[:] = streams
+        found = Found(walk, tries, dict(births), grains=dict(grains or {}))
+        for stream in range(len(streams)):
+            here = ((n, p.dim) for n, p in births.items() if isinstance(p, Place) and stream in p.layout.streams)
+            found.origins.append(next(here))
+        try:
+            found = (kind or Planner)(found, forced, one).run()
+            found.sizes = list(tries.streams.true)
+            return found
+        except _Again as error:
+            (node,) = error.args
+            more = walk.roots(node) | {node}
+            if more <= forced or len(forced) > 40:
+                raise Unsplittable(f"{told(node)} is written in place, and what is written lies otherwise") from None
+            forced |= more
+
+
+class Planner:
+    means = False  # over tokens are believed: they are tried on tokens that differ
+
+    def __init__(self, found: Found, forced: set[fx.Node], one: bool) -> None:
+        self.found, self.forced, self.one = found, forced, one
+        self.walk, self.tries, self.values = found.walk, found.tries, found.values
+        self.tries.writes = self.walk.writes
+        self.counted = len(found.tries.streams.true)  # streams that numbers in the model's code count
+
+    def run(self) -> Found:
+        for node in self.walk.graph.nodes:
+            if node.op == "output":
+                break
+            self.values[node] = self.value(node)
+            if node in self.found.births and node not in self.forced:
+                if self.found.is_split(node):
+                    del self.found.births[node]  # tokens have come to it
+                else:
+                    self.bear(node, self.found.births[node])
+        return self.found
+
+    def whole(self, node: fx.Node) -> Any:
+        return pytree.tree_map(lambda v: Leaf(v, None) if isinstance(v, Tensor) else v, self.walk.values[node])
+
+    def bear(self, node: fx.Node, dim: int | Place) -> None:
+        value = self.values[node]
+        if isinstance(dim, Place):
+            self.values[node] = Leaf(value.tensor, dim)
+            return
+        if not isinstance(value, Leaf) or not -value.tensor.dim() <= dim < value.tensor.dim():
+            raise Unsplittable(f"'{node.name}' has no dimension {dim}")
+        dim %= value.tensor.dim()
+        inner = self.found.grains.get(node, 1)
+        layout = Layout((self.stream(node, dim, value.tensor.shape[dim] // inner),), 1, inner)
+        self.values[node] = Leaf(value.tensor, Place(dim, layout))
+
+    def stream(self, node: fx.Node, dim: int, size: int) -> int:
+        for index, origin in enumerate(self.found.origins):
+            if origin == (node, dim) or (self.one and size == self.tries.streams.true[index]):
+                return index
+        self.found.origins.append((node, dim))
+        try:
+            return self.tries.streams.new(size)
+        except NotImplementedError as error:
+            raise Unsplittable(str(error)) from None
+
+    # --- one node
+
+    def value(self, node: fx.Node) -> Any:
+        inputs = node.all_input_nodes
+        split = [i for i, n in enumerate(inputs) if self.found.is_split(n)]
+        sized = [i for i, n in enumerate(inputs) if self.found.hangs_on_sizes(n)]
+        true = self.walk.values[node]
+        if node in self.walk.random:
+            step = Step(gathers=tuple(split), whole_numbers=True, same=True)
+            return self.gathered(node, step, "it draws random numbers, which are the first process's everywhere")
+        if node.op in ("placeholder", "get_attr") or not (split or sized) or node.target in FACTS:
+            return self.whole(node)
+        passes_on = node.target is ops.check_added and self.found.is_split(inputs[0])  # the value that it checks
+        if node.target in CHECKS and not passes_on:
+            self.found.steps[node] = Step(whole_numbers=True)
+            return self.whole(node)
+        everything = Step(gathers=tuple(split), whole_numbers=True)
+        if node in self.forced or not _is_plain(true):
+            return self.gathered(node, everything, "its result is one of another kind" if node not in self.forced else "")
+        if (value := self.attention(node)) is not None:
+            return value
+        outcome = self.result(node, split, sized)
+        if outcome is None:
+            for one in self.walk.writes.get(node, ()):
+                if self.found.is_split(one):
+                    raise _Again(one)  # what is written must be the memory itself, not what is gathered of it
+            return self.mixed(node, everything)
+        step, kinds, written = outcome
+        for index in written:
+            self.check_written(inputs[index])
+        if step != Step():
+            self.found.steps[node] = step
+        if step.gathers:
+            self.found.why[node] = "one of its values must be whole"
+        leaves, tree = pytree.tree_flatten(true)
+        return pytree.tree_unflatten([_again(leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)], tree)
+
+    def gathered(self, node: fx.Node, step: Step, why: str) -> Any:
+        self.found.steps[node] = step
+        if step.gathers or step.same:
+            self.found.why[node] = why or "it is written in place"
+        return self.whole(node)
+
+    def mixed(self, node: fx.Node, everything: Step) -> Any:
+        """The value of an operation that no repair makes run on parts."""
+        return self.gathered(node, everything, "it mixes tokens")
+
+    def key(self, node: fx.Node) -> Any:
+        """What two operations have in common that do the same on parts."""
+        names = {n: i for i, n in enumerate(node.all_input_nodes)}
+        form = repr(fx.node.map_arg((node.args, node.kwargs), lambda n: f"<{names[n]}>"))
+        target: Any = node.target
+        if node.op == "call_module":
+            module = self.tries.gm.get_submodule(str(node.target))
+            target = (type(module), repr(module), tuple((k, v.shape, v.dtype) for k, v in module.state_dict().items()))
+        try:
+            streams = (*self.tries.streams.true, *self.tries.streams.parts)
+            key = (node.op, target, form, streams, tuple(_signature(self.values[n]) for n in names))
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def result(self, node: fx.Node, split: list[int], sized: list[int]) -> Any:
+        """What `outcome` gives, found once for all operations that do the same."""
+        key = self.key(node)
+        if key is not None and key in self.tries.known:
+            return self.tries.known[key]
+        before = len(self.tries.streams.true)
+        outcome = self.outcome(node, split, sized)
+        if key is not None and len(self.tries.streams.true) == before:  # else streams begin here
+            self.tries.known[key] = outcome
+        return outcome
+
+    def outcome(self, node: fx.Node, split: list[int], sized: list[int]) -> Any:
+        """The first step that works, what the leaves of the result are then, and whether an input is written."""
+        if self.counted and (done := self.feature_norm(node, split)) is not None:
+            return done
+        for step in self.ways(node, split, sized):
+            got = self.attempt(node, step, split)
+            if got is not None:
+                return got
+        return None
+
+    def attempt(self, node: fx.Node, step: Step, split: list[int]) -> Any:
+        inputs = node.all_input_nodes
+        result = self.tries.tried(node, self.values, step)
+        if result is None:
+            return None
+        whole, parts, given = result
+        layouts = [place.layout for _, place in step.splits]
+        for index in split:
+            if index not in step.gathers:
+                layouts += [leaf.place.layout for leaf in leaves_of(self.values[inputs[index]]) if _placed(leaf)]
+        sizes = layouts or [Layout((stream,)) for stream in range(len(self.tries.streams.true))]
+        from_parts = bool(step.splits) or len(step.gathers) < len(split)
+        from_sizes = not step.whole_numbers and any(self.found.hangs_on_sizes(n) for n in inputs)
+        ratio = bool(step.scaled) and not split  # of features to heads: the same everywhere
+        layouts = list(dict.fromkeys(sizes))
+        found = self.tries.placed(self.walk.values[node], whole, parts, layouts, from_parts, from_sizes and not ratio)
+        if found is None or (ratio and any(isinstance(leaf, Number) for leaf in leaves_of(found[0]))):
+            return None
+        if isinstance(found[1], tuple) and not (self.counted or (self.means and not step.gathers and not step.splits)):
+            return None  # a mean over tokens, by chance
+        written = []
+        for index, one in enumerate(inputs):
+            state = self.tries.left(given[one], self.values[one])
+            if state is None or (state and (index in step.gathers or index in dict(step.splits))):
+                raise _Again(one)  # it writes into what would be a copy, or what it writes lies otherwise
+            written += [index] * state
+        value, add = found
+        kinds = [leaf.place if isinstance(leaf, Leaf) else leaf for leaf in leaves_of(value)]
+        return step._replace(add=bool(add), mean=add if isinstance(add, tuple) else ()), kinds, written
+
+    def check_written(self, value: fx.Node) -> None:
+        """Refuse writing into memory that the graph shares and a plan does not: that of a copy, gathered or split."""
+        step = self.found.steps.get(value, Step())
+        if value in self.walk.views:
+            if step.gathers or step.splits:
+                raise Unsplittable(f"{told(value)} is written in place, and is the memory of another value")
+            for one in value.all_input_nodes:
+                self.check_written(one)
+
+    def ways(self, node: fx.Node, split: list[int], sized: list[int]) -> Iterator[Step]:
+        """Repairs, the cheapest first."""
+        inputs = node.all_input_nodes
+        numbers = self.scaled(node, split) if self.counted else []
+        if not split:
+            yield from (Step(scaled=some) for some in numbers)
+        yield Step()
+        if sized:
+            yield Step(whole_numbers=True)
+        if split:
+            yield from (Step(scaled=some) for some in numbers)
+        wholes = [
+            i for i, n in enumerate(inputs) if isinstance(self.values[n], Leaf) and self.values[n].place is None
+        ]  # fmt: skip
+        if name_of(node) in ("cat", "concat", "concatenate") and split:
+            yield from self.joined(node, split, wholes)
+        sizes: dict[int, tuple[Layout, int]] = {}
+        true = self.tries.streams.true
+        for index in split:
+            value = self.values[inputs[index]]
+            if isinstance(value, Leaf) and value.place:
+                from_end = value.place.dim - value.tensor.dim()
+                sizes.setdefault(value.place.layout.total(true), (value.place.layout, from_end))
+        choices: list[list[tuple[int, Place]]] = []
+        for index in wholes:
+            tensor = self.values[inputs[index]].tensor
+            fits = [(d, *sizes[n]) for d, n in enumerate(tensor.shape) if n in sizes and n > 1]
+            dims = tensor.dim()
+            fits.sort(key=lambda fit, dims=dims: fit[0] - dims != fit[2])  # type: ignore[misc]
+            if self.counted and not fits:  # as many groups of other size, as grouped queries have them
+                for layout, end in sizes.values():
+                    times, rest = divmod(tensor.shape[end] if -end <= dims else 1, sum(true[s] for s in layout.streams))
+                    fits += [(end + dims, Layout(layout.streams, 1, times), end)] if times and not rest else []
+            if fits:
+                choices.append([(index, Place(d, layout)) for d, layout, _ in fits[:2]])
+        flags = [False, True] if sized else [False]
+        if 0 < len(choices) <= MOST:
+            for flag in flags:
+                for picked in itertools.product(*choices):
+                    yield Step(splits=tuple(picked), whole_numbers=flag)
+                    yield from (Step(splits=tuple(picked), whole_numbers=flag, scaled=some) for some in numbers)
+                if len(choices) > 1:
+                    yield from (Step(splits=(one,), whole_numbers=flag) for one in itertools.chain(*choices))
+        if self.counted and split:
+            for odd in choices if 2 < len(choices) <= MOST else ():  # such as a mask, which is for all heads
+                rest = itertools.product(*(choice for choice in choices if choice is not odd))
+                yield from (Step(splits=tuple(picked), whole_numbers=flag) for picked in rest for flag in flags)
+            for one in itertools.chain(*choices[:MOST]):
+                yield from (Step(splits=(one,), once=(index,)) for index in wholes if index != one[0])
+        if len(split) > 1:
+            for index in reversed(split):
+                yield from (Step(gathers=(index,), whole_numbers=flag) for flag in flags)
+
+    def scaled(self, node: fx.Node, split: list[int]) -> list[tuple[tuple[int, tuple[int, ...]], ...]]:
+        """Which numbers among a node's arguments may count heads or features of this process: one at a time, then more."""
+        inputs = [node.all_input_nodes[index] for index in split]
+        leaves = [leaf for one in inputs for leaf in leaves_of(self.values[one]) if _placed(leaf)]
+        runs = dict.fromkeys(run for leaf in leaves for run in leaf.place.layout.runs())
+        sizes = self.tries.streams.true
+        choices: list[list[tuple[int, tuple[int, ...]]]] = []
+
+        def look(position: int, leaf: Any) -> Any:
+            value = self.values[leaf] if isinstance(leaf, fx.Node) else leaf
+            if type(value) is int and value > 1:
+                fits = [run for run in runs or ((s,) for s in range(self.counted)) if value % sum(sizes[s] for s in run) == 0]
+                fits.sort(key=lambda run: -sum(sizes[s] for s in run))
+                choices.append([(position, run) for run in fits[:2]])
+            return leaf
+
+        numbered((node.args, node.kwargs), look)
+        choices = [choice for choice in choices if choice]
+        found = [(pick,) for pick in sorted(itertools.chain(*choices), key=lambda p: p[1])]
+        some: list[Any] = [*found, *itertools.islice(itertools.product(*choices), 4)] if len(choices) > 1 else found
+        return some[:MANY]
+
+    def joined(self, node: fx.Node, split: list[int], wholes: list[int]) -> Iterator[Step]:
+        """What is put behind tokens becomes tokens: a stream of its own."""
+        inputs = node.all_input_nodes
+        value = self.values[inputs[split[0]]]
+        dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
+        if not isinstance(value, Leaf) or value.place is None or not isinstance(dim, int):
+            return
+        if dim % value.tensor.dim() == value.place.dim and wholes:
+            at = value.place.dim
+            splits = []
+            for index in wholes:
+                tensor = self.values[inputs[index]].tensor
+                splits.append((index, Place(at, Layout((self.known_tokens(inputs[index], at, tensor.shape[at]),)))))
+            yield Step(splits=tuple(splits))
+
+    def known_tokens(self, node: fx.Node, dim: int, size: int) -> int:
+        """The stream of a whole value: one that began in the same tokens, as keys do in those of queries, or a new one."""
+        mine = self.same_tokens(node, size)
+        for index, (origin, _) in enumerate(self.found.origins):
+            if self.tries.streams.true[index] == size and mine & self.same_tokens(origin, size):
+                return index
+        return self.stream(node, dim, size)
+
+    def same_tokens(self, node: fx.Node, size: int) -> set[fx.Node]:
+        """A value and those it is computed from, as far as all have a dimension of this size."""
+        found: set[fx.Node] = set()
+        todo = [node]
+        while todo:
+            one = todo.pop()
+            value = self.walk.values[one]
+            if one not in found and one.op != "get_attr" and isinstance(value, Tensor) and size in value.shape:
+                found.add(one)
+                todo += one.all_input_nodes
+        return found
+
+    def feature_norm(self, node: fx.Node, split: list[int]) -> Any:
+        """A norm over features that are split: its statistics are sums."""
+        given = normed(node)
+        if given is None or not isinstance(given["input"], fx.Node):
+            return None
+        leaf, inputs = self.values[given["input"]], node.all_input_nodes
+        if not _placed(leaf) or leaf.place.dim != leaf.tensor.dim() - 1 or len(given["normalized_shape"]) != 1:
+            return None
+        place = Place(0, leaf.place.layout)
+        weights = [inputs.index(given[key]) for key in ("weight", "bias") if given[key] is not None]
+        if any(index in split and self.values[inputs[index]].place != place for index in weights):
+            return None
+        splits = tuple((index, place) for index in weights if index not in split)
+        return Step(splits=splits, special="features"), [leaf.place], []
+
+    def attention(self, node: fx.Node) -> Any:
+        """Attention whose queries, keys and values are split along their tokens."""
+        if name_of(node) != "scaled_dot_product_attention":
+            return None
+        given = arguments(node)
+        if given["dropout_p"] or not isinstance(given["is_causal"], bool):
+            return None
+        nodes = [given[name] for name in ("query", "key", "value")]
+        if not all(isinstance(n, fx.Node) for n in nodes):
+            return None
+        places = [self.found.place(n) for n in nodes]
+        dims = [self.values[n].tensor.dim() - 2 for n in nodes if isinstance(self.values[n], Leaf)]
+        if len(dims) < 3 or any(p is None or p.dim != d or p.layout[1:] != (1, 1) for p, d in zip(places, dims, strict=True)):
+            return None
+        if places[1] != places[2]:
+            return None  # keys and values in different orders: they are gathered
+        mask, inputs = given["attn_mask"], node.all_input_nodes
+        masks = (inputs.index(mask),) if isinstance(mask, fx.Node) and self.found.is_split(mask) else ()
+        self.found.steps[node] = Step(gathers=masks, special="attention")
+        return Leaf(self.walk.values[node], places[0])
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of scaled_dot_product_attention by name."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether parts of a result can be gathered into one like it: not where it is of a class of its own."""
+    own = type(value) is not dict if isinstance(value, dict) else hasattr(value, "_fields")
+    return isinstance(value, PLAIN) and not own
+
+
+def normed(node: fx.Node) -> dict[str, Any] | None:
+    """The arguments of layer_norm and rms_norm by name, None for another node."""
+    names = {"layer_norm": ("weight", "bias", "eps"), "rms_norm": ("weight", "eps")}.get(name_of(node))
+    if names is None or node.op != "call_function":
+        return None
+    given = dict(zip(("input", "normalized_shape", *names), node.args, strict=False))
+    return {"weight": None, "bias": None, "eps": 1e-5 if "bias" in names else None, **given, **node.kwargs}
+
+
+def _placed(leaf: Any) -> bool:
+    return isinstance(leaf, Leaf) and leaf.place is not None
+
+
+def _again(true: Any, kind: Any) -> Any:
+    """A leaf of a result like one that was tried before."""
+    if isinstance(true, Tensor):
+        return Leaf(true, kind)
+    return kind if isinstance(kind, Number) else true
+
+
+def _signature(value: Any) -> Any:
+    """What matters of a value to what an operation makes of its parts."""
+    found: list[Any] = [str(pytree.tree_structure(value, is_leaf=is_value))]
+    for leaf in leaves_of(value):
+        if isinstance(leaf, Leaf):
+            known = not leaf.tensor.is_meta
+            content = leaf.tensor.cpu().numpy().tobytes() if known else b""
+            found.append((tuple(leaf.tensor.shape), leaf.tensor.dtype, leaf.place, content))
+        elif isinstance(leaf, (int, float, bool, str, type(None), Number)):
+            found.append((type(leaf), leaf))
+        else:
+            found.append(repr(leaf))
+    return tuple(found)

@@ -1,0 +1,285 @@
+"""Rows of images over processes: which dimension is split, and what an operation does that reads its neighbours' rows."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from ...ir.traced_module import TracedModule
+from ..runtime.halos import Reach
+from ..runtime.layouts import Layout
+from .planner import Found, Inner, Planner, Unsplittable, planned
+from .reach import Probe, extents, reach_of
+from .trials import Leaf, Place, Step, Tries, leaves_of
+from .walk import Walk
+
+NORMS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+ENOUGH = 0.95  # of the work: other dimensions are not looked at
+MOST = 64  # rows a token
+SMALL = {1: (7, 4), 2: (7, 3), 4: (7, 5), 8: (9, 7)}  # small parts by what the number of tokens is a multiple of
+LARGER = {1: (13, 10), 2: (13, 9), 4: (15, 13), 8: (17, 15)}  # where fewer rows come of them
+
+
+class Near(NamedTuple):
+    """Rows of one input are fetched: which input, where its rows lie, how far they reach, and where those of the result lie."""
+
+    which: int
+    place: Place
+    reach: Reach
+    out: Place
+
+
+class Norm(NamedTuple):
+    """Normalisation whose statistics are those of all processes."""
+
+    groups: int | None
+    eps: float
+    weight: Any
+    bias: Any
+
+
+class Spatial(Planner):
+    """Finds what operations do on rows: what they read of their neighbours, statistics of all, or the whole and its rows."""
+
+    means = True
+
+    def value(self, node: fx.Node) -> Any:
+        value = super().value(node)
+        if (place := _place(value)) is not None and self.walk.values[node] is not None:
+            self.found.inner[node] = self.inner(node, place, value)
+        return value
+
+    def inner(self, node: fx.Node, place: Place, value: Any) -> Inner:
+        """How many elements the tokens of a value have: those of an input, and what was merged with them."""
+        for one in node.all_input_nodes:
+            given, known = _place(self.values[one]), self.found.inner.get(one)
+            if given is None or known is None or given.layout.streams != place.layout.streams:
+                continue
+            before, after = given.layout.inner, place.layout.inner
+            if before == after:
+                return known
+            x, y = (next(leaf.tensor for leaf in leaves_of(v) if isinstance(leaf, Leaf)) for v in (self.values[one], value))
+            if after % before == 0:
+                merged = _behind(x, given.dim, after // before) if y.dim() < x.dim() else 0
+                if merged:
+                    return Inner(known.each, (*known.dims, *((one, given.dim + i + 1) for i in range(merged))))
+                return Inner(known.each * (after // before), known.dims)
+            if before % after == 0:
+                count = before // after
+                if y.dim() > x.dim() and known.dims and known.each * count == before:
+                    return Inner(known.each)
+                if known.each % count == 0:
+                    return Inner(known.each // count, known.dims)
+        return Inner(place.layout.inner)
+
+    def attention(self, node: fx.Node) -> Any:
+        norm = self.norm(node)
+        if norm is None:
+            return None
+        place = self.found.place(node.all_input_nodes[0])
+        if place is None or place.dim < 2 or any(self.found.is_split(n) for n in node.all_input_nodes[1:]):
+            return None
+        self.found.steps[node] = Step(special="norm", near=norm)
+        return Leaf(self.walk.values[node], place)
+
+    def bear(self, node: fx.Node, dim: int | Place) -> None:
+        super().bear(node, dim)
+        self.found.inner[node] = Inner(self.found.grains.get(node, 1))
+
+    def stream(self, node: fx.Node, dim: int, size: int) -> int:
+        before = len(self.tries.streams.true)
+        found = super().stream(node, dim, size)
+        if len(self.tries.streams.true) > before:  # as often even as the true number: a view may halve it
+            rank = self.walk.values[node].dim()
+            images = [v for v in self.walk.values.values() if isinstance(v, Tensor) and v.dim() == rank]
+            parts = LARGER if any(1 < image.shape[dim] < size for image in images) else SMALL
+            self.tries.streams.own[found] = parts[math.gcd(size, max(SMALL))]
+        return found
+
+    def norm(self, node: fx.Node) -> Norm | None:
+        """What a node normalises groups of channels with, if it does."""
+        if node.op == "call_module":
+            module: Any = self.tries.gm.get_submodule(str(node.target))
+            if type(module) not in NORMS or len(node.args) != 1 or getattr(module, "running_mean", None) is not None:
+                return None
+            names = [f"{node.target}.{name}" if getattr(module, name) is not None else None for name in ("weight", "bias")]
+            return Norm(getattr(module, "num_groups", None), module.eps, *names)
+        if node.target in (torch.group_norm, F.group_norm, F.instance_norm):
+            form = F.instance_norm if node.target is F.instance_norm else F.group_norm
+            given = inspect.signature(form).bind(*node.args[:5] if form is F.group_norm else node.args, **node.kwargs)
+            given.apply_defaults()
+            a = given.arguments
+            if a.get("running_mean") is None and a.get("use_input_stats", True) is True:
+                return Norm(a.get("num_groups"), a["eps"], a["weight"], a["bias"])
+        return None
+
+    def ways(self, node: fx.Node, split: list[int], sized: list[int]) -> Iterator[Step]:
+        yield from super().ways(node, split, sized)
+        for kept in split if len(split) > 2 else ():  # queries stay, what they look at is whole
+            yield Step(gathers=tuple(i for i in split if i != kept), whole_numbers=bool(sized))
+
+    def mixed(self, node: fx.Node, everything: Step) -> Any:
+        if node not in self.walk.writes and isinstance(self.walk.values[node], Tensor) and everything.gathers:
+            if (near := self.near(node, everything.gathers)) is not None:
+                self.found.steps[node] = Step(special="near", near=near)
+                return Leaf(self.walk.values[node], near.out)
+            value = super().mixed(node, everything)
+            if (place := self.again(node, everything.gathers[0])) is not None:
+                self.found.steps[node] = everything._replace(cut=place)
+                return Leaf(self.walk.values[node], place)
+            return value
+        return super().mixed(node, everything)
+
+    # --- rows of neighbours
+
+    def near(self, node: fx.Node, split: tuple[int, ...]) -> Near | None:
+        """How a node runs on rows of its neighbours, if it can."""
+        place = self.found.place(node.all_input_nodes[split[0]])
+        if len(split) != 1 or place is None or len(place.layout.streams) != 1 or place.layout.outer != 1:
+            return None
+        key = ("near", self.key(node))
+        if key[1] is None or key not in self.tries.known:
+            self.tries.known[key] = self.reach(node, split[0])
+        if self.tries.known[key] is None:
+            return None
+        reach, dim, small = self.tries.known[key]
+        out = self.rows(node, dim, small, place, reach)
+        return None if out is None else Near(split[0], place, reach, Place(dim, out))
+
+    def reach(self, node: fx.Node, index: int) -> tuple[Reach, int, int] | None:
+        probe = Probe(self.tries, node, self.values, index)
+        found = reach_of(probe)
+        if found is None:
+            return None
+        reach, dim = found
+        return extents(probe, reach, dim) or reach, dim, probe.whole.shape[dim]
+
+    def rows(self, node: fx.Node, dim: int, small: int, place: Place, reach: Reach) -> Layout | None:
+        """Where the rows of a result lie: along a stream that there is, or along one of their own."""
+        streams, true = self.tries.streams, self.walk.values[node].shape[dim]
+        (source,) = place.layout.streams
+        for stream in (source, *range(len(streams.true))):
+            times = small // streams.small[stream]
+            if times and times * streams.small[stream] == small and times * streams.true[stream] == true:
+                return Layout((stream,), 1, times)
+        if small < 2 or not reach.extra or reach.size(streams.true[source] * place.layout.inner) != true:
+            return None
+        self.found.origins.append((node, dim))
+        stream = streams.new(true, small)
+        self.found.derived.add(stream)
+        return Layout((stream,))
+
+    def again(self, node: fx.Node, index: int) -> Place | None:
+        """How a result that had to be computed from the whole is split again: as the input was."""
+        one = node.all_input_nodes[index]
+        place, true = self.found.place(one), self.walk.values[node]
+        if place is None or place.layout.outer != 1 or true.dim() != self.values[one].tensor.dim():
+            return None
+        small = Probe(self.tries, node, self.values, index).whole
+        sizes = self.tries.streams.small, self.tries.streams.true
+        if small is None or any(place.layout.total(n) != t.shape[place.dim] for n, t in zip(sizes, (small, true), strict=True)):
+            return None
+        return place
+
+
+def _place(value: Any) -> Place | None:
+    return next((leaf.place for leaf in leaves_of(value) if isinstance(leaf, Leaf) and leaf.place), None)
+
+
+def _behind(x: Tensor, dim: int, size: int) -> int:
+    """How many of the dimensions behind one have so many elements together; 0 for none."""
+    return next((n for n in range(1, x.dim() - dim) if math.prod(x.shape[dim + 1 : dim + 1 + n]) == size), 0)
+
+
+# --- where rows begin
+
+
+def images(walk: Walk) -> list[fx.Node]:
+    """The inputs that may be images, or feature maps: floating-point, three dimensions or more."""
+    found = []
+    for node in walk.graph.nodes:
+        inner = node.op == "call_function" and node.target is operator.getitem and node.args[0] in walk.inputs
+        if node.op == "placeholder" or inner:
+            walk.inputs.add(node)
+            value = walk.values[node]
+            if isinstance(value, Tensor) and value.dim() >= 3 and value.is_floating_point():
+                found.append(node)
+    return found
+
+
+def grains(walk: Walk, size: int, dims: int, back: int) -> list[int]:
+    """How many rows a token may have, the best first: so many that images with fewer rows still have whole tokens."""
+    found = []
+    for nodes in (walk.work, walk.values):
+        values = [value for node in nodes if isinstance(value := walk.values[node], Tensor) and value.dim() == dims]
+        rows = {value.shape[back] for value in values if 1 < value.shape[back] <= size and size % value.shape[back] == 0}
+        found.append(max((size // n for n in rows if size // n <= MOST), default=1))
+    return list(dict.fromkeys([*found, 1]))
+
+
+def best(gm: TracedModule, walk: Walk, split: Mapping[fx.Node, int] | None = None, seed: int = 0) -> Found:
+    """The plan in rows that splits most work: along the height of images, else along another dimension.
+
+    Raises Unsplittable where no plan splits anything.
+    """
+    found: Found | None = None
+    failed: Unsplittable | None = None
+    tries = Tries(gm, seed, True)
+    for births, tokens in _given(walk, split) if split else _choices(walk):
+        table = {node: walk.values[node].shape[dim] // tokens for node, dim in births.items()}
+        try:
+            one = planned(walk, tries, births, True, (), table, Spatial)
+        except Unsplittable as error:
+            failed = error
+            continue
+        if found is None or _rank(one) > _rank(found):
+            found = one
+        if found.share() > ENOUGH and not any(step.cut for step in found.steps.values()):
+            break
+    if found is None or not found.share():
+        raise failed or Unsplittable("no input is an image or a feature map whose rows can be split")
+    return found
+
+
+def _choices(walk: Walk) -> Iterator[tuple[dict[fx.Node, int], int]]:
+    """Births, and how many tokens they may have: the rows of an image first, then its columns, then frames."""
+    given = images(walk)
+    most = max((walk.values[n].dim() for n in given), default=0)
+    for back in (-2, -1, -3) if most > 3 else (-1, -2):
+        first = next((n for n in given if walk.values[n].dim() == most and -back <= most - 2), None)
+        if first is None:
+            continue
+        size = walk.values[first].shape[back]
+        for grain in grains(walk, size, most, back):
+            births = {}
+            for node in given:
+                value = walk.values[node]
+                if value.dim() == most and value.shape[back] % (size // grain) == 0:
+                    births[node] = value.dim() + back
+            yield births, size // grain
+
+
+def _given(walk: Walk, split: Mapping[fx.Node, int]) -> Iterator[tuple[dict[fx.Node, int], int]]:
+    births = {}
+    for node, dim in split.items():
+        value = walk.values[node]
+        if not isinstance(value, Tensor) or not -value.dim() <= dim < value.dim():
+            raise Unsplittable(f"'{node.name}' has no dimension {dim}")
+        births[node] = dim % value.dim()
+    node, dim = next(iter(births.items()))
+    value = walk.values[node]
+    for grain in grains(walk, value.shape[dim], value.dim(), dim - value.dim()):
+        tokens = value.shape[dim] // grain
+        if all(walk.values[n].shape[d] % tokens == 0 for n, d in births.items()):
+            yield births, tokens
+
+
+def _rank(found: Found) -> tuple[float, int]:
+    return round(found.share(), 3), -sum(len(step.gathers) for step in found.steps.values())

@@ -1,0 +1,408 @@
+"""What an operation makes of parts: tried on small random values beside the whole, never told by rules about it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from ..runtime.layouts import Layout
+
+# small sizes of streams in one process and in the two that are pretended: unequal, so that no size is right by accident
+PARTS = ((7, 4), (8, 5), (10, 7), (11, 8), (13, 10), (16, 13), (17, 12), (19, 12), (20, 17), (23, 18))
+CLOSE = 1e-4  # of the largest value: rounding of float32 sums
+POOL = 1_299_709  # random values, a prime number of them: rows that take them again begin elsewhere
+HELD = 1 << 27  # bytes of weights, in the stead of those that have no values, that are kept
+EMPTY = ("empty", "empty_like", "new_empty")
+RANGE = 2  # random whole numbers are below
+
+
+Scaled = tuple[tuple[int, tuple[int, ...]], ...]  # positions of numbers, and the streams that each counts
+
+
+class Refused(Exception):
+    """An operation takes no such values; its own error is the cause."""
+
+
+class Place(NamedTuple):
+    """A tensor is split: along which dimension, and what lies there."""
+
+    dim: int
+    layout: Layout
+
+
+class Number(NamedTuple):
+    """A number that hangs on the size of a stream: as it is, in small sizes, and in each pretended process."""
+
+    true: Any
+    small: Any
+    parts: tuple[Any, ...]
+
+
+class Leaf(NamedTuple):
+    """A tensor of a node's value as one process has it, meta or not, and how it is split; None: each process has all of it."""
+
+    tensor: Tensor
+    place: Place | None
+
+
+class Step(NamedTuple):
+    """What is done with the arguments of a node, by their position among its inputs, before it runs on parts."""
+
+    splits: tuple[tuple[int, Place], ...] = ()
+    gathers: tuple[int, ...] = ()
+    whole_numbers: bool = False
+    special: str = ""  # "attention": its keys and values travel; "near": rows of neighbours; "norm": statistics do
+    add: bool = False  # what each process gives is a summand
+    same: bool = False  # the first process's result is everybody's
+    mean: tuple[int, ...] = ()  # it is the mean over its tokens of these streams, and a summand with their share
+    once: tuple[int, ...] = ()  # given in the first process alone, zeros in the others: a summand like the rest
+    scaled: Scaled = ()  # numbers, by position in the arguments, that count these streams
+    near: Any = None  # which rows of which input are fetched, and where those of the result lie
+    cut: Place | None = None  # the result is whole, and split from there on
+
+
+class Streams:
+    """The dimensions along which tokens lie: their true and their small sizes."""
+
+    def __init__(self) -> None:
+        self.true: list[int] = []
+        self.own: dict[int, tuple[int, int]] = {}  # parts that are others than the usual
+
+    def new(self, size: int, small: int | None = None) -> int:
+        """A stream of this size, and of one that follows from other streams' when these are small."""
+        if small is None and len(self.true) >= len(PARTS):
+            raise NotImplementedError(f"more than {len(PARTS)} streams of tokens")
+        if small is not None:
+            first = min(small * 3 // 5 | 1, small - 1)  # odd: what takes them in pairs takes no part
+            self.own[len(self.true)] = first, small - first
+        self.true.append(size)
+        return len(self.true) - 1
+
+    def clear(self) -> None:
+        self.true.clear()
+        self.own.clear()
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        return [self.own[n] if n in self.own else PARTS[n] for n in range(len(self.true))]
+
+    @property
+    def small(self) -> list[int]:
+        return [sum(parts) for parts in self.parts]
+
+    def bounds(self, rank: int) -> list[tuple[int, int, int]]:
+        """Start, length and size of each stream's part in a pretended process."""
+        return [(0 if rank == 0 else parts[0], parts[rank], sum(parts)) for parts in self.parts]
+
+
+class Tries:
+    """Runs operations on small values in one process and in two pretended ones."""
+
+    def __init__(self, gm: nn.Module, seed: int, uneven: bool = False) -> None:
+        self.gm, self.uneven = gm, uneven
+        self.streams = Streams()
+        self.pool = torch.rand(POOL, generator=torch.Generator().manual_seed(seed)) + 0.1
+        self.used = 0
+        self.writes: Mapping[fx.Node, Sequence[fx.Node]] = {}  # the inputs that a node writes into
+        self.known: dict[Any, Any] = {}
+        self.modules: dict[Any, tuple[nn.Module, int]] = {}  # and how many bytes each holds
+        self.count = 0
+
+    # --- values
+
+    def random(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Values of their own: floating-point ones lie between 0.1 and 1.1, so that logarithms and roots have values too."""
+        if dtype.is_complex:
+            return torch.complex(*(self.random(shape, torch.float32) for _ in range(2))).to(dtype)
+        found = torch.empty(tuple(shape), dtype=dtype if dtype.is_floating_point else torch.float32)
+        self.fill(found)
+        if dtype.is_floating_point:
+            return found
+        return found < 0.6 if dtype == torch.bool else ((found - 0.1) * RANGE).to(dtype)
+
+    def fill(self, tensor: Tensor) -> None:
+        """Write the next values of the pool, over and over, without a copy of them."""
+        flat, done = tensor.data.view(-1), 0  # .data: what is not written yet has no version
+        while done < len(flat):
+            first = (self.used + done) % POOL
+            length = min(POOL - first, len(flat) - done)
+            flat[done : done + length].copy_(self.pool[first : first + length])
+            done += length
+        self.used += done
+
+    def whole(self, tensor: Tensor, place: Place | None) -> Tensor:
+        """A small tensor in the stead of a true one: whole numbers that are known are kept."""
+        shape = list(tensor.shape)
+        known = not tensor.is_meta and not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        if place is None:
+            return tensor.detach().clone() if known else self.random(shape, tensor.dtype)
+        size = place.layout.total(self.streams.small)
+        if known and tensor.shape[place.dim]:
+            return tensor.index_select(place.dim, torch.arange(size) % tensor.shape[place.dim])
+        shape[place.dim] = size
+        if not self.uneven:
+            return self.random(shape, tensor.dtype)
+        # what is the mean of many may not look like that of their parts
+        ramp = torch.linspace(0.5, 2, size).view([-1 if d == place.dim else 1 for d in range(len(shape))])
+        found = self.random(shape, tensor.dtype)
+        return (found * ramp).to(tensor.dtype) if tensor.dtype.is_floating_point else found
+
+    def part(self, whole: Tensor, place: Place | None, rank: int, written: bool = True) -> Tensor:
+        """What a process has of a tensor: the tensor itself where it is whole, and not `written`."""
+        if place is None:
+            return whole.clone() if written else whole
+        return whole.index_select(place.dim, place.layout.rows(self.streams.bounds(rank)))
+
+    # --- one operation
+
+    def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """What an operation gives. Raises Refused where it takes no such values."""
+        self.count += 1
+        module = self.module(str(node.target)) if node.op == "call_module" else None
+        with sdpa_kernel(SDPBackend.MATH):  # fused ones do not ask whether values are as many as keys, and read beyond them
+            try:
+                if node.op == "call_function":
+                    return node.target(*args, **kwargs)  # type: ignore[operator]
+                if module is None:
+                    return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+                return module(*args, **kwargs)
+            except Exception as error:  # torch's, or a kept module's: sizes that do not go together raise anything
+                raise Refused(f"'{node.name}': {type(error).__name__}: {error}") from error
+
+    def module(self, path: str) -> nn.Module:
+        """A module of the model; one without values with random ones, as others like it."""
+        found = self.gm.get_submodule(path)
+        tensors = list(itertools.chain(found.parameters(), found.buffers()))
+        if not any(t.is_meta for t in tensors):
+            return found
+        key = (type(found), repr(found), *((tuple(t.shape), t.dtype) for t in tensors))
+        if key not in self.modules:
+            size = sum(t.numel() * t.element_size() for t in tensors)
+            while self.modules and size + sum(held for _, held in self.modules.values()) > HELD:
+                del self.modules[next(iter(self.modules))]
+            self.modules[key] = self.filled(found), size
+        return self.modules[key][0]
+
+    def filled(self, module: nn.Module) -> nn.Module:
+        new = copy.deepcopy(module).to_empty(device="cpu")
+        with torch.no_grad():
+            for tensor in itertools.chain(new.parameters(), new.buffers()):
+                if tensor.is_floating_point() and tensor.is_contiguous():
+                    self.fill(tensor)
+                else:
+                    tensor.copy_(self.random(tensor.shape, tensor.dtype))
+        return new
+
+    def tried(self, node: fx.Node, values: dict[fx.Node, Any], step: Step) -> tuple[Any, list[Any], dict[fx.Node, Any]] | None:
+        """What the operation gives in one process and in each pretended one, and the inputs as it leaves them.
+
+        None where it fails.
+        """
+        inputs = node.all_input_nodes
+        given: dict[fx.Node, tuple[Any, list[Any]]] = {}
+        for index, one in enumerate(inputs):
+            split = dict(step.splits).get(index)
+            once, written = index in step.once, one in self.writes.get(node, ())
+            given[one] = self.given(values[one], split, index in step.gathers, step.whole_numbers, written or once)
+            if once:
+                given[one][1][1].zero_()
+        try:
+            with torch.no_grad():
+                whole = self.run(node, {n: v[0] for n, v in given.items()}, step.scaled)
+                parts = [self.run(node, {n: v[1][rank] for n, v in given.items()}, step.scaled, rank) for rank in (0, 1)]
+        except Refused:
+            return None
+        return whole, parts, given
+
+    def given(
+        self, value: Any, split: Place | None, gathered: bool, numbers: bool, written: bool = True
+    ) -> tuple[Any, list[Any]]:
+        """A value of a node in one process and in each pretended one."""
+        leaves, tree = pytree.tree_flatten(value, is_leaf=is_value)
+        wholes: list[Any] = []
+        parts: list[list[Any]] = [[], []]
+        for leaf in leaves:
+            if isinstance(leaf, Leaf):
+                place = split or (None if gathered else leaf.place)
+                whole = self.whole(leaf.tensor, place)
+                wholes.append(whole)
+                for rank in (0, 1):
+                    parts[rank].append(self.part(whole, place, rank, written))
+            elif isinstance(leaf, Number):
+                wholes.append(leaf.true if gathered else leaf.small)
+                for rank in (0, 1):
+                    parts[rank].append(leaf.true if gathered else leaf.small if numbers else leaf.parts[rank])
+            else:
+                wholes.append(leaf)
+                for rank in (0, 1):
+                    parts[rank].append(leaf)
+        return pytree.tree_unflatten(wholes, tree), [pytree.tree_unflatten(p, tree) for p in parts]
+
+    def left(self, given: tuple[Any, list[Any]], value: Any) -> bool | None:
+        """Whether an operation wrote into an input; None where what it wrote does not lie as the input does."""
+        wholes, parts = pytree.tree_leaves(given[0]), [pytree.tree_leaves(part) for part in given[1]]
+        written = False
+        for position, leaf in enumerate(pytree.tree_leaves(value, is_leaf=is_value)):
+            if isinstance(leaf, Leaf) and wholes[position]._version:
+                written = True
+                for rank in (0, 1):
+                    if not alike(self.part(wholes[position], leaf.place, rank), parts[rank][position]):
+                        return None
+        return written
+
+    def run(self, node: fx.Node, given: dict[fx.Node, Any], scaled: Scaled = (), rank: int | None = None) -> Any:
+        runs = dict(scaled)
+
+        def number(position: int, value: Any) -> Any:
+            if position not in runs:
+                return value
+            parts = self.streams.parts
+            sizes = [sum(parts[s]) if rank is None else parts[s][rank] for s in runs[position]]
+            return value // sum(self.streams.true[s] for s in runs[position]) * sum(sizes)
+
+        call = numbered((node.args, node.kwargs), lambda i, v: number(i, given[v] if isinstance(v, fx.Node) else v))
+        args, kwargs = (_on_cpu(value) for value in call)
+        if name_of(node) in EMPTY:  # what is not written yet is the same everywhere
+            return self.call(node, args, kwargs).zero_()
+        return self.call(node, args, kwargs)
+
+    # --- what came out
+
+    def placed(
+        self, true: Any, whole: Any, parts: list[Any], layouts: Sequence[Layout], from_parts: bool, from_sizes: bool = False
+    ) -> tuple[Any, Any] | None:
+        """The value of a node, and whether it is a sum of what the processes gave; None where neither whole nor split.
+
+        In the stead of True there are streams where it is a mean over their tokens.
+
+        What seems the same everywhere may be so by chance: a tensor that is computed `from_parts`, a number `from_sizes`.
+        """
+        leaves, tree = pytree.tree_flatten(whole)
+        rows = [pytree.tree_flatten(part) for part in parts]
+        trues, same = pytree.tree_flatten(true)
+        if any(t != tree for _, t in rows) or same != tree:
+            return None
+        found: list[Any] = []
+        add: Any = False
+        for index, small in enumerate(leaves):
+            got, real = [row[index] for row, _ in rows], trues[index]
+            if not isinstance(small, Tensor):
+                alike = all(type(g) is type(small) and g == small for g in got) and small == real
+                chance = from_sizes and isinstance(small, (bool, int, float))
+                found.append(real if alike and not chance else Number(real, small, tuple(got)))
+                continue
+            place = self.place(small, got, layouts, from_parts)
+            if place is None:
+                return None
+            if place == "sum":
+                add, place = True, "whole"
+            elif isinstance(place, tuple) and not isinstance(place, Place):
+                add, place = place, "whole"
+            if place != "whole" and not self.as_true(real, small, place):
+                return None
+            if place == "whole" and real.shape != small.shape:
+                return None
+            found.append(Leaf(real, None if place == "whole" else place))
+        if add and len(found) != 1:
+            return None
+        return pytree.tree_unflatten(found, tree), add
+
+    def mean(self, got: list[Tensor], streams: Sequence[int]) -> Tensor:
+        lengths = [sum(self.streams.parts[stream][rank] for stream in streams) for rank in (0, 1)]
+        return (got[0] * lengths[0] + got[1] * lengths[1]) / sum(lengths)
+
+    def as_true(self, true: Tensor, small: Tensor, place: Place) -> bool:
+        """Whether the true value is as large as the small one says."""
+        sizes = list(small.shape)
+        sizes[place.dim] = place.layout.total(self.streams.true)
+        return list(true.shape) == sizes
+
+    def place(self, whole: Tensor, got: list[Any], layouts: Sequence[Layout], from_parts: bool) -> Any:
+        if any(not isinstance(g, Tensor) or g.dim() != whole.dim() for g in got):
+            return None
+        if all(g.shape == whole.shape for g in got):
+            if all(alike(whole, g) for g in got):
+                return None if from_parts and whole.numel() else "whole"  # by chance: it was computed from parts
+            summed = got[0] + got[1] if whole.is_floating_point() else None
+            if summed is None or alike(whole, summed):
+                return None if summed is None else "sum"
+            return next((layout.streams for layout in layouts if alike(whole, self.mean(got, layout.streams))), None)
+        dims = {d for g in got for d in range(whole.dim()) if g.shape[d] != whole.shape[d]}
+        if len(dims) != 1:
+            return None
+        dim = dims.pop()
+        for layout in candidates(layouts, self.streams.small, whole.shape[dim]):
+            place = Place(dim, layout)
+            if all(alike(self.part(whole, place, rank), g) for rank, g in enumerate(got)):
+                return place
+        return None
+
+
+def numbered(value: Any, function: Callable[[int, Any], Any]) -> Any:
+    """Nested arguments with each leaf replaced by what a function makes of it and its position among the leaves."""
+    position = itertools.count()
+    return fx.node.map_aggregate(value, lambda leaf: function(next(position), leaf))
+
+
+def is_value(value: Any) -> bool:
+    return isinstance(value, (Leaf, Number))
+
+
+def leaves_of(value: Any) -> list[Any]:
+    leaves: list[Any] = pytree.tree_leaves(value, is_leaf=is_value)
+    return leaves
+
+
+def _on_cpu(values: Any) -> Any:
+    """Arguments for a try, which is made where there are values."""
+    return pytree.tree_map(lambda v: torch.device("cpu") if isinstance(v, torch.device) and v.type == "meta" else v, values)
+
+
+def name_of(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    if a.numel() == 0:
+        return True
+    bound = 1e-2 if a.dtype in (torch.float16, torch.bfloat16) else CLOSE
+    away, most = float((a - b).abs().max()), float(a.abs().max())
+    if not math.isfinite(away):
+        a, b = (torch.nan_to_num(t.to(torch.complex128 if t.is_complex() else torch.float64)) for t in (a, b))
+        away, most = float((a - b).abs().max()), float(a.abs().max())
+    return away <= bound * max(1e-6, most)
+
+
+def candidates(layouts: Sequence[Layout], sizes: Sequence[int], size: int) -> Iterator[Layout]:
+    """Layouts that fill a dimension: those at hand, runs of their streams, several behind each other, in and out of others."""
+    found: dict[tuple[int, ...], None] = {}
+    for layout in layouts:
+        found.update(dict.fromkeys(layout.runs()))
+    if 1 < len(layouts) <= 4:
+        for order in itertools.permutations(layouts):
+            found[tuple(stream for layout in order for stream in layout.streams)] = None
+    seen = set()
+    for layout in layouts:
+        if layout.total(sizes) == size:
+            seen.add(layout)
+            yield layout
+    for streams in found:
+        tokens = sum(sizes[stream] for stream in streams)
+        if size % tokens == 0:
+            times = size // tokens
+            for outer in range(1, times + 1):
+                layout = Layout(streams, outer, times // outer)
+                if times % outer == 0 and layout not in seen:
+                    yield layout

@@ -1,0 +1,182 @@
+"""A graph run once as one process has it: what each node gives, how much it computes, and what shares memory."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ...capture.isolation import restored
+from ...capture.python_state import State
+from ...errors import SpecError
+from ...ir.traced_module import TracedModule
+from ...rewriter.neutrality import buffers_restored
+
+FEW = 120  # tokens, or pixels of a side
+KEPT = 1 << 16  # elements of a tensor of whole numbers whose values are kept
+
+
+@dataclass
+class Walk:
+    """What the nodes of a graph give on example inputs: floating-point tensors on the meta device, others with values."""
+
+    graph: fx.Graph
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    work: dict[fx.Node, int] = field(default_factory=dict)  # floating-point operations
+    inputs: set[fx.Node] = field(default_factory=set)  # placeholders, and what is taken out of them
+    random: set[fx.Node] = field(default_factory=set)  # nodes that draw random numbers
+    views: set[fx.Node] = field(default_factory=set)  # nodes whose tensors share memory with their inputs'
+    writes: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)  # the inputs that a node writes into
+    written: set[fx.Node] = field(default_factory=set)  # values that are written after they were made
+
+    def fed(self) -> set[fx.Node]:
+        """The values that are computed from tensors among the inputs, and not from weights and sizes alone."""
+        found: set[fx.Node] = set()
+        for node, value in self.values.items():
+            tensors = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+            if tensors and (node.op == "placeholder" or not found.isdisjoint(node.all_input_nodes)):
+                found.add(node)
+        return found
+
+    def roots(self, node: fx.Node) -> set[fx.Node]:
+        """The values whose memory a value shares, itself when it has its own."""
+        found, todo, seen = set(), [node], set()
+        while todo:
+            one = todo.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            if one in self.views:
+                todo += one.all_input_nodes
+            else:
+                found.add(one)
+        return found
+
+
+def walk(gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Walk:
+    """Run a graph on example inputs, with values or without; a model in training may be changed by it (`left_alone`).
+
+    Raises SpecError for inputs that the model does not take.
+    """
+    found = Walk(graph)
+    interpreter = fx.Interpreter(gm, graph=graph)
+    env = interpreter.env
+    places = iter(bound(gm, args, kwargs))
+    last = {n: node for node in graph.nodes for n in node.all_input_nodes}
+    gone: dict[fx.Node, list[fx.Node]] = {}
+    for node, user in last.items():
+        gone.setdefault(user, []).append(node)
+    counter, draws = FlopCounterMode(display=False), Draws()  # type: ignore[no-untyped-call]
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), counter, draws:
+        before = 0
+        for node in graph.nodes:
+            if node.op == "output":
+                break
+            versions = {n: _versions(env[n]) for n in node.all_input_nodes}
+            draws.seen = False
+            value = pytree.tree_map(_copied, next(places)) if node.op == "placeholder" else interpreter.run_node(node)
+            if node.op == "get_attr" and isinstance(value, Tensor):
+                value = value.detach()  # the counter asks for gradients of what a module is given, and views have none here
+            env[node] = value
+            if draws.seen:
+                found.random.add(node)
+            if changed := [n for n, version in versions.items() if version != _versions(env[n])]:
+                found.writes[node] = changed
+            found.values[node] = pytree.tree_map(_outline, value)
+            after = counter.get_total_flops()
+            if after > before:
+                found.work[node], before = after - before, after
+            if node.op != "placeholder" and _memory(value) & {m for n in node.all_input_nodes for m in _memory(env[n])}:
+                found.views.add(node)
+            for one in gone.get(node, ()):
+                env.pop(one, None)
+    for changed in found.writes.values():
+        for one in changed:
+            found.written |= found.roots(one)
+    return found
+
+
+def bound(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Inputs in the order of a graph's placeholders. Raises SpecError for those that the model does not take."""
+    try:
+        given = inspect.signature(gm.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise SpecError(f"the model does not take these example inputs: {error}") from None
+    given.apply_defaults()
+    return list(given.arguments.values())
+
+
+def lessened(gm: TracedModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Example inputs with fewer tokens and smaller images, for what does not hang on their number; the same if they are few.
+
+    Sizes become other ones, in which no weight has a dimension, and have the same rest by 8.
+    """
+    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    sizes = {t.shape[1] for t in tensors if t.dim() == 3} | {n for t in tensors if t.dim() > 3 for n in t.shape[2:]}
+    known = {n for p in gm.parameters() for n in p.shape}
+    table: dict[int, int] = {}
+    for size in sorted(size for size in sizes if size > FEW):
+        new = next(n for n in itertools.count(FEW // 3 + size % 8, 16) if n not in known and n not in table.values())
+        if new < size:
+            table[size] = new
+
+    def less(t: Any) -> Any:
+        if isinstance(t, Tensor):
+            for dim in range(2, t.dim()) if t.dim() > 3 else range(min(2, t.dim())):
+                t = t.narrow(dim, 0, table.get(t.shape[dim], t.shape[dim]))
+        return t
+
+    found: tuple[Any, Any] = pytree.tree_map(less, (tuple(args), dict(kwargs)))
+    return found
+
+
+@contextlib.contextmanager
+def left_alone(gm: TracedModule) -> Iterator[None]:
+    """Give a module's buffers, and all else that a call may write, back what they have now; and random generators."""
+    with restored(State(gm)), buffers_restored(gm):
+        yield
+
+
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether an operation draws random numbers."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            named = {a.name: a.default_value for a in func._schema.arguments}
+            named |= dict(zip(named, args, strict=False)) | kwargs
+            self.seen = self.seen or named.get("dropout_p", 1) != 0  # attention has the tag, and draws for dropout only
+        return func(*args, **kwargs)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _outline(value: Any) -> Any:
+    """A tensor without its values, if they do not matter to what an operation may be called with."""
+    if not isinstance(value, Tensor):
+        return value
+    if not (value.is_floating_point() or value.is_complex()) and value.numel() <= KEPT:
+        return value.detach().clone()
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _versions(value: Any) -> int:
+    return sum(t._version for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and not t.is_inference())
+
+
+def _memory(value: Any) -> set[int]:
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return {t.untyped_storage()._cdata for t in tensors}

@@ -1,0 +1,299 @@
+"""What a parallel graph calls: parts of what is whole, the whole of what is split, sums; all differentiable.
+
+A gradient is that of the sum of what all processes compute: each has the loss of the whole, so the mean over the processes of
+a parameter's gradients is its gradient, as DDP and FSDP take it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...blocks.base import Block
+from ...errors import GuardError, SpecError
+from . import layouts
+from .checksums import check_alike
+from .faults import guarded
+from .mesh import AXES, SEQUENCE, World, ways_of, world_of
+from .pretended import PRETENDED, Local
+
+
+class Collective(Block):
+    """A block that runs on every process along an axis of the mesh. `ways` are the sizes of all axes.
+
+    `world` is this process's place, looked up when the first call finds none; a file has no rank.
+    """
+
+    world: World | None = None
+    by_constructor: ClassVar[bool] = True
+
+    def __init__(self, ways: dict[str, int], axis: str) -> None:
+        super().__init__()
+        if not isinstance(ways, dict) or axis not in (*AXES, SEQUENCE):
+            raise SpecError(f"a collective runs along one of {', '.join((*AXES, SEQUENCE))}, not {axis!r} of {ways!r}")
+        self.ways, self.axis = ways_of(ways), axis
+
+    def here(self) -> World:
+        """This process's place. Raises SpecError where there is no process group, or one of another size."""
+        if not torch.compiler.is_compiling() and (world := PRETENDED.get()) is not None:
+            return world
+        if self.world is None:
+            self.world = world_of(self.ways)
+        return self.world
+
+    def before_first_call(self, root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before a module's first call: all processes must have the same weights and inputs. Raises GuardError."""
+        meta = getattr(root, "meta", {})
+        if "region" not in meta and "part" not in meta:  # what enters a region, or a part of a step cache, may be parts
+            check_alike(root, self.here(), args, kwargs)
+
+    def along(self) -> tuple[int, int, Any]:
+        """Rank, number of processes and group along the axis."""
+        world = self.here()
+        return world.ranks[self.axis], world.sizes[self.axis], world.groups.get(self.axis)
+
+    def everywhere(self, x: Tensor) -> Tensor:
+        """What every process of the mesh has of a small tensor: stacked, in one order, the same in each."""
+        world, rows = self.here(), x[None]
+        for axis in self.ways:
+            if world.sizes[axis] > 1:
+                even = [len(rows)] * world.sizes[axis]
+                rows = gathered(rows, 0, even, world.ranks[axis], world.groups.get(axis))
+        return rows
+
+
+class Split(Collective):
+    """This process's part of a tensor: forward(x, *sizes), with the whole sizes of the streams in dimension `dim`.
+
+    A token has `inner` elements, or as many as the call says; the streams stand there once, or several times in front of each
+    other. `born` says that tokens begin here: fewer than there are processes raise GuardError.
+    """
+
+    def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int = 1, born: bool = False) -> None:
+        super().__init__(ways, axis)
+        self.dim, self.inner, self.born = whole_number("dim", dim), whole_number("inner", inner, 1), bool(born)
+
+    def forward(self, x: Tensor, *sizes: int, inner: int | None = None) -> Tensor:
+        rank, world, _ = self.along()
+        inner = self.inner if inner is None else inner
+        for size in sizes:
+            if self.born and size < world:
+                what, where = "samples" if self.axis == "batch" else "tokens", f"dimension {self.dim} of {tuple(x.shape)}"
+                raise GuardError(f"{size} {what} ({where}) cannot be split over {world} processes")
+        total = sum(sizes) * inner
+        if self.born and x.shape[self.dim] != total:
+            raise GuardError(
+                f"dimension {self.dim} of {tuple(x.shape)} is not {sum(sizes)} times {inner}, as planned: give inputs of such "
+                "a size, or plan with inputs of this one"
+            )
+        y = torch.unflatten(x, self.dim, (times(x, self.dim, total), total))
+        parts, before = [], 0
+        for size in sizes:
+            first = (before + layouts.start(size, rank, world)) * inner
+            parts.append(y.narrow(self.dim + 1, first, layouts.count(size, rank, world) * inner))
+            before += size
+        # what is contiguous in one process is so in each: a view may follow
+        return (torch.cat(parts, self.dim + 1) if len(parts) > 1 else parts[0]).flatten(self.dim, self.dim + 1).contiguous()
+
+
+class Gather(Collective):
+    """The whole of a tensor whose dimension `dim` is split: forward(x, *sizes), the inverse of `Split`."""
+
+    def __init__(self, ways: dict[str, int], axis: str, dim: int, inner: int = 1) -> None:
+        super().__init__(ways, axis)
+        self.dim, self.inner = whole_number("dim", dim), whole_number("inner", inner, 1)
+
+    def forward(self, x: Tensor, *sizes: int, inner: int | None = None) -> Tensor:
+        rank, world, group = self.along()
+        inner = self.inner if inner is None else inner
+        counts = layouts.counts(sizes, world)
+        y = torch.unflatten(x, self.dim, (times(x, self.dim, counts[rank] * inner), counts[rank] * inner))
+        y = gathered(y, self.dim + 1, [n * inner for n in counts], rank, group)
+        if len(sizes) > 1:
+            lengths = [layouts.count(n, r, world) * inner for r in range(world) for n in sizes]
+            parts = torch.split(y, lengths, self.dim + 1)
+            y = torch.cat([parts[r * len(sizes) + i] for i in range(len(sizes)) for r in range(world)], self.dim + 1)
+        return y.flatten(self.dim, self.dim + 1).contiguous()
+
+
+class Sum(Collective):
+    """The sum over the processes: forward(x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, world, group = self.along()
+        if world == 1:
+            return x
+        sent(2 * (world - 1) * x.element_size() * x.numel() // world)
+        found: Tensor = _Sum.apply(x, group)
+        return found
+
+
+class Same(Collective):
+    """What the first process has: forward(x). For what every process would draw by chance for itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rank, world, group = self.along()
+        if world == 1:
+            return x
+        flat = x.reshape(-1)
+        flat = flat.view(torch.uint8) if x.dtype == torch.bool else flat  # not every backend sends truth values
+        give = [flat.numel() * (rank == 0)] * world
+        take = [flat.numel() * (other == 0) for other in range(world)]
+        found = exchanged(flat.repeat(world if rank == 0 else 0), give, take, rank, group)
+        return (found.view(torch.bool) if x.dtype == torch.bool else found).reshape(x.shape)
+
+
+class Whole(Collective):
+    """The size that a split dimension has in one process: forward(x, *sizes)."""
+
+    def __init__(self, ways: dict[str, int], axis: str, dim: int) -> None:
+        super().__init__(ways, axis)
+        self.dim = whole_number("dim", dim)
+
+    def forward(self, x: Tensor, *sizes: int) -> int:
+        rank, world, _ = self.along()
+        return x.shape[self.dim] // layouts.counts(sizes, world)[rank] * sum(sizes)
+
+
+class Numel(Whole):
+    """The number of elements that a split tensor has in one process: forward(x, *sizes)."""
+
+    def forward(self, x: Tensor, *sizes: int) -> int:
+        return x.numel() // x.shape[self.dim] * super().forward(x, *sizes)
+
+
+def whole_number(name: str, value: Any, least: int = 0) -> int:
+    """The value. Raises SpecError for one that is no whole number, or below `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SpecError(f"{name} must be a whole number, {least} or more, not {value!r}")
+    return value
+
+
+def times(x: Tensor, dim: int, size: int) -> int:
+    """How often a dimension holds so many elements. Raises GuardError where that is no whole number."""
+    if size and x.shape[dim] % size:
+        raise GuardError(f"dimension {dim} of {tuple(x.shape)} is not split as planned: plan with inputs of this size")
+    return x.shape[dim] // size if size else 1
+
+
+# --- the operations below
+
+
+# its name since torch 2.15, and before
+ALL_GATHER: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+TRAFFIC: ContextVar[list[int] | None] = ContextVar("traffic", default=None)
+
+
+@contextlib.contextmanager
+def traffic() -> Iterator[list[int]]:
+    """Yields a list that gets the bytes that this process sends, a number for each collective of a forward pass.
+
+    An all-reduce counts as a ring does it: 2 (n - 1) / n of its bytes.
+    """
+    found: list[int] = []
+    token = TRAFFIC.set(found)
+    try:
+        yield found
+    finally:
+        TRAFFIC.reset(token)
+
+
+def sent(count: int) -> None:
+    """Note bytes that are sent, where somebody counts them."""
+    if not torch.compiler.is_compiling() and (found := TRAFFIC.get()) is not None:
+        found.append(count)
+
+
+def gathered(x: Tensor, dim: int, counts: Sequence[int], rank: int, group: Any) -> Tensor:
+    """What all ranks have, in their order, where they have `counts` rows along a dimension."""
+    if len(counts) == 1:
+        return x
+    sent(x.element_size() * x.numel() // max(1, x.shape[dim]) * max(counts) * (len(counts) - 1))
+    y = x.movedim(dim, 0)
+    most = max(counts)
+    uneven = torch.compiler.is_compiling() or min(counts) != most  # one graph serves sizes of both kinds
+    if uneven:
+        y = F.pad(y, [0, 0] * (y.dim() - 1) + [0, most - counts[rank]])
+    y = _Gather.apply(y.contiguous(), len(counts), group)
+    if uneven:
+        y = torch.cat([y.narrow(0, r * most, n) for r, n in enumerate(counts)])
+    return y.movedim(0, dim)
+
+
+def exchanged(flat: Tensor, give: list[int], take: list[int], rank: int, group: Any) -> Tensor:
+    """One-dimensional: `give[r]` elements of this rank's go to rank r, `take[r]` come from it."""
+    sent(flat.element_size() * (sum(give) - give[rank]))
+    found: Tensor = _Exchange.apply(flat, give, take, group)
+    return found
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, give: list[int], take: list[int], group: Any) -> Tensor:
+        ctx.way = give, take, group
+        return _all_to_all(flat, give, take, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        give, take, group = ctx.way
+        return _all_to_all(grad, take, give, group), None, None, None
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather along the first dimension; backward adds up what each rank's part got everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: int, group: Any) -> Tensor:
+        ctx.way = world, group
+        if group is None:
+            return x.new_zeros(world * x.shape[0], *x.shape[1:])
+        if isinstance(group, Local):
+            return group.all_gather(x)
+        return guarded(lambda: _waited(ALL_GATHER(x, 0, group)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        world, group = ctx.way
+        even = [grad.shape[0] // world] * world
+        came = _all_to_all(grad, even, even, group)
+        return came.view(world, even[0], *grad.shape[1:]).sum(0), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _all_reduce(grad, ctx.group), None
+
+
+def _all_to_all(x: Tensor, give: list[int], take: list[int], group: Any) -> Tensor:
+    """Rows of the first dimension go to each rank, and come from each. Without a group nothing travels."""
+    if group is None:
+        return x.new_zeros(sum(take), *x.shape[1:])
+    if isinstance(group, Local):
+        return group.all_to_all(x, give)
+    return guarded(lambda: _waited(functional.all_to_all_single(x.contiguous(), take, give, group)))
+
+
+def _all_reduce(x: Tensor, group: Any) -> Tensor:
+    if group is None:
+        return x.clone()
+    if isinstance(group, Local):
+        return group.all_reduce(x)
+    return guarded(lambda: _waited(functional.all_reduce(x.contiguous(), "sum", group)))
+
+
+def _waited(x: Tensor) -> Tensor:
+    found: Tensor = functional.wait_tensor(x)  # type: ignore[no-untyped-call]
+    return found

@@ -1,0 +1,83 @@
+"""Where a process stands: its rank on each axis of a device mesh, and the groups of processes along them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ...errors import SpecError
+from . import faults
+
+# from the outermost: neighbours talk most along the last
+AXES = ("batch", "rows", "ring", "ulysses", "tensor")
+SEQUENCE = "sequence"  # ring and ulysses as one axis
+
+
+class World:
+    """A process's place in a mesh: for each axis how many processes it has, which of them this one is, and their group."""
+
+    def __init__(self, sizes: Mapping[str, int], ranks: Mapping[str, int], groups: Mapping[str, Any]) -> None:
+        self.sizes, self.ranks, self.groups = dict(sizes), dict(ranks), dict(groups)
+
+    def __deepcopy__(self, memo: Any) -> World:
+        return self
+
+
+def ways_of(ways: Mapping[str, int]) -> dict[str, int]:
+    """Every axis with its number of processes. Raises SpecError for an axis that is none, or a number that is none."""
+    for axis, number in ways.items():
+        if axis not in AXES:
+            raise SpecError(f"no axis '{axis}': there are {', '.join(AXES)}")
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise SpecError(f"{axis} must be a whole number, 1 or more, not {number!r}")
+    return {axis: ways.get(axis, 1) for axis in AXES}
+
+
+def world_of(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> World:
+    """This process's place in a mesh with these axes; without a mesh it is made of all processes.
+
+    Raises SpecError without a process group, and for a mesh that has other axes or sizes.
+    """
+    ways = ways_of(ways)
+    needed = math.prod(ways.values())
+    if not dist.is_available() or not dist.is_initialized():
+        raise SpecError(
+            f"this model runs on {needed} processes, and there is no process group: start with "
+            f"torchrun --nproc-per-node {needed}, and call torch.distributed.init_process_group first"
+        )
+    faults.watch()
+    if mesh is None:
+        if dist.get_world_size() != needed:
+            text = " x ".join(f"{axis} {number}" for axis, number in ways.items() if number > 1) or "1"
+            raise SpecError(
+                f"the plan is for {needed} processes ({text}), and there are {dist.get_world_size()}: start as many, give "
+                "other ways, or give a mesh over some of them"
+            )
+        kind = torch.accelerator.current_accelerator() if dist.get_backend() != "gloo" else None
+        mesh = init_device_mesh(str(kind or "cpu"), tuple(ways.values()), mesh_dim_names=tuple(ways))
+    return _placed(ways, mesh)
+
+
+def _placed(ways: Mapping[str, int], mesh: DeviceMesh) -> World:
+    names = mesh.mesh_dim_names or ()
+    sizes, ranks, groups = {}, {}, {}
+    for axis, number in ways.items():
+        there = mesh[axis].size() if axis in names else 1
+        if there != number:
+            raise SpecError(f"the mesh has {there} processes along '{axis}', and the plan {number}: {mesh}")
+        sizes[axis], ranks[axis] = number, 0
+        if axis in names:
+            ranks[axis], groups[axis] = mesh.get_local_rank(axis), mesh.get_group(axis).group_name
+    both = [axis for axis in ("ring", "ulysses") if axis in names]
+    sizes[SEQUENCE] = sizes["ring"] * sizes["ulysses"]
+    ranks[SEQUENCE] = ranks["ring"] * sizes["ulysses"] + ranks["ulysses"]
+    if len(both) == 2:
+        groups[SEQUENCE] = mesh[tuple(both)]._flatten(SEQUENCE).get_group().group_name
+    elif both:
+        groups[SEQUENCE] = groups[both[0]]
+    return World(sizes, ranks, groups)

@@ -1,0 +1,76 @@
+"""Passes put into a traced module, one after the other: each on a copied graph over shared weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from ..capture.fake_tensors import no_collection, writable
+from ..errors import ClashError
+from ..ir.traced_module import Graph, TracedModule, copy_graph, shell
+from ..spec.rules import Pass
+from .block_factory import make_block, record
+from .editor import Editor, _BothModes
+from .graft import Traces
+from .matcher import sites_of
+from .networks import check_traced, joined
+from .sites import Site
+
+
+def apply(gm: TracedModule, *passes: Pass) -> TracedModule:
+    """The module that the passes make of `gm`, which stays as it was.
+
+    Graph and module tree are copied, weights are shared. The passes run in the order given and each sees what the former
+    left; all sites of a pass are found before any edit. New parameters live under `<pass>.<path of the site>.<BlockClass>`.
+
+    Raises MatchError, ClashError or SpecError, with the pass's file and line; nothing is changed then.
+    """
+    check_traced(gm)
+    with no_collection(), writable():
+        for p in passes:
+            gm = _apply(gm, p)
+    return gm
+
+
+def _apply(gm: TracedModule, p: Pass) -> TracedModule:
+    applied = gm.meta.get("passes", [])
+    if p.name in {entry["name"] for entry in applied}:
+        raise ClashError(
+            f"pass '{p.name}' is already applied here; give the second one a name of its own (name: {p.name}_2) "
+            "if both are wanted"
+        )
+    if p.name in dict(gm.named_children()) or hasattr(TracedModule, p.name):
+        raise ClashError(f"the model has a module or method '{p.name}' of its own; give the pass another name (name: ...)")
+    gm, p = joined(gm, p)
+    sites = sites_of(gm, p)
+    tree = shell(gm)
+    owners: dict[Any, Any] = {}
+    first = next((t for t in gm.parameters() if t.is_floating_point()), None)
+    # in the order of the model's modules, as other libraries make theirs: one seed draws the same weights
+    order = {name: index for index, (name, _) in enumerate(gm.named_modules(remove_duplicate=False))}
+    made = sorted(sites, key=lambda site: order.get(site.path.partition("@")[0], len(order)))
+    blocks = {id(site): make_block(tree, site, p, owners, first) for site in made if site.rule.use is not None}
+    modes, traces = dict(gm.graphs), Traces()
+    try:
+        graphs = _edited(modes, tree, gm, p, traces, sites, blocks)
+    except _BothModes:  # what is put in tells training from evaluation, which the model itself does not
+        one = next(iter(modes.values()))
+        graphs = _edited({True: one, False: one}, tree, gm, p, traces, sites, blocks)
+    return gm.derived(tree, graphs, passes=[*applied, record(gm, p, sites, blocks)])
+
+
+def _edited(
+    modes: Mapping[bool, fx.Graph],
+    tree: nn.Module,
+    gm: TracedModule,
+    p: Pass,
+    traces: Traces,
+    sites: list[Site],
+    blocks: Mapping[int, tuple[str, nn.Module]],
+) -> dict[bool, Graph]:
+    graphs = {mode: copy_graph(graph) for mode, graph in modes.items()}
+    for mode, graph in graphs.items():
+        Editor(graph, mode, len(graphs), tree, gm, p, traces).run(sites, blocks)
+    return graphs

@@ -1,0 +1,139 @@
+"""The blocks of a pass: one is made for each site and put into the module tree; and the record that is kept of a pass."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import FxplugError, SpecError, did_you_mean
+from ..ir.traced_module import Container, TracedModule
+from ..spec.import_path import import_target
+from ..spec.rules import Pass, Rule, is_target
+from .networks import input_name, own_inputs
+from .sites import Site
+
+
+def make_block(
+    tree: nn.Module, site: Site, p: Pass, owners: dict[Any, Any], weight: torch.Tensor | None
+) -> tuple[str, nn.Module]:
+    """The block of a site, put into the module tree; calls of one module share one, other rules and ports do not.
+
+    Sites of one tied parameter share one as well. `weight` says device and dtype where the site has no weights of its own.
+    """
+    rule = site.rule
+    kind = _block_class(rule)
+    if rule.place == "param":
+        tied = (id(rule), id(site.parameter))
+        if tied in owners:
+            return owners[tied], tree.get_submodule(owners[tied])
+    first = name = ".".join(filter(None, [p.name, site.name, kind.__name__]))
+    owner_key = (id(rule), site.port.side, site.port.keys if not site.node else ())
+    number = 2
+    while owners.setdefault(name, owner_key) != owner_key:
+        name, number = f"{first}_{number}", number + 1
+    try:
+        return name, tree.get_submodule(name)
+    except AttributeError:
+        pass
+    try:
+        _check_options(kind, rule)
+        block = _make(kind, site, weight).train(tree.training)
+    except FxplugError as error:
+        text = getattr(error, "finding", str(error))
+        raise SpecError(f"{p.name}: {site.node or site.path or 'the model'}: {text}", where=rule.where) from None
+    except Exception as error:  # the block's, which may be the user's
+        error.add_note(f"while {kind.__name__}.at made a block for '{site.path}' ({str(rule.where) or p.name})")
+        raise
+    owner = tree
+    *parents, last = name.split(".")
+    for part in parents:
+        if part not in owner._modules:
+            owner._modules[part] = Container(("Added",))
+        owner = owner._modules[part]  # type: ignore[assignment]
+    owner._modules[last] = block
+    if rule.place == "param":
+        owners[tied] = name
+    return name, block
+
+
+def _block_class(rule: Rule) -> type[nn.Module]:
+    assert rule.use is not None
+    kind = rule.use if isinstance(rule.use, type) else import_target(rule.use, rule.where)
+    if not isinstance(kind, type) or not issubclass(kind, nn.Module):
+        raise SpecError(f"'{rule.use}' is no module class: a block is an nn.Module", where=rule.where)
+    if not callable(getattr(kind, "at", None)):
+        raise SpecError(
+            f"block class '{kind.__name__}' has no classmethod 'at(site, **options)', which makes a block for a site",
+            where=rule.where,
+        )
+    return kind
+
+
+def _check_options(kind: type[nn.Module], rule: Rule) -> None:
+    parameters = inspect.signature(kind.at).parameters  # type: ignore[attr-defined]
+    known = [n for n, v in parameters.items() if v.kind is not v.VAR_KEYWORD][1 if "self" not in parameters else 0 :]
+    if any(v.kind is v.VAR_KEYWORD for v in parameters.values()):
+        return
+    for name in rule.options:
+        if name not in known:
+            raise SpecError(
+                f"{kind.__name__} takes no option '{name}'{did_you_mean(name, known)}; it takes {', '.join(known) or 'none'}"
+            )
+
+
+def _make(kind: type[nn.Module], site: Site, weight: torch.Tensor | None) -> nn.Module:
+    """A block on the device and, for floating-point weights, in the dtype of the weights around it."""
+    near = next((t for t in site.module.parameters() if t.is_floating_point()), weight)
+    device = torch.device("cpu") if near is None else near.device
+    with torch.device(device), torch.random.fork_rng(enabled=False):
+        block: nn.Module = kind.at(site, **site.rule.options)  # type: ignore[attr-defined]
+    if near is not None:
+        block.to(device)
+        for parameter in block.parameters():
+            if parameter.is_floating_point() and parameter.dtype != near.dtype:
+                parameter.data = parameter.data.to(near.dtype)
+    return block
+
+
+def record(
+    gm: TracedModule, p: Pass, sites: list[Site], blocks: Mapping[int, tuple[str, nn.Module]]
+) -> dict[str, Any]:
+    """What a module remembers of a pass: plain values, saved with it."""
+    named = [(s, blocks.get(id(s), ("", None))) for s in sites]
+    made_new = all(spec.get("neutral") and is_target(spec["use"]) for spec in p.networks.values())
+    return {
+        "name": p.name,
+        "about": p.about,
+        "params": _plain(dict(p.params)),
+        "lr": p.lr,
+        "weight_decay": p.weight_decay,
+        "train": p.train,
+        "neutral": made_new and all(getattr(block, "neutral", False) for _, (_, block) in named),
+        "sites": [
+            {"path": s.node or s.path, "place": s.rule.place, "block": name, **_bank(block)} for s, (name, block) in named
+        ],
+        "slots": p.slots,
+        "inputs": [input_name(gm, p, name) for name in own_inputs(gm, p)],
+        "networks": list(p.networks),
+    }
+
+
+def _bank(block: nn.Module | None) -> dict[str, Any]:
+    found: Any = block
+    return {"bank": found.bank()} if getattr(block, "slots", 0) else {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, torch.Tensor):
+        return f"Tensor {list(value.shape)}"
+    if isinstance(value, (nn.Module, type)):
+        return (value if isinstance(value, type) else type(value)).__name__
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)

@@ -1,0 +1,437 @@
+"""One graph edited at the sites of a pass: the rewrite layer's centre."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Mapping
+from functools import cached_property, partial
+from typing import Any
+
+from torch import fx, nn
+
+from ..errors import ClashError, SpecError
+from ..ir import ops
+from ..ir.regions import Region, Regions, added, find_input, find_output, members, source
+from ..ir.traced_module import Graph, TracedModule, shell
+from ..spec.addresses import Port, identifier, parse_port, parse_relative
+from ..spec.rules import Pass
+from .graft import Graft, Traces, head
+from .matcher import fill, reads
+from .sites import Site
+from .uses import (
+    Slot,
+    backward,
+    behind,
+    check_flow,
+    check_order,
+    flat_ports,
+    hand_over,
+    map_ports,
+    needed,
+    nodes_in,
+    same_structure,
+    structure,
+    unlooped,
+)
+
+ROOT = {"": ("", "")}  # the nn_module_stack of what passes put in
+
+
+class _BothModes(Exception):
+    """What is put in differs between training and evaluation, and the graph so far does not."""
+
+
+class Editor:
+    """One pass on one copied graph."""
+
+    def __init__(
+        self, graph: Graph, mode: bool, modes: int, tree: nn.Module, gm: TracedModule, p: Pass, traces: Traces
+    ) -> None:
+        self.graph, self.mode, self.modes = graph, mode, modes
+        self.tree = tree
+        self.p = p
+        self.traces = traces
+        self.earlier: dict[str, tuple[str, str, str]] = {}  # region: a pass with a block at or below it, where, and the place
+        for entry in gm.meta.get("passes", []):
+            for site in entry["sites"]:
+                parts = site["path"].split(".")
+                for n in range(len(parts) + 1):
+                    self.earlier.setdefault(".".join(parts[:n]), (entry["name"], site["path"], site["place"]))
+        self.regions = Regions(graph, gm)
+        self.by_name: dict[str, fx.Node] = {node.name: node for node in graph.nodes}
+        self.kept: dict[str, Any] = {}
+        self.behind: dict[str, fx.Node] = {n.meta["behind"]: n for n in graph.nodes if "behind" in n.meta}
+
+    def run(self, sites: list[Site], blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
+        for site in sites:
+            if self.present(site):
+                if site.rule.place == "param":
+                    self.map_parameter(site, *blocks[id(site)])
+                else:
+                    self.insert(site, blocks.get(id(site)))
+        check_flow(self.graph, self.p.name)
+        self.graph.lint()
+
+    def present(self, site: Site) -> bool:
+        """Whether this graph has the site: a region that runs in training only is in one of two graphs."""
+        return site.node in self.by_name if site.node else site.rule.place == "param" or site.path in self.regions.by_key
+
+    # --- putting a block in
+
+    def insert(self, site: Site, made: tuple[str, nn.Module] | None) -> None:
+        """Put one block in: call it with its arguments behind the last of them, and give its result to the users."""
+        rule = site.rule
+        stacked = self.stacked(site)
+        if rule.place == "replace" and not site.node and self.regions.by_key[site.path].leaf is not None:
+            self.add_edges(self.regions.by_key[site.path])
+        slots = self.slots(site)
+        args = [self.argument(site, index, item, slots) for index, item in enumerate(rule.args)]
+        if stacked and rule.combine == "chain" and not any(item in ("y", "y[:]") for item in rule.args):
+            args = [slots[0][1].value if item == "x" else arg for item, arg in zip(rule.args, args, strict=True)]
+        last = behind([*nodes_in(args), *(slot.value for _, slot in slots)], [slot for _, slot in slots])
+        result, new = (args[0], []) if made is None else self.call(site, *made, args, last, slots)
+        if rule.name is not None:
+            result, kept = (self.member(result, i, new) for i in (0, 1))
+            self.kept[fill(rule.name, site.caught)] = kept
+        self.check_structure(site, result)
+        taken: set[fx.Node] = set()
+        for keys, slot in slots:
+            value = result
+            for key in keys:
+                value = self.member(value, key, new)
+            if value is slot.value or value is slot.only:
+                continue
+            reading: set[fx.Node] = unlooped(slot, value) if made is None else set()
+            check_order(site, slot, args, value if made is None else last, reading)
+            if stacked and rule.combine == "sum":
+                value = self.node("call_function", operator.add, (slot.value, value), site, max(slot.value, value))
+            elif value not in new or value in taken:  # a name of its own: it is also something else
+                known = {k: value.meta[k] for k in ("shape", "dtype") if k in value.meta}
+                value = self.node("call_function", ops.edge, (value,), site, max(value, slot.value))
+                value.meta.update(known)
+            taken.add(value)
+            new.append(value)
+            if "shape" not in value.meta:  # a block that was traced knows its own
+                value.meta.update({k: slot.value.meta[k] for k in ("shape", "dtype") if k in slot.value.meta})
+            slot.put(value, {*new, *reading})
+            if slot.only is None:
+                value.meta["behind"] = slot.value.name
+                self.behind[slot.value.name] = value
+        if rule.place == "replace" and not stacked:
+            self.drop(site)
+
+    def call(
+        self, site: Site, name: str, block: nn.Module, args: list[Any], last: fx.Node, slots: list[tuple[Any, Slot]]
+    ) -> tuple[Any, list[fx.Node]]:
+        """A block called behind `last`: its result, and the nodes that are new."""
+        if getattr(block, "inline", False):
+            return self.inlined(site, name, block, args, last)
+        node = self.node("call_module", name, tuple(args), site, last, identifier(name), type(block).__name__)
+        if slots:
+            node.meta.update({k: slots[0][1].value.meta[k] for k in ("shape", "dtype") if k in slots[0][1].value.meta})
+        return node, [node]
+
+    def inlined(
+        self, site: Site, name: str, block: nn.Module, args: list[Any], last: fx.Node
+    ) -> tuple[Any, list[fx.Node]]:
+        """A block whose own code is put in, so that a saved graph needs no class of its."""
+        where = f"{site.rule.where}: " if str(site.rule.where) else ""
+        what = f"{where}{self.p.name}: {type(block).__name__} at '{site.node or site.path or 'the model'}'"
+        sub = self.traces.of(block, args, {}, what)
+        owner, _, last_name = name.rpartition(".")
+        own = shell(sub)
+        self.tree.get_submodule(owner)._modules[last_name] = own
+        graft = Graft(self.graph, name, name, ROOT, self.made_by(site, type(block).__name__), after=last)
+        graft.base = self.traces.taken_from_base(own, self.tree)
+        inputs = inspect.signature(block.forward).bind(*args)
+        inputs.apply_defaults()
+        return graft.put(self.of_mode(sub), inputs.arguments), graft.nodes
+
+    def of_mode(self, sub: TracedModule) -> fx.Graph:
+        if len(sub.graphs) > self.modes:
+            raise _BothModes
+        return sub.graphs.get(self.mode) or next(iter(sub.graphs.values()))
+
+    def node(
+        self, op: str, target: Any, args: Any, site: Site, after: fx.Node, name: str | None = None, block: str = ""
+    ) -> fx.Node:
+        with self.graph.inserting_after(after):
+            node = self.graph.create_node(op, target, args, {}, name=name)
+        node.meta["nn_module_stack"] = ROOT
+        node.meta["pass"] = self.made_by(site, block)
+        return node
+
+    def made_by(self, site: Site, block: str) -> dict[str, Any]:
+        rule = site.rule
+        return {
+            "name": self.p.name,
+            "site": site.node or site.path,
+            "place": rule.place,
+            "block": block,
+            "where": str(rule.where),
+        }
+
+    def member(self, value: Any, key: int | str, new: list[fx.Node]) -> Any:
+        """A member of a block's result, which is a node or nested nodes."""
+        if not isinstance(value, fx.Node):
+            return value[key] if not isinstance(value, Mapping) or key in value else getattr(value, str(key))
+        after = value
+        while after.next in value.users:
+            after = after.next
+        with self.graph.inserting_after(after):
+            item = self.graph.call_function(operator.getitem, (value, key))
+        item.meta.update({k: value.meta[k] for k in ("pass", "nn_module_stack", "shape", "dtype") if k in value.meta})
+        new.append(item)
+        return item
+
+    def check_structure(self, site: Site, result: Any) -> None:
+        """Refuse a result that is nested otherwise than the value it takes the place of."""
+        if isinstance(result, fx.Node) and result.op == "call_module":
+            return  # what a block returns that is called is known when it runs
+        tree = members(self.regions, site.port) if site.port.whole else site.port
+        if not same_structure(result, tree):
+            where = f"{site.rule.where}: " if str(site.rule.where) else ""
+            raise SpecError(
+                f"{where}{self.p.name}: '{site.node or site.port}' is {structure(tree)}, and what takes its place is "
+                f"{structure(result)}: return the same structure"
+            )
+
+    # --- the places that are changed
+
+    def stacked(self, site: Site) -> bool:
+        """Whether a replacement meets one that is there already. Raises ClashError where the two cannot be combined."""
+        if site.rule.place != "replace" or site.node:
+            return False
+        path = site.path.partition("@")[0]
+        if path in self.regions.replaced:
+            if site.rule.combine is None:
+                name, _ = self.regions.replaced[path]
+                raise ClashError(
+                    f"{self.p.name}: '{site.path}' is replaced by pass '{name}' already: narrow one of the two passes, or say "
+                    "in the rule what both give, combine: sum (their sum) or combine: chain (one after the other)"
+                )
+            return True
+        if site.path in self.earlier:
+            name, inner, place = self.earlier[site.path]
+            raise ClashError(
+                f"{self.p.name}: '{inner}' has a block of pass '{name}' ({place}) and cannot be replaced: "
+                "narrow one of the two passes"
+            )
+        return False
+
+    def slots(self, site: Site) -> list[tuple[tuple[int | str, ...], Slot]]:
+        """The places where the values that a site changes are written, with their keys in what the block returns."""
+        if site.node:
+            node = self.by_name[site.node]
+            if site.rule.place == "before":
+                value = next(a for a in node.all_input_nodes if "shape" in a.meta)
+                return [((), Slot(value, node))]
+            return [((), Slot(self.newest(node)))]
+        if not site.port.whole:
+            return [((), self.slot(site.port))]
+        return [(keys, self.slot(port)) for keys, port in flat_ports(members(self.regions, site.port))]
+
+    def slot(self, port: Port) -> Slot:
+        region = self.regions.by_key[port.path]
+        if port.side == "in":
+            _, index, reader = find_input(self.regions, region, port)
+            given = reader.args[0] if region.leaf is None else [*reader.args, *reader.kwargs.values()][index]
+            assert isinstance(given, fx.Node)
+            return Slot(given, reader, None if region.leaf is None else index)
+        node = find_output(self.regions, region, port)
+        if region.leaf is None:
+            read = node.args[0]
+            assert isinstance(read, fx.Node)
+            return Slot(read, node)
+        return Slot(self.newest(node))
+
+    def newest(self, node: fx.Node) -> fx.Node:
+        """What the users of a leaf's result see now: the result of the last block put behind it."""
+        while node.name in self.behind:
+            node = self.behind[node.name]
+        return node
+
+    # --- what a block is called with
+
+    def argument(self, site: Site, index: int, item: Any, slots: list[tuple[Any, Slot]]) -> Any:
+        """The value of one of a rule's arguments as it is now: a node, or nodes in the structure of a whole value."""
+        rule = site.rule
+        text = site.args[index].address
+        own = "x" if rule.place == "before" else "y"
+        if not site.port.whole and (item == "value" or item == own):
+            return slots[0][1].value
+        if site.node and (relative := parse_relative(item) if isinstance(item, str) else None):
+            node: fx.Node = self.by_name[site.node]
+            given = [a for a in node.all_input_nodes if "shape" in a.meta]
+            return node if relative.side == "out" else given[int(relative.keys[0]) if relative.keys else 0]
+        if text in self.kept:
+            return self.kept[text]
+        if item == "value":
+            port = site.port
+        elif item in ("x", "y"):
+            port = Port(site.path, "in" if item == "x" else "out")
+        else:
+            port = parse_port(text)
+        return self.value_at(port, site)
+
+    def value_at(self, port: Port, site: Site) -> Any:
+        if port.side == "param":
+            return self.parameter(port)
+        if port.whole:
+            return map_ports(members(self.regions, port), lambda one: self.now(one, site))
+        return self.now(port, site)
+
+    def now(self, port: Port, site: Site) -> fx.Node:
+        """The value at a port, with the blocks that are there already.
+
+        At the edge that the site changes it is the value before the edge, which then takes the block's result.
+        """
+        node = source(self.regions, port)
+        region = self.regions.by_key[port.path]
+        if region.leaf is not None:
+            return self.newest(node) if port.side == "out" else node
+        if port.path == site.path and port.side == site.port.side:
+            node = find_input(self.regions, region, port)[2] if port.side == "in" else node
+            assert isinstance(node.args[0], fx.Node)
+            return node.args[0]
+        return node
+
+    def parameter(self, port: Port) -> fx.Node:
+        """A parameter as it is now: what a block made of it, or a node at the head of the graph that reads it."""
+        if (mapped := self.behind.get(f"param:{port.path}.{port.keys[0]}")) is not None:
+            return mapped
+        name = f"{port.path}.{port.keys[0]}".lstrip(".")
+        with self.graph.inserting_after(head(self.graph)):
+            node = self.graph.create_node("get_attr", name, (), {}, name=identifier(name))
+        value = self.tree.get_parameter(name)
+        node.meta.update(nn_module_stack=ROOT, shape=tuple(value.shape), dtype=value.dtype)
+        node.meta["pass"] = {"name": self.p.name}
+        return node
+
+    # --- parameters
+
+    def map_parameter(self, site: Site, name: str, block: nn.Module) -> None:
+        """Let a block map a parameter before it is used: the code of a leaf that holds it comes into the graph."""
+        path, own = site.port.path, str(site.port.keys[0])
+        full = f"param:{path}.{own}"
+        for region in self.regions.calls.get(path, []):
+            if region.leaf is not None:
+                self.open(region, own)
+        if full in self.behind:
+            value: fx.Node | None = self.behind[full]
+            users = [(self.behind[full], user) for user in self.behind[full].users]
+        else:
+            users = reads(self.regions, path, own)
+            value = min(node for node, _ in users) if users else None
+        if value is None:
+            return  # this graph does not read it
+        slot = Slot(value)
+        args = [slot.value if item == "value" else self.argument(site, i, item, []) for i, item in enumerate(site.rule.args)]
+        last = max(nodes_in(args))
+        shared = self.behind.get(f"block:{name}")
+        if shared is not None and all(shared < user for _, user in users):
+            result = shared
+        else:
+            result, new = self.call(site, name, block, args, last, [((), slot)])
+            if not isinstance(result, fx.Node) or result not in new:
+                result = self.node("call_function", ops.edge, (result,), site, last)
+            result.meta.update({k: value.meta[k] for k in ("shape", "dtype") if k in value.meta})
+            result.meta["behind"] = full
+            self.behind[f"block:{name}"] = result
+        early = [user for _, user in users if user <= result]
+        if early:
+            raise backward(site, args, last, "the parameter is read first", early)
+        for node, user in users:
+            user.replace_input_with(node, result)
+        self.behind[full] = result
+
+    def open(self, region: Region, parameter: str) -> None:
+        """Put a leaf's own code in the place of its call."""
+        leaf = region.leaf
+        assert leaf is not None
+        module = self.tree.get_submodule(region.path)
+        self.add_edges(region)
+        args, kwargs = list(leaf.args), dict(leaf.kwargs)
+        what = f"{self.p.name}: '{region.path}' ({type(module).__name__}), opened for its parameter '{parameter}',"
+        sub = self.traces.of(module, args, kwargs, what)
+        known = {name for name, _ in module.named_buffers()}
+        for name, constant in sub.named_buffers():
+            if name not in known:
+                owner, _, last = name.rpartition(".")
+                module.get_submodule(owner).register_buffer(last, constant, persistent=False)
+        stack = leaf.meta["nn_module_stack"]
+        made_by = {"name": self.p.name, "site": region.key, "place": "param", "block": "", "region": True}
+        graft = Graft(self.graph, region.path, region.key, stack, made_by, after=leaf)
+        inputs = inspect.signature(module.forward).bind(*args, **kwargs)
+        inputs.apply_defaults()
+        result = graft.put(self.of_mode(sub), inputs.arguments)
+        for node in graft.nodes:
+            if node.op == "get_attr":
+                self.regions.readers.setdefault(str(node.target), []).append(node)
+        self.now_inside(graft.nodes)
+        hand_over(leaf, result)
+
+    def add_edges(self, region: Region) -> None:
+        """Make a leaf a region with edges of its own, so that its place stays when its call goes."""
+        leaf = region.leaf
+        assert leaf is not None
+        stack = leaf.meta["nn_module_stack"]
+        inputs, outputs = self.regions.in_ports(region), self.regions.out_ports(region)
+        region.leaf, region.inputs, region.outputs = None, [], []
+        leaf.meta.pop("port")
+        for port, index, _ in inputs:
+            given = [*leaf.args, *leaf.kwargs.values()][index]
+            assert isinstance(given, fx.Node)
+            edge = self.edge(given, port, index, stack, before=leaf)
+            if not region.inputs:
+                edge.meta["call"] = tuple(None if isinstance(v, fx.Node) else v for v in leaf.args)
+            Slot(given, leaf, index).put(edge, set())
+            region.inputs.append((port, index, edge))
+        for port, node in outputs:
+            value = self.newest(node)
+            edge = self.edge(value, port, 0, stack)
+            value.replace_all_uses_with(edge, delete_user_cb=partial(operator.is_not, edge))
+            region.outputs.append((port, edge))
+        self.now_inside([*(edge for _, _, edge in region.inputs), *(edge for _, edge in region.outputs)])
+
+    def edge(
+        self, value: fx.Node, port: Port, index: int, stack: dict[str, Any], before: fx.Node | None = None
+    ) -> fx.Node:
+        name = identifier("_".join([port.path, *(["in"] if port.side == "in" else ["out"]), *map(str, port.keys)]))
+        with self.graph.inserting_after(value) if before is None else self.graph.inserting_before(before):
+            edge = self.graph.create_node("call_function", ops.edge, (value,), {}, name=name)
+        edge.meta.update({k: value.meta[k] for k in ("shape", "dtype") if k in value.meta})
+        edge.meta.update(port=port, index=index, nn_module_stack=stack)
+        return edge
+
+    # --- what goes
+
+    def drop(self, site: Site) -> None:
+        """Erase what was replaced and nothing uses any more: an operation, or the nodes of a region."""
+        if site.node:
+            node = self.by_name[site.node]
+            if not node.users:
+                self.graph.erase_node(node)
+            return
+        inside = sorted(node for node in self.inside.get(site.path, []) if not node._erased)
+        keep = needed(inside)
+        for node in reversed(inside):
+            if node not in keep:
+                self.graph.erase_node(node)
+
+    @cached_property
+    def inside(self) -> dict[str, list[fx.Node]]:
+        """The nodes of regions by the regions around them."""
+        found: dict[str, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            if not added(node) and node.op not in ("placeholder", "output"):
+                for key in node.meta.get("nn_module_stack", {}):
+                    found.setdefault(key, []).append(node)
+        return found
+
+    def now_inside(self, nodes: list[fx.Node]) -> None:
+        """Note nodes that were put into regions."""
+        for node in nodes:
+            for key in node.meta["nn_module_stack"]:
+                self.inside.setdefault(key, []).append(node)

@@ -1,0 +1,191 @@
+"""One graph put into another: the networks of passes, blocks that are traced, leaves that are opened."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..capture.tracer import trace
+from ..errors import SpecError, TraceError
+from ..ir import ops
+from ..ir.pytree import children, leaves, rebuilt
+from ..ir.traced_module import MODES, Graph, TracedModule, plain_attributes
+from ..spec.addresses import Port, identifier
+
+CHECKS = (ops.same, ops.check_inputs, ops.check_members, ops.check_generator)  # of the inputs, which are the host's values here
+
+
+def traced(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -> TracedModule:
+    """A module's graph for values of a host graph, whose shapes stand for them. Raises TraceError that says `what` it was."""
+    if isinstance(module, TracedModule):
+        return module
+    try:
+        return trace(module, map_nodes(args, _example), map_nodes(kwargs, _example))
+    except (TraceError, SpecError) as error:
+        raise type(error)(f"{what}: {error}") from error
+    except Exception as error:  # the network's or torch's
+        shapes = ", ".join(f"{n.name} {list(n.meta['shape'])}" for n in leaves((args, kwargs)) if isinstance(n, fx.Node))
+        raise TraceError(f"{what} fails on {shapes or 'its inputs'}: {type(error).__name__}: {error}") from error
+
+
+def _example(node: fx.Node) -> Any:
+    if "shape" not in node.meta:
+        raise TraceError(f"the value '{node.name}' is no tensor of a known shape")
+    return torch.empty(node.meta["shape"], dtype=node.meta["dtype"], device="meta")
+
+
+def map_nodes(value: Any, function: Any) -> Any:
+    """A nested value with each node replaced by `function(node)`."""
+    if isinstance(value, fx.Node):
+        return function(value)
+    found = children(value)
+    if found is None:
+        return value
+    if isinstance(value, slice):
+        return value
+    return rebuilt(value, {key: map_nodes(member, function) for key, member in found})
+
+
+class Traces:
+    """The graphs of blocks and leaves that are put into graphs, each traced once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[nn.Module, TracedModule]] = {}  # with the module, whose id may be a part of the key
+        self._base: dict[tuple[Any, ...], str] = {}
+
+    def of(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -> TracedModule:
+        """The trace of a module for values of these shapes. Leaves that differ in their weights alone share one."""
+        rows = map_nodes((args, dict(kwargs)), lambda n: (tuple(n.meta.get("shape", ())), n.meta.get("dtype")))
+        own: Any = id(module)
+        if not module._modules and type(module).__module__.startswith("torch.nn."):
+            tensors = {**module._parameters, **module._buffers}
+            shapes = tuple((k, None if t is None else (tuple(t.shape), t.dtype)) for k, t in tensors.items())
+            own = (type(module), repr(sorted(plain_attributes(module).items())), shapes, module.training)
+        key = (own, repr(rows))
+        if key not in self._known:
+            self._known[key] = module, traced(module, args, kwargs, what)
+        return self._known[key][1]
+
+
+    def taken_from_base(self, own: nn.Module, tree: nn.Module) -> dict[str, str]:
+        """Those constants of a trace that are weights of the model, with the model's names; `own` has them no longer.
+
+        A block that reads the layer it was made for (`site.module.weight`) finds the layer's own weight that way.
+        """
+        if not self._base:
+            rows = [*tree.named_parameters(remove_duplicate=False), *tree.named_buffers(remove_duplicate=False)]
+            self._base = {_memory(tensor): name for name, tensor in reversed(rows)}
+        found = {}
+        for name, tensor in list(own.named_buffers()):
+            path, _, last = name.rpartition(".")
+            owner = own.get_submodule(path)
+            if last in owner._non_persistent_buffers_set and _memory(tensor) in self._base:
+                found[name] = self._base[_memory(tensor)]
+                del owner._buffers[last]
+                owner._non_persistent_buffers_set.discard(last)
+        return found
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tells the memory of a tensor, on the meta device too: a detached one has the same."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+class Graft:
+    """A graph that is copied into `host`: its modules lie at `path`, its regions begin with `key`.
+
+    Every node runs as soon as its inputs are there, in the order of the graph it comes from, not before `after`. With
+    `edges` the root's own edges come along, which make its inputs and results ports of the region `key`.
+    """
+
+    def __init__(
+        self,
+        host: Graph,
+        path: str,
+        key: str,
+        stack: Mapping[str, Any],
+        made_by: Mapping[str, Any],
+        after: fx.Node | None = None,
+        edges: bool = False,
+    ) -> None:
+        self.host, self.path, self.key, self.stack, self.made_by = host, path, key, dict(stack), dict(made_by)
+        self.cursor = after
+        self.edges = edges
+        self.values: dict[fx.Node, Any] = {}
+        self.nodes: list[fx.Node] = []
+        self.base: dict[str, str] = {}  # constants that are weights of the host
+
+    def put(self, graph: fx.Graph, inputs: Mapping[str, Any]) -> Any:
+        """Copy the nodes of a graph in; gives its result, nested as it is, in nodes of the host."""
+        result = None
+        given = [n for n in leaves(dict(inputs)) if isinstance(n, fx.Node)]
+        if given and any(n.target in MODES for n in graph.nodes if n.op == "call_function"):
+            self.cursor = max([*given, *([self.cursor] if self.cursor is not None else [])])
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = inputs[str(node.target).lstrip("*")]
+            elif node.op == "output":
+                result = self.mapped(node.args[0])
+            elif node.op == "call_function" and node.target in CHECKS:
+                continue
+            else:
+                self.values[node] = self.copied(node)
+        return result
+
+    def mapped(self, value: Any) -> Any:
+        return fx.node.map_arg(value, lambda n: self.values[n])
+
+    def copied(self, node: fx.Node) -> Any:
+        port = node.meta.get("port")
+        args, kwargs = self.mapped(node.args), self.mapped(node.kwargs)
+        if node.target is operator.getitem and not isinstance(args[0], fx.Node):
+            return args[0][args[1]]
+        at_root = port is not None and not port.path and node.target is ops.edge
+        if node.target is ops.edge and (not isinstance(args[0], fx.Node) or (at_root and not self.edges)):
+            return args[0]
+        inner = [a for a in leaves((args, kwargs)) if isinstance(a, fx.Node)]
+        inner = [*inner, *_in_slices((args, kwargs))]
+        anchors = inner if at_root else [*inner, *([self.cursor] if self.cursor is not None else [])]
+        anchor = max(anchors) if anchors else head(self.host)
+        target = node.target
+        if node.op in ("get_attr", "call_module"):
+            target = self.base.get(str(target)) or f"{self.path}.{target}"
+        with self.host.inserting_after(anchor):
+            new = self.host.create_node(node.op, target, args, kwargs, name=f"{identifier(self.key)}_{node.name}")
+        if not at_root:
+            self.cursor = new
+        new.meta.update(node.meta)
+        new.meta["pass"] = self.made_by
+        new.meta["nn_module_stack"] = {
+            **self.stack,
+            **{self.joined(k): (f"{self.path}.{v[0]}", v[1]) for k, v in node.meta["nn_module_stack"].items() if k},
+        }
+        if port is not None:
+            new.meta["port"] = Port(self.joined(port.path), port.side, port.keys)
+        self.nodes.append(new)
+        return new
+
+    def joined(self, key: str) -> str:
+        """The key of a region of the graph that is put in, in the host."""
+        base, _, call = self.key.partition("@")
+        inner, _, inner_call = key.partition("@")
+        calls = "_".join(filter(None, [call, inner_call]))
+        return ".".join(filter(None, [base, inner])) + (f"@{calls}" if calls else "")
+
+
+def _in_slices(value: Any) -> list[fx.Node]:
+    """The nodes in slices, which are no containers."""
+    if isinstance(value, slice):
+        return [n for n in (value.start, value.stop, value.step) if isinstance(n, fx.Node)]
+    found = children(value)
+    return [] if found is None else [n for _, member in found for n in _in_slices(member)]
+
+
+def head(graph: fx.Graph) -> fx.Node:
+    """The last of the nodes that a graph begins with: its inputs."""
+    last: fx.Node = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    return last

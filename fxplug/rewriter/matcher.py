@@ -1,0 +1,378 @@
+"""Where a pass acts on a graph: the sites of its rules, all found before any edit. Reads graphs, changes none."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from torch import fx
+
+from ..errors import ClashError, MatchError
+from ..ir.regions import SHOWN, Hit, Regions, each, find_input, find_output, hits, is_exact, listed, operations, source
+from ..ir.regions import members as port_members
+from ..ir.traced_module import TracedModule
+from ..spec.addresses import SLICE, Port, compile_pattern, is_pattern, parse_port, parse_relative, select
+from ..spec.rules import Pass, Rule
+from .near_misses import misses
+from .networks import input_name, joined, local, own_inputs
+from .sites import Site, Value
+
+
+def find(gm: TracedModule, p: Pass) -> list[Site]:
+    """Every site of a pass on a traced module, rule by rule in the order the regions ran. Changes nothing.
+
+    Raises MatchError when a rule matches another number of places than it expects, with the nearest misses; ClashError
+    when two rules of the pass want the same place; SpecError for an address that cannot be read.
+    """
+    return sites_of(*joined(gm, p))
+
+
+def sites_of(gm: TracedModule, p: Pass) -> list[Site]:
+    """The sites of a pass whose inputs and networks are in the graph already."""
+    views = [Regions(graph, gm) for graph in gm.graphs.values()]
+    sites: list[Site] = []
+    for rule in p.rules:
+        found: dict[tuple[str, str], Site] = {}
+        by_mode = [_Finder(regions, gm, p, rule).sites() for regions in views]
+        for site in chain(*by_mode):
+            found.setdefault((str(site.port), site.node), site)
+        counts = [Counter(site.path for site in here if site.node) for here in by_mode]
+        for path in counts[0].keys() & counts[-1].keys():
+            if counts[0][path] != counts[-1][path]:
+                raise MatchError(
+                    f"{_at(rule, p.name)}'{path or 'the model'}' has other such operations in training than in evaluation "
+                    f"({counts[0][path]} and {counts[-1][path]}), so they cannot be told apart: match a module instead"
+                )
+        if not rule.admits(len(found)):
+            raise MatchError(_wrong_count(views[0], p, rule, list(found.values())))
+        sites.extend(found.values())
+    _clashes(sites)
+    return sites
+
+
+@dataclass(frozen=True)
+class _Place:
+    """One value that a rule changes, before its arguments are known."""
+
+    hit: Hit
+    port: Port
+    node: fx.Node | None = None
+
+
+class _Finder:
+    """The sites of one rule in one graph."""
+
+    def __init__(self, regions: Regions, gm: TracedModule, p: Pass, rule: Rule) -> None:
+        self.regions = regions
+        self.rule = rule
+        self.p = p
+        self.inputs = {name: input_name(gm, p, name) for name in own_inputs(gm, p)}
+        self.kept = {r.name for r in p.rules if r.name}
+
+    def sites(self) -> list[Site]:
+        try:
+            places = [place for hit in hits(self.regions, self.rule.match) for place in self.places(hit)]
+            if any(parse.each for parse in map(self.wanted, places)):
+                places.sort(key=lambda place: self.order(place.port))
+            paired = self.paired(places)
+            return [self.site(place, order, paired) for order, place in enumerate(places)]
+        except MatchError as error:
+            raise MatchError(f"{_at(self.rule, self.p.name)}{error}") from None
+
+    # --- the values that are changed
+
+    def wanted(self, place: _Place) -> Port:
+        return self.named(place.hit) if self.rule.place != "param" and place.node is None else place.port
+
+    def places(self, hit: Hit) -> list[_Place]:
+        region = self.regions.by_key[hit.key]
+        before = self.rule.place == "before"
+        if self.rule.match.op:
+            found = operations(region, self.rule.match)
+            return [_Place(hit, Port(hit.key, "in" if before else "out", (node.name,)), node) for node in found]
+        if self.rule.place == "param":
+            return [_Place(hit, port) for port in self.parameters(hit)]
+        if region.leaf is None and not region.inputs and not region.outputs:
+            return []
+        port = self.named(hit)
+        if port.each:
+            return [_Place(hit, one) for one in each(self.regions, port)]
+        if port.whole:
+            port_members(self.regions, port)
+            return [_Place(hit, port)]
+        if port.side == "in":
+            return [_Place(hit, find_input(self.regions, region, port)[0])]
+        find_output(self.regions, region, port)
+        return [_Place(hit, port)]
+
+    def named(self, hit: Hit) -> Port:
+        """The port that a rule names in its path or as its `port`; else the first input or the result."""
+        side = "in" if self.rule.place == "before" else "out"
+        pattern = self.rule.match.patterns[hit.pattern]
+        explicit = str(parse_port(pattern)) != str(parse_port(pattern).path) or pattern.endswith(":out")
+        if explicit and hit.port.side != side:
+            place = {"in": "before", "out": "after"}.get(hit.port.side, "param")
+            kind = {"in": "the input", "out": "the output"}.get(hit.port.side, "a parameter")
+            raise MatchError(
+                f"'{hit.port}' is {kind} of a region, which place '{self.rule.place}' does not change; write place: {place}"
+            )
+        relative = parse_relative(self.rule.port, hit.key) if self.rule.port else None
+        return relative if relative is not None and not (explicit and hit.port.keys) else replace(hit.port, side=side)
+
+    def parameters(self, hit: Hit) -> list[Port]:
+        path = self.regions.by_key[hit.key].path
+        named = hit.port.side == "param"
+        if not named and ":" in self.rule.match.patterns[hit.pattern].removeprefix("re:").partition("{")[0]:
+            raise MatchError(f"'{hit.port}' is no parameter; write '{path}:param.weight', or only the path and a port")
+        if len(hit.port.keys) > 1:
+            raise MatchError(f"'{hit.port}': a parameter has one name, such as '{path}:param.weight'")
+        pattern = str(hit.port.keys[0]) if named and hit.port.keys else self.rule.port or "weight"
+        names = self.regions.parameters(path, pattern)
+        if not names and is_exact(self.rule.match):
+            there = self.regions.parameters(path, "*")
+            raise MatchError(
+                f"'{path or 'the model'}' ({self.regions.classes(path)[0]}) has no parameter '{pattern}'; "
+                f"it has {', '.join(there) or 'none of its own'}"
+            )
+        read = self.regions.by_key[hit.key].leaf is not None
+        found = [n for n in names if read or reads(self.regions, path, n, mapped=True)]
+        if names and not found and is_exact(self.rule.match):
+            raise MatchError(f"the model never reads '{path}.{names[0]}', so nothing would change")
+        return [Port(path, "param", (name,)) for name in found]
+
+    def order(self, port: Port) -> fx.Node:
+        """When the value at a port was computed: nodes compare by their place in the graph."""
+        node = source(self.regions, port if not port.whole else _first(port_members(self.regions, port)))
+        region = self.regions.by_key[port.path]
+        if port.side == "in" and region.leaf is None:
+            given = node.args[0]
+            assert isinstance(given, fx.Node)
+            return given
+        return node
+
+    # --- sites
+
+    def site(self, place: _Place, order: int, paired: dict[int, list[str]]) -> Site:
+        hit, port, node = place.hit, place.port, place.node
+        values: dict[str, Value | None]
+        if node is not None:
+            x = next((a for a in node.all_input_nodes if "shape" in a.meta), None)
+            values = {"x": _value("x", x), "y": _value("y", node)}
+        else:
+            values = {side: self.edge(hit.key, side, port) for side in ("x", "y")}
+        values["value"] = values["x" if self.rule.place == "before" else "y"]
+        path = self.regions.by_key[hit.key].path
+        module = self.regions.module(path)
+        if port.side == "param":
+            parameter = module._parameters[str(port.keys[0])]
+            assert parameter is not None
+            values["value"] = Value(str(port), tuple(parameter.shape), parameter.dtype)
+        elif port.whole:
+            values["value"] = self.read(str(port), port)
+        return Site(
+            path=hit.key,
+            module=module,
+            classes=self.regions.classes(path),
+            caught=dict(hit.caught),
+            rule=self.rule,
+            pass_name=self.p.name,
+            port=port,
+            args=tuple(self.argument(place, i, order, paired, values) for i in range(len(self.rule.args))),
+            x=values["x"],
+            y=values["y"],
+            node=node.name if node is not None else "",
+            root=self.regions.root,
+            stacked=node is None and path in self.regions.replaced,
+        )
+
+    def edge(self, key: str, name: str, port: Port) -> Value | None:
+        """x or y of a region: the port that is changed, else its first input and its only result, if there is one."""
+        side = "in" if name == "x" else "out"
+        chosen = port if port.side == side and not port.whole else Port(key, side)
+        try:
+            return _value(str(chosen), source(self.regions, chosen))
+        except MatchError:
+            return None
+
+    # --- arguments
+
+    def argument(
+        self, place: _Place, index: int, order: int, paired: dict[int, list[str]], values: dict[str, Value | None]
+    ) -> Value:
+        hit, item = place.hit, self.rule.args[index]
+        text = item[hit.pattern] if isinstance(item, tuple) else item
+        if text in values:
+            value = values[text]
+            if value is None:
+                raise MatchError(f"'{hit.key}' has no single tensor '{text}'; name a port, such as '{hit.key}:out[0]'")
+            return value
+        if text in self.inputs:
+            port = Port("", "in", (self.inputs[text],))
+            found = _value(str(port), source(self.regions, port))
+            assert found is not None
+            return found
+        if text in self.kept or fill(text, hit.caught) in {fill(g, hit.caught) for g in self.kept}:
+            return Value(fill(text, hit.caught))
+        if place.node is not None and (relative := parse_relative(text)) is not None:
+            return self.operand(place.node, text, relative)
+        address = paired[index][order] if index in paired else fill(text, hit.caught)
+        relative = parse_relative(address, hit.key)
+        return self.read(address, relative or parse_port(local(address, self.p)))
+
+    def operand(self, node: fx.Node, text: str, port: Port) -> Value:
+        """`x[1]` of an operation: its second tensor."""
+        given = [a for a in node.all_input_nodes if "shape" in a.meta]
+        if port.side == "out" or len(port.keys) != 1 or not isinstance(port.keys[0], int) or port.keys[0] >= len(given):
+            raise MatchError(f"'{node.name}' has no '{text}'; it reads {len(given)} tensors, x[0] to x[{len(given) - 1}]")
+        found = _value(text, given[port.keys[0]])
+        assert found is not None
+        return found
+
+    def read(self, address: str, port: Port) -> Value:
+        if port.side == "param":
+            names = self.regions.parameters(port.path, str(port.keys[0])) if len(port.keys) == 1 else []
+            if not names:
+                raise MatchError(f"'{address}' is no parameter")
+            return Value(str(port), tuple(self.regions.module(port.path)._parameters[names[0]].shape))  # type: ignore[union-attr]
+        if port.whole:
+            return Value(str(port), members=_values(self.regions, port_members(self.regions, port)))
+        found = _value(str(port), source(self.regions, port))
+        assert found is not None
+        return found
+
+    def paired(self, places: list[_Place]) -> dict[int, list[str]]:
+        """Arguments that are patterns of their own: the values they find, which pair with the sites by order."""
+        named = {name for pattern in self.rule.match.patterns for name in compile_pattern(parse_port(pattern).path).groupindex}
+        found: dict[int, list[str]] = {}
+        for index, item in enumerate(self.rule.args):
+            if not isinstance(item, str) or item == "value" or item in self.inputs or item in self.kept:
+                continue
+            relative = parse_relative(item)
+            port = relative or parse_port(local(item, self.p))
+            names = set(NAMES.findall(_unsliced(port.path))) <= named
+            if not port.each and (relative or (names and not is_pattern(NAMES.sub("", port.path)))):
+                continue
+            if relative is not None:
+                raise MatchError(f"'{item}' in args: name the region, as each of its values goes to another site")
+            paths = [port.path]
+            if is_pattern(NAMES.sub("", port.path)) or not names:
+                paths = list(select(port.path, self.regions.candidates(port.path)))
+            ports = [replace(port, path=path) for path in paths]
+            if port.each:
+                ports = [one for p in ports for one in each(self.regions, p)]
+            found[index] = list(map(str, ports))
+            if len(found[index]) != len(places):
+                targets = [str(p.port) if p.port.keys else p.hit.key for p in places]
+                raise MatchError(
+                    f"'{item}' is {len(found[index])} places and '{self.rule.match.path}' is {len(places)}; they are "
+                    f"paired by order, so there must be as many\n  from: {listed(found[index])}\n  to:   {listed(targets)}"
+                )
+        return found
+
+
+NAMES = re.compile(r"\{([^\W\d]\w*)\}")
+
+
+def _unsliced(pattern: str) -> str:
+    """A pattern with `{i=0:12}` as `{i}`, and without the slices that catch nothing."""
+    return SLICE.sub(lambda found: f"{{{found['name']}}}" if found["name"] else "0", pattern)
+
+
+def fill(text: str, caught: Mapping[str, str]) -> str:
+    """`text` with each `{i}` replaced by what was caught."""
+    return NAMES.sub(lambda found: caught.get(found[1], found[0]), text)
+
+
+def reads(regions: Regions, path: str, name: str, mapped: bool = False) -> list[tuple[fx.Node, fx.Node]]:
+    """Where a graph itself reads a module's parameter: the node of the value and the one that uses it.
+
+    A block that maps the parameter is no such use, unless `mapped` asks for them too. A tied parameter has several names; a
+    use belongs to the module in whose code it stands, else to the first name.
+    """
+    module = regions.module(path)
+    wanted = module._parameters[name]
+    names = regions.names[id(wanted)] if regions.readers else []
+    found = []
+    for node in (node for n in names for node in regions.readers.get(n, ())):
+        for user in node.users:
+            if "behind" in user.meta and not mapped:
+                continue
+            if user.meta.get("behind") == f"param:{path}.{name}":
+                found.append((node, user))
+                continue
+            owner = _owner(user, node, names)
+            if owner == (f"{path}.{name}" if path else name):
+                found.append((node, user))
+    return found
+
+
+def _owner(user: fx.Node, node: fx.Node, names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    stack = user.meta.get("nn_module_stack") or {"": ("", "")}
+    rows = [row[0] for row in stack.values()]
+    port = user.meta.get("port")
+    if port is not None and port.side == "in" and len(rows) > 1:
+        rows = rows[:-1]  # an argument is read by the caller
+    return next((n for n in names if n.rpartition(".")[0] == rows[-1]), str(node.target))
+
+
+def _value(address: str, node: fx.Node | None) -> Value | None:
+    return None if node is None else Value(address, tuple(node.meta.get("shape", ())), node.meta.get("dtype"), node=node)
+
+
+def _values(regions: Regions, ports: Any) -> Any:
+    if isinstance(ports, Port):
+        return _value(str(ports), source(regions, ports))
+    if isinstance(ports, dict):
+        return type(ports)({k: _values(regions, v) for k, v in ports.items()})
+    return tuple(_values(regions, p) for p in ports) if isinstance(ports, tuple) else ports  # constants as they are
+
+
+def _first(ports: Any) -> Port:
+    if isinstance(ports, Port):
+        return ports
+    rows = ports.values() if isinstance(ports, Mapping) else ports
+    return next(_first(p) for p in rows if p is not None)
+
+
+def _wrong_count(regions: Regions, p: Pass, rule: Rule, found: list[Site]) -> str:
+    match = rule.match
+    what = f"'{match.path}'" if isinstance(match.path, str) else str(list(match.path))
+    op, count = rule.expect
+    head = f"{_at(rule, p.name)}{what} matched {len(found)} place{'s' * (len(found) != 1)}, expected {op}{count}"
+    if found:
+        more = [f"  ... {len(found) - 2 * SHOWN} more"] if len(found) > 2 * SHOWN else []
+        return "\n".join([head, *(f"  {s.node or s.path}" for s in found[: 2 * SHOWN]), *more])
+    if rule.place == "param" and (near := hits(regions, match)):
+        rows = [f"    {regions.by_key[h.key].path}: {', '.join(_own(regions, h)) or 'none'}" for h in near[:SHOWN]]
+        return "\n".join([head, f"  none of {len(near)} regions has a parameter '{rule.port or 'weight'}'; they have", *rows])
+    return "\n".join([head, *misses(regions, match)])
+
+
+def _own(regions: Regions, hit: Hit) -> list[str]:
+    return regions.parameters(regions.by_key[hit.key].path, "*")
+
+
+def _at(rule: Rule, name: str) -> str:
+    return f"{rule.where}: {name}: " if str(rule.where) else f"{name}: "
+
+
+def _clashes(sites: Sequence[Site]) -> None:
+    taken: dict[tuple[str, str], Site] = {}
+    gone = {site.path: site for site in sites if site.rule.place == "replace" and not site.node}
+    for site in sites:
+        first, parts = taken.setdefault((str(site.port), site.node), site), site.path.split(".")
+        around = (".".join(parts[:n]) for n in range(1, len(parts) + (site.rule.place != "replace")))
+        clash = first if first is not site else next((gone[path] for path in around if path in gone), None)
+        if clash is not None:
+            lines = " and ".join(dict.fromkeys(str(s.rule.where) for s in (clash, site) if str(s.rule.where)))
+            here = f"{site.rule.place} '{site.node or site.port}'"
+            what = f"one rule replaces '{clash.path}' and another puts a block {here}"
+            if clash.rule.place == site.rule.place and clash.path == site.path:
+                what = f"two rules put a block {here}"
+            raise ClashError(f"{site.pass_name}: {what}{f' ({lines})' if lines else ''}; narrow one of them")

@@ -1,0 +1,191 @@
+"""Where a value is written in a graph and who reads it; nested values of nodes; what of a replaced region is needed."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import networkx
+from torch import fx
+
+from ..errors import MatchError
+from ..ir import functions, ops
+from ..ir.pytree import children, leaves
+from ..spec.addresses import Port
+from .sites import Site
+
+
+class Slot:
+    """A value and its users: all of them, or one argument of one node."""
+
+    def __init__(self, value: fx.Node, only: fx.Node | None = None, index: int | None = None) -> None:
+        self.value = value
+        self.only = only
+        self.index = index
+
+    def users(self) -> list[fx.Node]:
+        return list(self.value.users) if self.only is None else [self.only]
+
+    def put(self, new: fx.Node, spare: set[fx.Node]) -> None:
+        """Let the users read `new` instead."""
+        if self.only is None:
+            self.value.replace_all_uses_with(new, delete_user_cb=lambda user: user not in spare)
+        elif self.index is None:
+            self.only.replace_input_with(self.value, new)
+        elif self.index < len(self.only.args):
+            self.only.update_arg(self.index, new)
+        else:
+            self.only.update_kwarg(list(self.only.kwargs)[self.index - len(self.only.args)], new)
+
+
+def behind(given: list[fx.Node], slots: list[Slot]) -> fx.Node:
+    """Where a block stands: behind the last of its values, and behind what writes into one before it is read."""
+    last = max(given)
+    readers = [slot.only for slot in slots if slot.only is not None]
+    node = min(readers).prev if readers else last
+    while node > last:
+        if writes(node):
+            return node
+        node = node.prev
+    return last
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a node changes a value in place."""
+    name = functions.short_name(node.target) if node.op in ("call_function", "call_method") else ""
+    flagged = node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None
+    return flagged or (name.endswith("_") and not name.endswith("__")) or name in (*functions.IN_PLACE, "setitem")
+
+
+def needed(inside: list[fx.Node]) -> set[fx.Node]:
+    """Those of a region's nodes that the rest of the graph still reads, and what works on their values."""
+    own = set(inside)
+    keep: set[fx.Node] = set()
+    todo = [n for n in inside if any(u not in own for u in n.users)]
+    while todo:
+        while todo:
+            node = todo.pop()
+            if node not in keep:
+                keep.add(node)
+                todo.extend(a for a in node.all_input_nodes if a in own)
+        made = {n for n in keep if n.target is not ops.edge}
+        todo = [n for n in own - keep if n.meta.get("effect") and not made.isdisjoint(n.all_input_nodes)]
+    return keep
+
+
+def reaches(starts: list[fx.Node], goal: fx.Node) -> bool:
+    """Whether a value flows from one of these nodes to another."""
+    flow = networkx.DiGraph((node, user) for node in goal.graph.nodes for user in node.users)
+    return goal in starts or any(start in flow and goal in networkx.descendants(flow, start) for start in starts)
+
+
+def unlooped(slot: Slot, value: fx.Node) -> set[fx.Node]:
+    """The readers of a slot's value that the one which takes its place is computed from: they go on reading what was there.
+
+    That is a network which reads a value and changes it. Where the slot is the edge of a region, they read what comes to
+    the edge, and the edge moves behind them.
+    """
+    seen, todo = {value}, [value]
+    while todo:  # what was computed before the slot's value cannot come from it
+        todo.extend(new := [n for n in todo.pop().all_input_nodes if n not in seen and n > slot.value])
+        seen.update(new)
+    edge = slot.only
+    if edge is None:
+        return seen.intersection(slot.value.users)
+    if edge.target is ops.edge and edge in seen:
+        for user in seen.intersection(edge.users):
+            user.replace_input_with(edge, slot.value)
+        if all(user > value for user in edge.users):
+            value.append(edge)
+    return set()
+
+
+# --- the order of a graph
+
+
+def check_order(site: Site, slot: Slot, args: list[Any], late: fx.Node, reading: set[fx.Node]) -> None:
+    """Refuse a block whose inputs come from behind the place where its result is used; `reading` goes on as it is."""
+    early = [u for u in slot.users() if u <= late and u not in reading]
+    if early:
+        raise backward(site, args, late, f"'{site.port}' runs first", early)
+
+
+def backward(site: Site, args: list[Any], late: fx.Node, first: str, early: list[fx.Node]) -> MatchError:
+    """What to say of an argument, `late` in it, that is computed behind the place where it is wanted."""
+    index = next((i for i, arg in enumerate(args) if late in nodes_in(arg)), 0)
+    where = f"{site.rule.where}: " if str(site.rule.where) else ""
+    why = "depends on it" if reaches(early, late) else "is computed only after it was used"
+    value = site.args[index].address or site.rule.args[index]
+    return MatchError(
+        f"{where}{site.pass_name}: the value '{value}' cannot flow to '{site.port}': {first}, and '{value}' {why}, so it would "
+        "flow backward; a value can only flow to what runs later"
+    )
+
+
+def check_flow(graph: fx.Graph, name: str) -> None:
+    """Refuse a graph in which the pass of this name made something be read before it is there."""
+    for node in graph.nodes:
+        late = next((a for a in node.all_input_nodes if a > node), None)
+        if late is not None:
+            place = late.meta.get("pass", {}).get("site") or late.name
+            raise MatchError(
+                f"{name}: what is put in at '{place}' is computed from values that come after '{node.name}', which reads it: "
+                "a value can only flow to what runs later"
+            )
+
+
+# --- nested values
+
+
+def nodes_in(value: Any) -> list[fx.Node]:
+    """The nodes in a nested value."""
+    return [n for n in leaves(value) if isinstance(n, fx.Node)]
+
+
+def flat_ports(value: Any, keys: tuple[int | str, ...] = ()) -> list[tuple[tuple[int | str, ...], Port]]:
+    if isinstance(value, Port):
+        return [(keys, value)]
+    return [row for key, member in _inner(value) for row in flat_ports(member, (*keys, key))]
+
+
+def map_ports(value: Any, function: Any) -> Any:
+    if isinstance(value, Port):
+        return function(value)
+    inner = {key: map_ports(member, function) for key, member in _inner(value)}
+    return tuple(inner.values()) if isinstance(value, tuple) else type(value)(inner) if inner else value
+
+
+def _inner(value: Any) -> list[tuple[int | str, Any]]:
+    return list(children(value) or ()) if isinstance(value, (tuple, list, dict)) else []
+
+
+def same_structure(result: Any, tree: Any) -> bool:
+    """Whether a result has a tensor wherever the tree of ports has one, nested alike; a list may stand for a tuple."""
+    if isinstance(tree, Port):
+        return isinstance(result, fx.Node)
+    if isinstance(tree, dict):
+        alike = isinstance(result, dict) and result.keys() == tree.keys()
+        return alike and all(same_structure(result[k], tree[k]) for k in tree)
+    if isinstance(tree, tuple):
+        alike = isinstance(result, (tuple, list)) and len(result) == len(tree)
+        return alike and all(map(same_structure, result, tree))
+    return not isinstance(result, fx.Node) and bool(result == tree)  # a constant of the graph stays what it is
+
+
+def structure(value: Any) -> str:
+    """A nested value in words: (a tensor, (a tensor, a tensor))."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {structure(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(map(structure, value)) + ("," if len(value) == 1 else "") + ")"
+    return "a tensor" if isinstance(value, (fx.Node, Port)) else repr(value)
+
+
+def hand_over(leaf: fx.Node, result: Any) -> None:
+    """Give the users of a leaf's result its code's result instead."""
+    if isinstance(result, fx.Node):
+        leaf.replace_all_uses_with(result)
+    for user in list(leaf.users):
+        assert user.target is operator.getitem
+        hand_over(user, result[user.args[1]])
+    leaf.graph.erase_node(leaf)

@@ -1,0 +1,231 @@
+"""Passes as files: YAML or mappings, with parameters filled in, become rules. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from keyword import iskeyword
+from pathlib import Path
+from typing import Any
+
+from ..errors import SpecError, did_you_mean
+from .rules import COMMON, Match, Pass, Rule, check_common, check_name, is_target
+from .shipped import find_file
+from .yaml_source import Source, Where, read_yaml, shown
+
+REQUIRED = "$required"
+PAGE_KEYS = ("help", "example")  # for the page about a pass: what each parameter is, and a model to show it on
+
+
+def load_pass(
+    source: str | Path | Mapping[str, Any] | Pass,
+    /,
+    *,
+    base: str | Path | None = None,
+    name: str | None = None,
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    train: bool | None = None,
+    allow: Sequence[str] | None = None,
+    **params: Any,
+) -> Pass:
+    """Read a pass and give it its parameters.
+
+    `source` is the bare name of a shipped pass, the path of a YAML file (relative to `base`, else to the
+    working folder), a mapping with the same keys, or a Pass. `allow` lists the modules, beside fxplug's
+    own, whose blocks may be used; None allows all. Raises SpecError for anything unknown, missing or of
+    the wrong type.
+    """
+    given = {"name": name, "lr": lr, "weight_decay": weight_decay, "train": train}
+    common: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    check_common(common)
+    if isinstance(source, Pass):
+        if params:
+            raise SpecError(f"pass '{source.name}' has no parameters left to give: {', '.join(params)}")
+        for index, rule in enumerate(source.rules):
+            _check_allowed(rule.use, allow, rule.where, ("rules", index, "use"))
+        return replace(source, **common)
+    draft = open_pass(source, base=base)
+    try:
+        values = draft.bind(params)
+    except SpecError as error:
+        named = f"parameter '{error.path[0]}' " if error.path else ""
+        raise SpecError(named + error.finding, where=Where(draft.source.file)) from None
+    return draft.build(values, common, allow)
+
+
+def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None = None) -> Draft:
+    """Read a pass file or mapping and check its keys, without giving it parameters yet."""
+    if isinstance(source, Mapping):
+        read = Source(source)
+    elif isinstance(source, (str, Path)):
+        read = read_yaml(find_file(source, "passes", Path(base) if base else None))
+    else:
+        raise SpecError(f"a pass is a name, a path, a mapping or a Pass, not {shown(source)}")
+    parallel = isinstance(read.data, Mapping) and "parallel" in read.data
+    read.keys([*(f.name for f in fields(Pass) if f.name != "where"), *PAGE_KEYS], [] if parallel else ["rules"])
+    rules = read.data.get("rules", [])
+    if not isinstance(rules, (list, tuple)) or not (rules or parallel):
+        found = "an empty list" if rules in ([], ()) else shown(rules)
+        raise read.error(f"must be a list of rules, not {found}", "rules")
+    for index in range(len(rules)):
+        known = [f.name for f in fields(Rule) if f.name != "where"]
+        read.keys(known, ["match"], "rules", index)
+        read.keys([f.name for f in fields(Match)], [], "rules", index, "match")
+    if not isinstance(read.data.get("params", {}), Mapping):
+        raise read.error(f"must be a mapping, not {shown(read.data['params'])}", "params")
+    for key in read.data.get("params", {}):
+        if key in (*COMMON, "base", "allow"):
+            raise read.error(f"parameter '{key}' has the name of a common setting", "params", key=key)
+        with read.inside("params"):
+            check_name(key)
+    name = re.sub(r"\W", "_", Path(read.file).stem)
+    return Draft(read, name if name.isidentifier() and not iskeyword(name) else f"pass_{name}")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A pass that was read but not yet given its parameters; `name` is what its file is called."""
+
+    source: Source
+    name: str
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The declared parameters with their defaults; `$required` stands where there is none."""
+        return dict(self.source.data.get("params", {}))
+
+    def bind(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The defaults with `given` in their place, checked; SpecError's path or key names the parameter."""
+        values = self.params
+        for key, value in given.items():
+            if key not in values:
+                listed = f"it has {', '.join(values)}" if values else "it has none"
+                raise SpecError(f"no parameter '{key}'{did_you_mean(key, values)}; {listed}", key=key)
+            wanted = _wanted(values[key], value)
+            if wanted:
+                found = f"must be {wanted}, not {shown(value)}"
+                raise SpecError(f"{found} (its default is {values[key]!r})", path=(key,))
+            values[key] = value
+        missing = [f"'{key}'" for key, value in values.items() if value == REQUIRED and key not in given]
+        if missing:
+            some = "parameters" if len(missing) > 1 else "parameter"
+            raise SpecError(f"missing {some} {', '.join(missing)}")
+        return values
+
+    def build(
+        self, values: Mapping[str, Any], common: Mapping[str, Any], allow: Sequence[str] | None = None
+    ) -> Pass:
+        """The pass with every `$name` filled in from `values`, and the settings in `common`."""
+        source, data, used = self.source, self.source.data, set[str]()
+        rules = []
+        for index, raw in enumerate(data.get("rules", [])):
+            rule = _fill(raw, values, used, source, ("rules", index))
+            if rule["match"].get("path") == []:
+                continue  # a parameter that names no places leaves its rule out
+            with source.inside("rules", index, "match"):
+                match = Match(**rule.pop("match"))
+            with source.inside("rules", index):
+                rules.append(Rule(match, **rule, where=source.where("rules", index)))
+            at = source.where("rules", index, "use")
+            _check_allowed(rules[-1].use, allow, at, ("rules", index, "use"))
+            _check_options(rules[-1].options, allow, source.where("rules", index), ("rules", index, "options"))
+        networks = data.get("networks") or {}
+        if not isinstance(networks, Mapping):
+            raise source.error(f"must be a mapping, not {shown(networks)}", "networks")
+        for name, network in networks.items():
+            if isinstance(network, Mapping):
+                where, path = source.where("networks", name), ("networks", name)
+                given = _fill({k: network.get(k) for k in ("use", "options")}, values, used, source, path)
+                if is_target(given["use"]):
+                    module, _, attribute = given["use"].partition(":")  # of a classmethod it is the class that must be allowed
+                    owner = f"{module}:{attribute.rpartition('.')[0] or attribute}"
+                    _check_allowed(owner, None if allow is None else (*allow, "diffusers"), where, path)
+                _check_options(given["options"], allow, where, path)
+        for key, nothing in (("inputs", {}), ("networks", {}), ("slots", 0), ("parallel", {})):
+            data = {**data, key: _fill(data.get(key, nothing), values, used, source, (key,))}
+        if not rules and not data["parallel"]:
+            raise source.error("every rule is left out: the parameters name no places", "rules")
+        unused = [key for key in values if key not in used]
+        if unused:
+            raise source.error(f"parameter '{unused[0]}' is used nowhere", "params", key=unused[0])
+        if not source.file and "name" not in {**data, **common}:
+            raise SpecError("a pass without a file needs a 'name'")
+        data = {key: value for key, value in data.items() if key not in PAGE_KEYS}
+        settings = {"name": self.name, **data, **common, "params": values, "rules": rules}
+        with source.inside():
+            return Pass(**settings, where=Where(source.file))
+
+
+_REFERENCE = re.compile(r"\$(?:\$|([^\W\d]\w*))")
+
+
+def _fill(
+    value: Any, values: Mapping[str, Any], used: set[str], source: Source, path: tuple[Any, ...]
+) -> Any:
+    """`value` with each `$name` replaced: alone it keeps the parameter's type, within a text it is text."""
+    if isinstance(value, Mapping):
+        return {key: _fill(item, values, used, source, (*path, key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_fill(item, values, used, source, (*path, index)) for index, item in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+
+    def one(found: re.Match[str]) -> Any:
+        name = found[1]
+        if name is None:
+            return "$"
+        if name not in values:
+            listed = f"; the parameters are {', '.join(values)}" if values else "; the pass has no parameters"
+            raise source.error(f"no parameter '${name}'{did_you_mean(name, values)}{listed}", *path)
+        used.add(name)
+        return values[name]
+
+    whole = _REFERENCE.fullmatch(value)
+    return one(whole) if whole else _REFERENCE.sub(lambda found: str(one(found)), value)
+
+
+def _wanted(default: Any, value: Any) -> str:
+    """What `value` should have been to agree with `default`; an empty text when it does."""
+    if default is None or default == REQUIRED or (default in ([], {}) and isinstance(value, (Mapping, list, tuple))):
+        return ""
+    if isinstance(default, str) and is_target(default) and not isinstance(value, (bool, int, float, list, tuple)):
+        return ""  # what an import path gives may be given itself
+    if isinstance(default, bool) or isinstance(value, bool):
+        agree = isinstance(default, bool) and isinstance(value, bool)
+    elif isinstance(default, (str, list, tuple)):
+        agree = isinstance(value, (str, list, tuple))
+    elif isinstance(default, float):
+        agree = isinstance(value, (int, float))
+    else:
+        agree = isinstance(value, Mapping if isinstance(default, Mapping) else type(default))
+    if agree:
+        return ""
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text or a list"}
+    return words.get(type(default), "a mapping" if isinstance(default, Mapping) else "a list or text")
+
+
+def _check_allowed(
+    use: str | type | None, allow: Sequence[str] | None, at: Where, path: Sequence[str | int]
+) -> None:
+    if allow is None or use is None:
+        return
+    module, _, name = use.partition(":") if isinstance(use, str) else (use.__module__, "", use.__name__)
+    roots = ("fxplug", *allow)
+    if not any(module == root or module.startswith(f"{root}.") for root in roots):
+        listed = ", ".join(roots)
+        raise SpecError(f"module '{module}' is not allowed; allowed are {listed}", path=path, where=at)
+    if "." in name:  # the modules that an allowed module imports are attributes of it
+        raise SpecError(f"'{name}' must be one name: its module is what is allowed", path=path, where=at)
+
+
+def _check_options(value: Any, allow: Sequence[str] | None, at: Where, path: Sequence[str | int]) -> None:
+    """Hold classes that options name, such as the plugin of a driver, to what is allowed."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _check_options(item, allow, at, path)
+    elif allow is not None and is_target(value):
+        _check_allowed(value, (*allow, "torch.nn"), at, path)

@@ -1,0 +1,226 @@
+"""Plain data from YAML, with the file and line of every value. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .. import errors
+from ..errors import SpecError, did_you_mean
+from ..files import reading
+from ..limits import DEFAULT, Limits
+
+
+@dataclass(frozen=True)
+class Where:
+    """A place in a file. As text `passes/lora.yaml:3`, relative to the working folder when below it."""
+
+    file: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        shown = self.file
+        if Path(shown).is_absolute() and Path(shown).is_relative_to(Path.cwd()):
+            shown = str(Path(shown).relative_to(Path.cwd()))
+        return f"{shown}:{self.line}" if shown and self.line else shown
+
+
+NOWHERE = Where()
+
+
+@dataclass
+class Source:
+    """Plain data, and where each value of it stood: `lines[("rules", 0, "match")]`."""
+
+    data: Any
+    file: str = ""
+    lines: dict[tuple[str | int, ...], Where] = field(default_factory=dict)
+
+    def where(self, *path: str | int) -> Where:
+        """The place of the value at `path`, or of the nearest one around it."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, Where(self.file))
+
+    def error(self, finding: str, *path: str | int, key: str | None = None) -> SpecError:
+        """The error `file:line: path: finding`; the line is that of `key` below `path` when given."""
+        at = self.where(*path) if key is None else self.where(*path, key)
+        return SpecError(finding, path=path, key=key, where=at)
+
+    @contextmanager
+    def inside(self, *path: str | int) -> Iterator[None]:
+        """Give errors raised without a place the place that their path has below `path`."""
+        try:
+            yield
+        except SpecError as error:
+            raise self.error(error.finding, *path, *error.path, key=error.key) from None
+
+    def keys(self, known: Iterable[str], required: Iterable[str], *path: str | int) -> None:
+        """Check that the value at `path` is a mapping with no unknown and no missing key."""
+        value = self.data
+        for step in path:
+            value = value[step]
+        if not isinstance(value, Mapping):
+            raise self.error(f"must be a mapping, not {shown(value)}", *path)
+        for key in value:
+            if key not in known:
+                raise self.error(f"unknown key '{key}'{did_you_mean(key, known)}", *path, key=key)
+        for key in required:
+            if key not in value:
+                raise self.error(f"missing key '{key}'", *path)
+
+
+class _Beyond(yaml.MarkedYAMLError):
+    """YAML that may be valid, and is not read to its end."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's plain values: `on` and `yes` are text, `1e-4` is a number, `1:30` and dates are text."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}
+    limits = DEFAULT
+    nodes = depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.nodes += 1
+        self.depth += 1
+        if self.nodes > self.limits.entries or self.depth > self.limits.depth:
+            entries, depth = self.limits.entries, self.limits.depth
+            finding = f"more than {entries} values" if self.nodes > entries else f"nested too deeply: more than {depth} levels"
+            raise _Beyond(problem=finding, problem_mark=self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+for _tag, _pattern, _first in (
+    ("null", r"(~|null|Null|NULL|)\Z", ["~", "n", "N", ""]),
+    ("bool", r"(true|True|TRUE|false|False|FALSE)\Z", list("tTfF")),
+    ("int", r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z", list("-+0123456789")),
+    (
+        "float",
+        r"([-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z",
+        list("-+.0123456789"),
+    ),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
+
+
+def read_yaml(path: Path, limits: Limits = DEFAULT) -> Source:
+    """The values of a YAML file with their lines. A missing or unreadable file, or one beyond `limits`, is a SpecError."""
+
+    def raises(finding: str) -> SpecError:
+        return SpecError(finding, where=Where(str(path)))
+
+    with reading.reported(raises):
+        if not path.exists() and not path.is_symlink():
+            raise raises(no_such_file(path))
+    return parse_yaml(reading.text(path, limits.yaml, raises), str(path), limits)
+
+
+def parse_yaml(text: str, file: str = "", limits: Limits = DEFAULT) -> Source:
+    """The values of one YAML document; refuses duplicate keys, tags and broken YAML with file and line."""
+    source = Source(None, file)
+    loader = None
+    try:
+        loader = _Loader(text)
+        loader.limits = limits
+        node = loader.get_single_node()
+        if node is not None:
+            source.data = _plain(node, (), source.lines, file, (), limits)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = Where(file, mark.line + 1 if mark else 0)
+        what = "" if isinstance(error, _Beyond) else "not valid YAML: "
+        raise SpecError(f"{what}{_cut(str(error.problem))}", where=at) from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"not valid YAML: {_cut(str(getattr(error, 'reason', error)))}", where=Where(file)) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return source
+
+
+def _plain(
+    node: yaml.Node,
+    path: tuple[str | int, ...],
+    lines: dict[tuple[str | int, ...], Where],
+    file: str,
+    around: tuple[yaml.Node, ...],
+    limits: Limits,
+) -> Any:
+    def refuse(finding: str, at: yaml.Node) -> SpecError:
+        return SpecError(finding, where=Where(file, at.start_mark.line + 1))
+
+    if node in around:
+        raise refuse("an alias that stands inside its own anchor", node)
+    if len(lines) > limits.entries:
+        raise refuse(f"more than {limits.entries} values", node)
+    if len(path) > limits.depth:
+        raise refuse(f"nested too deeply: more than {limits.depth} levels", node)
+    tag = node.tag.removeprefix("tag:yaml.org,2002:")
+    if isinstance(node, yaml.MappingNode) and tag == "map":
+        mapping: dict[str, Any] = {}
+        for key, value in node.value:
+            if key.tag != "tag:yaml.org,2002:str":
+                named = f"'{_cut(key.value)}'" if isinstance(key, yaml.ScalarNode) else "here"
+                raise refuse(f"key {named} is not text; put it in quotes", key)
+            if key.value in mapping:
+                raise refuse(f"key '{_cut(key.value)}' given twice", key)
+            if len(key.value) > limits.text:
+                raise refuse(f"a key of {len(key.value)} characters, and more than {limits.text} are not read", key)
+            lines[*path, key.value] = Where(file, key.start_mark.line + 1)
+            mapping[key.value] = _plain(value, (*path, key.value), lines, file, (*around, node), limits)
+        return mapping
+    if isinstance(node, yaml.SequenceNode) and tag == "seq":
+        items = []
+        for index, item in enumerate(node.value):
+            lines[*path, index] = Where(file, item.start_mark.line + 1)
+            items.append(_plain(item, (*path, index), lines, file, (*around, node), limits))
+        return items
+    if isinstance(node, yaml.ScalarNode) and tag in _SCALARS:
+        if tag in ("int", "float") and len(node.value) > limits.digits:
+            raise refuse(f"a number of {len(node.value)} digits, and more than {limits.digits} are not read", node)
+        try:
+            return _SCALARS[tag](node.value)
+        except ValueError:
+            raise refuse(f"'{_cut(node.value)}' does not fit its tag '!!{tag}'", node) from None
+    name = _cut(node.tag if tag == node.tag else f"!!{tag}")
+    raise refuse(f"tag '{name}' is not allowed; only plain values are read", node)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "null": lambda text: None,
+    "bool": lambda text: text.lower() == "true",
+    "int": lambda text: int(text, 0 if text[:2] in ("0x", "0o") else 10),
+    "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+}
+
+
+def no_such_file(path: Path) -> str:
+    """`no such file` with the nearest name in that folder, or `no such folder`."""
+    if not path.parent.is_dir():
+        return f"no such folder '{path.parent}'"
+    return "no such file" + did_you_mean(path.name, (p.name for p in path.parent.iterdir()))
+
+
+def shown(value: object) -> str:
+    """A value as a message names it: text in quotes, YAML's words for the rest."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    if isinstance(value, (str, int, float)):
+        return errors.shown(value, 200)
+    if isinstance(value, Mapping):
+        return "a mapping"
+    return "a list" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"

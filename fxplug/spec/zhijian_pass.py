@@ -1,0 +1,201 @@
+"""A pass out of lines of ZhiJian's syntax and the add-ins that they name. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..errors import SpecError, did_you_mean
+from .rules import COMMON, Match, Pass, Rule, check_common, check_target
+from .yaml_source import NOWHERE, Where, shown
+from .zhijian_line import Insertion, Line, Place, parse
+
+USE = "fxplug.compat.zhijian:Addin"
+KEYS = ("line", "addin")
+
+
+def blitz(
+    line: str | Sequence[str],
+    addin: Any,
+    *,
+    name: str = "blitz",
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    train: bool = True,
+    where: Where = NOWHERE,
+) -> Pass:
+    """A pass out of one or more lines of ZhiJian's syntax, such as `(MLPAddin.adapt_input): ...->{inout1}(fc2)->...`.
+
+    `{inout1}` before or behind a module is where the add-in's method changes a value; the value at `{in1}` is its
+    `inputs_cache`, and its result goes to `{out1}`. `blocks[0:12].mlp` are several modules, `blocks[i].mlp` all of them;
+    both ends of a range pair up by their index.
+
+    `addin` is the add-in, or a mapping of class names to add-ins. An add-in is an nn.Module (each place gets a copy of its
+    own), or what makes one anew for each place, as ZhiJian does: a class or functools.partial that is called without
+    arguments, or a mapping `{use: "package.module:Class", options: {...}}`. Nothing is hooked: the method is traced, and
+    its operations are put into the graph, where it may call any of the add-in's layers.
+
+    Raises SpecError that points at the place in the line. Warns where the line is not read as it is written: two in points
+    and no out point, which ZhiJian's manual has where it means an in and an out.
+    """
+    lines = [one for text in ([line] if isinstance(line, str) else line) for one in parse(text)]
+    if not lines:
+        raise SpecError("needs at least one line", path=("line",))
+    addins = _by_class(addin, lines)
+    rules = []
+    for one in lines:
+        for note in one.notes:
+            warnings.warn(f"{one.text}: {note}", UserWarning, stacklevel=2)
+        made = _chosen(addins, one)
+        rules += [_rule(one, insertion, made, where if str(where) else Where(one.text)) for insertion in one.insertions]
+    settings: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "train": train}
+    about = "\n".join(one.text for one in lines)
+    return Pass(name, rules, about=about, params={"line": [one.text for one in lines]}, where=where, **settings)
+
+
+def blitz_entry(given: Any, where: Where = NOWHERE) -> Pass:
+    """A pass out of what stands below `blitz:` in a list of passes: `line`, `addin`, and the settings of every pass.
+
+    `line` is one text or a list of them. `addin` is `package.module:Class`, or a mapping with `use` and `options`, or a
+    mapping of class names to either. Raises SpecError whose path is below the entry.
+    """
+    if not isinstance(given, Mapping):
+        raise SpecError(f"must be a mapping with 'line' and 'addin', not {shown(given)}")
+    for key in given:
+        if key not in (*KEYS, *COMMON):
+            raise SpecError(f"unknown key '{key}'{did_you_mean(key, (*KEYS, *COMMON))}", key=key)
+    for key in KEYS:
+        if key not in given:
+            raise SpecError(f"missing key '{key}'")
+    line, common = given["line"], {key: given[key] for key in COMMON if key in given}
+    texts = [line] if isinstance(line, str) else line
+    if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) for text in texts):
+        raise SpecError(f"must be a line or a list of lines, not {shown(line)}", path=("line",))
+    check_common(common)
+    try:
+        made = blitz(list(texts), given["addin"], where=where, **common)
+    except SpecError as error:
+        raise SpecError(error.finding, path=error.path or ("line",), key=error.key) from None
+    return replace(made, params={key: given[key] for key in KEYS})
+
+
+def blitz_schema(common: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON Schema of what stands below `blitz:`; `common` has the settings of every pass."""
+    return {
+        "description": "Lines of ZhiJian's syntax, and the add-ins that they name.",
+        "type": "object",
+        "properties": {"line": {"type": ["string", "array"]}, "addin": {"type": ["string", "object"]}, **common},
+        "required": list(KEYS),
+        "additionalProperties": False,
+    }
+
+
+def _by_class(addin: Any, lines: list[Line]) -> dict[str, Any]:
+    """Add-ins by the name of their class."""
+    wanted = sorted({line.addin for line in lines})
+    if isinstance(addin, str):
+        addin = {"use": addin}
+    if not isinstance(addin, Mapping) or "use" in addin:
+        return {_class_name(addin, ("addin",)): addin}
+    if not addin or not all(isinstance(key, str) for key in addin):
+        raise SpecError(f"must have an add-in for each of {', '.join(wanted)}, not {shown(addin)}", path=("addin",))
+    for key, value in addin.items():
+        if key not in wanted:
+            raise SpecError(f"no line names '{key}'{did_you_mean(key, wanted)}", path=("addin",), key=key)
+        _class_name(value, ("addin", key))
+    return {key: {"use": value} if isinstance(value, str) else value for key, value in addin.items()}
+
+
+def _class_name(addin: Any, path: tuple[str, ...]) -> str:
+    """The name of an add-in's class. Raises SpecError for what is none."""
+    if isinstance(addin, str):
+        addin = {"use": addin}
+    if isinstance(addin, Mapping):
+        for key in addin:
+            if key not in ("use", "options"):
+                raise SpecError(f"unknown key '{key}'{did_you_mean(key, ('use', 'options'))}", path=path, key=key)
+        check_target(addin.get("use"), *path, "use")
+        if not isinstance(addin.get("options", {}), Mapping):
+            raise SpecError(f"must be a mapping, not {shown(addin['options'])}", path=(*path, "options"))
+        return str(addin["use"]).rpartition(":")[2].rpartition(".")[2]
+    made = getattr(addin, "func", addin)  # of a functools.partial
+    kind = made if isinstance(made, type) else type(made)
+    if not callable(getattr(kind, "forward", None)):
+        finding = f"must be an add-in (an nn.Module), its class, or a mapping with 'use', not {shown(addin)}"
+        raise SpecError(finding, path=path)
+    return kind.__name__
+
+
+def _chosen(addins: Mapping[str, Any], line: Line) -> Any:
+    if line.addin not in addins:
+        hint = did_you_mean(line.addin, addins) or f"; there is {', '.join(addins)}"
+        raise SpecError(f"no add-in '{line.addin}' was given{hint}\n  {line.text}", path=("addin",))
+    addin = addins[line.addin]
+    if not isinstance(addin, Mapping):
+        made = getattr(addin, "func", addin)
+        check_method(made if isinstance(made, type) else type(made), line)
+    return addin
+
+
+def check_method(kind: type, line: Line) -> None:
+    """Raise SpecError unless an add-in's class has the method of a line."""
+    if callable(getattr(kind, line.method, None)):
+        return
+    methods = entries(kind)
+    hint, listed = did_you_mean(line.method, methods), ", ".join(methods) or "none"
+    raise SpecError(f"{kind.__name__} has no method '{line.method}'{hint}; it has {listed}\n  {line.text}")
+
+
+def entries(kind: type) -> list[str]:
+    """The methods of an add-in that a line may name: `adapt...` and its base class's `add_...`."""
+    return [name for name in dir(kind) if name.startswith(("adapt", "add_p")) and callable(getattr(kind, name))]
+
+
+def _rule(line: Line, insertion: Insertion, addin: Any, where: Where) -> Rule:
+    end, start = insertion.end, insertion.start
+    args = ["x[:]"] if end.side == "in" else ["x[:]", "y[:]"]
+    names: dict[int, str] = {}
+    if start is not None:
+        address, names = _source(start, end)
+        args.append(address)
+    options = {
+        "addin": addin,
+        "method": line.method,
+        "point": end.side,
+        "across": start is not None,
+        "modules": [place.pattern() for place in line.named],
+    }
+    return Rule(
+        Match(end.pattern(names)),
+        USE,
+        place="before" if end.side == "in" else "after",
+        port="x[:]" if end.side == "in" else "y[:]",
+        args=args,
+        options=options,
+        expect=f">={math.prod(index.count or 1 for index in end.indices)}",
+        where=where,
+    )
+
+
+def _source(start: Place, end: Place) -> tuple[str, dict[int, str]]:
+    """The address of what goes to `inputs_cache`, and names for what the indices of `end` catch that it needs.
+
+    Where the indices are other ones than at the end it is a pattern, whose places pair up with those of the end by order.
+    """
+    filled: list[str] = []
+    names: dict[int, str] = {}
+    for index in start.indices:
+        same = [n for n, other in enumerate(end.indices) if other.text == index.text and (index.variable or n not in names)]
+        if not same:
+            break
+        if not index.variable:
+            names[same[0]] = f"range{same[0]}"
+        filled.append(index.text if index.variable else names[same[0]])
+    keys = ":in" if start.side == "in" else ":out[:]"
+    if len(filled) < len(start.indices):
+        return start.pattern() + keys, {}
+    parts = iter(filled)
+    return ".".join(part if isinstance(part, str) else f"{{{next(parts)}}}" for part in start.parts) + keys, names

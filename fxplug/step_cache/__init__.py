@@ -1,0 +1,1 @@
+"""Denoisers that take part of a step from earlier steps."""

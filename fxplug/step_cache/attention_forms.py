@@ -1,0 +1,284 @@
+"""Attention in cheaper ways: what marks it, attention in a window, and graphs that compute each marked place in its way.
+
+DiTFastAttn (Yuan et al. 2024, arXiv 2406.08552).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from ..blocks.base import Block
+from ..blocks.step_marks import Mark
+from ..errors import GuardError, SpecError
+from ..ir import ops
+from ..ir.subgraphs import members
+from ..ir.traced_module import Graph, copy_graph
+from ..spec.addresses import identifier
+from .slices import Flow
+
+if TYPE_CHECKING:
+    from ..rewriter.sites import Site
+
+ROOT = {"": ("", "")}  # the nn_module_stack of what is put in here
+# the cheapest first: from an earlier step (AST), in a window with what that leaves out from an earlier step (WA-RS), as it is;
+# and of one half of the batch for both (ASC)
+METHODS = ("step", "window half", "window", "full half", "full")
+
+
+# --- what stands in a graph
+
+
+class Window(Block):
+    """Attention of tokens to those at most `window` before or behind them: forward(query, key, value, scale=None).
+
+    Tensors are (..., heads, tokens, features) with as many keys as queries, or (..., tokens, features). Computed for as many
+    queries at a time as the window is wide, it takes 3 * window / tokens of the products. One that holds all tokens is plain
+    attention.
+    """
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+        return windowed(query, key, value, self.window, scale)
+
+
+class Half(Block):
+    """One half of the batch: forward(x, like=None) gives it of an `x` whose first dimension is that of `like`, else `x`.
+
+    Raises GuardError for an odd batch.
+    """
+
+    def __init__(self, which: int = 1) -> None:
+        super().__init__()
+        self.which = which
+
+    def forward(self, x: Tensor, like: Tensor | None = None) -> Tensor:
+        if like is not None and x.shape[0] != like.shape[0]:
+            return x
+        if x.shape[0] % 2:
+            raise GuardError(f"a batch of {x.shape[0]} has no halves: guidance is shared between two halves of one batch")
+        return torch.chunk(x, 2)[self.which]
+
+
+class Attend(Mark):
+    """Marks what leaves an attention: forward(y) gives y. `window` is how many tokens on either side a token may see."""
+
+    def __init__(self, window: int = 64) -> None:
+        super().__init__()
+        if isinstance(window, bool) or not isinstance(window, int) or window < 0:
+            raise SpecError(f"window must be a whole number of tokens, 0 or more, not {window!r}")
+        self.window = window
+        self.near, self.halves = Window(window), nn.ModuleList([Half(0), Half(1)])
+
+    @classmethod
+    def at(cls, site: Site, window: int = 64) -> Attend:
+        return cls(window)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y
+
+
+def windowed(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None = None) -> Tensor:
+    """Attention of tokens to those at most `window` away, as `Window` says."""
+    tokens = query.shape[-2]
+    if key.dim() > 2 and key.shape[-3] != query.shape[-3]:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    if window >= tokens - 1:
+        return F.scaled_dot_product_attention(query, key, value, scale=scale)
+    size = max(window, 1)  # queries at a time
+    count = -(-tokens // size)
+    span, more = size + 2 * window, count * size - tokens
+    lead = query.shape[:-2]
+    query = F.pad(query, [0, 0, 0, more]).reshape(-1, count, size, query.shape[-1])
+    key, value = (
+        F.pad(t, [0, 0, window, window + more]).unfold(-2, span, size).transpose(-1, -2).reshape(-1, count, span, t.shape[-1])
+        for t in (key, value)
+    )
+    row = torch.arange(count * size, device=query.device).view(count, size, 1)
+    column = row[:, :1] + torch.arange(span, device=query.device) - window
+    # what was put behind the last token sees all, and is cut off again
+    seen = ((row - column).abs() <= window) & (column >= 0) & (column < tokens) | (row >= tokens)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scale)
+    return out.reshape(*lead, count * size, out.shape[-1]).narrow(-2, 0, tokens)
+
+
+# --- graphs
+
+
+class Do(NamedTuple):
+    """What becomes of one place in a step: the way it is computed, and what it gives to later ones."""
+
+    method: str = "full"
+    residual: bool = False
+    output: bool = False
+
+
+@dataclass
+class Place:
+    """A marked region: its marks, its nodes, and the attentions in it."""
+
+    key: str
+    marks: list[fx.Node]
+    nodes: list[fx.Node]
+    attentions: list[fx.Node]
+
+    @property
+    def windowed(self) -> bool:
+        """Whether there is attention of tokens to each other, without mask, dropout or order."""
+        return bool(self.attentions) and all(map(_plain, self.attentions))
+
+
+def places_of(graph: fx.Graph, root: nn.Module) -> dict[str, Place]:
+    """The marked regions of a graph, in its order. Raises SpecError where there are none."""
+    found: dict[str, Place] = {}
+    regions = members(graph)
+    for node in graph.nodes:
+        if node.op == "call_module" and isinstance(root.get_submodule(str(node.target)), Attend):
+            site = str(node.meta["pass"]["site"])
+            key = next((key for key in (site, site.partition(":")[0]) if key in regions), "")
+            if not key:
+                raise SpecError(f"'{site}' is no module whose attention could be computed in another way: mark one")
+            place = found.setdefault(key, Place(key, [], regions[key], []))
+            place.marks.append(node)
+    for place in found.values():
+        behind = set(place.marks)  # the edges by which values leave
+        for node in place.nodes:
+            if not behind.isdisjoint(node.all_input_nodes):
+                behind.add(node)
+        place.nodes = [n for n in place.nodes if n not in behind]
+        place.attentions = [n for n in place.nodes if getattr(n.target, "__name__", "") == "scaled_dot_product_attention"]
+    if not found:
+        raise SpecError("no attention is marked here: apply the pass ditfastattn")
+    return found
+
+
+def _plain(node: fx.Node) -> bool:
+    given = attention_arguments(node)
+    shapes = [n.meta.get("shape", ()) for n in (given["query"], given["key"]) if isinstance(n, fx.Node)]
+    alike = len(shapes) == 2 and min(map(len, shapes)) > 1 and shapes[0][-2] == shapes[1][-2]
+    return alike and given["attn_mask"] is None and given["dropout_p"] == 0 and given["is_causal"] is False
+
+
+def attention_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of scaled_dot_product_attention by name."""
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None}
+    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def written(graph: fx.Graph, root: nn.Module, what: Mapping[str, Do], half: int) -> Graph:
+    """A graph without its marks that computes each marked place in its way: -> (result, {name: what later steps take}).
+
+    What it takes from earlier ones are inputs behind the model's own. `half` of the batch, 0 or 1, is computed for both.
+    """
+    return _Writer(copy_graph(graph), root, half).run(what)
+
+
+class _Writer:
+    def __init__(self, graph: Graph, root: nn.Module, half: int) -> None:
+        self.graph, self.root, self.half = graph, root, half
+        self.heads = [n for n in graph.nodes if n.op == "placeholder"]
+        self.gives: dict[str, fx.Node] = {}
+
+    def run(self, what: Mapping[str, Do]) -> Graph:
+        for place in places_of(self.graph, self.root).values():
+            self.place(place, identifier(place.key), what.get(place.key, Do()))
+        output = next(iter(reversed(self.graph.nodes)))
+        output.args = ((output.args[0], self.gives),)
+        flow = Flow(self.graph, self.root)
+        heads = [n for n in self.graph.nodes if n.op == "placeholder"]
+        needed = flow.closed([output, *heads], flow.needs)
+        for node in reversed(list(self.graph.nodes)):
+            if node not in needed:
+                self.graph.erase_node(node)
+        self.graph.lint()
+        return self.graph
+
+    def place(self, place: Place, name: str, do: Do) -> None:
+        values: list[Any] = [mark.args[0] for mark in place.marks]
+        halved = do.method.endswith("half")
+        if do.method == "step":
+            values = [self.taken(f"{name}_output_{i}", mark, mark) for i, mark in enumerate(place.marks)]
+        else:
+            base = str(place.marks[0].target)
+            half = f"{base}.halves.{self.half}"
+            if halved:
+                self.enter(place, half)
+            for i, node in enumerate(place.attentions):
+                if do.method.startswith("window"):
+                    self.window(node, f"{name}_residual_{i}", base, half if halved else "")
+                elif do.residual:
+                    near = self.near(node, base, node)
+                    rest = self.node("call_function", operator.sub, (node, near), node, near)
+                    self.gives[f"{name}_residual_{i}"] = self.twice(rest, rest) if halved else rest
+            if halved:
+                values = [self.twice(value, mark) for value, mark in zip(values, place.marks, strict=True)]
+        for i, (mark, value) in enumerate(zip(place.marks, values, strict=True)):
+            mark.replace_all_uses_with(value)
+            if do.output and do.method != "step":
+                self.gives[f"{name}_output_{i}"] = value
+
+    def enter(self, place: Place, half: str) -> None:
+        """Give the region one half of what enters it."""
+        inside = set(place.nodes)
+        given = dict.fromkeys(a for n in place.nodes for a in n.all_input_nodes if a not in inside and a.meta.get("shape"))
+        values = [a for a in given if a.op != "get_attr"]
+        like = min((a for a in values if a.meta["shape"][0] == place.marks[0].meta["shape"][0]), default=None)
+        if like is None:
+            raise SpecError(f"nothing that enters '{place.key}' has its batch: it has no halves")
+        for value in values:
+            if value.meta["shape"][0] == like.meta["shape"][0] or value.meta["shape"][0] == 1:
+                cut = self.node("call_module", half, (value, like), value, max(value, like))
+                value.replace_all_uses_with(cut, delete_user_cb=lambda user: user in inside)
+
+    def window(self, node: fx.Node, name: str, base: str, half: str) -> None:
+        near = self.near(node, base, node)
+        rest = self.taken(name, node, near)
+        if half:
+            rest = self.node("call_module", half, (rest,), node, rest)
+        whole = self.node("call_function", operator.add, (near, rest), node, rest)
+        node.replace_all_uses_with(whole)
+        self.graph.erase_node(node)
+
+    def near(self, node: fx.Node, base: str, after: fx.Node) -> fx.Node:
+        given = attention_arguments(node)
+        args = (given["query"], given["key"], given["value"], given["scale"])
+        return self.node("call_module", f"{base}.near", args, node, after)
+
+    def twice(self, value: fx.Node, after: fx.Node) -> fx.Node:
+        return self.node("call_function", torch.cat, ([value, value],), value, after)
+
+    def taken(self, name: str, like: fx.Node, after: fx.Node) -> fx.Node:
+        """What an earlier step has given: an input behind the model's own."""
+        own = [n for n in self.graph.nodes if n.op == "placeholder"]
+        rest = next((n for n in own if str(n.target).startswith("**")), None)
+        if name in {str(n.target) for n in own}:
+            raise SpecError(f"the model has an input '{name}' of its own")
+        at = self.graph.inserting_before(rest) if rest is not None else self.graph.inserting_after(own[-1])
+        with at:
+            given = self.graph.create_node("placeholder", name, (None,), {}, name=name)
+        self.meta(given, like)
+        first = next((n for n in own if "shape" in n.meta), None)
+        shape = like.meta["shape"]
+        args = (given, name, (None,) * len(shape), str(list(shape)), True, like.meta["dtype"], first)
+        checked = self.node("call_function", ops.check_added, args, like, after)
+        checked.meta["effect"] = True
+        return checked
+
+    def node(self, op: str, target: Any, args: Sequence[Any], like: fx.Node, after: fx.Node) -> fx.Node:
+        with self.graph.inserting_after(after):
+            node: fx.Node = self.graph.create_node(op, target, tuple(args), {})
+        return self.meta(node, like)
+
+    def meta(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        node.meta.update({k: like.meta[k] for k in ("shape", "dtype") if k in like.meta}, nn_module_stack=ROOT)
+        return node

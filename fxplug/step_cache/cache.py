@@ -1,0 +1,226 @@
+"""Step caches: a model whose steps take what passes have marked from earlier steps, and the policies that say when."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import SpecError
+from ..ir.pytree import leaves
+from ..ir.traced_module import Graph, TracedModule
+from .policies import Every, Policy, Step, Threshold
+from .slices import Slices
+from .steps import Stepped, between, device_of, eager, shapes_of
+
+GAUGED = ("first", "rest", "short")  # the parts of a gauged policy
+
+
+@dataclass
+class _Stream:
+    """What is remembered of one run: of its last full step, and from `since` on of those after it."""
+
+    kept: dict[str, Tensor]
+    gauges: tuple[Tensor, ...]
+    before: tuple[Tensor, ...]  # the gauges of the last step
+    result: tuple[Tensor, ...]  # the model's, while changes are measured
+    moves: tuple[float, ...]
+    index: int
+    since: int
+    shapes: tuple[Any, ...]
+    changes: int
+
+
+class StepCache(Stepped):
+    """A model whose steps take from earlier steps what a pass such as `deepcache` or `first_block_cache` has marked.
+
+    It is called as `module` is, has the same parameters, buffers and attributes, and can take its place in a pipeline. In its
+    parts, which are traced modules on the same modules and tensors, what is kept is an explicit input or output:
+
+        full(*args, **kwargs)            -> (result, {name: kept})
+        shallow(*args, **kwargs, **kept) -> result
+        first(*args, **kwargs)           -> (gauges, {name: carried})
+        rest(**carried)                  -> (result, {name: kept})
+        short(**carried, **kept)         -> result
+
+    `policy(Step(...))` says before each step whether it is computed in full: any function, `Every`, `Threshold`, `TeaCache`.
+    One that is `gauged` is asked between `first` and the others, for which the module must have a gauge. The default is
+    `Threshold()` where there is one, else `Every()`.
+
+    `clock` names the input that says where in a run a call is: as long as it moves in one direction the run goes on, when it
+    goes back a new one begins, and calls at one time (conditional and unconditional ones, up to 8) are kept apart. It is
+    read on the host. With None every call is the next step until `reset()`; call that too when a run was broken off. A call
+    with other shapes begins a run, and the first one after a change of adapters is computed in full. One thread at a time
+    calls it; others may change its adapters meanwhile.
+
+    Of a module that `parallelize` has written each process has a cache of its own, and they decide as one: a gauge is measured
+    over all parts, and a step is computed in full everywhere if it has to be anywhere.
+
+    Raises SpecError for a module that has no marks, marks that cut nothing off, and an unknown clock.
+    """
+
+    def __init__(self, module: TracedModule, policy: Policy | None = None, *, clock: str | None = "timestep") -> None:
+        super().__init__(module, clock)
+        self._cuts = {mode: Slices(graph, module) for mode, graph in module.graphs.items()}
+        gauged = all(cut.gauges for cut in self._cuts.values())
+        self.policy: Policy = policy if policy is not None else Threshold() if gauged else Every()
+        if self.gauged:
+            self._check_gauges()
+        for name in self.used:
+            self._part(name)
+        self.counts = {"full": 0, "shallow": 0}
+        self._measures: list[tuple[float, float]] | None = None
+        self.reset()
+
+    # --- the parts
+
+    @property
+    def full(self) -> TracedModule:
+        return self._part("full")
+
+    @property
+    def shallow(self) -> TracedModule:
+        return self._part("shallow")
+
+    @property
+    def first(self) -> TracedModule:
+        return self._part("first")
+
+    @property
+    def rest(self) -> TracedModule:
+        return self._part("rest")
+
+    @property
+    def short(self) -> TracedModule:
+        return self._part("short")
+
+    def graphs_of(self, name: str) -> dict[bool, Graph]:
+        if name in GAUGED:
+            self._check_gauges()
+        return {mode: getattr(cut, name)() for mode, cut in self._cuts.items()}
+
+    def _check_gauges(self) -> None:
+        if not all(cut.gauges and cut.early for cut in self._cuts.values()):
+            raise SpecError(
+                "no pass has marked a gauge to decide by: first_block_cache and teacache do; or take a policy as Every(3)"
+            )
+
+    @property
+    def gauged(self) -> bool:
+        """Whether the policy is asked behind the first part, for what the gauge says."""
+        return bool(getattr(self.policy, "gauged", False))
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The names of the parts that the policy runs."""
+        return GAUGED if self.gauged else ("full", "shallow")
+
+    # --- a run
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[list[tuple[float, float]]]:
+        """Compute every step in full within; yields a list that gets how much gauge and result changed from step to step.
+
+        Both are relative L1 changes, of the gauge and of all floating-point tensors of the result; `TeaCache.fitted` takes
+        them. Raises SpecError for a policy that goes by no gauge.
+        """
+        if not self.gauged:
+            raise SpecError(f"{self.policy} goes by no gauge: measure with one that does, such as TeaCache()")
+        self.reset()
+        found: list[tuple[float, float]] = []
+        self._measures = found
+        try:
+            yield found
+        finally:
+            self._measures = None
+            self.reset()
+
+    @between
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        number, shapes = self._advance(args, kwargs), shapes_of(args, kwargs)
+        old = self._streams.get(number)
+        if old is not None and old.shapes != shapes:
+            old = None
+        gauges: tuple[Tensor, ...] = ()
+        if self.gauged:
+            gauges, carried = self.first(*args, **kwargs)
+            if self._in_full(old, gauges, args, kwargs):
+                result, kept = self.rest(**carried)
+                return self._store(number, old, kept, gauges, shapes, result)
+            out = self.short(**carried, **self._taken(old, gauges))
+        elif self._in_full(old, gauges, args, kwargs):
+            result, kept = self.full(*args, **kwargs)
+            return self._store(number, old, kept, gauges, shapes, result)
+        else:
+            out = self.shallow(*args, **kwargs, **self._taken(old, gauges))
+        return out
+
+    @eager
+    def _in_full(self, old: _Stream | None, gauges: tuple[Tensor, ...], *call: Any) -> bool:
+        if old is not None and old.changes != self._changes():
+            old = None
+        wanted = old is None or (not self.gauged and bool(self.policy(Step(old.index, old.since))))
+        if self._everywhere is None and (wanted or not self.gauged):
+            return wanted
+        row = [torch.tensor(float(wanted), device=device_of(gauges, call))]
+        row += differ(gauges, gauges if old is None else old.gauges) + differ(gauges, gauges if old is None else old.before)
+        forced, *amounts = self._summed(row)
+        if forced or old is None or not self.gauged:
+            return bool(forced)
+        change, move = (largest(half) for half in (amounts[: len(amounts) // 2], amounts[len(amounts) // 2 :]))
+        old.moves += (move,)
+        return self._measures is not None or bool(self.policy(Step(old.index, old.since, change, old.moves)))
+
+    @eager
+    def _store(
+        self,
+        number: int,
+        old: _Stream | None,
+        kept: Mapping[str, Tensor],
+        gauges: tuple[Tensor, ...],
+        shapes: tuple[Any, ...],
+        result: Any,
+    ) -> Any:
+        self.counts["full"] += 1
+        own = tuple(self._owned(dict(enumerate(gauges))).values())
+        given: tuple[Tensor, ...] = ()
+        if self._measures is not None:
+            given = tuple(x.detach().clone() for x in leaves(result) if isinstance(x, Tensor) and x.is_floating_point())
+            if old is not None and old.moves and old.result:
+                self._measures.append((old.moves[-1], largest(self._summed(differ(given, old.result)))))
+        index = 1 if old is None else old.index + 1
+        self._streams[number] = _Stream(self._owned(kept), own, own, given, (), index, 0, shapes, self._changes())
+        return result
+
+    @eager
+    def _taken(self, old: _Stream | None, gauges: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        assert old is not None
+        self.counts["shallow"] += 1
+        old.before = tuple(self._owned(dict(enumerate(gauges))).values())
+        old.index, old.since = old.index + 1, old.since + 1
+        return old.kept
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepCache:
+        return StepCache(copy.deepcopy(self.module, memo), self.policy, clock=self._clock)
+
+    def extra_repr(self) -> str:
+        cut = next(iter(self._cuts.values()))
+        return f"{self.policy}, shallow: {cut.operations(cut.later)} of {cut.operations(cut.flow.nodes)} operations"
+
+
+def differ(now: Iterable[Tensor], then: Iterable[Tensor]) -> list[Tensor]:
+    """Of each tensor by how much it differs from an earlier one, and how much that was: sums, float32, which add up."""
+    pairs = zip(now, then, strict=True)
+    return [x.float().abs().sum() for a, b in pairs for x in (a.float() - b.float(), b)]
+
+
+def largest(amounts: list[float]) -> float:
+    """The largest relative L1 change."""
+    found = [a / b if b else math.inf if a else math.nan for a, b in zip(amounts[::2], amounts[1::2], strict=True)]
+    return math.nan if any(map(math.isnan, found)) else max(found)

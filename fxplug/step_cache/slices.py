@@ -1,0 +1,316 @@
+"""A marked graph cut into parts: what every step computes, what a step may take from an earlier one, and what gives it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import networkx
+from torch import fx, nn
+
+from ..blocks.step_marks import Gauge, Join, Keep, Mark
+from ..errors import SpecError
+from ..ir import ops
+from ..ir.subgraphs import SWITCHES, aliases, is_random, written
+from ..ir.traced_module import MODES, Graph, copy_graph
+
+ROOT = {"": ("", "")}  # the nn_module_stack of what is put in here
+CALLS = ("call_module", "call_function", "call_method")
+END = "end"  # stands behind the nodes whose needs are asked for
+
+
+# --- the cut
+
+
+@dataclass(eq=False)
+class _Cut:
+    """A value that is kept: its node, what it is measured from, its name as input and output."""
+
+    node: fx.Node
+    base: fx.Node | None
+    name: str
+    owner: str  # the pass
+
+
+class Flow:
+    """What each node of a graph needs: its inputs, what wrote into their memory before, and the scopes it stands in."""
+
+    def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
+        self.root = root
+        self.nodes: list[fx.Node] = list(graph.nodes)
+        self.needs: networkx.DiGraph[Any] = networkx.DiGraph()
+        self.needs.add_nodes_from(self.nodes)
+        self.memory: dict[fx.Node, Any] = {}  # values that may share memory share this
+        self.writers: dict[Any, list[fx.Node]] = {}
+        self.late: list[tuple[fx.Node, fx.Node]] = []  # a node that reads, and one that writes there later
+        self.ends: dict[fx.Node, fx.Node] = {}  # of scopes of gradients or autocast
+        readers: dict[Any, list[fx.Node]] = {}
+        scopes: list[fx.Node] = []
+        for node in self.nodes:
+            given = node.all_input_nodes
+            self.needs.add_edges_from((g, node) for g in (*given, *scopes))
+            shares = bool(given) and node.op not in ("placeholder", "output") and aliases(node, root)
+            self.memory[node] = str(node.target) if node.op == "get_attr" else self.memory[given[0]] if shares else node
+            places = [self.memory[g] for g in given]
+            pairs = zip(given, places, strict=True)  # what was written before a value was made is in what that value needs
+            self.needs.add_edges_from((w, node) for g, place in pairs for w in self.writers.get(place, ()) if w > g)
+            for place in {self.memory[v] for v in written(node, root)}:
+                self.late.extend((reader, node) for reader in readers.get(place, ()))
+                self.writers.setdefault(place, []).append(node)
+            for place in places:
+                readers.setdefault(place, []).append(node)
+            if node.target in MODES:
+                scopes.append(node)
+            elif node.target in SWITCHES:
+                scopes.remove(given[0])
+                self.ends[given[0]] = node
+
+    def closed(self, nodes: Iterable[fx.Node], needs: networkx.DiGraph[Any], first: bool = False) -> set[fx.Node]:
+        """These nodes with all that they need, the ends of scopes, and the checks of what is there.
+
+        What runs `first` takes along the members of its nested results, and what reads a tensor before it writes there.
+        """
+        found = set(nodes)
+        size = -1
+        while len(found) != size:
+            size = len(found)
+            needs.add_edges_from((node, END) for node in found)
+            found |= networkx.ancestors(needs, END)
+            needs.remove_node(END)
+            found.update(end for start, end in self.ends.items() if start in found)
+            found.update(n for n in self.nodes if self.checks(n) and found.issuperset(n.all_input_nodes))
+            if first:
+                found.update(reader for reader, writer in self.late if writer in found)
+                nested = {n for n in found if "shape" not in n.meta}
+                found.update(n for n in self.nodes if n.target is operator.getitem and n.args[0] in nested)
+        return found
+
+    def checks(self, node: fx.Node) -> bool:
+        """Whether a node only looks at values."""
+        return bool(node.meta.get("effect")) and not node.users and not written(node, self.root)
+
+    def changed(self, node: fx.Node) -> bool:
+        """Whether the value of a node is written to later."""
+        return any(writer > node for writer in self.writers.get(self.memory[node], ()))
+
+
+class Slices:
+    """One graph without its marks, cut where they were; its methods write the parts."""
+
+    def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
+        self.graph = copy_graph(graph)
+        self.root = root
+        self.gauges: list[tuple[fx.Node, fx.Node | None]] = []
+        cuts, joins = self._unmarked()
+        self.flow = Flow(self.graph, root)
+        for owner, rows in joins.items():
+            branch = max(mark.branch for _, mark in rows)
+            if branch >= len(rows):
+                counted = f"{len(rows)} joins, counted 0 to {len(rows) - 1} from the end" if len(rows) > 1 else "one, branch 0"
+                raise SpecError(f"{owner}: there is no branch {branch}: it has marked {counted}")
+            cuts.append(_Cut(self._deepest(rows[-1 - branch][0]), None, "", owner))
+        if not cuts:
+            raise SpecError(
+                "nothing is marked here to be kept: apply a pass that does, such as deepcache or first_block_cache, and "
+                "outline afterwards if at all, with StepCache.map"
+            )
+        self.output = self.flow.nodes[-1]
+        self.inputs = [n for n in self.flow.nodes if n.op == "placeholder"]
+        taken = self.flow.needs.copy()
+        for cut in cuts:
+            taken.remove_edges_from(list(taken.in_edges(cut.node)))
+            if cut.base is not None:
+                taken.add_edge(cut.base, cut.node)
+        self.taken = taken
+        self.later = self.flow.closed([self.output, *self.inputs], taken)
+        self.cuts = {cut.node: cut for cut in sorted(cuts, key=lambda cut: cut.node) if cut.node in self.later}
+        self._named()
+        if self.operations(self.later) >= self.operations(self.flow.nodes):
+            raise SpecError("what is marked saves nothing: all of the model is needed for its result even if that is taken")
+
+    def _unmarked(self) -> tuple[list[_Cut], dict[str, list[tuple[fx.Node, Join]]]]:
+        """Take the marks out; what they marked."""
+        cuts: list[_Cut] = []
+        joins: dict[str, list[tuple[fx.Node, Join]]] = {}
+        for node in list(self.graph.nodes):
+            mark = self.root.get_submodule(str(node.target)) if node.op == "call_module" else None
+            if not isinstance(mark, Mark):
+                continue
+            owner, value = str(node.target).partition(".")[0], node.args[0]
+            if isinstance(mark, Keep):
+                cuts.append(_Cut(self._edge(node), node.args[1] if len(node.args) > 1 else None, "", owner))
+                value = node.args[0]
+            elif isinstance(mark, Gauge):
+                self.gauges.append((value, node.args[1] if len(node.args) > 1 else None))
+            elif isinstance(mark, Join):
+                joins.setdefault(owner, []).append((value, mark))
+            node.replace_all_uses_with(value)
+            self.graph.erase_node(node)
+        return cuts, joins
+
+    def _edge(self, mark: fx.Node) -> fx.Node:
+        """The identity that stands for a marked value: the edge of its region, or a new one, as others may read the value."""
+        users = list(mark.users)
+        if len(users) == 1 and users[0].target is ops.edge:
+            return users[0]
+        with self.graph.inserting_after(mark):
+            edge = self.graph.create_node("call_function", ops.edge, (mark.args[0],), {}, name=f"{mark.name}_kept")
+        edge.meta.update({k: mark.meta[k] for k in ("shape", "dtype") if k in mark.meta}, nn_module_stack=ROOT)
+        mark.replace_all_uses_with(edge)
+        return edge
+
+    def _deepest(self, node: fx.Node) -> fx.Node:
+        """The operand of a join that most is computed for; a block put behind the join reads one value only."""
+        while len(given := [a for a in node.all_input_nodes if "shape" in a.meta and a.op != "get_attr"]) == 1:
+            node = given[0]
+        return max(given, key=lambda a: len(networkx.ancestors(self.flow.needs, a)), default=node)
+
+    def _named(self) -> None:
+        own = {str(n.target).lstrip("*") for n in self.inputs}
+        for i, cut in enumerate(self.cuts.values()):
+            name = "kept" if len(self.cuts) == 1 else f"kept_{i}"
+            cut.name = f"{cut.owner}_{name}" if name in own else name
+
+    def operations(self, nodes: Iterable[fx.Node]) -> int:
+        """How many of these nodes compute something."""
+        idle = (operator.getitem,)
+        calls = [n for n in nodes if n.op in CALLS and n.target not in idle and "shape" in n.meta]
+        return sum(getattr(n.target, "__module__", "") != ops.__name__ for n in calls)
+
+    # --- the parts
+
+    def full(self) -> Graph:
+        return self._write(self.flow.nodes, gives=True)
+
+    def shallow(self) -> Graph:
+        return self._write(self.later, takes=True)
+
+    def first(self) -> Graph:
+        graph = Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        for node in self.flow.nodes:
+            if node in self.early:
+                values[node] = graph.node_copy(node, values.__getitem__)
+        gauges = tuple(values[y] if x is None else self._differ(graph, values[y], values[x], y) for y, x in self.gauges)
+        result = (gauges, {n.name: values[n] for n in self.carried})
+        graph.output(result).meta.update(self.output.meta)
+        return graph
+
+    def rest(self) -> Graph:
+        return self._write(self.behind(self.flow.nodes, self.flow.needs), carried=True, gives=True)
+
+    def short(self) -> Graph:
+        return self._write(self.behind(self.later, self.taken), carried=True, takes=True)
+
+    @cached_property
+    def early(self) -> set[fx.Node]:
+        """What is computed before a gauged step is decided on."""
+        starts = [node for pair in self.gauges for node in pair if node is not None]
+        ports = [(n, n.meta["port"]) for n in self.flow.nodes if n.target is ops.edge and "port" in n.meta]
+        inputs = [n for n, port in ports if port.path == "" and port.side == "in"]
+        found = self.flow.closed([*starts, *inputs, *self.inputs], self.flow.needs, first=True)
+        if not found.isdisjoint(self.cuts):
+            raise SpecError("what is marked to be kept is computed before the gauge is read: mark a later block")
+        return found
+
+    @cached_property
+    def carried(self) -> list[fx.Node]:
+        """The values that go from the first part to the others."""
+        found: set[fx.Node] = set()
+        for nodes, needs in ((self.flow.nodes, self.flow.needs), (self.later, self.taken)):
+            behind = self.behind(nodes, needs)
+            found.update(n for node in behind for n in needs.predecessors(node) if n not in behind and n.op != "get_attr")
+        return sorted(found)
+
+    def behind(self, nodes: Iterable[fx.Node], needs: networkx.DiGraph[Any]) -> set[fx.Node]:
+        """Those of the nodes that are not computed first, with what is better computed again than carried: sizes, scopes."""
+        found = {n for n in nodes if n not in self.early}
+        todo = list(found)
+        while todo:
+            for node in needs.predecessors(todo.pop()):
+                if node not in found and (node.op == "get_attr" or self._again(node)):
+                    more = [node, *([self.flow.ends[node]] if node in self.flow.ends else [])]
+                    found.update(more)
+                    todo.extend(more)
+        return found
+
+    def _again(self, node: fx.Node) -> bool:
+        plain = node.op in CALLS[1:] and not is_random(node, self.root) and not written(node, self.root)
+        return plain and "shape" not in node.meta
+
+    def _write(self, nodes: Iterable[fx.Node], carried: bool = False, takes: bool = False, gives: bool = False) -> Graph:
+        """A graph of these nodes. With `takes` the cut values are inputs, with `gives` they are results too."""
+        graph = Graph()
+        values: dict[fx.Node, fx.Node] = {}
+        kept: dict[str, fx.Node] = {}
+        own = set(nodes)
+        heads = self.carried if carried else self.inputs
+        inputs: dict[str, fx.Node] = {}
+        for node in sorted(heads, key=lambda n: (str(n.target).startswith("**"), n)):
+            if takes and not inputs and str(node.target).startswith("**"):
+                inputs = self._added(graph)
+            if carried:
+                values[node] = graph.create_node("placeholder", node.name, (), {}, name=node.name)
+                values[node].meta.update({k: node.meta[k] for k in ("shape", "dtype") if k in node.meta}, nn_module_stack=ROOT)
+            else:
+                values[node] = graph.node_copy(node)
+        if takes:
+            inputs = self._checked(graph, inputs or self._added(graph), values)
+        for node in self.flow.nodes:
+            if node in values or node not in own or node is self.output:
+                continue
+            cut = self.cuts.get(node)
+            if cut is not None and takes:
+                values[node] = self._taken(graph, cut, inputs[cut.name], values)
+                continue
+            values[node] = graph.node_copy(node, values.__getitem__)
+            if cut is not None and gives:
+                kept[cut.name] = self._given(graph, cut, values)
+        result = fx.node.map_arg(self.output.args[0], values.__getitem__)
+        graph.output((result, kept) if gives else result).meta.update(self.output.meta)
+        graph.lint()
+        return graph
+
+    def _added(self, graph: Graph) -> dict[str, fx.Node]:
+        """The kept values as inputs."""
+        found = {}
+        for node, cut in self.cuts.items():
+            found[cut.name] = self._node(graph, "placeholder", cut.name, (None,), node, cut)
+        return found
+
+    def _checked(self, graph: Graph, inputs: Mapping[str, fx.Node], values: Mapping[fx.Node, fx.Node]) -> dict[str, fx.Node]:
+        found = {}
+        like = next((n for n in values.values() if "shape" in n.meta), None)
+        for node, cut in self.cuts.items():
+            shape = node.meta["shape"]
+            args = (inputs[cut.name], cut.name, (None,) * len(shape), str(list(shape)), True, node.meta["dtype"], like)
+            found[cut.name] = self._node(graph, "call_function", ops.check_added, args, node, cut)
+            found[cut.name].meta["effect"] = True
+        return found
+
+    def _taken(self, graph: Graph, cut: _Cut, given: fx.Node, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        if cut.base is not None:
+            return self._node(graph, "call_function", operator.add, (values[cut.base], given), cut.node, cut)
+        if self.flow.changed(cut.node):
+            return self._node(graph, "call_method", "clone", (given,), cut.node, cut)
+        return given
+
+    def _given(self, graph: Graph, cut: _Cut, values: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        if cut.base is not None:
+            return self._differ(graph, values[cut.node], values[cut.base], cut.node, cut)
+        if self.flow.changed(cut.node):
+            return self._node(graph, "call_method", "clone", (values[cut.node],), cut.node, cut)
+        return values[cut.node]
+
+    def _differ(self, graph: Graph, value: fx.Node, base: fx.Node, like: fx.Node, cut: _Cut | None = None) -> fx.Node:
+        return self._node(graph, "call_function", operator.sub, (value, base), like, cut)
+
+    def _node(self, graph: Graph, op: str, target: Any, args: Any, like: fx.Node, cut: _Cut | None) -> fx.Node:
+        node = graph.create_node(op, target, args, {})
+        node.meta.update({k: like.meta[k] for k in ("shape", "dtype") if k in like.meta}, nn_module_stack=ROOT)
+        if cut is not None:
+            node.meta["pass"] = {"name": cut.owner, "site": "", "place": "", "block": "", "where": ""}
+        return node

@@ -1,0 +1,186 @@
+"""A model that goes in steps: it stands for a traced module, tells runs and calls at one time apart, and has parts to run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError, did_you_mean
+from ..ir.pytree import leaves
+from ..ir.traced_module import Graph, TracedModule, shell
+from ..turns import during, turns_of
+
+TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+AT_ONCE = 8  # so many calls at one time are told apart
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def eager(function: F) -> F:
+    """What is decided on the host stays there when somebody compiles the whole."""
+    return torch.compiler.disable(function)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def between(function: F) -> F:
+    """The same for a function that calls graphs, which are then compiled one by one."""
+    return torch.compiler.disable(function, recursive=False)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class Stepped(nn.Module):
+    """What stands for a traced module in its pipeline, step by step. Its parts are traced modules on the same tensors.
+
+    `clock` is the input that says where in a run a call is, or None. `_streams` has what is remembered of each of the calls at
+    one time. A class of this kind says `graphs_of` a part, which parts are `used`, and what a `_step` is.
+    """
+
+    def __init__(self, module: TracedModule, clock: str | None) -> None:
+        super().__init__()
+        if not isinstance(module, TracedModule):
+            raise SpecError(f"a step cache takes a traced module, not {type(module).__name__}: fxplug.trace makes one")
+        self.__dict__.update({table: vars(module)[table] for table in TABLES}, module=module)
+        self.training = module.training
+        self._position = self._of_clock(clock)
+        self._clock = clock
+        self._options: dict[str, Any] | None = None
+        self._turns = turns_of(module)
+        collective: Any = next((m for m in module.modules() if hasattr(m, "everywhere")), None)
+        self._everywhere: Callable[[Tensor], Tensor] | None = collective and collective.everywhere
+        self._before: Callable[..., None] | None = collective and collective.before_first_call
+        self._parts: dict[str, TracedModule] = {}  # no submodules: they hold what `module` holds
+
+    # --- the parts
+
+    def graphs_of(self, name: str) -> dict[bool, Graph]:
+        """The graphs of a part, by training mode."""
+        raise NotImplementedError
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The names of the parts that steps run."""
+        raise NotImplementedError
+
+    def _part(self, name: str) -> TracedModule:
+        if name not in self._parts:
+            self._parts[name] = self._made(name)
+        return self._parts[name]
+
+    @eager
+    def _made(self, name: str) -> TracedModule:
+        module = self.module
+        part: TracedModule = module.derived(shell(module), self.graphs_of(name), part=name)
+        for table in TABLES:
+            part.__dict__[table] = vars(module)[table]  # what moves or changes one of them does so for all
+        if self._options is not None:
+            part.compile(**self._options)
+        return part
+
+    def map(self, function: Callable[[TracedModule], Any]) -> None:
+        """Put `function(part)` in the place of each part that is used, such as a lowering that keeps signature and result."""
+        for name in self.used:
+            self._parts[name] = function(self._part(name))
+
+    def compile(self, **options: Any) -> None:
+        """Compile each part, by default with fullgraph=True; the choice between them stays on the host."""
+        self._options = {"fullgraph": True, **options}
+        for name in self.used:
+            self._part(name).compile(**self._options)
+
+    # --- a run
+
+    def reset(self) -> None:
+        """Forget what was kept: the next call begins a run."""
+        self._streams: dict[int, Any] = {}
+        self._time: float | None = None
+        self._direction = 0.0
+        self._number = 0
+
+    @between
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            self._before(self.module, args, kwargs)
+            self._before = None
+        return during(self._turns, self._step, *args, **kwargs)
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def _summed(self, row: list[Tensor]) -> list[float]:
+        """Numbers of all processes' parts together."""
+        if self._everywhere is None:
+            return torch.stack(row).tolist()
+        return self._everywhere(torch.stack(row)).sum(0).tolist()
+
+    def _changes(self) -> int:
+        return sum(turns.changes for turns in self._turns)
+
+    def _owned(self, values: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+        """Values without their history; those of a CUDA graph as copies, as its next run writes over them."""
+        replayed = (self._options or {}).get("mode") in ("reduce-overhead", "max-autotune")
+        return {k: v.detach().clone() if replayed else v.detach() for k, v in values.items()}
+
+    @eager
+    def _advance(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Which of the calls at one time this is; a new time is a new step, one that goes back a new run."""
+        if self._clock is None:
+            return 0
+        value = args[self._position] if len(args) > self._position else kwargs.get(self._clock)
+        if value is None:
+            raise SpecError(f"the call has no '{self._clock}', which tells this step cache where a run begins")
+        now = float(value.flatten()[0]) if isinstance(value, Tensor) else float(value)
+        before, self._time = self._time, now
+        if before is None or now == before:
+            self._number = 0 if before is None else (self._number + 1) % AT_ONCE
+            return self._number
+        moved = math.copysign(1.0, now - before)
+        if self._direction and moved != self._direction:
+            self.reset()
+            self._time = now
+            return 0
+        self._direction, self._number = moved, 0
+        return 0
+
+    def _of_clock(self, clock: str | None) -> int:
+        names = [str(n.target) for n in self.module.graph.nodes if n.op == "placeholder"]
+        if clock is not None and clock not in names:
+            raise SpecError(
+                f"the model has no input '{clock}' that says where in a run a call is{did_you_mean(clock, names)}: give "
+                f"clock=..., one of {', '.join(names)}, or clock=None and call reset() before each run"
+            )
+        return -1 if clock is None else names.index(clock)
+
+    # --- it stands for the module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "module" not in self.__dict__:
+                raise
+        return getattr(self.module, name)
+
+    def __getitem__(self, key: int | str) -> nn.Module:
+        return self.module[key]  # type: ignore[no-any-return]
+
+    def train(self, mode: bool = True) -> Self:
+        self.training = mode
+        self.module.train(mode)
+        for part in self._parts.values():
+            part.train(mode)
+        return self
+
+    def _apply(self, function: Any, recurse: bool = True) -> Self:
+        self.module._apply(function, recurse)
+        self.reset()
+        return self
+
+
+@eager
+def shapes_of(*call: Any) -> tuple[Any, ...]:
+    return tuple((x.shape, x.dtype, x.device) for x in leaves(call) if isinstance(x, Tensor))
+
+
+def device_of(*values: Any) -> torch.device | None:
+    return next((x.device for x in leaves(values) if isinstance(x, Tensor)), None)

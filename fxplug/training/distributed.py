@@ -1,0 +1,124 @@
+"""Devices, precision and processes of a run, by accelerate; and the module as it runs there."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import SpecError, TrainError
+from ..ir.traced_module import TracedModule
+from ..lowerings.frozen_norms import hold_norms
+from ..lowerings.linear.fused import fuse
+from ..lowerings.regions.fsdp import shard
+from ..lowerings.regions.submodules import outline
+from ..spec.train_section import Train
+from .checkpoint import differences
+
+PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
+
+
+def launched(precision: str, device: str | None = None) -> Accelerator:
+    """accelerate's view of this process: alone, or one of those that `accelerate launch` or torchrun started.
+
+    `device` None leaves the choice to accelerate: a GPU when there is one. Raises TrainError for fp16 on a CPU, and when
+    processes that were started together would each train alone.
+    """
+    if PartialState._shared_state and PartialState().num_processes == 1:
+        PartialState._reset_state()  # accelerate keeps the settings of a process's first run for all later ones
+    AcceleratorState._reset_state()
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    on_cpu = torch.device(device).type == "cpu" if device else processes > 1 and not torch.accelerator.is_available()
+    if device is not None and torch.device(device).index is not None:
+        torch.cuda.set_device(device)
+    accelerator = Accelerator(mixed_precision=PRECISIONS[precision], cpu=on_cpu)
+    if accelerator.num_processes != processes:
+        found = f"{accelerator.num_processes} of the {processes} processes that were started work together"
+        raise TrainError(f"{found}: say on which device they are to train (device: cpu, for example)")
+    if precision == "fp16" and accelerator.device.type == "cpu":
+        raise TrainError("fp16 needs a GPU, where the loss is scaled; on a CPU use precision: bf16 or fp32")
+    return accelerator
+
+
+def check_agreement(accelerator: Accelerator, config: Any) -> None:
+    """TrainError in every process, with what differs, when the processes were given different configurations."""
+    for process, other in enumerate(gathered(accelerator, config)):
+        lines = differences(config, other, words=("here", f"in process {process}"))
+        if lines:
+            listed = "\n  ".join(lines)
+            mine = accelerator.process_index
+            raise TrainError(f"processes {mine} and {process} have different configurations:\n  {listed}")
+
+
+def gathered(accelerator: Accelerator, value: Any) -> list[Any]:
+    """The value of every process, in their order."""
+    if accelerator.num_processes == 1:
+        return [value]
+    values: list[Any] = [None] * accelerator.num_processes
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def mean(accelerator: Accelerator, values: list[float]) -> list[float]:
+    """The mean of each number over the processes, which all have as many samples."""
+    if accelerator.num_processes == 1:
+        return values
+    summed = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
+    torch.distributed.all_reduce(summed)
+    return [value / accelerator.num_processes for value in summed.tolist()]
+
+
+def prepared(
+    module: TracedModule, settings: Train, frozen: set[str], accelerator: Accelerator
+) -> tuple[nn.Module, TracedModule | None]:
+    """What runs in training, on shared weights, and the sharded module when there is one.
+
+    Linear layers are fused with their low-rank updates unless `fuse` is off, and batch norms whose parameters are frozen keep
+    their statistics. `checkpointing` and `shard` outline regions, `compile`
+    compiles the whole as one graph, and several processes are put under DDP when nothing is sharded.
+    """
+    lowered = fuse(module, "fused") if settings.fuse else module
+    lowered = hold_norms(lowered, frozen)
+    if settings.checkpointing or settings.shard:
+        named = [patterns for patterns in (settings.shard, settings.checkpointing) if not isinstance(patterns, bool)]
+        if len(named) == 2 and named[0] != named[1]:
+            raise SpecError("'shard' and 'checkpointing' must name the same regions", path=("train", "shard"))
+        chosen = named[0] if named else None
+        lowered = outline(lowered, chosen, checkpoint=bool(settings.checkpointing))
+    runner: nn.Module = lowered
+    sharded = None
+    if settings.shard:
+        if not torch.distributed.is_initialized():
+            raise TrainError("shard needs several processes: start the run with torchrun or accelerate launch")
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        runner = sharded = shard(lowered, mesh)
+        module.to("cpu")  # which frees the whole weights on this device: the sharded module has its part of each
+    if settings.compile:
+        runner = torch.compile(runner, fullgraph=True)  # type: ignore[assignment]
+    if accelerator.num_processes > 1 and sharded is None:
+        on_gpu = accelerator.device.type == "cuda"
+        runner = DistributedDataParallel(runner, device_ids=[accelerator.device] if on_gpu else None)
+    return runner, sharded
+
+
+def set_mode(runner: nn.Module, module: TracedModule, mode: str) -> None:
+    """Put the runner into training; with mode `eval` only what passes added, while the base computes as in evaluation."""
+    runner.train()
+    if mode == "eval":
+        runner.eval()
+        passes = {entry["name"] for entry in module.meta.get("passes", [])}
+        for name, part in runner.named_modules():
+            if getattr(part, "is_block", False) or _below_wrappers(name).split(".")[0] in passes:
+                part.train()
+
+
+def _below_wrappers(name: str) -> str:
+    """A module's name in what was traced: without what DDP, torch.compile and outlining put before it."""
+    return re.sub(r"^(?:module\.|_orig_mod\.)*(?:regions\.[^.]+\.(?:region\.)?)?", "", name)

@@ -1,0 +1,243 @@
+"""What a person sees of a run: a table and a progress bar on stderr, a log, curves and pictures in its folder."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from torch import Tensor, nn
+
+from ..spec.train_section import Train
+from .epoch_table import TRAINING, best_line, columns, header, parameters_line, testing_row, titles, training_row
+from .log_files import Events, Lines
+from .pictures import grid, save_curves, save_picture, save_sheet
+
+ROWS = 50  # of a run that is given in steps: with small data it has very many epochs
+
+
+class Watch:
+    """Tells how a run goes.
+
+    `out` is the folder for `log.jsonl`, `tensorboard/`, `samples/`, `loss.png` and `samples.png`; None writes nothing.
+    `console` is where to show it, by default stderr: a terminal gets a progress bar below the table, anything else the rows of
+    the table only. `quiet` shows nothing but notes. Steps are optimizer steps and count from 1. A file that cannot be written
+    (a full disk) is said once and ends nothing.
+    """
+
+    def __init__(
+        self,
+        out: Path | None,
+        settings: Train,
+        *,
+        steps: int,
+        epochs: int,
+        steps_per_epoch: int,
+        console: Console | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self.out, self.settings, self.quiet = out, settings, quiet
+        self.steps, self.epochs, self.steps_per_epoch = steps, epochs, max(1, steps_per_epoch)
+        self.console = console or Console(stderr=True)
+        self._lines = Lines(out / "log.jsonl") if out else None
+        self._events: Events | None = None
+        self._progress: Progress | None = None
+        self._begin = 0
+        self._step = 0
+        self._on_gpu = False
+        self._failed: set[str] = set()
+        self._columns: tuple[str, ...] = ()
+        self._epoch = _Mean()
+        self._recent = _Recent()
+        self._shown = 0.0
+
+    def rewind(self, step: int) -> list[dict[str, Any]]:
+        """The run goes on from this step: a checkpoint's, or 0. Called before `start`.
+
+        What the folder has of later steps is dropped, by a resumed run as by one that begins anew. The records of the steps
+        up to this one are given back.
+        """
+        self._begin = self._step = step
+        if not self.out or not self._lines:
+            return []
+        self._try("log.jsonl", self._lines.rewind, step)
+        later = [file for file in (self.out / "samples").glob("step-*.png") if _step_of(file) > step or not step]
+        for file in [*later, *([] if step else (self.out / "tensorboard").glob("events.out.tfevents.*"))]:
+            file.unlink()
+        return [record for record in self._lines.read() if "loss" in record]
+
+    def start(self, module: nn.Module, counts: tuple[int, int] | None = None) -> None:
+        """The model is ready. `counts`: its trainable parameters and all of them; None counts them."""
+        parameters = list(module.parameters())
+        if counts is None:
+            counts = sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+        self._on_gpu = any(p.is_cuda for p in parameters)
+        if self.out:
+            if self.settings.log.tensorboard:
+                self._try("tensorboard", self._open_events, self.out / "tensorboard")
+            self._print(f"Log files are recorded in: {self.out}")
+        self._print(parameters_line(*counts))
+        if self.console.is_terminal and not self.quiet:
+            self._progress = Progress(
+                *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")),
+                console=self.console,
+                transient=True,
+                auto_refresh=False,  # its thread may hold a lock while a worker process is forked
+                redirect_stdout=sys.stdout.isatty(),  # what plugins print to a file or a pipe goes there
+            )
+            self._progress.add_task("training", total=self.steps, completed=self._begin, state="")
+            self._progress.start()
+        self._recent.tick()
+
+    def _open_events(self, folder: Path) -> None:
+        self._events = Events(folder, self._begin)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """A step is done: `record` has `step`, `loss`, `lr`, `seconds`, perhaps `samples` (how many), and whatever else to log.
+        """
+        step = self._step = int(record["step"])
+        loss, seconds = float(record["loss"]), float(record["seconds"])
+        self._epoch.add(loss, seconds)
+        self._recent.tick()
+        self._log(record)
+        if self._events and (step % self.settings.log.every == 0 or step in (1, self.steps)):
+            shown = {key: value for key, value in record.items() if key not in ("step", "epoch")}
+            self._try("tensorboard", self._events.scalars, "train", shown, step)
+        if self._progress and (time.monotonic() - self._shown > 0.2 or step == self.steps):
+            self._shown = time.monotonic()
+            self._progress.update(self._progress.task_ids[0], completed=step, state=self._state(record), refresh=True)
+        if step % self.steps_per_epoch == 0 or step == self.steps:
+            self._end_epoch((step - 1) // self.steps_per_epoch, float(record["lr"]))
+
+    def _state(self, record: Mapping[str, Any]) -> str:
+        batch = record.get("samples", self.settings.batch * self.settings.accumulate)
+        speed = self._recent.speed()
+        left = (self.steps - self._step) / speed if speed else 0.0
+        parts = (
+            f"loss {self._epoch.loss():.4g}",
+            f"{speed:.3g} steps/s",
+            f"{speed * batch:.3g} samples/s",
+            f"{self.memory() / 1e9:.3g}G",
+            f"{_clock(left)} left",
+        )
+        return "  ".join(parts)
+
+    def _end_epoch(self, epoch: int, lr: float) -> None:
+        every = 1 if self.settings.epochs else -(-self.epochs // ROWS)
+        if (epoch + 1) % every == 0 or self._step == self.steps:
+            row = training_row(epoch, self.epochs, self.memory(), self._epoch.seconds(), self._epoch.loss(), lr)
+            self._row(TRAINING, row)
+            self._epoch = _Mean()
+
+    def test(self, epoch: int, metrics: Mapping[str, float], seconds: float, best: Mapping[str, float] | None = None) -> None:
+        """A test after so many epochs is done: what it measured, the mean seconds of a batch, and the best results so far."""
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self._log({"step": self._step, "epoch": epoch, "test": numbers, "seconds": seconds})
+        if self._events:
+            self._try("tensorboard", self._events.scalars, "test", numbers, self._step)
+        shown = columns(numbers)
+        self._row(titles(shown), testing_row(epoch - 1, self.epochs, self.memory(), seconds, shown))
+        if best:
+            self._print(best_line(columns(best)))
+
+    def samples(self, step: int, images: Tensor) -> None:
+        """Pictures that the model made after a step: [n, c, h, w] in [0, 1], c being 1 or 3."""
+        picture = grid(images)
+        if self.out:
+            self._try("samples", save_picture, picture, self.out / "samples" / f"step-{step:08d}.png")
+        if self._events:
+            self._try("tensorboard", self._events.image, "samples", picture, step)
+
+    def note(self, text: str) -> None:
+        """Something that the person should know, said at once and kept in the log."""
+        self._print(text, always=True)
+        self._log({"step": self._step, "note": text})
+
+    def close(self, history: Sequence[Mapping[str, Any]] = ()) -> None:
+        """The run is over, finished or not: the curves and the sheet of samples are drawn. May be called again."""
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
+        if self.out and self._lines:
+            self._try("pictures", self._draw, self.out, self._lines.read(), history)
+
+    def _draw(self, out: Path, logged: list[dict[str, Any]], history: Sequence[Mapping[str, Any]]) -> None:
+        # the log has the steps before a resume, the history those that were not logged
+        steps = {r["step"]: r for r in [*(r for r in logged if "loss" in r), *history]}
+        save_curves([steps[step] for step in sorted(steps)], [r for r in logged if "test" in r], out / "loss.png")
+        save_sheet(out / "samples", out / "samples.png")
+
+    def memory(self) -> int:
+        """Bytes that torch holds on the GPU, or that the process has in memory."""
+        return torch.cuda.memory_reserved() if self._on_gpu else int(psutil.Process().memory_info().rss)
+
+    def _row(self, names: tuple[str, ...], row: str) -> None:
+        if names != self._columns:
+            self._print("\n" + header(names))
+            self._columns = names
+        self._print(row)
+
+    def _print(self, text: str, always: bool = False) -> None:
+        if always or not self.quiet:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
+
+    def _log(self, record: Mapping[str, Any]) -> None:
+        if self._lines:
+            self._try("log.jsonl", self._lines.write, record)
+
+    def _try(self, what: str, write: Callable[..., object], *args: Any) -> None:
+        try:
+            write(*args)
+        except OSError as error:
+            if what not in self._failed:
+                self._failed.add(what)
+                self._print(f"{what} cannot be written: {error}; the run goes on", always=True)
+
+
+class _Mean:
+    """The mean loss and seconds of the steps since the last row."""
+
+    def __init__(self) -> None:
+        self._losses, self._seconds, self._count = 0.0, 0.0, 0
+
+    def add(self, loss: float, seconds: float) -> None:
+        self._losses, self._seconds, self._count = self._losses + loss, self._seconds + seconds, self._count + 1
+
+    def loss(self) -> float:
+        return self._losses / max(1, self._count)
+
+    def seconds(self) -> float:
+        return self._seconds / max(1, self._count)
+
+
+class _Recent:
+    """Steps a second, of the last fifty or so: the first ones, which compile and warm up, are soon forgotten."""
+
+    def __init__(self) -> None:
+        self._last, self._mean = 0.0, 0.0
+
+    def tick(self) -> None:
+        now = time.perf_counter()
+        if self._last:
+            took = now - self._last
+            self._mean = took if not self._mean else 0.96 * self._mean + 0.04 * took
+        self._last = now
+
+    def speed(self) -> float:
+        return 1 / self._mean if self._mean else 0.0
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes:02d}:{seconds:02d}"
+
+
+def _step_of(file: Path) -> int:
+    return int(file.stem.removeprefix("step-"))

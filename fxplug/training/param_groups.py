@@ -1,0 +1,235 @@
+"""What trains: the parameters of the passes, chosen ones of the base, and the optimizer's groups they make."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import FxplugError, SpecError, TrainError, did_you_mean
+from ..ir.traced_module import TracedModule
+from ..spec.addresses import is_pattern, select
+from ..spec.import_path import import_target
+from ..spec.train_section import Train, Use
+
+HALVES = (torch.float16, torch.bfloat16)
+SHAPES = ("constant", "linear", "cosine")
+
+
+def choose(module: TracedModule, settings: Train) -> list[dict[str, Any]]:
+    """Set `requires_grad` of every parameter, and give the optimizer's groups: `name`, `params`, `names`, `lr`, `weight_decay`.
+
+    A pass is one group with its own `lr` and `weight_decay`, else the run's; one that says `train: false` is frozen. Of the
+    base, what `trainable` names is one group. In fp16 and bf16 runs, half-precision parameters that train become float32, as
+    PEFT and diffusers have it: the forward casts them, the optimizer keeps their small changes. Raises TrainError when
+    nothing trains, SpecError for a pattern that names no parameter.
+    """
+    named = dict(module.named_parameters())
+    canonical = {id(parameter): name for name, parameter in named.items()}
+    entries = module.meta.get("passes", [])
+    owner = {name: entry["name"] for entry in entries for name in named if name.startswith(f"{entry['name']}.")}
+    groups = []
+    if "source" in module.meta:
+        raise TrainError("this module is lowered, which is for running: train the one that it was made from")
+    slotted = [entry["name"] for entry in entries if entry.get("slots") and entry["train"]]
+    if slotted:
+        raise TrainError(
+            f"pass '{slotted[0]}' has slots, which hold finished adapters: train the pass without slots, and load what it "
+            "saved; or give it train: false"
+        )
+    for entry in entries:
+        names = [name for name in named if owner.get(name) == entry["name"] and named[name].is_floating_point()]
+        if names and entry["train"]:
+            groups.append(_group(entry["name"], names, entry["lr"], entry["weight_decay"], settings))
+    aliases = {name: canonical[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if p.is_floating_point()}
+    chosen = _chosen(settings.trainable, {alias: name for alias, name in aliases.items() if name not in owner})
+    if chosen:
+        groups.append(_group("base", chosen, None, None, settings))
+    if not groups:
+        raise TrainError(_nothing(entries))
+    for parameter in named.values():
+        parameter.requires_grad_(False)
+    for group in groups:
+        for name in group["names"]:
+            if settings.precision != "fp32" and named[name].dtype in HALVES:
+                named[name].data = named[name].data.float()
+            named[name].requires_grad_(True)
+        group["params"] = [named[name] for name in group["names"]]
+    return groups
+
+
+def _group(name: str, names: list[str], lr: float | None, weight_decay: float | None, settings: Train) -> dict[str, Any]:
+    return {
+        "name": name,
+        "names": names,
+        "lr": settings.lr if lr is None else lr,
+        "weight_decay": settings.weight_decay if weight_decay is None else weight_decay,
+    }
+
+
+def _chosen(patterns: list[str], base: Mapping[str, str]) -> list[str]:
+    """The base parameters that a pattern names, itself or by a module around them; `base` has each under all its names."""
+    around = {name: [name[:end] for end in [*_dots(name), len(name)]] for name in base}
+    known = {part for parts in around.values() for part in parts}
+    chosen: set[str] = set()
+    for index, pattern in enumerate(patterns):
+        hits = set(select(pattern, sorted(known))) if is_pattern(pattern) else {pattern} & known
+        if not hits:
+            finding = f"'{pattern}' names no parameter of the base{did_you_mean(pattern, known)}"
+            raise SpecError(finding, path=("train", "trainable", index))
+        chosen.update(base[name] for name, parts in around.items() if hits.intersection(parts))
+    return [name for name in dict.fromkeys(base.values()) if name in chosen]
+
+
+def _dots(name: str) -> list[int]:
+    return [index for index, letter in enumerate(name) if letter == "."]
+
+
+def _nothing(entries: list[dict[str, Any]]) -> str:
+    if not entries:
+        return "nothing trains: there is no pass, and 'trainable' names nothing of the base ('**' is all of it)"
+    frozen = [entry["name"] for entry in entries if not entry["train"]]
+    bare = [entry["name"] for entry in entries if entry["train"]]
+    parts = [
+        f"{', '.join(names)} {what}" for names, what in ((frozen, "has train: false"), (bare, "has no parameters")) if names
+    ]
+    return f"nothing trains: {'; '.join(parts)}; 'trainable' names parameters of the base ('**' is all of it)"
+
+
+def make_optimizer(use: Use, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """An optimizer of torch.optim by name in any case, or of an import path, over the groups of `choose`."""
+    known = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim) if _is_optimizer(getattr(torch.optim, name))}
+    kind = _find(use, known, "optimizer")
+    given = [{"params": g["params"], "name": g["name"], "lr": g["lr"], "weight_decay": g["weight_decay"]} for g in groups]
+    if "weight_decay" not in inspect.signature(kind).parameters:
+        for group in given:
+            if group.pop("weight_decay"):
+                raise SpecError(f"{kind.__name__} has no weight_decay", path=("train", "weight_decay"))
+    made = _made(kind, use, "optimizer", given)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise SpecError(f"'{use.name}' made a {type(made).__name__}, no torch optimizer", path=("train", "optimizer"))
+    if inspect.signature(made.step).parameters["closure"].default is inspect.Parameter.empty:
+        finding = f"{use.name} computes the loss several times a step, which a step here does not do: take another one"
+        raise SpecError(finding, path=("train", "optimizer"))
+    return made
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    """TrainError for an optimizer, made elsewhere, that lacks a parameter which trains."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for group in groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            if id(parameter) not in held:
+                finding = f"the optimizer does not have '{name}', which trains"
+                raise TrainError(f"{finding}: make it of the rewritten module's parameters, or leave it to the settings")
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+
+
+def make_scheduler(use: Use | None, optimizer: torch.optim.Optimizer, steps: int, per_epoch: int) -> tuple[Any, bool]:
+    """A learning-rate scheduler, and whether it is stepped once an epoch (`per: epoch`) instead of once a step.
+
+    `constant`, `linear` and `cosine` take `warmup` steps and fall to `floor` of the rate at the end; any of
+    torch.optim.lr_scheduler goes by its name, any other by import path. A length that such a one needs (T_max, total_steps) is
+    the run's own when it is not given.
+    """
+    options = dict(use.options) if use else {}
+    per = options.pop("per", "step")
+    if per not in ("step", "epoch"):
+        raise SpecError(f"per must be step or epoch, not '{per}'", path=("train", "scheduler"))
+    length = max(1, math.ceil(steps / per_epoch)) if per == "epoch" else steps
+    if use is None or use.name in SHAPES:
+        shape = _shape(use.name if use else "constant", length, options)
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, shape), per == "epoch"
+    package = torch.optim.lr_scheduler
+    known = {name.lower(): getattr(package, name) for name in package.__all__ if name != "LRScheduler"}
+    kind = _find(use, known, "scheduler", SHAPES)
+    wanted = inspect.signature(kind).parameters
+    own = {"T_max": length, "total_steps": length, "max_lr": [group["lr"] for group in optimizer.param_groups]}
+    replaced_by = {"total_steps": {"epochs", "steps_per_epoch"}}
+    filled = {
+        key: value
+        for key, value in own.items()
+        if key in wanted and key not in options and not replaced_by.get(key, set()) & options.keys()
+    }
+    return _made(kind, Use(use.name, {**filled, **options}), "scheduler", optimizer), per == "epoch"
+
+
+def _shape(name: str, length: int, options: Mapping[str, Any]) -> Callable[[int], float]:
+    for key in options:
+        if key not in ("warmup", "floor"):
+            hint = did_you_mean(key, ("warmup", "floor", "per"))
+            raise SpecError(f"{name} has no option '{key}'{hint}", path=("train", "scheduler", name))
+    warmup, floor = options.get("warmup", 0), options.get("floor", 0.0)
+
+    def rate(step: int) -> float:
+        if step < warmup:
+            return float((step + 1) / warmup)
+        done = min(1.0, (step - warmup) / max(1, length - warmup))
+        fall = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}[name]
+        return float(floor + (1 - floor) * fall)
+
+    return rate
+
+
+def _find(use: Use, known: Mapping[str, Any], what: str, more: tuple[str, ...] = ()) -> Any:
+    if use.name.lower() in known:
+        return known[use.name.lower()]
+    if ":" not in use.name:
+        names = [*more, *(kind.__name__ for kind in known.values())]
+        near = did_you_mean(use.name, names) or did_you_mean(use.name.lower(), known)
+        finding = f"torch has no {what} '{use.name}'{near}; another one is named 'package.module:Class'"
+        raise SpecError(finding, path=("train", what))
+    return import_target(use.name)
+
+
+def _made(kind: Any, use: Use, what: str, *args: Any) -> Any:
+    """`kind(*args, **options)`, with an option that it does not have or take as a clear error."""
+    parameters = inspect.signature(kind).parameters
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        for key in use.options:
+            if key not in parameters:
+                finding = f"{use.name} has no option '{key}'{did_you_mean(key, parameters)}"
+                raise SpecError(finding, path=("train", what))
+    try:
+        return kind(*args, **use.options)
+    except FxplugError:
+        raise
+    except Exception as error:  # the optimizer's or scheduler's, of torch or anybody's
+        raise SpecError(f"{use.name} cannot be made: {type(error).__name__}: {error}", path=("train", what)) from error
+
+
+def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[str]:
+    """After the first backward pass: TrainError for a block with a parameter that no gradient reached.
+
+    Gives what of networks and of the base no gradient reached, and blocks whose gradient is all zero.
+
+    A block is where a pass put one (`lora.blocks.0.attn.qkv.Lora`). A pass's network counts as a whole, since some have layers
+    that their model never uses; so does each parameter of the base. Some parameters of a new block have a zero gradient by
+    design (LoRA's `down`), a whole block seldom has.
+    """
+    blocks = {name for name, part in module.named_modules() if getattr(part, "is_block", False)}
+    networks = {f"{entry['name']}.{network}" for entry in module.meta.get("passes", []) for network in entry["networks"]}
+    held: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for group in groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            holder = next((name[:end] for end in _dots(name) if name[:end] in blocks | networks), name)
+            held.setdefault(holder, []).append((name, parameter))
+    lost = {holder: [name for name, p in inside if p.grad is None] for holder, inside in held.items()}
+    whole = {holder for holder, inside in held.items() if len(lost[holder]) == len(inside)}
+    wrong = whole if len(whole) == len(held) else {holder for holder in held if holder in blocks or holder in networks & whole}
+    bad = [name for holder in held if holder in wrong for name in lost[holder]]
+    if bad:
+        more = f" and {len(bad) - 5} more" * (len(bad) > 5)
+        raise TrainError(
+            f"no gradient reached {', '.join(bad[:5])}{more} in the first step: what they compute does not reach the loss; "
+            "narrow the pass, or give it train: false"
+        )
+    zero = [h for h, inside in held.items() if not lost[h] and not any(p.grad is not None and p.grad.any() for _, p in inside)]
+    return [*(name for names in lost.values() for name in names), *zero]

@@ -1,0 +1,208 @@
+"""What a run leaves on disk, and how it is taken up again."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
+
+from ..artifacts.artifact import save
+from ..errors import TrainError
+from ..files.reading import reason
+from ..spec.train_section import written
+from .checkpoint import PREFIX, Checkpoint, differences, found, plain_random_state, read, set_plain_random_state, write
+from .distributed import gathered
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def keep(trainer: Trainer) -> None:
+    """Write a checkpoint of this moment. A full disk is reported, and ends the run when the settings say so."""
+    if trainer.out is None:
+        return
+    made = _snapshot(trainer)
+    place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.step}
+    if trainer.first:
+        path = None
+        with _reported(trainer, f"checkpoint of step {trainer.progress.step}"):
+            path = write(trainer.out / "checkpoints", made, trainer.settings.save.keep)
+        if path is not None:
+            trainer.plugins.call("on_model_save", path=path, **place)
+
+
+def export(trainer: Trainer) -> None:
+    """Write the trained module, and the one with averaged weights, as artifacts: `module/` and `ema/`."""
+    named = dict(trainer.module.named_parameters())
+    trained, averages = tree_map(_whole, (trainer.trained, trainer.ema.average if trainer.ema else {}))
+    if trainer.sharded is not None:  # the module itself still has the weights it began with
+        _fill(named, trained)
+    for name, dtype in trainer.dtypes.items():  # so that the module is of one dtype again, and can be called
+        named[name].data = named[name].data.to(dtype)
+    trainer.module.eval()
+    if trainer.out is None or not trainer.first:
+        return
+    with _reported(trainer, "trained module"):
+        save(trainer.module, trainer.out / "module", config=trainer.config)
+    if averages:
+        kept = {name: named[name].detach().clone() for name in averages}
+        _fill(named, averages)
+        try:
+            with _reported(trainer, "module with averaged weights"):
+                save(trainer.module, trainer.out / "ema", config=trainer.config)
+        finally:
+            _fill(named, kept)
+    place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.step}
+    trainer.plugins.call("on_model_save", path=trainer.out / "module", **place)
+
+
+def restore(trainer: Trainer, path: Path) -> None:
+    """Put a run back to a checkpoint. TrainError, with what differs, for one of another model, pass list or data."""
+    kept = read(path)
+    lines = differences(kept.progress["run"], _identity(trainer))
+    if lines:
+        listed = "\n  ".join(lines)
+        raise TrainError(f"'{path}' is a checkpoint of another run:\n  {listed}")
+    _fill({**dict(trainer.module.named_buffers()), **trainer.trained}, kept.weights)
+    if trainer.ema is not None:
+        _fill(trainer.ema.average, kept.ema)
+        trainer.ema.steps = kept.progress["ema_steps"]
+    state = kept.state["optimizer"]
+    for index, parameter in enumerate(trainer.trained.values()):
+        of = state["state"].get(index, {})
+        of.update({key: _spread(value, parameter) for key, value in of.items()})
+    trainer.optimizer.load_state_dict(state)
+    trainer.scheduler.load_state_dict(kept.state["scheduler"])
+    if trainer.accelerator.scaler is not None and "scaler" in kept.state:
+        trainer.accelerator.scaler.load_state_dict(kept.state["scaler"])
+    for key, value in kept.progress["progress"].items():
+        setattr(trainer.progress, key, value)
+    trainer.take_step.checked = True
+    if len(kept.random) == trainer.accelerator.num_processes:
+        set_plain_random_state(kept.random[trainer.accelerator.process_index])
+    else:
+        trainer.watch.note("another number of processes than before: dropout draws other numbers from here on")
+    if trainer.out is not None and trainer.first:  # later ones are of a line of the run that is given up
+        for later in found(trainer.out / "checkpoints"):
+            if int(later.name.removeprefix(PREFIX)) > trainer.progress.step:
+                shutil.rmtree(later)
+
+
+def _snapshot(trainer: Trainer) -> Checkpoint:
+    accelerator, ema = trainer.accelerator, trainer.ema
+    state = {"optimizer": tree_map(_whole, trainer.optimizer.state_dict()), "scheduler": trainer.scheduler.state_dict()}
+    if accelerator.scaler is not None:
+        state["scaler"] = accelerator.scaler.state_dict()
+    progress = {
+        "step": trainer.progress.step,
+        "progress": asdict(trainer.progress),
+        "ema_steps": ema.steps if ema else 0,
+        "run": _identity(trainer),
+    }
+    changed = {n: b for n, b in trainer.module.named_buffers() if not torch.equal(b, trainer.buffers[n].to(b.device))}
+    weights, averages = tree_map(_whole, (trainer.trained, ema.average if ema else {}))
+    return Checkpoint({**weights, **changed}, progress, state, averages, gathered(accelerator, plain_random_state()))
+
+
+def _identity(trainer: Trainer) -> dict[str, Any]:
+    """What must be the same when a run is taken up again. More steps and other logs are fine."""
+    settings, config = trainer.settings, trainer.config
+    fixed = isinstance(trainer.scheduler, torch.optim.lr_scheduler.LambdaLR)
+    return {
+        **{key: config.get(key) for key in ("model", "weights", "dtype", "leaf")},
+        "frozen weights": trainer.fingerprint,
+        "passes": {
+            entry["name"]: {**entry["params"], "sites": len(entry["sites"])} for entry in trainer.module.meta.get("passes", [])
+        },
+        "trained": {name: list(p.shape) for name, p in trainer.trained.items()},
+        "task": written(settings.task),
+        "optimizer": [type(trainer.optimizer.optimizer).__name__, written(settings.optimizer)],
+        "groups": {group["name"]: [group["lr"], group["weight_decay"]] for group in trainer.groups},
+        "scheduler": [type(trainer.scheduler).__name__, written(settings.scheduler)],
+        "steps": None if fixed else trainer.steps,  # what the other schedulers keep of their length is not changed
+        "precision": settings.precision,
+        "ema": settings.ema,
+        "samples of a step": settings.batch * settings.accumulate * trainer.world,
+        "samples": len(trainer.data.items),  # type: ignore[arg-type]  # a map-style data set has a length
+        "seed": trainer.seed,
+    }
+
+
+def _whole(value: Any) -> Any:
+    """A sharded tensor gathered from all processes; anything else as it is."""
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value
+
+
+def _spread(value: Any, like: Tensor) -> Any:
+    """A whole tensor as `like` has it: on its device and, where that is sharded and of its shape, sharded."""
+    if not isinstance(value, Tensor) or not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+
+@torch.no_grad()
+def _fill(held: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, value in values.items():
+        held[name].copy_(_spread(value, held[name]))
+
+
+@contextmanager
+def _reported(trainer: Trainer, what: str) -> Iterator[None]:
+    """Tell an error of the system's: the run stops with what is still there. On a full disk it may go on, as told."""
+    try:
+        yield
+    except Exception as error:  # torch's or the system's, wrapped in what it likes; any other is raised again
+        found_error = _system_error(error)
+        if found_error is None:
+            raise
+        full = found_error.errno in FULL
+        kept = found(trainer.out / "checkpoints") if trainer.out else []
+        last = f"the newest checkpoint is '{kept[-1]}'" if kept else "there is no checkpoint yet"
+        why = "the disk is full" if full else reason(found_error)
+        text = f"the {what} could not be written, {why} ({error}); {last}"
+        if not full:
+            raise TrainError(f"{text}; make the folder writable and resume") from error
+        if trainer.settings.save.on_full_disk == "stop":
+            raise TrainError(f"{text}; make room and resume, or set save.on_full_disk: continue") from error
+        trainer.watch.note(f"{text}; the run goes on")
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The error of the system's that another one tells of."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+@contextmanager
+def interruptible() -> Iterator[list[int]]:
+    """A list that gets the number of the first SIGINT or SIGTERM; the second one interrupts at once."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: Any) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
