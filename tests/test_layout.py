@@ -75,6 +75,38 @@ def test_no_imports_go_round():
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
+def picture():
+    """The layers as a table: what each is, and which it stands on."""
+    rows = ["| layer | what it is | stands on |", "|---|---|---|"]
+    for name in reversed(LAYERS):
+        file = PACKAGE / name / "__init__.py" if (PACKAGE / name).is_dir() else PACKAGE / f"{name}.py"
+        what = " ".join(ast.get_docstring(ast.parse(file.read_text())).partition("\n\n")[0].replace("|", "\\|").split())
+        below = {layer(m) for n in FILES if layer(n) == name for m in imported(n)} - {name}
+        where = f"../fxplug/{file.relative_to(PACKAGE)}".removesuffix("/__init__.py")
+        stands = " ".join(n for n in reversed(LAYERS) if n in below and n not in ("errors", "limits", "turns"))
+        rows.append(f"| [{name}]({where}) | {what} | {stands} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_the_picture_of_the_layers_is_that_of_the_code(request):
+    page = ROOT / "docs/inside.md"
+    before, _, rest = page.read_text().partition("<!-- layers -->\n")
+    _, _, after = rest.partition("<!-- /layers -->\n")
+    wanted = f"{before}<!-- layers -->\n{picture()}<!-- /layers -->\n{after}"
+    if request.config.getoption("--golden"):
+        page.write_text(wanted)
+    assert page.read_text() == wanted, "run pytest --golden tests/test_layout.py"
+
+
+def test_the_page_quotes_the_files_that_it_leads_to():
+    """A newcomer's questions: each row has a file, and what its first line says."""
+    rows = re.findall(r"^\| .*? \| \[.*?\]\(\.\./(.*?)\) \| (.*?) \|$", (ROOT / "docs/inside.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 10
+    for file, quoted in rows:
+        if file.endswith(".py"):
+            assert (ROOT / file).read_text().startswith(f'"""{quoted}'), file
+
+
 def test_the_public_face_imports_torch_only_when_asked():
     assert list(imported("__init__")) == []
 
@@ -146,7 +178,7 @@ def test_every_file_says_what_it_is_for():
     assert [name for name, tree in FILES.items() if not ast.get_docstring(tree)] == []
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md", ROOT / "SECURITY.md"]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md", ROOT / "SECURITY.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,0 +1,47 @@
+"""Artifacts and import paths of earlier versions load for ever: tests/data has what version 0.1.0 wrote, format 1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fxplug
+from fxplug.artifacts.module_json import block_classes
+from fxplug.spec.import_path import import_target, present
+
+KEPT = Path(__file__).parent / "data/kept"
+BLOCKS = (KEPT / "blocks.txt").read_text().split()
+
+
+@pytest.mark.parametrize("name", ["methods", "slots", "step_cache"])
+def test_an_artifact_of_format_1_gives_what_it_gave(name):
+    """`methods` has a block of each way to change a layer, `slots` a bank of adapters, `step_cache` marks."""
+    module, call = fxplug.load(KEPT / name), load_file(KEPT / f"{name}.safetensors")
+    torch.testing.assert_close(module.eval()(call["x"]), call["out"], rtol=1e-5, atol=1e-6)
+    base = {name for name, _ in module.named_parameters() if name.startswith("blocks.0.attn.qkv")}
+    assert base == {"blocks.0.attn.qkv.weight", "blocks.0.attn.qkv.bias"}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("parallel", "Attention"), ("tensor", "Sum")])
+def test_a_parallel_artifact_of_format_1(name, kind):
+    module = fxplug.load(KEPT / name)
+    assert kind in {type(block).__name__ for block in module.modules()}
+
+
+@pytest.mark.parametrize("path", BLOCKS)
+def test_a_block_has_its_old_import_path_for_ever(path):
+    assert block_classes()[present(path)].__qualname__ == path.partition(":")[2]
+    assert present(present(path)) == present(path)
+
+
+def test_what_is_saved_again_has_the_import_paths_of_today(tmp_path):
+    fxplug.save(fxplug.load(KEPT / "methods"), tmp_path / "again")
+    text = (tmp_path / "again/graph.json").read_text()
+    assert "fxplug.blocks:Loha" in text and not [path for path in BLOCKS if present(path) != path and f'"{path}"' in text]
+
+
+def test_a_pass_may_name_a_block_by_an_old_path():
+    assert import_target("fxplug.weights:Loha") is import_target("fxplug.blocks:Loha")

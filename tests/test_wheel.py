@@ -1,0 +1,74 @@
+"""A wheel in an empty environment: what is not installed with it, such as what only tests need, is missed by nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+
+
+def needed(name: str, extras: frozenset[str] = frozenset()) -> set[str]:
+    """An installed distribution, and all that it says it needs."""
+    found: set[tuple[str, frozenset[str]]] = set()
+    todo = [(name, extras)]
+    while todo:
+        name, extras = todo.pop()
+        if (name, extras) in found:
+            continue
+        found.add((name, extras))
+        for text in importlib.metadata.requires(name) or []:
+            wanted = Requirement(text)
+            if wanted.marker is None or any(wanted.marker.evaluate({"extra": extra}) for extra in (extras or {""})):
+                todo.append((wanted.name, frozenset(wanted.extras)))
+    return {name for name, _ in found}
+
+
+RUN = """
+import importlib.util, torch, fxplug
+assert [importlib.util.find_spec(name) for name in ("pytest", "peft", "lycoris", "sklearn")] == [None] * 4
+result = fxplug.rewrite("config.yaml")
+gm = fxplug.trace(torch.nn.Sequential(torch.nn.Linear(4, 4)).eval(), torch.ones(1, 4))
+new = fxplug.apply(gm, fxplug.load_pass("lora", at="0", rank=2))
+fxplug.verify(gm, new, torch.ones(1, 4))
+fxplug.save(new, "out")
+assert torch.equal(fxplug.load("out")(torch.ones(1, 4)), gm(torch.ones(1, 4)))
+print(len(result.sites), fxplug.__version__)
+"""
+
+
+@pytest.mark.slow
+def test_a_wheel_runs_without_what_tests_need(tmp_path):
+    def run(*command, **options):
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    source = tmp_path / "source"  # built elsewhere: setuptools leaves folders beside what it builds
+    source.mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "fxplug", "passes", "configs"):
+        run("cp", "-r", ROOT / name, source)
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, source)
+    (wheel,) = tmp_path.glob("fxplug-*.whl")
+    venv.create(tmp_path / "empty", symlinks=True)
+    python = tmp_path / "empty/bin/python"
+    (packages,) = (tmp_path / "empty/lib").glob("python*/site-packages")
+    for name in needed("fxplug") - {"fxplug"}:
+        for file in importlib.metadata.files(name) or []:
+            top, here = file.parts[0], Path(str(file.locate()))
+            there = packages / top
+            if top != ".." and top != "__pycache__" and not there.exists():
+                there.symlink_to(here.parents[len(file.parts) - 2] if len(file.parts) > 1 else here)
+    run(sys.executable, "-m", "pip", "-q", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "config.yaml").write_text("model: test_vit\npasses:\n  - lora: {at: blocks.*.attn.qkv, rank: 2}\n")
+    sites, version = run(python, "-W", "ignore", "-c", RUN, cwd=elsewhere).split()
+    assert int(sites) > 0 and version == importlib.metadata.version("fxplug")
+    assert "lora" in run(tmp_path / "empty/bin/fxplug", "passes", cwd=elsewhere)
