@@ -178,7 +178,7 @@ def test_every_file_says_what_it_is_for():
     assert [name for name, tree in FILES.items() if not ast.get_docstring(tree)] == []
 
 
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md", ROOT / "SECURITY.md"]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
