@@ -18,7 +18,7 @@ from ...errors import SpecError
 from ...ir.traced_module import Graph, TracedModule
 from . import forms, kernels, operators
 from .forms import Case
-from .fused import check_traced, layers
+from .layers import check_traced, layers
 
 FASTER = 0.97  # a form is taken whose median is below this, and three quarters of whose turns are below 1
 LEAST = 2e-3  # seconds that one turn of a form takes at least

@@ -19,7 +19,7 @@ from ...ir.subgraphs import SWITCHES, aliases, written
 from ...ir.traced_module import Container, Graph, TracedModule, copy_graph, shell
 from ...spec.addresses import identifier
 from . import operators
-from .fused import check_traced, inside
+from .layers import called, check_traced, inside, is_watched
 
 HOME = "packed"  # where the packed weights lie in the module tree
 ALIGNED = 8  # rows of a packed weight: a multiple, so that what is read in part lies on 16 bytes in half precision too
@@ -158,7 +158,7 @@ def groups(graph: fx.Graph, tree: nn.Module, across: bool = False) -> Iterator[G
 
 def _member(node: fx.Node, tree: nn.Module, tensors: dict[str, Tensor]) -> Member | None:
     """The linear layer that a node calls, with the updates behind it."""
-    if (layer := _called(tree, node, nn.Linear)) is not None and len(node.args) == 1 and not node.kwargs:
+    if (layer := called(tree, node, (nn.Linear,))) is not None and len(node.args) == 1 and not node.kwargs:
         weight, bias = f"{node.target}.weight", None if layer.bias is None else f"{node.target}.bias"
     elif node.op == "call_function" and node.target is F.linear:
         given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
@@ -179,7 +179,7 @@ def _member(node: fx.Node, tree: nn.Module, tensors: dict[str, Tensor]) -> Membe
     last = node
     while len(last.users) == 1:
         user = next(iter(last.users))
-        lora = _called(tree, user, Lora, Joined)
+        lora = called(tree, user, (Lora, Joined))
         if lora is None or lora.kind != "Linear" or lora.bias or lora.dropout or user.kwargs or not 2 <= len(user.args) <= 3:
             break
         down = tensors.get(f"{user.target}.down.weight")
@@ -187,7 +187,7 @@ def _member(node: fx.Node, tree: nn.Module, tensors: dict[str, Tensor]) -> Membe
             break
         if down.dtype != first.dtype or down.device != first.device or lora.up.weight.dtype != first.dtype:
             break
-        if any(any(_hooks(part)) for part in lora.modules()):
+        if any(is_watched(part) for part in lora.modules()):
             break
         member.updates.append(user)
         member.ranks.append(down.shape[0])
@@ -225,16 +225,6 @@ def _weighted(node: fx.Node, tree: nn.Module) -> bool:
     if node.op == "call_module":
         return any(isinstance(m, WEIGHTED) for m in tree.get_submodule(str(node.target)).modules())
     return node.target in WEIGHTED_FUNCTIONS
-
-
-def _called(tree: nn.Module, node: fx.Node, *kinds: type[nn.Module]) -> Any:
-    """The module that a node calls, if it is of one of these very classes and has no hooks."""
-    module = tree.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return module if module is not None and type(module) in kinds and not any(_hooks(module)) else None
-
-
-def _hooks(module: nn.Module) -> tuple[Any, ...]:
-    return (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
 
 
 def _root(value: fx.Node, tree: nn.Module) -> fx.Node:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...ir.traced_module import Graph, TracedModule
-from ..linear.fused import WEIGHTS, Layer, check_traced, layers, lowered, remerge_linear, replace, uniform
+from ..linear.fused import remerge_linear
+from ..linear.layers import WEIGHTS, Layer, check_traced, layers, lowered, replace, uniform
 from ..linear.operators import pays, remerged, spread, trains
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
