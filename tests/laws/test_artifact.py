@@ -497,7 +497,7 @@ print(*os.listdir(folder.parent))
 
 
 def test_a_kill_leaves_a_whole_artifact(tmp_path: Path) -> None:
-    paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+    paths = [str(Path(__file__).parents[n]) for n in range(3)]
     command = [sys.executable, "-c", KILLS, str(tmp_path / "out"), *paths]
     done = subprocess.run(command, capture_output=True, text=True)
     *found, last = done.stdout.splitlines()
@@ -614,7 +614,7 @@ for _ in range(12):
 
 
 def test_a_kill_while_files_are_linked_leaves_a_whole_artifact(tmp_path: Path) -> None:
-    paths = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
+    paths = [str(Path(__file__).parents[n]) for n in range(3)]
     done = subprocess.run([sys.executable, "-c", SWITCHES, str(tmp_path / "out"), *paths], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.split() == ["True"] * 12, done.stderr
 

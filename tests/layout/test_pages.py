@@ -10,7 +10,7 @@ from fxplug.pages import COMMON, page
 from fxplug.spec.pass_file import open_pass
 from fxplug.spec.shipped import shipped
 
-PAGES = Path(__file__).parent.parent / "examples" / "passes"
+PAGES = Path(__file__).parents[2] / "examples" / "passes"
 
 
 @pytest.mark.parametrize("name", shipped("passes"))

@@ -7,7 +7,7 @@ import pytest
 from exact import check
 from zoo import cases
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import exactness  # noqa: E402
 
 # inputs that the model takes and the graph turns away with a GuardError, because the model's own Python decides on them

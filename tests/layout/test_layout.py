@@ -15,7 +15,7 @@ import pytest
 from fxplug.spec.pass_file import open_pass
 from fxplug.spec.shipped import folder, shipped
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fxplug"
 PATHS = {".".join(f.relative_to(PACKAGE).with_suffix("").parts): f for f in sorted(PACKAGE.rglob("*.py"))}
 FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
@@ -95,7 +95,7 @@ def test_the_picture_of_the_layers_is_that_of_the_code(request):
     wanted = f"{before}<!-- layers -->\n{picture()}<!-- /layers -->\n{after}"
     if request.config.getoption("--golden"):
         page.write_text(wanted)
-    assert page.read_text() == wanted, "run pytest --golden tests/test_layout.py"
+    assert page.read_text() == wanted, "run pytest --golden tests/layout/test_layout.py"
 
 
 def test_the_page_quotes_the_files_that_it_leads_to():

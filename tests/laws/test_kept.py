@@ -12,7 +12,7 @@ import fxplug
 from fxplug.artifacts.module_json import block_classes
 from fxplug.spec.import_path import import_target, present
 
-KEPT = Path(__file__).parent / "data/kept"
+KEPT = Path(__file__).parents[1] / "data/kept"
 BLOCKS = (KEPT / "blocks.txt").read_text().split()
 
 
