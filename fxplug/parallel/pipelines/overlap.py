@@ -90,6 +90,10 @@ class Overlapping(PipeFusion):
     # --- a call whose result is promised
 
     def promised(self, run: Run, inputs: list[Any]) -> Any:
+        """A call whose result is promised.
+
+        The last stage runs what it promised before and hands on the patches of these inputs; the others run this call's.
+        """
         leaves, tree = pytree.tree_flatten(inputs)
         laters = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Later)}
         for i, later in laters.items():
@@ -132,6 +136,7 @@ class Overlapping(PipeFusion):
         return self.of(known, results)
 
     def read(self, stage: int) -> set[int]:
+        """The positions of the arguments whose values a stage reads, for the last one those of the tail too."""
         last = len(self.plan.stages) - 1
         return self.plan.stages[stage].reads | (self.plan.reads if stage == last else set())
 
@@ -176,6 +181,7 @@ class Overlapping(PipeFusion):
             self.promise = None
 
     def finish(self) -> None:
+        """Run what is left of the call that was promised."""
         if self.promise is not None:
             for patch in range(self.patches):
                 self.fulfil(patch)

@@ -169,6 +169,7 @@ class Patcher(Writer):
                 self.kept.append(Kept(node, given[0], given[1], 0, 0, ()))
 
     def input(self, name: str) -> fx.Node:
+        """A new input of the graph, before all nodes."""
         with self.graph.inserting_after(head(self.graph)):
             return self.graph.placeholder(f"pipefusion_{name}")
 

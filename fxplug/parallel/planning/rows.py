@@ -154,6 +154,7 @@ class Spatial(Planner):
         return None if out is None else Near(split[0], place, reach, Place(dim, out))
 
     def reach(self, node: fx.Node, index: int) -> tuple[Reach, int, int] | None:
+        """What a node reads of one input, the dimension of rows in its result, and how many there are; None for all of it."""
         probe = Probe(self.tries, node, self.values, index)
         found = reach_of(probe)
         if found is None:
