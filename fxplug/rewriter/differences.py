@@ -105,6 +105,7 @@ class Watch(Probe):
         self.louder: set[fx.Node] = set()
 
     def inserted(self, node: fx.Node) -> bool:
+        """Whether a node calls something and the model has none of its name."""
         return node.op.startswith("call") and node.name not in self.before
 
     def run_node(self, n: fx.Node) -> Any:

@@ -43,6 +43,7 @@ class Probe(fx.Interpreter):
         return _plain(args[0])  # as the generated code has it
 
     def go(self) -> Any:
+        """Run the graph on its inputs; gives its result."""
         return self.run(initial_env=dict(self.inputs), enable_io_processing=False)
 
 
@@ -84,6 +85,7 @@ def empty(tensor: torch.Tensor, device: str | None = None) -> torch.Tensor:
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same geometry on the meta device."""
     return empty(tensor, "meta")
 
 
