@@ -179,8 +179,10 @@ class Stepped(nn.Module):
 
 @eager
 def shapes_of(*call: Any) -> tuple[Any, ...]:
+    """Shape, dtype and device of every tensor in a call."""
     return tuple((x.shape, x.dtype, x.device) for x in leaves(call) if isinstance(x, Tensor))
 
 
 def device_of(*values: Any) -> torch.device | None:
+    """The device of the first tensor in these values, None where there is none."""
     return next((x.device for x in leaves(values) if isinstance(x, Tensor)), None)
