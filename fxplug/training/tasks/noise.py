@@ -69,6 +69,7 @@ class Noise(ABC):
         return x
 
     def scaled(self, time: Tensor) -> Tensor:
+        """A scheduler's times as the model is given them: here as they are."""
         return time
 
     @staticmethod
@@ -150,9 +151,11 @@ class Flow(Noise):
         return self.scaled(self.times.to(index.device)[index])
 
     def scaled(self, time: Tensor) -> Tensor:
+        """A scheduler's times multiplied by `time_scale`."""
         return time * self.time_scale
 
     def sigma(self, index: Tensor, like: Tensor) -> Tensor:
+        """The share of noise at the steps `index` int64 [b], in the dtype of `like` [b, ...] and shaped to multiply it."""
         return self.sigmas.to(index.device, like.dtype)[index].reshape(-1, *[1] * (like.dim() - 1))
 
     def noisy(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
