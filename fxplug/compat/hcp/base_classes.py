@@ -230,6 +230,7 @@ class PatchPluginContainer(nn.Module):
         self.plugin_names.append(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The plugins' `pre_forward` one after the other, the module, and their `post_forward`."""
         for _, plugin in self:
             args, kwargs = plugin.pre_forward(*args, **kwargs)
         output = self._host(*args, **kwargs)
