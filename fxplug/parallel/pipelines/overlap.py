@@ -45,6 +45,7 @@ class Overlapping(PipeFusion):
     promise: _Promise | None = None
 
     def forget(self) -> None:
+        """Run what was promised, and drop what is kept of an image's calls."""
         self.finish()  # nobody may have asked for the last result: what was sent is taken
         super().forget()
         self.known: dict[int, _Known] = {}  # by the run's identity
@@ -53,6 +54,10 @@ class Overlapping(PipeFusion):
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The next step of an image; its result is promised in a step that goes by patches.
+
+        Raises GuardError for a call that the model does not take, and SpecError where a step in between needed a whole.
+        """
         if self.links is None:
             return super().forward(*args, **kwargs)
         inputs = self.bound(args, kwargs)

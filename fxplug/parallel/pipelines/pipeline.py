@@ -89,6 +89,7 @@ class PipeFusion(nn.Module):
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The next step of an image, for the arguments that the model takes. Raises GuardError for others."""
         inputs = self.bound(args, kwargs)
         run = self.begin(inputs)
         return self.step(run, inputs, self.in_one_piece(run))
@@ -141,7 +142,7 @@ class PipeFusion(nn.Module):
         return self.end(run, inputs, values, entire)
 
     def early(self, number: int, run: Run, inputs: list[Any]) -> Any:
-        """What a stage computes once a step, for all its patches."""
+        """What a stage computes that is the same for all patches."""
         stage = self.plan.stages[number]
         return stage.early(*inputs, *(run.fixed[name] for name in stage.fixed_used))
 
@@ -265,6 +266,7 @@ class PipeFusion(nn.Module):
         return getattr(self.module, name)
 
     def train(self, mode: bool = True) -> PipeFusion:
+        """As torch's for `mode` False. Raises SpecError for True: there are no gradients."""
         if mode:
             raise SpecError("PipeFusion computes no gradients: train the module that it was made of")
         return super().train(False)
