@@ -99,6 +99,7 @@ class Stepped(nn.Module):
 
     @between
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """One step, for what the module takes."""
         if self._before is not None:
             self._before(self.module, args, kwargs)
             self._before = None
@@ -165,6 +166,7 @@ class Stepped(nn.Module):
         return self.module[key]  # type: ignore[no-any-return]
 
     def train(self, mode: bool = True) -> Self:
+        """Put the module and all parts into a mode."""
         self.training = mode
         self.module.train(mode)
         for part in self._parts.values():
