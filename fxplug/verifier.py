@@ -49,6 +49,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
+        """Whether no check failed."""
         return not any(c.status == "failed" for c in self.checks)
 
     def __str__(self) -> str:

@@ -62,6 +62,7 @@ def load(file: Path, limits: Limits) -> tuple[dict[str, Any], Mapping[str, Any]]
 
 
 def object_of(value: Any, where: str) -> dict[str, Any]:
+    """A JSON object as it is. Raises ArtifactError for another value; `where` says what it was read from."""
     if not isinstance(value, dict):
         raise ArtifactError(f"{where} is no JSON object")
     return value

@@ -134,5 +134,6 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def recovered(target: Path) -> Path:
+    """The folder to read: the target, or the old one where a save ended while neither was in its place."""
     old = _old(target.absolute())
     return old if not target.exists() and old.is_dir() else target

@@ -32,6 +32,7 @@ class Snapshot:
 
     @property
     def weights(self) -> list[str]:
+        """The names of its safetensors files."""
         return [name for name in self.files if name.endswith(".safetensors")]
 
     def json(self, name: str) -> dict[str, Any]:

@@ -75,6 +75,7 @@ class Gate(Block):
 
     @classmethod
     def at(cls, site: Site, timesteps: float = 1000) -> Gate:
+        """A gate for any site. Raises SpecError unless `timesteps` is a number above zero."""
         return cls(timesteps)
 
     def forward(self, timestep: Tensor, strength: Tensor, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,6 +29,7 @@ class Replace(Block):
 
     @classmethod
     def at(cls, site: Site, to: str, options: Mapping[str, Any] | None = None) -> Replace:
+        """Raises SpecError for a class that torch.nn has not, an option it does not take, and one it needs and has not got."""
         kind = torch_class(to)
         given = dict(options or {})
         known = [n for n in inspect.signature(kind.__init__).parameters if n not in ("self", "device", "dtype")]

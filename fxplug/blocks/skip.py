@@ -32,6 +32,7 @@ class Skip(Block):
 
     @classmethod
     def at(cls, site: Site, dim: int | None = None) -> Skip:
+        """A skip along `dim`, by default the value's channels. Raises SpecError where other dimensions differ."""
         value, source = site.args
         features, dim = width(site, value, dim)
         rest = [[n for i, n in enumerate(v.shape) if i != dim % max(len(v.shape), 1)] for v in (value, source)]

@@ -35,6 +35,7 @@ class Join(Mark):
 
     @classmethod
     def at(cls, site: Site, branch: int = 0) -> Join:
+        """A mark for any site. Raises SpecError for a branch that is no whole number, 0 or more."""
         return cls(branch)
 
     def forward(self, y: Tensor) -> Tensor:

@@ -118,6 +118,7 @@ class Unmerge(Block):
 
     @classmethod
     def at(cls, site: Site) -> Unmerge:
+        """One for any site: it has no options."""
         return cls()
 
     def forward(self, y: Tensor, place: Tensor) -> Tensor:

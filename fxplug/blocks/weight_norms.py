@@ -94,6 +94,7 @@ class SpectralNorm(Block):
         return block
 
     def matrix(self, value: Tensor) -> Tensor:
+        """The parameter as a matrix: dimension `dim` by all the others."""
         return value.movedim(self.dim, 0).flatten(1)
 
     def forward(self, value: Tensor) -> Tensor:

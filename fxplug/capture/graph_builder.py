@@ -183,6 +183,7 @@ class Nodes(TorchFunctionMode, Recorder):
     # --- nodes and values
 
     def node(self, op: str, target: Any, args: Any, kwargs: Any, name: str, effect: bool = False) -> fx.Node:
+        """A new node at the end, in the region that runs; with `effect` it is no dead code though nothing reads it."""
         if target is operator.pow and not isinstance(args[0], fx.Node):
             target = pow  # FX writes `-1 ** x`, which is -(1 ** x)
         node = self.graph.create_node(op, target, args, kwargs, name=name)
@@ -194,9 +195,11 @@ class Nodes(TorchFunctionMode, Recorder):
         return node
 
     def named(self, short: str) -> str:
+        """A name for a node: this one behind the path of the region that runs."""
         return f"{self.frame.flat}_{short}" if self.frame.flat else identifier(short)
 
     def mark(self, tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
+        """Tie a tensor to the node that computes it, which learns its shape and dtype; gives the tensor."""
         node.meta.update(shape=tuple(tensor.shape), dtype=tensor.dtype)
         if node.op != "call_module" and not self.views.isdisjoint(node.all_input_nodes):
             self.views.add(node)
@@ -250,6 +253,7 @@ class Nodes(TorchFunctionMode, Recorder):
         return name
 
     def attribute_name(self, tensor: torch.Tensor) -> str | None:
+        """The path of the attribute in which a module that runs holds this tensor, the innermost first; else None."""
         for module in reversed(self.modules):
             path = self.paths.get(id(module))
             for key, value in vars(module).items():
@@ -301,6 +305,7 @@ class Nodes(TorchFunctionMode, Recorder):
         return dtype
 
     def dynamic_device(self, device: torch.device) -> Any:
+        """A node that asks a tensor for its device in the stead of one of the model's kind; another device as it is."""
         # a graph that is traced here must run wherever its inputs are moved later
         if device.type != self.device.type or self.first_tensor is None:
             return device
@@ -393,6 +398,7 @@ class Nodes(TorchFunctionMode, Recorder):
     # --- words for messages
 
     def region(self) -> str:
+        """The region that runs, as messages name it."""
         return f"'{self.frame.key}'" if self.frame.key else type(self.model).__name__
 
     def place(self, error: BaseException | None = None) -> str:
@@ -401,11 +407,13 @@ class Nodes(TorchFunctionMode, Recorder):
         return f"the result of {self.region()}" if where == "?" else f"{self.region()} ({where}: {line})"
 
     def way_out(self) -> str:
+        """What messages advise in the region that runs: which module to keep whole."""
         if not self.frame.key:
             return "move it into a submodule and keep that whole: leaf: [its path]"
         return f"keep that module whole: leaf: [{self.frame.key.partition('@')[0]}]"
 
     def needs_values(self, error: BaseException | None = None) -> str:
+        """The message about a value that is read out of fake data: where that is, and what to do."""
         where, line = source_line(error)
         return (
             f"{self.region()} reads a value out of its data ({where}: {line}), which fake tensors do not have; "

@@ -47,6 +47,7 @@ class Number:
         self.node = _Bridge(self)
 
     def plain(self) -> Any:
+        """The plain value; while the recording goes on it is asked of `Recorder.decide`."""
         return self.recorder.decide(self) if self.recorder.active else self.value
 
     def __bool__(self) -> bool:

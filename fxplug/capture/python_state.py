@@ -158,45 +158,55 @@ class State:
             self.todo.append((value, link))
 
     def walk_all(self, members: Iterable[tuple[Any, Any]], link: Link) -> None:
+        """Look into members, later: those that can change and were not seen."""
         for key, member in members:
             if _way(type(member)) is not None and id(member) not in self.seen:  # type: ignore[arg-type]
                 self.todo.append((member, (link, key)))
 
     def walk_kind(self, value: Any, link: Link) -> None:
+        """Note what a value of a known kind holds, and look into it where it is a container."""
         held = self.note(value, kind_of(value), link)
         if isinstance(value, CONTAINERS):
             self.walk_all(list(held.items()) if isinstance(value, dict) else enumerate(held), link)
 
     def walk_tuple(self, value: tuple[Any, ...], link: Link) -> None:
+        """Look into the members of a tuple."""
         self.seen.add(id(value))
         self.walk_all(enumerate(value), link)
 
     def walk_method(self, value: MethodType, link: Link) -> None:
+        """Look into the object that a method is bound to."""
         self.walk(value.__self__, link)
 
     def walk_partial(self, value: functools.partial[Any], link: Link) -> None:
+        """Look into the function of a partial and into what it is given."""
         self.seen.add(id(value))
         self.walk_all(((None, member) for member in (value.func, value.args, value.keywords)), link)
 
     def walk_type(self, value: type, link: Link) -> None:
+        """Note a class."""
         self.walk_class(value)
 
     def walk_cache(self, value: Any, link: Link) -> None:
+        """Keep a function that caches its results, unless it is foreign, and look into what it wraps."""
         if not foreign(value.__module__):
             self.seen.add(id(value))
             (self.caches if value.__module__ in self.files else self.near).append(value)
             self.walk(value.__wrapped__, link)
 
     def walk_graph(self, value: fx.GraphModule, link: Link) -> None:
+        """Note a GraphModule where it is one of the modules."""
         # one that lies about, such as this model's of an earlier trace, no code of the model changes
         if id(value) in self.modules:
             self.walk_object(value, link)
 
     def walk_other(self, value: Any, link: Link) -> None:
+        """Note an object, unless it is one of the modules, which are noted anyway."""
         if id(value) not in self.modules:
             self.walk_object(value, link)
 
     def walk_closed(self, value: Any, link: Link) -> None:
+        """An object that nobody can look into: from here on the state is opaque, and iterators are kept to be copied."""
         self.opaque = True
         if isinstance(value, ITERATORS):
             with contextlib.suppress(TypeError):  # later Pythons copy fewer of them
@@ -204,6 +214,7 @@ class State:
                 self.iterators[id(value)] = value
 
     def walk_object(self, value: Any, link: Link) -> None:
+        """Note the attributes and slots of an object, its class, and a module's hooks; look into what they hold."""
         if id(value) not in self.seen:
             self.seen.add(id(value))
             self.walk_class(type(value))
@@ -220,12 +231,14 @@ class State:
                 self.walk_all(slots.items(), link)
 
     def walk_hooks(self, tables: dict[str, dict[Any, Any]], link: Link) -> None:
+        """Note tables of hooks, by name, and look into the hooks."""
         self.hooks.append((tables, {key: items(hooks) for key, hooks in tables.items() if hooks}, link))
         if any(tables.values()):
             for key, hooks in tables.items():
                 self.walk_all(list(hooks.items()), (link, key))
 
     def walk_function(self, function: FunctionType, link: Link) -> None:
+        """Note what a function closes over, unless it is foreign; look into that, its attributes and its defaults."""
         if foreign(function.__module__):
             return
         self.seen.add(id(function))
@@ -241,12 +254,14 @@ class State:
                 self.walk(part, link)
 
     def note(self, value: Any, kind: Kind, link: Link) -> Any:
+        """Note what a value of this kind holds, and give that."""
         self.seen.add(id(value))
         held = kind.note(value)
         self.notes.append((value, kind, held, link))
         return held
 
     def hold(self, tensor: torch.Tensor, link: Link) -> None:
+        """Note a tensor and what can change of it without an operation."""
         if id(tensor) in self.tensors:
             return
         with contextlib.suppress(RuntimeError):
@@ -255,6 +270,7 @@ class State:
             self.tensors[id(tensor)] = _Held(tensor, tensor.detach(), version, tensor.requires_grad, grad, link)
 
     def walk_class(self, kind: type) -> None:
+        """Note the attributes of a class and its bases, and look into them; functions that no code names wait."""
         for base in kind.__mro__:
             if id(base) in self.seen or foreign(base.__module__):
                 continue
@@ -330,6 +346,7 @@ class State:
         return [place for place in found if id(place.now()) not in lent] if lent else found
 
     def changed_hooks(self) -> Iterator[tuple[dict[Any, Any], dict[Any, Any], Link, str]]:
+        """Tables whose hooks are others now: the table, what it held, its link and its name."""
         for tables, before, link in self.hooks:
             if before or any(tables.values()):
                 for key, hooks in tables.items():

@@ -109,6 +109,7 @@ class Recording(Nodes):
             raise TraceError(f"{self.place()}: makes text of a tensor's values, which a graph cannot follow; {self.way_out()}")
 
     def attribute(self, func: Any, tensor: torch.Tensor, *rest: Any) -> Any:
+        """What reading an attribute of a tensor gives. Raises TraceError where a graph cannot say it, as for setting one."""
         name = func.__self__.__name__
         if func.__name__ != "__get__":
             raise TraceError(f"{self.place()}: sets '{name}' of a tensor, which a graph cannot say; {self.way_out()}")
@@ -292,6 +293,7 @@ class Recording(Nodes):
             func(tensor, *rest, **kwargs)
 
     def traced(self, value: Any) -> bool:
+        """Whether a value is a tensor or a recorded number, or holds one."""
         if isinstance(value, (Number, torch.Tensor)):
             return True
         members = children(value)
@@ -346,6 +348,7 @@ class Recording(Nodes):
     # --- sizes and values
 
     def shape(self, tensor: torch.Tensor) -> torch.Size:
+        """The shape of a tensor in recorded numbers, that of a weight in plain ones."""
         node = self.recorded(tensor)
         if node is None:
             return tensor.shape  # a weight has the size it has
@@ -358,6 +361,7 @@ class Recording(Nodes):
         return self.memo((node, method, dim), "call_method", method, args, value, name)
 
     def size(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What a method such as `size`, `stride` or `numel` gives, in recorded numbers unless the tensor is a weight."""
         tensor = args[0]
         with torch._C.DisableTorchFunction():
             plain, _ = self.lower(args[1:])
@@ -375,6 +379,7 @@ class Recording(Nodes):
         return self.size_of(node, "numel" if name == "nelement" else name, out)
 
     def memo(self, key: Any, op: str, target: Any, args: Any, value: Any, name: str) -> Any:
+        """A number whose node is made once for all that ask with the same key."""
         if key not in self.numbers:
             self.numbers[key] = self.node(op, target, args, {}, name)
         return self.held(self.numbers[key], value)
@@ -487,5 +492,6 @@ class Recording(Nodes):
         functions.computed_by(node, look)
 
     def refuse_way(self, does: str, more: str = "") -> None:
+        """Raises TraceError: what the model `does` here goes one way or another."""
         where, line = source_line()
         raise TraceError(f"{self.region()} {does} ({where}: {line}), and a graph has one way only; {self.way_out()}{more}")

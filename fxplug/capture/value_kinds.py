@@ -39,10 +39,12 @@ def items(value: Any) -> dict[Any, Any]:
 
 
 def identical_items(a: Any, b: Any) -> bool:
+    """Whether two dicts hold the same objects under the same ones, in the same order."""
     return len(a) == len(b) and all(map(operator.is_, a, b)) and all(map(operator.is_, a.values(), b.values()))
 
 
 def put_items(value: Any, members: Any) -> None:
+    """Make a dict hold these members and no others, whatever its class allows."""
     base = _base(value)
     base.clear(value)
     for key, member in members.items():
@@ -66,6 +68,7 @@ def _fill(cell: CellType, contents: list[Any]) -> None:
 
 
 def contents(cell: CellType) -> list[Any]:
+    """What a closure's cell holds, as a list; an empty one where nothing was put in yet."""
     try:
         return [cell.cell_contents]
     except ValueError:  # still empty

@@ -48,6 +48,7 @@ class Verbs(TyperGroup):
 
 
 def message(error: BaseException) -> str:
+    """The text for stderr about an error: what it says and its notes; of one that is not ours, its class too."""
     notes = "".join(f"  {note}\n" for note in getattr(error, "__notes__", []))
     if isinstance(error, FxplugError):
         return f"{error}\n{printable(notes)}"
@@ -62,6 +63,7 @@ def _set_debug(ctx: typer.Context, value: bool) -> bool:
 
 
 def print_version(value: bool) -> None:
+    """For --version: print it and end the command. Raises typer.Exit."""
     if value:
         print(__version__)
         raise typer.Exit
@@ -90,6 +92,7 @@ def read_config(config: str, set: list[str] | None) -> Config:
 
 
 def rewritten(config: str, set: list[str] | None, **how: Any) -> Result:
+    """The result of a configuration's rewrite, with progress shown; `set` holds changes such as `passes.0.lora.rank=8`."""
     found = read_config(config, set)
     from ..flow import rewrite
 
@@ -97,6 +100,7 @@ def rewritten(config: str, set: list[str] | None, **how: Any) -> Result:
 
 
 def load_saved(folder: str, set: list[str] | None, allow: list[str] | None, device: str | None = None) -> TracedModule:
+    """The module in the folder of a saved rewrite. Raises typer.BadParameter where `set` changes something."""
     if set:
         raise typer.BadParameter("--set changes a configuration, and this is the folder of a saved rewrite")
     from ..artifacts.artifact import load
@@ -105,6 +109,7 @@ def load_saved(folder: str, set: list[str] | None, allow: list[str] | None, devi
 
 
 def parameters(result: Result) -> str:
+    """How many numbers the module of a result has, and how many each pass added, as text."""
     from ..ir.text import parameters as counted
 
     return counted(result.module)

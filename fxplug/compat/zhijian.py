@@ -63,6 +63,7 @@ class AddinBase(nn.Module):
         return output + self.inputs_cache
 
     def get_log_str(self) -> str:
+        """What an add-in says of itself in a log: here nothing."""
         return ""
 
 
@@ -131,6 +132,7 @@ class Addin(Block):
 
     @property
     def called(self) -> str:
+        """Class and method, as messages name them."""
         return f"{type(self.addin).__name__}.{self.method}"
 
     def inputs(self, result: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -144,6 +146,7 @@ class Addin(Block):
         return tuple(new)
 
     def outputs(self, result: Any, outputs: Any) -> Any:
+        """The module's result, the method's in its place. Raises SpecError for one of another structure."""
         if not self.takes_outputs and isinstance(result, (tuple, list)) and len(result) == 1:
             result = result[0]
         if _structure(result) != _structure(outputs):

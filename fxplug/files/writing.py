@@ -43,6 +43,7 @@ class Sink(io.RawIOBase):
         return 0
 
     def write(self, data: Any, /) -> int:
+        """Hand bytes on, none after the first error; gives how many were given."""
         if self.error is None:
             try:
                 self._file.write(data)

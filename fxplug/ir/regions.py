@@ -34,6 +34,7 @@ class Region:
 
     @property
     def path(self) -> str:
+        """The path of its module: the key without the number of the call."""
         return self.key.partition("@")[0]
 
 
@@ -76,6 +77,7 @@ class Regions:
                 region.nodes.append(node)
 
     def region(self, key: str) -> Region:
+        """The region of a key, made where there is none yet."""
         if key not in self.by_key:
             self.by_key[key] = Region(key)
         return self.by_key[key]
@@ -202,6 +204,7 @@ def find_input(regions: Regions, region: Region, port: Port) -> tuple[Port, int,
 
 
 def find_output(regions: Regions, region: Region, port: Port) -> fx.Node:
+    """The node of a region's result at this port. Raises MatchError where there is none, with those that there are."""
     ports = regions.out_ports(region)
     if not ports:
         raise MatchError(f"'{region.key or 'the model'}' returns no tensor, so it has no '{port}'")
@@ -220,6 +223,7 @@ def _is(wanted: tuple[int | str, ...], keys: tuple[int | str, ...], index: int |
 
 
 def input_value(found: tuple[Port, int, fx.Node], region: Region) -> fx.Node:
+    """The value at one of a region's inputs: what a leaf is given, else the edge itself."""
     port, index, node = found
     if region.leaf is None:
         return node
@@ -296,6 +300,7 @@ def nest(rows: Sequence[tuple[tuple[int | str, ...], Any]]) -> Any:
 
 
 def no_region(regions: Regions, path: str) -> str:
+    """Why there is no region at a path: replaced, never called, or no such path, with the nearest."""
     modules = dict(regions.root.named_modules(remove_duplicate=False))
     if path in modules and not regions.inserted(path):
         for place, (name, _) in regions.replaced.items():

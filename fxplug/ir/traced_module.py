@@ -42,6 +42,7 @@ class Graph(fx.Graph):
     """An FX graph whose generated code leaves out the edges of regions and writes `self.blocks[0]`, not `getattr`."""
 
     def python_code(self, root_module: str, **options: Any) -> Any:
+        """The code of the graph without the edges of regions, with `self.blocks[0]` for a path."""
         code = fx.Graph.python_code(without_edges(self), root_module, **options)
         before = None
         while before != code.src:
@@ -129,6 +130,7 @@ class Container(nn.Module):
         return self.classes[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises NotImplementedError: the code is in the graph of the traced model."""
         raise NotImplementedError(f"the code of this {self.classes[0]} is in the graph of the traced model; call the model")
 
 
@@ -301,6 +303,7 @@ class TracedModule(fx.GraphModule):
         return one if self._twin is None else {**one, not self._graph_mode: self._twin}
 
     def recompile(self) -> Any:
+        """Write the code of the graph anew; with a graph for each mode `forward` takes that of the mode it is in."""
         code = super().recompile()
         self.__dict__.setdefault("_codes", {})[self.__dict__.get("_graph_mode")] = self._code
         cls = type(self)
@@ -319,6 +322,7 @@ class TracedModule(fx.GraphModule):
         return code
 
     def train(self, mode: bool = True) -> TracedModule:
+        """Go into training, or out of it, with the graph of that mode. Raises TraceError where the model has none for it."""
         if self._twin is None and mode != self._graph_mode and self.twin_error:
             raise TraceError(f"this model has no graph for {'training' if mode else 'evaluation'}: {self.twin_error}")
         super().train(mode)
@@ -336,6 +340,7 @@ class TracedModule(fx.GraphModule):
         return self
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, between calls: those that run are waited for."""
         with change(turns_of(self)):
             found = super().load_state_dict(*args, **kwargs)
             self._retie()

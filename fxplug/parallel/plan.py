@@ -50,6 +50,7 @@ class Stage:
 
     @property
     def name(self) -> str:
+        """What the axis is called as a pass, such as `sequence_parallel`."""
         return NAMES[self.axis]
 
 

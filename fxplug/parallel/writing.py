@@ -45,6 +45,7 @@ class Writer:
         self.sites: list[dict[str, Any]] = []
 
     def run(self) -> None:
+        """Write all of the plan into the graph."""
         for node in self.found.walk.graph.nodes:
             if node.op == "output":
                 self.finish(node)
@@ -97,6 +98,7 @@ class Writer:
         return self.marked(node, like or value, kind.__name__)
 
     def marked(self, node: fx.Node, like: fx.Node, block: str) -> fx.Node:
+        """Note on a node that this plan put it in, for which node and as which block; gives it."""
         node.meta["nn_module_stack"] = ROOT
         site = {"site": like.name, "place": "node", "block": block}
         node.meta["pass"] = {"name": self.name, **site, "where": ""}
@@ -147,6 +149,7 @@ class Writer:
     # --- steps
 
     def bear(self, node: fx.Node) -> None:
+        """Split a value where its streams begin."""
         place = self.found.place(node)
         assert place is not None
         twin = self.twin[node.name]
@@ -166,6 +169,7 @@ class Writer:
         return self.axis, place.dim, place.layout.inner, place.layout.outer
 
     def step(self, node: fx.Node, step: Step) -> None:
+        """Write what the plan does at one node."""
         inputs = node.all_input_nodes
         twin = self.twin[node.name]
         table: dict[fx.Node, Any] = {}
@@ -214,6 +218,7 @@ class Writer:
             self.instead(twin, self.call(Split, settings, twin, step.cut.layout.streams, _after(twin), inner=more))
 
     def instead(self, twin: fx.Node, new: fx.Node) -> None:
+        """Let a new node stand for this one from here on."""
         twin.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         self.now[twin] = new
 
@@ -271,6 +276,7 @@ class Writer:
         self.graph.erase_node(twin)
 
     def split(self, one: fx.Node, place: Place, before: fx.Node, reader: fx.Node) -> fx.Node:
+        """The part of a whole value, made once."""
         like = next((n for n in reader.all_input_nodes if (p := self.found.place(n)) and p.layout == place.layout), reader)
         key = ("split", one, place, self.found.inner.get(like))
         if key not in self.made:
@@ -290,6 +296,7 @@ class Writer:
         return self.made[key]
 
     def gather(self, value: Any, node: Any, before: fx.Node, one: fx.Node) -> Any:
+        """The whole of a value: gathered where it is split, nested as it is."""
         if isinstance(value, Leaf):
             if value.place is None:
                 return node
@@ -333,11 +340,13 @@ class Writer:
         return made
 
     def now_whole(self, one: fx.Node, before: fx.Node) -> Any:
+        """The whole of what a node gives, a tensor or a number."""
         if self.found.is_split(one):
             return self.gathered(one, before)
         return self.whole_number(one)
 
     def attention(self, node: fx.Node, twin: fx.Node, table: Mapping[fx.Node, Any]) -> None:
+        """Put attention over all processes' tokens in the place of a node."""
         given = arguments(node)
         query, key = (self.found.place(given[name]) for name in ("query", "key"))
         assert query is not None and key is not None
@@ -358,6 +367,7 @@ class Writer:
         self.graph.erase_node(twin)
 
     def feature_norm(self, node: fx.Node, twin: fx.Node, table: Mapping[fx.Node, Any]) -> None:
+        """Put a norm with the statistics of all processes' features in the place of a node."""
         given, leaf = normed(node), self.found.place(node)
         assert given is not None and leaf is not None
         parts = [self.node(given[key]) for key in ("input", "weight", "bias") if given[key] is not None]
@@ -375,6 +385,7 @@ class Writer:
         self.graph.erase_node(twin)
 
     def finish(self, node: fx.Node) -> None:
+        """Gather what the graph returns."""
         twin = self.twin[node.name]
         table = {}
         for one in node.all_input_nodes:

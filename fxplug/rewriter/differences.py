@@ -87,6 +87,7 @@ class Record(Probe):
         self.into = into
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run a node, and keep a digest of what it gives by its name."""
         out = super().run_node(n)
         if n.op.startswith("call"):
             self.into[n.name] = _digest(out)
@@ -105,9 +106,11 @@ class Watch(Probe):
         self.louder: set[fx.Node] = set()
 
     def inserted(self, node: fx.Node) -> bool:
+        """Whether a node calls something and the model has none of its name."""
         return node.op.startswith("call") and node.name not in self.before
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run a node, and compare what it gives, or what a block did to its inputs, up to the first difference."""
         if self.first is not None or not self.before:
             return super().run_node(n)
         if not self.inserted(n):

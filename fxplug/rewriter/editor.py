@@ -64,6 +64,7 @@ class Editor:
         self.behind: dict[str, fx.Node] = {n.meta["behind"]: n for n in graph.nodes if "behind" in n.meta}
 
     def run(self, sites: list[Site], blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
+        """Put in blocks, by the id of their site, where this graph has the site. Raises MatchError for what flows backward."""
         for site in sites:
             if self.present(site):
                 if site.rule.place == "param":
@@ -149,6 +150,7 @@ class Editor:
         return graft.put(self.of_mode(sub), inputs.arguments), graft.nodes
 
     def of_mode(self, sub: TracedModule) -> fx.Graph:
+        """The graph of a traced block for this mode. Raises _BothModes where the block has more modes than the model."""
         if len(sub.graphs) > self.modes:
             raise _BothModes
         return sub.graphs.get(self.mode) or next(iter(sub.graphs.values()))
@@ -156,6 +158,7 @@ class Editor:
     def node(
         self, op: str, target: Any, args: Any, site: Site, after: fx.Node, name: str | None = None, block: str = ""
     ) -> fx.Node:
+        """A new node behind another, which says which pass put it in."""
         with self.graph.inserting_after(after):
             node = self.graph.create_node(op, target, args, {}, name=name)
         node.meta["nn_module_stack"] = ROOT
@@ -163,6 +166,7 @@ class Editor:
         return node
 
     def made_by(self, site: Site, block: str) -> dict[str, Any]:
+        """What a node says about the pass that put it in."""
         rule = site.rule
         return {
             "name": self.p.name,
@@ -233,6 +237,7 @@ class Editor:
         return [(keys, self.slot(port)) for keys, port in flat_ports(members(self.regions, site.port))]
 
     def slot(self, port: Port) -> Slot:
+        """Where the value at a port is written: all its users, or the one argument or edge that the port is."""
         region = self.regions.by_key[port.path]
         if port.side == "in":
             _, index, reader = find_input(self.regions, region, port)
@@ -276,6 +281,7 @@ class Editor:
         return self.value_at(port, site)
 
     def value_at(self, port: Port, site: Site) -> Any:
+        """The value at a port as it is now: of a parameter, of one port, or of all that a whole one has."""
         if port.side == "param":
             return self.parameter(port)
         if port.whole:
@@ -398,6 +404,7 @@ class Editor:
     def edge(
         self, value: fx.Node, port: Port, index: int, stack: dict[str, Any], before: fx.Node | None = None
     ) -> fx.Node:
+        """A new edge, behind its value or before a node: the port of a region."""
         name = identifier("_".join([port.path, *(["in"] if port.side == "in" else ["out"]), *map(str, port.keys)]))
         with self.graph.inserting_after(value) if before is None else self.graph.inserting_before(before):
             edge = self.graph.create_node("call_function", ops.edge, (value,), {}, name=name)

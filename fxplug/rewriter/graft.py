@@ -137,9 +137,11 @@ class Graft:
         return result
 
     def mapped(self, value: Any) -> Any:
+        """A nested value of the graph that is copied, in nodes of the host."""
         return fx.node.map_arg(value, lambda n: self.values[n])
 
     def copied(self, node: fx.Node) -> Any:
+        """What stands for a node in the host: a copy of it, or the value itself for an edge or an item that needs none."""
         port = node.meta.get("port")
         args, kwargs = self.mapped(node.args), self.mapped(node.kwargs)
         if node.target is operator.getitem and not isinstance(args[0], fx.Node):

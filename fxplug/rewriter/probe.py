@@ -31,6 +31,7 @@ class Probe(fx.Interpreter):
         self.isolated = isolated
 
     def run_node(self, n: fx.Node) -> Any:
+        """Run a node, noted as the one that it is at."""
         self.at = n
         put_in = n.meta.get("pass", {})
         opened = put_in.get("region") and put_in.get("place") == "param"  # a layer of the model, as its code
@@ -40,9 +41,11 @@ class Probe(fx.Interpreter):
         return super().run_node(n)
 
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The result, in plain containers."""
         return _plain(args[0])  # as the generated code has it
 
     def go(self) -> Any:
+        """Run the graph on its inputs; gives its result."""
         return self.run(initial_env=dict(self.inputs), enable_io_processing=False)
 
 
@@ -84,6 +87,7 @@ def empty(tensor: torch.Tensor, device: str | None = None) -> torch.Tensor:
 
 
 def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same geometry on the meta device."""
     return empty(tensor, "meta")
 
 

@@ -24,6 +24,7 @@ class Slot:
         self.index = index
 
     def users(self) -> list[fx.Node]:
+        """The nodes that read the value here."""
         return list(self.value.users) if self.only is None else [self.only]
 
     def put(self, new: fx.Node, spare: set[fx.Node]) -> None:
@@ -143,12 +144,14 @@ def nodes_in(value: Any) -> list[fx.Node]:
 
 
 def flat_ports(value: Any, keys: tuple[int | str, ...] = ()) -> list[tuple[tuple[int | str, ...], Port]]:
+    """The ports in a nested value, each behind the keys that lead to it."""
     if isinstance(value, Port):
         return [(keys, value)]
     return [row for key, member in _inner(value) for row in flat_ports(member, (*keys, key))]
 
 
 def map_ports(value: Any, function: Any) -> Any:
+    """A nested value with each port replaced by what a function makes of it."""
     if isinstance(value, Port):
         return function(value)
     inner = {key: map_ports(member, function) for key, member in _inner(value)}

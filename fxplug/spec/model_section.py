@@ -100,6 +100,10 @@ InputSpec: TypeAlias = TensorSpec | Value | dict[str, Any] | list[Any]  # Any: a
 
 
 def read_model(value: Any, info: ValidationInfo) -> ModelSpec:
+    """The `model` section: a mapping, or text: a folder or a .json of diffusers, `module:name` to call, else a name of timm.
+
+    Paths are relative to the `base` of the validation's context. Raises SpecError.
+    """
     base: Path = info.context["base"] if info.context else Path.cwd()
     where: Where = info.context["source"].where("model") if info.context else NOWHERE
     if isinstance(value, str):
@@ -134,6 +138,7 @@ def read_model(value: Any, info: ValidationInfo) -> ModelSpec:
 
 
 def read_weights(value: Any, info: ValidationInfo) -> WeightsSpec | None:
+    """The `weights` section: a path, a mapping, or None. Whether the file exists is not asked here. Raises SpecError."""
     base: Path = info.context["base"] if info.context else Path.cwd()
     where: Where = info.context["source"].where("weights") if info.context else NOWHERE
     if value is None:
@@ -172,6 +177,7 @@ def _texts(value: Any, empty: bool = False) -> bool:
 
 
 def read_inputs(value: Any) -> dict[str, InputSpec]:
+    """The `inputs` section: what each example input is, by name. Raises SpecError."""
     if not isinstance(value, Mapping):
         raise SpecError(f"must be a mapping of names, not {shown(value)}", path=("inputs",))
     return {str(name): _input(item, ("inputs", name)) for name, item in value.items()}

@@ -323,6 +323,7 @@ _SIZE = re.compile(r"\s*(\d+|[^\W\d]\w*)(\s*\*\s*(\d+|[^\W\d]\w*))*\s*")
 
 
 def check_name(name: Any, *path: str) -> None:
+    """Raises SpecError unless `name` is an identifier; `path` is where it stands in what the user wrote."""
     if not isinstance(name, str) or not name.isidentifier():
         finding = f"must be a name of letters, digits and '_', not {shown(name)}"
         raise SpecError(finding, path=path)

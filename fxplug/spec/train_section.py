@@ -111,6 +111,8 @@ Texts = Annotated[list[str], _checked(_texts), WithJsonSchema({"type": "array", 
 
 
 class Section(BaseModel):
+    """What all sections share: an unknown key and a value of another type are errors, and what was read does not change."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 

@@ -37,6 +37,7 @@ class Index:
 
     @property
     def variable(self) -> bool:
+        """Whether it is a variable."""
         return self.text.isidentifier()
 
     @property
@@ -61,6 +62,7 @@ class Place:
 
     @property
     def indices(self) -> list[Index]:
+        """The indices among its parts, in their order."""
         return [part for part in self.parts if isinstance(part, Index)]
 
     def pattern(self, names: dict[int, str] | None = None) -> str:

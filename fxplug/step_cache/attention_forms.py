@@ -81,6 +81,7 @@ class Attend(Mark):
 
     @classmethod
     def at(cls, site: Site, window: int = 64) -> Attend:
+        """A mark for any site. Raises SpecError for a window that is no whole number, 0 or more."""
         return cls(window)
 
     def forward(self, y: Tensor) -> Tensor:

@@ -82,22 +82,27 @@ class StepCache(Stepped):
 
     @property
     def full(self) -> TracedModule:
+        """The part that computes a whole step and gives what is kept."""
         return self._part("full")
 
     @property
     def shallow(self) -> TracedModule:
+        """The part that computes a step from what an earlier one kept."""
         return self._part("shallow")
 
     @property
     def first(self) -> TracedModule:
+        """The part that computes the gauges, and what is carried on from there."""
         return self._part("first")
 
     @property
     def rest(self) -> TracedModule:
+        """The part behind `first` that computes the rest of a whole step and gives what is kept."""
         return self._part("rest")
 
     @property
     def short(self) -> TracedModule:
+        """The part behind `first` that computes the rest of a step from what an earlier one kept."""
         return self._part("short")
 
     def graphs_of(self, name: str) -> dict[bool, Graph]:

@@ -183,12 +183,15 @@ class Slices:
     # --- the parts
 
     def full(self) -> Graph:
+        """The graph of a whole step; gives the result and what is kept."""
         return self._write(self.flow.nodes, gives=True)
 
     def shallow(self) -> Graph:
+        """The graph of a step that takes what an earlier one kept."""
         return self._write(self.later, takes=True)
 
     def first(self) -> Graph:
+        """The graph up to the gauges; gives what they measure and what is carried on."""
         graph = Graph()
         values: dict[fx.Node, fx.Node] = {}
         for node in self.flow.nodes:
@@ -200,9 +203,11 @@ class Slices:
         return graph
 
     def rest(self) -> Graph:
+        """The graph behind `first` of a whole step; gives the result and what is kept."""
         return self._write(self.behind(self.flow.nodes, self.flow.needs), carried=True, gives=True)
 
     def short(self) -> Graph:
+        """The graph behind `first` of a step that takes what an earlier one kept."""
         return self._write(self.behind(self.later, self.taken), carried=True, takes=True)
 
     @cached_property

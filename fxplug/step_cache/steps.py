@@ -99,6 +99,7 @@ class Stepped(nn.Module):
 
     @between
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """One step, for what the module takes."""
         if self._before is not None:
             self._before(self.module, args, kwargs)
             self._before = None
@@ -165,6 +166,7 @@ class Stepped(nn.Module):
         return self.module[key]  # type: ignore[no-any-return]
 
     def train(self, mode: bool = True) -> Self:
+        """Put the module and all parts into a mode."""
         self.training = mode
         self.module.train(mode)
         for part in self._parts.values():
@@ -179,8 +181,10 @@ class Stepped(nn.Module):
 
 @eager
 def shapes_of(*call: Any) -> tuple[Any, ...]:
+    """Shape, dtype and device of every tensor in a call."""
     return tuple((x.shape, x.dtype, x.device) for x in leaves(call) if isinstance(x, Tensor))
 
 
 def device_of(*values: Any) -> torch.device | None:
+    """The device of the first tensor in these values, None where there is none."""
     return next((x.device for x in leaves(values) if isinstance(x, Tensor)), None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import configparser
+import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -176,6 +178,29 @@ def test_every_pass_says_what_it_is_about(name):
 
 def test_every_file_says_what_it_is_for():
     assert [name for name, tree in FILES.items() if not ast.get_docstring(tree)] == []
+
+
+def public(body):
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return [node for node in body if isinstance(node, kinds) and not node.name.startswith("_")]
+
+
+def inherits_docstring(name, owner, member):
+    """Whether a base class says what a method is, as torch's do of `forward` and `extra_repr`."""
+    module = importlib.import_module(f"fxplug.{name}".removesuffix(".__init__"))
+    return bool(inspect.getdoc(getattr(getattr(module, owner), member)))
+
+
+def test_what_is_public_says_what_it_is():
+    """All functions, classes and methods of classes, unless a base class has the method and says it."""
+    silent = []
+    for name, tree in FILES.items():
+        for node in public(tree.body):
+            silent += [] if ast.get_docstring(node) else [f"{name}.{node.name}"]
+            methods = public(node.body) if isinstance(node, ast.ClassDef) else []
+            bare = [m.name for m in methods if not ast.get_docstring(m)]
+            silent += [f"{name}.{node.name}.{m}" for m in bare if not inherits_docstring(name, node.name, m)]
+    assert silent == []
 
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md"]

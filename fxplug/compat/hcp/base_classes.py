@@ -56,6 +56,7 @@ class BasePluginBlock(nn.Module):
         self.takes_inputs = True
 
     def set_hyper_params(self, **kwargs: Any) -> None:
+        """Set attributes of the plugin by name."""
         for key, value in kwargs.items():
             setattr(self, key, value)
 
@@ -68,6 +69,7 @@ class BasePluginBlock(nn.Module):
         return {k: v for k, v in state if not k.startswith(plugins) and (not trainable or k in trained)}
 
     def get_trainable_parameters(self) -> Iterable[nn.Parameter]:
+        """What is trained of the plugin: all its parameters, unless it has a method of its own."""
         return self.parameters()
 
 
@@ -78,6 +80,7 @@ class WrapablePlugin:
 
     @classmethod
     def wrap_layer(cls, name: Any, layer: nn.Module, **kwargs: Any) -> Any:
+        """A plugin for one layer: `cls(name, layer, **kwargs)`."""
         return cast(Any, cls)(name, layer, **kwargs)
 
     @classmethod
@@ -146,6 +149,7 @@ class SinglePluginBlock(BasePluginBlock, WrapablePlugin):
         self.target = hook_param
 
     def layer_hook(self, host: nn.Module, fea_in: tuple[Any, ...], fea_out: Any) -> Any:
+        """What the layer's result becomes: `forward(fea_in, fea_out)`."""
         return self(fea_in, fea_out)
 
 
@@ -162,9 +166,11 @@ class PluginBlock(BasePluginBlock):
         self.host_to = Ref(to_layer["layer"])
 
     def from_layer_hook(self, host: nn.Module, fea_in: tuple[Any, ...], fea_out: Any) -> Any:
+        """Keep the input of the from-layer."""
         self.feat_from = fea_in
 
     def to_layer_hook(self, host: nn.Module, fea_in: tuple[Any, ...], fea_out: Any) -> Any:
+        """What becomes of the to-layer's result, or of its input with `pre_hook`: `forward` on that and what was kept."""
         return self(self.feat_from, fea_in, fea_out)
 
 
@@ -193,6 +199,7 @@ class MultiPluginBlock(BasePluginBlock):
         self.record_count = 0
 
     def from_layer_hook(self, host: nn.Module, fea_in: tuple[Any, ...], fea_out: Any, idx: int) -> Any:
+        """Keep the input of from-layer `idx`; the last of them runs `forward`."""
         self.feat_from[idx] = fea_in
         self.record_count += 1
         if self.record_count == len(self.feat_from):
@@ -200,6 +207,7 @@ class MultiPluginBlock(BasePluginBlock):
             self.feat_to = self(self.feat_from)
 
     def to_layer_hook(self, host: nn.Module, fea_in: tuple[Any, ...], fea_out: Any, idx: int) -> Any:
+        """What becomes of the result of to-layer `idx`: the sum of it and its member of what `forward` gave."""
         return self.feat_to[idx] + fea_out
 
 
@@ -215,12 +223,14 @@ class PatchPluginContainer(nn.Module):
         self.plugin_names: list[str] = []
 
     def add_plugin(self, name: str, plugin: PatchPluginBlock) -> None:
+        """Put a plugin behind those that are there. Raises SpecError where one has that name."""
         if name in self.plugin_names:
             raise SpecError(f"two plugins '{name}' are at one place: give each a name of its own")
         setattr(self, name, plugin)
         self.plugin_names.append(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The plugins' `pre_forward` one after the other, the module, and their `post_forward`."""
         for _, plugin in self:
             args, kwargs = plugin.pre_forward(*args, **kwargs)
         output = self._host(*args, **kwargs)
@@ -260,12 +270,15 @@ class PatchPluginBlock(BasePluginBlock, WrapablePlugin):
         self.__dict__["container"] = lambda: container  # no child either: the container has the plugin as one
 
     def pre_forward(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the module is called with, here what it was given: `(args, kwargs)`."""
         return args, kwargs
 
     def post_forward(self, output: Any, *args: Any, **kwargs: Any) -> Any:
+        """What becomes of the module's result, here nothing else; the arguments are those it was called with."""
         return output
 
     def get_container(self, host: nn.Module, host_name: str, parent_block: nn.Module | None) -> Any:
+        """The container in the place of the host: the host itself where it is one, else a new one around it."""
         if isinstance(host, self.container_cls):
             return host
         return self.container_cls(host_name, host, parent_block)  # type: ignore[arg-type]
@@ -285,7 +298,9 @@ class PluginGroup:
 
     @property
     def plugin_name(self) -> str | None:
+        """The name of the first plugin, None where there is none."""
         return None if self.empty() else next(iter(self.plugin_dict.values())).name
 
     def empty(self) -> bool:
+        """Whether there is no plugin."""
         return not self.plugin_dict

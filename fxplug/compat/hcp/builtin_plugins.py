@@ -44,6 +44,7 @@ class Host:
         return places(layers, dict.fromkeys((layer.path for layer in layers), ""))
 
     def symbols(self, name: str) -> set[str]:
+        """The names that stand for sizes in the shape of an input."""
         return {s for size in self.inputs[name] for s in SYMBOL.findall(str(size))}
 
     def binds(self, name: str) -> bool:
@@ -53,6 +54,7 @@ class Host:
 
 
 def common_of(name: str, entry: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The keys that every pass has, from an entry: `name`, `lr`, and `train` where it is given."""
     common: dict[str, Any] = {"name": pass_name(name, notes), "lr": entry.get("lr", RATE)}
     if "train" in entry:
         common["train"] = entry["train"]
@@ -60,6 +62,7 @@ def common_of(name: str, entry: Mapping[str, Any], notes: list[str]) -> dict[str
 
 
 def taken(given: dict[str, Any], key: str) -> Any:
+    """Take a key out of what was given. Raises SpecError where it is missing."""
     if key not in given:
         raise SpecError(f"missing key '{key}'{did_you_mean(key, given)}")
     return given.pop(key)

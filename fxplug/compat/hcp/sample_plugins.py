@@ -59,6 +59,7 @@ class Mean(MultiPluginBlock):
         return [mean * gain for gain in self.gains]
 
     def to_layer_hook(self, host: nn.Module, fea_in: tuple[Any, ...], fea_out: Any, idx: int) -> Any:
+        """The result of to-layer `idx`, or its input with `pre_hook`, times one more than its member."""
         more = 1 + self.feat_to[idx]
         return (fea_in[0] * more,) if fea_out is None else fea_out * more
 
@@ -84,6 +85,7 @@ class PReLU(PatchPluginBlock):
         self.act = nn.PReLU(init=slope)
 
     def post_forward(self, output: Any, x: Tensor) -> Tensor:
+        """The sum so far and the activation of x."""
         result: Tensor = output + self.act(x)
         return result
 
@@ -96,6 +98,7 @@ class Times(PatchPluginBlock):
         self.factor = nn.Parameter(torch.tensor(factor))
 
     def post_forward(self, output: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The result times the number."""
         return output * self.factor
 
 
@@ -107,4 +110,5 @@ class TimesInput(PatchPluginBlock):
         self.factor = nn.Parameter(torch.tensor(factor))
 
     def pre_forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The first argument times the number, and the others as they are."""
         return (x * self.factor, *args), kwargs

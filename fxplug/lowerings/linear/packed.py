@@ -75,10 +75,12 @@ class Member:
 
     @property
     def path(self) -> str:
+        """The path of the layer."""
         return self.weight.rpartition(".")[0]
 
     @property
     def downs(self) -> list[str]:
+        """The names of the weights with which its updates begin."""
         return [f"{node.target}.down.weight" for node in self.updates]
 
 
@@ -94,6 +96,7 @@ class Group:
 
     @property
     def widths(self) -> list[int]:
+        """How many features each layer gives."""
         return [member.width for member in self.members]
 
     @property

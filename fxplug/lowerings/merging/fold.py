@@ -172,6 +172,7 @@ class Plan:
     # --- finding
 
     def refused(self, node: fx.Node, reason: str) -> None:
+        """Keep why what a node's pass put in at a place cannot be merged; the first reason stands."""
         made_by = node.meta["pass"]
         what = f"{made_by['block'] or 'what it put'} at '{made_by['site'] or 'the model'}'" if "site" in made_by else "it"
         self.reasons[made_by["name"]].setdefault(what, reason)

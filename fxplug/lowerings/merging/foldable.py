@@ -66,9 +66,11 @@ class Reader:
         self.refused: list[tuple[fx.Node, str]] = []
 
     def refuse(self, node: fx.Node, reason: str) -> None:
+        """Keep a block that cannot be folded, and why."""
         self.refused.append((node, reason))
 
     def read(self) -> None:
+        """Find all of these in the graph."""
         inside: set[fx.Node] = set()  # of blocks that map a parameter
         for node in self.graph.nodes:
             if node.meta.get("behind", "").startswith("param:"):
@@ -96,6 +98,7 @@ class Reader:
                         self.note(Use(name, "", "", user, steps))
 
     def tensor(self, name: str) -> Any:
+        """The parameter of this name, None where there is none."""
         owner, _, last = name.rpartition(".")
         return self.tree.get_submodule(owner)._parameters.get(last)
 
@@ -106,6 +109,7 @@ class Reader:
         self.uses.append(use)
 
     def concerns_bias(self, step: Step) -> bool:
+        """Whether a step makes something of a layer's bias too."""
         block = self.tree.get_submodule(step.block) if step.place == "after" else None
         return step.place == "param" or isinstance(block, (Scale, Ssf)) or (isinstance(block, Lora) and block.bias)
 
@@ -239,6 +243,7 @@ class Reader:
         return self.tree.get_submodule(str(node.target))
 
     def takes(self, node: fx.Node) -> bool:
+        """Whether a node of a pass is of one of these."""
         return node.meta["pass"]["name"] in self.passes
 
     def fits(
@@ -313,6 +318,7 @@ class Reader:
 
 
 def argument(node: fx.Node, index: int, name: str) -> Any:
+    """An argument of a node by its position or its name, None where it is not given."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name)
 
 

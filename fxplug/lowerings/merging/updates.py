@@ -79,6 +79,7 @@ def _factors(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> tuple[Ten
 
 
 def weight_of(layer: nn.Module) -> Tensor:
+    """The weight of a layer that has one."""
     found = layer.weight
     assert isinstance(found, Tensor)
     return found

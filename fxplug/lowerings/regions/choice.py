@@ -70,6 +70,7 @@ def choose(graph: fx.Graph, members: Mapping[str, list[fx.Node]], root: nn.Modul
 
 
 def is_leaf(key: str, nodes: list[fx.Node]) -> bool:
+    """Whether a region, given with its nodes, is one call of a module that is kept whole."""
     port = nodes[0].meta.get("port")
     return nodes[0].op == "call_module" and port is not None and port.path == key
 

@@ -31,6 +31,7 @@ class Clock:
         self.reset()
 
     def reset(self) -> None:
+        """Forget where a run is: the next call of a clock with a name begins one."""
         self.time: float | None = None
         self.direction = 0.0
         self.number = 0

@@ -93,9 +93,11 @@ class Links:
         return works, rows
 
     def empty(self, outlines: Sequence[Any]) -> list[Any]:
+        """What values are received into, one for each outline."""
         return [self.here(outline) for outline in outlines]
 
     def here(self, outline: Any) -> Any:
+        """An empty tensor of an outline on this process's device, which is also given for any device; all else as it is."""
         if isinstance(outline, _Outline):
             return torch.empty(outline.shape, dtype=outline.dtype, device=self.device)
         return self.device if isinstance(outline, torch.device) else outline

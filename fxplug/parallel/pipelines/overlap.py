@@ -45,6 +45,7 @@ class Overlapping(PipeFusion):
     promise: _Promise | None = None
 
     def forget(self) -> None:
+        """Run what was promised, and drop what is kept of an image's calls."""
         self.finish()  # nobody may have asked for the last result: what was sent is taken
         super().forget()
         self.known: dict[int, _Known] = {}  # by the run's identity
@@ -53,6 +54,10 @@ class Overlapping(PipeFusion):
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The next step of an image; its result is promised in a step that goes by patches.
+
+        Raises GuardError for a call that the model does not take, and SpecError where a step in between needed a whole.
+        """
         if self.links is None:
             return super().forward(*args, **kwargs)
         inputs = self.bound(args, kwargs)
@@ -90,6 +95,10 @@ class Overlapping(PipeFusion):
     # --- a call whose result is promised
 
     def promised(self, run: Run, inputs: list[Any]) -> Any:
+        """A call whose result is promised.
+
+        The last stage runs what it promised before and hands on the patches of these inputs; the others run this call's.
+        """
         leaves, tree = pytree.tree_flatten(inputs)
         laters = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Later)}
         for i, later in laters.items():
@@ -132,6 +141,7 @@ class Overlapping(PipeFusion):
         return self.of(known, results)
 
     def read(self, stage: int) -> set[int]:
+        """The positions of the arguments whose values a stage reads, for the last one those of the tail too."""
         last = len(self.plan.stages) - 1
         return self.plan.stages[stage].reads | (self.plan.reads if stage == last else set())
 
@@ -176,6 +186,7 @@ class Overlapping(PipeFusion):
             self.promise = None
 
     def finish(self) -> None:
+        """Run what is left of the call that was promised."""
         if self.promise is not None:
             for patch in range(self.patches):
                 self.fulfil(patch)

@@ -156,6 +156,7 @@ class Patcher(Writer):
         self.patch = self.input("patch")
 
     def run(self) -> None:
+        """Write all of the plan into the graph without edges, and find what is kept."""
         super().run()
         for node in list(self.graph.nodes):
             if node.target is ops.edge and isinstance(node.args[0], fx.Node):
@@ -169,6 +170,7 @@ class Patcher(Writer):
                 self.kept.append(Kept(node, given[0], given[1], 0, 0, ()))
 
     def input(self, name: str) -> fx.Node:
+        """A new input of the graph, behind those it has."""
         with self.graph.inserting_after(head(self.graph)):
             return self.graph.placeholder(f"pipefusion_{name}")
 
@@ -197,6 +199,7 @@ class Patcher(Writer):
         return self.marked(node, value, kind.__name__)
 
     def attention(self, node: fx.Node, twin: fx.Node, table: Any) -> None:
+        """Put attention of a patch, over what is kept of all keys and values, in the place of a node."""
         given = arguments(node)
         query = self.found.place(given["query"])
         assert query is not None

@@ -82,12 +82,14 @@ class PipeFusion(nn.Module):
         self.clock.reset()
 
     def forget(self) -> None:
+        """Drop what is kept of an image's calls."""
         self.runs: dict[int, Run] = {}
 
     # --- a call
 
     @torch.no_grad()
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The next step of an image, for the arguments that the model takes. Raises GuardError for others."""
         inputs = self.bound(args, kwargs)
         run = self.begin(inputs)
         return self.step(run, inputs, self.in_one_piece(run))
@@ -100,6 +102,7 @@ class PipeFusion(nn.Module):
         return entire
 
     def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """The arguments in the order of the signature, with defaults. Raises GuardError for a call that it does not take."""
         try:
             given = self.signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -108,6 +111,7 @@ class PipeFusion(nn.Module):
         return list(given.arguments.values())
 
     def begin(self, inputs: list[Any]) -> Run:
+        """The run that this call is a step of: a new one where an image begins and for inputs of other shapes."""
         new, number = self.clock.tick(inputs)
         shapes = tuple((x.shape, x.dtype) for x in leaves(inputs) if isinstance(x, Tensor))
         if new:
@@ -117,6 +121,7 @@ class PipeFusion(nn.Module):
         return self.runs[number]
 
     def is_last(self, index: int) -> bool:
+        """Whether the step of this number is one of the last `correct`."""
         if not self.correct:
             return False
         steps = self.steps() if callable(self.steps) else self.steps
@@ -137,6 +142,7 @@ class PipeFusion(nn.Module):
         return self.end(run, inputs, values, entire)
 
     def early(self, number: int, run: Run, inputs: list[Any]) -> Any:
+        """What a stage computes that is the same for all patches."""
         stage = self.plan.stages[number]
         return stage.early(*inputs, *(run.fixed[name] for name in stage.fixed_used))
 
@@ -161,6 +167,7 @@ class PipeFusion(nn.Module):
         self.give(number, run, patch, patches, entire, values)
 
     def put(self, run: Run, row: Kept, value: Tensor, patch: int, patches: int, sizes: list[int]) -> None:
+        """Keep what one patch gives to a value that is put together."""
         run.sizes[row.node] = sizes
         if patches == 1 and not row.inner:
             run.cells[row.node] = summands(value, self.patches)
@@ -194,6 +201,7 @@ class PipeFusion(nn.Module):
     # --- from stage to stage
 
     def take(self, number: int, run: Run, patch: int, patches: int, entire: bool, values: dict[str, Any]) -> None:
+        """Receive what earlier stages send this one, where each has a process of its own."""
         if self.links is None:
             return
         for source in range(number):
@@ -204,6 +212,7 @@ class PipeFusion(nn.Module):
                 run.fixed.update(zip(fixed, found[len(names) :], strict=True))
 
     def give(self, number: int, run: Run, patch: int, patches: int, entire: bool, values: dict[str, Any]) -> None:
+        """Send later stages what they take of this one, where each has a process of its own."""
         if self.links is None:
             return
         for to in range(number + 1, len(self.plan.stages)):
@@ -240,10 +249,12 @@ class PipeFusion(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """Where the parameters of these stages are; the CPU where there are none."""
         return next((t.device for t in self.parameters()), torch.device("cpu"))
 
     @property
     def dtype(self) -> torch.dtype:
+        """The model's dtype."""
         return self.module.dtype  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
@@ -255,6 +266,7 @@ class PipeFusion(nn.Module):
         return getattr(self.module, name)
 
     def train(self, mode: bool = True) -> PipeFusion:
+        """As torch's for `mode` False. Raises SpecError for True: there are no gradients."""
         if mode:
             raise SpecError("PipeFusion computes no gradients: train the module that it was made of")
         return super().train(False)

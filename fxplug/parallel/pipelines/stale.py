@@ -19,6 +19,7 @@ class StaleSequence(PipeFusion):
     by_stages = False
 
     def forget(self) -> None:
+        """Wait for what is on its way, and drop what is kept of an image's calls."""
         for waiting in getattr(self, "waiting", {}).values():
             for work in waiting[0]:
                 work.wait()
@@ -26,6 +27,7 @@ class StaleSequence(PipeFusion):
         self.waiting: dict[int, Any] = {}  # by the run's identity: what is on its way
 
     def step(self, run: Run, inputs: list[Any], entire: bool) -> Any:
+        """The result for all tokens: in one piece, or by patches that go with what is kept of the others."""
         if entire:
             self.arrive(run)
             return super().step(run, inputs, True)

@@ -105,6 +105,7 @@ class Births:
         return []
 
     def joined(self, node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
+        """Which inputs of a concatenation are split along `dim` where its result is."""
         rank = self.walk.values[node].dim()
         along = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
         parts = [n for n in node.all_input_nodes if getattr(self.walk.values[n], "shape", ())]

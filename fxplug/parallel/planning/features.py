@@ -160,6 +160,7 @@ class Features:
                         return
 
     def stream(self, size: int) -> int:
+        """The number of the stream of this size, which is new where there is none."""
         if size not in self.sizes:
             self.sizes.append(size)
         return self.sizes.index(size)
@@ -244,6 +245,7 @@ class Features:
         return found, more
 
     def count(self, node: fx.Node) -> int:
+        """How many elements a tensor has; another value has none."""
         value = self.walk.values[node]
         return value.numel() if isinstance(value, Tensor) else 0
 
@@ -313,6 +315,7 @@ class Features:
         yield from later[:24]
 
     def rank(self, node: fx.Node) -> int:
+        """How many dimensions a tensor has; another value has none."""
         value = self.walk.values[node]
         return value.dim() if isinstance(value, Tensor) else 0
 

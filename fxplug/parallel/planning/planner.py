@@ -61,13 +61,16 @@ class Found:
     derived: set[int] = field(default_factory=set)  # streams whose size follows from that of another
 
     def place(self, node: fx.Node) -> Place | None:
+        """How a value that is one tensor is split, None where it is whole."""
         value = self.values.get(node)
         return value.place if isinstance(value, Leaf) else None
 
     def is_split(self, node: fx.Node) -> bool:
+        """Whether a tensor of a value is split."""
         return any(isinstance(leaf, Leaf) and leaf.place for leaf in leaves_of(self.values.get(node)))
 
     def hangs_on_sizes(self, node: fx.Node) -> bool:
+        """Whether a value has numbers that hang on the sizes of streams."""
         return any(isinstance(leaf, Number) for leaf in leaves_of(self.values.get(node)))
 
     def share(self) -> float:
@@ -76,6 +79,7 @@ class Found:
         return done / max(1, sum(self.walk.work.values()))
 
     def on_parts(self, node: fx.Node) -> bool:
+        """Whether a node computes from parts."""
         return self.summed(node) or (self.is_split(node) and not self.cut(node))
 
     def name(self, node: fx.Node) -> str:
@@ -87,6 +91,7 @@ class Found:
         return self.steps.get(node, Step()).cut is not None
 
     def summed(self, node: fx.Node) -> bool:
+        """Whether the processes give summands of a value."""
         return bool(self.steps.get(node, Step()).add)
 
 
@@ -102,9 +107,7 @@ def planned(
     """A plan from these births: values whose dimension is split from there on. With `one` all are of one stream.
 
     A birth that is a place is of the streams with these sizes, which are numbers in the model's code: heads, features.
-    `grains` are the elements of a token at the others. `kind` may know more ways to run an operation.
-
-    Raises Unsplittable.
+    `grains` are a token's elements at the others. `kind` may know more ways to run an operation. Raises Unsplittable.
     """
     forced: set[fx.Node] = set()
     while True:
@@ -127,6 +130,8 @@ def planned(
 
 
 class Planner:
+    """Finds the plan of one graph, node by node: how each value lies, by running its operation on small parts."""
+
     means = False  # over tokens are believed: they are tried on tokens that differ
 
     def __init__(self, found: Found, forced: set[fx.Node], one: bool) -> None:
@@ -136,6 +141,7 @@ class Planner:
         self.counted = len(found.tries.streams.true)  # streams that numbers in the model's code count
 
     def run(self) -> Found:
+        """The plan. Raises Unsplittable."""
         for node in self.walk.graph.nodes:
             if node.op == "output":
                 break
@@ -148,9 +154,11 @@ class Planner:
         return self.found
 
     def whole(self, node: fx.Node) -> Any:
+        """The value of a node of which each process has all."""
         return pytree.tree_map(lambda v: Leaf(v, None) if isinstance(v, Tensor) else v, self.walk.values[node])
 
     def bear(self, node: fx.Node, dim: int | Place) -> None:
+        """Split a value from here on, along a dimension or as a place says. Raises Unsplittable where it has no such one."""
         value = self.values[node]
         if isinstance(dim, Place):
             self.values[node] = Leaf(value.tensor, dim)
@@ -163,6 +171,7 @@ class Planner:
         self.values[node] = Leaf(value.tensor, Place(dim, layout))
 
     def stream(self, node: fx.Node, dim: int, size: int) -> int:
+        """The stream of a dimension: what begins there, with `one` any of its size, else a new one. Raises Unsplittable."""
         for index, origin in enumerate(self.found.origins):
             if origin == (node, dim) or (self.one and size == self.tries.streams.true[index]):
                 return index
@@ -172,9 +181,8 @@ class Planner:
         except NotImplementedError as error:
             raise Unsplittable(str(error)) from None
 
-    # --- one node
-
     def value(self, node: fx.Node) -> Any:
+        """How the value of a node lies; what is done with its inputs is noted in the plan."""
         inputs = node.all_input_nodes
         split = [i for i, n in enumerate(inputs) if self.found.is_split(n)]
         sized = [i for i, n in enumerate(inputs) if self.found.hangs_on_sizes(n)]
@@ -210,6 +218,7 @@ class Planner:
         return pytree.tree_unflatten([_again(leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)], tree)
 
     def gathered(self, node: fx.Node, step: Step, why: str) -> Any:
+        """The value of a node that runs on whole inputs: note this step, and why."""
         self.found.steps[node] = step
         if step.gathers or step.same:
             self.found.why[node] = why or "it is written in place"
@@ -257,6 +266,7 @@ class Planner:
         return None
 
     def attempt(self, node: fx.Node, step: Step, split: list[int]) -> Any:
+        """What a step makes of a node, as `outcome` gives it; None where parts do not give what the whole does."""
         inputs = node.all_input_nodes
         result = self.tries.tried(node, self.values, step)
         if result is None:

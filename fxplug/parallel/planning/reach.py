@@ -57,6 +57,7 @@ class Probe:
         return found if isinstance(found, Tensor) else None
 
     def rows(self, begin: int, end: int) -> Any:
+        """What the rows from `begin` to before `end` give: a tensor, or None."""
         return self.of(self.x.narrow(self.dim, begin, end - begin))
 
 

@@ -51,6 +51,7 @@ class Spatial(Planner):
     means = True
 
     def value(self, node: fx.Node) -> Any:
+        """How the value of a node lies, and how many elements its tokens have."""
         value = super().value(node)
         if (place := _place(value)) is not None and self.walk.values[node] is not None:
             self.found.inner[node] = self.inner(node, place, value)
@@ -80,6 +81,7 @@ class Spatial(Planner):
         return Inner(place.layout.inner)
 
     def attention(self, node: fx.Node) -> Any:
+        """A norm of groups of channels whose statistics are those of all processes, in the place of attention."""
         norm = self.norm(node)
         if norm is None:
             return None
@@ -94,6 +96,7 @@ class Spatial(Planner):
         self.found.inner[node] = Inner(self.found.grains.get(node, 1))
 
     def stream(self, node: fx.Node, dim: int, size: int) -> int:
+        """As the planner's; a new stream is tried in parts that can be halved as often as its true size."""
         before = len(self.tries.streams.true)
         found = super().stream(node, dim, size)
         if len(self.tries.streams.true) > before:  # as often even as the true number: a view may halve it
@@ -121,11 +124,13 @@ class Spatial(Planner):
         return None
 
     def ways(self, node: fx.Node, split: list[int], sized: list[int]) -> Iterator[Step]:
+        """The planner's repairs, and to keep one of three or more split inputs and gather the others."""
         yield from super().ways(node, split, sized)
         for kept in split if len(split) > 2 else ():  # queries stay, what they look at is whole
             yield Step(gathers=tuple(i for i in split if i != kept), whole_numbers=bool(sized))
 
     def mixed(self, node: fx.Node, everything: Step) -> Any:
+        """The value of an operation that no repair makes run: on rows of neighbours, or computed as a whole and split again."""
         if node not in self.walk.writes and isinstance(self.walk.values[node], Tensor) and everything.gathers:
             if (near := self.near(node, everything.gathers)) is not None:
                 self.found.steps[node] = Step(special="near", near=near)
@@ -154,6 +159,7 @@ class Spatial(Planner):
         return None if out is None else Near(split[0], place, reach, Place(dim, out))
 
     def reach(self, node: fx.Node, index: int) -> tuple[Reach, int, int] | None:
+        """What a node reads of one input, the dimension of rows in its result, and how many there are; None for all of it."""
         probe = Probe(self.tries, node, self.values, index)
         found = reach_of(probe)
         if found is None:

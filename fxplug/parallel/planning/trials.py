@@ -87,15 +87,18 @@ class Streams:
         return len(self.true) - 1
 
     def clear(self) -> None:
+        """Forget all streams."""
         self.true.clear()
         self.own.clear()
 
     @property
     def parts(self) -> list[tuple[int, int]]:
+        """How much of each stream the two pretended processes have."""
         return [self.own[n] if n in self.own else PARTS[n] for n in range(len(self.true))]
 
     @property
     def small(self) -> list[int]:
+        """The size of each stream in which operations are tried."""
         return [sum(parts) for parts in self.parts]
 
     def bounds(self, rank: int) -> list[tuple[int, int, int]]:
@@ -192,6 +195,7 @@ class Tries:
         return self.modules[key][0]
 
     def filled(self, module: nn.Module) -> nn.Module:
+        """A copy of a module on the CPU with random values."""
         new = copy.deepcopy(module).to_empty(device="cpu")
         with torch.no_grad():
             for tensor in itertools.chain(new.parameters(), new.buffers()):
@@ -259,6 +263,10 @@ class Tries:
         return written
 
     def run(self, node: fx.Node, given: dict[fx.Node, Any], scaled: Scaled = (), rank: int | None = None) -> Any:
+        """What a node gives for these inputs, in one process or in the pretended one of a rank. Raises Refused.
+
+        `scaled` says which numbers among its arguments count streams: they become as small as these are.
+        """
         runs = dict(scaled)
 
         def number(position: int, value: Any) -> Any:
@@ -316,6 +324,7 @@ class Tries:
         return pytree.tree_unflatten(found, tree), add
 
     def mean(self, got: list[Tensor], streams: Sequence[int]) -> Tensor:
+        """The mean over tokens of these streams, from the mean that each pretended process gave."""
         lengths = [sum(self.streams.parts[stream][rank] for stream in streams) for rank in (0, 1)]
         return (got[0] * lengths[0] + got[1] * lengths[1]) / sum(lengths)
 
@@ -326,6 +335,7 @@ class Tries:
         return list(true.shape) == sizes
 
     def place(self, whole: Tensor, got: list[Any], layouts: Sequence[Layout], from_parts: bool) -> Any:
+        """How a result lies: "whole", "sum", a Place, or the streams that it is a mean over; None where nothing fits."""
         if any(not isinstance(g, Tensor) or g.dim() != whole.dim() for g in got):
             return None
         if all(g.shape == whole.shape for g in got):
@@ -353,10 +363,12 @@ def numbered(value: Any, function: Callable[[int, Any], Any]) -> Any:
 
 
 def is_value(value: Any) -> bool:
+    """Whether this is a leaf of a value: a tensor with its place, or a number that hangs on sizes."""
     return isinstance(value, (Leaf, Number))
 
 
 def leaves_of(value: Any) -> list[Any]:
+    """The leaves of a nested value."""
     leaves: list[Any] = pytree.tree_leaves(value, is_leaf=is_value)
     return leaves
 
@@ -367,10 +379,12 @@ def _on_cpu(values: Any) -> Any:
 
 
 def name_of(node: fx.Node) -> str:
+    """The name of the function or method that a node calls; of a module its path."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
+    """Whether tensors have one shape, one dtype and values that only rounding tells apart."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not (a.is_floating_point() or a.is_complex()):

@@ -40,6 +40,7 @@ class Reach(NamedTuple):
         return size // self.period * self.gives + self.extra[size % self.period]
 
     def numbers(self) -> tuple[int, ...]:
+        """It as whole numbers, from which `read` makes it again."""
         return self.period, self.gives, self.before, self.after, self.least, *self.extra
 
 

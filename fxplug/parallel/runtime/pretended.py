@@ -57,12 +57,15 @@ class Local:
         raise threading.BrokenBarrierError
 
     def all_to_all(self, x: Tensor, give: list[int]) -> Tensor:
+        """Give each thread its piece of x, so many rows, and join what they gave this one."""
         return torch.cat([pieces[self.rank] for pieces in self.swap(torch.split(x, give))])
 
     def all_gather(self, x: Tensor) -> Tensor:
+        """The rows of all threads' x, one behind the other."""
         return torch.cat(self.swap(x))
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all threads' x."""
         found: Tensor = torch.stack(self.swap(x)).sum(0)
         return found
 

@@ -29,11 +29,14 @@ Transform = Callable[[Image.Image, Size], Tensor]
 class Hooks(Protocol):
     """What plugins do to a sample, before anything else does; `has` says whether one of them has a hook."""
 
-    def has(self, hook: str) -> bool: ...
+    def has(self, hook: str) -> bool:
+        """Whether a plugin has this hook."""
 
-    def transform_caption(self, caption: str) -> str: ...
+    def transform_caption(self, caption: str) -> str:
+        """The caption that the model is to see."""
 
-    def transform_pil_image(self, img: Image.Image) -> Image.Image: ...
+    def transform_pil_image(self, img: Image.Image) -> Image.Image:
+        """The image that the model is to see, before it is cropped and normalised."""
 
 
 class Fetched(NamedTuple):

@@ -72,10 +72,12 @@ class Renumbered:
 
     @property
     def sizes(self) -> list[tuple[int, int]] | None:
+        """(h, w) of each image, as the items have them."""
         return self.items.sizes
 
     @property
     def root(self) -> str | None:
+        """The folder of the items, if they have one."""
         return self.items.root
 
     def __len__(self) -> int:

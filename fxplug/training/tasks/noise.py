@@ -69,6 +69,7 @@ class Noise(ABC):
         return x
 
     def scaled(self, time: Tensor) -> Tensor:
+        """A scheduler's times as the model is given them: here as they are."""
         return time
 
     @staticmethod
@@ -101,6 +102,7 @@ class Diffusion(Noise):
         self.sampler()
 
     def time(self, index: Tensor) -> Tensor:
+        """The steps themselves."""
         return index
 
     def noisy(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
@@ -108,12 +110,14 @@ class Diffusion(Noise):
         return made
 
     def target(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
+        """The noise, the velocity or the data, as `prediction` says."""
         if self.prediction == "v_prediction":
             velocity: Tensor = self.scheduler.get_velocity(x, noise, index)
             return velocity
         return noise if self.prediction == "epsilon" else x
 
     def weight(self, index: Tensor) -> Tensor:
+        """One, or Min-SNR's weight where `snr_gamma` is given; float32 [b]."""
         if self.snr_gamma is None:
             return torch.ones(len(index), device=index.device)
         kept: Tensor = self.scheduler.alphas_cumprod.to(index.device, torch.float32)[index]
@@ -124,6 +128,7 @@ class Diffusion(Noise):
         return clamped / (snr + 1) if self.prediction == "v_prediction" else clamped
 
     def sampler(self) -> Any:
+        """The scheduler that was named; DDIM, with trailing timesteps, for DDPM."""
         if self.kind is not diffusers.DDPMScheduler:
             return self.kind.from_config(self.config)  # type: ignore[attr-defined]
         # DDIM takes few steps where DDPM takes all; with "trailing" the first is the last of the training (arXiv 2305.08891)
@@ -147,22 +152,28 @@ class Flow(Noise):
         self.steps = len(self.times)
 
     def time(self, index: Tensor) -> Tensor:
+        """The scheduler's timesteps at these steps, scaled."""
         return self.scaled(self.times.to(index.device)[index])
 
     def scaled(self, time: Tensor) -> Tensor:
+        """A scheduler's times multiplied by `time_scale`."""
         return time * self.time_scale
 
     def sigma(self, index: Tensor, like: Tensor) -> Tensor:
+        """The share of noise at the steps `index` int64 [b], in the dtype of `like` [b, ...] and shaped to multiply it."""
         return self.sigmas.to(index.device, like.dtype)[index].reshape(-1, *[1] * (like.dim() - 1))
 
     def noisy(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
+        """The point between data and noise where the noise's share is sigma."""
         sigma = self.sigma(index, x)
         return (1.0 - sigma) * x + sigma * noise
 
     def target(self, x: Tensor, noise: Tensor, index: Tensor) -> Tensor:
+        """The slope of the line: noise less data."""
         return noise - x
 
     def weight(self, index: Tensor) -> Tensor:
+        """The weight of `weighting` [b] in float32."""
         sigma = self.sigmas.to(index.device, torch.float32)[index]
         if self.weighting == "sigma_sqrt":
             return sigma**-2.0
