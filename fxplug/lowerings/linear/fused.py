@@ -15,6 +15,8 @@ from ...blocks.lora import Lora
 from ...errors import SpecError
 from ...ir import ops
 from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
+from ...torch_internals.graphs import is_erased
+from ...torch_internals.modules import is_hooked
 from . import forms, operators
 
 
@@ -45,7 +47,7 @@ def fuse(gm: TracedModule, how: str = "auto") -> TracedModule:
 def _fuse(graph: Graph, tree: nn.Module, how: str) -> dict[str, str]:
     chosen = {}
     for node in list(graph.nodes):
-        if node._erased:
+        if is_erased(node):
             continue
         if node.op == "call_function" and node.target is F.linear:
             node.target = operators.linear
@@ -147,7 +149,7 @@ def lowered(gm: TracedModule, change: Any) -> TracedModule:
 def layers(graph: Graph, tree: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[Layer]:
     """The layers of these classes that a graph calls; the graph may change meanwhile."""
     for node in list(graph.nodes):
-        found = None if node._erased else layer_at(tree, node, kinds)
+        found = None if is_erased(node) else layer_at(tree, node, kinds)
         if found is not None:
             yield found
 
@@ -168,8 +170,7 @@ def _called(tree: nn.Module, node: fx.Node, kinds: tuple[type[nn.Module], ...]) 
     module = tree.get_submodule(str(node.target)) if node.op == "call_module" else None
     if module is None or type(module) not in kinds:
         return None
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return None if any(hooks) else module
+    return None if is_hooked(module) else module
 
 
 def _reads(lora: fx.Node, layer: fx.Node) -> bool:

@@ -18,13 +18,14 @@ from ...ir.regions import added
 from ...ir.subgraphs import SWITCHES, aliases, written
 from ...ir.traced_module import Container, Graph, TracedModule, copy_graph, shell
 from ...spec.addresses import identifier
+from ...torch_internals.modules import ConvNd, is_hooked
 from . import operators
 from .fused import check_traced, inside
 
 HOME = "packed"  # where the packed weights lie in the module tree
 ALIGNED = 8  # rows of a packed weight: a multiple, so that what is read in part lies on 16 bytes in half precision too
 FEW = 64  # rows, see `worth_it`
-WEIGHTED = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.RNNBase)
+WEIGHTED = (nn.Linear, nn.Bilinear, ConvNd, nn.MultiheadAttention, nn.RNNBase)
 WEIGHTED_FUNCTIONS = (F.linear, F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.multi_head_attention_forward)
 
 
@@ -187,7 +188,7 @@ def _member(node: fx.Node, tree: nn.Module, tensors: dict[str, Tensor]) -> Membe
             break
         if down.dtype != first.dtype or down.device != first.device or lora.up.weight.dtype != first.dtype:
             break
-        if any(any(_hooks(part)) for part in lora.modules()):
+        if any(is_hooked(part) for part in lora.modules()):
             break
         member.updates.append(user)
         member.ranks.append(down.shape[0])
@@ -230,11 +231,7 @@ def _weighted(node: fx.Node, tree: nn.Module) -> bool:
 def _called(tree: nn.Module, node: fx.Node, *kinds: type[nn.Module]) -> Any:
     """The module that a node calls, if it is of one of these very classes and has no hooks."""
     module = tree.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return module if module is not None and type(module) in kinds and not any(_hooks(module)) else None
-
-
-def _hooks(module: nn.Module) -> tuple[Any, ...]:
-    return (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return module if module is not None and type(module) in kinds and not is_hooked(module) else None
 
 
 def _root(value: fx.Node, tree: nn.Module) -> fx.Node:
