@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from .artifacts.artifact import check_savable
 from .capture.fake_tensors import quiet
@@ -25,6 +24,8 @@ from .parallel.checking import check_before, check_pretended, check_real, is_par
 from .parallel.pipelines.entry import in_steps
 from .rewriter import neutrality
 from .rewriter.probe import Probe, Unchecked, cut_by, empty, gradient_reaches, located, on_meta, swapped
+from .torch_internals.fakes import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from .torch_internals.tensors import version
 
 
 @dataclass
@@ -200,8 +201,8 @@ def _shapes_and_gradients(
             except Exception as error:  # the rewritten model's
                 raise located(probe, error) from error
             results.append(out)
-            written |= {name for name, t in fakes.items() if t._version}
-            written |= {neutrality.INPUTS for t in leaves(inputs) if isinstance(t, torch.Tensor) and t._version}
+            written |= {name for name, t in fakes.items() if version(t)}
+            written |= {neutrality.INPUTS for t in leaves(inputs) if isinstance(t, torch.Tensor) and version(t)}
             leaf = gradient_reaches(out)
             reached |= {name for name in wanted if id(fakes[name]) in leaf}
     lost = [name for name in wanted if name not in reached]

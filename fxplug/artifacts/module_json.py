@@ -22,16 +22,14 @@ from ..ir.traced_module import PLAIN_TYPES, RESERVED, Container, TracedModule, i
 from ..limits import DEFAULT, Limits
 from ..parallel.runtime.mesh import World
 from ..spec.import_path import present
+from ..torch_internals.modules import WEIGHT_LISTS, forward_hooks, list_weights
 from ..turns import Turns
 from .magnitudes import Budget, check_size
 from .names import check_name, check_path, find_function, function_name, import_class, is_import_path, only_keys
 from .value_json import Unportable, decode, encode
 
 INTERNAL = frozenset(vars(nn.Module())) | {"training"}
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 BLOCKS = ("fxplug.blocks", "fxplug.parallel.runtime")  # the folders of blocks: in a file a block has the name of its folder
-# a recurrent layer finds its weights by names in these; they follow from its constructor, and no file has them
-BY_NAME = ("_flat_weights_names", "_all_weights", "_flat_weights", "_flat_weight_refs")
 KINDS = {
     "none": [],
     "same": ["as"],
@@ -100,7 +98,7 @@ def foreign_classes(root: nn.Module) -> list[str]:
                     visit(child, f"{path}.{key}" if path else key)
             return
         held = tuple((name, type(value)) for name, value in vars(module).items())
-        hooks = sum(len(getattr(module, name)) for name in HOOKS)
+        hooks = sum(map(len, forward_hooks(module)))
         kind = (type(module), repr(module), held, tuple(_layout(module)), hooks)
         if kind not in tried:
             tried.add(kind)
@@ -123,7 +121,7 @@ class _Writer:
         self.seen[id(module)] = path
         if not path or isinstance(module, (Container, TracedModule)) or type(module) is nn.Module:
             return {path: _container(module), **self.children(module, path)}
-        if any(getattr(module, hooks) for hooks in HOOKS):
+        if any(forward_hooks(module)):
             raise ArtifactError(f"'{path}' has forward hooks, which an artifact cannot hold: trace with it not kept whole")
         head = _class_record(module, path)
         built = _by_constructor(module)
@@ -465,7 +463,7 @@ def _set_attribute(module: nn.Module, name: str, value: Any, where: str) -> None
         or hasattr(nn.Module, name)
         or any(name in table for table in (module._parameters, module._buffers, module._modules))
         or isinstance(module, nn.RNNBase)
-        and name in BY_NAME
+        and name in WEIGHT_LISTS
         or not (inherited is None or isinstance(inherited, PLAIN_TYPES) and isinstance(value, (*PLAIN_TYPES, list, tuple)))
     ):
         raise ArtifactError(f"graph.json: {where} sets {shown(name)}, which is part of every module of its class")
@@ -495,4 +493,4 @@ def fill(root: nn.Module, values: Callable[[str], torch.Tensor], persistent: Cal
                     if table is module._buffers and not persistent(name):
                         module._non_persistent_buffers_set.add(key)
         if isinstance(module, nn.RNNBase):
-            module._init_flat_weights()  # it keeps its weights in a list as well
+            list_weights(module)  # it keeps its weights in a list as well

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx.node import _get_qualified_name
 
 from ..errors import ArtifactError, shown
 from ..files.reading import syntax_tree
 from ..ir.traced_module import Container, Graph, TracedModule, by_index, without_edges
+from ..torch_internals.graphs import qualified_name
 from .value_json import TORCH_NAMES
 
 # names of Python that FX writes for values, `slice(0, 1, None)`
@@ -25,7 +25,7 @@ PLAIN = (
     ast.operator, ast.unaryop, ast.cmpop, ast.expr_context,
 )  # fmt: skip
 HOLDERS = (Container, TracedModule, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-SETITEM = _get_qualified_name(operator.setitem)
+SETITEM = qualified_name(operator.setitem)
 GETTERS = [vars(holder)["__getitem__"] for holder in HOLDERS]
 
 
@@ -93,7 +93,7 @@ class _Reader:
         arguments = [node for node in nodes if node.op == "placeholder"]
         self.arguments = {node.target.lstrip("*") for node in arguments}
         self.globals = values
-        self.functions = {_get_qualified_name(node.target) for node in nodes if node.op == "call_function"}
+        self.functions = {qualified_name(node.target) for node in nodes if node.op == "call_function"}
         self.methods = {node.target for node in nodes if node.op == "call_method"}
         self.paths = {node.target for node in nodes if node.op in ("get_attr", "call_module")}
         if len(self.arguments) != len(arguments) or self.arguments & {n.name for n in nodes if n.op != "placeholder"}:

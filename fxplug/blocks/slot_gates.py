@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..torch_internals.tensors import assert_later
 from ..turns import Turns
 from .base import Block
 
@@ -45,7 +46,7 @@ class Table(Block):
         rows = self.weights[torch.arange(batch, device=self.weights.device).clamp(max=ROWS - 1)].float()
         fits = (self.entries == 0) | (self.entries == batch)
         if rows.device.type == "cpu":
-            torch._assert_async(fits, "adapters.use was given one entry per sample, and the batch has another size")
+            assert_later(fits, "adapters.use was given one entry per sample, and the batch has another size")
         rows = torch.where(fits, rows, torch.nan)
         uniform = torch.where((rows == self.weights[0]).all(), self.weights[0].float(), torch.nan)
         return rows.repeat_interleave(self.rank, 1), uniform

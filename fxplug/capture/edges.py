@@ -14,6 +14,8 @@ from ..errors import TraceError
 from ..ir import ops
 from ..ir.pytree import children, leaves, map_leaves, put_back
 from ..spec.addresses import Port, identifier
+from ..torch_internals.dispatch import DisableTorchFunction
+from ..torch_internals.modules import call_with_hooks, forward_hooks
 from .fake_tensors import NeedsValues
 from .graph_builder import Frame
 from .recorder import Recording
@@ -62,7 +64,7 @@ class Regions:
         recording.modules.append(module)
         originals: dict[int, tuple[Any, Any]] = {}
         entered, entered_kw = self.enter(key, module, args, kwargs, originals)
-        out = self.leave(key, _run(module, *entered, **entered_kw))
+        out = self.leave(key, call_with_hooks(module, *entered, **entered_kw))
         for value in (*args, *kwargs.values()):
             put_back(value, originals)
         recording.modules.pop()
@@ -85,8 +87,8 @@ class Regions:
                 raise NeedsValues(f"'{key}' is a scripted module, which runs on real tensors only: trace before it is scripted")
             recording.paused = True
             try:
-                with torch._C.DisableTorchFunction():
-                    out = _run(module, *plain, **plain_kw)
+                with DisableTorchFunction():
+                    out = call_with_hooks(module, *plain, **plain_kw)
             finally:
                 recording.paused = False
             recording.results.put(remembered_as, out, [*plain, *plain_kw.values()])
@@ -142,10 +144,6 @@ class Regions:
         return new
 
 
-# a call with its hooks, but not what `module.compile()` put around it
-_run: Callable[..., Any] = nn.Module._call_impl
-
-
 def _members(value: Any) -> Any:
     """The shape of nested lists and dicts, with the identity of what is in them."""
     found = children(value) if isinstance(value, (tuple, list, dict)) else None
@@ -161,7 +159,7 @@ def is_leaf(module: nn.Module) -> bool:
         return False
     if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         return False
-    if "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+    if "forward" in vars(module) or any(forward_hooks(module)):
         return False
     return not hasattr(module, "parametrizations")
 

@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 from torch import get_autocast_dtype, get_default_dtype, is_autocast_enabled  # torch's own, whatever a run puts in their place
-from torch._dynamo.exc import TorchDynamoException
-from torch._subclasses.fake_tensor import (
+
+from ..torch_internals.dispatch import DisableTorchFunction
+from ..torch_internals.fakes import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    fake_of,
+    is_error_of_dynamo,
 )
-from torch.utils._mode_utils import no_dispatch
-
+from ..torch_internals.names import FAKE_TENSOR_LOG
 from .numbers import Number
 
 PLAIN = (bool, int, float, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
@@ -41,7 +43,9 @@ def lacks_values(error: BaseException | None) -> bool:
     The model's own errors, wrong sizes and our own mistakes are none of these.
     """
     while error is not None:
-        if isinstance(error, (NeedsValues, DataDependentOutputException, DynamicOutputShapeException, TorchDynamoException)):
+        if isinstance(error, (NeedsValues, DataDependentOutputException, DynamicOutputShapeException)):
+            return True
+        if is_error_of_dynamo(error):
             return True
         if isinstance(error, (RuntimeError, NotImplementedError, TypeError, ValueError)) and NO_MEMORY.search(str(error)):
             return True
@@ -51,15 +55,8 @@ def lacks_values(error: BaseException | None) -> bool:
 
 def fake(like: torch.Tensor, mode: FakeTensorMode, device: torch.device, constant: Any = None) -> FakeTensor:
     """A fake tensor of the size, strides and dtype of `like`, made without a dispatch."""
-    with torch._C.DisableTorchFunction():
-        return _make((like.shape, like.stride(), like.dtype, device), mode, constant)
-
-
-def _make(geometry: Geometry, mode: FakeTensorMode, constant: Any = None) -> FakeTensor:
-    size, stride, dtype, device = geometry
-    with no_dispatch():
-        shadow = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-        return FakeTensor(mode, shadow, device, constant=constant)
+    with DisableTorchFunction():
+        return fake_of((like.shape, like.stride(), like.dtype, device), mode, constant)
 
 
 class Results:
@@ -74,7 +71,7 @@ class Results:
         if not self.remember:
             return None
         try:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 return (function, _key(args), _key(kwargs), _surroundings())
         except TypeError:
             return None
@@ -86,8 +83,8 @@ class Results:
             return None
         kind, geometries = found
         if kind is None:
-            return _make(geometries, mode)
-        return kind(_make(g, mode) for g in geometries)
+            return fake_of(geometries, mode)
+        return kind(fake_of(g, mode) for g in geometries)
 
     def put(self, key: Hashable, out: Any, given: list[torch.Tensor]) -> None:
         """Remember a result that is new tensors and nothing else."""
@@ -97,7 +94,7 @@ class Results:
         tensors = list(out) if many else [out]
         if any(type(t) is not FakeTensor or t.constant is not None or any(t is g for g in given) for t in tensors):
             return
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             geometries = [_geometry(t) for t in tensors]
         self.known[key] = (type(out), geometries) if many else (None, geometries[0])
 
@@ -144,7 +141,7 @@ def no_collection() -> Iterator[None]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """A failing fake operation logs its traceback, although the error that is raised says it better."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = logging.getLogger(FAKE_TENSOR_LOG)
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..ir.pytree import children, leaves, map_leaves
+from ..torch_internals.tensors import memory_id
 from .numbers import Number
 
 DEPTH = 40  # nested deeper than this, values count as equal
@@ -161,7 +162,7 @@ def _memory(tensor: torch.Tensor) -> Any:
         return None
     if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
-    return tensor.untyped_storage()._cdata, tensor.dtype, tensor.device
+    return memory_id(tensor.untyped_storage()), tensor.dtype, tensor.device
 
 
 def _change(tensor: torch.Tensor) -> None:

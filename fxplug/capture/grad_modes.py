@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from ..ir import ops
+from ..torch_internals.modes import autocast_settings, set_grad_enabled
 from .recorder import Recording
 
 Patch = tuple[type, str, Callable[..., Any]]
@@ -35,7 +36,7 @@ def _enter_autocast(recording: Recording, original: Callable[..., Any]) -> Calla
         if recording.recording_here():
             device = recording.dynamic_device(torch.device(context.device))
             kind = device if isinstance(device, fx.Node) else context.device
-            args = (kind, context.fast_dtype, context._enabled, context._cache_enabled)
+            args = (kind, context.fast_dtype, *autocast_settings(context))
             _open(recording, context, ops.enter_autocast, args)
         return out
 
@@ -79,7 +80,7 @@ def _enter_inference(recording: Recording, original: Callable[..., Any]) -> Call
         recording.inference.append(bool(context.mode))
         if context.mode:
             context._fxplug_before = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(False)
+            set_grad_enabled(False)
             _open(recording, context, ops.enter_grad, (False,))
         return None
 
@@ -93,7 +94,7 @@ def _exit_inference(recording: Recording, original: Callable[..., Any]) -> Calla
         recording.inference.pop()
         if context.mode:
             _close(recording, context, ops.exit_grad)
-            torch._C._set_grad_enabled(context._fxplug_before)
+            set_grad_enabled(context._fxplug_before)
         return None
 
     return leave

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
@@ -25,6 +24,9 @@ from ..ir import checked_functions, ops
 from ..ir.pytree import children
 from ..ir.traced_module import Graph
 from ..spec.addresses import identifier
+from ..torch_internals.dispatch import DisableTorchFunction, function_modes
+from ..torch_internals.fakes import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from ..torch_internals.tensors import memory_id
 from .fake_tensors import Results, fake
 from .memory_journal import Journal, storage_of
 from .numbers import KINDS, Number, Recorder
@@ -132,7 +134,7 @@ class Nodes(TorchFunctionMode, Recorder):
         return (
             not self.paused
             and threading.get_ident() == self.thread
-            and self in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+            and self in function_modes()
         )
 
     def stop(self) -> None:
@@ -160,7 +162,7 @@ class Nodes(TorchFunctionMode, Recorder):
             now = module._buffers.get(key)
             if now is before or now is None or any(f"{path}.".startswith(f"{leaf}.") for leaf in leaves):
                 continue
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 sizes = tuple(now.shape)
                 alike = sizes == tuple(before.shape) and now.dtype == before.dtype
             if not alike or self.recorded(now) is None:
@@ -248,7 +250,7 @@ class Nodes(TorchFunctionMode, Recorder):
         while name in self.constants or name in self.named_weights[1] or (last == "constant" and name == base):
             name = f"{path}." * bool(path) + f"{last}_{self.repeated[base]}"
             self.repeated[base] += 1
-        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        with unset_fake_temporarily(), DisableTorchFunction():
             self.constants[name] = tensor.detach()
         return name
 
@@ -357,7 +359,7 @@ class Nodes(TorchFunctionMode, Recorder):
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same values as another tensor object, which can have a node of its own."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if type(tensor) is not FakeTensor or tensor.requires_grad:
                 new: torch.Tensor = torch.ops.aten.alias.default(tensor)
             else:
@@ -373,7 +375,7 @@ class Nodes(TorchFunctionMode, Recorder):
         """Note that a tensor's memory is that of a parameter."""
         storage = storage_of(tensor)
         if storage is not None:
-            self.memory[storage._cdata] = name
+            self.memory[memory_id(storage)] = name
             self.kept.append(storage)
 
     def parameter_of(self, tensor: torch.Tensor) -> str | None:
@@ -381,7 +383,7 @@ class Nodes(TorchFunctionMode, Recorder):
         if id(tensor) not in self.parameters and self.recorded(tensor) not in self.views:
             return None  # asking for memory is dear
         storage = storage_of(tensor)
-        return None if storage is None else self.memory.get(storage._cdata)
+        return None if storage is None else self.memory.get(memory_id(storage))
 
     def computed(self, value: Any) -> bool:
         """Whether a tensor depends on the inputs, and not on constants and weights alone."""

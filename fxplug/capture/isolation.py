@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import TraceError
 from ..ir.ops import CASTING
+from ..torch_internals.modes import set_grad_enabled
 from .python_state import State
 
 
@@ -28,7 +29,7 @@ def _set_filters(filters: list[Any]) -> None:
 
 # settings of the process that code in forward can switch: name, how to read one, how to set it
 SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
-    ("gradients", torch.is_grad_enabled, torch._C._set_grad_enabled),
+    ("gradients", torch.is_grad_enabled, set_grad_enabled),
     ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     ("the number of threads", torch.get_num_threads, torch.set_num_threads),
     ("the matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),

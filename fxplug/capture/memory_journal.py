@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..ir.pytree import leaves
+from ..torch_internals.dispatch import DisableTorchFunction, TorchDispatchMode, schema
+from ..torch_internals.tensors import memory_id
 
 
 class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -24,34 +25,34 @@ class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for index, argument in enumerate(func._schema.arguments):
+        for index, argument in enumerate(schema(func).arguments):
             if _is_written(argument):
                 for value in leaves(args[index] if index < len(args) else kwargs.get(argument.name)):
                     self.keep(value)
         out = func(*args, **kwargs)  # which a recording that listens still sees: a script function's operations come here only
-        given = {storage._cdata for value in leaves((args, kwargs)) if (storage := storage_of(value)) is not None}
+        given = {memory_id(storage) for value in leaves((args, kwargs)) if (storage := storage_of(value)) is not None}
         for value in leaves(out):
             storage = storage_of(value)
-            if storage is not None and storage._cdata not in given:
-                self.made.add(storage._cdata)
+            if storage is not None and memory_id(storage) not in given:
+                self.made.add(memory_id(storage))
         return out
 
     def keep(self, value: Any) -> None:
         """Copy the memory of a tensor, once."""
         storage = storage_of(value)
-        if storage is not None and storage._cdata not in self.made and storage._cdata not in self.kept:
-            self.kept[storage._cdata] = (storage, storage.clone())  # type: ignore[no-untyped-call]
+        if storage is not None and memory_id(storage) not in self.made and memory_id(storage) not in self.kept:
+            self.kept[memory_id(storage)] = (storage, storage.clone())  # type: ignore[no-untyped-call]
 
     def makes(self, tensor: torch.Tensor) -> bool:
         """Whether this run took the memory of a tensor."""
         storage = storage_of(tensor)
-        return storage is not None and storage._cdata in self.made
+        return storage is not None and memory_id(storage) in self.made
 
     def forget(self, tensor: torch.Tensor) -> None:
         """A tensor counts as one that was there before the run."""
         storage = storage_of(tensor)
         if storage is not None:
-            self.made.discard(storage._cdata)
+            self.made.discard(memory_id(storage))
 
     def now(self) -> dict[int, torch.UntypedStorage]:
         """A copy of what stands now in all memory that was written."""
@@ -75,7 +76,7 @@ def storage_of(value: Any) -> torch.UntypedStorage | None:
     """The memory of a tensor that has some."""
     if not isinstance(value, torch.Tensor):
         return None
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         if value.layout is not torch.strided or value.is_meta:
             return None
         try:

@@ -15,6 +15,7 @@ from ..errors import TraceError
 from ..ir import ops
 from ..ir.pytree import children, has_tensor, rebuilt
 from ..spec.addresses import identifier
+from ..torch_internals.dispatch import DisableTorchFunction
 from .edges import Regions
 from .fake_tensors import fake
 from .frozen_values import alike, frozen
@@ -139,7 +140,7 @@ class _Entry:
     def example(self, value: torch.Tensor) -> torch.Tensor:
         """An example tensor that the run may use up: fake, or a copy."""
         recording = self.recording
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if recording.mode is None:
                 new = value.detach().clone()
             else:

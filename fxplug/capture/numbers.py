@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from ..torch_internals.symbols import Node
 from .user_code import asker, is_text_for_people
 
 
@@ -44,7 +45,7 @@ class Number:
         self.recorder = recorder
         self.fx_node = node
         self.value = value
-        self.node = _Bridge(self)
+        self.node = Node(self)
 
     def plain(self) -> Any:
         """The plain value; while the recording goes on it is asked of `Recorder.decide`."""
@@ -109,65 +110,6 @@ class Number:
 
     def __pow__(self, other: Any, modulo: Any = None) -> Any:
         return _binary(operator.pow)(self, other) if modulo is None else pow(self.plain(), other, modulo)
-
-
-class _Bridge:
-    """What torch's own code asks the `node` of a SymInt; every answer is a decision about the value."""
-
-    constant = None
-    shape_env = None
-
-    def __init__(self, number: Number) -> None:
-        self.number = number
-
-    def int_(self) -> int:
-        return int(self.number)
-
-    def guard_int(self, file: str, line: int) -> int:
-        return int(self.number)
-
-    def guard_bool(self, file: str, line: int) -> bool:
-        return bool(self.number)
-
-    def guard_float(self, file: str, line: int) -> float:
-        return float(self.number)
-
-    expect_true = guard_or_true = guard_or_false = guard_size_oblivious = guard_bool
-
-    def expect_size(self, file: str, line: int) -> bool:
-        return True
-
-    def maybe_as_int(self) -> Any:
-        return None if self.number.recorder.active else self.number.value
-
-    maybe_as_float = maybe_as_int
-
-    def is_int(self) -> bool:
-        return type(self.number.value) is int
-
-    def is_float(self) -> bool:
-        return type(self.number.value) is float
-
-    def is_bool(self) -> bool:
-        return False
-
-    def is_symbolic(self) -> bool:
-        return True
-
-    def is_constant(self) -> bool:
-        return False
-
-    is_nested_int = is_constant
-
-    def has_hint(self) -> bool:
-        return True
-
-    @property
-    def hint(self) -> Any:
-        return self.number.value
-
-    def _graph_repr(self) -> str:
-        return repr(self.number.value)
 
 
 class Int(Number, torch.SymInt):  # type: ignore[misc]

@@ -24,6 +24,7 @@ from torch import overrides
 
 from ..errors import TraceError
 from ..ir import ops
+from ..torch_internals.dispatch import NATIVE
 from .code_names import foreign
 from .graph_builder import StandIn
 from .numbers import Number
@@ -117,8 +118,8 @@ def _replaced(recording: Recording) -> Iterator[Patch]:
         if name.removeprefix("torch.") in ops.READERS:
             read = _reader(recording, name, function)
             yield functools.reduce(getattr, path.split(".")[1:], torch), last, read
-            if vars(torch._C).get(last) is function:
-                yield torch._C, last, read
+            if vars(NATIVE).get(last) is function:
+                yield NATIVE, last, read
     for owner, names in REFUSED.items():
         for name, does in names.items():
             if hasattr(owner, name):

@@ -17,7 +17,7 @@ import threading
 import types
 import warnings
 import weakref
-from collections import OrderedDict, UserDict, UserList, deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import fx, nn
-from torch.nn.modules import module as torch_module
-from torch.utils._contextlib import _DecoratorContextManager
 
+from ..torch_internals.dispatch import DisableTorchFunction
+from ..torch_internals.modules import GLOBAL_HOOKS, TABLES, DecoratorContextManager
+from ..torch_internals.tensors import set_version, version
 from .code_names import CACHE, Names, foreign, functions_of, names_of
 from .value_kinds import KINDS, Kind, contents, identical_items, items, kind_of, put_items
 
@@ -36,18 +37,13 @@ PLAIN += (types.WrapperDescriptorType, types.MethodDescriptorType, types.MemberD
 PLAIN += (frozenset, range, slice, re.Pattern, enum.Enum, pathlib.PurePath, inspect.Signature, logging.Logger, weakref.ref)
 PLAIN += (threading.Thread,)  # what one of another kind keeps, such as tqdm's monitor, it writes at any time
 PLAIN += (type(vars(NamedTuple("Pair", [("first", int)]))["first"]), types.GenericAlias, types.UnionType)
-PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format, _DecoratorContextManager, np.generic, np.dtype)
+PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format, DecoratorContextManager, np.generic, np.dtype)
 CONTAINERS = (dict, list, set, deque)
 # they are copied as they stand, and what they go through is shared
 SEQUENCES: tuple[Any, ...] = ([], (), "", b"", range(1), range(1 << 99))
 ITERATORS: tuple[type, ...] = (itertools.count, itertools.repeat, *(type(iter(sequence)) for sequence in SEQUENCES))
 # what torch itself keeps in a module beside its state: hooks, most of them dicts that are empty
-HOOKS = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"}
-GLOBAL_HOOKS = {
-    name: value
-    for name, value in vars(torch_module).items()
-    if name.startswith("_global_") and type(value) in (dict, OrderedDict)
-}
+HOOKS = set(vars(nn.Module())) - {*TABLES, "training"}
 # classes of the standard library that hold what they are given
 HOLDERS: tuple[type, ...] = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)
 HOLDERS += (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
@@ -138,7 +134,7 @@ class State:
         self.held: list[tuple[Any, Any, Any]] = []  # a dict, list, cell or globals, under which key it holds one, and which
         self.modules = {id(m): (m, name) for root in roots for name, m in root.named_modules()}
         self.files = {c.__module__ for kind in {type(m) for m, _ in self.modules.values()} for c in kind.__mro__}
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             for module, name in self.modules.values():
                 self.walk_object(module, (None, f"'{name}'" if name else type(module).__name__))
             self.walk_hooks(GLOBAL_HOOKS, (None, "torch.nn.modules.module"))
@@ -266,8 +262,8 @@ class State:
             return
         with contextlib.suppress(RuntimeError):
             grad = tensor.grad if tensor.is_leaf else None
-            version = 0 if tensor.is_inference() else tensor._version
-            self.tensors[id(tensor)] = _Held(tensor, tensor.detach(), version, tensor.requires_grad, grad, link)
+            writes = 0 if tensor.is_inference() else version(tensor)
+            self.tensors[id(tensor)] = _Held(tensor, tensor.detach(), writes, tensor.requires_grad, grad, link)
 
     def walk_class(self, kind: type) -> None:
         """Note the attributes of a class and its bases, and look into them; functions that no code names wait."""
@@ -396,7 +392,7 @@ class State:
 
     def restore_tensors(self) -> None:
         """Give tensors their memory, geometry, gradients and versions back; their values are another matter."""
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with DisableTorchFunction(), torch.no_grad():
             for held in self.tensors.values():
                 tensor, alias = held.tensor, held.alias
                 if _geometry(tensor) != _geometry(alias):
@@ -408,8 +404,8 @@ class State:
                     tensor.requires_grad_(held.requires_grad)
                 if tensor.is_leaf and tensor.grad is not held.grad:
                     tensor.grad = held.grad
-                if not tensor.is_inference() and tensor._version != held.version:
-                    torch._C._autograd._unsafe_set_version_counter((tensor,), (held.version,))
+                if not tensor.is_inference() and version(tensor) != held.version:
+                    set_version(tensor, held.version)
 
 
 def _copies(iterators: Iterable[Any]) -> list[Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..torch_internals.names import ATTRIBUTES, BACKWARD_HOOKS, TYPED_STORAGE
+
 CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
 SIZES = {"size", "stride", "numel", "nelement", "storage_offset", "__len__"}
 VALUES = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "__complex__", "is_nonzero"}
@@ -16,9 +18,9 @@ RESHAPING = {"resize_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_
 ORDERED = {"gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal"}
 MANY = 256  # so many numbers that go to numpy are held by one guard
 # where a tensor's data leaves torch, so that what is done with it there cannot be seen
-LEAVING = {"numpy", "__array__", "data_ptr", "storage", "untyped_storage", "_typed_storage", "__dlpack__", "__reduce_ex__"}
+LEAVING = {"numpy", "__array__", "data_ptr", "storage", "untyped_storage", TYPED_STORAGE, "__dlpack__", "__reduce_ex__"}
 # what a graph cannot say of a tensor, as it depends on what was done with it before and after the call
-OUTSIDE = {"grad", "_grad", "_grad_fn", "_version", "_base", "_cdata", "retains_grad", "output_nr"}
+OUTSIDE = {"grad", "retains_grad", "output_nr", *ATTRIBUTES, *BACKWARD_HOOKS}
 # what happens later, in the backward pass or in another process
 LATER = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "share_memory_", "pin_memory"}
 # fake tensors take the shape of the first argument here: one value per channel, which training refuses, is none to them

@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ..errors import TraceError
 from ..ir import functions, ops
 from ..ir.pytree import children
+from ..torch_internals.dispatch import DisableTorchFunction, OpOverload, OpOverloadPacket
+from ..torch_internals.fakes import FakeTensor, unset_fake_temporarily
+from ..torch_internals.modes import set_grad_enabled
+from ..torch_internals.tensors import version
 from .dtypes import Dtypes
 from .fake_tensors import NeedsValues, lacks_values
 from .graph_builder import NUMBERS, SMALL, Nodes, StandIn
@@ -40,7 +43,6 @@ from .user_code import asker, decides_nothing, is_caught, is_text_for_people, sh
 from .wording import describe
 
 LEAVING |= {"apply_", "map_", "map2_", "__cuda_array_interface__"}
-OUTSIDE |= {"_backward_hooks", "_post_accumulate_grad_hooks"}
 
 
 class Function:
@@ -70,7 +72,7 @@ class Recording(Nodes):
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused or func is torch._C._set_grad_enabled:
+        if self.paused or func is set_grad_enabled:
             return func(*args, **kwargs)
         if type(func) is types.MethodWrapperType:  # the getter of a property; a new object at each access
             return self.attribute(func, *args)
@@ -160,7 +162,7 @@ class Recording(Nodes):
                 if type(x) is not FakeTensor:
                     with unset_fake_temporarily():
                         self.overwritten.keep(x)
-        versions = [x._version for x in given]
+        versions = [version(x) for x in given]
         run = SHAPE_OF_FIRST.get(func) if self.fake else None
         # a remembered result has memory of its own, which does not tell what it is a view of
         views = any(map(self.parameter_of, given))
@@ -174,7 +176,7 @@ class Recording(Nodes):
                 if asker(sys._getframe(2)) is not None:
                     self.failed = self.failed or self.place()
                 raise
-        changed = [x for x, before in zip(given, versions, strict=True) if x._version != before]
+        changed = [x for x, before in zip(given, versions, strict=True) if version(x) != before]
         if called.endswith("_") and several and isinstance(several[0], list):  # functions on lists count no versions
             changed += several[0]
         if views and (written := next(filter(None, map(self.parameter_of, changed)), None)):
@@ -239,7 +241,7 @@ class Recording(Nodes):
         root = tensor
         while (of := getattr(root, "_fxplug_of", None)) is not None:
             root = of
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             answer = ops.asked(root, question)
             found = root.grad_fn
         frame = user_frame()
@@ -277,7 +279,7 @@ class Recording(Nodes):
         public = getattr(torch, getattr(func, "__name__", ""), None)
         if listed := functions.listed(public):
             return "call_function", listed, nodes
-        if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        if isinstance(func, (OpOverload, OpOverloadPacket)):
             return "call_function", func, nodes
         owner = sys.modules.get(getattr(func, "__module__", None) or "")
         if owner is not None and getattr(owner, getattr(func, "__name__", ""), None) is func:
@@ -306,13 +308,13 @@ class Recording(Nodes):
             not isinstance(data, np.ndarray) and np.asarray(data, dtype=object).size <= SMALL
         ):
             return None
-        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+        with unset_fake_temporarily(), DisableTorchFunction():
             real = func(*args, **{k: v for k, v in kwargs.items() if k not in ("device", "requires_grad")})
         return self.fresh(real)
 
     def fresh(self, real: torch.Tensor) -> torch.Tensor:
         """A constant as the new tensor that each call gets."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if self.journal is not None:
                 self.journal.forget(real)
             source = self.lookup(real)
@@ -339,7 +341,7 @@ class Recording(Nodes):
         def make(*args: Any, **kwargs: Any) -> Any:
             if not self.recording_here():
                 return original(*args, **kwargs)
-            with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+            with unset_fake_temporarily(), DisableTorchFunction():
                 real = original(*args, **kwargs)
             return self.fresh(real)
 
@@ -363,7 +365,7 @@ class Recording(Nodes):
     def size(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """What a method such as `size`, `stride` or `numel` gives, in recorded numbers unless the tensor is a weight."""
         tensor = args[0]
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             plain, _ = self.lower(args[1:])
             out = func(tensor, *plain, **kwargs)
         node = self.recorded(tensor)
@@ -459,7 +461,7 @@ class Recording(Nodes):
                 for size in self.shape(tensor):
                     self.decide(size)
             return self.bind(out, self.node("call_method", "tolist", (source,), {}, self.named("tolist")))
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             read = tensor.item()
         node = self.node("call_method", "item", (source,), {}, self.named("item"))
         if type(read) not in KINDS:

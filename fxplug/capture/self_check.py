@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import GuardError, TraceError
 from ..ir.pytree import leaves, map_leaves
 from ..ir.traced_module import Container, TracedModule
+from ..torch_internals.fakes import FakeTensor
+from ..torch_internals.tensors import memory_id
 from .fake_tensors import fake
 from .frozen_values import alike, copied, difference, frozen, same_tensors
 from .isolation import (
@@ -248,10 +249,10 @@ class _Pair:
             return None
         for held in self.state.tensors.values():
             storage = None if held.is_buffer() else storage_of(held.alias)
-            if storage is None or storage._cdata not in self.journal.kept:
+            if storage is None or memory_id(storage) not in self.journal.kept:
                 continue
-            before = self.journal.kept[storage._cdata][1]
-            mine, other = a.memory.get(storage._cdata, before), b.memory.get(storage._cdata, before)
+            before = self.journal.kept[memory_id(storage)][1]
+            mine, other = a.memory.get(memory_id(storage), before), b.memory.get(memory_id(storage), before)
             if mine is not other and not torch.equal(_bytes(mine), _bytes(other)):
                 return f"the tensor {held} is left otherwise"
         return None
@@ -349,7 +350,7 @@ def _facts(given: list[torch.Tensor], out: Any) -> list[Any]:
     shared = []
     for index, tensor in enumerate([*given, *tensors]):
         storage = storage_of(tensor)
-        shared.append(index if storage is None else first.setdefault(storage._cdata, index))
+        shared.append(index if storage is None else first.setdefault(memory_id(storage), index))
     return [("strides", strided), ("gradients", gradients), ("tensors that share memory", shared)]
 
 

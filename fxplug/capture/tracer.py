@@ -15,11 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 from torch.nn.parameter import is_lazy
 
 from ..errors import FxplugError, TraceError, did_you_mean
@@ -27,6 +22,8 @@ from ..ir import functions, ops
 from ..ir.pytree import leaves as values
 from ..ir.traced_module import RESERVED, Container, Graph, TracedModule, class_names, plain_attributes
 from ..spec.addresses import select
+from ..torch_internals.fakes import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from ..torch_internals.tensors import as_parameter
 from . import grad_modes, model_edge, process_state, self_check
 from .edges import Regions
 from .fake_tensors import NeedsValues, Results, fake, lacks_values, no_collection
@@ -369,7 +366,7 @@ def _fake_weights(
         if id(tensor) not in fakes:
             made = fake(tensor, mode, device)
             if isinstance(tensor, nn.Parameter):
-                made._is_param = True
+                as_parameter(made)
             if autograd:
                 made.requires_grad_(tensor.requires_grad)
             fakes[id(tensor)] = made

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..files.reading import syntax_tree
+from ..torch_internals.names import CHECKS
 
 STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 CALLER = os.path.join(os.path.dirname(__file__), "model_edge.py")  # what called the model: no line of the model is above it
@@ -35,8 +36,6 @@ SPEAKING = tuple(STDLIB + name for name in ("logging" + os.sep, "importlib" + os
 # errors that operations on tensors do not raise because of what the tensors are
 NOT_OF_OPERATIONS = {"TypeError", "AttributeError", "ImportError", "ModuleNotFoundError", "KeyError", "StopIteration"}
 NOT_OF_OPERATIONS |= {"NameError", "NotImplementedError", "AssertionError", "OSError", "FileNotFoundError"}
-# functions whose text is read by people only, but for their first argument
-CHECKS = {"_assert", "_check", "_check_value", "_check_type", "_check_index", "_check_not_implemented"}
 MISSING = object()
 
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from ..torch_internals.fakes import unset_fake_temporarily
 
 
 class Kind(NamedTuple):

@@ -59,12 +59,13 @@ def _code(call: Callable[[], None]) -> int:
 
 def _store() -> Any:
     """torchrun's own, which lives until the last process ends."""
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
+    import torch.distributed as dist
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(host, port, is_master=not hosted and os.environ["RANK"] == "0", timeout=timedelta(seconds=GRACE))
-    return PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    leads, grace = not hosted and os.environ["RANK"] == "0", timedelta(seconds=GRACE)
+    store = dist.TCPStore(host, port, is_master=leads, timeout=grace)  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # type: ignore[attr-defined]
 
 
 def _asked(store: Any, key: str, seconds: float) -> bytes | None:

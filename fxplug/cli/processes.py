@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
 
 from ..artifacts.artifact import check_savable, load, save
@@ -129,7 +128,7 @@ def _process(rank: int, count: int, name: str, allow: list[str], training: bool)
     """One of the processes that are started for a check."""
     folder = Path(name)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
-    store = FileStore(f"{name}/store", count)
+    store = dist.FileStore(f"{name}/store", count)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=PATIENCE)
     try:
         module = load(folder / "module", allow=[text.partition(":")[0] for text in allow]).train(training)

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from .. import __version__
 from ..errors import FxplugError, printable
+from ..torch_internals.names import FAKE_TENSOR_LOG
 
 if TYPE_CHECKING:
     from ..flow import Result
@@ -34,7 +35,7 @@ class Verbs(TyperGroup):
     """Turns errors into one message and exit code 1."""
 
     def invoke(self, ctx: Any) -> Any:
-        noise = logging.getLogger("torch._subclasses.fake_tensor")  # prints a traceback of what is raised anyway
+        noise = logging.getLogger(FAKE_TENSOR_LOG)  # prints a traceback of what is raised anyway
         noise.disabled = True
         try:
             return super().invoke(ctx)

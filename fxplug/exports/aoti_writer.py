@@ -23,6 +23,8 @@ from ..files.reading import opened
 from ..files.temporary import folder
 from ..files.writing import written
 from ..files.zip_archives import Archive
+from ..torch_internals.dispatch import OpOverload, name_of
+from ..torch_internals.packaging import compile_package, find_compiler, processor
 from .call_signature import Json, describe
 from .machines import capabilities, needed
 from .package import TEMPORARY, _loader
@@ -60,14 +62,12 @@ def refusing() -> Iterator[None]:
 
 def check_compiler(device: torch.device) -> None:
     """Raises FxplugError where no package can be compiled for a device."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
     if device.type not in ("cpu", "cuda"):
         raise FxplugError(f"a package runs on cpu or cuda, and the module is on {device.type}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise FxplugError("a package for cuda is compiled on a machine with such a device, and there is none")
     try:
-        get_cpp_compiler()
+        find_compiler()
     except Exception as error:  # inductor's
         raise FxplugError(
             "no C++ compiler was found, and AOTInductor needs one to make a package (to run one it does not): install g++, "
@@ -88,11 +88,9 @@ def write(
     `parameters` are those of the exported `forward`, `tensors` what stays live, by name, `facts` more for the manifest, and
     `options` inductor's own. Raises Unfit when a tensor that has to be live is not.
     """
-    from torch._inductor import aoti_compile_and_package
-
     signature, notes = describe(program, parameters)
     with _quiet(), torch.no_grad(), written(file) as sink, refusing():
-        aoti_compile_and_package(program, package_path=sink, inductor_configs={**(options or {}), **LIVE})
+        compile_package(program, sink, {**(options or {}), **LIVE})
     constants, metadata = _compiled(file)
     state = _state(program)
     whole, views = _shared(tensors, {name: tensor for name, tensor in state.items() if name in constants})
@@ -146,10 +144,8 @@ def _compiled(file: str) -> tuple[set[str], dict[str, str]]:
 
 def _march(options: Mapping[str, Any] | None) -> str | None:
     """For which processors the compiler works, as its option `-march` has them: None or "native" for the one here."""
-    from torch._inductor import config
-
     set_here = (options or {}).get("cpp.march")
-    return set_here if set_here is not None else getattr(config.cpp, "march", None)
+    return set_here if set_here is not None else processor()
 
 
 @contextlib.contextmanager
@@ -169,8 +165,8 @@ def _quiet() -> Iterator[None]:
 def _operators(program: ExportedProgram) -> list[str]:
     """The operators of libraries other than torch that the program may call."""
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
-    targets = {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
-    return sorted({f"{t.namespace}::{t._opname}" for t in targets if t.namespace not in ("aten", "prim", "prims")})
+    targets = {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload)}
+    return sorted({name_of(t) for t in targets if t.namespace not in ("aten", "prim", "prims")})
 
 
 def _shared(

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch.export import ExportedProgram
 
 from ..errors import ArtifactError, FxplugError, GuardError, shown
 from ..ir.pytree import children
 from ..limits import DEFAULT, Limits
+from ..torch_internals import pytree
+from ..torch_internals.packaging import guards_of
+from ..torch_internals.symbols import size_name
 from .expressions import evaluate, parsed, readable
 
 Json = dict[str, Any]
@@ -55,7 +57,7 @@ def describe(program: ExportedProgram, parameters: Mapping[str, inspect.Paramete
     for i, (value, name) in enumerate(zip(flat, names, strict=True)):
         if isinstance(value, torch.Tensor):
             marks[i] = _Slot(len(tensors))
-            sizes = [size if isinstance(size, int) else _size(size) for size in nodes[str(name)].meta["val"].shape]
+            sizes = [size if isinstance(size, int) else size_name(size) for size in nodes[str(name)].meta["val"].shape]
             tensors.append({"dtype": str(value.dtype).removeprefix("torch."), "shape": sizes})
     some_args, some_kwargs = pytree.tree_unflatten(marks, spec)
     given = inspect.Signature(list(parameters.values())).bind(*some_args, **some_kwargs).arguments
@@ -72,14 +74,6 @@ def describe(program: ExportedProgram, parameters: Mapping[str, inspect.Paramete
     ranges = {str(s): [_bound(r.lower), _bound(r.upper)] for s, r in program.range_constraints.items()}
     result = encode(_result(program))
     return {"parameters": described, "tensors": tensors, "ranges": ranges, "guards": guards, "result": result}, notes
-
-
-def _size(size: torch.SymInt) -> int | str | None:
-    """A number, the name of a free size, or None for a size that follows from others."""
-    known = size.node.maybe_as_int()
-    if known is not None:
-        return int(known)
-    return str(size.node.expr) if size.node.expr.is_Symbol else None
 
 
 def _bound(number: Any) -> int | None:
@@ -101,7 +95,7 @@ def _result(program: ExportedProgram) -> Any:
 def _guards(program: ExportedProgram, arguments: dict[str, Any]) -> tuple[list[str], list[str]]:
     """The guards that can be read again, tried on the example; and a note on each of the others."""
     guards, notes = [], []
-    for text in getattr(program, "_guards_code", []):
+    for text in guards_of(program):
         try:
             holds = bool(evaluate(parsed(text), arguments))
         except (FxplugError, ArithmeticError) as error:

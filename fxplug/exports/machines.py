@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import ArtifactError, shown
+from ..torch_internals.dispatch import is_operator
 
 Json = dict[str, Any]
 # AOTInductor's words for the instructions that its own code asks for, in the words of torch.cpu.get_capabilities
@@ -96,5 +97,5 @@ def check_operators(file: Path, names: Iterable[str]) -> None:
     if any(name.startswith("fxplug::") for name in names):
         from ..lowerings.linear import kernels, operators  # noqa: F401  (which define them)
     for name in names:
-        if not torch._C._jit_get_schemas_for_operator(name):
+        if not is_operator(name):
             raise ArtifactError(f"{file} calls the operator {shown(name)[1:-1]}, which is not here: import its library first")

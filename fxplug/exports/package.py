@@ -20,13 +20,13 @@ from ..errors import ArtifactError, FxplugError, SpecError, did_you_mean, shown
 from ..files.reading import about, opened, reported
 from ..files.temporary import Folder, ended_by_exceptions
 from ..limits import DEFAULT, Limits
+from ..torch_internals.packaging import LOADER
 from ..turns import Turns, change, during
 from .call_signature import Json, Signature
 from .machines import check_machine, check_operators, pick_device
 from .package_file import CODE, Packed, check_slots, place
 from .package_file import banks as _banks
 
-LOADER: Any = torch._C._aoti.AOTIModelPackageLoader
 TEMPORARY = "fxplug-package-"
 
 

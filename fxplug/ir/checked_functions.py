@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..errors import GuardError
+from ..torch_internals import kernels
+from ..torch_internals.dispatch import DisableTorchFunction
+from ..torch_internals.fakes import FakeTensor
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -21,13 +23,13 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
         raise GuardError(
             f"the norms of {tuple(v.shape)} along dimension {dim} cannot be {tuple(g.shape)} on {g.device}, not {v.device}"
         )
-    return torch._weight_norm(v, g, dim)
+    return kernels.weight_norm(v, g, dim)  # type: ignore[no-any-return]
 
 
 def pad_packed_sequence(data: Tensor, batch_sizes: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """The sequences of a packed one, padded, and their lengths. Raises GuardError."""
     _check_sizes(batch_sizes, data)
-    padded, lengths = torch._pad_packed_sequence(data, batch_sizes, *args, **kwargs)
+    padded, lengths = kernels.pad_packed_sequence(data, batch_sizes, *args, **kwargs)
     return padded, lengths
 
 
@@ -57,7 +59,7 @@ def _check_sizes(sizes: Tensor, data: Tensor) -> None:
         raise GuardError(f"batch sizes are int64, one dimension, on the CPU; these are {sizes.dtype} {tuple(sizes.shape)}")
     if torch.compiler.is_compiling() or isinstance(sizes, FakeTensor):
         return
-    with torch._C.DisableTorchFunction():
+    with DisableTorchFunction():
         found = sizes.tolist()
         rows = data.shape[0] if data.dim() else 0
     if not found or found[-1] < 1 or found != sorted(found, reverse=True) or sum(found) != rows:

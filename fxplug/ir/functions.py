@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import fx
 from torch.nn.utils.rnn import PackedSequence
 
+from ..torch_internals import kernels
 from . import checked_functions as checked
 from . import ops
 
@@ -39,15 +40,15 @@ MATH = "sqrt log log2 log10 exp pow sin cos tan atan ceil floor trunc gcd fabs".
 MATH_FUNCTIONS = {name: getattr(math, name) for name in MATH}
 # functions that are in none of these namespaces
 PRIVATE: dict[str, Callable[..., Any]] = {
-    "torch._C._nn.pad_sequence": torch._C._nn.pad_sequence,
-    "torch._pack_padded_sequence": torch._pack_padded_sequence,
+    "torch._C._nn.pad_sequence": kernels.pad_sequence,
+    "torch._pack_padded_sequence": kernels.pack_padded_sequence,
     "torch.autograd.grad": torch.autograd.grad,
     "torch.Size": torch.Size,
 }
 # functions that trust their callers, by public name, with what a graph calls in their place
 CHECKED: dict[str, tuple[Any, Callable[..., Any]]] = {
-    "torch._weight_norm": (torch._weight_norm, checked.weight_norm),
-    "torch._pad_packed_sequence": (torch._pad_packed_sequence, checked.pad_packed_sequence),
+    "torch._weight_norm": (kernels.weight_norm, checked.weight_norm),
+    "torch._pad_packed_sequence": (kernels.pad_packed_sequence, checked.pad_packed_sequence),
     "torch.nn.utils.rnn.PackedSequence": (PackedSequence, checked.packed_sequence),
     **{f"torch.{f.__name__}": (f, checked.recurrent(f)) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
 }

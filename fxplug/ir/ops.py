@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from ..errors import GuardError
+from ..torch_internals import modes as torch_modes
+from ..torch_internals.tensors import check
 
 # functions that answer about the process, and whose answer may be another one at the next call
 READERS = """is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled is_autocast_cache_enabled
@@ -66,7 +68,7 @@ def guard(value: Any, expected: Any, message: str) -> None:
     if torch.compiler.is_compiling():
         # a SymBool is negated, not compared: torch.export cannot solve `(s >= 64) == False` for a free size
         free = expected is False and not isinstance(value, bool)
-        torch._check(torch.sym_not(value) if free else value == expected)
+        check(torch.sym_not(value) if free else value == expected)
     elif value != expected:
         raise GuardError(f"{message}; now it is {value}: trace again with such an input")
 
@@ -78,7 +80,7 @@ def check_state(name: str, args: tuple[Any, ...], expected: Any, message: str) -
     """
     value = STATES[name](*args)
     if torch.compiler.is_compiling():
-        torch._check(value == expected)
+        check(value == expected)
     elif value != expected:
         raise GuardError(f"{message}; now it is {value}: call it as it was traced, or trace again as it is called")
 
@@ -166,12 +168,12 @@ def device_of(x: torch.Tensor) -> torch.device:
 def enter_autocast(device: torch.device | str, dtype: torch.dtype, enabled: bool, cache: bool) -> Any:
     """Enter an autocast region that the model's own code opened; the result goes to `exit_autocast`."""
     kind = device if isinstance(device, str) else device.type
-    return torch.amp.autocast_mode._enter_autocast(kind, dtype, enabled, cache)  # type: ignore[no-untyped-call]
+    return torch_modes.enter_autocast(kind, dtype, enabled, cache)
 
 
 def exit_autocast(state: Any) -> None:
     """Leave the autocast region that `enter_autocast` opened."""
-    torch.amp.autocast_mode._exit_autocast(state)  # type: ignore[no-untyped-call]
+    torch_modes.exit_autocast(state)
 
 
 def _casts(kind: str) -> bool:
@@ -197,7 +199,7 @@ def modes() -> tuple[Any, ...]:
 def set_modes(before: tuple[Any, ...]) -> None:
     """Set the modes that `modes` gave, where an error has left nodes between enter and exit."""
     grad, casts, cached, depth = before
-    torch._C._set_grad_enabled(grad)
+    torch_modes.set_grad_enabled(grad)
     for kind, enabled, dtype in casts:
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
@@ -210,13 +212,13 @@ def set_modes(before: tuple[Any, ...]) -> None:
 def enter_grad(enabled: bool) -> bool:
     """Switch gradients on or off as the model's own code does; the result, the mode before, goes to `exit_grad`."""
     before = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(enabled)
+    torch_modes.set_grad_enabled(enabled)
     return before
 
 
 def exit_grad(before: bool) -> None:
     """Give gradients back the mode that `enter_grad` found."""
-    torch._C._set_grad_enabled(before)
+    torch_modes.set_grad_enabled(before)
 
 
 class Record(dict[str, Any]):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from ..spec.addresses import identifier
+from ..torch_internals.modules import DropoutNd
 from . import functions, ops
 from .pytree import leaves
 from .regions import added
@@ -23,7 +24,7 @@ ALIASING = """edge getitem view view_as reshape reshape_as permute transpose swa
 unflatten ravel chunk split tensor_split unbind squeeze unsqueeze expand expand_as broadcast_to contiguous to type float half
 bfloat16 double type_as detach narrow select t adjoint diagonal unfold as_strided real imag view_as_real view_as_complex
 dropout dropout1d dropout2d dropout3d alpha_dropout""".split()  # noqa: SIM905
-ALIASING_MODULES = (nn.Identity, nn.modules.dropout._DropoutNd, nn.Flatten, nn.Unflatten)
+ALIASING_MODULES = (nn.Identity, DropoutNd, nn.Flatten, nn.Unflatten)
 REGION = "region_graph"  # key in the meta of a node that calls a region: the region's own graph
 
 
@@ -167,7 +168,7 @@ def is_random(node: fx.Node, root: nn.Module) -> bool:
         return any(is_random(n, root) for n in node.meta[REGION].nodes)
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        return any(isinstance(m, nn.modules.dropout._DropoutNd) or getattr(m, "is_block", False) for m in module.modules())
+        return any(isinstance(m, DropoutNd) or getattr(m, "is_block", False) for m in module.modules())
     return functions.short_name(node.target) in functions.RANDOM
 
 

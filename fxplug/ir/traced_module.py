@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo import trace_rules
-from torch._dynamo.eval_frame import skip_code
 
 from ..adapters.slots import Adapters
 from ..errors import SpecError, TraceError
 from ..limits import DEFAULT
+from ..torch_internals.compiling import leave_frame, leave_module
 from ..turns import change, during, hold, inside, turns_of
 from . import ops
 
@@ -248,8 +247,8 @@ def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
 
 
 # these frames are not compiled, what they call is; all wrappers have one code
-skip_code(_in_turn(nn.Module.forward).__code__)
-trace_rules.add(during.__module__)
+leave_frame(_in_turn(nn.Module.forward).__code__)
+leave_module(during.__module__)
 
 
 class TracedModule(fx.GraphModule):

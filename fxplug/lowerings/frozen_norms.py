@@ -6,15 +6,16 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from ..errors import SpecError, did_you_mean
 from ..ir.traced_module import TracedModule, copy_graph, shell
 from ..spec.addresses import identifier
+from ..torch_internals.modules import BatchNorm, InstanceNorm
 
 # the argument that chooses the statistics: its position and its name
 CALLS: dict[Any, tuple[int, str]] = {F.batch_norm: (5, "training"), F.instance_norm: (5, "use_input_stats")}
-TRACKING = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+TRACKING = (BatchNorm, InstanceNorm)
 
 
 def hold_norms(gm: TracedModule, frozen: Callable[[str], bool] | Collection[str]) -> TracedModule:
@@ -80,7 +81,7 @@ def _open(graph: fx.Graph, call: fx.Node, module: Any) -> None:
     """Put the function that a norm is in evaluation in the place of its call."""
     names = ("running_mean", "running_var", "weight", "bias")
     read = [_read(graph, call, f"{call.target}.{name}", getattr(module, name)) for name in names]
-    function = F.batch_norm if isinstance(module, nn.modules.batchnorm._BatchNorm) else F.instance_norm
+    function = F.batch_norm if isinstance(module, BatchNorm) else F.instance_norm
     x = call.args[0] if call.args else next(iter(call.kwargs.values()))
     args = (x, *read, False, 0.0, module.eps)
     with graph.inserting_before(call):

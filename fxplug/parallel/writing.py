@@ -13,6 +13,7 @@ from ..ir.traced_module import Container, Graph
 from ..rewriter.editor import ROOT
 from ..rewriter.graft import head
 from ..spec.addresses import identifier
+from ..torch_internals.graphs import rename
 from .planning.planner import Found, arguments, normed
 from .planning.trials import Leaf, Number, Place, Step, name_of, numbered
 from .runtime.attention import Attention
@@ -252,7 +253,7 @@ class Writer:
         twin.kwargs = fx.node.map_arg(twin.kwargs, lambda n: table.get(n, n))
         cut = self.call(Cut, (self.axis, near.out.dim, *both), twin, (given, gives), _after(twin))
         cut.kwargs = more
-        cut._rename(f"{twin.name}_parallel")
+        rename(cut, f"{twin.name}_parallel")
         self.instead(twin, cut)
 
     def norm(self, node: fx.Node, twin: fx.Node, norm: Any) -> None:

@@ -16,6 +16,7 @@ from ..ir.regions import Region, Regions, added, find_input, find_output, member
 from ..ir.traced_module import Graph, TracedModule, shell
 from ..spec.addresses import Port, identifier, parse_port, parse_relative
 from ..spec.rules import Pass
+from ..torch_internals.graphs import is_erased
 from .graft import Graft, Traces, head
 from .matcher import fill, reads
 from .sites import Site
@@ -421,7 +422,7 @@ class Editor:
             if not node.users:
                 self.graph.erase_node(node)
             return
-        inside = sorted(node for node in self.inside.get(site.path, []) if not node._erased)
+        inside = sorted(node for node in self.inside.get(site.path, []) if not is_erased(node))
         keep = needed(inside)
         for node in reversed(inside):
             if node not in keep:

@@ -15,6 +15,7 @@ from ..ir import ops
 from ..ir.pytree import children, leaves, rebuilt
 from ..ir.traced_module import MODES, Graph, TracedModule, plain_attributes
 from ..spec.addresses import Port, identifier
+from ..torch_internals.tensors import memory_id
 
 CHECKS = (ops.same, ops.check_inputs, ops.check_members, ops.check_generator)  # of the inputs, which are the host's values here
 
@@ -92,7 +93,7 @@ class Traces:
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What tells the memory of a tensor, on the meta device too: a detached one has the same."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return memory_id(tensor.untyped_storage()), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
 class Graft:

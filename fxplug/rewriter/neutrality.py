@@ -17,6 +17,7 @@ from ..errors import TraceError, VerifyError
 from ..ir.pytree import leaves, map_leaves
 from ..ir.traced_module import TracedModule
 from ..spec.rules import Match, Pass, Rule
+from ..torch_internals.tensors import memory_id, version
 from .applying import apply
 from .differences import Record, Watch, equal, is_differentiable, unlike
 from .probe import Probe, Unchecked, gradient_reaches, located, swapped
@@ -275,10 +276,10 @@ class _Copies:
             new = tensor.detach().clone()
         else:
             storage = tensor.untyped_storage()
-            if storage._cdata not in self.storages:
-                self.storages[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
+            if memory_id(storage) not in self.storages:
+                self.storages[memory_id(storage)] = storage.clone()  # type: ignore[no-untyped-call]
             new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            new.set_(self.storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+            new.set_(self.storages[memory_id(storage)], tensor.storage_offset(), tensor.shape, tensor.stride())
         self.known[id(new)] = new.requires_grad_(tensor.requires_grad)
         return new
 
@@ -351,13 +352,13 @@ def in_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
 @contextlib.contextmanager
 def buffers_restored(*modules: nn.Module) -> Iterator[None]:
     """Give the buffers of modules the values back that they have now: a block may write those that it keeps as its own."""
-    values = [(b, b.detach().clone(), b._version) for m in modules for b in m.buffers() if not (b.is_meta or b.is_inference())]
+    values = [(b, b.detach().clone(), version(b)) for m in modules for b in m.buffers() if not (b.is_meta or b.is_inference())]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value, version in values:
-                if buffer._version != version or not torch.equal(buffer, value):  # batch norms write without a version
+            for buffer, value, before in values:
+                if version(buffer) != before or not torch.equal(buffer, value):  # batch norms write without a version
                     buffer.copy_(value)
 
 
@@ -366,9 +367,9 @@ def _kept(gm: TracedModule, new: TracedModule, call: Call) -> Iterator[None]:
     """See that what the calls got copies of is not written by another way. Raises VerifyError."""
     named = {f"the {kind} '{name}' of the model": t for kind in ("parameter", "buffer") for name, t in _named(gm, kind)}
     given = [("an input", t) for t in leaves(call) if isinstance(t, torch.Tensor)]
-    watched = [(what, t, t._version) for what, t in [*named.items(), *given] if not t.is_inference()]
+    watched = [(what, t, version(t)) for what, t in [*named.items(), *given] if not t.is_inference()]
     yield
-    changed = [what for what, t, version in watched if t._version != version]
+    changed = [what for what, t, before in watched if version(t) != before]
     if changed:
         raise VerifyError(f"{changed[0]} is written by a block that keeps it as its own: a block changes nothing of the model")
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..errors import SpecError, did_you_mean
 from ..ir.pytree import leaves
 from ..ir.traced_module import Graph, TracedModule, shell
+from ..torch_internals.modules import TABLES
 from ..turns import during, turns_of
 
-TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 AT_ONCE = 8  # so many calls at one time are told apart
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..torch_internals.tensors import lerp_all
+
 
 class Ema:
     """An exponential moving average in float32 of named parameters (Polyak averaging; the ramp is that of diffusers' EMAModel).
@@ -25,7 +27,7 @@ class Ema:
         self.steps += 1
         weight = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
         now = [p.detach().float() for p in self.parameters.values()]
-        torch._foreach_lerp_(list(self.average.values()), now, weight)
+        lerp_all(list(self.average.values()), now, weight)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

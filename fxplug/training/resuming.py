@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_map
 
 from ..artifacts.artifact import save
 from ..errors import TrainError
 from ..files.reading import reason
 from ..spec.train_section import written
+from ..torch_internals.pytree import tree_map
 from .checkpoint import PREFIX, Checkpoint, differences, found, plain_random_state, read, set_plain_random_state, write
 from .distributed import gathered
 

@@ -12,7 +12,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._pytree import tree_map
 
 from ..errors import FxplugError, SpecError, TrainError
 from ..ir.traced_module import TracedModule
@@ -20,6 +19,7 @@ from ..parallel.plan import Plan, parallel_plan, parallelize
 from ..parallel.planning.walk import left_alone, walk
 from ..parallel.runtime.mesh import AXES, ways_of
 from ..spec.train_section import Train
+from ..torch_internals.pytree import tree_map
 from .data.seeding import random_state_kept
 from .distributed import gathered, set_mode
 from .random_draws import Draws

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ...errors import TraceError
+from ...torch_internals.tensors import version
 
 OWN = frozenset(vars(nn.Module())) | {"__dict__", "__class__"}  # what nn.Module itself keeps
 MISSING: Any = object()
@@ -253,7 +254,7 @@ def _same(a: Any, b: Any) -> bool:
 def _snapshot(value: Any, depth: int = 2) -> Any:
     """What a value that stays the same object holds: members of containers, attributes of objects, versions of tensors."""
     if isinstance(value, torch.Tensor):
-        return ("version", value._version)
+        return ("version", version(value))
     if isinstance(value, (str, type, nn.Module)) or depth == 0:
         return None
     if isinstance(value, dict):

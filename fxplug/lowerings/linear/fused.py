@@ -9,6 +9,7 @@ from torch import fx, nn
 from ...blocks.loha import Loha
 from ...blocks.lokr import Lokr
 from ...ir.traced_module import Graph, TracedModule
+from ...torch_internals.graphs import is_erased
 from . import forms, operators
 from .layers import WEIGHTS, Layer, called, check_traced, layer_at, lowered, replace, uniform
 
@@ -31,7 +32,7 @@ def fuse(gm: TracedModule, how: str = "auto") -> TracedModule:
 def _fuse(graph: Graph, tree: nn.Module, how: str) -> dict[str, str]:
     chosen = {}
     for node in list(graph.nodes):
-        if node._erased:
+        if is_erased(node):
             continue
         if node.op == "call_function" and node.target is F.linear:
             node.target = operators.linear
@@ -106,8 +107,3 @@ def remerge_linear(graph: Graph, tree: nn.Module, layer: Layer) -> None:
     else:
         replace(graph, tree, lora, layer.node, operators.remerged_linear, [*WEIGHTS, "scale"])
     graph.erase_node(layer.node)
-
-
-# --- what lowerings of layers have in common
-
-

@@ -11,6 +11,8 @@ from ...blocks.lora import Lora
 from ...errors import SpecError
 from ...ir import ops
 from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
+from ...torch_internals.graphs import is_erased
+from ...torch_internals.modules import is_hooked
 
 WEIGHTS = ["down.weight", "up.weight"]
 
@@ -44,7 +46,7 @@ def lowered(gm: TracedModule, change: Any) -> TracedModule:
 def layers(graph: Graph, tree: nn.Module, kinds: tuple[type[nn.Module], ...]) -> Iterator[Layer]:
     """The layers of these classes that a graph calls; the graph may change meanwhile."""
     for node in list(graph.nodes):
-        found = None if node._erased else layer_at(tree, node, kinds)
+        found = None if is_erased(node) else layer_at(tree, node, kinds)
         if found is not None:
             yield found
 
@@ -63,12 +65,7 @@ def layer_at(tree: nn.Module, node: fx.Node, kinds: tuple[type[nn.Module], ...])
 def called(tree: nn.Module, node: fx.Node, kinds: tuple[type[nn.Module], ...]) -> Any:
     """The module that a node calls, if it is of one of these very classes and nobody looks on."""
     module = tree.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return module if module is not None and type(module) in kinds and not is_watched(module) else None
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Whether a module has hooks, which would not run where a lowering calls something else."""
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+    return module if module is not None and type(module) in kinds and not is_hooked(module) else None
 
 
 def _reads(lora: fx.Node, layer: fx.Node) -> bool:

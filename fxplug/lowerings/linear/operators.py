@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...torch_internals.kernels import onednn_linear
 from . import kernels
 
 ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -32,7 +33,7 @@ LIBRARY.define("product(Tensor a, Tensor b, Tensor? bias) -> Tensor")  # type: i
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     if not (a.numel() and b.numel()):  # which oneDNN refuses
         return F.linear(a, b, bias)
-    return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")  # type: ignore[no-any-return]
+    return onednn_linear(a, b, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 # the compiler takes oneDNN's own operator only where the second factor is a constant

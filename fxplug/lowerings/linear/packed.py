@@ -18,13 +18,14 @@ from ...ir.regions import added
 from ...ir.subgraphs import SWITCHES, aliases, written
 from ...ir.traced_module import Container, Graph, TracedModule, copy_graph, shell
 from ...spec.addresses import identifier
+from ...torch_internals.modules import ConvNd, is_hooked
 from . import operators
-from .layers import called, check_traced, inside, is_watched
+from .layers import called, check_traced, inside
 
 HOME = "packed"  # where the packed weights lie in the module tree
 ALIGNED = 8  # rows of a packed weight: a multiple, so that what is read in part lies on 16 bytes in half precision too
 FEW = 64  # rows, see `worth_it`
-WEIGHTED = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.RNNBase)
+WEIGHTED = (nn.Linear, nn.Bilinear, ConvNd, nn.MultiheadAttention, nn.RNNBase)
 WEIGHTED_FUNCTIONS = (F.linear, F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.multi_head_attention_forward)
 
 
@@ -190,7 +191,7 @@ def _member(node: fx.Node, tree: nn.Module, tensors: dict[str, Tensor]) -> Membe
             break
         if down.dtype != first.dtype or down.device != first.device or lora.up.weight.dtype != first.dtype:
             break
-        if any(is_watched(part) for part in lora.modules()):
+        if any(is_hooked(part) for part in lora.modules()):
             break
         member.updates.append(user)
         member.ranks.append(down.shape[0])

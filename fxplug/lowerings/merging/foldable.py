@@ -20,6 +20,7 @@ from ...errors import FxplugError
 from ...ir import ops
 from ...ir.regions import added
 from ...ir.traced_module import shell
+from ...torch_internals.modules import conv_forward
 from .updates import Step, Use, delta, in_dtype, weight_of
 
 LAYERS: dict[str, type[nn.Module]] = {"Linear": nn.Linear, **CONVOLUTIONS, "Embedding": nn.Embedding}
@@ -117,7 +118,7 @@ class Reader:
         """A layer that is called whole: of torch.nn, with the forward that it has there."""
         module = self.tree.get_submodule(str(node.target))
         kind = next((k for k, c in LAYERS.items() if isinstance(module, c) and type(module).forward is c.forward), None)
-        if kind in CONVOLUTIONS and type(module)._conv_forward is not CONVOLUTIONS[kind]._conv_forward:  # type: ignore[attr-defined]
+        if kind in CONVOLUTIONS and conv_forward(type(module)) is not conv_forward(CONVOLUTIONS[kind]):
             kind = None
         if module._parameters.get("weight") is not None:
             kind = kind or NORMS.get(type(module))

@@ -15,6 +15,7 @@ from ...blocks.weight_update import Update
 from ...errors import SpecError
 from ...ir.traced_module import TracedModule, copy_graph, shell
 from ...rewriter.networks import GATES
+from ...torch_internals.tensors import version
 from ...turns import held
 from .fold import Plan, check_unlowered, slotted, uniform
 from .updates import Step, Use, accumulator, mapped, updated, weight_of
@@ -178,7 +179,7 @@ class Shadows(nn.Module):
     def part(self, root: nn.Module, path: str, gates: list[float], old: Part | None) -> Part:
         """What a bank gives with these gates; with the contents of `old` itself where they are still the same."""
         block = root.get_submodule(path)
-        seen = tuple((p.data_ptr(), p._version) for p in block.parameters())
+        seen = tuple((p.data_ptr(), version(p)) for p in block.parameters())
         if path not in self.filled or self.filled[path][0] != seen:
             self.filled[path] = seen, _filled(block)
         used = tuple(gate if full else 0.0 for gate, full in zip(gates, self.filled[path][1], strict=True))

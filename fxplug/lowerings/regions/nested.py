@@ -17,6 +17,8 @@ from ...errors import MatchError, SpecError
 from ...ir import ops
 from ...ir.subgraphs import REGION, Cut, aliases, changed_input, extract, members, plan, unique_names
 from ...ir.traced_module import Container, Graph, TracedModule, class_names, copy_graph, plain_attributes, shell
+from ...torch_internals.compiling import constant_floats
+from ...torch_internals.tensors import memory_id
 from .choice import is_leaf, nesting_tree
 from .submodules import named, stack_around
 
@@ -54,9 +56,7 @@ def _constant_floats() -> Any:
 
     They would be inputs of the program then, and torch 2.15 cannot hand those on to a nested region.
     """
-    from torch._dynamo.decorators import DynamoConfigPatchProxy  # what code in compilation may enter; torch's own list is short
-
-    return DynamoConfigPatchProxy(torch._dynamo.config.patch(specialize_float=True))
+    return constant_floats()
 
 
 def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule:
@@ -224,7 +224,7 @@ def _shares_memory(cut: Cut, root: nn.Module) -> bool:
             value = getattr(root.get_submodule(owner), last)
             if isinstance(value, Tensor):
                 read[id(value)] = value
-    storages = [t.untyped_storage()._cdata for t in read.values() if t.numel()]
+    storages = [memory_id(t.untyped_storage()) for t in read.values() if t.numel()]
     return len(set(storages)) < len(storages)
 
 

@@ -17,6 +17,8 @@ from ...ir.traced_module import Container, TracedModule, class_names, copy_graph
 from ...rewriter.near_misses import misses
 from ...spec.addresses import select
 from ...spec.rules import Match
+from ...torch_internals.modules import NormBase
+from ...torch_internals.tensors import version
 from .choice import choose
 
 
@@ -115,11 +117,11 @@ def _as_before(buffers: list[Tensor], read: list[Tensor]) -> AbstractContextMana
     Entering it raises FxplugError where one of the tensors that are `read` was changed since.
     """
     before = [b.clone() for b in buffers]
-    versions = [t._version for t in read if not t.is_inference()]
+    versions = [version(t) for t in read if not t.is_inference()]
 
     @contextmanager
     def again() -> Iterator[None]:
-        if versions != [t._version for t in read if not t.is_inference()]:  # as autograd says of what it keeps
+        if versions != [version(t) for t in read if not t.is_inference()]:  # as autograd says of what it keeps
             raise FxplugError(
                 "weights were changed between a forward and its backward pass, which computes activations again: change "
                 "adapters and weights after it, or hold the adapters, `with module.adapters.hold()`, around both"
@@ -292,7 +294,7 @@ def _written(modes: Mapping[bool, fx.Graph], region: nn.Module) -> list[str]:
         found.update({str(v.target): None for v in written(node, region) if v.op == "get_attr"})
         if node.op == "call_module":
             for path, module in region.get_submodule(str(node.target)).named_modules(prefix=str(node.target)):
-                tracks = isinstance(module, nn.modules.batchnorm._NormBase)
+                tracks = isinstance(module, NormBase)
                 # a block's numbers, as LoRA's scale, are settings
                 names = [k for k, b in module._buffers.items() if b is not None and (tracks or b.numel() > 1)]
                 found.update({f"{path}.{name}": None for name in names})

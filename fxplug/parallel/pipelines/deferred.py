@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from ...torch_internals import pytree
+from ...torch_internals.dispatch import disabled_torch_function, schema, wrapper_of
 
 # beside what torch marks as elementwise or as a view
 MOVES = ("cat", "stack", "clone", "_to_copy", "detach", "alias", "_unsafe_view")
@@ -48,11 +50,11 @@ class Later(Tensor):
 
     recipe: Recipe
     settle: Callable[[Recipe, Tensor, str], Tensor]
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = disabled_torch_function
 
     @staticmethod
     def __new__(cls, like: Tensor, device: torch.device, recipe: Recipe, settle: Any) -> Later:
-        found = torch.Tensor._make_wrapper_subclass(
+        found: Later = wrapper_of(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device
         )
         found.recipe, found.settle = recipe, settle
@@ -81,8 +83,8 @@ class Later(Tensor):
             return func(*given[0], **given[1])
         elsewhere = kwargs.get("device") not in (None, one.device)
         pointwise = torch.Tag.pointwise in func.tags or func.is_view or name in MOVES
-        other = any(not isinstance(r.type, (torch.TensorType, torch.ListType)) for r in func._schema.returns)
-        if elsewhere or other or not pointwise or func._schema.is_mutable:
+        other = any(not isinstance(r.type, (torch.TensorType, torch.ListType)) for r in schema(func).returns)
+        if elsewhere or other or not pointwise or schema(func).is_mutable:
             why = f"'{name}'{_place()}"
             given = pytree.tree_map(lambda v: v.settled(why) if _is(v) else v, (args, kwargs))
             return func(*given[0], **given[1])

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils import _pytree as pytree
 
 from ...errors import SpecError
+from ...torch_internals import pytree
 from ..runtime.mesh import World, world_of
 from ..runtime.pretended import Local
 

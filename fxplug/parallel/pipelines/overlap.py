@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ...errors import SpecError
+from ...torch_internals import pytree
 from .deferred import Later, Recipe, owners
 from .patches import part, put
 from .pipeline import PipeFusion, Run

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from ...errors import SpecError
 from ...ir.subgraphs import SWITCHES
+from ...torch_internals import pytree
 from ..planning.planner import CHECKS
 from .patches import Kept, Patcher, added, attended, part, put
 

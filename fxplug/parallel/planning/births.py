@@ -8,10 +8,10 @@ import operator
 from typing import Any
 
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from ...ir import ops
 from ...ir.traced_module import TracedModule
+from ...torch_internals import pytree
 from ..runtime.layouts import Layout
 from .planner import Found, Unsplittable, arguments, planned
 from .trials import Leaf, Number, Place, Step, Tries, name_of

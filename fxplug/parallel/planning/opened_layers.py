@@ -10,6 +10,7 @@ from torch import fx, nn
 from ...errors import SpecError, TraceError
 from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ...rewriter.graft import Graft, Traces
+from ...torch_internals.modules import is_hooked
 from ..runtime.collectives import Collective
 
 DEPTH = 4  # layers in layers, as a low-rank update has them
@@ -45,7 +46,7 @@ def _open_all(graph: Graph, tree: nn.Module, traces: Traces, mode: bool, wanted:
 
 def _open(graph: Graph, tree: nn.Module, node: fx.Node, module: nn.Module, traces: Traces, mode: bool) -> list[fx.Node]:
     """Put the code of a layer in the place of its call, and give its nodes; none where that cannot be."""
-    if any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)):
+    if is_hooked(module):
         return []
     try:
         sub = traces.of(module, list(node.args), dict(node.kwargs), f"'{node.target}', opened,")

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
 from ...capture.user_code import short_path
 from ...ir import ops
+from ...torch_internals import pytree
 from ..runtime.layouts import Layout
 from .trials import Leaf, Number, Place, Step, Tries, is_value, leaves_of, name_of, numbered
 from .walk import Walk

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from ...torch_internals import pytree
 from ..runtime.halos import Reach
 from .trials import CLOSE, Leaf, Number, Refused, Tries, leaves_of
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 
+from ...torch_internals import pytree
+from ...torch_internals.tensors import version
 from ..runtime.layouts import Layout
 
 # small sizes of streams in one process and in the two that are pretended: unequal, so that no size is right by accident
@@ -255,7 +256,7 @@ class Tries:
         wholes, parts = pytree.tree_leaves(given[0]), [pytree.tree_leaves(part) for part in given[1]]
         written = False
         for position, leaf in enumerate(pytree.tree_leaves(value, is_leaf=is_value)):
-            if isinstance(leaf, Leaf) and wholes[position]._version:
+            if isinstance(leaf, Leaf) and version(wholes[position]):
                 written = True
                 for rank in (0, 1):
                     if not alike(self.part(wholes[position], leaf.place, rank), parts[rank][position]):

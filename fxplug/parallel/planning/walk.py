@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ...capture.isolation import restored
@@ -20,6 +18,9 @@ from ...capture.python_state import State
 from ...errors import SpecError
 from ...ir.traced_module import TracedModule
 from ...rewriter.neutrality import buffers_restored
+from ...torch_internals import pytree
+from ...torch_internals.dispatch import TorchDispatchMode, schema
+from ...torch_internals.tensors import memory_id, version
 
 FEW = 120  # tokens, or pixels of a side
 KEPT = 1 << 16  # elements of a tensor of whole numbers whose values are kept
@@ -154,7 +155,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            named = {a.name: a.default_value for a in func._schema.arguments}
+            named = {a.name: a.default_value for a in schema(func).arguments}
             named |= dict(zip(named, args, strict=False)) | kwargs
             self.seen = self.seen or named.get("dropout_p", 1) != 0  # attention has the tag, and draws for dropout only
         return func(*args, **kwargs)
@@ -174,9 +175,9 @@ def _outline(value: Any) -> Any:
 
 
 def _versions(value: Any) -> int:
-    return sum(t._version for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and not t.is_inference())
+    return sum(version(t) for t in pytree.tree_leaves(value) if isinstance(t, Tensor) and not t.is_inference())
 
 
 def _memory(value: Any) -> set[int]:
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return {t.untyped_storage()._cdata for t in tensors}
+    return {memory_id(t.untyped_storage()) for t in tensors}

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _resolve_process_group
 
 from ...errors import GuardError
 from ...ir.pytree import leaves
+from ...torch_internals.distributed import group_of_name
 from .mesh import AXES, World
 from .pretended import Local
 
@@ -89,7 +89,7 @@ def _everyone(world: World, value: Any) -> dict[int, Any]:
             told = group.swap(known)
         else:
             told = [None] * world.sizes[axis]
-            dist.all_gather_object(told, known, _resolve_process_group(group))
+            dist.all_gather_object(told, known, group_of_name(group))
         known = {rank: held for each in told for rank, held in each.items()}
     return dict(sorted(known.items()))
 

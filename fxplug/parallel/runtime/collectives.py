@@ -12,12 +12,12 @@ from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...blocks.base import Block
 from ...errors import GuardError, SpecError
+from ...torch_internals import distributed
 from . import layouts
 from .checksums import check_alike
 from .faults import guarded
@@ -186,8 +186,6 @@ def times(x: Tensor, dim: int, size: int) -> int:
 # --- the operations below
 
 
-# its name since torch 2.15, and before
-ALL_GATHER: Any = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 TRAFFIC: ContextVar[list[int] | None] = ContextVar("traffic", default=None)
 
 
@@ -256,7 +254,7 @@ class _Gather(torch.autograd.Function):
             return x.new_zeros(world * x.shape[0], *x.shape[1:])
         if isinstance(group, Local):
             return group.all_gather(x)
-        return guarded(lambda: _waited(ALL_GATHER(x, 0, group)))
+        return guarded(lambda: _waited(distributed.all_gather(x, 0, group)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -283,7 +281,7 @@ def _all_to_all(x: Tensor, give: list[int], take: list[int], group: Any) -> Tens
         return x.new_zeros(sum(take), *x.shape[1:])
     if isinstance(group, Local):
         return group.all_to_all(x, give)
-    return guarded(lambda: _waited(functional.all_to_all_single(x.contiguous(), take, give, group)))
+    return guarded(lambda: _waited(distributed.all_to_all(x.contiguous(), take, give, group)))
 
 
 def _all_reduce(x: Tensor, group: Any) -> Tensor:
@@ -291,9 +289,9 @@ def _all_reduce(x: Tensor, group: Any) -> Tensor:
         return x.clone()
     if isinstance(group, Local):
         return group.all_reduce(x)
-    return guarded(lambda: _waited(functional.all_reduce(x.contiguous(), "sum", group)))
+    return guarded(lambda: _waited(distributed.all_reduce(x.contiguous(), "sum", group)))
 
 
 def _waited(x: Tensor) -> Tensor:
-    found: Tensor = functional.wait_tensor(x)  # type: ignore[no-untyped-call]
+    found: Tensor = distributed.wait(x)
     return found

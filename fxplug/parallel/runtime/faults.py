@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...capture.user_code import is_user_code, short_path
 from ...errors import GuardError
+from ...torch_internals.distributed import default_store
 
 PERIOD = 0.5  # seconds between two looks into the store
 GRACE = 5.0  # seconds for those that live to answer
@@ -43,7 +44,7 @@ def guarded(call: Callable[[], Tensor]) -> Tensor:
 
 def watch() -> None:
     """Let this process answer the others from now on. Once for each process group."""
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     if _Watch.current is None or _Watch.current.of is not store:
         if _Watch.current is not None:
             _Watch.current.end()

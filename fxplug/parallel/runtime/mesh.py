@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...errors import SpecError
+from ...torch_internals.distributed import joined_group
 from . import faults
 
 # from the outermost: neighbours talk most along the last
@@ -77,7 +78,7 @@ def _placed(ways: Mapping[str, int], mesh: DeviceMesh) -> World:
     sizes[SEQUENCE] = sizes["ring"] * sizes["ulysses"]
     ranks[SEQUENCE] = ranks["ring"] * sizes["ulysses"] + ranks["ulysses"]
     if len(both) == 2:
-        groups[SEQUENCE] = mesh[tuple(both)]._flatten(SEQUENCE).get_group().group_name
+        groups[SEQUENCE] = joined_group(mesh[tuple(both)], SEQUENCE)
     elif both:
         groups[SEQUENCE] = groups[both[0]]
     return World(sizes, ranks, groups)

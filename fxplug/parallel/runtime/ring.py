@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...torch_internals import kernels
 from .collectives import exchanged
 
 aten = torch.ops.aten
@@ -134,12 +135,12 @@ def attended(
     kernel = _kernel(query, key, value, mask)
     if kernel == "cpu":
         bias = _bias(mask, query, key)
-        out, weight = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias, scale=scale)
+        out, weight = kernels.flash_cpu(query, key, value, attn_mask=bias, scale=scale)
         if bias is not None:  # the kernel says 0 for rows that see nothing
             weight = weight.masked_fill((bias == float("-inf")).all(-1), float("-inf"))
         return out, weight, ()
     if kernel == "cuda":
-        out, weight, *extra = aten._scaled_dot_product_flash_attention(query, key, value, scale=scale)
+        out, weight, *extra = kernels.flash_cuda(query, key, value, scale=scale)
         return out, weight, tuple(extra)
     high = torch.promote_types(query.dtype, torch.float32)
     scores = _scores(query, key, mask, scale)
@@ -171,11 +172,11 @@ def gradients(
     if kernel == "cpu":
         given = grad.contiguous(), query, key, value, out, weight, 0.0, False
         bias = _bias(mask, query, key)
-        return (*aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, attn_mask=bias, scale=scale), None)
+        return (*kernels.flash_cpu_backward(*given, attn_mask=bias, scale=scale), None)
     if kernel == "cuda" and extra:
         firsts, lasts, most, _, state, unused, *_ = extra
         lengths = firsts, lasts, most, key.shape[-2], 0.0, False, state, unused
-        backward = aten._scaled_dot_product_flash_attention_backward
+        backward = kernels.flash_cuda_backward
         return (*backward(grad.contiguous(), query, key, value, out, weight, *lengths, scale=scale)[:3], None)
     high = torch.promote_types(query.dtype, torch.float32)
     shares = (_scores(query, key, mask, scale) - weight[..., None]).exp()

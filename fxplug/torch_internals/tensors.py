@@ -1,0 +1,33 @@
+"""Tensors and their memory: how often one was written, which memory is the same, and functions without a public name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+__all__ = ["as_parameter", "assert_later", "check", "lerp_all", "memory_id", "set_version", "version"]
+
+# how often a tensor's memory was written; we need that operations in place count, and promise no number. Not in inference mode
+version: Callable[[torch.Tensor], int] = attrgetter("_version")
+# a number that two storages share if they are one memory, on the meta device too, where addresses are all 0
+memory_id: Callable[[Any], int] = attrgetter("_cdata")
+# in eager code an error where a value is not truth, and in a compiled or exported program a check in it
+check: Callable[..., None] = torch._check
+# an error when the tensor of one truth value is false; on a GPU nothing waits for it
+assert_later: Callable[[torch.Tensor, str], None] = torch._assert_async
+# every tensor of a list moves towards that of another by a weight, in few kernels
+lerp_all: Any = torch._foreach_lerp_
+
+
+def set_version(tensor: torch.Tensor, number: int) -> None:
+    """Give a tensor back the version that it had; we need that autograd believes it."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (number,))
+
+
+def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that counts as an nn.Parameter, itself; we need that `isinstance` asks for this mark on any tensor."""
+    tensor._is_param = True
+    return tensor
