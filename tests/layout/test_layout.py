@@ -13,6 +13,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
 
 from fxplug.spec.pass_file import open_pass
 from fxplug.spec.shipped import folder, shipped
@@ -134,6 +137,80 @@ def test_nothing_is_hooked_unpickled_or_run_from_text():
             assert text not in forbidden, f"{name}: {text}"
             if text == "torch.load":
                 assert {k.arg: ast.unparse(k.value) for k in node.keywords}["weights_only"] == "True", name
+
+
+PRIVATE = re.compile(r"_[^_]")
+TABLES = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}  # what subclasses of nn.Module live by
+ELSEWHERE = {"_getframe", "_current_frames", "_replace", "_fields"}  # documented, of sys and of named tuples
+ELSEWHERE |= {"_shared_state", "_reset_state", "_ParameterKind"}  # of accelerate, of inspect
+# what else of torch a file may name; tests/test_torch_internals.py holds these as well
+REACHED = {
+    # its class is a GraphModule, and keeps one of each for each mode; the others are its own, set by name
+    "ir.traced_module": {"_graph", "_code", "_apply", "_codes", "_forward_train", "_forward_eval"},
+    "step_cache.steps": {"_apply"},  # a module that hands `to` and its kin on
+    "lowerings.merging.live": {"_load_from_state_dict"},  # a module that is loaded otherwise
+    # their own, though tensors have one of the name
+    "exports.package_file": {"_root"},
+    "rewriter.graft": {"_base"},
+    "spec.run_config": {"_base"},
+    "compat.hcp.plugin_state": {"_watched"},
+}
+# names in files that strangers wrote, which are read and never followed
+WRITTEN = {"files.torch_pickles", "ir.functions"}
+
+
+def ours():
+    """The private names that we define ourselves, of which some may be torch's too."""
+    for tree in FILES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                yield node.name
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                yield node.target.id
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                yield node.attr
+
+
+def torchs():
+    """The private names of what torch gives us."""
+    kinds = (nn.Module, fx.GraphModule, fx.Graph, fx.Node, torch.Tensor, torch.UntypedStorage, torch.autocast, ExportedProgram)
+    made = nn.Module(), fx.GraphModule(nn.Module(), fx.Graph()), fx.Graph(), torch.autocast("cpu"), torch.ops.aten.add.Tensor
+    yield from (name for value in (*kinds, *made) for name in dir(value))
+
+
+def reached(name):
+    """The private names of torch that a file imports, reads or asks for by a string."""
+    tree, roots = FILES[name], {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0):
+            module = getattr(node, "module", None)
+            for alias in node.names:
+                path = ".".join(filter(None, [module, alias.name]))
+                if path.partition(".")[0] == "torch":
+                    roots.add(alias.asname or alias.name.partition(".")[0])
+                    yield from (part for part in path.split(".") if PRIVATE.match(part))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and PRIVATE.match(node.attr):
+            root = ast.unparse(node).partition(".")[0]
+            if root in roots or node.attr not in OURS or node.attr in TORCHS:
+                yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
+            "getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller", "getattr_static"
+        ):
+            asked = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            yield from (word for word in asked if PRIVATE.match(word) and (word not in OURS or word in TORCHS))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and name not in WRITTEN:
+            yield from re.findall(r"^torch(?:\.\w+)*\._\w+(?:\.\w+)*$", node.value)
+
+
+OURS, TORCHS = set(ours()), set(torchs())
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if layer(name) != "torch_internals"])
+def test_private_parts_of_torch_are_named_in_one_place(name):
+    """A new torch may change what it does not promise: then one folder is to be mended, and its tests say which line."""
+    found = set(reached(name)) - TABLES - ELSEWHERE - REACHED.get(name, set())
+    assert not found, f"{name} names {sorted(found)}: put it into fxplug/torch_internals, with a test"
 
 
 BROAD = {"Exception", "BaseException"}
