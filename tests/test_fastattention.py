@@ -14,9 +14,10 @@ from test_caching import changed, pixart, run, same
 from torch.utils.flop_counter import FlopCounterMode
 
 import fxplug
+from fxplug.blocks.windowed_attention import windowed
 from fxplug.ir.pytree import leaves
 from fxplug.parallel.runtime.pretended import pretended
-from fxplug.step_cache.attention_forms import METHODS, windowed
+from fxplug.step_cache.attention_forms import METHODS
 from fxplug.step_cache.fast_attention import FastAttention
 
 

@@ -22,10 +22,12 @@ from .step_marks import Gauge, Join, Keep, Mark
 from .token_merging import Merge, Unmerge
 from .weight_norms import SpectralNorm, WeightNorm
 from .weight_update import Update
+from .windowed_attention import Attend, Half, Window
 
 __all__ = [
     "Adapter",
     "Add",
+    "Attend",
     "Block",
     "Boft",
     "Delta",
@@ -35,6 +37,7 @@ __all__ = [
     "Gate",
     "Gates",
     "Gauge",
+    "Half",
     "ImageAttention",
     "Join",
     "Keep",
@@ -55,5 +58,6 @@ __all__ = [
     "Unmerge",
     "Update",
     "WeightNorm",
+    "Window",
     "as_tokens",
 ]

@@ -14,9 +14,9 @@ from .rules import check_target
 from .yaml_source import NOWHERE, Where
 
 # where files that were written by earlier versions have classes of the package, and where these are now
-_OLD_BLOCKS = ("adapters", "conditions", "frequencies", "gates", "merging", "norms", "rotations", "slicing", "weights")
+_OLD_BLOCKS = ["adapters", "attending", "conditions", "frequencies", "gates", "merging", "norms", "rotations", "slicing"]
 MOVED = {
-    **{f"fxplug.{name}": "fxplug.blocks" for name in _OLD_BLOCKS},
+    **{f"fxplug.{name}": "fxplug.blocks" for name in (*_OLD_BLOCKS, "weights")},
     **{f"fxplug.parallel.{name}": "fxplug.parallel.runtime" for name in ("attention", "collectives", "shares")},
     **{f"fxplug.parallel.{name}": "fxplug.parallel.runtime" for name in ("moments", "neighbours")},
     "fxplug.compat.drivers": "fxplug.compat.hcp.drivers",
