@@ -21,7 +21,8 @@ from torch import nn
 
 import fxplug
 from fxplug.errors import ArtifactError, FxplugError, GuardError, SpecError
-from fxplug.exports import expressions, machines, package
+from fxplug.exports import aoti_writer, expressions, machines
+from fxplug.exports import package as packages
 from fxplug.exports.exporter import export
 from fxplug.exports.package import load_package
 from fxplug.exports.package_file import MANIFEST
@@ -355,13 +356,13 @@ def test_what_is_checked_is_what_runs(made, tmp_path, monkeypatch):
     file, other = tmp_path / "swapped.pt2", tmp_path / "other.pt2"
     file.write_bytes(path.read_bytes())
     other.write_bytes(b"another file")
-    check = package.check_machine
+    check = packages.check_machine
 
     def swap(*args):
         check(*args)
         os.replace(other, file)
 
-    monkeypatch.setattr(package, "check_machine", swap)
+    monkeypatch.setattr(packages, "check_machine", swap)
     same(load_package(file, trusted=True), module)
     with pytest.raises(ArtifactError, match="swapped.pt2 is damaged, or no archive of torch's"):
         load_package(file, trusted=True)
@@ -371,14 +372,14 @@ def test_what_is_checked_is_what_runs(made, tmp_path, monkeypatch):
         with file.open("r+b") as opened:
             opened.truncate(100)
 
-    monkeypatch.setattr(package, "check_machine", write)
+    monkeypatch.setattr(packages, "check_machine", write)
     file.write_bytes(path.read_bytes())
     with pytest.raises(ArtifactError, match="swapped.pt2 is damaged, or no archive of torch's: it ends too early"):
         load_package(file, trusted=True)
 
 
 def temporary():
-    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith(package.TEMPORARY)}
+    return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith(packages.TEMPORARY)}
 
 
 def test_nothing_is_left_of_a_load(made, monkeypatch):
@@ -387,7 +388,7 @@ def test_nothing_is_left_of_a_load(made, monkeypatch):
     package = load_package(path, trusted=True)
     assert not temporary()
     same(package, module)
-    load, seen = package.LOADER, []
+    load, seen = packages.LOADER, []
 
     def archives_only(place, *args):
         """As torch's loader was before it took folders."""
@@ -396,14 +397,14 @@ def test_nothing_is_left_of_a_load(made, monkeypatch):
             raise RuntimeError("Failed to initialize zip archive: file open failed")
         return load(place, *args)
 
-    monkeypatch.setattr(package, "LOADER", archives_only)
+    monkeypatch.setattr(packages, "LOADER", archives_only)
     same(load_package(path, trusted=True), module)
     assert len(seen) == 2 and not temporary()
 
     def broken(*args):
         raise RuntimeError("undefined symbol")
 
-    monkeypatch.setattr(package, "LOADER", broken)
+    monkeypatch.setattr(packages, "LOADER", broken)
     with pytest.raises(ArtifactError, match="the program in .*aoti.pt2 cannot be loaded: undefined symbol"):
         load_package(path, trusted=True)
     monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
@@ -459,7 +460,7 @@ def test_what_cannot_be_compiled(tmp_path, monkeypatch):
         export(gm, tmp_path, torch.randn(2, 4), to="aot")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(FxplugError, match="compiled on a machine with such a device, and there is none"):
-        package.check_compiler(torch.device("cuda"))
+        aoti_writer.check_compiler(torch.device("cuda"))
 
     def none():
         raise RuntimeError("No working C++ compiler found")

@@ -94,7 +94,7 @@ def curve(case, module, call=None, steps=STEPS):
     optimizer, losses = torch.optim.AdamW(trained, 3e-3), []
     for step in range(steps):
         optimizer.zero_grad()
-        loss = case.loss(call or module, step)
+        loss = case.loss(module if call is None else call, step)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
