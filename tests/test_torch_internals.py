@@ -65,6 +65,9 @@ def test_a_fake_tensor_made_directly_is_like_one_that_torch_makes():
         assert type(out) is fakes.FakeTensor and out.shape == (3, 3) and out.device.type == "cuda", (
             "operations do not take a fake tensor that is made directly: a trace cannot run on fake tensors"
         )
+        assert {name for name in vars(out) if not name.startswith("_")} <= fakes.kept_on_fakes(), (
+            "torch keeps more on a fake tensor: a trace would take it for what the model's code has put on a weight"
+        )
     real = torch.ones(2)
     assert fakes.fake_of(((2,), (1,), real.dtype, CPU), fakes.FakeTensorMode(), real).constant is real, (
         "a fake tensor forgets its constant: numbers that the model makes itself cannot be read in a trace"

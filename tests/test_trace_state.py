@@ -29,6 +29,7 @@ from torch import nn
 import fxplug
 from fxplug.capture.frozen_values import alike, difference, frozen
 from fxplug.capture.isolation import process_settings, random_state
+from fxplug.capture.python_state import State
 
 COUNTS: dict[str, Any] = {"calls": 0}
 TOTAL = 0
@@ -938,3 +939,71 @@ def test_iterators_are_left_as_they_were(kind: str, held: str, monkeypatch: pyte
     gm = fxplug.trace(model, X())
     assert (model.ids if held == "attribute" else model.all[0] if held == "list" else IDS if held == "global" else ids) is ids
     assert next(ids) == next(first) and torch.equal(gm(X()), model(X()))
+
+
+class Tagged(nn.Module):
+    """A weight and a buffer with attributes, which code may read and may not write."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.ones(3))
+        self.weight.scale, self.weight.count, self.table.kind = 2.0, 0, "added"  # type: ignore[attr-defined]
+        self.body = forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self, x)
+
+
+def reads(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * self.weight * self.weight.scale
+
+
+def asks(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + self.table if getattr(self.table, "kind", None) == "added" else x - self.table
+
+
+def leaves_one(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.weight.total = x.sum()
+    return x + self.weight.total
+
+
+def counts(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.weight.count += 1
+    return x * self.weight.count
+
+
+@pytest.mark.parametrize("real", [None, True])
+@pytest.mark.parametrize("forward", [reads, asks, leaves_one])
+def test_attributes_of_weights_are_read(forward: Callable[..., Any], real: bool | None) -> None:
+    model, x = Tagged(forward), torch.randn(2, 3)
+    before = dict(vars(model.weight))
+    gm = fxplug.trace(model, torch.ones(2, 3), real=real)
+    assert vars(model.weight) == before
+    assert torch.equal(gm(x), Tagged(forward)(x))
+
+
+@pytest.mark.parametrize(("forward", "operation"), [(reads, "mul_1"), (asks, "add")])
+def test_attributes_of_weights_without_values_are_read(forward: Callable[..., Any], operation: str) -> None:
+    with torch.device("meta"):
+        gm = fxplug.trace(Tagged(forward), torch.ones(2, 3))
+    assert operation in [node.name for node in gm.graph.nodes]
+
+
+@pytest.mark.parametrize("real", [None, True])
+def test_an_attribute_of_a_weight_that_forward_counts_up_is_refused(real: bool | None) -> None:
+    model = Tagged(counts)
+    with pytest.raises(fxplug.TraceError, match=r"forward keeps Tagged\.weight\.count for its next call"):
+        fxplug.trace(model, torch.ones(2, 3), real=real)
+    assert vars(model.weight)["count"] == 0
+
+
+def test_what_runs_the_tests_is_no_part_of_a_model() -> None:
+    """pytest rewrites assertions to code that names its own globals, and these name all of its configuration."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        assert x.dim() == 2, "asserted"
+        return x * 2
+
+    reached = {kind["__module__"] for kind in State(Tagged(forward)).classes.values()}
+    assert __name__ in reached and not [name for name in reached if "pytest" in name or "execnet" in name]

@@ -61,9 +61,12 @@ def functions_of(member: Any) -> list[Any]:
     return [getattr(member, "__func__", member)] if isinstance(member, (classmethod, staticmethod)) else [member]
 
 
+FOREIGN = ("torch", "numpy", "fxplug", "_pytest", "pytest", "pluggy")
+
+
 def foreign(module: object) -> bool:
-    """Whether a class lives where no model keeps its state."""
+    """Whether a class lives where no model keeps its state. An `assert` that pytest has rewritten names the whole of pytest."""
     if not isinstance(module, str):
         return True
     package = module.partition(".")[0]
-    return package in ("torch", "numpy", "fxplug") or (package in sys.stdlib_module_names and module != "__main__")
+    return package in FOREIGN or (package in sys.stdlib_module_names and module != "__main__")

@@ -1,4 +1,5 @@
-"""Fake tensors made directly, and the results of functions on them remembered: most of the time of a trace goes there."""
+"""Fake tensors made directly, also in the place of weights, and the results of functions on them remembered: most of the time
+of a trace goes there."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import get_autocast_dtype, get_default_dtype, is_autocast_enabled  # torch's own, whatever a run puts in their place
+from torch import (  # torch's own, whatever a run puts in their place
+    get_autocast_dtype,
+    get_default_dtype,
+    is_autocast_enabled,
+    nn,
+)
 
 from ..torch_internals.dispatch import DisableTorchFunction
 from ..torch_internals.fakes import (
@@ -22,7 +28,10 @@ from ..torch_internals.fakes import (
     is_error_of_dynamo,
 )
 from ..torch_internals.names import FAKE_TENSOR_LOG
+from ..torch_internals.tensors import as_parameter
 from .numbers import Number
+from .python_state import State
+from .reach import own_attributes
 
 PLAIN = (bool, int, float, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
 Geometry = tuple[Any, ...]
@@ -57,6 +66,53 @@ def fake(like: torch.Tensor, mode: FakeTensorMode, device: torch.device, constan
     """A fake tensor of the size, strides and dtype of `like`, made without a dispatch."""
     with DisableTorchFunction():
         return fake_of((like.shape, like.stride(), like.dtype, device), mode, constant)
+
+
+@contextmanager
+def fake_weights(
+    state: State, mode: FakeTensorMode, device: torch.device, names: dict[int, str], autograd: bool
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Put a fake tensor in the place of each parameter and buffer, and note its name. Gives each with the fake one."""
+    fakes: dict[int, torch.Tensor] = {}
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def stand_in(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if id(tensor) not in fakes:
+            made = fake(tensor, mode, device)
+            if isinstance(tensor, nn.Parameter):
+                as_parameter(made)
+            if autograd:
+                made.requires_grad_(tensor.requires_grad)
+            carry_over(tensor, made)
+            pairs.append((tensor, made))
+            fakes[id(tensor)] = made
+            names[id(made)] = name
+        return fakes[id(tensor)]
+
+    for module, path in state.modules.values():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # its tensors cannot be exchanged
+        for table in (module._parameters, module._buffers):
+            held.append((table, dict(table)))
+            for key, tensor in table.items():
+                if tensor is not None:
+                    table[key] = stand_in(tensor, f"{path}.{key}" if path else key)
+    try:
+        yield pairs
+    finally:
+        for table, original in held:
+            table.clear()
+            table.update(original)
+
+
+def carry_over(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Give another tensor the attributes that code has put on this one, and no others."""
+    has, wanted = own_attributes(other), own_attributes(tensor)
+    if has or wanted:
+        for name in has.keys() - wanted.keys():
+            del vars(other)[name]
+        vars(other).update(wanted)
 
 
 class Results:

@@ -85,7 +85,7 @@ def check_kept(
     written: list[Place],
     recording: Recording,
     leaves: set[str],
-    stand_in: Callable[[], AbstractContextManager[None]],
+    stand_in: Callable[[], AbstractContextManager[object]],
 ) -> None:
     """For a model without values, whose recorded run has `written` places of `state`: refuse what its next call would find.
 

@@ -23,10 +23,9 @@ from ..ir.pytree import leaves as values
 from ..ir.traced_module import RESERVED, Container, Graph, TracedModule, class_names, plain_attributes
 from ..spec.addresses import select
 from ..torch_internals.fakes import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from ..torch_internals.tensors import as_parameter
 from . import grad_modes, model_edge, process_state, self_check
 from .edges import Regions
-from .fake_tensors import NeedsValues, Results, fake, lacks_values, no_collection
+from .fake_tensors import NeedsValues, Results, carry_over, fake_weights, lacks_values, no_collection
 from .graph_builder import Tries, drop
 from .isolation import restored, same_random
 from .memory_journal import Journal
@@ -252,6 +251,7 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
     inputs = [x for x in values(call) if isinstance(x, torch.Tensor)]
     device = next((t.device for t in [*inputs, *(t for _, t in tensors)] if not t.is_meta), torch.device("cpu"))
     recording = Recording(model, mode, device, measured, results if not tries.autograd else Results(remember=False), tries)
+    weights: list[tuple[torch.Tensor, torch.Tensor]] = []
     grad = torch.is_grad_enabled()
     regions = Regions(recording, leaves)
     with undone() as shared, undone(here=True) as stack:
@@ -261,7 +261,7 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
         stack.enter_context(torch.no_grad())
         stack.enter_context(same_random(model))
         if mode is not None:
-            shared.enter_context(_fake_weights(state, mode, device, recording.parameters, tries.autograd))
+            weights = shared.enter_context(fake_weights(state, mode, device, recording.parameters, tries.autograd))
             stack.callback(recording.overwritten.put_back)
             stack.enter_context(mode)
         else:
@@ -294,10 +294,12 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
             if recording.fake:
                 raise NeedsValues(text)
             raise TraceError(f"{text}; a graph has one way only: keep the module whole, leaf: [its path]")
+        for tensor, made in weights:
+            carry_over(made, tensor)  # what the model put on it, for the state to see and to take off
         written = state.changes()
         _refuse_anew(state, dict(tensors), recording.parameters, written, leaves)
         if mode is not None and valueless:
-            stand_in = functools.partial(_fake_weights, state, mode, device, {}, False)
+            stand_in = functools.partial(fake_weights, state, mode, device, {}, False)
             self_check.check_kept(model, call, state, written, recording, regions.called, stand_in)
     recording.finish()
     return _Traced(recording.graph, recording.constants, regions.called, recording.reads_training, written)
@@ -352,41 +354,6 @@ def _tabled(state: State, table: str) -> list[tuple[str, nn.Module, torch.Tensor
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-@contextlib.contextmanager
-def _fake_weights(
-    state: State, mode: FakeTensorMode, device: torch.device, names: dict[int, str], autograd: bool
-) -> Iterator[None]:
-    """Put a fake tensor in the place of each parameter and buffer, and note its name."""
-    fakes: dict[int, torch.Tensor] = {}
-    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-
-    def stand_in(tensor: torch.Tensor, name: str) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            made = fake(tensor, mode, device)
-            if isinstance(tensor, nn.Parameter):
-                as_parameter(made)
-            if autograd:
-                made.requires_grad_(tensor.requires_grad)
-            fakes[id(tensor)] = made
-            names[id(made)] = name
-        return fakes[id(tensor)]
-
-    for module, path in state.modules.values():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue  # its tensors cannot be exchanged
-        for table in (module._parameters, module._buffers):
-            held.append((table, dict(table)))
-            for key, tensor in table.items():
-                if tensor is not None:
-                    table[key] = stand_in(tensor, f"{path}.{key}" if path else key)
-    try:
-        yield
-    finally:
-        for table, original in held:
-            table.clear()
-            table.update(original)
 
 
 @contextlib.contextmanager

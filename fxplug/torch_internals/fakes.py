@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "FakeTensorMode",
     "fake_of",
     "is_error_of_dynamo",
+    "kept_on_fakes",
     "unset_fake_temporarily",
 ]
 
@@ -35,6 +37,12 @@ def fake_of(geometry: tuple[Any, ...], mode: FakeTensorMode, constant: Any = Non
     with DisableTorchDispatch():
         shadow = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         return FakeTensor(mode, shadow, device, constant=constant)
+
+
+@cache
+def kept_on_fakes() -> frozenset[str]:
+    """The names of what torch itself keeps in the `__dict__` of a fake tensor."""
+    return frozenset(vars(fake_of(((1,), (1,), torch.float32, torch.device("cpu")), FakeTensorMode())))
 
 
 def is_error_of_dynamo(error: BaseException) -> bool:
