@@ -24,7 +24,7 @@ from .parallel.pipelines.pipeline import PipeFusion
 from .parallel.plan import Plan, parallel_plan, parallelize
 from .rewriter.applying import apply
 from .rewriter.matcher import find
-from .rewriter.sites import Site
+from .rewriter.sites import Sites
 from .spec.rules import STEP_KEYS, WAYS, Match, Pass, Rule
 from .spec.run_config import Config, load_config, resolved
 from .spec.train_section import Export
@@ -45,7 +45,7 @@ class Result:
     base: TracedModule
     config: Config
     inputs: tuple[tuple[Any, ...], dict[str, Any]]
-    sites: dict[str, list[Site]] = field(default_factory=dict)
+    sites: dict[str, Sites] = field(default_factory=dict)
     report: Report | None = None
     out: Path | None = None
     plan: Plan | None = None
@@ -172,8 +172,8 @@ def _applied(config: Config, base: TracedModule, inputs: Any, step: Step, device
     for index, p in enumerate(config.passes):
         if not p.parallel:
             with step(f"apply {p.name}"), _given_at(config, index):
-                result.sites[p.name] = find(result.module, p)
-                result.module = apply(result.module, p)
+                found = result.sites[p.name] = find(result.module, p)
+                result.module = apply(result.module, found)
     if result.module is not base:
         args, kwargs = inputs
         result.inputs = args, {**kwargs, **added_inputs(config, result.module, device=device)[0]}

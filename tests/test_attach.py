@@ -498,6 +498,17 @@ def test_a_network_is_made_from_the_host_and_takes_values_from_its_middle(outer)
         fxplug.apply(outer.gm, early)
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_a_network_is_traced_once(outer, found, monkeypatch):
+    traces = []
+    monkeypatch.setattr("fxplug.rewriter.networks.traced", lambda *given: traces.append(1) or graft.traced(*given))
+    spec = {"use": nn.Sequential(nn.Linear(4, 4)), "args": {"input": "cond"}}
+    rules = [rule(Sum, "blocks.1", port="y[0]", args=["value", "net:out"])]
+    p = Pass("side", rules, inputs={"cond": {"shape": [2, 5, 4]}}, networks={"net": spec})
+    new = fxplug.apply(outer.gm, fxplug.find(outer.gm, p) if found else p)
+    assert len(traces) == 1 and "side_net" in " ".join(node.name for node in new.graph.nodes)
+
+
 class Sized(nn.Module):
     """Takes conditions of some widths only; with `pair`, the first two must be as wide as each other, too."""
 

@@ -412,6 +412,38 @@ def test_half_the_tokens_inside_attention_and_nothing_traced_again(vit):
             assert torch.equal(new(x), model(x))
 
 
+def test_what_a_later_rule_keeps_cannot_be_used(vit):
+    rules = [
+        Rule(Match("blocks.{i}.attn"), Restore, args=["y", "all.{i}"]),
+        Rule(Match("blocks.{i}.attn"), Halve, place="before", name="all.{i}", args=["x"]),
+    ]
+    with pytest.raises(fxplug.MatchError, match=r"halve: 'all.0' is used before the rule that keeps it: put that rule first"):
+        fxplug.apply(vit.gm, Pass("halve", rules))
+
+
+def test_a_parameter_is_not_mapped_by_what_it_makes(net):
+    with pytest.raises(fxplug.MatchError, match="the value 'blocks.0.norm' cannot flow to 'blocks.0.norm:param.weight'"):
+        fxplug.apply(net.gm, one(Add, path="blocks.0.norm", place="param", args=["value", "y"]))
+
+
+def test_found_sites_are_applied(net):
+    p = one(Add, path="blocks.*.attn.*", module="Linear", args=["value"])
+    sites = fxplug.find(net.gm, p)
+    assert same(call(fxplug.apply(net.gm, sites), net), call(fxplug.apply(net.gm, p), net))
+    assert same(call(fxplug.apply(net.gm, sites), net), call(fxplug.apply(net.gm, p), net)), "sites can be applied again"
+    kept = sites.pop(0)
+    fewer = fxplug.apply(net.gm, sites)
+    assert len(fewer.meta["passes"][0]["sites"]) == len(sites) == 3
+    assert same(call(fewer, net), call(fxplug.apply(net.gm, one(Add, path=[s.path for s in sites], args=["value"])), net))
+    with pytest.raises(fxplug.SpecError, match="p: these sites were found on another traced module .* or give the pass"):
+        fxplug.apply(fewer, sites)
+    with pytest.raises(fxplug.SpecError, match="found on another traced module"):
+        fxplug.apply(net.gm, sites, sites)
+    sites.append(fxplug.find(net.gm, p)[0])
+    with pytest.raises(fxplug.SpecError, match=rf"p: the site '{kept.path} .*' was not found by this pass here"):
+        fxplug.apply(net.gm, sites)
+
+
 def test_a_hook_on_one_tree_is_none_on_another(net):
     new = fxplug.apply(net.gm, one(Add, path="head", args=["value"]))
     expected = call(net.gm, net)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..blocks.base import Block
 from ..errors import SpecError, did_you_mean
 from ..ir.pytree import children
-from ..spec.addresses import parse_port, select
+from ..spec.addresses import select
 from ..spec.import_path import import_target
 from ..spec.zhijian_pass import entries
 
@@ -101,7 +101,7 @@ class Addin(Block):
         """
         _check_named(site, modules)
         if across:
-            _check_called_once(site, parse_port(site.args[-1].address).path)
+            _check_called_once(site, site.args[-1].path)
         return cls(_own(addin), method, point, across, (Seen(site.module, site.path),))
 
     def forward(self, *values: Any) -> Any:

@@ -14,16 +14,17 @@ from ..spec.rules import Pass
 from .block_factory import make_block, record
 from .editor import Editor, _BothModes
 from .graft import Traces
-from .matcher import sites_of
-from .networks import check_traced, joined
-from .sites import Site
+from .matcher import find
+from .networks import check_traced
+from .sites import Site, Sites
 
 
-def apply(gm: TracedModule, *passes: Pass) -> TracedModule:
+def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
     """The module that the passes make of `gm`, which stays as it was.
 
     Graph and module tree are copied, weights are shared. The passes run in the order given and each sees what the former
-    left; all sites of a pass are found before any edit. New parameters live under `<pass>.<path of the site>.<BlockClass>`.
+    left; all sites of a pass are found before any edit, or are given as `find` found them. New parameters live under
+    `<pass>.<path of the site>.<BlockClass>`.
 
     Raises MatchError, ClashError or SpecError, with the pass's file and line; nothing is changed then.
     """
@@ -34,7 +35,10 @@ def apply(gm: TracedModule, *passes: Pass) -> TracedModule:
     return gm
 
 
-def _apply(gm: TracedModule, p: Pass) -> TracedModule:
+def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
+    if isinstance(given, Sites):
+        given.check(gm)
+    p = given.p if isinstance(given, Sites) else given
     applied = gm.meta.get("passes", [])
     if p.name in {entry["name"] for entry in applied}:
         raise ClashError(
@@ -43,8 +47,8 @@ def _apply(gm: TracedModule, p: Pass) -> TracedModule:
         )
     if p.name in dict(gm.named_children()) or hasattr(TracedModule, p.name):
         raise ClashError(f"the model has a module or method '{p.name}' of its own; give the pass another name (name: ...)")
-    gm, p = joined(gm, p)
-    sites = sites_of(gm, p)
+    sites = given if isinstance(given, Sites) else find(gm, given)
+    gm, p = sites.joined, sites.p
     tree = shell(gm)
     owners: dict[Any, Any] = {}
     first = next((t for t in gm.parameters() if t.is_floating_point()), None)

@@ -10,11 +10,11 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..errors import ClashError, SpecError
+from ..errors import ClashError, MatchError, SpecError
 from ..ir import ops
 from ..ir.regions import Region, Regions, added, find_input, find_output, members, source
 from ..ir.traced_module import Graph, TracedModule, shell
-from ..spec.addresses import Port, identifier, parse_port, parse_relative
+from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass
 from ..torch_internals.graphs import is_erased
 from .graft import Graft, Traces, head
@@ -88,7 +88,7 @@ class Editor:
         if rule.place == "replace" and not site.node and self.regions.by_key[site.path].leaf is not None:
             self.add_edges(self.regions.by_key[site.path])
         slots = self.slots(site)
-        args = [self.argument(site, index, item, slots) for index, item in enumerate(rule.args)]
+        args = [self.argument(site, index, slots) for index in range(len(rule.args))]
         if stacked and rule.combine == "chain" and not any(item in ("y", "y[:]") for item in rule.args):
             args = [slots[0][1].value if item == "x" else arg for item, arg in zip(rule.args, args, strict=True)]
         last = behind([*nodes_in(args), *(slot.value for _, slot in slots)], [slot for _, slot in slots])
@@ -260,26 +260,21 @@ class Editor:
 
     # --- what a block is called with
 
-    def argument(self, site: Site, index: int, item: Any, slots: list[tuple[Any, Slot]]) -> Any:
+    def argument(self, site: Site, index: int, slots: list[tuple[Any, Slot]]) -> Any:
         """The value of one of a rule's arguments as it is now: a node, or nodes in the structure of a whole value."""
-        rule = site.rule
-        text = site.args[index].address
-        own = "x" if rule.place == "before" else "y"
-        if not site.port.whole and (item == "value" or item == own):
+        value = site.args[index]
+        if value.kind == "changed":
             return slots[0][1].value
-        if site.node and (relative := parse_relative(item) if isinstance(item, str) else None):
+        if value.kind == "kept":
+            if value.address not in self.kept:
+                raise MatchError(f"{self.p.name}: '{value.address}' is used before the rule that keeps it: put that rule first")
+            return self.kept[value.address]
+        assert value.port is not None
+        if value.kind == "operand":
             node: fx.Node = self.by_name[site.node]
             given = [a for a in node.all_input_nodes if "shape" in a.meta]
-            return node if relative.side == "out" else given[int(relative.keys[0]) if relative.keys else 0]
-        if text in self.kept:
-            return self.kept[text]
-        if item == "value":
-            port = site.port
-        elif item in ("x", "y"):
-            port = Port(site.path, "in" if item == "x" else "out")
-        else:
-            port = parse_port(text)
-        return self.value_at(port, site)
+            return node if value.port.side == "out" else given[int(value.port.keys[0]) if value.port.keys else 0]
+        return self.value_at(value.port, site)
 
     def value_at(self, port: Port, site: Site) -> Any:
         """The value at a port as it is now: of a parameter, of one port, or of all that a whole one has."""
@@ -334,7 +329,7 @@ class Editor:
         if value is None:
             return  # this graph does not read it
         slot = Slot(value)
-        args = [slot.value if item == "value" else self.argument(site, i, item, []) for i, item in enumerate(site.rule.args)]
+        args = [self.argument(site, index, [((), slot)]) for index in range(len(site.args))]
         last = max(nodes_in(args))
         shared = self.behind.get(f"block:{name}")
         if shared is not None and all(shared < user for _, user in users):

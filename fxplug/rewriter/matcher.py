@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
@@ -19,20 +19,16 @@ from ..spec.addresses import SLICE, Port, compile_pattern, is_pattern, parse_por
 from ..spec.rules import Pass, Rule
 from .near_misses import misses
 from .networks import input_name, joined, local, own_inputs
-from .sites import Site, Value
+from .sites import Site, Sites, Value
 
 
-def find(gm: TracedModule, p: Pass) -> list[Site]:
-    """Every site of a pass on a traced module, rule by rule in the order the regions ran. Changes nothing.
+def find(gm: TracedModule, p: Pass) -> Sites:
+    """Every site of a pass on a traced module, rule by rule in the order the regions ran. Changes nothing; `apply` takes them.
 
     Raises MatchError when a rule matches another number of places than it expects, with the nearest misses; ClashError
     when two rules of the pass want the same place; SpecError for an address that cannot be read.
     """
-    return sites_of(*joined(gm, p))
-
-
-def sites_of(gm: TracedModule, p: Pass) -> list[Site]:
-    """The sites of a pass whose inputs and networks are in the graph already."""
+    host, (gm, p) = gm, joined(gm, p)
     views = [Regions(graph, gm) for graph in gm.graphs.values()]
     sites: list[Site] = []
     for rule in p.rules:
@@ -51,7 +47,7 @@ def sites_of(gm: TracedModule, p: Pass) -> list[Site]:
             raise MatchError(_wrong_count(views[0], p, rule, list(found.values())))
         sites.extend(found.values())
     _clashes(sites)
-    return sites
+    return Sites(sites, host, gm, p)
 
 
 @dataclass(frozen=True)
@@ -159,18 +155,21 @@ class _Finder:
     def site(self, place: _Place, order: int, paired: dict[int, list[str]]) -> Site:
         hit, port, node = place.hit, place.port, place.node
         values: dict[str, Value | None]
+        own = "x" if self.rule.place == "before" else "y"
         if node is not None:
             x = next((a for a in node.all_input_nodes if "shape" in a.meta), None)
-            values = {"x": _value("x", x), "y": _value("y", node)}
+            values = {"x": _value("x", x, X, "operand"), "y": _value("y", node, Y, "operand")}
         else:
             values = {side: self.edge(hit.key, side, port) for side in ("x", "y")}
-        values["value"] = values["x" if self.rule.place == "before" else "y"]
+        if (changed := values[own]) is not None and port.side != "param" and not port.whole:
+            values[own] = replace(changed, kind="changed")
+        values["value"] = values[own]
         path = self.regions.by_key[hit.key].path
         module = self.regions.module(path)
         if port.side == "param":
             parameter = module._parameters[str(port.keys[0])]
             assert parameter is not None
-            values["value"] = Value(str(port), tuple(parameter.shape), parameter.dtype)
+            values["value"] = Value(str(port), tuple(parameter.shape), parameter.dtype, kind="changed")
         elif port.whole:
             values["value"] = self.read(str(port), port)
         return Site(
@@ -194,7 +193,7 @@ class _Finder:
         side = "in" if name == "x" else "out"
         chosen = port if port.side == side and not port.whole else Port(key, side)
         try:
-            return _value(str(chosen), source(self.regions, chosen))
+            return _value(str(chosen), source(self.regions, chosen), chosen)
         except MatchError:
             return None
 
@@ -212,11 +211,11 @@ class _Finder:
             return value
         if text in self.inputs:
             port = Port("", "in", (self.inputs[text],))
-            found = _value(str(port), source(self.regions, port))
+            found = _value(str(port), source(self.regions, port), port)
             assert found is not None
             return found
         if text in self.kept or fill(text, hit.caught) in {fill(g, hit.caught) for g in self.kept}:
-            return Value(fill(text, hit.caught))
+            return Value(fill(text, hit.caught), kind="kept")
         if place.node is not None and (relative := parse_relative(text)) is not None:
             return self.operand(place.node, text, relative)
         address = paired[index][order] if index in paired else fill(text, hit.caught)
@@ -228,7 +227,7 @@ class _Finder:
         given = [a for a in node.all_input_nodes if "shape" in a.meta]
         if port.side == "out" or len(port.keys) != 1 or not isinstance(port.keys[0], int) or port.keys[0] >= len(given):
             raise MatchError(f"'{node.name}' has no '{text}'; it reads {len(given)} tensors, x[0] to x[{len(given) - 1}]")
-        found = _value(text, given[port.keys[0]])
+        found = _value(text, given[port.keys[0]], port, "operand")
         assert found is not None
         return found
 
@@ -237,10 +236,11 @@ class _Finder:
             names = self.regions.parameters(port.path, str(port.keys[0])) if len(port.keys) == 1 else []
             if not names:
                 raise MatchError(f"'{address}' is no parameter")
-            return Value(str(port), tuple(self.regions.module(port.path)._parameters[names[0]].shape))  # type: ignore[union-attr]
+            shape = self.regions.module(port.path)._parameters[names[0]].shape  # type: ignore[union-attr]
+            return Value(str(port), tuple(shape), port=port)
         if port.whole:
-            return Value(str(port), members=_values(self.regions, port_members(self.regions, port)))
-        found = _value(str(port), source(self.regions, port))
+            return Value(str(port), members=_values(self.regions, port_members(self.regions, port)), port=port)
+        found = _value(str(port), source(self.regions, port), port)
         assert found is not None
         return found
 
@@ -274,6 +274,7 @@ class _Finder:
         return found
 
 
+X, Y = Port("", "in"), Port("", "out")  # of an operation
 NAMES = re.compile(r"\{([^\W\d]\w*)\}")
 
 
@@ -321,13 +322,15 @@ def _owner(user: fx.Node, node: fx.Node, names: Sequence[str]) -> str:
     return next((n for n in names if n.rpartition(".")[0] == rows[-1]), str(node.target))
 
 
-def _value(address: str, node: fx.Node | None) -> Value | None:
-    return None if node is None else Value(address, tuple(node.meta.get("shape", ())), node.meta.get("dtype"), node=node)
+def _value(address: str, node: fx.Node | None, port: Port, kind: Literal["port", "operand"] = "port") -> Value | None:
+    if node is None:
+        return None
+    return Value(address, tuple(node.meta.get("shape", ())), node.meta.get("dtype"), node=node, port=port, kind=kind)
 
 
 def _values(regions: Regions, ports: Any) -> Any:
     if isinstance(ports, Port):
-        return _value(str(ports), source(regions, ports))
+        return _value(str(ports), source(regions, ports), ports)
     if isinstance(ports, dict):
         return type(ports)({k: _values(regions, v) for k, v in ports.items()})
     return tuple(_values(regions, p) for p in ports) if isinstance(ports, tuple) else ports  # constants as they are

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import fx, nn
 
 from ..errors import SpecError
 from ..spec.addresses import Port, identifier
-from ..spec.rules import Rule
+from ..spec.rules import Pass, Rule
+
+if TYPE_CHECKING:
+    from ..ir.traced_module import TracedModule
 
 
 @dataclass(frozen=True)
 class Value:
     """A value that a block will be given: its address, and what it was when traced.
 
-    `members` holds the Values of one that has members (a tuple, a record by name), in its structure; `node` gives it.
+    `members` holds the Values of one that has members (a tuple, a record by name), in its structure; `node` gives it. `kind`
+    says how it is found again in a graph that is being edited: the value at `port`, the one that the site itself changes, the
+    operand at `port` of the operation that is matched, or what another rule of the pass keeps under the name `address`.
     """
 
     address: str
@@ -25,6 +30,13 @@ class Value:
     dtype: Any = None
     members: Any = None
     node: fx.Node | None = field(default=None, repr=False, compare=False)
+    port: Port | None = field(default=None, repr=False)
+    kind: Literal["port", "changed", "operand", "kept"] = field(default="port", repr=False)
+
+    @property
+    def path(self) -> str:
+        """The region at whose port the value is, `path@1` for a second call; "" for one of the model's own, or of no region."""
+        return self.port.path if self.port is not None else ""
 
     def __str__(self) -> str:
         return f"{self.address} {list(self.shape)}"
@@ -77,3 +89,26 @@ class Site:
         caught = "  " + ", ".join(f"{k}={v}" for k, v in self.caught.items()) if self.caught else ""
         name = str(self.port) if self.port.side == "param" else self.node or self.path or "(model)"
         return f"{name}  {self.classes[0]}  {shape}{caught}"
+
+
+class Sites(list[Site]):
+    """The sites of one pass on one traced module, rule by rule: what `apply` takes in the place of the pass.
+
+    What is taken out of the list gets no block. `host` is the module they were found on; `joined` is that with the inputs
+    and networks of the pass in it, traced once for finding and applying.
+    """
+
+    def __init__(self, sites: Iterable[Site], host: TracedModule, joined: TracedModule, p: Pass) -> None:
+        super().__init__(sites)
+        self.host, self.joined, self.p = host, joined, p
+        self._found = {id(site): site for site in self}
+
+    def check(self, gm: TracedModule) -> None:
+        """Raises SpecError for another module than the one they were found on, and for sites that were found by others."""
+        if gm is not self.host:
+            raise SpecError(
+                f"{self.p.name}: these sites were found on another traced module than the one they are applied to: find them "
+                "on that one, or give the pass"
+            )
+        if strange := [site for site in self if id(site) not in self._found]:
+            raise SpecError(f"{self.p.name}: the site '{strange[0]}' was not found by this pass here")

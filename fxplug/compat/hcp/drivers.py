@@ -120,7 +120,7 @@ class PairPlugin(Driver):
         to_pre: bool = False, feeds: Fed = (),
     ) -> PairPlugin:  # fmt: skip
         """`from_pre` and `to_pre` say which of the two layers had the prefix `pre_hook:`."""
-        key = site.args[0].address.partition(":")[0]
+        key = site.args[0].path
         _check_pairing(site, key.partition("@")[0])
         source = site.root.get_submodule(key.partition("@")[0])
         given = {
