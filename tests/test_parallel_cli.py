@@ -24,7 +24,7 @@ from fxplug.parallel.checking import check_pretended, pretending, ways_in
 from fxplug.parallel.plan import alone
 from fxplug.parallel.runtime.attention import Attention
 from fxplug.spec.pass_file import open_pass
-from fxplug.spec.rules import PARALLEL_KEYS, STEP_KEYS, WAYS
+from fxplug.spec.rules import STEP_KEYS, WAYS, Plan
 from fxplug.spec.shipped import shipped
 
 CLOSE = 1e-5
@@ -95,7 +95,7 @@ def test_the_keys_of_a_plan_are_the_arguments_of_parallel_plan():
     import inspect
 
     known = inspect.signature(fxplug.parallel_plan).parameters
-    assert {*PARALLEL_KEYS} - {"at", *STEP_KEYS} <= {*known} and {*WAYS} <= {k for k, p in known.items() if p.default == 1}
+    assert {*Plan.model_fields} - {"at", *STEP_KEYS} <= {*known} and {*WAYS} <= {k for k, p in known.items() if p.default == 1}
     assert {*STEP_KEYS} - {"stale"} <= {*inspect.signature(fxplug.pipefusion).parameters}
 
 
@@ -106,7 +106,7 @@ def test_the_keys_of_a_plan_are_the_arguments_of_parallel_plan():
         ("sequence_parallel: {ulysses: two}", r"c.yaml:4: .*ulysses: must be a whole number, not 'two'"),
         ("sequence_parallel: {ring: 0}", r"c.yaml:4: .*parallel.ring: must be a whole number, 1 or more, not 0"),
         ("sequence_parallel: {ring: true}", r"c.yaml:4: .*ring: must be a whole number, not true"),
-        ("sequence_parallel: {ulysses: 2, split: {x: a}}", "c.yaml:4: .*must be a mapping of values to dimensions"),
+        ("sequence_parallel: {ulysses: 2, split: {x: a}}", r"c.yaml:4: .*parallel.split.x: must be a whole number, not 'a'"),
         ("sequence_parallel: {ulysses: 2, split: {no: 1}}", "split: no node 'no'.*given at c.yaml:4"),
         ("batch_parallel: {ways: 2, lr: 0.1}", "c.yaml:4: .*a parallel pass has no 'lr'"),
         ("batch_parallel: {ways: 3}", r"2 samples \('x', dimension 0\) cannot be split 3 ways.*given at c.yaml:4"),
@@ -124,7 +124,7 @@ def test_mistakes_are_told_with_file_and_line(entry, text):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ("parallel: {ulises: 2}", "own.yaml:1: parallel: no key 'ulises' .did you mean 'ulysses'"),
+        ("parallel: {ulises: 2}", "own.yaml:1: parallel: unknown key 'ulises' .did you mean 'ulysses'"),
         ("parallel: [2]", "own.yaml:1: parallel: must be a mapping of ulysses, ring"),
         ("parallel: {ring: 2}\nslots: 2", "a parallel pass has no 'slots'"),
         ("parallel: {ring: 2}\nrules: [{match: {}, use: 'a:B'}]", "a parallel pass has no 'rules'"),

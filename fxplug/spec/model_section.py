@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import ValidationInfo
+from pydantic import ValidationInfo, model_validator
 
 from ..errors import SpecError, did_you_mean
 from .rules import check_target
+from .sections import Section, checked, held, located, number
 from .yaml_source import NOWHERE, Where, no_such_file, shown
 
 Dtype = Literal["float32", "float64", "float16", "bfloat16"]
@@ -99,6 +100,84 @@ class Value:
 InputSpec: TypeAlias = TensorSpec | Value | dict[str, Any] | list[Any]  # Any: an InputSpec again
 
 
+class _Model(Section):
+    timm: Any = None
+    diffusers: Any = None
+    call: Any = None
+    options: dict[str, Any] = {}
+
+
+def _key_patterns(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise SpecError(f"must be a mapping of key patterns, not {shown(value)}")
+    for key, names in value.items():
+        if not isinstance(names, str) and not _texts(names):
+            raise SpecError(f"must be a key or a list of keys, not {shown(names)}", path=(key,))
+    return value
+
+
+def _ignored(value: Any) -> Any:
+    if not isinstance(value, str) and not _texts(value, empty=True):
+        raise SpecError(f"must be a list of key patterns, not {shown(value)}")
+    return value
+
+
+def _texts(value: Any, empty: bool = False) -> bool:
+    return isinstance(value, list) and (empty or bool(value)) and all(isinstance(item, str) for item in value)
+
+
+class _Weights(Section):
+    package: str | None = None
+    file: str
+    order: bool = False
+    keys: Annotated[Any, checked(_key_patterns)] = {}
+    ignore: Annotated[Any, checked(_ignored)] = ()
+
+    @model_validator(mode="after")
+    def _one_way(self) -> _Weights:
+        if self.order and self.keys:
+            raise located(SpecError("'order' and 'keys' exclude each other"))
+        return self
+
+
+def _dtype(value: Any) -> Any:
+    if value is not None and value not in DTYPES:
+        hint = did_you_mean(value, DTYPES) or f"; one of {', '.join(DTYPES)}"
+        raise SpecError(f"no dtype {shown(value)}{hint}")
+    return value
+
+
+def _shape(value: Any, path: tuple[str | int, ...] = ()) -> tuple[int, ...]:
+    sizes = value if isinstance(value, list) else [value]
+    for size in sizes:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            finding = f"a shape is a list of whole numbers, {shown(size)} is none"
+            raise SpecError(f"{finding}; a constant list is {{value: [...]}}", path=path)
+    if not isinstance(value, list):
+        raise SpecError(f"must be a list of whole numbers, not {shown(value)}", path=path)
+    return tuple(sizes)
+
+
+class _Tensor(Section):
+    shape: Annotated[Any, checked(_shape)]
+    dtype: Annotated[Any, checked(_dtype)] = None
+    low: int | None = None
+    high: int | None = None
+    fill: Annotated[Any, checked(number)] = None
+
+    @model_validator(mode="after")
+    def _one_filling(self) -> _Tensor:
+        if self.fill is not None and (self.low is not None or self.high is not None):
+            raise located(SpecError("'fill' and 'low' or 'high' exclude each other"))
+        if self.high is not None and self.high <= (self.low or 0):
+            raise located(SpecError(f"must be above low, {self.low or 0}, not {self.high}", path=("high",)))
+        return self
+
+
+class _Constant(Section):
+    value: Any
+
+
 def read_model(value: Any, info: ValidationInfo) -> ModelSpec:
     """The `model` section: a mapping, or text: a folder or a .json of diffusers, `module:name` to call, else a name of timm.
 
@@ -117,14 +196,12 @@ def read_model(value: Any, info: ValidationInfo) -> ModelSpec:
         value = {kind: value}
     if not isinstance(value, Mapping):
         raise SpecError(f"must be text or a mapping, not {shown(value)}", path=("model",))
-    _keys(value, (*KINDS, "options"), "model")
+    read = held(_Model, value, "model")
     kinds = [kind for kind in KINDS if kind in value]
     if len(kinds) != 1:
         found = " and ".join(f"'{kind}'" for kind in kinds) or "none"
         raise SpecError(f"needs one of 'timm', 'diffusers', 'call'; found {found}", path=("model",))
-    kind, target, options = kinds[0], value[kinds[0]], value.get("options", {})
-    if not isinstance(options, Mapping):
-        raise SpecError(f"must be a mapping, not {shown(options)}", path=("model", "options"))
+    kind, target = kinds[0], value[kinds[0]]
     if kind == "diffusers" and isinstance(target, Mapping):
         if not isinstance(target.get("_class_name"), str):
             raise SpecError("missing key '_class_name'", path=("model", kind))
@@ -134,7 +211,7 @@ def read_model(value: Any, info: ValidationInfo) -> ModelSpec:
         check_target(target, "model", kind)
     elif kind == "diffusers" and not (base / target).is_dir() and not (base / target).is_file():
         raise SpecError(f"'{target}': {no_such_file(base / target)}", path=("model", kind))
-    return ModelSpec(kind, target, dict(options), where)  # type: ignore[arg-type]
+    return ModelSpec(kind, target, dict(read.options), where)  # type: ignore[arg-type]
 
 
 def read_weights(value: Any, info: ValidationInfo) -> WeightsSpec | None:
@@ -149,31 +226,10 @@ def read_weights(value: Any, info: ValidationInfo) -> WeightsSpec | None:
         return WeightsSpec(path=value, base=base, where=where)
     if not isinstance(value, Mapping):
         raise SpecError(f"must be a path or a mapping, not {shown(value)}", path=("weights",))
-    _keys(value, ("package", "file", "order", "keys", "ignore"), "weights")
-    if "file" not in value:
-        raise SpecError("missing key 'file'", path=("weights",))
-    for key in ("package", "file"):
-        if key in value and not isinstance(value[key], str):
-            raise SpecError(f"must be text, not {shown(value[key])}", path=("weights", key))
-    order, keys, ignore = value.get("order", False), value.get("keys", {}), value.get("ignore", [])
-    if not isinstance(order, bool):
-        raise SpecError(f"must be true or false, not {shown(order)}", path=("weights", "order"))
-    if not isinstance(keys, Mapping):
-        raise SpecError(f"must be a mapping of key patterns, not {shown(keys)}", path=("weights", "keys"))
-    if order and keys:
-        raise SpecError("'order' and 'keys' exclude each other", path=("weights",))
-    for key, names in keys.items():
-        if not isinstance(names, str) and not _texts(names):
-            raise SpecError(f"must be a key or a list of keys, not {shown(names)}", path=("weights", "keys", key))
-    if not isinstance(ignore, str) and not _texts(ignore, empty=True):
-        raise SpecError(f"must be a list of key patterns, not {shown(ignore)}", path=("weights", "ignore"))
-    ignore = (ignore,) if isinstance(ignore, str) else tuple(ignore)
-    place = {"package": value["package"], "file": value["file"]} if "package" in value else {"path": value["file"]}
-    return WeightsSpec(**place, order=order, keys=dict(keys), ignore=ignore, base=base, where=where)
-
-
-def _texts(value: Any, empty: bool = False) -> bool:
-    return isinstance(value, list) and (empty or bool(value)) and all(isinstance(item, str) for item in value)
+    read = held(_Weights, value, "weights")
+    place = {"path": read.file} if read.package is None else {"package": read.package, "file": read.file}
+    ignore = (read.ignore,) if isinstance(read.ignore, str) else tuple(read.ignore)
+    return WeightsSpec(**place, order=read.order, keys=dict(read.keys), ignore=ignore, base=base, where=where)
 
 
 def read_inputs(value: Any) -> dict[str, InputSpec]:
@@ -191,43 +247,11 @@ def _input(value: Any, path: tuple[str | int, ...]) -> InputSpec:
     if not isinstance(value, Mapping):
         return Value(value)
     if "value" in value:
-        _keys(value, ("value",), *path)
-        return Value(value["value"])
+        return Value(held(_Constant, value, *path).value)
     others = ("dtype", "low", "high", "fill")
     if "shape" not in value:
         if any(key in value and not isinstance(value[key], (list, Mapping)) for key in others):
             near = next((f" (found '{key}')" for key in value if did_you_mean("shape", [key])), "")
             raise SpecError(f"missing key 'shape'{near}; a constant mapping is {{value: ...}}", path=path)
         return {str(key): _input(item, (*path, key)) for key, item in value.items()}
-    _keys(value, ("shape", *others), *path)
-    dtype, low, high, fill = (value.get(key) for key in others)
-    if dtype is not None and dtype not in DTYPES:
-        hint = did_you_mean(dtype, DTYPES) or f"; one of {', '.join(DTYPES)}"
-        raise SpecError(f"no dtype {shown(dtype)}{hint}", path=(*path, "dtype"))
-    for key, bound in (("low", low), ("high", high)):
-        if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool)):
-            raise SpecError(f"must be a whole number, not {shown(bound)}", path=(*path, key))
-    if fill is not None and not isinstance(fill, (int, float)):
-        raise SpecError(f"must be a number, not {shown(fill)}", path=(*path, "fill"))
-    if fill is not None and (low is not None or high is not None):
-        raise SpecError("'fill' and 'low' or 'high' exclude each other", path=path)
-    if high is not None and high <= (low or 0):
-        raise SpecError(f"must be above low, {low or 0}, not {high}", path=(*path, "high"))
-    return TensorSpec(_shape(value["shape"], (*path, "shape")), dtype, low, high, fill)
-
-
-def _shape(value: Any, path: tuple[str | int, ...]) -> tuple[int, ...]:
-    sizes = value if isinstance(value, list) else [value]
-    for size in sizes:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            finding = f"a shape is a list of whole numbers, {shown(size)} is none"
-            raise SpecError(f"{finding}; a constant list is {{value: [...]}}", path=path)
-    if not isinstance(value, list):
-        raise SpecError(f"must be a list of whole numbers, not {shown(value)}", path=path)
-    return tuple(sizes)
-
-
-def _keys(value: Mapping[str, Any], known: Sequence[str], *path: str | int) -> None:
-    for key in value:
-        if key not in known:
-            raise SpecError(f"unknown key '{key}'{did_you_mean(key, known)}", path=path, key=key)
+    return TensorSpec(**dict(held(_Tensor, value, *path)))

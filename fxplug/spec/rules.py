@@ -7,21 +7,21 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from keyword import iskeyword
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from ..errors import SpecError, did_you_mean
 from .addresses import check_expression, parse_relative
+from .sections import Section, checked, held, number, whole
 from .yaml_source import NOWHERE, shown
 from .yaml_source import Where as Where
 
 PLACES = ("before", "after", "replace", "param")
 COMMON = ("name", "lr", "weight_decay", "train")  # settings that every pass takes beside its own parameters
 COMBINE = ("sum", "chain")
-INPUT_KEYS = ("shape", "dtype", "default", "try")
-NETWORK_KEYS = ("use", "args", "options", "neutral")
 WAYS = ("ulysses", "ring", "batch", "rows", "tensor")  # numbers of processes that a parallel pass gives
 STEP_KEYS = ("stages", "patches", "stale", "warmup", "correct", "steps", "clock")  # of what is run a step late
-PARALLEL_KEYS = (*WAYS, "split", "at", *STEP_KEYS)
 _COUNTS: dict[str, Callable[[int, int], bool]] = {
     "==": operator.eq,
     ">=": operator.ge,
@@ -31,6 +31,74 @@ _COUNTS: dict[str, Callable[[int, int], bool]] = {
     "<": operator.lt,
 }
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+_SIZE = re.compile(r"\s*(\d+|[^\W\d]\w*)(\s*\*\s*(\d+|[^\W\d]\w*))*\s*")
+
+
+def _sizes(value: Any) -> list[int | str] | None:
+    if value is not None and not isinstance(value, (list, tuple)):
+        raise SpecError(f"must be a list of sizes and names, not {shown(value)}")
+    for size in value or ():
+        if isinstance(size, bool) or not (isinstance(size, int) or (isinstance(size, str) and _SIZE.fullmatch(size))):
+            raise SpecError(f"must be a number, a name, or numbers and names with '*', such as 8*h; not {shown(size)}")
+    return value  # type: ignore[return-value]
+
+
+def _tries(value: Any) -> dict[str, list[int]]:
+    value = value or {}
+    if not isinstance(value, Mapping) or not all(isinstance(sizes, (list, tuple)) for sizes in value.values()):
+        raise SpecError(f"must be a mapping of names to lists of sizes, not {shown(value)}")
+    return {name: list(sizes) for name, sizes in value.items()}
+
+
+def _used(value: Any) -> Any:
+    if value is None:
+        raise SpecError("a network is a module, a folder, or 'package.module:function'")
+    return value
+
+
+def _arguments(value: Any) -> Any:
+    if not isinstance(value, (Mapping, list, tuple)):
+        raise SpecError(f"must be a mapping or a list, not {shown(value)}")
+    return value
+
+
+class _Input(Section):
+    """A new input of the model: its sizes, and what it is where it is not given."""
+
+    shape: Annotated[Any, checked(_sizes)] = None
+    dtype: Any = None
+    default: Annotated[Any, checked(number)] = None
+    tries: Annotated[Any, checked(_tries)] = Field(default={}, alias="try")
+
+
+class _Network(Section):
+    """A network that is traced into the graph."""
+
+    use: Annotated[Any, checked(_used)] = Field(description="a module, a folder, or 'package.module:function'")
+    args: Annotated[Any, checked(_arguments)] = {}
+    options: Any = None
+    neutral: Any = None
+
+
+class Plan(Section):
+    """The keywords of a plan, as far as they can be checked without a model."""
+
+    ulysses: Annotated[int, whole(1)] = 1
+    ring: Annotated[int, whole(1)] = 1
+    batch: Annotated[int, whole(1)] = 1
+    rows: Annotated[int, whole(1)] = 1
+    tensor: Annotated[int, whole(1)] = 1
+    split: dict[str, int] | None = None
+    at: str | None = Field(default=None, description="the path of a region")
+    stages: Annotated[int | None, whole(1, None)] = None
+    patches: Annotated[int | None, whole(1, None)] = None
+    stale: bool = False
+    warmup: Annotated[int | None, whole(1, None)] = None
+    correct: Annotated[int | None, whole(0, None)] = None
+    steps: Annotated[int | None, whole(1, None)] = None
+    clock: str | None = Field(default=None, description="the name of an input")
 
 
 @dataclass(frozen=True, init=False)
@@ -171,7 +239,7 @@ class Pass:
             raise SpecError(f"must be text, not {shown(self.about)}", path=("about",))
         if not isinstance(self.slots, int) or isinstance(self.slots, bool) or self.slots < 0:
             raise SpecError(f"must be a whole number, 0 or more, not {shown(self.slots)}", path=("slots",))
-        _check_parallel(self.parallel)
+        held(Plan, self.parallel, "parallel")
         if self.parallel:
             for key in ("rules", "inputs", "networks", "slots", "lr", "weight_decay"):
                 if getattr(self, key):
@@ -192,9 +260,10 @@ class Pass:
             for name in value:
                 check_name(name, key)
             _set(self, **{key: dict(value)})
-        _set(self, inputs={name: _check_input(name, spec) for name, spec in self.inputs.items()})
+        read = {name: held(_Input, {} if spec is None else spec, "inputs", name) for name, spec in self.inputs.items()}
+        _set(self, inputs={name: spec.model_dump(by_alias=True) for name, spec in read.items()})
         for name, spec in self.networks.items():
-            _check_network(name, spec)
+            held(_Network, spec, "networks", name)
 
 
 def check_common(settings: Mapping[str, Any]) -> None:
@@ -258,68 +327,6 @@ def _check_port(port: Any, place: str) -> None:
     if parse_relative(port) is None or port[0] != side:
         forms = f"'{side}', '{side}[1]', '{side}.name', '{side}[1][*]' for each member, '{side}[:]' for all of it"
         raise SpecError(f"place '{place}' changes {forms}; not {shown(port)}", path=("port",))
-
-
-def _check_keys(spec: Any, known: Sequence[str], what: str, path: Sequence[str]) -> None:
-    if not isinstance(spec, Mapping):
-        raise SpecError(f"must be a mapping of {', '.join(known)}, not {shown(spec)}", path=path)
-    for key in spec:
-        if key not in known:
-            raise SpecError(f"no key '{key}'{did_you_mean(key, known)}; {what} has {', '.join(known)}", path=path)
-
-
-def _check_input(name: str, spec: Any) -> dict[str, Any]:
-    """The description of an input with all its keys."""
-    spec = {} if spec is None else spec
-    _check_keys(spec, INPUT_KEYS, "an input", ("inputs", name))
-    shape = spec.get("shape")
-    if shape is not None and not isinstance(shape, (list, tuple)):
-        raise SpecError(f"must be a list of sizes and names, not {shown(shape)}", path=("inputs", name, "shape"))
-    for size in shape or ():
-        if isinstance(size, bool) or not (isinstance(size, int) or (isinstance(size, str) and _SIZE.fullmatch(size))):
-            found = f"must be a number, a name, or numbers and names with '*', such as 8*h; not {shown(size)}"
-            raise SpecError(found, path=("inputs", name, "shape"))
-    default = spec.get("default")
-    if default is not None and (isinstance(default, bool) or not isinstance(default, (int, float))):
-        raise SpecError(f"must be a number, not {shown(default)}", path=("inputs", name, "default"))
-    tries = spec.get("try") or {}
-    if not isinstance(tries, Mapping) or not all(isinstance(v, (list, tuple)) for v in tries.values()):
-        raise SpecError(f"must be a mapping of names to lists of sizes, not {shown(tries)}", path=("inputs", name, "try"))
-    return {**dict.fromkeys(INPUT_KEYS), **spec, "try": {k: list(v) for k, v in tries.items()}}
-
-
-def _check_network(name: str, spec: Any) -> None:
-    _check_keys(spec, NETWORK_KEYS, "a network", ("networks", name))
-    if spec.get("use") is None:
-        raise SpecError("missing key 'use': a module, a folder, or 'package.module:function'", path=("networks", name))
-    if not isinstance(spec.get("args", {}), (Mapping, list, tuple)):
-        raise SpecError(f"must be a mapping or a list, not {shown(spec['args'])}", path=("networks", name, "args"))
-
-
-def _check_parallel(given: Any) -> None:
-    """The keywords of a plan, as far as they can be checked without a model."""
-    if not isinstance(given, Mapping):
-        raise SpecError(f"must be a mapping of {', '.join(PARALLEL_KEYS)}, not {shown(given)}", path=("parallel",))
-    for key, value in given.items():
-        if key not in PARALLEL_KEYS:
-            found = f"no key {shown(key)}{did_you_mean(key, PARALLEL_KEYS)}; a plan has {', '.join(PARALLEL_KEYS)}"
-            raise SpecError(found, path=("parallel",), key=str(key))
-        least = 1 if key in WAYS else {"stages": 1, "patches": 1, "warmup": 1, "correct": 0, "steps": 1}.get(key)
-        if least is not None and not (value is None and key not in WAYS) and (type(value) is not int or value < least):
-            raise SpecError(f"must be a whole number, {least} or more, not {shown(value)}", path=("parallel", key))
-        if key == "stale" and type(value) is not bool:
-            raise SpecError(f"must be true or false, not {shown(value)}", path=("parallel", key))
-        if key == "clock" and value is not None and not isinstance(value, str):
-            raise SpecError(f"must be the name of an input, not {shown(value)}", path=("parallel", key))
-        if key == "at" and value is not None and not isinstance(value, str):
-            raise SpecError(f"must be the path of a region, not {shown(value)}", path=("parallel", key))
-        if key == "split" and value is not None and not (
-            isinstance(value, Mapping) and all(type(dim) is int for dim in value.values())
-        ):
-            raise SpecError(f"must be a mapping of values to dimensions, not {shown(value)}", path=("parallel", key))
-
-
-_SIZE = re.compile(r"\s*(\d+|[^\W\d]\w*)(\s*\*\s*(\d+|[^\W\d]\w*))*\s*")
 
 
 def check_name(name: Any, *path: str) -> None:

@@ -6,11 +6,10 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     PlainValidator,
     PrivateAttr,
@@ -25,8 +24,9 @@ from ..limits import DEFAULT, Limits
 from .model_section import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs, read_model, read_weights
 from .pass_file import REQUIRED, open_pass
 from .rules import COMMON, Pass, check_common
+from .sections import Section, fields, findings
 from .shipped import find_file, shipped
-from .train_section import Data, Export, Section, Train
+from .train_section import Data, Export, Train
 from .yaml_source import Source, Where, parse_yaml, read_yaml, shown
 from .zhijian_pass import blitz_entry, blitz_schema
 
@@ -85,10 +85,8 @@ _TENSOR = {
 }
 
 
-class Config(BaseModel):
+class Config(Section):
     """One run. Made by `load_config`; `passes` are read and have their parameters."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     model: Annotated[ModelSpec, PlainValidator(read_model), WithJsonSchema(_TEXT_OR_MAPPING)]
     weights: Annotated[
@@ -164,7 +162,7 @@ def load_config(
         with read.inside(), reported(read.error, "names a file that cannot be looked for"):
             config = Config.model_validate(read.data, context={"source": read, "base": base})
     except ValidationError as error:
-        raise _translated(error, read) from None
+        raise _translated(error, Config, read) from None
     config._source, config._base = read, base
     return config
 
@@ -190,63 +188,13 @@ def check_settings(section: type[Section], given: Mapping[str, Any], name: str) 
     try:
         return section.model_validate(given)
     except ValidationError as error:
-        raise _translated(error, Source({name: given}), name) from None
+        raise _translated(error, section, Source({name: given}), name) from None
 
 
-def _translated(error: ValidationError, source: Source, *before: str) -> SpecError:
-    """pydantic's findings in the words and the form of all other errors."""
-    wanted = {
-        "bool_type": "true or false",
-        "string_type": "text",
-        "int_type": "a whole number",
-        "list_type": "a list",
-        "dict_type": "a mapping",
-        "model_type": "a mapping",
-        "float_type": "a number",
-    }
-    bounds = {"greater_than_equal": "{} or more", "greater_than": "above {}", "less_than": "below {}"}
-    findings = []
-    for item in error.errors():
-        path, kind, value = (*before, *item["loc"]), item["type"], item["input"]
-        if kind == "spec":
-            findings.append(source.error(item["ctx"]["finding"], *path, *item["ctx"]["path"]))
-        elif kind == "extra_forbidden":
-            name = str(path[-1])
-            hint = did_you_mean(name, _fields(path[:-1]))
-            findings.append(source.error(f"unknown key '{name}'{hint}", *path[:-1], key=name))
-        elif kind == "missing":
-            findings.append(source.error(f"missing key '{path[-1]}'", *path[:-1]))
-        elif kind == "literal_error":
-            known = list(_choices(_fields(path[:-1])[str(path[-1])].annotation))
-            text = f"must be one of {', '.join(map(str, known))}, not {shown(value)}"
-            findings.append(source.error(text + did_you_mean(value, known), *path))
-        elif kind in bounds:
-            ((_, bound),) = item["ctx"].items()
-            findings.append(source.error(f"must be {bounds[kind].format(bound)}, not {shown(value)}", *path))
-        else:
-            expected = wanted.get(kind)
-            text = f"must be {expected}, not {shown(value)}" if expected else f"{shown(value)} does not fit"
-            findings.append(source.error(text, *path))
-    return SpecError("\n".join(map(str, findings)))
-
-
-def _fields(path: Sequence[str | int]) -> dict[str, Any]:
-    """The fields of the section at `path`; none where no section is."""
-    fields: dict[str, Any] = dict(Config.model_fields)
-    for key in path:
-        parts = _choices(fields[str(key)].annotation, type) if key in fields else ()
-        fields = next((dict(part.model_fields) for part in parts if issubclass(part, BaseModel)), {})
-    return fields
-
-
-def _choices(annotation: Any, kind: type = str) -> Iterator[Any]:
-    """What of a kind an annotation admits: the words of a Literal, the classes of a union."""
-    parts = get_args(annotation) or [annotation]
-    for part in parts:
-        if isinstance(part, kind) or (kind is str and isinstance(part, int)):
-            yield part
-        elif part is not annotation:
-            yield from _choices(part, kind)
+def _translated(error: ValidationError, section: type[BaseModel], source: Source, *before: str) -> SpecError:
+    """All that is wrong in a section, each with its file and line."""
+    found = (source.error(text, *before, *path, key=key) for text, path, key in findings(error, section))
+    return SpecError("\n".join(map(str, found)))
 
 
 def _assign(source: Source, item: str) -> None:
@@ -295,7 +243,7 @@ def _step(node: Any, text: str, path: tuple[str | int, ...], here: Where) -> tup
     if inside:
         key = max(inside, key=len)
         return key, text[len(key) + 1 :], node[key]
-    known = [*node, "options"] if path == ("model",) else list(dict.fromkeys([*node, *_fields(path)]))
+    known = [*node, "options"] if path == ("model",) else list(dict.fromkeys([*node, *fields(Config, path)]))
     closed = not path or rest or (path[0] == "passes" and len(path) == 2)
     if closed and head not in known:
         place = f"'{dotted(path)}'" if path else "a configuration"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, PlainSerializer, WithJsonSchema, model_validator
 
 from ..errors import SpecError
+from .sections import Section, checked, located
 from .yaml_source import shown
 
 Stop = Literal["stop", "continue"]
@@ -39,22 +39,6 @@ def read_use(value: Any) -> Use:
 def written(use: Use | None) -> Any:
     """A `Use` as a configuration has it."""
     return use and ({use.name: use.options} if use.options else use.name)
-
-
-def _checked(read: Callable[[Any], Any]) -> PlainValidator:
-    """A reader as a validator: pydantic adds to its SpecError the way to the value, which the reader does not know."""
-
-    def validate(value: Any) -> Any:
-        try:
-            return read(value)
-        except SpecError as error:
-            raise _located(error) from None
-
-    return PlainValidator(validate)
-
-
-def _located(error: SpecError) -> PydanticCustomError:
-    return PydanticCustomError("spec", "{finding}", {"finding": error.finding, "path": list(error.path)})
 
 
 def _optional(value: Any) -> Use | None:
@@ -92,28 +76,22 @@ def _size(value: Any) -> int | tuple[int, int] | None:
 
 
 _NAMED = {"type": ["string", "object"]}
-One = Annotated[Use, _checked(read_use), PlainSerializer(written), WithJsonSchema(_NAMED)]
+One = Annotated[Use, checked(read_use), PlainSerializer(written), WithJsonSchema(_NAMED)]
 Maybe = Annotated[
-    Use | None, _checked(_optional), PlainSerializer(written), WithJsonSchema({"type": ["string", "object", "null"]})
+    Use | None, checked(_optional), PlainSerializer(written), WithJsonSchema({"type": ["string", "object", "null"]})
 ]
 Many = Annotated[
     list[Use],
-    _checked(_uses),
+    checked(_uses),
     PlainSerializer(lambda uses: [written(use) for use in uses]),
     WithJsonSchema({"type": "array", "items": _NAMED}),
 ]
 Patterns = Annotated[
     bool | list[str],
-    _checked(_patterns),
+    checked(_patterns),
     WithJsonSchema({"type": ["boolean", "string", "array"], "items": {"type": "string"}}),
 ]
-Texts = Annotated[list[str], _checked(_texts), WithJsonSchema({"type": "array", "items": {"type": "string"}})]
-
-
-class Section(BaseModel):
-    """What all sections share: an unknown key and a value of another type are errors, and what was read does not change."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+Texts = Annotated[list[str], checked(_texts), WithJsonSchema({"type": "array", "items": {"type": "string"}})]
 
 
 class Save(Section):
@@ -180,7 +158,7 @@ class Train(Section):
     def _one_length(self) -> Train:
         if (self.steps is None) == (self.epochs is None):
             found = "neither" if self.steps is None else "both"
-            raise _located(SpecError(f"needs one of 'steps' and 'epochs'; found {found}"))
+            raise located(SpecError(f"needs one of 'steps' and 'epochs'; found {found}"))
         return self
 
 
@@ -215,7 +193,7 @@ class Data(Section):
     captions: Literal["required", "optional", "none"] = "required"
     conditions: Maybe = None
     channels: Literal[1, 3] = 3
-    size: Annotated[int | tuple[int, int] | None, _checked(_size), WithJsonSchema({"type": ["integer", "array", "null"]})] = (
+    size: Annotated[int | tuple[int, int] | None, checked(_size), WithJsonSchema({"type": ["integer", "array", "null"]})] = (
         None
     )
     buckets: Buckets | None = None
@@ -252,5 +230,5 @@ class Data(Section):
         kinds = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(kinds) != 1:
             found = " and ".join(f"'{kind}'" for kind in kinds) or "none"
-            raise _located(SpecError(f"needs one of {', '.join(map(repr, KINDS))}; found {found}"))
+            raise located(SpecError(f"needs one of {', '.join(map(repr, KINDS))}; found {found}"))
         return self
