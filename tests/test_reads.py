@@ -672,3 +672,55 @@ def test_autocast_is_given_back_for_every_device_after_an_error(device: str) -> 
 
 def test_torch_has_autocast_for_some_devices_and_not_for_all() -> None:
     assert {"cpu", "cuda", "xpu", "mps"} <= {*ops.CASTING} and "meta" not in ops.CASTING
+
+
+TYPED = """
+import torch
+from torch import nn
+
+class Typed(nn.Module):
+    def forward(self, x):
+        {}
+"""
+
+
+def typed(body, file):
+    """A model whose code has no file."""
+    space = {"__name__": "__main__"}
+    exec(compile(TYPED.format(body.replace("\n", "\n        ")), file, "exec"), space)
+    return space["Typed"]()
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "<string>", "<ipython-input-3-5c8>"])
+@pytest.mark.parametrize(
+    "body, x",
+    [
+        ("return x.sin() if x.is_contiguous() else x.cos()", torch.ones(4, 3).T),
+        ("return x.sin() if x.shape[0] == 3 else x.cos()", torch.ones(2, 4)),
+        ("return x.sin() if torch.ops.aten.is_non_overlapping_and_dense(x) else x.cos()", torch.ones(3, 8)[:, ::2]),
+    ],
+)
+def test_what_code_without_a_file_decides_is_held(body, x, file):
+    gm = fxplug.trace(typed(body, file), torch.ones(3, 4))
+    assert torch.equal(gm(torch.ones(3, 4)), torch.ones(3, 4).sin())
+    with pytest.raises(fxplug.GuardError, match=f"{file}:7"):
+        gm(x)
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "<string>"])
+@pytest.mark.parametrize(
+    "body, text",
+    [
+        ("try:\n    return x.view(-1)\nexcept RuntimeError:\n    return x", "tries an operation and goes on where it fails"),
+        ("try:\n    return x.view(-1)\nexcept:\n    return x", "is not the model"),  # it swallows the refusal, too
+        ("return x.sin() if x.sum() > 0 else x.cos()", "branches on a value that it computes"),
+    ],
+)
+def test_what_code_without_a_file_may_not_do(body, text, file):
+    with pytest.raises(fxplug.TraceError, match=text):
+        fxplug.trace(typed(body, file), torch.ones(3, 4))
+
+
+def test_code_without_a_file_may_have_with_and_finally():
+    model = typed("with torch.no_grad():\n    y = x * 2\ntry:\n    y = y + 1\nfinally:\n    z = 1\nreturn y * z", "<stdin>")
+    assert torch.equal(fxplug.trace(model, torch.ones(3, 4))(torch.ones(2, 2)), torch.full((2, 2), 3.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 import inspect
 import linecache
 import logging
@@ -11,6 +12,7 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib.util import find_spec
 from traceback import walk_tb
@@ -22,6 +24,7 @@ import torch
 
 from ..files.reading import syntax_tree
 from ..torch_internals.names import CHECKS
+from .code_names import foreign
 
 STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 CALLER = os.path.join(os.path.dirname(__file__), "model_edge.py")  # what called the model: no line of the model is above it
@@ -31,7 +34,7 @@ PACKAGE = os.path.dirname(os.path.dirname(__file__))
 FOLDERS = (PACKAGE, *(os.path.dirname(str(file)) for file in (torch.__file__, np.__file__, *TORCHS)))
 OWN = tuple(folder + os.sep for folder in FOLDERS)
 # torch's own ways to what the model asks it, and parts of the standard library that speak to people
-THROUGH = tuple(os.path.join(os.path.dirname(str(torch.__file__)), name) for name in ("_tensor.py", "overrides.py"))
+THROUGH = tuple(os.path.join(os.path.dirname(str(torch.__file__)), name) for name in ("_tensor.py", "overrides.py", "_ops.py"))
 SPEAKING = tuple(STDLIB + name for name in ("logging" + os.sep, "importlib" + os.sep, "warnings.py", "traceback.py"))
 # errors that operations on tensors do not raise because of what the tensors are
 NOT_OF_OPERATIONS = {"TypeError", "AttributeError", "ImportError", "ModuleNotFoundError", "KeyError", "StopIteration"}
@@ -42,7 +45,9 @@ MISSING = object()
 def is_user_code(frame: FrameType) -> bool:
     """Whether a frame runs the model's own code, not torch, numpy, fxplug or the standard library."""
     file = frame.f_code.co_filename
-    return not file.startswith((*OWN, "<")) and (not file.startswith(STDLIB) or "-packages" in file)
+    if file.startswith("<"):  # no file: typed at a prompt, run from text, or made by Python itself
+        return not foreign(frame.f_globals.get("__name__"))
+    return not file.startswith(OWN) and (not file.startswith(STDLIB) or "-packages" in file)
 
 
 def asker(frame: FrameType | None) -> FrameType | None:
@@ -82,10 +87,24 @@ def is_caught(frame: FrameType | None) -> bool:
 def _tries(code: CodeType) -> tuple[tuple[int, int], ...]:
     """From which line to which a code tries something, and goes on where an operation fails."""
     file = code.co_filename
-    if file.startswith((*OWN, "<", STDLIB)) and "-packages" not in file.removeprefix(STDLIB):
+    if file.startswith((*OWN, "<frozen", STDLIB)) and "-packages" not in file.removeprefix(STDLIB):
         return ()
+    if not linecache.getlines(file):
+        return tuple(_tries_without_source(code))
     tries = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.Try) and any(map(_goes_on, n.handlers))]
     return tuple((n.body[0].lineno, n.body[-1].end_lineno or 0) for n in tries)
+
+
+def _tries_without_source(code: CodeType) -> Iterator[tuple[int, int]]:
+    """The same, for code that was typed at a prompt: every `try` that has an `except`, whatever that does."""
+    read = dis.Bytecode(code)
+    steps = list(read)
+    lines = [(step.offset, step.positions.lineno) for step in steps if step.positions and step.positions.lineno]
+    for entry in read.exception_entries:  # type: ignore[attr-defined]
+        handler = [step.opname for step in steps if step.offset >= entry.target][:8]
+        if not entry.lasti and ("CHECK_EXC_MATCH" in handler or handler[1:2] == ["POP_TOP"]):  # no `with`, no `finally`
+            inside = [line for offset, line in lines if entry.start <= offset < entry.end]
+            yield min(inside), max(inside)
 
 
 def _goes_on(handler: ast.ExceptHandler) -> bool:
