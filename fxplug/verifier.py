@@ -23,6 +23,7 @@ from .ir.traced_module import TracedModule, copy_graph, shell
 from .parallel.checking import check_before, check_pretended, check_real, is_parallel, process_zero, standing, ways_in
 from .parallel.pipelines.entry import in_steps
 from .rewriter import neutrality
+from .rewriter.modes import buffers_restored
 from .rewriter.probe import Probe, Unchecked, cut_by, empty, gradient_reaches, located, on_meta, swapped
 from .torch_internals.fakes import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from .torch_internals.tensors import version
@@ -108,13 +109,13 @@ def verify(
     if compile:
         tests.append(("one graph", lambda: _one_graph(gm, new, call)))
     here = standing(new, process_zero(ways)) if ways else nullcontext()
-    with neutrality.buffers_restored(gm, new), here:
+    with buffers_restored(gm, new), here:
         _run(tests, report, known)
     if ways and report.ok:
-        with neutrality.buffers_restored(gm, new):
+        with buffers_restored(gm, new):
             _run([("parallel", lambda: _parallel(gm, new, call, entries))], report, known)
     if new.meta.get("stepped") and report.ok:
-        with neutrality.buffers_restored(gm, new):
+        with buffers_restored(gm, new):
             _run([("in steps", lambda: _in_steps(new, call))], report, known)
     if not report.ok:
         failed = [c.detail for c in report.checks if c.status == "failed"]

@@ -17,14 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import rnn
 
-from fxplug.torch_internals import (
-    compiling,
-    dispatch,
-    distributed,
-    kernels,
-    packaging,
-    symbols,
-)
+from fxplug.torch_internals import compiling, dispatch, distributed, kernels, packaging, symbols
 
 
 class Doubled(nn.Module):

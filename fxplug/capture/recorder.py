@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
 
 from ..errors import TraceError
 from ..ir import functions, ops
@@ -20,9 +19,9 @@ from ..torch_internals.fakes import FakeTensor, unset_fake_temporarily
 from ..torch_internals.modes import set_grad_enabled
 from ..torch_internals.tensors import version
 from .dtypes import Dtypes
-from .fake_tensors import NeedsValues, lacks_values
-from .graph_builder import NUMBERS, SMALL, Nodes, StandIn
-from .numbers import KINDS, Number
+from .fake_tensors import NeedsValues
+from .graph_builder import NUMBERS, SMALL, StandIn
+from .numbers import Number
 from .questions import (
     CONSTANTS,
     KIND_ANSWERS,
@@ -31,7 +30,6 @@ from .questions import (
     LATER,
     LEAVING,
     MANY,
-    ORDERED,
     OUTSIDE,
     RESHAPING,
     SHAPE_OF_FIRST,
@@ -39,8 +37,8 @@ from .questions import (
     TEXT,
     VALUES,
 )
-from .user_code import asker, decides_nothing, is_caught, is_text_for_people, shortened, source_line, user_frame
-from .wording import describe
+from .recorded_numbers import RecordedNumbers
+from .user_code import asker, decides_nothing, is_caught, is_text_for_people, source_line, user_frame
 
 LEAVING |= {"apply_", "map_", "map2_", "__cuda_array_interface__"}
 
@@ -61,14 +59,12 @@ class NeedsAutograd(Exception):
     """The model asks what autograd knows, which fake tensors are told only in a second try."""
 
 
-class Recording(Nodes):
+class Recording(RecordedNumbers):
     """A graph that grows while the model runs inside it: every call of a torch function becomes a node."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.dtypes = Dtypes(self)
-
-    # --- torch functions
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -346,154 +342,3 @@ class Recording(Nodes):
             return self.fresh(real)
 
         return make
-
-    # --- sizes and values
-
-    def shape(self, tensor: torch.Tensor) -> torch.Size:
-        """The shape of a tensor in recorded numbers, that of a weight in plain ones."""
-        node = self.recorded(tensor)
-        if node is None:
-            return tensor.shape  # a weight has the size it has
-        return torch.Size([self.size_of(node, "size", s, d) for d, s in enumerate(tensor.shape)])
-
-    def size_of(self, node: fx.Node, method: str, value: int, dim: int | None = None) -> Any:
-        """A size of a tensor, read from the node by a method: `x.size(1)`, `x.numel()`."""
-        args = (node,) if dim is None else (node, dim)
-        name = f"{node.name}_{method}" + ("" if dim is None else f"_{dim}")
-        return self.memo((node, method, dim), "call_method", method, args, value, name)
-
-    def size(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
-        """What a method such as `size`, `stride` or `numel` gives, in recorded numbers unless the tensor is a weight."""
-        tensor = args[0]
-        with DisableTorchFunction():
-            plain, _ = self.lower(args[1:])
-            out = func(tensor, *plain, **kwargs)
-        node = self.recorded(tensor)
-        if node is None:
-            return out
-        if isinstance(out, tuple):
-            return type(out)([self.size_of(node, name, s, d) for d, s in enumerate(out)])
-        if name in ("size", "stride"):
-            dim = plain[0] if plain else kwargs["dim"]
-            return self.size_of(node, name, out, dim % tensor.dim())
-        if name == "__len__":
-            return self.size_of(node, "size", out, 0)
-        return self.size_of(node, "numel" if name == "nelement" else name, out)
-
-    def memo(self, key: Any, op: str, target: Any, args: Any, value: Any, name: str) -> Any:
-        """A number whose node is made once for all that ask with the same key."""
-        if key not in self.numbers:
-            self.numbers[key] = self.node(op, target, args, {}, name)
-        return self.held(self.numbers[key], value)
-
-    def number(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
-        """`target(*args)` on recorded numbers."""
-        value = value.item() if isinstance(value, np.generic) else value
-        if type(value) not in NUMBERS:
-            for number in args:
-                self.decide(number)
-            return value
-        _, nodes = self.lower(args)
-        key = (target, tuple((type(n), n) for n in nodes))
-        return self.memo(key, "call_function", target, nodes, value, self.named(functions.short_name(target)))
-
-    def decide(self, number: Any) -> Any:
-        """Python needs the plain value of a number: hold it by a guard."""
-        if not isinstance(number, Number):
-            return number
-        return self.settle(number.fx_node, number.value) if number.recorder is self else number.value
-
-    def settle(self, node: fx.Node, value: Any) -> Any:
-        """Python needs the plain value of a node: hold it by a guard, unless nothing hangs on it."""
-        if node not in self.guards:
-            frame = user_frame()
-            if frame is None or not decides_nothing(frame):
-                self.guard(node, value)
-        return value
-
-    def guard(self, node: fx.Node, expected: Any, does: str = "branches on a value that it computes") -> None:
-        """Hold a number to what it is now."""
-        if node in self.guards:
-            return
-        self.guards.add(node)
-        if not self.fake:
-            self.refuse_drawn(node)
-            if not self.measured:
-                self.refuse_measured(node, does)
-        where, line = source_line()
-        message = f"{where}: '{line}' was decided on {describe(node)}, {shortened(repr(expected), 40)} when traced"
-        self.node("call_function", ops.guard, (node, expected, message), {}, self.named("guard"), effect=True)
-
-    def guard_parts(self, short: str, args: Any, kwargs: Any) -> None:
-        """Hold the sizes that decide how many results, or how many dimensions, a function gives."""
-        tensor = args[0] if args else kwargs.get("input", kwargs.get("self"))
-        if not isinstance(tensor, torch.Tensor) or self.recorded(tensor) is None:
-            return
-        sizes = self.shape(tensor)
-        given = [*args[1:], *kwargs.values()]
-        if short == "squeeze":
-            dims = given[0] if given else range(len(sizes))
-            for dim in (dims,) if isinstance(dims, int) else dims:
-                bool(sizes[dim] == 1)
-            return
-        count = None if short == "unbind" else given[0]
-        dim = kwargs.get("dim", (given[0] if given else 0) if short == "unbind" else args[2] if len(args) > 2 else 0)
-        size = tensor.shape[dim]
-        if count is None or (short == "chunk" and -(-size // -(-size // count)) < count):  # fewer chunks than asked for
-            self.decide(sizes[dim])
-        elif short == "split" and isinstance(count, int):
-            self.decide((sizes[dim] + count - 1) // count)
-
-    def value(self, func: Any, name: str, args: Any) -> Any:
-        """A number read out of a tensor: recorded where it depends on the inputs, else known."""
-        tensor = args[0]
-        try:
-            out = func(*args)
-        except RuntimeError as error:
-            if self.fake and lacks_values(error):
-                raise NeedsValues(self.needs_values()) from error
-            raise
-        source = self.lookup(tensor)
-        if self.fake and not self.computed(tensor):
-            return out  # fake tensors know the values of constants
-        if name == "tolist":
-            if tensor.dim() and source.op != "get_attr":
-                for size in self.shape(tensor):
-                    self.decide(size)
-            return self.bind(out, self.node("call_method", "tolist", (source,), {}, self.named("tolist")))
-        with DisableTorchFunction():
-            read = tensor.item()
-        node = self.node("call_method", "item", (source,), {}, self.named("item"))
-        if type(read) not in KINDS:
-            self.guard(node, read)
-            return out
-        number = self.bind(read, node)
-        return number if name == "item" else type(out)(number)
-
-    def refuse_drawn(self, node: fx.Node) -> None:
-        """A branch on a random number has another outcome at each call."""
-
-        def look(current: fx.Node, short: str) -> list[fx.Node]:
-            if short in functions.DRAWS:
-                self.refuse_way("branches on a random number")
-            return current.all_input_nodes
-
-        functions.computed_by(node, look)
-
-    def refuse_measured(self, node: fx.Node, does: str) -> None:
-        """A branch on masks, counts or equality is a property of the input; one on a measured value is not."""
-
-        def look(current: fx.Node, short: str) -> list[fx.Node]:
-            given = [a for a in current.args if isinstance(a, fx.Node)]
-            floating = any(getattr(a.meta.get("dtype"), "is_floating_point", False) for a in given)
-            if floating and (short in ORDERED or short in ("item", "tolist")):
-                self.refuse_way(does, ", or accept the values of this call as a guard: trace(..., real=True)")
-            follows = not floating or short in ("isnan", "isinf")
-            return current.all_input_nodes if follows else []
-
-        functions.computed_by(node, look)
-
-    def refuse_way(self, does: str, more: str = "") -> None:
-        """Raises TraceError: what the model `does` here goes one way or another."""
-        where, line = source_line()
-        raise TraceError(f"{self.region()} {does} ({where}: {line}), and a graph has one way only; {self.way_out()}{more}")

@@ -9,21 +9,21 @@ import math
 import threading
 import traceback
 import warnings
-from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import FxplugError, TraceError, did_you_mean
-from ..ir import functions, ops
+from ..ir import functions
 from ..ir.pytree import leaves as values
-from ..ir.traced_module import RESERVED, Container, Graph, TracedModule, class_names, plain_attributes
+from ..ir.traced_module import TracedModule
 from ..spec.addresses import select
 from ..torch_internals.fakes import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from . import grad_modes, model_edge, process_state, self_check
+from .assembly import Recorded, assemble
 from .edges import Regions
 from .fake_tensors import NeedsValues, Results, carry_over, fake_weights, lacks_values, no_collection
 from .graph_builder import Tries, drop
@@ -131,7 +131,7 @@ def _trace(
         else:
             if second.text() != first.text():
                 graphs[not model.training] = second
-    gm = _assemble(model, graphs, twin_error)
+    gm = assemble(model, graphs, twin_error)
     if not check or valueless:
         return gm
     with self_check.mode_reads() as reads:
@@ -143,27 +143,8 @@ def _trace(
                 gm.train(model.training)
                 self_check.check(model, gm, call, State(model))
         except (FxplugError, RuntimeError, ValueError) as error:
-            return _assemble(model, {model.training: first}, str(error))
+            return assemble(model, {model.training: first}, str(error))
     return gm
-
-
-class _Traced(NamedTuple):
-    """What one run gives."""
-
-    graph: Graph
-    constants: dict[str, torch.Tensor]
-    called: set[str]
-    reads_training: bool
-    written: list[Place]
-
-    def text(self, without: tuple[fx.Node, ...] = ()) -> str:
-        """What the graph does, for comparing two of them."""
-        return "\n".join(node.format_node() or "" for node in self.graph.nodes if node not in without)
-
-    def asks_for_gradients(self) -> tuple[fx.Node, ...]:
-        """The checks that gradients are enabled, or are not."""
-        checks = self.graph.find_nodes(op="call_function", target=ops.check_state)
-        return tuple(node for node in checks if node.args[0] == "torch.is_grad_enabled")
 
 
 @contextlib.contextmanager
@@ -178,7 +159,7 @@ def _as_it_is(gm: TracedModule) -> Iterator[None]:
             module.training = training
 
 
-def _settled(job: _Job, real: bool | None, training: bool | None) -> _Traced:
+def _settled(job: _Job, real: bool | None, training: bool | None) -> Recorded:
     """A recording; one that asks for gradients, as to checkpoint, and is the same without them holds for both."""
     first = _record(job, real, training)
     checks = first.asks_for_gradients()
@@ -201,7 +182,7 @@ def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:
     return found
 
 
-def _record(job: _Job, real: bool | None, training: bool | None) -> _Traced:
+def _record(job: _Job, real: bool | None, training: bool | None) -> Recorded:
     inputs = [t for t in values(job.call) if isinstance(t, torch.Tensor)]
     on_meta = any(t.is_meta for t in [*(t for _, t in job.tensors), *inputs])
     if real:
@@ -232,7 +213,7 @@ def _record(job: _Job, real: bool | None, training: bool | None) -> _Traced:
     return recorded
 
 
-def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> _Traced:
+def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> Recorded:
     """Record one call, again with what a try has found that a run needs."""
     tries = Tries()
     while True:
@@ -245,7 +226,7 @@ def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> _T
                 raise
 
 
-def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries: Tries) -> _Traced:
+def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries: Tries) -> Recorded:
     model, tensors, call, leaves, state, results, valueless, _ = job
     mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
     inputs = [x for x in values(call) if isinstance(x, torch.Tensor)]
@@ -302,7 +283,7 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
             stand_in = functools.partial(fake_weights, state, mode, device, {}, False)
             self_check.check_kept(model, call, state, written, recording, regions.called, stand_in)
     recording.finish()
-    return _Traced(recording.graph, recording.constants, regions.called, recording.reads_training, written)
+    return Recorded(recording.graph, recording.constants, regions.called, recording.reads_training, written)
 
 
 def _refuse_anew(
@@ -397,66 +378,3 @@ def _patched(recording: Recording, regions: Regions, training: bool | None) -> I
                 setattr(owner, name, value)
 
 
-COPIED = (list, dict, set, deque, OrderedDict)
-
-
-def _assemble(model: nn.Module, recordings: dict[bool, _Traced], twin_error: str | None) -> TracedModule:
-    """The module tree of the model with its leaves, weights and constants around the recorded graphs."""
-    leaves = set().union(*(r.called for r in recordings.values()))
-    constants: dict[str, torch.Tensor] = {}
-    for recording in recordings.values():
-        constants.update(recording.constants)
-    copies: dict[int, nn.Module] = {}
-    places = [place for recording in recordings.values() for place in recording.written]
-    # an attribute that forward writes would stay what it was before the trace
-    stale = {(id(place.owner), place.key) for place in places}
-    owners = {id(place.owner) for place in places if place.key is None or isinstance(place.owner, dict)}
-
-    def kept(module: nn.Module, attributes: dict[str, Any]) -> dict[str, Any]:
-        space = id(vars(module))
-        return {k: v for k, v in attributes.items() if (space, k) not in stale and id(v) not in owners}
-
-    def copy_tree(module: nn.Module, path: str, whole: bool) -> nn.Module:
-        if id(module) in copies:
-            return copies[id(module)]
-        if isinstance(module, torch.jit.ScriptModule):
-            return module
-        if whole or path in leaves:
-            new = object.__new__(type(module))
-            # containers as well: an LSTM keeps its weights in a list and changes it in place
-            new.__dict__ = {k: v.copy() if type(v) in COPIED else v for k, v in vars(module).items()}
-            whole = True
-        else:
-            new = Container(class_names(module), kept(module, plain_attributes(module)))
-            new.__dict__["training"] = module.training
-            new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
-        copies[id(module)] = new
-        for table in ("_parameters", "_buffers"):
-            new.__dict__[table] = dict(getattr(module, table))
-        new.__dict__["_modules"] = {
-            key: None if child is None else copy_tree(child, f"{path}.{key}" if path else key, whole)
-            for key, child in module._modules.items()
-        }
-        return new
-
-    tree = copy_tree(model, "", False)
-    for name, value in constants.items():
-        owner, _, key = name.rpartition(".")
-        tree.get_submodule(owner).register_buffer(key, value, persistent=False)
-    gm = TracedModule(tree, {mode: r.graph for mode, r in recordings.items()}, type(model), kept(model, _extras(model)))
-    gm.twin_error = twin_error
-    return gm
-
-
-def _extras(model: nn.Module) -> dict[str, Any]:
-    """The root's public attributes that are neither tensors nor modules: what a pipeline reads, `config` among them."""
-    found = {
-        k: v
-        for k, v in vars(model).items()
-        if not k.startswith("_") and not isinstance(v, (torch.Tensor, nn.Module)) and k not in RESERVED
-    }
-    with contextlib.suppress(Exception):  # a property of the model's
-        found["config"] = model.config
-    found.pop("forward", None)
-    found.pop("training", None)
-    return found

@@ -16,7 +16,7 @@ from ..capture.frozen_values import copied
 from ..errors import VerifyError
 from ..ir.pytree import leaves, map_leaves
 from ..ir.traced_module import TracedModule
-from ..rewriter.neutrality import in_mode
+from ..rewriter.modes import in_mode
 from .plan import Plan, Runner, alone
 from .planning.trials import EMPTY, Leaf, leaves_of, name_of
 from .planning.walk import bound, left_alone

@@ -20,7 +20,7 @@ from ..capture.self_check import has_values
 from ..errors import SpecError, VerifyError, did_you_mean
 from ..ir.pytree import leaves, map_leaves
 from ..ir.traced_module import Graph, TracedModule, copy_graph, shell
-from ..rewriter.neutrality import in_mode
+from ..rewriter.modes import in_mode
 from .localizing import localize
 from .planning import births, features, rows
 from .planning.opened_layers import opened

@@ -13,7 +13,7 @@ from ..errors import FxplugError, SpecError, did_you_mean
 from ..ir.traced_module import Container, TracedModule
 from ..spec.import_path import import_target
 from ..spec.rules import Pass, Rule, is_target
-from .networks import input_name, own_inputs
+from .input_sizes import input_name, own_inputs
 from .sites import Site
 
 

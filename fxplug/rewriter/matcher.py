@@ -17,8 +17,9 @@ from ..ir.regions import members as port_members
 from ..ir.traced_module import TracedModule
 from ..spec.addresses import SLICE, Port, compile_pattern, is_pattern, parse_port, parse_relative, select
 from ..spec.rules import Pass, Rule
+from .input_sizes import input_name, own_inputs
 from .near_misses import misses
-from .networks import input_name, joined, local, own_inputs
+from .networks import joined, local
 from .sites import Site, Sites, Value
 
 

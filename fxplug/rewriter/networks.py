@@ -7,29 +7,25 @@ import inspect
 import itertools
 import math
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from ..capture.fake_tensors import quiet
-from ..errors import ClashError, FxplugError, MatchError, SpecError, TraceError, did_you_mean
-from ..files.reading import read_json
+from ..errors import ClashError, MatchError, SpecError, TraceError
 from ..ir import ops
 from ..ir.regions import Regions, each, members, source
 from ..ir.traced_module import Container, Graph, TracedModule, copy_graph, shell
 from ..spec.addresses import WHOLE, Port, is_pattern, parse_port, select
-from ..spec.import_path import import_target
-from ..spec.rules import Pass, is_target
+from ..spec.rules import Pass
 from .graft import Graft, head, traced
+from .input_sizes import factors, how_deep, input_name, named_sizes, own_inputs, size_of, size_tries
+from .network_sources import network_module
 
 GATES = "gates"  # the network that a pass with slots brings
-DEFAULTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes that new tensors may have by default
-TRIES = [8, 4, 2, 16, 1, 32]  # what a size that nothing binds may be: how much larger a condition is than a latent
 
 
 def check_traced(gm: Any) -> None:
@@ -79,12 +75,12 @@ def joined(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
     p = _with_gates(gm, p)
     if not p.inputs and not p.networks:
         return gm, p
-    modules = {name: _module(gm, p, name, spec) for name, spec in p.networks.items()}
+    modules = {name: network_module(gm, p, name, spec) for name, spec in p.networks.items()}
     failed: TraceError | None = None
     tried = []
     differences = "".join(_differences(gm, name, module) for name, module in modules.items())
-    bound, free = _sizes(gm, p)
-    search = _tries(free)
+    bound, free = named_sizes(gm, p)
+    search = size_tries(free)
     deep = None
     with contextlib.suppress(StopIteration):
         while True:
@@ -95,7 +91,7 @@ def joined(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
             except (MatchError, SpecError) as error:
                 raise type(error)(f"{p.name}: {getattr(error, 'finding', error)}") from None
             except TraceError as error:
-                failed, deep = failed or error, _deep(error)
+                failed, deep = failed or error, how_deep(error)
                 tried.append(", ".join(f"{k}={v}" for k, v in sizes.items()))
             if differences:
                 break  # of another architecture: no size will do
@@ -117,166 +113,10 @@ def _differences(gm: TracedModule, name: str, module: nn.Module) -> str:
     return "".join(rows[:3]) + (f"\n  ... and {len(rows) - 3} more" if len(rows) > 3 else "")
 
 
-def input_name(gm: TracedModule, p: Pass, name: str) -> str:
-    """What an input of a pass is called in the model: with the pass's name before it where another pass has the name."""
-    taken = {str(n.target).lstrip("*"): n for n in gm.graph.nodes if n.op == "placeholder"}
-    if name not in taken or ("pass" in taken[name].meta and taken[name].meta["pass"]["name"] == p.name):
-        return name
-    if "pass" not in taken[name].meta:
-        return name  # one of the model's own: its description binds sizes
-    return f"{p.name}_{name}"
-
-
-def own_inputs(gm: TracedModule, p: Pass) -> dict[str, Any]:
-    """The inputs that a pass adds, without those entries that describe the model's own."""
-    taken = {str(n.target).lstrip("*") for n in gm.graph.nodes if n.op == "placeholder" and "pass" not in n.meta}
-    for name, spec in p.inputs.items():
-        if name in taken and spec["shape"] is None:
-            raise ClashError(f"{p.name}: the model has an argument '{name}' already; give the input another name")
-    return {name: spec for name, spec in p.inputs.items() if name not in taken}
-
-
 # --- sizes
 
 
-def _factors(size: int | str) -> list[int | str]:
-    if isinstance(size, int):
-        return [size]
-    return [int(part) if part.isdigit() else part for part in re.split(r"\s*\*\s*", size.strip())]
-
-
-def _number(factor: int | str, sizes: Mapping[str, int]) -> int:
-    return sizes[factor] if isinstance(factor, str) else factor
-
-
-def _sizes(gm: TracedModule, p: Pass) -> tuple[dict[str, int], dict[str, list[int]]]:
-    """What the names in the shapes of a pass's inputs stand for; and what those that nothing binds may stand for."""
-    own = own_inputs(gm, p)
-    bound: dict[str, int] = {}
-    placeholders = {str(n.target): n for n in gm.graph.nodes if n.op == "placeholder"}
-    for name in p.inputs.keys() - own.keys():
-        shape, wanted = placeholders[name].meta.get("shape"), p.inputs[name]["shape"]
-        if shape is None or len(shape) != len(wanted):
-            found = "no tensor" if shape is None else f"of shape {list(shape)}"
-            raise SpecError(f"{p.name}: the model's input '{name}' is {found}; the pass wants {wanted}")
-        for size, known in zip(wanted, shape, strict=True):
-            if isinstance(size, str) and size.isidentifier():
-                bound[size] = int(known)
-    free: dict[str, list[int]] = {}
-    for spec in own.values():
-        for factor in (f for size in spec["shape"] or () for f in _factors(size) if isinstance(f, str)):
-            if factor not in bound:
-                free.setdefault(factor, spec["try"].get(factor) or TRIES)
-    return bound, free
-
-
-Depth = tuple[int, ...]
-
-
-def _deep(error: BaseException | None) -> Depth:
-    """How far a trace came before an error: the number of the network, and of the nodes that it had written by then."""
-    found: Depth = ()
-    while error is not None:
-        found = (*found, *getattr(error, "fxplug_at", ()))
-        error = error.__cause__
-    return found
-
-
-def _tries(free: Mapping[str, Sequence[int]]) -> Generator[dict[str, int], Depth | None, None]:
-    """Sizes to try, until one fits. Each is answered with how far the trace came.
-
-    One name is changed at a time, and a size that leads further is kept: names that do not depend on each other take as many
-    tries as they have sizes. All combinations come last, for those that do.
-    """
-    at = {name: values[0] for name, values in free.items()}
-    seen = [at]
-    best = yield at
-    while best is not None:
-        for name, size in ((name, size) for name, values in free.items() for size in values):
-            if (one := {**at, name: size}) in seen:
-                continue
-            seen.append(one)
-            found = yield one
-            if found is not None and found > best:
-                at, best = one, found
-                break
-        else:
-            break
-    for choice in itertools.product(*free.values()):
-        if (one := dict(zip(free, choice, strict=True))) not in seen:
-            yield one
-
-
 # --- modules
-
-
-def _module(gm: TracedModule, p: Pass, name: str, spec: Mapping[str, Any]) -> nn.Module:
-    """The module of a network: given as such, a diffusers folder or configuration, or made from the host."""
-    use, options = spec["use"], spec.get("options") or {}
-    what = f"{p.name}: network '{name}'"
-    if isinstance(use, nn.Module):
-        return use
-    if isinstance(use, Mapping) and "_class_name" in use:
-        with _like(gm):
-            return _kind(str(use["_class_name"]), what).from_config(dict(use))  # type: ignore[no-any-return]
-    if isinstance(use, Path) or (isinstance(use, str) and not is_target(use)):
-        return _from_folder(Path(use), what)
-    if not isinstance(use, str):
-        raise SpecError(f"{what} is a {type(use).__name__}; it can be a module, a folder, or 'package.module:function'")
-    make: Any = import_target(use, p.where)
-    if "." in use.partition(":")[2] and not isinstance(import_target(use.rpartition(".")[0], p.where), type):
-        raise SpecError(f"{what}: '{use}' must be a function, a class or a classmethod")
-    try:
-        with _like(gm):
-            made = make(gm, **options)
-    except FxplugError as error:
-        raise SpecError(f"{what}: {getattr(error, 'finding', error)}") from error
-    except Exception as error:  # the network's constructor, diffusers' or anybody's
-        raise SpecError(f"{what}: {use} could not make it from this model: {type(error).__name__}: {error}") from error
-    if not isinstance(made, nn.Module):
-        raise SpecError(f"{what}: {use} gave a {type(made).__name__}, no nn.Module")
-    return made
-
-
-@contextmanager
-def _like(gm: TracedModule) -> Iterator[None]:
-    """New modules lie where the model does, in its dtype."""
-    near = next((t for t in gm.parameters() if t.dtype in DEFAULTS), torch.empty(0))
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(near.dtype)
-    try:
-        with torch.device(near.device):
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _from_folder(folder: Path, what: str) -> nn.Module:
-    folder = folder.parent if folder.name == "config.json" else folder
-    if not (folder / "config.json").is_file():
-        parts = sorted(f.parent.name for f in folder.glob("*/config.json"))
-        hint = f"; it is a pipeline's folder: name one of its models, {', '.join(parts)}" if parts else ""
-        raise SpecError(f"{what}: '{folder}' has no config.json{hint}")
-    file = folder / "config.json"
-    read = read_json(file, lambda finding: SpecError(f"{what}: '{file}' {finding}"))
-    name = read.get("_class_name") if isinstance(read, dict) else None
-    if not isinstance(name, str):
-        raise SpecError(f"{what}: '{file}' is no configuration of a diffusers model: it has no '_class_name'")
-    kind = _kind(name, what)
-    try:
-        return kind.from_pretrained(folder, local_files_only=True)  # type: ignore[no-any-return]
-    except Exception as error:  # the network's constructor, diffusers' or anybody's
-        raise SpecError(f"{what}: '{folder}' cannot be read as {name}: {error}") from error
-
-
-def _kind(name: str, what: str) -> Any:
-    import diffusers
-
-    kind = getattr(diffusers, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
-        known = [n for n in dir(diffusers) if n.endswith(("Model", "Adapter", "2D"))]
-        raise SpecError(f"{what}: diffusers has no model class '{name}'{did_you_mean(name, known)}")
-    return kind
 
 
 # --- into the graph
@@ -336,7 +176,7 @@ def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int
         place = graph.inserting_before(last) if str(last.target).startswith("**") else graph.inserting_after(last)
         with place:
             node = graph.create_node("placeholder", called, (spec["default"],), {}, name=called)
-        shape = None if spec["shape"] is None else [math.prod(_number(f, sizes) for f in _factors(s)) for s in spec["shape"]]
+        shape = None if spec["shape"] is None else [math.prod(size_of(f, sizes) for f in factors(s)) for s in spec["shape"]]
         made_by = {"name": p.name}
         stack = placeholders[0].meta["nn_module_stack"]
         node.meta.update({"pass": made_by, "nn_module_stack": stack})
@@ -386,8 +226,8 @@ def _expected(
     }
     found: list[Any] = []
     for size in spec["shape"]:
-        names = [f for f in _factors(size) if f in bound]
-        factor = math.prod(f if isinstance(f, int) else sizes[f] for f in _factors(size) if f not in bound)
+        names = [f for f in factors(size) if f in bound]
+        factor = math.prod(f if isinstance(f, int) else sizes[f] for f in factors(size) if f not in bound)
         if not names:
             found.append(factor)
         elif len(names) == 1:
@@ -395,7 +235,7 @@ def _expected(
         else:
             found.append(None)
     known = {k: v for k, v in sizes.items() if k not in bound}
-    shown = ["*".join(str(known.get(str(f), f)) for f in _factors(s)) for s in spec["shape"]]
+    shown = ["*".join(str(known.get(str(f), f)) for f in factors(s)) for s in spec["shape"]]
     return tuple(found), f"[{', '.join(shown)}]"
 
 

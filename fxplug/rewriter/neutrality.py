@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +18,7 @@ from ..spec.rules import Match, Pass, Rule
 from ..torch_internals.tensors import memory_id, version
 from .applying import apply
 from .differences import Record, Watch, equal, is_differentiable, unlike
+from .modes import _knows_mode, in_mode
 from .probe import Probe, Unchecked, gradient_reaches, located, swapped
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -308,58 +307,6 @@ def _has_space(module: TracedModule) -> bool:
     """Whether passes map a parameter, or stand where a value has several dimensions of space, in some order of memory."""
     put_in = [n for n in module.graph.nodes if "pass" in n.meta]
     return any(n.meta["pass"].get("place") == "param" or len(n.meta.get("shape") or ()) > 3 for n in put_in)
-
-
-def _knows_mode(module: TracedModule) -> bool:
-    """Whether training can be another thing than evaluation: by its graph, or by the code of a module that it calls."""
-    if len(module.graphs) > 1:
-        return True
-    called = {str(n.target) for n in module.graph.nodes if n.op == "call_module"}
-    classes = {type(m) for path in called for m in module.get_submodule(path).modules()}
-    return any(_reads_mode(kind) for kind in classes)  # type: ignore[arg-type]
-
-
-@cache
-def _reads_mode(kind: type[nn.Module]) -> bool:
-    """Whether the code of a class names `training`; anybody's may come by it otherwise."""
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        if base.__module__.partition(".")[0] not in ("torch", "fxplug"):
-            return True
-        functions = (value for value in vars(base).values() if inspect.isfunction(value))
-        if any("training" in function.__code__.co_names for function in functions):
-            return True
-    return False
-
-
-@contextlib.contextmanager
-def in_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
-    """Training or evaluation for the time of a check; each module's own mode is given back. Raises TraceError as train()."""
-    held = [(m, m.training) for root in modules for m in root.modules()]
-    roots = [(root, root.training) for root in modules]
-    try:
-        for root in modules:
-            root.train(training)
-        yield
-    finally:
-        for root, before in roots:
-            if root.training != before:
-                root.train(before)
-        for module, before in held:
-            if not isinstance(module, TracedModule):
-                module.training = before
-
-
-@contextlib.contextmanager
-def buffers_restored(*modules: nn.Module) -> Iterator[None]:
-    """Give the buffers of modules the values back that they have now: a block may write those that it keeps as its own."""
-    values = [(b, b.detach().clone(), version(b)) for m in modules for b in m.buffers() if not (b.is_meta or b.is_inference())]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value, before in values:
-                if version(buffer) != before or not torch.equal(buffer, value):  # batch norms write without a version
-                    buffer.copy_(value)
 
 
 @contextlib.contextmanager

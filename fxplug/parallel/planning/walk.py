@@ -17,7 +17,7 @@ from ...capture.isolation import restored
 from ...capture.python_state import State
 from ...errors import SpecError
 from ...ir.traced_module import TracedModule
-from ...rewriter.neutrality import buffers_restored
+from ...rewriter.modes import buffers_restored
 from ...torch_internals import pytree
 from ...torch_internals.dispatch import TorchDispatchMode, schema
 from ...torch_internals.tensors import memory_id, version
