@@ -20,7 +20,7 @@ from ..ir.pytree import children
 from ..spec.addresses import select
 from ..spec.import_path import import_target
 from ..spec.options import check_options
-from ..spec.zhijian_pass import entries
+from .zhijian_pass import entries
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from ..compat.everydream import BasePlugin
 from ..errors import SpecError, did_you_mean
 from ..spec.import_path import import_target
 from ..spec.options import check_options
 from ..spec.yaml_source import shown
+from .plugin_base import BasePlugin
 from .plugin_hooks import Hooks
 from .plugin_modules import Local
 
