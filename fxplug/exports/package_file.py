@@ -14,7 +14,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from ..adapters.slots import RANKS, Adapters, Bank
+from ..adapters.banks import RANKS, Bank
+from ..adapters.slots import Adapters
 from ..errors import ArtifactError, shown
 from ..files.formats import check_format
 from ..files.reading import Raises, about, parse_json
@@ -216,7 +217,7 @@ def check_slots(adapters: Adapters) -> None:
             if not right:
                 raise ValueError(f"the table of {shown(name)} has not {sorted(slots)} slots")
             for bank in rows:
-                for key, each in adapters._parameters(bank).items():
+                for key, each in bank.names.items():
                     tensor = adapters.tensor(each)
                     part = bank.views(key, tensor, 0)
                     room = tensor.shape[0] == bank.slots if bank.maps else part.shape[1] == bank.rank
