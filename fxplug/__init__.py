@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .adapters.slots import Adapters
     from .artifacts.artifact import load, save
     from .capture.tracer import trace
+    from .compat.zhijian_pass import blitz
     from .errors import (
         ArtifactError,
         ClashError,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from .spec.pass_file import load_pass
     from .spec.rules import Match, Pass, Rule
     from .spec.run_config import load_config
-    from .spec.zhijian_pass import blitz
     from .step_cache.cache import StepCache
     from .step_cache.fast_attention import FastAttention
     from .step_cache.policies import Every, TeaCache, Threshold
@@ -116,6 +116,7 @@ _HOME = {
     "adapters.slots": ["Adapters"],
     "artifacts.artifact": ["load", "save"],
     "capture.tracer": ["trace"],
+    "compat.zhijian_pass": ["blitz"],
     "errors": [name for name in __all__ if name.endswith("Error")],
     "exports.exporter": ["export"],
     "exports.package": ["Package", "load_package"],
@@ -136,7 +137,6 @@ _HOME = {
     "spec.pass_file": ["load_pass"],
     "spec.rules": ["Match", "Pass", "Rule"],
     "spec.run_config": ["load_config"],
-    "spec.zhijian_pass": ["blitz"],
     "step_cache.cache": ["StepCache"],
     "step_cache.fast_attention": ["FastAttention"],
     "step_cache.policies": ["Every", "TeaCache", "Threshold"],

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.artifacts.module_json import block_classes, torch_classes
+from fxplug.artifacts.module_classes import block_classes, torch_classes
 from fxplug.ir import functions
 from fxplug.ir.traced_module import Container, TracedModule
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import fxplug
 from fxplug.compat.zhijian import Addin, AddinBase, Seen, dict2args
+from fxplug.compat.zhijian_line import parse
 from fxplug.errors import SpecError
-from fxplug.spec.zhijian_line import parse
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))

@@ -136,6 +136,11 @@ def test_every_constant_can_be_changed(pair, tmp_path):
     save_file({"lin.bias": torch.zeros(6, dtype=torch.float64)}, tmp_path / "bias.safetensors")
     package.update(tmp_path / "bias.safetensors")
     state["lin.bias"].zero_()
+    torch.save([torch.ones(6)], tmp_path / "bias.pt")
+    (tmp_path / "short.safetensors").write_bytes((tmp_path / "bias.safetensors").read_bytes()[:-1])
+    for said in ("bias.pt does not hold tensors by name", "short.safetensors is truncated", "no.pt does not exist"):
+        with pytest.raises(ArtifactError, match=said):
+            package.update(tmp_path / said.partition(" ")[0])
     same(package, module)
 
 

@@ -17,6 +17,7 @@ import fxplug
 from fxplug.errors import SpecError, did_you_mean, dotted
 from fxplug.spec.import_path import import_target
 from fxplug.spec.pass_file import Match, Pass, Rule, Where, load_pass
+from fxplug.spec.run_config import load_config
 from fxplug.spec.shipped import folder, shipped
 from fxplug.spec.yaml_source import parse_yaml
 
@@ -483,6 +484,32 @@ def test_shipped_passes(name):
     required = {key: "a" for key, value in (data.get("params") or {}).items() if value == "$required"}
     made = load_pass(name, allow=[], **{**required, **(data.get("example") or {}).get("with", {})})
     assert made.name == name.rpartition("/")[2] and made.about.endswith(".")
+
+
+def made_here(given):
+    """What a pass file may name under `make`."""
+    if "at" not in given:
+        raise SpecError("missing key 'at'")
+    rule = Rule(Match(given["at"]), "fxplug.blocks:Lora", options={"plugin": "os:system"} if given.get("odd") else {})
+    return Pass(given["name"], [rule], lr=given.get("lr")) if given["at"] != "none" else 3
+
+
+def test_a_pass_that_a_function_makes(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("about: Made.\nparams: {at: $required}\nmake: test_spec:made_here")
+    made = load_pass(file, at="head", lr=0.5)
+    assert (made.name, made.lr, made.rules[0].match.path) == ("mine", 0.5, "head")
+    assert load_pass({"make": "test_spec:made_here"}, at="head", name="own").name == "own"
+    config = load_config({"model": "resnet10t", "passes": [{"mine.yaml": {"at": "head", "name": "b"}}]}, base=tmp_path)
+    assert config.passes[0].name == "b"
+    said = message(load_config, {"model": "resnet10t", "passes": [{"mine.yaml": {}}]}, base=tmp_path)
+    assert said == "passes[0].mine.yaml: missing key 'at'"
+    assert message(load_pass, file, at="none").endswith("'test_spec:made_here' gave 3, no Pass")
+    assert "module 'test_spec' is not allowed" in message(load_pass, file, at="head", allow=[])
+    assert load_pass(file, at="head", allow=["test_spec"]).rules and load_pass(file, at="head", odd=True).rules
+    assert "module 'os' is not allowed" in message(load_pass, file, at="head", odd=True, allow=["test_spec"])
+    assert "must look like 'package.module:Name'" in message(load_pass, {"make": "made_here"})
+    assert "unknown key 'rules'" in message(load_pass, {"make": "test_spec:made_here", "rules": []})
 
 
 def test_pairs_of_a_skip():

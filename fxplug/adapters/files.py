@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,15 @@ from ..errors import ArtifactError, did_you_mean, shown
 from ..files import reading
 from ..limits import DEFAULT, Limits
 from ..spec.addresses import by_ending
+from .file_keys import Layer, place
 from .find_tensors import find, kind_of, load, object_of
 from .layer_matching import PARTS, Fit, fit, split_part
 from .updates import PRODUCT, AdapterFile, Entry, largest
 
 __all__ = ["AdapterFile", "Entry", "Fit", "fit", "read"]
 LARGE = 1e30  # no number of an adapter's is larger
+_GATES = re.compile(r"^(?P<owner>.+)\.gates\.table\.(?P<name>weights|entries|names)$")
+_NUMBERED = re.compile(r"^(?:\w+:\d+:(?:up|down)|w_[ab]_\d+)$")
 # how many dimensions a tensor has, where it is not 2
 _DIMS = dict.fromkeys(("down", "up", "mid", "lokr_w2"), (2, 5)) | dict.fromkeys(("hada_t1", "hada_t2", "lokr_t2"), (3, 5))
 # what else an update with these may have
@@ -62,41 +64,6 @@ def read(
     return reader.read(state, adapter)
 
 
-# how a key ends -> what the tensor is; {a} may be an adapter's name
-_ADAPTER = r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?"
-_FORMS = [
-    (re.compile(form.replace("{a}", _ADAPTER)), role)
-    for form, role in [
-        (r"\.lora_(?P<half>A|B){a}\.(?P<what>weight|bias)$", ""),
-        (r"\.lora_embedding_(?P<half>A|B){a}$", "embedding"),
-        (r"\.lora_magnitude_vector{a}(?:\.weight)?$", "magnitude"),
-        (r"\.lora_(?P<half>down|up|mid)\.(?P<what>weight|bias)$", ""),
-        (r"(?:\.lora|\.lora_linear_layer|(?P<old>_lora))\.(?P<half>down|up)\.(?P<what>weight|bias)$", ""),
-        (r"\.(?P<name>hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)){a}$", "factor"),
-        (r"\.dora_scale$", "magnitude"),
-        (r"\.alpha$", "alpha"),
-    ]
-]
-_OWN = re.compile(
-    r"^(?P<layer>.*)\.(?P<block>(?P<cls>Lora|LoraWeight|Dora|Loha|Lokr)(?:_\d+)?)\."
-    r"(?P<name>(?:down|up)(?:\.weight)?|up\.bias|scale|magnitude|hada_\w+|lokr_\w+)$"
-)
-_HALVES = {"A": "down", "down": "down", "B": "up", "up": "up", "mid": "mid"}
-_GATES = re.compile(r"^(?P<owner>.+)\.gates\.table\.(?P<name>weights|entries|names)$")
-_NUMBERED = re.compile(r"^(?:\w+:\d+:(?:up|down)|w_[ab]_\d+)$")
-
-
-@dataclass
-class _Layer:
-    """The keys of one layer while a file is read: canonical name -> key, and the numbers beside them."""
-
-    name: str
-    keys: dict[str, str] = field(default_factory=dict)
-    embedding: bool = False
-    own: str = ""
-    group: str = ""  # of a block of ours, the pass
-
-
 class _Reader:
     def __init__(
         self, where: str, folder: Path | None, config: Mapping[str, Any] | None, about: Mapping[str, Any], limits: Limits
@@ -114,10 +81,10 @@ class _Reader:
             raise ArtifactError(f"{self.where} has the same tensor compiled ('_orig_mod.') and not: keep one of them")
         gates = {m["owner"]: key for key in self.state if (m := _GATES.match(key)) and m["name"] == "names"}
         adapters: set[str] = set()
-        placed = {key: self.place(key, adapter, adapters) for key in self.state if not _GATES.match(key)}
+        placed = {key: place(key, self.state, adapter, adapters) for key in self.state if not _GATES.match(key)}
         if adapter is None and len(adapters) > 1:
             raise ArtifactError(f"{self.where} has several adapters: give adapter= one of {', '.join(sorted(adapters))}")
-        layers: dict[str, _Layer] = {}
+        layers: dict[str, Layer] = {}
         for found in placed.values():
             if found is None or not found.keys:
                 continue  # no layer's, or another adapter's
@@ -137,7 +104,7 @@ class _Reader:
         entries = [entry for layer in layers.values() if (entry := self.entry(layer)) is not None]
         return AdapterFile(self.where, tuple(entries), rest, self.configs.get("") or self.about)
 
-    def read_patterns(self, layers: Iterable[_Layer]) -> None:
+    def read_patterns(self, layers: Iterable[Layer]) -> None:
         """Look up what PEFT's configurations say of single layers, all at once."""
         names = list(dict.fromkeys(name for layer in layers for name in _peft_names(layer.name)))
         tables: dict[tuple[str, str], Mapping[str, Any]] = {}
@@ -160,39 +127,6 @@ class _Reader:
         found = f"its keys are like '{keys[0]}'" if keys else "it is empty"
         return f"has no layer of LoRA, DoRA, LoHa or LoKr{f' (it is {kind})' if kind else ''}: {found}"
 
-    def place(self, key: str, adapter: str | None, adapters: set[str]) -> _Layer | None:
-        """The layer of a key and what it is there; an empty one for a key of another adapter; None for any other key."""
-        own = _OWN.match(key if "." in key else "")
-        if own:
-            group, _, name = own["layer"].partition(".")
-            last = "" if own["block"] == own["cls"] else f".{own['block']}"
-            role = "bias" if own["name"] == "up.bias" else own["name"].removesuffix(".weight")
-            return _Layer(f"{group}.{name}{last}" if name else group, {role: key}, own=own["cls"], group=group)
-        for form, role in _FORMS:
-            found = form.search(key)
-            if found is None:
-                continue
-            parts = found.groupdict()
-            if parts.get("adapter"):
-                adapters.add(parts["adapter"])
-                if adapter is not None and parts["adapter"] != adapter:
-                    return _Layer("")
-            layer = key[: found.start()]
-            # diffusers' network_alphas are of a tensor, not of a layer
-            if role == "alpha" and layer in self.state and not layer.endswith(".alpha"):
-                of = self.place(layer, adapter, adapters)
-                return of and _Layer(of.name, {"alpha": key} if of.keys else {})
-            layer = layer.replace(".base_layer", "")  # PEFT's own wrapper around a layer within another
-            if parts.get("old"):
-                layer = _old_name(layer)
-            if parts.get("half"):
-                half = _HALVES[parts["half"]]
-                if parts.get("what") == "bias":
-                    return _Layer(layer, {"bias": key}) if half == "up" else None
-                return _Layer(layer, {half: key}, embedding=role == "embedding")
-            return _Layer(layer, {parts.get("name") or role: key})
-        return None
-
     def choose(self, gates: Mapping[str, str], adapter: str | None) -> None:
         """Which slot of each pass to read."""
         for owner, key in gates.items():
@@ -207,7 +141,7 @@ class _Reader:
                 raise ArtifactError(f"{self.where}: the pass '{owner}' {what}{did_you_mean(wanted, known) if wanted else ''}")
             self.slots[owner] = (names.index(wanted), len(names))
 
-    def entry(self, layer: _Layer) -> Entry | None:
+    def entry(self, layer: Layer) -> Entry | None:
         """One layer whole; None for one that a slot has nothing for."""
         keys = dict(layer.keys)
         tensors = {role: self.tensor(key) for role, key in keys.items() if role not in ("alpha", "scale")}
@@ -251,7 +185,7 @@ class _Reader:
         flat = "." not in layer.name and not layer.own
         return Entry(layer.name, part_path[1], part_path[0], kind, tensors, scale, rank, embedding, flat)
 
-    def embedding(self, layer: _Layer, tensors: Mapping[str, Tensor]) -> bool | None:
+    def embedding(self, layer: Layer, tensors: Mapping[str, Tensor]) -> bool | None:
         """Whether it is an Embedding's, in whose `blocks.Lora` the rank is the last dimension of `down`; None: may be."""
         if layer.own != "Lora" or not tensors["down"].dim() == tensors["up"].dim() == 2:
             return layer.embedding
@@ -281,7 +215,7 @@ class _Reader:
             raise ArtifactError(f"{self.where}: '{key}' has numbers that are not finite (NaN or infinity)")
         return value
 
-    def in_slot(self, layer: _Layer, tensors: Mapping[str, Tensor], slot: int, slots: int) -> dict[str, Tensor]:
+    def in_slot(self, layer: Layer, tensors: Mapping[str, Tensor], slot: int, slots: int) -> dict[str, Tensor]:
         """One slot of a block's. In `blocks.Lora` the slots follow each other in the inner channels, within each group; else
         they are the first dimension."""
         for role, tensor in tensors.items():
@@ -297,7 +231,7 @@ class _Reader:
         down = down.reshape(-1, slots, rank, *down.shape[1:])[:, slot].flatten(0, 1)  # (groups * rank, in, *kernel)
         return {"down": down, "up": up.reshape(up.shape[0], slots, rank, *up.shape[2:])[:, slot]}
 
-    def check(self, layer: _Layer, tensors: Mapping[str, Tensor], embedding: bool | None) -> None:
+    def check(self, layer: Layer, tensors: Mapping[str, Tensor], embedding: bool | None) -> None:
         """Raise ArtifactError unless the tensors are not empty, and the parts of a product go together."""
         for role, tensor in tensors.items():
             low, high = (1, 5) if role in ("bias", "magnitude") else _DIMS.get(role, (2, 2))
@@ -326,7 +260,7 @@ class _Reader:
             if mid.shape[:2] != (up.shape[1], down.shape[0]) or mid[:, 0].numel() * down[0].numel() > most:
                 raise self.odd(layer, "mid", "down", tensors)
 
-    def odd(self, layer: _Layer, a: str, b: str, tensors: Mapping[str, Tensor]) -> ArtifactError:
+    def odd(self, layer: Layer, a: str, b: str, tensors: Mapping[str, Tensor]) -> ArtifactError:
         shapes = f"{list(tensors[a].shape)} and {list(tensors[b].shape)}"
         both = f"'{layer.keys[a]}' and '{layer.keys[b]}'"
         return ArtifactError(f"{self.where}: {both} do not go together: their shapes are {shapes}")
@@ -337,7 +271,7 @@ class _Reader:
             value = value.item()
         return _number(value, f"{self.where}: '{key}'")
 
-    def scale(self, layer: _Layer, tensors: Mapping[str, Tensor], rank: int, part: str, slots: bool) -> float:
+    def scale(self, layer: Layer, tensors: Mapping[str, Tensor], rank: int, part: str, slots: bool) -> float:
         """What the product is multiplied by: the file's own word, alpha / rank, PEFT's configuration, or 1."""
         if "scale" in layer.keys:
             return 1.0 if slots else self.number(layer.keys["scale"])  # what lies in a slot is scaled already
@@ -362,7 +296,7 @@ class _Reader:
         alpha = _number(alpha, f"{about}the alpha of '{layer.name}'")
         return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
-    def said(self, part: str, key: str, layer: _Layer, default: Any) -> Any:
+    def said(self, part: str, key: str, layer: Layer, default: Any) -> Any:
         """The value of the first of PEFT's patterns that a layer's name matches."""
         found = self.chosen[part, key]
         return next((found[name] for name in _peft_names(layer.name) if name in found), default)
@@ -439,12 +373,3 @@ def _packed(about: Mapping[str, Any], where: str, limits: Limits) -> dict[str, d
         part, _, name = key.rpartition(".") if key.partition(".")[0] in PARTS else ("", "", key)
         made.setdefault(part, {})[name] = value
     return made
-
-
-def _old_name(layer: str) -> str:
-    """`X.processor.to_q` as `X.to_q`: what diffusers' attention processors called their LoRAs is the layer they change."""
-    owner, _, last = layer.removesuffix("_lora").rpartition(".")
-    if owner.rpartition(".")[2] == "self_attn":  # a text encoder's
-        last = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}.get(last, last)
-    last = {"to_out": "to_out.0"}.get(last, last)
-    return f"{owner.removesuffix('.processor')}.{last}" if owner else last

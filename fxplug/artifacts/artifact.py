@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,13 @@ from ..turns import held
 from .atomic_folder import replaced
 from .graph_json import GraphReader, check_calls, write_graph
 from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, parse, wrapped
-from .module_json import fill, foreign_classes, read_modules, write_modules
+from .module_json import foreign_classes, write_modules
+from .modules_read import fill, read_modules
 from .names import only_keys
 from .programs import reach
 from .snapshot import Snapshot, snapshot
-from .value_json import Unportable, decode, encode, portable, whole
+from .tensor_records import read_tensors, records_of, state_of
+from .value_json import Unportable, decode, encode, portable
 
 DOCUMENT = ["format", "classes", "training", "modes", "twin_error", "meta", "extras", "tensors", "modules", "stacks", "graphs"]
 MODES = {"eval": False, "train": True}
@@ -113,7 +115,7 @@ def check_savable(module: TracedModule) -> list[str]:
     Raises ArtifactError for what `save` would refuse to write.
     """
     module = unlowered(module)
-    _tensors(module, _pass_names(module), values=False)
+    records_of(module, _pass_names(module), values=False)
     try:
         for graph in module.graphs.values():
             check_calls(graph)
@@ -126,7 +128,7 @@ def check_savable(module: TracedModule) -> list[str]:
 def _document(module: TracedModule) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
     """graph.json, and the tensors of each weight file."""
     passes = _pass_names(module)
-    tensors, files = _tensors(module, passes)
+    tensors, files = records_of(module, passes)
     stacks: list[Any] = []
     try:
         modules = write_modules(module)
@@ -166,80 +168,13 @@ def _pass_names(module: TracedModule) -> list[str]:
     return names
 
 
-def _tensors(
-    module: TracedModule, passes: Sequence[str], values: bool = True
-) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, torch.Tensor]]]:
-    """What graph.json says of each tensor, and the tensors by file; one that has two names is stored once."""
-    records: dict[str, dict[str, Any]] = {}
-    files: dict[str, dict[str, torch.Tensor]] = {"model.safetensors": {}, **{f"{p}.safetensors": {} for p in passes}}
-    first: dict[int, str] = {}
-    storages: set[int] = set()
-    for name, tensor, persistent in _state(module):
-        record = _tensor_record(name, tensor, persistent)
-        records[name] = record
-        if id(tensor) in first:
-            record["same_as"] = first[id(tensor)]
-            continue
-        first[id(tensor)] = name
-        if tensor.is_meta:
-            record["stored"] = False
-        if tensor.is_meta or not values:
-            continue
-        prefix = name.partition(".")[0]
-        file = f"{prefix}.safetensors" if prefix in passes else "model.safetensors"
-        files[file][name] = _portable_tensor(tensor, storages)
-    return records, files
-
-
-def _state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Every parameter and buffer with its name and whether state_dict has it."""
-    for path, m in module.named_modules():
-        for table in (m._parameters, m._buffers):
-            for key, tensor in table.items():
-                if tensor is not None:
-                    persistent = table is m._parameters or key not in m._non_persistent_buffers_set
-                    yield f"{path}.{key}" if path else key, tensor, persistent
-
-
-def _tensor_record(name: str, tensor: torch.Tensor, persistent: bool) -> dict[str, Any]:
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
-        raise ArtifactError(f"'{name}' is a {type(tensor).__name__} ({tensor.layout}), which safetensors cannot hold")
-    record: dict[str, Any] = {
-        "kind": "parameter" if isinstance(tensor, nn.Parameter) else "buffer",
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-    }
-    if not persistent:
-        record["persistent"] = False
-    if tensor.requires_grad:
-        record["requires_grad"] = True
-    # which kernel runs, and so the last bit of a result, depends on the strides
-    if not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() == tensor.stride():
-        record["stride"] = list(tensor.stride())
-    return record
-
-
-def _portable_tensor(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
-    """The values as safetensors takes them: on the CPU, contiguous, real, in a storage of their own."""
-    with torch.no_grad():
-        value = tensor.detach().resolve_conj().resolve_neg().cpu()
-        if value.is_complex():
-            value = torch.view_as_real(value)
-        value = value.contiguous()
-    storage = value.untyped_storage()
-    if storage.data_ptr() in storages or storage.nbytes() != value.nbytes:
-        return value.clone()
-    storages.add(storage.data_ptr())
-    return value
-
-
 def _check_readable(module: TracedModule, document: dict[str, Any]) -> None:
     """Read back what is about to be written: better to fail while the module is there."""
     allow = [record["class"].partition(":")[0] for record in document["modules"].values() if ":" in record.get("class", "")]
     with wrapped("this module cannot be saved"):
         document = parse(_dump(document))
         modules = read_modules(document["modules"], allow, document["tensors"])
-        names = [name for name, _, _ in _state(modules[""])]
+        names = [name for name, _, _ in state_of(modules[""])]
         if names != list(document["tensors"]):
             odd = sorted(set(names) ^ set(document["tensors"])) or names
             raise ArtifactError(f"the tensors of the rebuilt modules differ: {', '.join(odd[:3])}")
@@ -351,12 +286,12 @@ def _build(
     tree = modules[""]
     assert isinstance(tree, Container)
     vars(tree)["classes"] = tuple(str(c) for c in document["classes"])  # a child may have that name
-    names = [name for name, _, _ in _state(tree)]
+    names = [name for name, _, _ in state_of(tree)]
     if names != list(records):
         odd = sorted(set(names) ^ set(records)) or names
         raise ArtifactError(f"graph.json: modules and tensors do not agree: {', '.join(map(shown, odd[:3]))}")
     graphs = _read_graphs(document, modules, allow, files.limits)
-    values = _read_tensors(files, records, device)
+    values = read_tensors(files, records, device)
     fill(tree, values.__getitem__, lambda name: records[name].get("persistent", True) is not False)
     extras = {str(k): decode(v, None, files.limits) for k, v in document["extras"].items()}
     module = TracedModule(tree, graphs, None, extras)
@@ -404,57 +339,3 @@ def _read_graphs(
     if not graphs:
         raise ArtifactError("graph.json has no graph")
     return graphs
-
-
-def _read_tensors(files: Snapshot, records: dict[str, Any], device: torch.device | str | None) -> dict[str, torch.Tensor]:
-    """Every tensor by name; the ones that share values are one object."""
-    known = ["kind", "shape", "dtype", "persistent", "requires_grad", "stride", "same_as", "stored"]
-    for name, record in records.items():
-        only_keys(record, known, f"the tensor {shown(name)}")
-    expected = {n for n, r in records.items() if "same_as" not in r and r.get("stored", True)}
-    raw: dict[str, torch.Tensor] = {}
-    for file in files.weights:
-        for name, value in files.tensors(file):
-            if name not in expected or name in raw:
-                raise ArtifactError(f"{file} holds {shown(name)}, which graph.json does not place there")
-            raw[name] = value
-    missing = sorted(expected - set(raw))
-    if missing:
-        more = f" nor {len(missing) - 1} more" * (len(missing) > 1)
-        raise ArtifactError(f"no file holds the tensor {shown(missing[0])}{more}")
-    values: dict[str, torch.Tensor] = {}
-    for name, record in records.items():
-        if "same_as" in record:
-            other = record["same_as"]
-            if type(other) is not str or other not in values:
-                raise ArtifactError(f"graph.json: {shown(name)} is said to be {shown(other)}, which does not come before it")
-            values[name] = values[other]
-        else:
-            values[name] = _tensor(name, record, raw.pop(name, None), device)
-    return values
-
-
-def _tensor(name: str, record: dict[str, Any], raw: torch.Tensor | None, device: torch.device | str | None) -> torch.Tensor:
-    dtype = decode({"dtype": record.get("dtype")})
-    shape = tuple(map(whole, record.get("shape") or ()))
-    if raw is None:
-        value = torch.empty(shape, dtype=dtype, device="meta")
-    else:
-        value = torch.view_as_complex(raw) if dtype.is_complex else raw
-        if value.dtype != dtype or tuple(value.shape) != shape:
-            raise ArtifactError(f"'{name}' is {value.dtype} {tuple(value.shape)} in its file and {dtype} {shape} in graph.json")
-        value = value.to(device) if device is not None else value
-    if "stride" in record:
-        value = _with_strides(name, value, record["stride"])
-    if record.get("kind") == "parameter":
-        return nn.Parameter(value, requires_grad=record.get("requires_grad") is True)
-    if record.get("kind") != "buffer":
-        raise ArtifactError(f"graph.json: '{name}' is neither a parameter nor a buffer")
-    return value.requires_grad_(record.get("requires_grad") is True)
-
-
-def _with_strides(name: str, value: torch.Tensor, strides: Any) -> torch.Tensor:
-    dense = len(strides) == value.dim() and all(type(s) is int and s >= 0 for s in strides)
-    if not dense or 1 + sum((n - 1) * s for n, s in zip(value.shape, strides, strict=True)) != value.numel():
-        raise ArtifactError(f"graph.json: the strides {strides} of '{name}' do not fit its shape")
-    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ArtifactError, shown
+from ..files.formats import check_format
 from ..files.reading import about, parse_json
 from ..limits import DEFAULT, Limits
 
@@ -35,14 +36,7 @@ def wrapped(finding: str) -> Iterator[None]:
 
 def listed(manifest: dict[str, Any], folder: object) -> dict[str, tuple[int, str]]:
     """Size and SHA-256 of each file of an artifact. Raises ArtifactError."""
-    version = manifest.get("format")
-    if type(version) is not int or version < 1:
-        raise ArtifactError(f"{MANIFEST}: the format is {shown(version)}, which is no version")
-    if version > FORMAT:
-        raise ArtifactError(
-            f"{folder} has format {shown(version)}, written by fxplug {shown(manifest.get('fxplug')).strip(chr(39))}; "
-            f"this version reads up to {FORMAT}: update fxplug"
-        )
+    check_format(manifest, FORMAT, lambda finding: ArtifactError(f"{folder} {finding}"))
     files = manifest.get("files")
     if type(files) is not dict:
         raise ArtifactError(f"{MANIFEST} does not list its files")

@@ -1,81 +1,21 @@
-"""The modules of a traced model as JSON, and back: by constructor arguments, else by what each one holds."""
+"""The modules of a traced model as JSON: by constructor arguments, else by what each one holds."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
-import sys
-import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.lazy import LazyModuleMixin
 
-from ..blocks.base import Block
-from ..errors import ArtifactError, did_you_mean, shown
-from ..ir.traced_module import PLAIN_TYPES, RESERVED, Container, TracedModule, is_plain_attribute, plain_attributes
-from ..limits import DEFAULT, Limits
+from ..errors import ArtifactError
+from ..ir.traced_module import RESERVED, Container, TracedModule, plain_attributes
 from ..parallel.runtime.mesh import World
-from ..spec.import_path import present
-from ..torch_internals.modules import WEIGHT_LISTS, forward_hooks, list_weights
+from ..torch_internals.modules import forward_hooks
 from ..turns import Turns
-from .magnitudes import Budget, check_size
-from .names import check_name, check_path, find_function, function_name, import_class, is_import_path, only_keys
-from .value_json import Unportable, decode, encode
-
-INTERNAL = frozenset(vars(nn.Module())) | {"training"}
-BLOCKS = ("fxplug.blocks", "fxplug.parallel.runtime")  # the folders of blocks: in a file a block has the name of its folder
-KINDS = {
-    "none": [],
-    "same": ["as"],
-    "container": ["classes", "attributes", "parameters", "buffers"],
-    "module": ["class", "arguments", "attributes", "parameters", "buffers"],
-    "block": ["class", "arguments", "attributes", "parameters", "buffers"],
-    "leaf": ["class", "arguments", "attributes", "parameters", "buffers"],
-}
-
-
-@cache
-def torch_classes() -> dict[str, type[nn.Module]]:
-    """Every module class of torch.nn by name."""
-    found: dict[str, type[nn.Module]] = {}
-    for name, module in sorted(sys.modules.items()):
-        if name.startswith("torch.nn.modules."):
-            for value in vars(module).values():
-                if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == name:
-                    found.setdefault(value.__name__, value)
-    found.update({k: v for k, v in vars(nn).items() if isinstance(v, type) and issubclass(v, nn.Module)})
-    # these are made of other modules' calls: hooks that change the class, threads, processes
-    odd = [name for name, kind in found.items() if issubclass(kind, LazyModuleMixin) or "parallel" in kind.__module__]
-    for name in ("Module", *odd):
-        del found[name]
-    return found
-
-
-@cache
-def block_classes() -> dict[str, type[nn.Module]]:
-    """Every block of the package that a graph may call, by import path: no file can have another module imported."""
-    found: dict[str, type[nn.Module]] = {}
-    for folder in BLOCKS:
-        for file in pkgutil.iter_modules(importlib.import_module(folder).__path__):
-            module = importlib.import_module(f"{folder}.{file.name}")
-            for value in vars(module).values():
-                if isinstance(value, type) and issubclass(value, Block) and value.__module__ == module.__name__:
-                    found[f"{folder}:{value.__qualname__}"] = value
-    return found
-
-
-@cache
-def _block_names() -> dict[type[nn.Module], str]:
-    return {value: name for name, value in block_classes().items()}
-
-
-# --- writing
+from .module_classes import INTERNAL, block_names, construct, torch_classes, written_parameters
+from .names import function_name, is_import_path
+from .value_json import Unportable, encode
 
 
 def write_modules(root: nn.Module) -> dict[str, dict[str, Any]]:
@@ -155,7 +95,7 @@ def _class_record(module: nn.Module, path: str) -> dict[str, Any]:
     cls = type(module)
     if torch_classes().get(cls.__name__) is cls:
         return {"kind": "module", "class": cls.__name__}
-    name = _block_names().get(cls, f"{cls.__module__}:{cls.__qualname__}")
+    name = block_names().get(cls, f"{cls.__module__}:{cls.__qualname__}")
     if not is_import_path(name):
         raise ArtifactError(
             f"'{path}' is of the class {cls.__qualname__} of {cls.__module__}, which nobody else can import: define it at "
@@ -168,7 +108,7 @@ def _by_constructor(module: nn.Module) -> dict[str, Any] | str:
     """Arguments, and attributes to set afterwards, that give an equal module; or why there are none."""
     try:
         arguments = constructor_arguments(module)
-        rebuilt = _construct(type(module), arguments)
+        rebuilt = construct(type(module), arguments)
     except Exception as error:  # a constructor of anybody's may raise anything
         return str(error)
     changed = _changed_attributes(module, rebuilt)
@@ -187,7 +127,7 @@ def _by_constructor(module: nn.Module) -> dict[str, Any] | str:
 def constructor_arguments(module: nn.Module) -> dict[str, Any]:
     """What `type(module)` was called with, read from the attributes that bear the names of its parameters."""
     found = {}
-    for parameter in _written_parameters(type(module)):
+    for parameter in written_parameters(type(module)):
         name = parameter.name
         value = getattr(module, name, parameter.empty)
         if name in module._parameters:
@@ -199,33 +139,6 @@ def constructor_arguments(module: nn.Module) -> dict[str, Any]:
         if type(value) is not type(parameter.default) or value != parameter.default:
             found[name] = value
     return found
-
-
-def _constructor_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
-    """The parameters of the first constructor in the line of bases that names them."""
-    for base in cls.__mro__:
-        if base is nn.Module:
-            break
-        if "__init__" in vars(base):
-            parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
-            if not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-                return parameters
-    return []
-
-
-def _written_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
-    """Those that a file may give."""
-    return [
-        p
-        for p in _constructor_parameters(cls)
-        if p.name not in ("device", "dtype") and p.name[0] != "_" and not (p.name == "mode" and issubclass(cls, nn.RNNBase))
-    ]
-
-
-def _construct(cls: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return cls(**arguments)
 
 
 def _encode_all(values: dict[str, Any]) -> dict[str, Any]:
@@ -313,184 +226,3 @@ def _by_contents(module: nn.Module, path: str, reason: str) -> dict[str, Any]:
             f"Trace without that leaf, or keep each constructor argument of {cls} as an attribute of the same name"
         ) from None
     return {"arguments": None, "attributes": attributes, **_state_names(module)}
-
-
-# --- reading
-
-
-def read_modules(
-    records: Any, allow: Sequence[str], tensors: Mapping[str, Any] | None = None, limits: Limits = DEFAULT
-) -> dict[str, nn.Module]:
-    """Every module of the records by its path, on the meta device; '' is the tree. Raises ArtifactError.
-
-    `tensors` are the names of all parameters and buffers: no constructor makes many more than they say.
-    """
-    return _Reader(allow, tensors or {}, limits).read(records)
-
-
-class _Reader:
-    def __init__(self, allow: Sequence[str], tensors: Mapping[str, Any], limits: Limits) -> None:
-        self.allow, self.limits = allow, limits
-        self.made: dict[str, nn.Module] = {}
-        self.expected: Counter[str] = Counter()  # how many tensors lie below each path
-        for name in tensors:
-            parts = name.split(".")[: limits.depth]
-            self.expected.update(".".join(parts[:count]) for count in range(len(parts)))
-
-    def read(self, records: Any) -> dict[str, nn.Module]:
-        if type(records) is not dict or type(records.get("")) is not dict or records[""].get("kind") != "container":
-            raise ArtifactError("graph.json: the modules must be an object whose entry '' is a container")
-        if len(records) > self.limits.modules:
-            raise ArtifactError(f"graph.json has {len(records)} modules; more than {self.limits.modules} are not read")
-        for path, record in records.items():
-            if path:
-                check_path(path, "module path")
-                if path.count(".") >= self.limits.depth:
-                    raise ArtifactError(f"graph.json: the module {shown(path)} lies deeper than {self.limits.depth}")
-            self._attach(path, self._module(path, record))
-        return self.made
-
-    def _attach(self, path: str, module: nn.Module | None) -> None:
-        if path:
-            parent, _, key = path.rpartition(".")
-            if parent not in self.made or key in self.made[parent]._modules:
-                raise ArtifactError(f"graph.json: the module {shown(path)} has no place: its parent must come before it")
-            self.made[parent]._modules[key] = module
-        todo = [(path, module)]
-        while todo:  # by hand, as each name of a shared module counts
-            where, module = todo.pop()
-            if module is None:
-                continue
-            if len(self.made) >= self.limits.modules or where.count(".") >= self.limits.depth:
-                raise ArtifactError(f"graph.json: shared modules give more than {self.limits.modules} paths, or too deep ones")
-            self.made.setdefault(where, module)
-            todo += [(f"{where}.{key}" if where else key, child) for key, child in module._modules.items()]
-
-    def _module(self, path: str, record: Any) -> nn.Module | None:
-        where = f"the module {shown(path)}"
-        kind = record.get("kind") if type(record) is dict else None
-        if type(kind) is not str or kind not in KINDS:
-            raise ArtifactError(f"graph.json: {where} is of the unknown kind {shown(kind)}{did_you_mean(kind, KINDS)}")
-        only_keys(record, ["kind", *KINDS[kind]], where)
-        if kind == "none":
-            return None
-        if kind == "same":
-            other = record.get("as")
-            if type(other) is not str or other not in self.made or f"{path}.".startswith(f"{other}." if other else ""):
-                raise ArtifactError(f"graph.json: {where} is said to be {shown(other)}, which does not come before it")
-            return self.made[other]
-        for entry in ("attributes", "parameters", "buffers"):
-            if type(record.get(entry, {})) is not dict:
-                raise ArtifactError(f"graph.json: the {entry} of {where} are no object")
-        attributes = {k: self._value(v, function=kind != "container") for k, v in record.get("attributes", {}).items()}
-        if kind == "container":
-            return self._container(record, attributes, where)
-        cls = self._class(kind, record.get("class"))
-        checked = getattr(cls, "by_constructor", False) is True  # which says what it may hold
-        if record.get("arguments") is None or (checked and attributes):
-            if checked or issubclass(cls, nn.RNNBase):
-                raise ArtifactError(f"graph.json: {where}: a {cls.__name__} is made from constructor arguments only")
-            module = object.__new__(cls)
-            nn.Module.__init__(module)
-            _empty_state(module, record)
-        else:
-            module = self._constructed(cls, record["arguments"], path, where)
-        for name, value in attributes.items():
-            _set_attribute(module, name, value, where)
-        return module
-
-    def _container(self, record: dict[str, Any], attributes: dict[str, Any], where: str) -> Container:
-        for name, value in attributes.items():
-            check_name(name, f"attribute of {where}")
-            if not is_plain_attribute(name, value):
-                raise ArtifactError(f"graph.json: {where} sets {shown(name)}, a part of every module, or no plain value")
-        if type(record.get("classes")) is not list or not record["classes"]:
-            raise ArtifactError(f"graph.json: {where} names no class")
-        module = Container(tuple(str(c) for c in record["classes"]), attributes)
-        _empty_state(module, record)
-        return module
-
-    def _constructed(self, cls: type[nn.Module], given: Any, path: str, where: str) -> nn.Module:
-        if type(given) is not dict:
-            raise ArtifactError(f"graph.json: the arguments of {where} are no object")
-        arguments = {check_name(k, "argument name"): self._value(v, function=True) for k, v in given.items()}
-        known = [p.name for p in _written_parameters(cls)]
-        for name, value in arguments.items():
-            if name not in known:
-                near = did_you_mean(name, known)
-                raise ArtifactError(f"graph.json: {where}: a {cls.__name__} is not made with {shown(name)}{near}")
-            check_size(value, self.limits.size, f"{shown(name)} of {where}")
-        try:
-            with Budget(STEPS * (self.expected[path] + 16)):
-                return _construct(cls, arguments)
-        except Exception as error:  # the constructor's, of torch or of a block that is allowed
-            raise ArtifactError(f"{where}: {cls.__qualname__} cannot be built again: {shown(str(error), 300)}") from error
-
-    def _class(self, kind: str, name: Any) -> type[nn.Module]:
-        known = torch_classes() if kind == "module" else block_classes() if kind == "block" else {}
-        name = present(name) if type(name) is str else name
-        if type(name) is str and name in known:
-            return known[name]
-        if kind == "module":
-            raise ArtifactError(f"graph.json: torch.nn has no module class {shown(name)}{did_you_mean(name, known)}")
-        if kind == "block" and is_import_path(name) and name.partition(".")[0].partition(":")[0] == "fxplug":
-            raise ArtifactError(f"graph.json: fxplug has no block {shown(name)}{did_you_mean(name, known)}")
-        cls = import_class(name, self.allow)
-        if not issubclass(cls, nn.Module) or (kind == "block" and getattr(cls, "is_block", False) is not True):
-            needed = "an nn.Module" + " with is_block" * (kind == "block")
-            raise ArtifactError(f"graph.json: {shown(name)} is no {kind}: it is not {needed}")
-        return cls
-
-    def _value(self, data: Any, function: bool) -> Any:
-        if function and type(data) is dict and list(data) == ["function"]:
-            return find_function(data["function"])
-        return decode(data, None, self.limits)
-
-
-STEPS = 64  # calls of torch for each tensor that a constructor is to make
-
-
-def _set_attribute(module: nn.Module, name: str, value: Any, where: str) -> None:
-    """Set what `save` may have found: no attribute that a class or another part of the module answers for.
-
-    A plain value of the class may be overridden by one, as by an instance that differs from others of its kind.
-    """
-    check_name(name, f"attribute of {where}")
-    inherited = inspect.getattr_static(type(module), name, None)
-    if (
-        name in INTERNAL
-        or name.startswith("__")
-        or hasattr(nn.Module, name)
-        or any(name in table for table in (module._parameters, module._buffers, module._modules))
-        or isinstance(module, nn.RNNBase)
-        and name in WEIGHT_LISTS
-        or not (inherited is None or isinstance(inherited, PLAIN_TYPES) and isinstance(value, (*PLAIN_TYPES, list, tuple)))
-    ):
-        raise ArtifactError(f"graph.json: {where} sets {shown(name)}, which is part of every module of its class")
-    vars(module)[name] = value
-
-
-def _empty_state(module: nn.Module, record: dict[str, Any]) -> None:
-    """Places for the parameters and buffers that `fill` will bring."""
-    tables: list[tuple[str, dict[str, Any]]] = [("parameters", module._parameters), ("buffers", module._buffers)]
-    for name, table in tables:
-        for key, there in record.get(name, {}).items():
-            if "." in check_path(key, "tensor name"):
-                raise ArtifactError(f"graph.json: {shown(key)} is no tensor name: it has a dot")
-            table[key] = torch.empty(0, device="meta") if there else None
-
-
-def fill(root: nn.Module, values: Callable[[str], torch.Tensor], persistent: Callable[[str], bool]) -> None:
-    """Put the tensors of an artifact, asked for by name, in their places."""
-    for path, module in root.named_modules():
-        for table in (module._parameters, module._buffers):
-            for key, tensor in table.items():
-                if tensor is not None:
-                    name = f"{path}.{key}" if path else key
-                    table[key] = values(name)
-                    if isinstance(table[key], nn.Parameter) is not (table is module._parameters):
-                        raise ArtifactError(f"graph.json: {shown(name)} is a parameter in one place and a buffer in another")
-                    if table is module._buffers and not persistent(name):
-                        module._non_persistent_buffers_set.add(key)
-        if isinstance(module, nn.RNNBase):
-            list_weights(module)  # it keeps its weights in a list as well

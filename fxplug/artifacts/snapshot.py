@@ -14,13 +14,12 @@ import torch
 
 from ..errors import ArtifactError, printable, shown
 from ..files.reading import about, reported, size_of
-from ..files.weight_files import header, in_file
+from ..files.weight_files import PIECE, header, tensors
 from ..limits import DEFAULT, Limits
 from .atomic_folder import recovered
 from .manifest import CODE, MANIFEST, listed, parse
 
 TRIES = 100  # how often a folder may be replaced while its files are opened
-PIECE = 1 << 24
 HERE = os.open in os.supports_dir_fd and os.listdir in os.supports_fd  # files of an opened folder can be opened
 
 
@@ -59,18 +58,7 @@ class Snapshot:
         found = hashlib.sha256()
         head = header(file, about(name), self.limits)
         found.update(head.start)
-        for key, record in sorted(head.records.items(), key=in_file):
-            dtype, size = record.dtype, record.size
-            memory = torch.empty(size, dtype=torch.uint8)
-            view = memory.numpy().data
-            done = 0
-            while done < size and (count := file.readinto(view[done : done + PIECE])):  # type: ignore[attr-defined]
-                found.update(view[done : done + count])
-                done += count
-            if done < size:
-                raise ArtifactError(f"{name} became shorter while it was read")
-            # another byte than 0 or 1 is no bool, and torch does not look
-            yield key, (memory.ne(0) if dtype is torch.bool else memory.view(dtype)).reshape(record.shape)
+        yield from tensors(file, head, about(name), found.update)
         _check(name, found, digest)
 
 

@@ -45,35 +45,45 @@ class Unportable(Exception):
     """A value that has no JSON form."""
 
 
-def encode(value: Any) -> Any:
+class Mark:
+    """Stands among values for one that is not itself there, such as a tensor by its number: `{kind: content}` in JSON."""
+
+    __slots__ = ("content", "kind")
+
+    def __init__(self, kind: str, content: Any) -> None:
+        self.kind, self.content = kind, content
+
+
+def encode(value: Any, explicit: bool = False) -> Any:
     """A plain value as JSON: scalars and lists as they are, anything else as an object with one key, its kind.
 
-    Raises Unportable for anything that is not data.
+    With `explicit` scalars and lists are such objects, too: `{"is": 3}`, `{"list": [...]}`. Raises Unportable for anything that
+    is not data.
     """
-    if value is None or isinstance(value, bool):
-        return value
     if isinstance(value, enum.Enum):
-        return encode(value.value)
+        return encode(value.value, explicit)
     if isinstance(value, np.generic):
-        return encode(value.item())
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-    if isinstance(value, str):
-        return str.__str__(value)
+        return encode(value.item(), explicit)
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(float(value))}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        scalar = value if value is None or isinstance(value, bool) else _base(value)
+        return {"is": scalar} if explicit else scalar
+    if isinstance(value, Mark):
+        return {value.kind: value.content}
     if isinstance(value, fx.Node):
         return {"node": value.name}
     if isinstance(value, torch.Size):
-        return {"size": [encode(v) for v in value]}
+        return {"size": [encode(v, explicit) for v in value]}
     if isinstance(value, tuple):
-        return {"tuple": [encode(v) for v in value]}
+        return {"tuple": [encode(v, explicit) for v in value]}
     if isinstance(value, list):
-        return [encode(v) for v in value]
+        members = [encode(v, explicit) for v in value]
+        return {"list": members} if explicit else members
     if isinstance(value, dict):
         # diffusers' FrozenDict cannot be imported here to ask for it
         kind = "settings" if isinstance(value, Settings) or type(value).__name__ == "FrozenDict" else "dict"
-        return {kind: [[encode(k), encode(v)] for k, v in value.items()]}
+        return {kind: [[encode(k), encode(v, explicit)] for k, v in value.items()]}
     if isinstance(value, (slice, range)):
         return {type(value).__name__: [encode(v) for v in (value.start, value.stop, value.step)]}
     for cls, names in TORCH_NAMES.items():
@@ -93,6 +103,11 @@ def encode(value: Any) -> Any:
     return _unportable(value)
 
 
+def _base(value: float | str) -> int | float | str:
+    """A number or text that may be of a class of its own, as one of Python's."""
+    return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else str.__str__(value)
+
+
 def _unportable(value: Any) -> NoReturn:
     raise Unportable(f"a {type(value).__qualname__} is no plain value")
 
@@ -110,42 +125,53 @@ def portable(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def decode(data: Any, nodes: Mapping[str, fx.Node] | None = None, limits: Limits = DEFAULT) -> Any:
-    """The value that `encode` wrote. Nodes are looked up in `nodes`; None refuses them. Raises ArtifactError."""
+def decode(
+    data: Any,
+    nodes: Mapping[str, fx.Node] | None = None,
+    limits: Limits = DEFAULT,
+    forms: Mapping[str, Form] | None = None,
+    where: str = "graph.json",
+) -> Any:
+    """The value that `encode` wrote. Nodes are looked up in `nodes`; None refuses them. Raises ArtifactError.
+
+    `forms` are the kinds of values that there may be, by default those of a graph; `where` begins the text of an error.
+    """
+    forms = FORMS if forms is None else forms
     kind = type(data)
     if data is None or kind is bool or kind is int:
         return data
     if kind is str:
         if len(data) > limits.string:
-            raise ArtifactError(f"graph.json: a text of {len(data)} characters; more than {limits.string} are not read")
+            raise ArtifactError(f"{where}: a text of {len(data)} characters; more than {limits.string} are not read")
         return data
     if kind is float:
         if not math.isfinite(data):
-            raise ArtifactError("graph.json: a number is too large for a float")
+            raise ArtifactError(f"{where}: a number is too large for a float")
         return data
     if kind is list:
-        return [decode(v, nodes, limits) for v in data]
+        return [decode(v, nodes, limits, forms, where) for v in data]
     if kind is not dict or len(data) != 1:
-        raise ArtifactError(f"graph.json: {shown(data)} is no encoded value")
+        raise ArtifactError(f"{where}: {shown(data)} is no encoded value")
     ((name, body),) = data.items()
     if name == "node":
         if nodes is None:
-            raise ArtifactError("graph.json: a node stands where only a plain value may")
+            raise ArtifactError(f"{where}: a node stands where only a plain value may")
         if type(body) is not str or body not in nodes:
-            raise ArtifactError(f"graph.json: an argument refers to the node {shown(body)}, which is not defined before it")
+            raise ArtifactError(f"{where}: an argument refers to the node {shown(body)}, which is not defined before it")
         return nodes[body]
-    if name not in FORMS:
-        raise ArtifactError(f"graph.json: there is no kind of value {shown(name)}{did_you_mean(name, FORMS)}")
-    form, read = FORMS[name]
-    if type(body) is not form:
-        raise ArtifactError(f"graph.json: {shown(data)} is no {name}")
+    if name not in forms:
+        raise ArtifactError(f"{where}: there is no kind of value {shown(name)}{did_you_mean(name, forms)}")
+    form, read = forms[name]
+    if form is not object and type(body) is not form:
+        raise ArtifactError(f"{where}: {shown(data)} is no {name}")
     try:
-        return read(body, lambda v: decode(v, nodes, limits), limits)
+        return read(body, lambda v: decode(v, nodes, limits, forms, where), limits)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise ArtifactError(f"graph.json: {shown(data)} is no {name}: {shown(str(error))}") from None
+        raise ArtifactError(f"{where}: {shown(data)} is no {name}: {shown(str(error))}") from None
 
 
 Read = Callable[[Any], Any]
+Form = tuple[type, Callable[[Any, Read, Limits], Any]]  # how the JSON of a kind of value begins, and what reads it
 
 
 def _float(body: str, read: Read, limits: Limits) -> float:
@@ -155,7 +181,10 @@ def _float(body: str, read: Read, limits: Limits) -> float:
 
 
 def _dict(body: list[Any], read: Read, limits: Limits) -> dict[Any, Any]:
-    return {decode(k, None, limits): read(v) for k, v in body}
+    made = {decode(k, None, limits): read(v) for k, v in body}
+    if len(made) < len(body):
+        raise ValueError("it has a key twice")
+    return made
 
 
 def _range(body: list[Any], read: Read, limits: Limits) -> range:
@@ -192,8 +221,8 @@ def whole(value: Any) -> int:
     return value
 
 
-# of each kind of value: how its JSON begins, and what reads it
-FORMS: dict[str, tuple[type, Callable[[Any, Read, Limits], Any]]] = {
+# the kinds of values that a graph has
+FORMS: dict[str, Form] = {
     "tuple": (list, lambda body, read, limits: tuple(map(read, body))),
     "size": (list, lambda body, read, limits: torch.Size(map(whole, body))),
     "dict": (list, _dict),

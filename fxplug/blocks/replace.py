@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..errors import SpecError, did_you_mean
+from ..errors import SpecError
+from ..spec.options import check_known, taken
 from .base import Block, torch_class
 
 if TYPE_CHECKING:
@@ -32,10 +32,8 @@ class Replace(Block):
         """Raises SpecError for a class that torch.nn has not, an option it does not take, and one it needs and has not got."""
         kind = torch_class(to)
         given = dict(options or {})
-        known = [n for n in inspect.signature(kind.__init__).parameters if n not in ("self", "device", "dtype")]
-        for name in given:
-            if name not in known:
-                raise SpecError(f"{to} takes no '{name}'{did_you_mean(name, known)}; it takes {', '.join(known) or 'nothing'}")
+        known = taken(kind, leave=("device", "dtype")).names
+        check_known(given, known, f"{to} takes no")
         for name in known:
             if name not in given and hasattr(site.module, name):
                 value = getattr(site.module, name)

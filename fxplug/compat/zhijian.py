@@ -19,7 +19,8 @@ from ..errors import SpecError, did_you_mean
 from ..ir.pytree import children
 from ..spec.addresses import select
 from ..spec.import_path import import_target
-from ..spec.zhijian_pass import entries
+from ..spec.options import check_options
+from .zhijian_pass import entries
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site
@@ -222,8 +223,8 @@ def _own(addin: Any) -> nn.Module:
     made = getattr(kind, "func", kind)
     name = getattr(made, "__name__", repr(made))
     try:
-        inspect.signature(kind).bind(**options)
-    except TypeError as error:
+        check_options(kind, options, name)
+    except SpecError as error:
         raise SpecError(f"{name} cannot be made of the options {', '.join(options) or '(none)'}: {error}") from None
     addin = kind(**options)
     if not isinstance(addin, nn.Module):

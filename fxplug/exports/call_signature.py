@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
+from ..artifacts.value_json import FORMS as GRAPH_FORMS
+from ..artifacts.value_json import TORCH_NAMES, Form, Mark, Read, decode, encode
 from ..errors import ArtifactError, FxplugError, GuardError, shown
-from ..ir.pytree import children
+from ..ir.pytree import children, leaves, rebuilt
 from ..limits import DEFAULT, Limits
 from ..torch_internals import pytree
 from ..torch_internals.packaging import guards_of
@@ -25,17 +27,10 @@ from .expressions import evaluate, parsed, readable
 
 Json = dict[str, Any]
 PLAIN = (bool, int, float, str, type(None))
-DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+DTYPES = TORCH_NAMES[torch.dtype]
 KINDS = {kind.name: kind for kind in inspect._ParameterKind}
 SEEN = 256  # how many kinds of calls are remembered as right
 LONGEST = 1 << 20  # of the list of what a program gives
-
-
-class _Slot:
-    """Stands for the tensor of a position in the flat list, or for the number in it."""
-
-    def __init__(self, index: int, kind: str = "tensor") -> None:
-        self.index, self.kind = index, kind
 
 
 # --- making one
@@ -56,7 +51,7 @@ def describe(program: ExportedProgram, parameters: Mapping[str, inspect.Paramete
     tensors: list[Json] = []
     for i, (value, name) in enumerate(zip(flat, names, strict=True)):
         if isinstance(value, torch.Tensor):
-            marks[i] = _Slot(len(tensors))
+            marks[i] = Mark("tensor", len(tensors))
             sizes = [size if isinstance(size, int) else size_name(size) for size in nodes[str(name)].meta["val"].shape]
             tensors.append({"dtype": str(value.dtype).removeprefix("torch."), "shape": sizes})
     some_args, some_kwargs = pytree.tree_unflatten(marks, spec)
@@ -66,13 +61,13 @@ def describe(program: ExportedProgram, parameters: Mapping[str, inspect.Paramete
         required = parameter.default is inspect.Parameter.empty
         entry: Json = {"name": parameter.name, "kind": parameter.kind.name}
         if not required:
-            entry["default"] = encode(parameter.default)
+            entry["default"] = _encoded(parameter.default)
         if not required or parameter.name in given:
-            entry["value"] = encode(given.get(parameter.name, parameter.default))
+            entry["value"] = _encoded(given.get(parameter.name, parameter.default))
         described.append(entry)
     guards, notes = _guards(program, dict(inspect.Signature(list(parameters.values())).bind(*args, **kwargs).arguments))
     ranges = {str(s): [_bound(r.lower), _bound(r.upper)] for s, r in program.range_constraints.items()}
-    result = encode(_result(program))
+    result = _encoded(_result(program))
     return {"parameters": described, "tensors": tensors, "ranges": ranges, "guards": guards, "result": result}, notes
 
 
@@ -86,7 +81,7 @@ def _result(program: ExportedProgram) -> Any:
         if spec.kind.name == "USER_OUTPUT":
             # a constant has a place in the list of results too, with nothing of use in it
             number = type(spec.arg).__name__ in ("SymIntArgument", "SymFloatArgument", "SymBoolArgument")
-            flat.append(spec.arg.value if hasattr(spec.arg, "value") else _Slot(len(flat), "number" if number else "tensor"))
+            flat.append(spec.arg.value if hasattr(spec.arg, "value") else Mark("number" if number else "tensor", len(flat)))
         elif spec.kind.name not in ("BUFFER_MUTATION", "TOKEN"):
             raise FxplugError(f"a program with the result {i} of kind {spec.kind.name} cannot be packed")
     return pytree.tree_unflatten(flat, program.call_spec.out_spec)
@@ -107,18 +102,21 @@ def _guards(program: ExportedProgram, arguments: dict[str, Any]) -> tuple[list[s
     return guards, notes
 
 
-def encode(value: Any) -> Json:
-    """A nested value with slots for its tensors, as JSON; what is no plain data is kept by its text."""
-    if isinstance(value, _Slot):
-        return {value.kind: value.index}
-    if isinstance(value, PLAIN):
-        return {"is": value}
+def _encoded(value: Any) -> Json:
+    """A nested value with marks for its tensors, as JSON."""
+    found: Json = encode(_plain(value), explicit=True)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A nested value as lists, tuples and dicts; what is no plain data is kept by its text."""
+    if isinstance(value, (Mark, *PLAIN)):
+        return value
     members = children(value)
     if members is None:
-        return {"like": repr(value)}
-    entries = [[key, encode(member)] for key, member in members]
-    kind = "list" if isinstance(value, list) else "tuple" if isinstance(value, tuple) else "dict"
-    return {kind: entries if kind == "dict" else [entry for _, entry in entries]}
+        return Mark("like", repr(value))
+    made = {key: _plain(member) for key, member in members}
+    return list(made.values()) if isinstance(value, list) else tuple(made.values()) if isinstance(value, tuple) else made
 
 
 # --- using one
@@ -141,9 +139,9 @@ class Signature:
             self.python = inspect.Signature([_parameter(entry) for entry in data["parameters"]])
             self.ranges = {name: _checked_range(*bounds) for name, bounds in data["ranges"].items()}
             self.guards = [(text, parsed(text)) for text in _conditions(data["guards"], limits)]
-            self.result = data["result"]
-            _check_tree(self.result, ("tensor", "number"))
-            indices = [i for entry in data["parameters"] for i in _check_tree(entry["value"], ("tensor",)) if i is not None]
+            self.result = _decoded(data["result"], ("tensor", "number"))
+            self.values = {entry["name"]: _decoded(entry["value"], ("tensor",)) for entry in data["parameters"]}
+            indices = [i for value in self.values.values() for i in _positions(value)]
             if sorted(indices) != list(range(len(self.tensors))):
                 raise ValueError(f"its parameters take {len(indices)} tensors, and it describes {len(self.tensors)}")
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError, FxplugError) as error:
@@ -161,11 +159,11 @@ class Signature:
         flat: list[Any] = [None] * len(self.tensors)
         for name, entry in self.parameters.items():
             if name in bound:
-                _fill(entry["value"], bound[name], name, flat)
+                _fill(self.values[name], bound[name], name, flat)
             elif "default" in entry and entry["default"] != entry["value"]:
                 raise FxplugError(
-                    f"{name} is not given; this package was compiled with {_text(entry['value'])} for it: give it, or export "
-                    "it again with example inputs that leave it out"
+                    f"{name} is not given; this package was compiled with {_text(self.values[name])} for it: give it, or "
+                    "export it again with example inputs that leave it out"
                 )
         self._check(flat, bound)
         # the program reads memory as its example lay there, and looks at no stride
@@ -222,8 +220,8 @@ class Signature:
                 raise GuardError(f"{place}: the size is {size}, and the package was compiled for {limits}")
 
     def _where(self, index: int) -> str:
-        for name, entry in self.parameters.items():
-            found = _path(entry.get("value", {}), index)
+        for name, value in self.values.items():
+            found = _path(value, index)
             if found is not None:
                 return f"{name}{found}"
         return f"input {index}"
@@ -234,31 +232,48 @@ def _parameter(entry: Json) -> inspect.Parameter:
     if kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
         entry.setdefault("value", {"tuple" if kind is inspect.Parameter.VAR_POSITIONAL else "dict": []})
     if "default" in entry:
-        _check_tree(entry["default"], ())
+        _decoded(entry["default"], ())
     # the value does not matter: what is left out is compared by its entry
     return inspect.Parameter(entry["name"], kind, default=None if "default" in entry else inspect.Parameter.empty)
 
 
-def _check_tree(tree: Any, slots: tuple[str, ...]) -> list[int]:
-    """The indices of the tensors in an encoded value. Raises ValueError for what `encode` does not make."""
-    if type(tree) is not dict or len(tree) != 1:
-        raise ValueError(f"{shown(tree)} is no value")
-    ((kind, content),) = tree.items()
-    if kind in slots:
-        if type(content) is not int or not 0 <= content < LONGEST:
-            raise ValueError(f"{shown(content)} is no position of a tensor")
-        return [content]
-    if kind == "is" and isinstance(content, PLAIN) or kind == "like" and type(content) is str:
-        return []
-    members = _list(content) if kind in ("list", "tuple", "dict") else None
-    if members is None:
-        raise ValueError(f"{shown(tree)} is no value")
-    if kind == "dict":
-        keys = [key for key, _ in members]
-        if not all(isinstance(key, PLAIN) for key in keys) or len(set(keys)) != len(keys):
-            raise ValueError(f"{shown(keys)} are no keys of a dict")
-        members = [member for _, member in members]
-    return [index for member in members for index in _check_tree(member, slots)]
+def _position(kind: str) -> Form:
+    def read(body: int, _: Read, limits: Limits) -> Mark:
+        if not 0 <= body < LONGEST:
+            raise ValueError(f"{shown(body)} is no position of a tensor")
+        return Mark(kind, body)
+
+    return int, read
+
+
+def _scalar(body: Any, read: Read, limits: Limits) -> Any:
+    if not isinstance(body, PLAIN):
+        raise ValueError("it is no plain value")
+    return read(body)
+
+
+MARKS: dict[str, Form] = {
+    "like": (str, lambda body, read, limits: Mark("like", body)),
+    "tensor": _position("tensor"),
+    "number": _position("number"),
+}
+FORMS: dict[str, Form] = {
+    **{kind: GRAPH_FORMS[kind] for kind in ("tuple", "dict", "float")},
+    "list": (list, lambda body, read, limits: [read(v) for v in body]),
+    "is": (object, _scalar),
+    **MARKS,
+}
+
+
+def _decoded(data: Any, marks: tuple[str, ...]) -> Any:
+    """An encoded value. Raises ArtifactError for what is none, or has marks of other kinds than these."""
+    forms = {kind: form for kind, form in FORMS.items() if kind not in MARKS or kind in ("like", *marks)}
+    return decode(data, forms=forms, where="a value")
+
+
+def _positions(value: Any) -> list[int]:
+    """Which tensors a value has."""
+    return [leaf.content for leaf in leaves(value) if isinstance(leaf, Mark) and leaf.kind == "tensor"]
 
 
 def _list(value: Any) -> list[Any]:
@@ -292,60 +307,54 @@ def _conditions(texts: Any, limits: Limits) -> list[str]:
     return list(texts)
 
 
-def _fill(tree: Json, value: Any, where: str, flat: list[Any]) -> None:
+def _fill(wanted: Any, value: Any, where: str, flat: list[Any]) -> None:
     """Put the tensors of a value where the program wants them; everything else has to be as it was compiled in."""
-    ((kind, content),) = tree.items()
-    if kind == "tensor":
+    if isinstance(wanted, Mark) and wanted.kind == "tensor":
         if not isinstance(value, torch.Tensor):
             raise FxplugError(f"{where} has to be a tensor, not {_short(value)}")
-        flat[content] = value
-    elif kind == "is" or kind == "like":
-        same = type(value) is type(content) and value == content if kind == "is" else repr(value) == content
-        if not same:
+        flat[wanted.content] = value
+        return
+    found = None if isinstance(value, torch.Tensor) else children(value)
+    inside, given = children(wanted), None if found is None else dict(found)
+    if inside is None:
+        like = isinstance(wanted, Mark)
+        if not (repr(value) == wanted.content if like else type(value) is type(wanted) and value == wanted):
             raise FxplugError(
-                f"{where} is {_short(value)}; this package was compiled with {_text(tree)} for it: "
+                f"{where} is {_short(value)}; this package was compiled with {_text(wanted)} for it: "
                 "export it again with the other value"
             )
-    else:
-        members = None if isinstance(value, torch.Tensor) else children(value)
-        found = None if members is None else dict(members)
-        keys = [key for key, _ in content] if kind == "dict" else list(range(len(content)))
-        if found is None or set(found) != set(keys):
-            what = f"with {', '.join(map(str, keys))}" if kind == "dict" else f"of {len(content)}"
-            raise FxplugError(f"{where} has to be a {kind} {what}, not {_short(value)}")
-        for key, entry in content if kind == "dict" else enumerate(content):
-            _fill(entry, found[key], f"{where}[{key!r}]", flat)
+        return
+    members = dict(inside)
+    if given is None or given.keys() != members.keys():
+        keyed = isinstance(wanted, dict)
+        what = f"with {', '.join(map(str, members))}" if keyed else f"of {len(members)}"
+        raise FxplugError(f"{where} has to be a {type(wanted).__name__} {what}, not {_short(value)}")
+    for key, member in members.items():
+        _fill(member, given[key], f"{where}[{key!r}]", flat)
 
 
-def _rebuild(tree: Json, flat: list[Any]) -> Any:
-    ((kind, content),) = tree.items()
-    if kind == "tensor":
-        return flat[content]
-    if kind == "number":
-        return flat[content].item()
-    if kind == "dict":
-        return {key: _rebuild(entry, flat) for key, entry in content}
-    if kind in ("list", "tuple"):
-        members = [_rebuild(entry, flat) for entry in content]
-        return members if kind == "list" else tuple(members)
-    return content
+def _rebuild(tree: Any, flat: list[Any]) -> Any:
+    if isinstance(tree, Mark):
+        found = tree.content if tree.kind == "like" else flat[tree.content]
+        return found.item() if tree.kind == "number" else found
+    members = children(tree)
+    return tree if members is None else rebuilt(tree, {key: _rebuild(member, flat) for key, member in members})
 
 
-def _path(tree: Json, index: int) -> str | None:
-    for kind, content in tree.items():
-        if kind == "tensor":
-            return "" if content == index else None
-        if kind in ("dict", "list", "tuple"):
-            for key, entry in content if kind == "dict" else enumerate(content):
-                found = _path(entry, index)
-                if found is not None:
-                    return f"[{key!r}]{found}"
+def _path(tree: Any, index: int) -> str | None:
+    if isinstance(tree, Mark):
+        return "" if tree.kind == "tensor" and tree.content == index else None
+    for key, member in children(tree) or ():
+        found = _path(member, index)
+        if found is not None:
+            return f"[{key!r}]{found}"
     return None
 
 
-def _text(tree: Json) -> str:
-    ((kind, content),) = tree.items()
-    return repr(content) if kind == "is" else str(content) if kind == "like" else f"a {kind}"
+def _text(value: Any) -> str:
+    if isinstance(value, Mark):
+        return str(value.content) if value.kind == "like" else f"a {value.kind}"
+    return repr(value) if children(value) is None else f"a {type(value).__name__}"
 
 
 def _short(value: Any) -> str:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from ..adapters.files import AdapterFile, read
 from ..adapters.layer_matching import Fit
 from ..adapters.slots import Adapters, Source
 from ..errors import ArtifactError, FxplugError, SpecError, did_you_mean, shown
+from ..files import weight_files
 from ..files.reading import about, opened, reported
 from ..files.temporary import Folder, ended_by_exceptions
 from ..limits import DEFAULT, Limits
@@ -100,12 +100,14 @@ class Package:
     def update(self, source: Mapping[str, torch.Tensor] | str | os.PathLike[str]) -> None:
         """Write other values into constants: adapters, or any weights.
 
-        `source` is a dict of tensors or a safetensors file, by the names of `state()`; what it does not name stays. Values are
+        `source` is a dict of tensors or a file of weights, by the names of `state()`; what it does not name stays. Values are
         cast to the dtype and moved to the device of the constant. All are checked before the first is written. Raises
         ArtifactError for a file that cannot be read, FxplugError for an unknown name, another shape, or numbers that are not
         finite.
         """
-        given = source if isinstance(source, Mapping) else _read_file(Path(source))
+        given = source if isinstance(source, Mapping) else weight_files.read(source)[0]
+        if not isinstance(given, Mapping) or not all(isinstance(value, torch.Tensor) for value in given.values()):
+            raise ArtifactError(f"{source} does not hold tensors by name")
         known = self.state()
         ready: dict[str, torch.Tensor] = {}
         for name, value in given.items():
@@ -209,13 +211,6 @@ def _loader(code: Path, runners: int, index: int) -> Any:
         for path in sorted((code / CODE).iterdir()):
             out.write(path, f"model/{CODE}{path.name}")
     return LOADER(str(archive.absolute()), "model", False, runners, index)
-
-
-def _read_file(file: Path) -> dict[str, torch.Tensor]:
-    try:
-        return dict(load_file(file))
-    except Exception as error:  # safetensors'
-        raise ArtifactError(f"{file} cannot be read as safetensors: {type(error).__name__}: {_first(error)}") from error
 
 
 def _first(error: Exception) -> str:

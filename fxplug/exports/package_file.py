@@ -6,18 +6,20 @@ is one that the manifest describes.
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
 
-from ..adapters.slots import RANKS, Adapters, Bank
+from ..adapters.banks import RANKS, Bank
+from ..adapters.slots import Adapters
 from ..errors import ArtifactError, shown
+from ..files.formats import check_format
 from ..files.reading import Raises, about, parse_json
+from ..files.weight_files import header, tensors
 from ..files.zip_archives import Archive
 from ..limits import DEFAULT, Limits
 from .call_signature import DTYPES, Json
@@ -65,17 +67,8 @@ class Packed:
     def _read_tensors(self, raises: Raises, limits: Limits) -> dict[str, torch.Tensor]:
         if self._root + TENSORS not in self._archive.members:
             raise raises(f"has no {TENSORS}")
-        data = self._archive.read(self._root + TENSORS)
-        length = int.from_bytes(data[:8], "little")
-        if len(data) < 8 or length > len(data) - 8:
-            raise raises(f"cannot be read: {TENSORS} claims a header of {length} bytes, and has {len(data)}")
-        header = parse_json(data[8 : 8 + length], about(f"{self.path}: {TENSORS}"), limits)
-        if type(header) is not dict or len(header) > limits.tensors:
-            raise raises(f"cannot be read: {TENSORS} has a header that is no object, or of more than {limits.tensors} tensors")
-        try:
-            return dict(load_tensors(data))
-        except (SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
-            raise raises(f"cannot be read: {TENSORS}: {type(error).__name__}: {shown(str(error), 300)[1:-1]}") from None
+        file, inside = io.BytesIO(self._archive.read(self._root + TENSORS)), about(f"{self.path}: {TENSORS}")
+        return dict(tensors(file, header(file, inside, limits), inside))
 
     def unpack(self, folder: Path) -> None:
         """Write the code into a folder, laid out as AOTInductor's loader expects it."""
@@ -125,12 +118,7 @@ def check_members(names: Mapping[str, Any], root: str, raises: Raises) -> None:
 
 def check_manifest(manifest: Any, raises: Raises) -> Json:
     """A manifest with all its entries, each of the kind that it should be. Raises what `raises` makes."""
-    version = manifest.get("format") if isinstance(manifest, dict) else None
-    if type(version) is not int or version < 1:
-        raise raises(f"is no package that can be read: the manifest has the format {shown(version)}, which is no version")
-    if version > FORMAT:
-        writer = shown(str(manifest.get("fxplug")))[1:-1]
-        raise raises(f"has format {version}, written by fxplug {writer}; this version reads up to {FORMAT}: update fxplug")
+    check_format(manifest, FORMAT, raises)
     missing = [key for key, (_, default) in ENTRIES.items() if default is None and key not in manifest]
     if missing:
         raise raises(f"cannot be read: the manifest says nothing of {', '.join(missing)}")
@@ -229,7 +217,7 @@ def check_slots(adapters: Adapters) -> None:
             if not right:
                 raise ValueError(f"the table of {shown(name)} has not {sorted(slots)} slots")
             for bank in rows:
-                for key, each in adapters._parameters(bank).items():
+                for key, each in bank.names.items():
                     tensor = adapters.tensor(each)
                     part = bank.views(key, tensor, 0)
                     room = tensor.shape[0] == bank.slots if bank.maps else part.shape[1] == bank.rank

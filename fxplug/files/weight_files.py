@@ -5,8 +5,9 @@ Which of the two a file is, its first bytes tell; the ending of its name is only
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, BinaryIO
@@ -17,7 +18,7 @@ from torch import Tensor
 from ..errors import shown
 from ..limits import DEFAULT, Limits
 from . import torch_pickles
-from .reading import Raises, about, begins, opened, parse_json, size_of
+from .reading import Raises, about, begins, opened, parse_json
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -26,6 +27,7 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
+PIECE = 1 << 24  # bytes that are read at once
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class Header:
     records: Mapping[str, Record]
     about: Mapping[str, str]
     start: bytes
+
+    def in_file(self) -> list[tuple[str, Record]]:
+        """The records by where their bytes are."""
+        return sorted(self.records.items(), key=lambda item: (item[1].offset, item[1].size))
 
 
 def read(
@@ -73,12 +79,19 @@ def read(
         if suffix != "safetensors" and start[8:9] != b"{":
             raise raises("cannot be read: it is neither a file of torch.save nor a safetensors file")
         head = header(file, raises, limits)
-        return {name: _tensor(file, record, raises, meta) for name, record in head.records.items()}, dict(head.about)
+        if meta:
+            found = {name: torch.empty(r.shape, dtype=r.dtype, device="meta") for name, r in head.records.items()}
+        else:
+            found = dict(tensors(file, head, raises))
+        return {name: found[name] for name in head.records}, dict(head.about)
 
 
 def header(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> Header:
-    """The header of a safetensors file, checked: every byte behind it belongs to one tensor, whose shape takes just so many."""
-    total = size_of(file)
+    """The header of a safetensors file, checked: every byte behind it belongs to one tensor, whose shape takes just so many.
+
+    The file is left where the bytes of the first tensor begin.
+    """
+    total = file.seek(0, io.SEEK_END)
     file.seek(0)
     start = file.read(8)
     length = int.from_bytes(start, "little")
@@ -97,19 +110,36 @@ def header(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> Header:
         raise raises(f"has {len(found)} tensors, and more than {limits.tensors} are not read; see Limits")
     records = {name: _record(name, entry, 8 + length, raises, limits) for name, entry in found.items()}
     at = 8 + length
-    for name, record in sorted(records.items(), key=in_file):
+    head = Header(records, said, start)
+    for name, record in head.in_file():
         if record.offset != at:
             raise raises(f"is damaged: the bytes of {shown(name)} do not begin where those before it end")
         at += record.size
     if at != total:
         what = "truncated" if at > total else "longer than its tensors"
         raise raises(f"is {what}: it has {total} bytes, and its header tells of {at}")
-    return Header(records, said, start)
+    return head
 
 
-def in_file(item: tuple[str, Record]) -> tuple[int, int]:
-    """A key that sorts the records of a header by where their bytes are."""
-    return item[1].offset, item[1].size
+def tensors(
+    file: BinaryIO, head: Header, raises: Raises, seen: Callable[[memoryview], object] = len
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a safetensors file that `header` read, in the order of their bytes, on the CPU and in memory of their own.
+
+    `seen` is called with all that is read, piece by piece. Raises what `raises` makes for a file that became shorter.
+    """
+    for name, record in head.in_file():
+        memory = torch.empty(record.size, dtype=torch.uint8)
+        view = memory.numpy().data
+        done = 0
+        while done < record.size:
+            count = file.readinto(view[done : done + PIECE])  # type: ignore[attr-defined]
+            if not count:
+                raise raises("became shorter while it was read")
+            seen(view[done : done + count])
+            done += count
+        # another byte than 0 or 1 is no bool, and torch does not look
+        yield name, (memory.ne(0) if record.dtype is torch.bool else memory.view(record.dtype)).reshape(record.shape)
 
 
 def _record(name: str, entry: Any, start: int, raises: Raises, limits: Limits) -> Record:
@@ -129,15 +159,3 @@ def _record(name: str, entry: Any, start: int, raises: Raises, limits: Limits) -
         took = offsets[1] - offsets[0]
         raise raises(f"is damaged: {shown(name)} has {took} bytes, which are not those of its shape {shown(shape)}")
     return Record(dtype, tuple(shape), start + offsets[0], size)
-
-
-def _tensor(file: BinaryIO, record: Record, raises: Raises, meta: bool) -> Tensor:
-    if meta:
-        return torch.empty(record.shape, dtype=record.dtype, device="meta")
-    made = torch.empty(record.shape, dtype=record.dtype)
-    if record.size:
-        file.seek(record.offset)
-        flat = made.view(-1).view(torch.uint8)
-        if file.readinto(flat.numpy().data) != record.size:  # type: ignore[attr-defined]
-            raise raises("changed while it was read")
-    return made

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from ..errors import ArtifactError
 from .reading import about
-from .weight_files import header, in_file
+from .weight_files import PIECE, header
 
-PIECE = 1 << 24
 
 class Sink(io.RawIOBase):
     """Takes all that is written to it, and keeps the first error for the end.
@@ -93,12 +92,12 @@ def linked(tensors: dict[str, Tensor], old: Path, new: Path) -> bool:
 
 
 def _holds(file: BinaryIO, tensors: dict[str, Tensor], name: Path) -> bool:
-    records = header(file, about(name)).records
+    head = header(file, about(name))
     wanted = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-    if {key: (record.dtype, tuple(record.shape)) for key, record in records.items()} != wanted:
+    if {key: (record.dtype, tuple(record.shape)) for key, record in head.records.items()} != wanted:
         return False
     buffer = torch.empty(PIECE, dtype=torch.uint8)
-    for key, record in sorted(records.items(), key=in_file):
+    for key, record in head.in_file():
         ours = tensors[key].reshape(-1).view(torch.uint8)
         for begin in range(0, record.size, PIECE):
             piece = ours[begin : begin + PIECE]

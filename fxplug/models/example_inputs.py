@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import SpecError, did_you_mean
+from ..errors import SpecError
 from ..ir.traced_module import TracedModule
 from ..spec.model_section import InputSpec, TensorSpec, Value
+from ..spec.options import check_known, taken
 from ..spec.run_config import Config, resolved
 from .factory import torch_device
 
@@ -24,17 +25,14 @@ def example_inputs(
     Without `inputs` a timm model gets an image of the size it was made for; another model's parameters are named
     in the SpecError. `later` names inputs that passes will add: they are left out.
     """
-    parameters = inspect.signature(model.forward).parameters
-    given = {name: spec for name, spec in config.inputs.items() if name not in later or name in parameters}
+    found = taken(model.forward)
+    given = {name: spec for name, spec in config.inputs.items() if name not in later or name in found.names}
     specs = given or _default_inputs(config, model)
-    free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for name in specs:
-        if name not in parameters and not free:
-            hint = f"{did_you_mean(name, parameters)}; it takes {', '.join(parameters)}"
-            finding = f"{type(model).__name__} takes no input '{name}'{hint}"
-            raise SpecError(finding, path=("inputs",), where=config.where("inputs", name))
-    for name, parameter in parameters.items():
-        if _is_required(parameter) and name not in specs:
+    for name in () if found.free else specs:
+        says, where = f"{type(model).__name__} takes no input", config.where("inputs", name)
+        check_known([name], found.names, says, path=("inputs",), where=where)
+    for name in found.required:
+        if name not in specs:
             finding = _wanted_inputs(f"misses the input '{name}'", model)
             raise SpecError(finding, path=("inputs",), where=config.where("inputs"))
     kwargs = _Filler(config, torch_device(config, device)).mapping(specs)
@@ -75,7 +73,7 @@ def _default_inputs(config: Config, model: nn.Module) -> dict[str, TensorSpec]:
     shape[0] = options.get("in_chans", shape[0])
     size = options.get("img_size", shape[1:])
     shape[1:] = [size, size] if isinstance(size, int) else size
-    name = next(iter(inspect.signature(model.forward).parameters))
+    name = taken(model.forward).names[0]
     batch = 2 if config.mode == "train" else 1  # batch normalisation in training needs two
     return {name: TensorSpec((batch, *shape))}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..errors import FxplugError, SpecError, did_you_mean
 from ..files.reading import read_json
 from ..spec.import_path import import_target
 from ..spec.model_section import ModelSpec, WeightsSpec
+from ..spec.options import check_known, taken
 from ..spec.run_config import Config
 from .state_dict import State, _assign, _on_meta, load_weights, read_weights
 
@@ -94,12 +94,8 @@ def _diffusers(spec: ModelSpec, base: Path) -> nn.Module:
         known = [n for n in dir(diffusers) if n.endswith(("Model", "2D", "3D")) or "Autoencoder" in n]
         finding = f"diffusers has no model class '{name}'{did_you_mean(name, known)}"
         raise SpecError(finding, path=("model",), where=spec.where)
-    known = [n for n in inspect.signature(kind).parameters if n != "kwargs"]
     given = [*spec.options, *(key for key in read if isinstance(spec.target, dict) and not key.startswith("_"))]
-    for key in given:
-        if key not in known:
-            finding = f"{name} has no option '{key}'{did_you_mean(key, known)}"
-            raise SpecError(finding, path=("model",), where=spec.where)
+    check_known(given, taken(kind).names, f"{name} has no option", path=("model",), where=spec.where)
     model: nn.Module = kind.from_config({**read, **spec.options})  # type: ignore[attr-defined]
     return model
 

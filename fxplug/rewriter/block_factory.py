@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import FxplugError, SpecError, did_you_mean
+from ..errors import FxplugError, SpecError
 from ..ir.traced_module import Container, TracedModule
 from ..spec.import_path import import_target
+from ..spec.options import check_options
 from ..spec.rules import Pass, Rule, is_target
 from .input_sizes import input_name, own_inputs
 from .sites import Site
@@ -40,7 +40,7 @@ def make_block(
     except AttributeError:
         pass
     try:
-        _check_options(kind, rule)
+        check_options(kind.at, rule.options, kind.__name__, given=1, says="takes no option")  # type: ignore[attr-defined]
         block = _make(kind, site, weight).train(tree.training)
     except FxplugError as error:
         text = getattr(error, "finding", str(error))
@@ -71,18 +71,6 @@ def _block_class(rule: Rule) -> type[nn.Module]:
             where=rule.where,
         )
     return kind
-
-
-def _check_options(kind: type[nn.Module], rule: Rule) -> None:
-    parameters = inspect.signature(kind.at).parameters  # type: ignore[attr-defined]
-    known = [n for n, v in parameters.items() if v.kind is not v.VAR_KEYWORD][1 if "self" not in parameters else 0 :]
-    if any(v.kind is v.VAR_KEYWORD for v in parameters.values()):
-        return
-    for name in rule.options:
-        if name not in known:
-            raise SpecError(
-                f"{kind.__name__} takes no option '{name}'{did_you_mean(name, known)}; it takes {', '.join(known) or 'none'}"
-            )
 
 
 def _make(kind: type[nn.Module], site: Site, weight: torch.Tensor | None) -> nn.Module:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError, did_you_mean
+from .import_path import import_target
 from .rules import COMMON, Match, Pass, Rule, check_common, check_name, is_target
 from .shipped import find_file
 from .yaml_source import Source, Where, read_yaml, shown
@@ -47,6 +48,8 @@ def load_pass(
             _check_allowed(rule.use, allow, rule.where, ("rules", index, "use"))
         return replace(source, **common)
     draft = open_pass(source, base=base)
+    if draft.maker:
+        return draft.made({**params, **common}, allow)
     try:
         values = draft.bind(params)
     except SpecError as error:
@@ -63,10 +66,12 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
         read = read_yaml(find_file(source, "passes", Path(base) if base else None))
     else:
         raise SpecError(f"a pass is a name, a path, a mapping or a Pass, not {shown(source)}")
-    parallel = isinstance(read.data, Mapping) and "parallel" in read.data
-    read.keys([*(f.name for f in fields(Pass) if f.name != "where"), *PAGE_KEYS], [] if parallel else ["rules"])
+    data = read.data if isinstance(read.data, Mapping) else {}
+    known = ["about", "params"] if "make" in data else [f.name for f in fields(Pass) if f.name != "where"]
+    ruled = not {"make", "parallel"} & data.keys()
+    read.keys([*known, "make", *PAGE_KEYS], ["rules"] if ruled else [])
     rules = read.data.get("rules", [])
-    if not isinstance(rules, (list, tuple)) or not (rules or parallel):
+    if not isinstance(rules, (list, tuple)) or not rules and ruled:
         found = "an empty list" if rules in ([], ()) else shown(rules)
         raise read.error(f"must be a list of rules, not {found}", "rules")
     for index in range(len(rules)):
@@ -95,6 +100,27 @@ class Draft:
     def params(self) -> dict[str, Any]:
         """The declared parameters with their defaults; `$required` stands where there is none."""
         return dict(self.source.data.get("params", {}))
+
+    @property
+    def maker(self) -> str:
+        """The import path of the function that makes the pass, where no rules are written; else an empty text."""
+        return str(self.source.data.get("make", ""))
+
+    def made(self, given: Any, allow: Sequence[str] | None = None) -> Pass:
+        """What `maker` makes of `given`, all that stands below the name of the pass: parameters and common settings.
+
+        Raises SpecError, as the maker does: its path or key is of `given`.
+        """
+        at = self.source.where("make")
+        _check_allowed(self.maker, allow, at, ("make",))
+        maker: Any = import_target(self.maker, at)
+        made = maker({"name": self.name, **given} if isinstance(given, Mapping) else given)
+        if not isinstance(made, Pass):
+            raise SpecError(f"'{self.maker}' gave {shown(made)}, no Pass", where=at)
+        for index, rule in enumerate(made.rules):
+            _check_allowed(rule.use, allow, rule.where, ("rules", index, "use"))
+            _check_options(rule.options, allow, rule.where, ("rules", index, "options"))
+        return made
 
     def bind(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The defaults with `given` in their place, checked; SpecError's path or key names the parameter."""

@@ -28,7 +28,6 @@ from .sections import Section, fields, findings
 from .shipped import find_file, shipped
 from .train_section import Data, Export, Train
 from .yaml_source import Source, Where, parse_yaml, read_yaml, shown
-from .zhijian_pass import blitz_entry, blitz_schema
 
 FREE = ("inputs", "train", "data", "export")  # sections that --set makes where none is
 
@@ -53,15 +52,15 @@ def _pass(item: Any, base: Path, path: tuple[str | int, ...]) -> Pass:
         found = f"{len(item)} keys" if isinstance(item, Mapping) else shown(item)
         raise SpecError(f"must be a name, or one name with its parameters below it, not {found}", path=path)
     ((source, given),) = item.items()
-    if source == "blitz":
-        try:
-            return blitz_entry(given)
-        except SpecError as error:
-            raise SpecError(error.finding, path=(*path, source, *error.path), key=error.key) from None
     try:
         draft = open_pass(source, base=base)
     except SpecError as error:
         raise SpecError(str(error), path=path) from None
+    if draft.maker:
+        try:
+            return draft.made(given)
+        except SpecError as error:
+            raise SpecError(error.finding, path=(*path, source, *error.path), key=error.key) from None
     given = {} if given is None else given
     if not isinstance(given, Mapping):
         raise SpecError(f"must be a mapping of parameters, not {shown(given)}", path=(*path, source))
@@ -303,7 +302,7 @@ def schema() -> dict[str, Any]:
         "type": "object",
         "minProperties": 1,
         "maxProperties": 1,
-        "properties": {**names, "blitz": blitz_schema(common)},
+        "properties": names,
         "patternProperties": {r"\.ya?ml$": {"type": ["object", "null"]}},
         "additionalProperties": False,
     }

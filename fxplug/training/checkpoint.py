@@ -18,6 +18,7 @@ from torch import Tensor
 from ..artifacts.atomic_folder import replaced
 from ..errors import TrainError
 from ..files import reading, weight_files
+from ..files.formats import check_format
 from ..files.writing import save_file, written
 from ..limits import DEFAULT, Limits
 from .data.seeding import random_state, random_state_kept, seed_all, set_random_state
@@ -76,8 +77,8 @@ def read(folder: Path, limits: Limits = DEFAULT) -> Checkpoint:
 
     try:
         progress = reading.read_json(folder / "progress.json", raises, limits)
-        if progress.pop("format") != FORMAT:
-            raise TrainError(f"'{folder}' is of another format than {FORMAT}; it was written by another version of fxplug")
+        check_format(progress, FORMAT, raises)
+        del progress["format"]
         weights, _ = weight_files.read(folder / "weights.safetensors", raises=raises, limits=limits)
         averaged = (folder / "ema.safetensors").is_file()
         ema = weight_files.read(folder / "ema.safetensors", raises=raises, limits=limits)[0] if averaged else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from ..errors import FxplugError, SpecError, TrainError, did_you_mean
 from ..ir.traced_module import TracedModule
 from ..spec.addresses import is_pattern, select
 from ..spec.import_path import import_target
+from ..spec.options import check_known, taken
 from ..spec.train_section import Train, Use
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -105,14 +105,14 @@ def make_optimizer(use: Use, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     known = {name.lower(): getattr(torch.optim, name) for name in dir(torch.optim) if _is_optimizer(getattr(torch.optim, name))}
     kind = _find(use, known, "optimizer")
     given = [{"params": g["params"], "name": g["name"], "lr": g["lr"], "weight_decay": g["weight_decay"]} for g in groups]
-    if "weight_decay" not in inspect.signature(kind).parameters:
+    if "weight_decay" not in taken(kind).names:
         for group in given:
             if group.pop("weight_decay"):
                 raise SpecError(f"{kind.__name__} has no weight_decay", path=("train", "weight_decay"))
     made = _made(kind, use, "optimizer", given)
     if not isinstance(made, torch.optim.Optimizer):
         raise SpecError(f"'{use.name}' made a {type(made).__name__}, no torch optimizer", path=("train", "optimizer"))
-    if inspect.signature(made.step).parameters["closure"].default is inspect.Parameter.empty:
+    if "closure" in taken(made.step).required:
         finding = f"{use.name} computes the loss several times a step, which a step here does not do: take another one"
         raise SpecError(finding, path=("train", "optimizer"))
     return made
@@ -150,7 +150,7 @@ def make_scheduler(use: Use | None, optimizer: torch.optim.Optimizer, steps: int
     package = torch.optim.lr_scheduler
     known = {name.lower(): getattr(package, name) for name in package.__all__ if name != "LRScheduler"}
     kind = _find(use, known, "scheduler", SHAPES)
-    wanted = inspect.signature(kind).parameters
+    wanted = taken(kind).names
     own = {"T_max": length, "total_steps": length, "max_lr": [group["lr"] for group in optimizer.param_groups]}
     replaced_by = {"total_steps": {"epochs", "steps_per_epoch"}}
     filled = {
@@ -162,10 +162,7 @@ def make_scheduler(use: Use | None, optimizer: torch.optim.Optimizer, steps: int
 
 
 def _shape(name: str, length: int, options: Mapping[str, Any]) -> Callable[[int], float]:
-    for key in options:
-        if key not in ("warmup", "floor"):
-            hint = did_you_mean(key, ("warmup", "floor", "per"))
-            raise SpecError(f"{name} has no option '{key}'{hint}", path=("train", "scheduler", name))
+    check_known(options, ("warmup", "floor", "per"), f"{name} has no option", path=("train", "scheduler", name))
     warmup, floor = options.get("warmup", 0), options.get("floor", 0.0)
 
     def rate(step: int) -> float:
@@ -191,12 +188,9 @@ def _find(use: Use, known: Mapping[str, Any], what: str, more: tuple[str, ...] =
 
 def _made(kind: Any, use: Use, what: str, *args: Any) -> Any:
     """`kind(*args, **options)`, with an option that it does not have or take as a clear error."""
-    parameters = inspect.signature(kind).parameters
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        for key in use.options:
-            if key not in parameters:
-                finding = f"{use.name} has no option '{key}'{did_you_mean(key, parameters)}"
-                raise SpecError(finding, path=("train", what))
+    found = taken(kind, given=len(args))
+    if not found.free:
+        check_known(use.options, found.names, f"{use.name} has no option", path=("train", what))
     try:
         return kind(*args, **use.options)
     except FxplugError:

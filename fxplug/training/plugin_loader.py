@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from ..compat.everydream import BasePlugin
 from ..errors import SpecError, did_you_mean
 from ..spec.import_path import import_target
+from ..spec.options import check_options
 from ..spec.yaml_source import shown
+from .plugin_base import BasePlugin
 from .plugin_hooks import Hooks
 from .plugin_modules import Local
 
@@ -57,20 +58,7 @@ def _import(path: str, local: Local) -> type:
 
 def _make(kind: type, options: dict[str, Any]) -> object:
     name = kind.__name__
-    try:
-        parameters = inspect.signature(kind).parameters
-    except (TypeError, ValueError):  # a class whose constructor is written in C
-        parameters = {}  # type: ignore[assignment]
-    takes_any = not parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for option in [] if takes_any and parameters else options:
-        if option not in parameters:
-            listed = ", ".join(parameters) or "none"
-            hint = did_you_mean(option, parameters)
-            raise SpecError(f"{name} takes no option '{option}'{hint}; it takes {listed}", key=option)
-    required = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    missing = [f"'{option}'" for option in required if option not in options]
-    if missing:
-        raise SpecError(f"{name} needs the option{'s' * (len(missing) > 1)} {', '.join(missing)}")
+    check_options(kind, options, name, says="takes no option")
     try:
         return kind(**options)
     except Exception as error:  # the plugin's constructor

@@ -16,7 +16,7 @@ _active: Local | None = None  # whose modules bear their names in sys.modules
 class Local:
     """What was imported from a run's own folders.
 
-    `stand_ins` names modules that are there even if no folder has them: `{"plugins.plugins": "fxplug.compat.everydream"}`.
+    `stand_ins` names modules that are there even if no folder has them: `{"plugins.plugins": "fxplug.training.plugin_base"}`.
     Two runs may both have a module `plugins.mine`, and sys.modules has room for one: it has those of the run that was loaded
     last. A pickle of a Local imports the same modules in the other process; put it before the objects of their classes.
     """

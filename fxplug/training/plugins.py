@@ -23,7 +23,7 @@ from .plugin_hooks import PROJECT, Hooks
 from .plugin_loader import OFFERED, hook_methods, load
 from .plugin_modules import Local
 
-STAND_INS = {"plugins.plugins": "fxplug.compat.everydream"}
+STAND_INS = {"plugins.plugins": "fxplug.training.plugin_base"}
 LIMITS = {"on_epoch_": 5.0, "on_training_": 20.0, "on_model_": 20.0, "": 0.5}  # seconds of one call, as in EveryDream2trainer
 SHARE = 0.01  # of the run: a plugin that takes more is named at its end
 SECONDS, CALLS, LONGEST, FAILURES = range(4)  # columns of the tally

@@ -205,3 +205,27 @@ def test_every_limit_is_told_in_security_md():
     del told["Limits"]
     code = (Path(__file__).parents[2] / "fxplug" / "limits.py").read_text()
     assert told == dict(re.findall(r"^    (\w+): \w+ = (.+?)  #", code, re.M))
+
+
+def test_tensors_come_by_their_names_wherever_their_bytes_are(tmp_path):
+    """The names are in the order of the header, and a byte that is neither 0 nor 1 is no odd bool."""
+    header = b'{"late":{"dtype":"I16","shape":[2],"data_offsets":[3,7]},'
+    header += b'"none":{"dtype":"F32","shape":[0],"data_offsets":[3,3]},'
+    header += b'"flags":{"dtype":"BOOL","shape":[3],"data_offsets":[0,3]}}'
+    data = struct.pack("<Q", len(header)) + header + bytes([0, 1, 255]) + struct.pack("<2h", -7, 9)
+    (tmp_path / "odd.safetensors").write_bytes(data)
+    found, _ = weight_files.read(tmp_path / "odd.safetensors")
+    assert list(found) == ["late", "none", "flags"] and found["late"].tolist() == [-7, 9] and found["none"].shape == (0,)
+    assert torch.equal(found["flags"], torch.tensor([False, True, True])) and bytes(found["flags"].numpy()) == b"\0\1\1"
+    head = weight_files.header(io.BytesIO(data), reading.about("odd"))
+    assert [name for name, _ in head.in_file()] == ["flags", "none", "late"]
+    pieces: list[bytes] = []
+    file = io.BytesIO(data)
+    head = weight_files.header(file, reading.about("odd"))
+    assert len(list(weight_files.tensors(file, head, reading.about("odd"), lambda piece: pieces.append(bytes(piece))))) == 3
+    assert head.start + b"".join(pieces) == data
+    file = io.BytesIO(data)
+    head = weight_files.header(file, reading.about("odd"))
+    file.truncate(len(data) - 1)
+    with pytest.raises(ArtifactError, match="odd became shorter while it was read"):
+        list(weight_files.tensors(file, head, reading.about("odd")))

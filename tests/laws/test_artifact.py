@@ -25,7 +25,8 @@ import fxplug
 from fxplug import ArtifactError
 from fxplug.__main__ import app
 from fxplug.artifacts.module_json import difference as rebuilt_difference
-from fxplug.artifacts.module_json import read_modules, write_modules
+from fxplug.artifacts.module_json import write_modules
+from fxplug.artifacts.modules_read import read_modules
 from fxplug.artifacts.value_json import Settings, decode, encode
 from fxplug.ir import functions, ops
 from fxplug.ir.traced_module import Container, TracedModule

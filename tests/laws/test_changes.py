@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fxplug
 from fxplug import turns as queue
-from fxplug.adapters import slots
+from fxplug.adapters import banks, slots
 from fxplug.errors import FxplugError, SpecError
 from fxplug.lowerings.merging import live
 
-FILES = {module.__file__ for module in (slots, live, queue)}
+FILES = {module.__file__ for module in (banks, slots, live, queue)}
 FORMS = ["eager", "live merge"]
 CHANGES = {
     "use": lambda adapters: adapters.use({"a": 0.5, "b": -0.7}),

@@ -27,7 +27,7 @@ FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 # The folders and files at the top, from the ground up: each imports only from those before it, and no imports go round.
 LAYERS = """
     errors limits turns torch_internals files spec adapters ir capture blocks models rewriter step_cache lowerings parallel
-    artifacts exports verifier flow pages compat training cli __main__
+    artifacts exports verifier flow pages training compat cli __main__
 """.split()
 # what writes a graph: torch.fx's own operations, and attributes that are set
 EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_with", "replace_input_with", "update_arg"}
@@ -36,6 +36,7 @@ EDITED = {"target", "args", "kwargs"}
 # capture and artifacts write new graphs, exports readies a copy for torch.export, the others edit
 LAYERS_THAT_EDIT = {"capture", "artifacts", "exports", "ir", "rewriter", "step_cache", "lowerings", "parallel"}
 LONGEST = 500
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def calls(name):
@@ -78,6 +79,27 @@ def test_no_imports_go_round():
         TopologicalSorter(arrows).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+OTHER_SYSTEMS = re.compile(r"hcp|zhijian|everydream|fxplug\.compat", re.IGNORECASE)
+
+
+def named(tree):
+    """The names in a file, and its texts but for docstrings."""
+    said = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, DOCUMENTED) and ast.get_docstring(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+            yield node.value
+        for field in ("id", "attr", "arg", "name", "module"):
+            yield str(getattr(node, field, None) or "")
+
+
+def test_other_systems_are_known_on_the_outside_only():
+    """What brings their plugins is reached by import paths in passes; the command line has verbs about it."""
+    inside = [name for name in FILES if layer(name) not in ("__init__", "compat", "cli", "__main__")]
+    assert [f"{n} imports {m}" for n in inside for m in imported(n) if layer(m) == "compat"] == []
+    inside.remove("spec.import_path")  # which has the names that files of earlier versions say
+    assert [f"{n}: {text}" for n in inside for text in named(FILES[n]) if OTHER_SYSTEMS.search(text)] == []
 
 
 def picture():

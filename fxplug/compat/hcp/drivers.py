@@ -1,7 +1,7 @@
 """HCP-Diffusion plugins as blocks: each driver makes a plugin for its site and calls the plugin's own methods.
 
 A driver is `inline`: what the plugin does is traced into the graph, and neither driver nor plugin is called afterwards. So a
-plugin may keep values on itself from one of its methods to the next (state.py), and its class is not needed to load what
+plugin may keep values on itself from one of its methods to the next (plugin_state.py), and its class is not needed to load what
 is saved. The passes in passes/hcp use these.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,17 +17,19 @@ from torch import nn
 from ...errors import SpecError, TraceError
 from ...ir.regions import Regions
 from ...spec.addresses import is_pattern, parse_port, select
-from .base_classes import BasePluginBlock, MultiPluginBlock, PatchPluginBlock, PatchPluginContainer, PluginBlock, Ref
+from .base_classes import BasePluginBlock, MultiPluginBlock, PluginBlock, Ref
 from .calls import Call, call_of
 from .layer_patterns import places, read_layers
 from .outcome import checked, described
-from .plugin_factory import feed, make, patches, single
-from .plugin_state import own_class, watched
+from .patch_drivers import Fed
+from .patch_drivers import PatchAfter as PatchAfter
+from .patch_drivers import PatchBefore as PatchBefore
+from .patch_drivers import PatchPlugin as PatchPlugin
+from .plugin_factory import feed, make, single
+from .plugin_state import watched
 
 if TYPE_CHECKING:
     from ...rewriter.sites import Site
-
-Fed = Sequence[str]
 
 
 class Driver(nn.Module):
@@ -257,165 +258,6 @@ def _run_order(gm: Any, layers: Sequence[tuple[str, bool]]) -> list[int]:
     return sorted(range(len(layers)), key=moment)
 
 
-class PatchPlugin(nn.Module):
-    """PatchPluginBlocks in the place of a module, run by the container that their class names.
-
-    With `also` further plugins stand at the same place, in order, as HCP-Diffusion adds them to one container. Where an
-    earlier pass has put a patch there, this one goes on from its result, as the container's loop would.
-    """
-
-    inline: ClassVar[bool] = True
-    neutral: ClassVar[bool] = False
-
-    def __init__(
-        self, container: PatchPluginContainer, call: Call | None = None, keywords: Fed = (), feeds: Fed = (),
-        stacked: bool = False,
-    ) -> None:  # fmt: skip
-        """`keywords` are the arguments that the model gives by name; their values come before the inputs of the pass."""
-        super().__init__()
-        self.container = container
-        self.call, self.keywords, self.feeds = call, tuple(keywords), tuple(feeds)
-        self.stacked = stacked
-
-    @classmethod
-    def at(
-        cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
-        exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), keywords: Fed = (), feeds: Fed = (),
-    ) -> PatchPlugin:  # fmt: skip
-        """`also` has a mapping of `name`, `plugin` and `options` for each further plugin."""
-        container = patches(site, plugin, options, wrap, exclude_key, also)
-        own_code = getattr(site.module, "attributes", None) is None
-        if _keeps_host(type(container)) and not own_code:
-            raise SpecError(
-                f"{type(container).__name__} runs the module that it patches, and the code of this {site.classes[0]} is in the "
-                "graph: use the pass hcp/patch_after (post_forward) or hcp/patch_before (pre_forward)"
-            )
-        return cls(container, _call_with(site, keywords), keywords, feeds, site.stacked)
-
-    def forward(self, x: tuple[Any, ...], y: Any, *rest: Any) -> Any:
-        args, kwargs, fed = self.arguments(x, rest)
-        with self.running(fed):
-            if self.stacked:
-                return _continued(self.container, y, args, kwargs)
-            out = self.container(*args, **kwargs)
-            return checked(out, y, f"{type(self.container).__name__}.forward", "the module's result")
-
-    def arguments(self, x: tuple[Any, ...], rest: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Sequence[Any]]:
-        """What the module is called with by position and by name, and the inputs of the pass."""
-        kwargs = dict(zip(self.keywords, rest, strict=False))
-        if self.call is not None and not self.call.count:
-            return (), dict(zip(self.call.names, x, strict=True)), rest
-        return x, kwargs, rest[len(self.keywords) :]
-
-    @contextmanager
-    def running(self, fed: Sequence[Any]) -> Iterator[None]:
-        """One call of the plugins: their inputs first, their attributes watched."""
-        with watched(self.container, type(self.container).__name__):
-            feed([plugin for _, plugin in self.container], self.feeds, fed)
-            yield
-
-
-class HalfPatch(PatchPlugin):
-    """One of the two methods of PatchPluginBlocks, beside a module that stays."""
-
-    method: ClassVar[str]
-
-    @classmethod
-    def at(
-        cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
-        exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), keywords: Fed = (), feeds: Fed = (),
-    ) -> HalfPatch:  # fmt: skip
-        """As for PatchPlugin."""
-        container = _half(patches(site, plugin, options, wrap, exclude_key, also), cls.method)
-        return cls(container, _call_with(site, keywords), keywords, feeds)
-
-
-class PatchAfter(HalfPatch):
-    """`post_forward(output, *args)` of PatchPluginBlocks behind a module, which stays."""
-
-    method = "post_forward"
-
-    def forward(self, x: tuple[Any, ...], y: Any, *rest: Any) -> Any:
-        out = y
-        args, kwargs, fed = self.arguments(x, rest)
-        with self.running(fed):
-            for name, plugin in self.container:
-                out = plugin.post_forward(out, *args, **kwargs)
-                checked(out, y, f"{name}: post_forward", "the module's result")
-        return out
-
-
-class PatchBefore(HalfPatch):
-    """`pre_forward(*args)` of PatchPluginBlocks before a module, which stays."""
-
-    method = "pre_forward"
-
-    def forward(self, x: tuple[Any, ...], *rest: Any) -> Any:
-        args, given, fed = self.arguments(x, rest)
-        kwargs = given
-        with self.running(fed):
-            for name, plugin in self.container:
-                args, kwargs = plugin.pre_forward(*args, **kwargs)
-                if args and (kwargs.keys() != given.keys() or any(kwargs[k] is not given[k] for k in given)):
-                    raise TraceError(
-                        f"{name}: pre_forward changes what the model gives by name ({', '.join(given) or 'nothing'}); this "
-                        "pass changes the arguments by position: for one by name write a rule with port x.name"
-                    )
-        return checked(tuple(args) or tuple(kwargs.values()), x, "pre_forward", "the module's input")
-
-
-def _call_with(site: Site, keywords: Fed) -> Call:
-    """The call of a site. Raises SpecError where it gives tensors by name that the pass does not hand on."""
-    call = call_of(site.root, site.path)
-    missing = [name for name in call.names if name not in keywords] if call.count else []
-    if missing:
-        more = ", ".join(f'"x.{name}"' for name in missing)
-        raise SpecError(
-            f"the model gives {', '.join(missing)} by name, and the plugin gets that too: write keywords: "
-            f"[{', '.join(missing)}] and add {more} to args, behind x[:] and y[:]"
-        )
-    return call
-
-
-class _Result:
-    """Stands for what the last plugin of a container gives."""
-
-
-def _continued(container: PatchPluginContainer, y: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The plugins of a container from the result of those before them.
-
-    That is right where the container's forward hands a value from one `post_forward` to the next and gives the last: one
-    call of it with a stand-in shows whether it does. Raises TraceError when not.
-    """
-    for name, plugin in container:
-        result = _Result()
-        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-        def stand_in(output: Any, *given: Any, _calls: list[Any] = calls, _result: _Result = result, **named: Any) -> _Result:
-            _calls.append((given, named))
-            return _result
-
-        one: Any = own_class(container)(container.host_name, vars(container)["_host"], None)
-        one.__dict__["plugin_names"] = [name]
-        one.__dict__[name] = SimpleNamespace(post_forward=stand_in)
-        try:
-            loops = one(*args, **kwargs) is result and len(calls) == 1 and _same_call(calls[0], (args, kwargs))
-        except Exception:  # the plugin's container, tried with a stand-in
-            loops = False
-        if not loops:
-            raise TraceError(
-                f"{type(container).__name__}: its forward does more than to hand a value from one post_forward to the next, so "
-                f"'{name}' cannot be added behind the patch of an earlier pass; put both in one pass (also: [...])"
-            )
-        y = checked(plugin.post_forward(y, *args, **kwargs), y, f"{name}: post_forward", "the result of the patch before it")
-    return y
-
-
-def _same_call(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
-    alike = len(one[0]) == len(other[0]) and one[1].keys() == other[1].keys()
-    return alike and all(a is b for a, b in zip((*one[0], *one[1].values()), (*other[0], *other[1].values()), strict=True))
-
-
 def _seen(x: tuple[Any, ...], call: Call | None) -> tuple[Any, ...]:
     """What a hook sees of a call's arguments: those by position."""
     return x if call is None else call.seen(x)
@@ -454,21 +296,3 @@ def unchanged(out: Any, who: str) -> None:
             f"{who}: from_layer_hook gives {described(out)}, which would change its from-layer; name that layer among the "
             "to-layers, and give nothing here"
         )
-
-
-def _keeps_host(kind: type[PatchPluginContainer]) -> bool:
-    return kind.forward is PatchPluginContainer.forward
-
-
-def _half(container: Any, method: str) -> Any:
-    """The container, if running one method of its plugins beside the module is all that it does."""
-    other = "pre_forward" if method == "post_forward" else "post_forward"
-    if not _keeps_host(type(container)):
-        raise SpecError(f"{type(container).__name__} has a forward of its own: use the pass hcp/patch")
-    for name, plugin in container:
-        if getattr(type(plugin), other) is not getattr(PatchPluginBlock, other):
-            raise SpecError(
-                f"{name} ({type(plugin).__name__}) has a {other} too, and this pass runs {method} alone: make it two plugins, "
-                "or patch a layer that the graph keeps whole with hcp/patch"
-            )
-    return container

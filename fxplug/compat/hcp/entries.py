@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from ...errors import SpecError, did_you_mean
+from ...spec.options import check_known
+from ...spec.options import taken as options_of
 from ...spec.yaml_source import shown
 from .base_classes import (
     BasePluginBlock,
@@ -23,7 +25,7 @@ from .base_classes import (
 )
 from .builtin_plugins import OPTIONS, Host, at_key, built_in, common_of, patterns, taken
 from .layer_patterns import Layer, Place, listed, paired, read_layers
-from .plugin_factory import arguments, make, plugin_class
+from .plugin_factory import make, plugin_class
 
 PLACE_KEYS = ("layers", "from_layer", "to_layer", "from_layers", "to_layers")
 # what HCP-Diffusion itself feeds to a plugin of the UNet, by the names of its arguments
@@ -82,12 +84,12 @@ def plugin_passes(name: str, entry: Any, host: Host, notes: list[str]) -> list[d
 
 
 def _check_options(kind: type[BasePluginBlock], options: Mapping[str, Any], keys: Sequence[str]) -> None:
-    names, takes_all = arguments(kind)
-    known = [*sorted(names - {"name", "lora_id", "host", "host_model", *keys}), *keys, *OPTIONS]
+    takes = options_of(kind)
+    known = [*sorted({*takes.names} - {"name", "lora_id", "host", "host_model", *keys}), *keys, *OPTIONS]
     for key in options:
         misspelt = key in PLACE_KEYS or did_you_mean(key, [*keys, *OPTIONS])
-        if key not in names and (misspelt or not takes_all):
-            raise SpecError(f"{kind.__name__} takes no '{key}'{did_you_mean(key, known)}; it takes {', '.join(known)}", key=key)
+        if key not in takes.names and (misspelt or not takes.free):
+            check_known([key], known, f"{kind.__name__} takes no")
 
 
 # --- SinglePluginBlock and PatchPluginBlock
@@ -123,7 +125,7 @@ def _layers(
 
 
 def _with_args(given: dict[str, Any], *args: str) -> dict[str, Any]:
-    """With the inputs of the pass behind the driver's own arguments, where there are any."""
+    """With the inputs of the pass behind the driver's own where there are any."""
     extra = given.pop("fed", [])
     return {**given, "args": [*args, *extra]} if extra else given
 

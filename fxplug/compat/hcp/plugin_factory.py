@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +10,11 @@ from torch import nn
 from ...errors import SpecError, TraceError, did_you_mean, shown
 from ...spec.addresses import searched
 from ...spec.import_path import import_target
+from ...spec.options import check_options, taken
 from .base_classes import BasePluginBlock, MultiPluginBlock, PatchPluginBlock, PluginBlock, SinglePluginBlock
 
 if TYPE_CHECKING:
     from ...rewriter.sites import Site
-
-HOST_ARGUMENTS = {"name", "lora_id", "host", "host_model", "parent_block", "host_name"}
 
 
 def single(site: Site, plugin: str | type, options: Mapping[str, Any] | None, wrap: bool, exclude_key: str | None) -> Any:
@@ -63,9 +61,9 @@ def make(
     for key in options:
         if key in given and key != "hook_param":
             raise SpecError(f"'{key}' is given to a plugin by its place, and is no option")
-    names, takes_all = arguments(kind)
-    host_given = {k: v for k, v in given.items() if k in names or takes_all}
-    if "lora_id" in names and "name" not in names:
+    known = taken(kind)
+    host_given = {k: v for k, v in given.items() if k in known.names or known.free}
+    if "lora_id" in known.names and "name" not in known.names:
         host_given.pop("name", None)
         host_given["lora_id"] = given["name"]
     function: Callable[..., Any] = kind
@@ -73,15 +71,7 @@ def make(
         name, host = host_given.pop("lora_id", host_given.pop("name", given["name"])), host_given.pop("host", given["host"])
         function, host_given = _with(kind.wrap_layer, name, host), host_given  # type: ignore[attr-defined]
     else:
-        unknown = [key for key in options if key not in names]
-        if unknown and not takes_all:
-            known = sorted(names - set(given) - HOST_ARGUMENTS)
-            takes = ", ".join(known) or "nothing"
-            raise SpecError(f"{kind.__name__} takes no '{unknown[0]}'{did_you_mean(unknown[0], known)}; it takes {takes}")
-        try:
-            inspect.signature(kind).bind(**host_given, **options)
-        except TypeError as error:
-            raise SpecError(f"{kind.__name__} cannot be made: {error}; give it in 'options'") from None
+        check_options(kind, options, kind.__name__, leave=host_given, says="takes no")
     made = function(**host_given, **options)
     if not isinstance(made, base):
         raise SpecError(f"{kind.__name__} gave a {type(made).__name__}, no {base.__name__}")
@@ -116,13 +106,6 @@ def kind_of(kind: type) -> str:
     """The base class that says what sort of plugin a class is."""
     bases = (SinglePluginBlock, PluginBlock, MultiPluginBlock, PatchPluginBlock)
     return next((base.__name__ for base in bases if issubclass(kind, base)), "BasePluginBlock")
-
-
-def arguments(kind: type) -> tuple[set[str], bool]:
-    """The named arguments of a constructor, and whether it takes others as well."""
-    parameters = inspect.signature(kind).parameters.values()
-    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return names, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def wants_inputs(plugin: BasePluginBlock) -> bool:

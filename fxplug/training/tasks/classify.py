@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,10 +17,11 @@ from torch import Tensor, nn
 
 from ...errors import SpecError, did_you_mean
 from ...spec.import_path import import_target
+from ...spec.options import check_known, check_options, taken
 from ...spec.train_section import Use, read_use
 from ..random_draws import Draws
 from .calling import Call, check_labels, image_of, inputs_of
-from .task import Batch, Task, TaskInfo, Totals, check_options, construct
+from .task import Batch, Task, TaskInfo, Totals, construct
 
 PREPROCESS = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
 
@@ -209,13 +209,10 @@ def _augmentation(given: Any) -> dict[str, Any]:
         return {} if given == "auto" else {"no_aug": True}
     if not isinstance(given, Mapping):
         raise SpecError(f"must be auto, none, or options of timm's create_transform, not {given!r}", path=("augment",))
-    parameters = list(inspect.signature(timm.data.create_transform).parameters)
+    parameters = taken(timm.data.create_transform).names
     known = parameters[parameters.index("no_aug") : parameters.index("tf_preprocessing")]
-    known = [name for name in known if name not in PREPROCESS or name == "interpolation"]
-    for key in given:
-        if key not in known:
-            hint = f"{did_you_mean(key, known)}; it takes {', '.join(known)}"
-            raise SpecError(f"create_transform has no option '{key}'{hint}", path=("augment",), key=key)
+    ours = [name for name in known if name not in PREPROCESS or name == "interpolation"]
+    check_known(given, ours, "create_transform has no option", path=("augment",))
     return dict(given)
 
 
@@ -224,10 +221,7 @@ def _preprocessing(given: Any) -> str | dict[str, Any] | None:
         return given
     if not isinstance(given, Mapping):
         raise SpecError(f"must be the name of a timm model or a mapping, not {given!r}", path=("preprocess",))
-    for key in given:
-        if key not in PREPROCESS:
-            hint = f"{did_you_mean(key, PREPROCESS)}; it takes {', '.join(PREPROCESS)}"
-            raise SpecError(f"no option '{key}'{hint}", path=("preprocess",), key=key)
+    check_known(given, PREPROCESS, "no option", path=("preprocess",))
     return dict(given)
 
 
@@ -239,5 +233,5 @@ def _criterion(given: Any) -> Callable[[Tensor, Tensor], Tensor] | None:
     if isinstance(target, type):
         made: Callable[[Tensor, Tensor], Tensor] = construct(target, use, ("criterion",))
         return made
-    check_options(target, use.options, use.name, ("criterion",), given=2)
+    check_options(target, use.options, use.name, path=("criterion",), given=2)
     return functools.partial(target, **use.options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import SpecError, did_you_mean
+from ...errors import SpecError
 from ...models.factory import build
 from ...spec.import_path import import_target
+from ...spec.options import check_options
 from ...spec.run_config import load_config
 from ...spec.train_section import Use, read_use
 from ...spec.yaml_source import no_such_file
 from ..random_draws import Draws
 from .calling import first_tensor
-from .task import check_options
 
 LONGEST = 512  # tokens of a caption where neither the tokenizer nor the encoder says how many
 
@@ -110,11 +109,7 @@ def _called(use: Use, device: torch.device) -> Callable[[list[str]], Any]:
 
 
 def _folder_options(use: Use) -> dict[str, Any]:
-    known = list(inspect.signature(FolderText).parameters)[2:]
-    for key in use.options:
-        if key not in known:
-            hint = f"{did_you_mean(key, known)}; it takes {', '.join(known)}"
-            raise SpecError(f"a text encoder has no option '{key}'{hint}", key=key)
+    check_options(FolderText, use.options, "a text encoder", given=2)
     return use.options
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import SpecError, did_you_mean
+from ...spec.options import check_known, taken
 from ...spec.train_section import Use
 from ...spec.yaml_source import no_such_file
 from ..random_draws import Draws
@@ -60,7 +60,7 @@ class Noise(ABC):
         scheduler.set_timesteps(steps, **options)
         # what the loop itself draws, image by image
         own = [torch.Generator().manual_seed(seed + n) for n in range(len(noise))]
-        drawn = {"generator": own} if "generator" in inspect.signature(scheduler.step).parameters else {}
+        drawn = {"generator": own} if "generator" in taken(scheduler.step).names else {}
         x = noise * scheduler.init_noise_sigma if hasattr(scheduler, "init_noise_sigma") else noise
         for t in scheduler.timesteps:
             given = scheduler.scale_model_input(x, t) if hasattr(scheduler, "scale_model_input") else x
@@ -193,11 +193,8 @@ def read_density(use: Use) -> Use:
     if use.name not in DENSITIES:
         hint = f"{did_you_mean(use.name, DENSITIES)}; there are {', '.join(DENSITIES)}"
         raise SpecError(f"no density '{use.name}'{hint}", path=("density",))
+    check_known(use.options, DENSITIES[use.name], f"{use.name} has no option", path=("density",))
     for key, value in use.options.items():
-        if key not in DENSITIES[use.name]:
-            known = DENSITIES[use.name]
-            hint = f"{did_you_mean(key, known)}; it takes {', '.join(known) or 'none'}"
-            raise SpecError(f"{use.name} has no option '{key}'{hint}", path=("density",), key=key)
         if not isinstance(value, (int, float)):
             raise SpecError(f"must be a number, not {value!r}", path=("density", use.name, key))
     return Use(use.name, {**DENSITIES[use.name], **use.options})
@@ -220,7 +217,7 @@ def open_noise(
     kind, config = _scheduler(use, base)
     flow = hasattr(kind, "scale_noise")
     name = kind.__name__
-    if not flow and not {"beta_schedule", "prediction_type"} <= inspect.signature(kind).parameters.keys():
+    if not flow and not {"beta_schedule", "prediction_type"} <= {*taken(kind).names}:
         raise SpecError(
             f"{name} has no betas and no sigmas to train on; DDPMScheduler and its relatives have, and "
             "FlowMatchEulerDiscreteScheduler",
@@ -235,7 +232,7 @@ def open_noise(
         if "flow" in (prediction or given):
             text += "; flow matching needs FlowMatchEulerDiscreteScheduler"
         raise SpecError(text, path=("prediction",))
-    if latents and "clip_sample" in inspect.signature(kind).parameters:
+    if latents and "clip_sample" in taken(kind).names:
         config.setdefault("clip_sample", False)  # clipping is for pixels in [-1, 1]
     if not flow:
         for key, value, wanted in (("weighting", weighting, "none"), ("time_scale", time_scale, 1.0)):
@@ -265,12 +262,8 @@ def _scheduler(use: Use, base: Path) -> tuple[type, dict[str, Any]]:
     if not (isinstance(kind, type) and issubclass(kind, diffusers.SchedulerMixin)):
         known = [n for n in dir(diffusers) if n.endswith("Scheduler")]
         raise SpecError(f"diffusers has no scheduler '{name}'{did_you_mean(name, known)}", path=("scheduler",))
-    options = list(inspect.signature(kind).parameters)
-    for key in use.options:
-        if key not in options:
-            hint = f"{did_you_mean(key, options)}; it takes {', '.join(options)}"
-            raise SpecError(f"{name} has no option '{key}'{hint}", path=("scheduler", use.name), key=key)
-    config = {**{k: v for k, v in config.items() if k in options}, **use.options}
+    check_known(use.options, taken(kind).names, f"{name} has no option", path=("scheduler", use.name))
+    config = {**_shared(kind, config), **use.options}
     try:
         kind.from_config(config)  # type: ignore[attr-defined]
     except Exception as error:  # the scheduler's, of diffusers or anybody's
@@ -280,6 +273,6 @@ def _scheduler(use: Use, base: Path) -> tuple[type, dict[str, Any]]:
 
 
 def _shared(kind: type, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Those options that another scheduler has as well."""
-    known = inspect.signature(kind).parameters
+    """Those options that a scheduler has."""
+    known = taken(kind).names
     return {key: value for key, value in config.items() if key in known}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from ...errors import SpecError, did_you_mean
 from ...spec.import_path import import_target
+from ...spec.options import check_options
 from ...spec.train_section import Use, read_use
 from ...spec.yaml_source import NOWHERE, Where
 from ..random_draws import Draws
@@ -101,29 +101,8 @@ def construct(kind: Callable[..., Any], use: Use, path: tuple[str, ...] = (), wh
     SpecError for an option that it does not take, with the nearest one, and for one that is missing.
     """
     path = (*path, use.name) if use.options else path
-    check_options(kind, use.options, use.name, path, where, given)
+    check_options(kind, use.options, use.name, path=path, where=where, given=given)
     try:
         return kind(**use.options)
     except SpecError as error:
         raise SpecError(error.finding, path=(*path, *error.path), key=error.key, where=where) from None
-
-
-def check_options(
-    kind: Callable[..., Any],
-    options: Mapping[str, Any],
-    name: str,
-    path: tuple[str, ...] = (),
-    where: Where = NOWHERE,
-    given: int = 0,
-) -> None:
-    """SpecError where a callable takes no such options, or needs more; its first `given` parameters are none."""
-    parameters = dict(list(inspect.signature(kind).parameters.items())[given:])
-    known = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    free = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for key in options:
-        if key not in known and not free:
-            hint = f"{did_you_mean(key, known)}; it takes {', '.join(known) or 'none'}"
-            raise SpecError(f"{name} has no option '{key}'{hint}", path=path, key=key, where=where)
-    for key in known:
-        if parameters[key].default is inspect.Parameter.empty and key not in options:
-            raise SpecError(f"{name} needs the option '{key}'", path=path, where=where)

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import SpecError, did_you_mean
-from .rules import COMMON, Match, Pass, Rule, check_common, check_target
-from .yaml_source import NOWHERE, Where, shown
+from ..spec.rules import COMMON, Match, Pass, Rule, check_common, check_target
+from ..spec.yaml_source import NOWHERE, Where, shown
 from .zhijian_line import Insertion, Line, Place, parse
 
 USE = "fxplug.compat.zhijian:Addin"
@@ -56,7 +56,7 @@ def blitz(
     return Pass(name, rules, about=about, params={"line": [one.text for one in lines]}, where=where, **settings)
 
 
-def blitz_entry(given: Any, where: Where = NOWHERE) -> Pass:
+def blitz_entry(given: Any) -> Pass:
     """A pass out of what stands below `blitz:` in a list of passes: `line`, `addin`, and the settings of every pass.
 
     `line` is one text or a list of them. `addin` is `package.module:Class`, or a mapping with `use` and `options`, or a
@@ -76,21 +76,10 @@ def blitz_entry(given: Any, where: Where = NOWHERE) -> Pass:
         raise SpecError(f"must be a line or a list of lines, not {shown(line)}", path=("line",))
     check_common(common)
     try:
-        made = blitz(list(texts), given["addin"], where=where, **common)
+        made = blitz(list(texts), given["addin"], **common)
     except SpecError as error:
         raise SpecError(error.finding, path=error.path or ("line",), key=error.key) from None
     return replace(made, params={key: given[key] for key in KEYS})
-
-
-def blitz_schema(common: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON Schema of what stands below `blitz:`; `common` has the settings of every pass."""
-    return {
-        "description": "Lines of ZhiJian's syntax, and the add-ins that they name.",
-        "type": "object",
-        "properties": {"line": {"type": ["string", "array"]}, "addin": {"type": ["string", "object"]}, **common},
-        "required": list(KEYS),
-        "additionalProperties": False,
-    }
 
 
 def _by_class(addin: Any, lines: list[Line]) -> dict[str, Any]:

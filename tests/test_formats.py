@@ -1,0 +1,40 @@
+"""Files of our own say which version of their format they have, and a later one is refused in the same words everywhere."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fxplug.errors import ArtifactError, TrainError
+from fxplug.files.formats import check_format
+from fxplug.files.reading import about
+from fxplug.training import checkpoint
+
+
+@pytest.mark.parametrize(
+    ("manifest", "finding"),
+    [
+        ({"format": 4, "fxplug": "9.9"}, "f has format 4, written by fxplug 9.9; this version reads up to 3: update fxplug"),
+        ({"format": 4}, "f has format 4; this version reads up to 3: update fxplug"),
+        ({"format": True}, "f cannot be read: its manifest has the format True, which is no version"),
+        ({"format": 0}, "f cannot be read: its manifest has the format 0, which is no version"),
+        ({}, "f cannot be read: its manifest has the format None, which is no version"),
+        ([], "f cannot be read: its manifest has the format None, which is no version"),
+    ],
+)
+def test_what_is_refused(manifest, finding):
+    with pytest.raises(ArtifactError) as raised:
+        check_format(manifest, 3, about("f"))
+    assert str(raised.value) == finding
+    check_format({"format": 1}, 3, about("f"))
+    check_format({"format": 3}, 3, about("f"))
+
+
+def test_a_checkpoint_of_a_later_format(tmp_path):
+    folder = checkpoint.write(tmp_path, checkpoint.Checkpoint({"w": torch.ones(2)}, {"step": 1}), keep=1)
+    assert checkpoint.read(folder).progress == {"step": 1}
+    (folder / "progress.json").write_text(json.dumps({"format": 2, "step": 1}))
+    with pytest.raises(TrainError, match="has format 2; this version reads up to 1: update fxplug; resume from another one"):
+        checkpoint.read(folder)
