@@ -24,7 +24,8 @@ from torch import nn
 import fxplug
 from fxplug.artifacts.module_classes import block_classes, torch_classes
 from fxplug.ir import functions
-from fxplug.ir.traced_module import Container, TracedModule
+from fxplug.ir.containers import Container
+from fxplug.ir.traced_module import TracedModule
 
 PLAIN_ERRORS = (
     fxplug.FxplugError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError,

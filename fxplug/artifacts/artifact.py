@@ -18,7 +18,8 @@ from .. import __version__
 from ..errors import ArtifactError, shown
 from ..files.reading import Raises, reported
 from ..files.writing import linked, save_file
-from ..ir.traced_module import Container, TracedModule
+from ..ir.containers import Container
+from ..ir.traced_module import TracedModule
 from ..limits import DEFAULT, Limits
 from ..lowerings.merging.live import unlowered
 from ..turns import held

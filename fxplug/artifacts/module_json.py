@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..errors import ArtifactError
-from ..ir.traced_module import RESERVED, Container, TracedModule, plain_attributes
+from ..ir.containers import RESERVED, Container, plain_attributes
+from ..ir.traced_module import TracedModule
 from ..parallel.runtime.mesh import World
 from ..torch_internals.modules import forward_hooks
 from ..turns import Turns

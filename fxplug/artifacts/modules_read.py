@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import ArtifactError, did_you_mean, shown
-from ..ir.traced_module import PLAIN_TYPES, Container, is_plain_attribute
+from ..ir.containers import PLAIN_TYPES, Container, is_plain_attribute
 from ..limits import DEFAULT, Limits
 from ..spec.import_path import present
 from ..torch_internals.modules import WEIGHT_LISTS, list_weights

@@ -13,7 +13,8 @@ from torch import nn
 
 from ..errors import ArtifactError, shown
 from ..files.reading import syntax_tree
-from ..ir.traced_module import Container, Graph, TracedModule, by_index, without_edges
+from ..ir.containers import Container
+from ..ir.traced_module import Graph, TracedModule, by_index, without_edges
 from ..torch_internals.graphs import qualified_name
 from .value_json import TORCH_NAMES
 

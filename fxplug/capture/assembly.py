@@ -10,7 +10,8 @@ import torch
 from torch import fx, nn
 
 from ..ir import ops
-from ..ir.traced_module import RESERVED, Container, Graph, TracedModule, class_names, plain_attributes
+from ..ir.containers import RESERVED, Container, plain_attributes
+from ..ir.traced_module import Graph, TracedModule, class_names
 from .python_state import Place
 
 COPIED = (list, dict, set, deque, OrderedDict)

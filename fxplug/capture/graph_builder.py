@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import operator
-import re
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from traceback import walk_tb
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -30,36 +27,17 @@ from ..torch_internals.tensors import memory_id
 from .fake_tensors import Results, fake
 from .memory_journal import Journal, storage_of
 from .numbers import KINDS, Number, Recorder
-from .user_code import is_user_code, source_line, user_frame
+from .tries import Tries
+from .user_code import source_line, user_frame
 
 PRINTABLE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
 PRINTABLE += (torch.memory_format, torch.layout, range)
 NUMBERS = (bool, *KINDS)
-NUMBER_KIND = re.compile(r"\b(Number|Int|Float|SymInt|SymFloat|int|float)\b")  # in the message of a TypeError
-NUMBER = re.compile(r"\b(Int|Float|SymInt|SymFloat)\b")  # in that of any other error
 SMALL = 16  # a constant of at most so many numbers is written into the code, a larger one becomes a buffer
 
 
 class StandIn(torch.Generator):
     """What stands for torch's default generator during a run."""
-
-
-@dataclass
-class Tries:
-    """What earlier tries at the same call found that it needs: autograd on fakes too, and code that takes plain numbers."""
-
-    autograd: bool = False
-    plain: set[CodeType] = field(default_factory=set)
-
-    def learn(self, error: Exception) -> bool:
-        """Whether another try can help: code that failed on a recorded number gets plain ones."""
-        if not (NUMBER_KIND if isinstance(error, TypeError) else NUMBER).search(str(error)):
-            return False
-        frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_user_code(frame)]
-        new = next((f.f_code for f in reversed(frames) if f.f_code not in self.plain), None)
-        if new is not None:
-            self.plain.add(new)
-        return new is not None
 
 
 class Frame:

@@ -15,9 +15,7 @@ from ..torch_internals.dispatch import DisableTorchFunction
 from .fake_tensors import NeedsValues, lacks_values
 from .graph_builder import NUMBERS, Nodes
 from .numbers import KINDS, Number
-from .questions import (
-    ORDERED,
-)
+from .questions import ORDERED
 from .user_code import decides_nothing, shortened, source_line, user_frame
 from .wording import describe
 

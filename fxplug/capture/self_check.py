@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from ..errors import GuardError, TraceError
+from ..ir.containers import Container
 from ..ir.pytree import leaves, map_leaves
-from ..ir.traced_module import Container, TracedModule
+from ..ir.traced_module import TracedModule
 from ..torch_internals.fakes import FakeTensor
 from ..torch_internals.tensors import memory_id
 from .fake_tensors import fake

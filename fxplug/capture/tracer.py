@@ -26,13 +26,14 @@ from . import grad_modes, model_edge, process_state, self_check
 from .assembly import Recorded, assemble
 from .edges import Regions
 from .fake_tensors import NeedsValues, Results, carry_over, fake_weights, lacks_values, no_collection
-from .graph_builder import Tries, drop
+from .graph_builder import drop
 from .isolation import restored, same_random
 from .memory_journal import Journal
 from .numbers import recorded_math
 from .one_at_a_time import alone, undone
 from .python_state import MISSING, Place, State
 from .recorder import NeedsAutograd, Recording
+from .tries import Tries
 from .user_code import is_user_code
 
 

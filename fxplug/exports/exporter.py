@@ -24,8 +24,9 @@ from ..errors import FxplugError, did_you_mean
 from ..files.reading import KINDS, reported
 from ..files.temporary import folder
 from ..files.writing import written
+from ..ir.containers import Container
 from ..ir.pytree import children, leaves, map_leaves
-from ..ir.traced_module import Container, TracedModule, copy_graph, shell
+from ..ir.traced_module import TracedModule, copy_graph, shell
 from ..turns import held
 from .aoti_writer import Refused, Unfit, check_compiler, refusing, write
 

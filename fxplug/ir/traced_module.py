@@ -8,7 +8,7 @@ import inspect
 import keyword
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,14 +17,11 @@ from torch import fx, nn
 
 from ..adapters.slots import Adapters
 from ..errors import SpecError, TraceError
-from ..limits import DEFAULT
 from ..torch_internals.compiling import leave_frame, leave_module
 from ..turns import change, during, hold, inside, turns_of
 from . import ops
+from .containers import RESERVED, Container, child_of
 
-PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype)
-# names that torch's GraphModule and this one use themselves; a model's attribute of that name stays out
-RESERVED = {"meta", "shape_env", "attributes", "graphs", "graph", "code", "classes", "training", "twin_error"}
 OWN_STATE = {"_graph", "_twin", "_extras", "_origin", "_code", "_codes", "_graph_mode", "_adapters", "_turns"}
 ROOT_STATE = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
 # a lookup that FX writes for a name such as "0"; or a string or comment, which is left as it is
@@ -99,68 +96,6 @@ def without_edges(graph: fx.Graph) -> fx.Graph:
         else:
             values[node] = new.node_copy(node, values.__getitem__)
     return new
-
-
-class Container(nn.Module):
-    """Stands where a module was whose code is in the graph now: its parameters, children and plain attributes.
-
-    `classes` holds the names of its class and of that class's bases.
-    """
-
-    def __init__(self, classes: tuple[str, ...] = ("Module",), attributes: dict[str, Any] | None = None) -> None:
-        super().__init__()
-        self.classes = classes
-        self.attributes = tuple(attributes or ())
-        self.__dict__.update(attributes or {})
-
-    def __getitem__(self, key: int | str) -> Any:
-        return _child(self, key)
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(m for m in self._modules.values() if m is not None)
-
-    def __bool__(self) -> bool:
-        return True
-
-    def _get_name(self) -> str:
-        return self.classes[0]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises NotImplementedError: the code is in the graph of the traced model."""
-        raise NotImplementedError(f"the code of this {self.classes[0]} is in the graph of the traced model; call the model")
-
-
-def _child(module: nn.Module, key: int | str) -> Any:
-    """A child, parameter or buffer by name; or a child by position, as in a ModuleList."""
-    name = str(key)
-    found: Any = module._modules.get(name)
-    if found is None:
-        found = module._parameters.get(name)
-    if found is None:
-        found = module._buffers.get(name)
-    if found is None and isinstance(key, int):
-        found = list(module._modules.values())[key]
-    if found is None:
-        raise KeyError(key)
-    return found
-
-
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """The public attributes of a module that are numbers, strings, None, dtypes, or tuples and lists of those."""
-    return {k: v for k, v in vars(module).items() if is_plain_attribute(k, v)}
-
-
-def is_plain_attribute(name: str, value: Any) -> bool:
-    """Whether a Container has an attribute: a public one, of no name that a module has itself, and a plain value."""
-
-    def plain(x: Any, depth: int = DEFAULT.depth) -> bool:
-        return isinstance(x, PLAIN_TYPES) or (type(x) in (tuple, list) and depth > 0 and all(plain(y, depth - 1) for y in x))
-
-    taken = name in ("training", "classes", "attributes") or hasattr(Container, name)
-    return not (name.startswith("_") or taken) and plain(value)
 
 
 def class_names(module: nn.Module) -> tuple[str, ...]:
@@ -352,7 +287,7 @@ class TracedModule(fx.GraphModule):
                 retie(module, self)
 
     def __getitem__(self, key: int | str) -> Any:
-        return _child(self, key)
+        return child_of(self, key)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..ir.traced_module import Container, Graph
+from ..ir.containers import Container
+from ..ir.traced_module import Graph
 from ..rewriter.editor import ROOT
 from ..rewriter.graft import head
 from ..spec.addresses import identifier

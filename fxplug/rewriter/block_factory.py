@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ..errors import FxplugError, SpecError
-from ..ir.traced_module import Container, TracedModule
+from ..ir.containers import Container
+from ..ir.traced_module import TracedModule
 from ..spec.import_path import import_target
 from ..spec.options import check_options
 from ..spec.rules import Pass, Rule, is_target

@@ -12,8 +12,9 @@ from torch import fx, nn
 from ..capture.tracer import trace
 from ..errors import SpecError, TraceError
 from ..ir import ops
+from ..ir.containers import plain_attributes
 from ..ir.pytree import children, leaves, rebuilt
-from ..ir.traced_module import MODES, Graph, TracedModule, plain_attributes
+from ..ir.traced_module import MODES, Graph, TracedModule
 from ..spec.addresses import Port, identifier
 from ..torch_internals.tensors import memory_id
 

@@ -17,8 +17,9 @@ from torch import fx, nn
 from ..capture.fake_tensors import quiet
 from ..errors import ClashError, MatchError, SpecError, TraceError
 from ..ir import ops
+from ..ir.containers import Container
 from ..ir.regions import Regions, each, members, source
-from ..ir.traced_module import Container, Graph, TracedModule, copy_graph, shell
+from ..ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ..spec.addresses import WHOLE, Port, is_pattern, parse_port, select
 from ..spec.rules import Pass
 from .graft import Graft, head, traced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,13 @@ from ..errors import TraceError, VerifyError
 from ..ir.pytree import leaves, map_leaves
 from ..ir.traced_module import TracedModule
 from ..spec.rules import Match, Pass, Rule
-from ..torch_internals.tensors import memory_id, version
+from ..torch_internals.tensors import memory_id
 from .applying import apply
-from .differences import Record, Watch, equal, is_differentiable, unlike
+from .call_results import Call, Finding, Left, close_enough, first_difference, hidden_state, kept_results
+from .differences import Record, Watch, is_differentiable
 from .modes import _knows_mode, in_mode
 from .probe import Probe, Unchecked, gradient_reaches, located, swapped
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 Runner = Callable[[TracedModule, int, Call], Any]
 INPUTS = ":in"  # among the names of what a model writes: its inputs
 
@@ -51,24 +51,6 @@ WAYS = (
 )
 
 
-@dataclass
-class Left:
-    """What one call leaves: its result, the state and the inputs after it, and the weights and inputs a gradient reaches."""
-
-    out: Any
-    state: dict[str, torch.Tensor]
-    inputs: Any
-    reached: set[str]
-
-
-@dataclass
-class Finding:
-    """How what two calls left differs: in which of the calls, in words."""
-
-    index: int
-    text: str
-
-
 def check(
     gm: TracedModule, new: TracedModule, call: Call, entries: list[dict[str, Any]], written: set[str] | None
 ) -> str:
@@ -80,7 +62,7 @@ def check(
     names = ", ".join(e["name"] for e in entries) or "no pass"
     pair = _Pair(gm, new, call, added, entries, written)
     done, notes = [], []
-    with _kept(gm, new, call):
+    with kept_results(gm, new, call):
         for way in WAYS:
             if not pair.concerned(way):
                 continue
@@ -134,11 +116,11 @@ class _Pair:
             new = self.left(self.new, way)
         except Exception as error:  # the rewritten model's: its blocks may be the user's
             raise self.failure(way, error) from error
-        note = "" if way is not WAYS[0] else _hidden(base[0].out)
-        finding = _difference(base, new)
+        note = "" if way is not WAYS[0] else hidden_state(base[0].out)
+        finding = first_difference(base, new)
         if finding is None:
             return note or None
-        if (unsteady := _difference(base, self.left(self.gm, way))) is not None:
+        if (unsteady := first_difference(base, self.left(self.gm, way))) is not None:
             again = f"the model itself does otherwise when it is called again{way.call(unsteady.index)}"
             raise Unchecked(f"{again}, with the same state, inputs and seed: {unsteady.text}")
         return self.excused(way, base, new) or self.blamed(way, finding)
@@ -163,11 +145,11 @@ class _Pair:
         for draws in (False, True):
             ours = self.left(self.new, way, isolated) if draws else new
             drawn = "random numbers that the passes draw were kept apart" if draws else ""
-            if draws and _difference(base, ours) is None:
+            if draws and first_difference(base, ours) is None:
                 return drawn
             if opened:
                 control = self.left(apply(self.gm, _opening(opened)), way)
-                if _difference(control, ours) is None and _close(base, control):
+                if first_difference(control, ours) is None and close_enough(base, control):
                     text = f"outputs agree within rounding where {', '.join(opened)} was opened: MultiheadAttention computes "
                     return text + "in another order then" + (f"; {drawn}" if draws else "")
         return None
@@ -309,68 +291,7 @@ def _has_space(module: TracedModule) -> bool:
     return any(n.meta["pass"].get("place") == "param" or len(n.meta.get("shape") or ()) > 3 for n in put_in)
 
 
-@contextlib.contextmanager
-def _kept(gm: TracedModule, new: TracedModule, call: Call) -> Iterator[None]:
-    """See that what the calls got copies of is not written by another way. Raises VerifyError."""
-    named = {f"the {kind} '{name}' of the model": t for kind in ("parameter", "buffer") for name, t in _named(gm, kind)}
-    given = [("an input", t) for t in leaves(call) if isinstance(t, torch.Tensor)]
-    watched = [(what, t, version(t)) for what, t in [*named.items(), *given] if not t.is_inference()]
-    yield
-    changed = [what for what, t, before in watched if version(t) != before]
-    if changed:
-        raise VerifyError(f"{changed[0]} is written by a block that keeps it as its own: a block changes nothing of the model")
-
-
-def _named(module: nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters() if kind == "parameter" else module.named_buffers()
-
-
 # --- comparing
-
-
-def _difference(base: list[Left], new: list[Left]) -> Finding | None:
-    """The first thing that calls of two modules left otherwise."""
-    for index, (a, b) in enumerate(zip(base, new, strict=True)):
-        if off := unlike(a.out, b.out):
-            return Finding(index, f"outputs differ {off}")
-        if off := unlike(a.inputs, {**b.inputs} if isinstance(b.inputs, dict) else _common(a.inputs, b.inputs)):
-            return Finding(index, f"the inputs after the call differ {off}")
-        for name in a.state.keys() & b.state.keys():
-            if off := unlike(a.state[name], b.state[name]):
-                return Finding(index, f"'{name}' after the call differs {off}")
-        if lost := sorted(a.reached - b.reached):
-            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
-            return Finding(index, f"no gradient reaches {', '.join(lost[:3])}{more} any more")
-    return None
-
-
-def _common(before: Call, after: Call) -> Call:
-    """The inputs of the rewritten model without those that passes added."""
-    return after[0], {k: v for k, v in after[1].items() if k in before[1]}
-
-
-def _close(base: list[Left], control: list[Left]) -> bool:
-    """Whether every element of every output agrees within 1e-5 of itself, but for the last bits of the output's largest."""
-    for a, b in zip(base, control, strict=True):
-        for x, y in zip(leaves(a.out), leaves(b.out), strict=True):
-            if not isinstance(x, torch.Tensor) or equal(x, y):
-                continue
-            if unlike(torch.zeros_like(x), torch.zeros_like(y)) or not is_differentiable(x):
-                return False
-            last = torch.finfo(x.dtype).eps * x.nan_to_num(0, 0, 0).abs().max().item()
-            if not torch.allclose(x, y, rtol=1e-5, atol=2 * last, equal_nan=True):
-                return False
-    return True
-
-
-def _hidden(out: Any) -> str:
-    """What keeps a comparison from seeing much."""
-    tensors = [t for t in leaves(out) if is_differentiable(t) and t.numel() > 1 and t.layout == torch.strided]
-    if tensors and all(t.isnan().all() for t in tensors):
-        raise Unchecked("every output of the model is NaN on these inputs, so there is nothing to compare")
-    if tensors and all(equal(t, t.flatten()[:1].expand(t.numel()).view(t.shape)) for t in tensors):
-        return "every output is one value throughout, which may hide what changed before it"
-    return ""
 
 
 # --- an opened MultiheadAttention

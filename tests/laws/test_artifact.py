@@ -29,7 +29,8 @@ from fxplug.artifacts.module_json import write_modules
 from fxplug.artifacts.modules_read import read_modules
 from fxplug.artifacts.value_json import Settings, decode, encode
 from fxplug.ir import functions, ops
-from fxplug.ir.traced_module import Container, TracedModule
+from fxplug.ir.containers import Container
+from fxplug.ir.traced_module import TracedModule
 from fxplug.spec.addresses import Port
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -13,10 +13,11 @@ from torch import Tensor, fx, nn
 from ...blocks.lora import Lora
 from ...errors import SpecError
 from ...ir import ops
+from ...ir.containers import Container
 from ...ir.pytree import leaves
 from ...ir.regions import added
 from ...ir.subgraphs import SWITCHES, aliases, written
-from ...ir.traced_module import Container, Graph, TracedModule, copy_graph, shell
+from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ...spec.addresses import identifier
 from ...torch_internals.modules import ConvNd, is_hooked
 from . import operators

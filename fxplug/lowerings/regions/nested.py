@@ -15,8 +15,9 @@ from torch import Tensor, fx, nn
 
 from ...errors import MatchError, SpecError
 from ...ir import ops
+from ...ir.containers import Container, plain_attributes
 from ...ir.subgraphs import REGION, Cut, aliases, changed_input, extract, members, plan, unique_names
-from ...ir.traced_module import Container, Graph, TracedModule, class_names, copy_graph, plain_attributes, shell
+from ...ir.traced_module import Graph, TracedModule, class_names, copy_graph, shell
 from ...torch_internals.compiling import constant_floats
 from ...torch_internals.tensors import memory_id
 from .choice import is_leaf, nesting_tree
