@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -28,6 +29,17 @@ def measurements(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FXPLUG_CACHE", str(tmp_path_factory.mktemp("measurements")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """What is there before a file's tests stays: the garbage collector need not walk a million objects of libraries again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # a library counts at the end what is left of it
 
 
 @pytest.fixture(autouse=True)

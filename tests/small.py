@@ -17,7 +17,7 @@ from fxplug.spec.shipped import shipped
 # the passes that have rules; parallel ones have a test of their own
 PASSES = [name for name in shipped("passes") if "rules" in open_pass(name).source.data]
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Traced:
     """A model, its graph, and an example call."""
 
