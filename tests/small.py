@@ -51,6 +51,16 @@ def vit() -> Traced:
 
 
 @cache
+def plain_vit() -> Traced:
+    """A narrower one with one graph for both modes."""
+    import timm
+
+    options = {"img_size": 32, "depth": 2, "num_classes": 10, "embed_dim": 96}
+    model = seeded(lambda: timm.create_model("vit_tiny_patch16_224", **options)).eval()
+    return traced(model, seeded(lambda: torch.randn(2, 3, 32, 32)))
+
+
+@cache
 def unet() -> Traced:
     """A UNet in the style of SD 1.5 with one layer a level."""
     (case,) = (c for c in zoo.cases() if c.name == "diffusers/UNet2DConditionModel-sd15")
