@@ -324,11 +324,16 @@ def captured(case):
     assert "captures one graph" in _one_graph(case.base.gm, case.new, case.call), case.name
 
 
+def all_on_a_vit():
+    """More tokens are no grid, which others need: the passes that add some stand alone."""
+    base, groups = small.plain_vit(), together("vit", "vpt", on="plain_vit")
+    assert len(groups) < 4
+    vpt = [fxplug.load_pass("vpt", name=f"vpt{index}", **params) for index, (_, params) in enumerate(CASES["vpt"])]
+    return [*groups, Case("vpt", base, None, fxplug.apply(base.gm, *vpt))]
+
+
 def test_one_graph_is_captured_of_all_passes_on_a_vit():
-    # more tokens are no grid, which others need; and these are captured in both modes
-    groups = [*together("vit", "vpt", on="plain_vit"), made_once("vpt", 0), made_once("vpt", 1)]
-    assert len(groups) < 10
-    for case in groups:
+    for case in [*all_on_a_vit(), made_once("scale", 0)]:  # the last in both modes
         captured(case)
 
 
@@ -342,6 +347,11 @@ def test_one_graph_is_captured_of_each(case):
     captured(case)
 
 
+def test_all_passes_on_a_vit_export():
+    for case in [*all_on_a_vit(), *together("layers"), *together("lite")]:
+        exports(case)
+
+
 def test_all_passes_on_a_unet_export():
     groups = together("unet")
     assert len(groups) < 5
@@ -349,10 +359,9 @@ def test_all_passes_on_a_unet_export():
         exports(case)
 
 
-@pytest.mark.parametrize("row", [pytest.param(*row.values, id=row.id, marks=pytest.mark.slow if "unet" in row.id else [])
-                                 for row in rows()])  # fmt: skip
-def test_it_exports(row):
-    exports(made_once(*row))
+@pytest.mark.slow
+def test_it_exports(case):
+    exports(case)
 
 
 def exports(case):
