@@ -43,6 +43,7 @@ passes:
   - sequence_parallel: {ulysses: 2}
 """
 )
+SLOW = pytest.mark.slow  # what others hold with more beside it
 NAMES = [name for name in shipped("passes") if "parallel" in open_pass(name).source.data]
 
 
@@ -314,9 +315,11 @@ def written(*passes):
 @pytest.mark.parametrize(
     ("passes", "said"),
     [
-        ([{"pipefusion": {"stages": 2, "patches": 2}}], {"stages": 2, "patches": 2, "warmup": 1, "correct": 0}),
+        pytest.param(
+            [{"pipefusion": {"stages": 2, "patches": 2}}], {"stages": 2, "patches": 2, "warmup": 1, "correct": 0}, marks=SLOW
+        ),
         (["batch_parallel", {"pipefusion": {"warmup": 3, "clock": ""}}], {"stages": 2, "patches": 4, "batch": 2, "warmup": 3}),
-        ([{"sequence_parallel": {"ulysses": 2, "ring": 2, "stale": True}}], {"ways": 4}),
+        pytest.param([{"sequence_parallel": {"ulysses": 2, "ring": 2, "stale": True}}], {"ways": 4}, marks=SLOW),
         (["batch_parallel", {"sequence_parallel": {"ulysses": 3, "stale": True, "correct": 1, "steps": 9}}], {"ways": 3}),
     ],
 )
