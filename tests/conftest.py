@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch  # noqa: E402  (offline must be set before any library reads it)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell has started us in the background, and children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 GOLDEN = Path(__file__).parent / "golden"
+gc.set_threshold(20_000, 20, 20)  # a graph is thousands of objects, and few of them die in cycles
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
@@ -28,6 +30,17 @@ def measurements(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FXPLUG_CACHE", str(tmp_path_factory.mktemp("measurements")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen():
+    """What is there before a file's tests stays: the garbage collector need not walk a million objects of libraries again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()  # a library counts at the end what is left of it
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from fxplug.spec.shipped import shipped
 # the passes that have rules; parallel ones have a test of their own
 PASSES = [name for name in shipped("passes") if "rules" in open_pass(name).source.data]
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Traced:
     """A model, its graph, and an example call."""
 
@@ -46,6 +46,16 @@ def vit() -> Traced:
     import timm
 
     options = {"img_size": 32, "depth": 2, "num_classes": 10, "attn_drop_rate": 0.1}
+    model = seeded(lambda: timm.create_model("vit_tiny_patch16_224", **options)).eval()
+    return traced(model, seeded(lambda: torch.randn(2, 3, 32, 32)))
+
+
+@cache
+def plain_vit() -> Traced:
+    """A narrower one with one graph for both modes."""
+    import timm
+
+    options = {"img_size": 32, "depth": 2, "num_classes": 10, "embed_dim": 96}
     model = seeded(lambda: timm.create_model("vit_tiny_patch16_224", **options)).eval()
     return traced(model, seeded(lambda: torch.randn(2, 3, 32, 32)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app, main
+from fxplug.cli import processes as cli_processes
 from fxplug.pages import SMALL
 from fxplug.parallel.checking import check_pretended, pretending, ways_in
 from fxplug.parallel.plan import alone
@@ -41,12 +43,20 @@ passes:
   - sequence_parallel: {ulysses: 2}
 """
 )
+SLOW = pytest.mark.slow  # what others hold with more beside it
 NAMES = [name for name in shipped("passes") if "parallel" in open_pass(name).source.data]
 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Processes that the verb starts are forked from one that has imported torch."""
+    start = torch.multiprocessing.start_processes
+    monkeypatch.setattr(cli_processes, "spawn", functools.partial(start, start_method="forkserver"))
 
 
 def run(*args, code=0):
@@ -194,7 +204,7 @@ def saved():
     return run("parallel", "c.yaml", "--check", "--out", "out")
 
 
-def test_a_check_on_processes_of_its_own_and_of_torchrun():
+def test_a_check_on_processes_of_its_own_and_of_torchrun(forked):
     assert re.search(SAID + "saved in out\n$", saved())
     done = torchrun(2, "parallel", "out", "--check")
     assert done.codes == [0, 0], done.stderr
@@ -203,7 +213,7 @@ def test_a_check_on_processes_of_its_own_and_of_torchrun():
     assert done.stderr.count("none.yaml") == 1 and done.codes == [1, 1]
 
 
-@pytest.mark.slow  # three programs that import torch
+@pytest.mark.slow  # programs that import torch, the two that the verb starts among them
 def test_torchrun_itself():
     saved()
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(fxplug.__file__).parent.parent)])
@@ -305,9 +315,11 @@ def written(*passes):
 @pytest.mark.parametrize(
     ("passes", "said"),
     [
-        ([{"pipefusion": {"stages": 2, "patches": 2}}], {"stages": 2, "patches": 2, "warmup": 1, "correct": 0}),
+        pytest.param(
+            [{"pipefusion": {"stages": 2, "patches": 2}}], {"stages": 2, "patches": 2, "warmup": 1, "correct": 0}, marks=SLOW
+        ),
         (["batch_parallel", {"pipefusion": {"warmup": 3, "clock": ""}}], {"stages": 2, "patches": 4, "batch": 2, "warmup": 3}),
-        ([{"sequence_parallel": {"ulysses": 2, "ring": 2, "stale": True}}], {"ways": 4}),
+        pytest.param([{"sequence_parallel": {"ulysses": 2, "ring": 2, "stale": True}}], {"ways": 4}, marks=SLOW),
         (["batch_parallel", {"sequence_parallel": {"ulysses": 3, "stale": True, "correct": 1, "steps": 9}}], {"ways": 3}),
     ],
 )
@@ -346,7 +358,7 @@ def test_what_cannot_be_run_in_steps(passes, match):
     assert not Path("out").exists()
 
 
-def test_stages_from_the_command_line():
+def test_stages_from_the_command_line(forked):
     model = json.dumps(PIXART["model"]), json.dumps(PIXART["inputs"])
     Path("c.yaml").write_text("model: {}\ninputs: {}\n".format(*model))
     said = r"stages: [\d.]+%, [\d.]+% of the work; 2 patches, warm-up 1, correct 0\n"

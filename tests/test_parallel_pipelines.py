@@ -221,7 +221,7 @@ class WithPicture(nn.Module):
         return self.module(*args, **kwargs, cond=cond, strength=torch.tensor(0.8))
 
 
-@pytest.mark.parametrize("ways", [{"ulysses": 2}, {"batch": 2}], ids=str)
+@pytest.mark.parametrize("ways", [{"ulysses": 2}, pytest.param({"batch": 2}, marks=pytest.mark.slow)], ids=str)
 def test_a_unet_with_its_controlnet(ways):
     base = unets.HOSTS["sd15"]()
     new = fxplug.apply(base.gm, fxplug.load_pass("controlnet", network=unets.control(base.model)))

@@ -204,7 +204,7 @@ def _record(job: _Job, real: bool | None, training: bool | None) -> Recorded:
             raise TraceError(f"{error}{'' if real is False else way}") from error
         reason = str(error) if isinstance(error, NeedsValues) else f"{type(error).__name__}: {str(error).strip()}"
         reason = reason.partition("\n")[0]
-    gc.collect()  # fake tensors of the first try
+    gc.collect(0)  # fake tensors of the first try: none is older, as nothing was collected meanwhile
     try:
         recorded = _run(job, False, False, training)
     except Exception as error:  # the model's or torch's again
