@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,50 +14,11 @@ from torch import Tensor, nn
 from ..errors import SpecError, did_you_mean
 from ..limits import DEFAULT, Limits
 from ..turns import Turns, change, hold, turns_of
+from .banks import Bank
 from .files import AdapterFile, Entry, Fit, fit, read
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
 Weights = Mapping[str, float]
-# the dimensions of a parameter that are ranks; a bank is padded there and nowhere else
-RANKS = {
-    "down": (0,), "up": (1,),
-    "hada_w1_a": (1,), "hada_w1_b": (0,), "hada_w2_a": (1,), "hada_w2_b": (0,), "hada_t1": (0, 1), "hada_t2": (0, 1),
-    "lokr_w1": (), "lokr_w2": (), "lokr_w1_a": (1,), "lokr_w1_b": (0,), "lokr_w2_a": (1,), "lokr_w2_b": (0,), "lokr_t2": (0, 1),
-}  # fmt: skip
-SCALED = ("up", "hada_w2_b", "lokr_w2", "lokr_w2_b")  # which of a bank's parameters takes the adapter's scale
-
-
-@dataclass(frozen=True)
-class Bank:
-    """The slots at one layer: what `apply` keeps of a block with slots, plain values all.
-
-    `path` is the layer, `block` the module that holds the bank, `kind` the kind of layer beside which a low-rank update runs
-    (Linear, Conv2d, Embedding), or the class of block that maps the weight (LoraWeight, Loha, Lokr); `shape` is the weight's.
-    """
-
-    path: str
-    block: str
-    kind: str
-    slots: int
-    rank: int
-    shape: tuple[int, ...]
-    groups: int = 1
-    parameters: tuple[str, ...] = ("down", "up")
-
-    @property
-    def maps(self) -> bool:
-        """Whether it maps the weight itself, so that its parameters have the slots as their first dimension."""
-        return self.kind in ("LoraWeight", "Loha", "Lokr")
-
-    def views(self, name: str, tensor: Tensor, slot: int) -> Tensor:
-        """One slot of one of the bank's tensors: a view, in groups (groups, rank, ...) for a convolution's `down`."""
-        if self.maps:
-            return tensor[slot]
-        if name == "up" or self.kind == "Embedding":
-            return torch.unflatten(tensor, 1, (self.slots, -1))[:, slot]
-        return torch.unflatten(tensor, 0, (self.groups, self.slots, -1))[:, slot]
-
-
 class Adapters:
     """The adapters of a module with slots, by name.
 
@@ -322,13 +282,14 @@ class Adapters:
             rows = homes[path]
             same = [(p, bank) for p, bank in rows if bank.kind.lower() == entry.kind]
             p, bank = (same or rows)[0]
-            names = self._parameters(bank)
-            rank, values = _values(bank, entry, names)
+            names = bank.names()
+            rank, values = bank.values(entry)
             if rank > bank.rank:
                 high.append((path, rank, bank, p))
                 continue
             for key, value in values.items():
-                ready.setdefault(p, []).append((bank, key, names[key], self._cast(bank, key, names[key], value, entry)))
+                made = bank.cast(key, self.tensor(names[key]), value, entry)
+                ready.setdefault(p, []).append((bank, key, names[key], made))
         if high:
             path, rank, bank, p = max(high, key=lambda row: row[1])
             raise SpecError(
@@ -336,24 +297,6 @@ class Adapters:
                 f"apply pass '{p}' with rank_max={rank}"
             )
         return ready
-
-    def _cast(self, bank: Bank, key: str, name: str, value: Tensor, entry: Entry) -> Tensor:
-        """Values in the dtype of their bank, where they fit. Raises SpecError."""
-        tensor = self.tensor(name)
-        target = bank.views(key, tensor, 0)
-        loose = RANKS[key] if bank.maps else (1,)
-        fits = target.dim() == value.dim() and all(
-            n == m or (d in loose and n < m) for d, (n, m) in enumerate(zip(value.shape, target.shape, strict=True))
-        )
-        if not fits:
-            raise SpecError(
-                f"'{entry.name}' has a {key} of {list(value.shape)}, and the bank at '{bank.path}' takes {list(target.shape)}: "
-                "apply the pass with the factors that the adapter was made with"
-            )
-        made = value.to(tensor.dtype)
-        if not made.is_meta and not torch.isfinite(made).all():
-            raise SpecError(f"'{entry.name}': its {key} has numbers beyond {tensor.dtype}, which the slots hold")
-        return made
 
     @torch.no_grad()
     def unload(self, name: str) -> None:
@@ -370,14 +313,8 @@ class Adapters:
             write(self._table(p, "weights")[:, slot], 0)
             write(self._table(p, "names")[slot], 0)
             for bank in banks:
-                for key, tensor_name in self._parameters(bank).items():
+                for key, tensor_name in bank.names().items():
                     write(bank.views(key, self.tensor(tensor_name), slot), 0)
-
-    def _parameters(self, bank: Bank) -> dict[str, str]:
-        """The names of a bank's parameters in the state dict."""
-        if not bank.maps:
-            return {"down": f"{bank.block}.down.weight", "up": f"{bank.block}.up.weight"}
-        return {key: f"{bank.block}.{key}" for key in bank.parameters}
 
     # --- use
 
@@ -449,52 +386,3 @@ class Adapters:
 
 def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def _values(bank: Bank, entry: Entry, names: Mapping[str, str]) -> tuple[int, dict[str, Tensor]]:
-    """An entry's rank and its tensors as a bank holds them, scaled, in float32. Raises SpecError for another kind."""
-    if bank.kind in ("Loha", "Lokr"):
-        if entry.kind != bank.kind.lower():
-            raise SpecError(f"'{entry.name}' is {entry.kind}, and the slots at '{bank.path}' are for {bank.kind.lower()}")
-        tensors = {key: value.float() for key, value in entry.tensors.items()}
-        rank = max((tensors[key].shape[dim] for key in tensors for dim in RANKS[key]), default=0)
-        for whole in ("lokr_w1", "lokr_w2"):
-            split = whole in names and f"{whole}_a" in tensors and "lokr_t2" not in tensors
-            if split and (shape := _whole(bank, entry, whole)):
-                tensors[whole] = (tensors.pop(f"{whole}_a") @ tensors.pop(f"{whole}_b")).reshape(shape)
-        if tensors.keys() != names.keys():
-            raise SpecError(
-                f"'{entry.name}' has {', '.join(sorted(tensors))}, and the slots at '{bank.path}' are for "
-                f"{', '.join(sorted(names))}: apply the pass with the factors that the adapter was made with"
-            )
-    elif entry.kind not in ("lora", "loha", "lokr"):
-        raise SpecError(
-            f"'{entry.name}' is {entry.kind}, which is more than a low-rank update: it has no place in slots; apply it as a "
-            "pass of its own"
-        )
-    elif (rank := entry.product_rank()) > bank.rank:
-        return rank, {}
-    else:
-        entry = entry.as_lora(bank.shape)
-        down, up = (half.float() for half in entry.pair("Linear" if bank.maps else bank.kind))
-        rank = up.shape[1]
-        if not bank.maps and bank.kind != "Embedding":
-            if len(down) % bank.groups:
-                raise SpecError(
-                    f"'{entry.name}' has rank {len(down)}, and the convolution '{bank.path}' {bank.groups} groups, each with a "
-                    "part of the rank: it is made for another layer"
-                )
-            down = torch.unflatten(down, 0, (bank.groups, -1))
-        tensors = {"down": down, "up": up}
-    key = next(key for key in SCALED if key in tensors)
-    tensors[key] = tensors[key] * entry.scale
-    return rank, tensors
-
-
-def _whole(bank: Bank, entry: Entry, name: str) -> list[int]:
-    """The shape of a factor that the file has decomposed and the bank has whole: only the second has the kernel.
-
-    Empty where it cannot have one."""
-    a, b = entry.tensors[f"{name}_a"].shape[0], entry.tensors[f"{name}_b"].shape[1]
-    kernel = list(bank.shape[2:]) if name == "lokr_w2" else []
-    return [] if b % math.prod(kernel) else [a, b // math.prod(kernel), *kernel]

@@ -1,8 +1,7 @@
-"""What all blocks share: the base class, ranks and scales, and where a value has its channels."""
+"""What all blocks share: the base class, ranks, and where a value has its channels."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
@@ -42,23 +41,6 @@ def check_slots(slots: Any, **refused: Any) -> None:
     for name, value in refused.items():
         if slots and value:
             raise SpecError(f"{name} and slots do not go together: an adapter in a slot has no {name} of its own")
-
-
-def scaling(rank: int, alpha: float | None, rslora: bool = False, alpha_auto_scale: bool = True) -> float:
-    """What a low-rank update is multiplied by: alpha / rank; no alpha means rank.
-
-    `rslora` makes it alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); `alpha_auto_scale=False` makes it alpha, as
-    HCP-Diffusion has it. Raises SpecError for both at once, or for the second without an alpha.
-    """
-    if alpha_auto_scale:
-        return (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
-    if rslora:
-        raise SpecError(
-            "rslora divides alpha by sqrt(rank) and alpha_auto_scale: false does not divide it: give one of the two"
-        )
-    if alpha is None:
-        raise SpecError("alpha_auto_scale: false makes alpha the scale itself: give an alpha, 1.0 to add the update as it is")
-    return alpha
 
 
 def torch_class(name: str) -> type[nn.Module]:

@@ -9,20 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ..low_rank import factor
 from .weight_update import Update, weight_at
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site
-
-
-def hadamard(w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor) -> Tensor:
-    """The elementwise product of two low-rank matrices, of rank up to the product of theirs."""
-    return (w1_a @ w1_b) * (w2_a @ w2_b)
-
-
-def tucker_weight(core: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """A convolution's weight (out, in, *kernel) from a core (rank, rank, *kernel) and matrices (rank, out), (rank, in)."""
-    return torch.einsum("ij...,ip,jr->pr...", core, a, b)
 
 
 class Loha(Update):
@@ -86,10 +77,7 @@ class Loha(Update):
         return cls(weight_at(site, "a Hadamard product").shape, rank, alpha, tucker, rslora, alpha_auto_scale, slots)
 
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
-        if self.cores:
-            first = tucker_weight(own["hada_t1"], own["hada_w1_a"], own["hada_w1_b"])
-            return first * tucker_weight(own["hada_t2"], own["hada_w2_a"], own["hada_w2_b"])
-        return hadamard(own["hada_w1_a"], own["hada_w1_b"], own["hada_w2_a"], own["hada_w2_b"]).reshape(self.shape)
+        return (factor(own, "hada_w1", "hada_t1") * factor(own, "hada_w2", "hada_t2")).reshape(self.shape)
 
     def extra_repr(self) -> str:
         of = f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from .loha import tucker_weight
+from ..low_rank import factor, kronecker
 from .weight_update import Update, divisors, weight_at
 
 if TYPE_CHECKING:
@@ -27,11 +27,6 @@ def factorization(size: int, factor: int = -1) -> tuple[int, int]:
     limit = size if factor < 0 else factor
     small = max(d for d in range(1, math.isqrt(size) + 1) if size % d == 0 and d <= limit)
     return small, size // small
-
-
-def kronecker(w1: Tensor, w2: Tensor, shape: Sequence[int]) -> Tensor:
-    """The Kronecker product of (a, c) and (b, d, *kernel) as a weight (a * b, c * d, *kernel)."""
-    return torch.kron(w1, w2.flatten(1)).reshape(*shape)
 
 
 class Lokr(Update):
@@ -115,12 +110,8 @@ class Lokr(Update):
         return cls(shape, rank, alpha, factor, decompose_both, tucker, full_matrix, rslora, alpha_auto_scale, slots)
 
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
-        w1 = own["lokr_w1_a"] @ own["lokr_w1_b"] if self.split_1 else own["lokr_w1"]
-        if self.core:
-            w2 = tucker_weight(own["lokr_t2"], own["lokr_w2_a"], own["lokr_w2_b"])
-        else:
-            w2 = own["lokr_w2_a"] @ own["lokr_w2_b"] if self.split_2 else own["lokr_w2"]
-        return kronecker(w1, w2, self.shape)
+        w1, w2 = factor(own, "lokr_w1", "lokr_t1"), factor(own, "lokr_w2", "lokr_t2")
+        return kronecker(w1, w2.flatten(1)).reshape(self.shape)
 
     def extra_repr(self) -> str:
         parts = [name.removeprefix("lokr_") for name, _ in self.named_parameters()]

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..ir import batch_dim
-from .base import CONVOLUTIONS, Block, check_rank, check_slots, scaling
+from ..low_rank import gated, scaling
+from .base import CONVOLUTIONS, Block, check_rank, check_slots
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site
@@ -29,7 +30,8 @@ class Lora(Block):
 
     With `slots` it is a bank for that many adapters of up to this rank: one low-rank update of rank slots * rank, in whose
     inner channels the slots follow each other (within each group of a convolution), and whose inner values are multiplied by
-    `rows` instead of `scale`: float32 (batch, slots * rank), what `gates.Gates` gives. It begins as zeros and is not trained.
+    `rows` instead of `scale`: float32 (batch, slots * rank), what `slot_gates.Gates` gives. It begins as zeros and is not
+    trained.
     """
 
     neutral = True
@@ -131,7 +133,7 @@ class Lora(Block):
         return cls(kind, layer.in_channels, layer.out_channels, geometry=geometry, same_padding=same, **common)
 
     def bank(self) -> dict[str, Any]:
-        """What tells where an adapter goes in a bank, as plain values; see `switching.Bank`."""
+        """What tells where an adapter goes in a bank, as plain values; see `adapters.banks.Bank`."""
         groups = self.geometry.get("groups", 1)
         sizes = (self.in_features, self.out_features) if self.kind == "Embedding" else (self.out_features, self.in_features)
         shape = [sizes[0], sizes[1] // groups, *self.geometry.get("kernel_size", ())]
@@ -157,28 +159,11 @@ class Lora(Block):
         return torch.add(y, self.up(hidden * self.scale))  # scaled where it is small: no pass over all of y, or its gradient
 
     def gated(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The inner values of a bank, each times what its sample takes of its slot; samples follow each other in `batch_dim`.
-
-        A value without samples, such as one made from positions alone, takes what all samples have in common; where they
-        differ, and an adapter has something for it, it is NaN.
-        """
-        batch, channels_last = rows.shape[0], self.kind not in CONVOLUTIONS
-        if not batch:
-            return hidden
+        """The inner values of a bank, each times what its sample takes of its slot, see `low_rank.gated`."""
         groups = self.geometry.get("groups", 1)
         if groups > 1:
-            within = rows.view(batch, self.slots, -1)[..., : self.rank_within(groups)].flatten(1)
-            rows = within.repeat(1, groups)
-        space = 0 if channels_last else len(self.geometry["kernel_size"])
-        if hidden.dim() < 2 + space or self.batch_dim < 0 or hidden.shape[self.batch_dim] % batch:
-            alike = (rows == rows[:1]).all(0).view(-1, *[1] * space)
-            return torch.where(alike | (hidden == 0), hidden * rows[0].view(-1, *[1] * space), torch.nan).to(hidden.dtype)
-        if self.batch_dim:
-            rows = rows.view(batch, *[1] * (hidden.dim() - 3), -1)
-            return (hidden * rows).to(hidden.dtype)
-        gates = rows[:, None] if channels_last else rows.view(batch, 1, -1, *[1] * space)
-        split = (batch, -1, hidden.shape[-1]) if channels_last else (batch, -1, *hidden.shape[1:])
-        return (hidden.reshape(split) * gates).to(hidden.dtype).view(hidden.shape)
+            rows = torch.unflatten(rows, 1, (self.slots, -1))[..., : self.rank_within(groups)].flatten(1).repeat(1, groups)
+        return gated(hidden, rows, self.batch_dim, len(self.geometry.get("kernel_size", ())))
 
     def pad(self, x: Tensor, y: Tensor) -> Tensor:
         """x with zeros around it, the odd one behind, so that `down` gives the size of y."""

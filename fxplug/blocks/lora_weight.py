@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from .weight_update import Update, low_rank, weight_at
+from ..low_rank import product
+from .weight_update import Update, weight_at
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site
@@ -55,7 +56,7 @@ class LoraWeight(Update):
         return cls(weight_at(site, "a low-rank update").shape, rank, alpha, rslora, alpha_auto_scale, slots)
 
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
-        return low_rank(own["up"], own["down"], self.shape)
+        return product(own["up"], own["down"], self.shape)
 
     def extra_repr(self) -> str:
         return f"{self.shape}, rank={self.rank}, " + (f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}")

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from .base import Block, check_rank, check_slots, scaling
+from ..low_rank import scaling
+from .base import Block, check_rank, check_slots
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site
@@ -60,19 +61,11 @@ def _overlaps(value: Tensor) -> bool:
     return False
 
 
-# --- low rank
-
-
-def low_rank(up: Tensor, down: Tensor, shape: Sequence[int]) -> Tensor:
-    """up @ down in the shape of a weight: up is (out, rank, ...), down (rank, in, *kernel)."""
-    return (up.flatten(1) @ down.flatten(1)).reshape(*shape)
-
-
 class Update(Block):
     """A scaled update of a parameter: what LoRA, LoHa and LoKr have in common. `scale` is a float32 buffer.
 
     With `slots` it is a bank for that many: each parameter has them as its first dimension, begins as zeros and is not
-    trained, and `forward` takes, instead of the scale, the float32 (slots,) that `gates.Gates` gives for all samples.
+    trained, and `forward` takes, instead of the scale, the float32 (slots,) that `slot_gates.Gates` gives for all samples.
     """
 
     neutral = True
@@ -98,7 +91,7 @@ class Update(Block):
             self._parameters[name] = nn.Parameter(parameter.new_zeros(self.slots, *parameter.shape), requires_grad=False)
 
     def bank(self) -> dict[str, Any]:
-        """What tells where an adapter goes in a bank, as plain values; see `switching.Bank`."""
+        """What tells where an adapter goes in a bank, as plain values; see `adapters.banks.Bank`."""
         names = list(self._parameters)
         return {"kind": type(self).__name__, "slots": self.slots, "rank": self.rank, "shape": self.shape, "parameters": names}
 

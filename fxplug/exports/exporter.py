@@ -176,7 +176,7 @@ def _facts(module: TracedModule) -> dict[str, Any]:
                 "what it was lowered from, module.meta['source']"
             )
         facts["banks"] = {name: [asdict(bank) for bank in banks] for name, banks in adapters.banks.items()}
-        names = [name for banks in adapters.banks.values() for bank in banks for name in adapters._parameters(bank).values()]
+        names = [name for banks in adapters.banks.values() for bank in banks for name in bank.names().values()]
         facts["where"] = {name: adapters.where.get(name, name) for name in names}
     return facts
 

@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 
-from ..adapters.slots import RANKS, Adapters, Bank
+from ..adapters.banks import RANKS, Bank
+from ..adapters.slots import Adapters
 from ..errors import ArtifactError, shown
 from ..files.reading import Raises, about, parse_json
 from ..files.zip_archives import Archive
@@ -229,7 +230,7 @@ def check_slots(adapters: Adapters) -> None:
             if not right:
                 raise ValueError(f"the table of {shown(name)} has not {sorted(slots)} slots")
             for bank in rows:
-                for key, each in adapters._parameters(bank).items():
+                for key, each in bank.names().items():
                     tensor = adapters.tensor(each)
                     part = bank.views(key, tensor, 0)
                     room = tensor.shape[0] == bank.slots if bank.maps else part.shape[1] == bank.rank

@@ -14,6 +14,7 @@ from ...blocks.slot_gates import Table
 from ...blocks.weight_update import Update
 from ...errors import SpecError
 from ...ir.traced_module import TracedModule, copy_graph, shell
+from ...low_rank import in_slot
 from ...rewriter.networks import GATES
 from ...torch_internals.tensors import version
 from ...turns import held
@@ -34,7 +35,7 @@ def live(gm: TracedModule) -> TracedModule:
 
     Banks and tables are copies, so `gm`'s adapters and those of the result are switched apart. The base weights are shared
     and lie below `shadows`. Entries for each sample cannot be in one weight: `use` refuses them. Raises SpecError for a module
-    without slots, a lowered one, and where a block cannot go into a weight, as `folding.merge` says.
+    without slots, a lowered one, and where a block cannot go into a weight, as `fold.merge` says.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # what is made here is written later
@@ -233,12 +234,8 @@ def _slot(block: nn.Module, slot: int) -> list[Tensor]:
         parts = [p.detach()[slot] for p in block.parameters()]
         return [*parts, torch.stack([part.any() for part in parts])]
     down, up = weight_of(block.down).detach(), weight_of(block.up).detach()
-    groups = block.geometry.get("groups", 1)
-    if block.kind == "Embedding":
-        own = torch.unflatten(down, 1, (block.slots, -1))[:, slot]
-    else:
-        own = torch.unflatten(down, 0, (groups, block.slots, -1))[:, slot]
-    return [own, torch.unflatten(up, 1, (block.slots, -1))[:, slot]]
+    groups = 0 if block.kind == "Embedding" else block.geometry.get("groups", 1)
+    return [in_slot(down, slot, block.slots, groups), in_slot(up, slot, block.slots)]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,122 @@
+"""The slots at one layer: where in them an adapter's tensors go, and in what form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import SpecError
+from ..low_rank import in_slot
+from .updates import Entry
+
+# the dimensions of a parameter that are ranks; a bank is padded there and nowhere else
+RANKS = {
+    "down": (0,), "up": (1,),
+    "hada_w1_a": (1,), "hada_w1_b": (0,), "hada_w2_a": (1,), "hada_w2_b": (0,), "hada_t1": (0, 1), "hada_t2": (0, 1),
+    "lokr_w1": (), "lokr_w2": (), "lokr_w1_a": (1,), "lokr_w1_b": (0,), "lokr_w2_a": (1,), "lokr_w2_b": (0,), "lokr_t2": (0, 1),
+}  # fmt: skip
+SCALED = ("up", "hada_w2_b", "lokr_w2", "lokr_w2_b")  # which of a bank's parameters takes the adapter's scale
+
+
+@dataclass(frozen=True)
+class Bank:
+    """The slots at one layer: what `apply` keeps of a block with slots, plain values all.
+
+    `path` is the layer, `block` the module that holds the bank, `kind` the kind of layer beside which a low-rank update runs
+    (Linear, Conv2d, Embedding), or the class of block that maps the weight (LoraWeight, Loha, Lokr); `shape` is the weight's.
+    """
+
+    path: str
+    block: str
+    kind: str
+    slots: int
+    rank: int
+    shape: tuple[int, ...]
+    groups: int = 1
+    parameters: tuple[str, ...] = ("down", "up")
+
+    @property
+    def maps(self) -> bool:
+        """Whether it maps the weight itself, so that its parameters have the slots as their first dimension."""
+        return self.kind in ("LoraWeight", "Loha", "Lokr")
+
+    def views(self, name: str, tensor: Tensor, slot: int) -> Tensor:
+        """One slot of one of the bank's tensors: a view, in groups (groups, rank, ...) for a convolution's `down`."""
+        if self.maps:
+            return tensor[slot]
+        turned = name == "up" or self.kind == "Embedding"
+        return in_slot(tensor, slot, self.slots, 0 if turned else self.groups)
+
+    def names(self) -> dict[str, str]:
+        """The names that its parameters have in the state dict."""
+        if not self.maps:
+            return {"down": f"{self.block}.down.weight", "up": f"{self.block}.up.weight"}
+        return {key: f"{self.block}.{key}" for key in self.parameters}
+
+    def values(self, entry: Entry) -> tuple[int, dict[str, Tensor]]:
+        """An entry's rank and its tensors as the bank holds them, scaled, in float32. Raises SpecError for another kind."""
+        names = self.names()
+        if self.kind in ("Loha", "Lokr"):
+            if entry.kind != self.kind.lower():
+                raise SpecError(f"'{entry.name}' is {entry.kind}, and the slots at '{self.path}' are for {self.kind.lower()}")
+            tensors = {key: value.float() for key, value in entry.tensors.items()}
+            rank = max((tensors[key].shape[dim] for key in tensors for dim in RANKS[key]), default=0)
+            for whole in ("lokr_w1", "lokr_w2"):
+                split = whole in names and f"{whole}_a" in tensors and "lokr_t2" not in tensors
+                if split and (shape := self._whole(entry, whole)):
+                    tensors[whole] = (tensors.pop(f"{whole}_a") @ tensors.pop(f"{whole}_b")).reshape(shape)
+            if tensors.keys() != names.keys():
+                raise SpecError(
+                    f"'{entry.name}' has {', '.join(sorted(tensors))}, and the slots at '{self.path}' are for "
+                    f"{', '.join(sorted(names))}: apply the pass with the factors that the adapter was made with"
+                )
+        elif entry.kind not in ("lora", "loha", "lokr"):
+            raise SpecError(
+                f"'{entry.name}' is {entry.kind}, which is more than a low-rank update: it has no place in slots; apply it as "
+                "a pass of its own"
+            )
+        elif (rank := entry.product_rank()) > self.rank:
+            return rank, {}
+        else:
+            entry = entry.as_lora(self.shape)
+            down, up = (half.float() for half in entry.pair("Linear" if self.maps else self.kind))
+            rank = up.shape[1]
+            if not self.maps and self.kind != "Embedding":
+                if len(down) % self.groups:
+                    raise SpecError(
+                        f"'{entry.name}' has rank {len(down)}, and the convolution '{self.path}' {self.groups} groups, each "
+                        "with a part of the rank: it is made for another layer"
+                    )
+                down = torch.unflatten(down, 0, (self.groups, -1))
+            tensors = {"down": down, "up": up}
+        key = next(key for key in SCALED if key in tensors)
+        tensors[key] = tensors[key] * entry.scale
+        return rank, tensors
+
+    def _whole(self, entry: Entry, name: str) -> list[int]:
+        """The shape of a factor that the file has decomposed and the bank has whole: only the second has the kernel.
+
+        Empty where it cannot have one."""
+        a, b = entry.tensors[f"{name}_a"].shape[0], entry.tensors[f"{name}_b"].shape[1]
+        kernel = list(self.shape[2:]) if name == "lokr_w2" else []
+        return [] if b % math.prod(kernel) else [a, b // math.prod(kernel), *kernel]
+
+    def cast(self, key: str, tensor: Tensor, value: Tensor, entry: Entry) -> Tensor:
+        """A part of an entry in the dtype of the tensor whose slots take it, where it fits. Raises SpecError."""
+        target = self.views(key, tensor, 0)
+        loose = RANKS[key] if self.maps else (1,)
+        fits = target.dim() == value.dim() and all(
+            n == m or (d in loose and n < m) for d, (n, m) in enumerate(zip(value.shape, target.shape, strict=True))
+        )
+        if not fits:
+            raise SpecError(
+                f"'{entry.name}' has a {key} of {list(value.shape)}, and the bank at '{self.path}' takes {list(target.shape)}: "
+                "apply the pass with the factors that the adapter was made with"
+            )
+        made = value.to(tensor.dtype)
+        if not made.is_meta and not torch.isfinite(made).all():
+            raise SpecError(f"'{entry.name}': its {key} has numbers beyond {tensor.dtype}, which the slots hold")
+        return made
