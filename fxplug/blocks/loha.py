@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..low_rank import factor
-from .weight_update import Update, weight_at
-
-if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+from .weight_update import Update
 
 
 class Loha(Update):
@@ -25,6 +21,7 @@ class Loha(Update):
     (rank, rank, *kernel); the same for 2. `hada_w2_b` is zero when new.
     """
 
+    asks = "a Hadamard product"
     hada_w1_a: Tensor
     hada_w1_b: Tensor
     hada_w2_a: Tensor
@@ -60,25 +57,8 @@ class Loha(Update):
         nn.init.zeros_(self.hada_w2_b)
         self.banked()
 
-    @classmethod
-    def at(
-        cls,
-        site: Site,
-        rank: int = 8,
-        alpha: float | None = None,
-        tucker: bool = False,
-        rslora: bool = False,
-        alpha_auto_scale: bool = True,
-        slots: int = 0,
-        rank_max: int | None = None,
-    ) -> Loha:
-        """An update for any parameter of two or more dimensions; with `slots`, of adapters of ranks up to `rank_max`."""
-        rank = rank_max if slots and rank_max is not None else rank
-        return cls(weight_at(site, "a Hadamard product").shape, rank, alpha, tucker, rslora, alpha_auto_scale, slots)
-
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
         return (factor(own, "hada_w1", "hada_t1") * factor(own, "hada_w2", "hada_t2")).reshape(self.shape)
 
     def extra_repr(self) -> str:
-        of = f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}"
-        return f"{self.shape}, rank={self.rank}, {of}{', tucker' if self.cores else ''}"
+        return f"{super().extra_repr()}{', tucker' if self.cores else ''}"

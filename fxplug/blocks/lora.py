@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..ir import batch_dim
-from ..low_rank import gated, scaling
-from .base import CONVOLUTIONS, Block, check_rank, check_slots
+from ..low_rank import gated
+from .base import CONVOLUTIONS, LowRank, check_slots
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site
 
 
-class Lora(Block):
+class Lora(LowRank):
     """y + scale * up(down(x)): a low-rank update beside a layer (Hu et al. 2021, arXiv 2106.09685).
 
     `scale` is a float32 buffer saved with the weights, see `scaling`. `down` has the layer's own geometry (kernel, stride,
@@ -33,8 +33,6 @@ class Lora(Block):
     `rows` instead of `scale`: float32 (batch, slots * rank), what `slot_gates.Gates` gives. It begins as zeros and is not
     trained.
     """
-
-    neutral = True
 
     def __init__(
         self,
@@ -59,19 +57,14 @@ class Lora(Block):
         -1 where it has none; only slots need it. Raises SpecError for a rank below 1, a dropout outside [0, 1), slots with a
         bias or with dropout, or what `scaling` refuses.
         """
-        super().__init__()
-        check_rank(rank)
+        super().__init__(rank, alpha, rslora, alpha_auto_scale, slots)
         if not 0 <= dropout < 1:
             raise SpecError(f"dropout must be at least 0 and below 1, not {dropout!r}")
         check_slots(slots, bias=bias, dropout=dropout)
-        self.kind, self.in_features, self.out_features, self.rank = kind, in_features, out_features, rank
-        self.slots, self.batch_dim = slots, batch_dim
-        self.alpha = rank if alpha is None else alpha
-        self.geometry, self.same_padding = dict(geometry or {}), same_padding
-        self.bias, self.rslora, self.alpha_auto_scale = bias, rslora, alpha_auto_scale
+        self.kind, self.in_features, self.out_features, self.bias = kind, in_features, out_features, bias
+        self.geometry, self.same_padding, self.batch_dim = dict(geometry or {}), same_padding, batch_dim
         self.down: nn.Module
         self.up: nn.Module
-        self.scale: Tensor
         inner = rank * max(slots, 1)
         if kind in CONVOLUTIONS:
             groups = self.geometry.get("groups", 1)
@@ -86,8 +79,6 @@ class Lora(Block):
             for parameter in self.parameters():
                 nn.init.zeros_(parameter.requires_grad_(False))
             return
-        factor = scaling(rank, alpha, rslora, alpha_auto_scale)
-        self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
         for parameter in self.up.parameters():
             nn.init.zeros_(parameter)
         if kind != "Embedding":
@@ -176,8 +167,7 @@ class Lora(Block):
         return F.pad(x, around)
 
     def extra_repr(self) -> str:
-        of = f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}"
-        return f"{self.kind}, {self.in_features}, {self.out_features}, rank={self.rank}, {of}"
+        return f"{self.kind}, {self.in_features}, {self.out_features}, {super().extra_repr()}"
 
 
 def _batch_dim(site: Site, kind: str) -> int:

@@ -77,7 +77,10 @@ def _check_options(kind: type[nn.Module], rule: Rule) -> None:
     parameters = inspect.signature(kind.at).parameters  # type: ignore[attr-defined]
     known = [n for n, v in parameters.items() if v.kind is not v.VAR_KEYWORD][1 if "self" not in parameters else 0 :]
     if any(v.kind is v.VAR_KEYWORD for v in parameters.values()):
-        return
+        if not getattr(kind, "hands_on", False):
+            return
+        own = [n for n, v in inspect.signature(kind).parameters.items() if v.default is not v.empty]
+        known = list(dict.fromkeys([*own, *known]))
     for name in rule.options:
         if name not in known:
             raise SpecError(

@@ -7,13 +7,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from ...blocks.base import CONVOLUTIONS
+from ...blocks.base import CONVOLUTIONS, LowRank
 from ...blocks.bitfit import Delta
 from ...blocks.dora import Dora
 from ...blocks.lora import Lora
 from ...blocks.scale import Scale
 from ...blocks.ssf import Ssf
-from ...blocks.weight_update import Update
 from ...ir import ops
 from ...ir.regions import added
 from ..linear.layers import (
@@ -258,7 +257,7 @@ class Reader:
 
 def sums(block: nn.Module | None) -> bool:
     """Whether a block adds something that does not depend on the value: such blocks may change places."""
-    return isinstance(block, (Lora, Update, Delta)) and not isinstance(block, Dora)
+    return isinstance(block, (LowRank, Delta)) and not isinstance(block, Dora)
 
 
 def between(node: fx.Node) -> set[fx.Node]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...blocks.base import LowRank
 from ...blocks.lora import Lora
 from ...blocks.slot_gates import Table
 from ...blocks.weight_update import Update
@@ -222,17 +223,17 @@ def _table(root: nn.Module, name: str) -> Table:
 
 def _filled(block: nn.Module) -> list[bool]:
     """Which slots of a bank hold an adapter: one that is free is all zeros."""
-    assert isinstance(block, (Lora, Update))
+    assert isinstance(block, LowRank)
     rows = torch.stack([_slot(block, slot)[-1].any() for slot in range(block.slots)])
     return [bool(full) for full in rows.tolist()]
 
 
 def _slot(block: nn.Module, slot: int) -> list[Tensor]:
     """The content of one slot of a bank; the last tensor is not zero where there is any."""
-    assert isinstance(block, (Lora, Update))
     if isinstance(block, Update):
         parts = [p.detach()[slot] for p in block.parameters()]
         return [*parts, torch.stack([part.any() for part in parts])]
+    assert isinstance(block, Lora)
     down, up = weight_of(block.down).detach(), weight_of(block.up).detach()
     groups = 0 if block.kind == "Embedding" else block.geometry.get("groups", 1)
     return [in_slot(down, slot, block.slots, groups), in_slot(up, slot, block.slots)]
