@@ -384,7 +384,7 @@ def test_many_rows_stay_apart_on_a_cpu(monkeypatch):
     gm, _ = traced()
     rows = sorted(g.tokens for g in groups(gm.graphs[False], gm))
     assert 0 < rows[0] < rows[-1] and sum(isinstance(m, Packed) for m in pack(gm).modules()) == len(rows) == 6
-    monkeypatch.setattr("fxplug.lowerings.linear.packed.FEW", rows[0])
+    monkeypatch.setattr("fxplug.lowerings.linear.groups.FEW", rows[0])
     assert sum(isinstance(m, Packed) for m in pack(traced()[0]).modules()) == rows.count(rows[0])
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError
-from .files import Entry
+from ..low_rank import in_slot
+from .updates import Entry
 
 # the dimensions of a parameter that are ranks; a bank is padded there and nowhere else
 RANKS = {
@@ -61,9 +62,8 @@ class Bank:
         """One slot of one of the bank's tensors: a view, in groups (groups, rank, ...) for a convolution's `down`."""
         if self.maps:
             return tensor[slot]
-        if name == "up" or self.kind == "Embedding":
-            return torch.unflatten(tensor, 1, (self.slots, -1))[:, slot]
-        return torch.unflatten(tensor, 0, (self.groups, self.slots, -1))[:, slot]
+        turned = name == "up" or self.kind == "Embedding"
+        return in_slot(tensor, slot, self.slots, 0 if turned else self.groups)
 
     def fitted(self, key: str, tensor: Tensor, value: Tensor, entry: Entry) -> Tensor:
         """Values for a slot of `tensor`, one of the bank's, in its dtype. Raises SpecError where they do not fit."""

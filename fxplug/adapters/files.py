@@ -6,7 +6,6 @@ gives what each layer of the file gets, under the names that fxplug's blocks hav
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import low_rank
 from ..errors import ArtifactError, did_you_mean, shown
 from ..files import reading
 from ..limits import DEFAULT, Limits
@@ -22,7 +22,7 @@ from ..spec.addresses import by_ending
 from .file_keys import Layer, place
 from .find_tensors import find, kind_of, load, object_of
 from .layer_matching import PARTS, Fit, fit, split_part
-from .updates import PRODUCT, AdapterFile, Entry, largest
+from .updates import PRODUCT, AdapterFile, Entry, base_of, largest, needs, rank_of, without_padding
 
 __all__ = ["AdapterFile", "Entry", "Fit", "fit", "read"]
 LARGE = 1e30  # no number of an adapter's is larger
@@ -145,10 +145,10 @@ class _Reader:
         """One layer whole; None for one that a slot has nothing for."""
         keys = dict(layer.keys)
         tensors = {role: self.tensor(key) for role, key in keys.items() if role not in ("alpha", "scale")}
-        base = _base(tensors)
-        wanted = next((need for need in _needs(base) if tensors.keys() >= need - {"alpha"}), None)
+        base = base_of(tensors)
+        wanted = next((need for need in needs(base) if tensors.keys() >= need - {"alpha"}), None)
         if wanted is None:
-            need = min(_needs(base), key=lambda n: len(n - tensors.keys()))
+            need = min(needs(base), key=lambda n: len(n - tensors.keys()))
             lacks = ", ".join(sorted(need - tensors.keys()))
             raise ArtifactError(f"{self.where}: '{next(iter(keys.values()))}' is half an update: '{layer.name}' has no {lacks}")
         extra = tensors.keys() - wanted - {"bias", "magnitude", *_EXTRA.get(min(wanted & _EXTRA.keys(), default=""), ())}
@@ -162,12 +162,12 @@ class _Reader:
         if slot is not None:
             tensors = self.in_slot(layer, tensors, *slot)
         self.check(layer, tensors, embedding)
-        if slot is not None and not (tensors := _without_padding(tensors)):
+        if slot is not None and not (tensors := without_padding(tensors)):
             return None
         if "mid" in tensors:  # a core between the two halves is the same as a larger down
             mid, low = tensors.pop("mid"), tensors["down"]
-            tensors["down"] = torch.einsum("ij...,jn->in...", mid.float(), low.flatten(1).float()).to(low.dtype)
-        rank = _rank(tensors)
+            tensors["down"] = low_rank.cored(mid.float(), low.flatten(1).float()).to(low.dtype)
+        rank = rank_of(tensors)
         part_path = (layer.group, layer.name.partition(".")[2]) if layer.own else split_part(layer.name)[1:]
         kind = base
         if "magnitude" in tensors:
@@ -225,11 +225,10 @@ class _Reader:
         if layer.own != "Lora":
             return {role: tensor[slot] for role, tensor in tensors.items()}
         down, up = tensors["down"], tensors["up"]
-        if down.shape[0] % max(up.shape[1], 1):
+        if not down.shape[0] or not up.shape[1] or down.shape[0] % up.shape[1]:
             raise self.odd(layer, "down", "up", tensors)
-        rank = up.shape[1] // slots
-        down = down.reshape(-1, slots, rank, *down.shape[1:])[:, slot].flatten(0, 1)  # (groups * rank, in, *kernel)
-        return {"down": down, "up": up.reshape(up.shape[0], slots, rank, *up.shape[2:])[:, slot]}
+        own = low_rank.in_slot(down, slot, slots, down.shape[0] // up.shape[1])
+        return {"down": own.flatten(0, 1), "up": low_rank.in_slot(up, slot, slots)}  # (groups * rank, in, *kernel)
 
     def check(self, layer: Layer, tensors: Mapping[str, Tensor], embedding: bool | None) -> None:
         """Raise ArtifactError unless the tensors are not empty, and the parts of a product go together."""
@@ -294,7 +293,7 @@ class _Reader:
         if alpha is None:
             return 1.0
         alpha = _number(alpha, f"{about}the alpha of '{layer.name}'")
-        return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        return low_rank.scaling(rank, alpha, config.get("use_rslora") is True)
 
     def said(self, part: str, key: str, layer: Layer, default: Any) -> Any:
         """The value of the first of PEFT's patterns that a layer's name matches."""
@@ -313,53 +312,6 @@ def _number(value: Any, what: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGE:
         raise ArtifactError(f"{what} must be one finite number, not {kind}")
     return float(value)
-
-
-def _base(tensors: Mapping[str, Tensor]) -> str:
-    if any(name.startswith("hada_") for name in tensors):
-        return "loha"
-    return "lokr" if any(name.startswith("lokr_") for name in tensors) else "lora"
-
-
-def _needs(base: str) -> list[set[str]]:
-    """The sets of tensors that an update is whole with."""
-    if base == "loha":
-        return [{"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}]
-    if base == "lokr":
-        return [
-            {*(f"lokr_w1{end}" for end in first), *(f"lokr_w2{end}" for end in second)}
-            for first in (("",), ("_a", "_b"))
-            for second in (("",), ("_a", "_b"))
-        ]
-    return [{"down", "up"}]
-
-
-def _rank(tensors: Mapping[str, Tensor]) -> int:
-    """The rank that alpha is divided by."""
-    if "up" in tensors:
-        return tensors["up"].shape[1]
-    for name in ("hada_w1_b", "lokr_w1_b", "lokr_w2_b"):
-        if name in tensors:
-            return tensors[name].shape[0]
-    return min(tensors["lokr_w1"].shape)
-
-
-def _without_padding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What lies in a slot without what only pads its rank; nothing if nothing was loaded into it."""
-    made = dict(tensors)
-    if not all(tensor.any() for tensor in made.values()):
-        return {}
-    if any("_t" in name for name in made):
-        return made
-    for a, b in (("up", "down"), *((f"{n}_a", f"{n}_b") for n in ("hada_w1", "hada_w2", "lokr_w1", "lokr_w2"))):
-        if a in made:
-            rank = made[a].shape[1]
-            rows = torch.unflatten(made[b], 0, (-1, rank))  # of a grouped convolution each group has as many
-            used = made[a].transpose(0, 1).flatten(1).any(1) & rows.transpose(0, 1).flatten(1).any(1)
-            if not used.any():
-                return {}
-            made[a], made[b] = made[a][:, used], rows[:, used].flatten(0, 1)
-    return made
 
 
 def _packed(about: Mapping[str, Any], where: str, limits: Limits) -> dict[str, dict[str, Any]]:

@@ -108,3 +108,12 @@ def _flux(layers: Mapping[str, None]) -> dict[str, tuple[str, ...]]:
             if all(path.removesuffix(SWAPPED) in layers for path in paths):
                 names[old.replace("{i}", i)] = paths
     return names
+
+
+def new_name(layer: str) -> str:
+    """`X.processor.to_q` as `X.to_q`: what diffusers' attention processors called their LoRAs is the layer they change."""
+    owner, _, last = layer.removesuffix("_lora").rpartition(".")
+    if owner.rpartition(".")[2] == "self_attn":  # a text encoder's
+        last = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}.get(last, last)
+    last = {"to_out": "to_out.0"}.get(last, last)
+    return f"{owner.removesuffix('.processor')}.{last}" if owner else last

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import low_rank
 from ..errors import ArtifactError
 
 BY_OUTPUT = ("up", "bias", "magnitude")
@@ -23,7 +24,7 @@ class Entry:
 
     - "lora": `down` (rank, in, *kernel), `up` (out, rank, *1); of a grouped convolution `down` has groups * rank rows.
     - "dora": these and `magnitude` (out), (1, out, 1, ...) for a convolution.
-    - "loha": `hada_w1_a`, `hada_w1_b`, `hada_w2_a`, `hada_w2_b`, and with a core `hada_t1`, `hada_t2` (see weights.Loha).
+    - "loha": `hada_w1_a`, `hada_w1_b`, `hada_w2_a`, `hada_w2_b`, and with a core `hada_t1`, `hada_t2` (see blocks.Loha).
     - "lokr": `lokr_w1` or `lokr_w1_a`, `lokr_w1_b`; `lokr_w2` or `lokr_w2_a`, `lokr_w2_b` and maybe `lokr_t2`.
     - "lora+bias", "loha+dora", "lokr+dora", ...: with a `bias` of `up`, or a `magnitude`, that a plain block cannot hold;
       "dora by input" where the magnitudes are the inputs'.
@@ -85,7 +86,7 @@ class Entry:
             made = (up @ (down if entry.embedding else down.T)).T
         else:
             groups = down.shape[0] // up.shape[1]
-            made = torch.bmm(*(half.reshape(groups, -1, half.shape[1]) for half in (up, down)))
+            made = low_rank.grouped_product(up, down, groups)
         return self.scale * made.reshape(*shape)
 
     def as_lora(self, shape: Sequence[int]) -> Entry:
@@ -101,12 +102,11 @@ class Entry:
             raise ArtifactError(f"'{self.name}' is {self.kind}, and as one low-rank product of rank {rank} too large")
         t = {name: tensor.float() for name, tensor in self.tensors.items()}
         if self.kind == "loha":
-            (up1, down1), (up2, down2) = (_factors(t, f"hada_w{n}", f"hada_t{n}") for n in (1, 2))
-            up = (up1.unsqueeze(2) * up2.unsqueeze(1)).flatten(1)
-            down = (down1.unsqueeze(1) * down2.unsqueeze(0)).flatten(0, 1)
+            (up1, down1), (up2, down2) = (low_rank.halves(t, f"hada_w{n}", f"hada_t{n}") for n in (1, 2))
+            up, down = low_rank.hadamard_halves(up1, down1, up2, down2)
         elif self.kind == "lokr":
-            (up1, down1), (up2, down2) = (_factors(t, f"lokr_w{n}", f"lokr_t{n}") for n in (1, 2))
-            up, down = _kronecker(up1, up2), _kronecker(down1, down2)
+            (up1, down1), (up2, down2) = (low_rank.halves(t, f"lokr_w{n}", f"lokr_t{n}") for n in (1, 2))
+            up, down = low_rank.kronecker(up1, up2), low_rank.kronecker(down1, down2)
         else:
             raise ArtifactError(f"'{self.name}' is {self.kind}, which is more than a low-rank product: apply it as such")
         tensors = {"down": down.reshape(-1, *shape[1:]), "up": up.reshape(shape[0], -1, *[1] * (len(shape) - 2))}
@@ -117,7 +117,7 @@ class Entry:
         if self.kind == "lora":
             return self.rank
         prefix = FACTORS[self.kind.partition("+")[0]]
-        return math.prod(_inner_rank(self.tensors, f"{prefix}w{n}", f"{prefix}t{n}") for n in (1, 2))
+        return math.prod(low_rank.inner_rank(self.tensors, f"{prefix}w{n}", f"{prefix}t{n}") for n in (1, 2))
 
     def outputs(self, start: int, number: int) -> Entry:
         """The same for some of the layer's outputs: that of a product that is not a plain LoRA becomes one."""
@@ -138,7 +138,7 @@ class Entry:
         if "down" in t:
             return t["up"].shape[0], _trimmed(t["down"].shape[1:])
         prefix = FACTORS[self.kind.partition("+")[0]]
-        parts = [_sides(t, f"{prefix}w{n}", f"{prefix}t{n}") for n in (1, 2)]
+        parts = [(out, _trimmed(rest)) for out, rest in (low_rank.sides(t, f"{prefix}w{n}", f"{prefix}t{n}") for n in (1, 2))]
         if prefix == "hada_":
             return parts[0]
         (a, (c, *_)), (b, (d, *kernel)) = parts
@@ -172,37 +172,52 @@ def largest(tensors: Mapping[str, Tensor], scale: float) -> float:
     return found
 
 
-def _factors(t: Mapping[str, Tensor], name: str, core: str) -> tuple[Tensor, Tensor]:
-    """One factor of a product as (out, rank) @ (rank, in * kernel)."""
-    if name in t:
-        whole = t[name].flatten(1)
-        one = torch.eye(min(whole.shape), dtype=whole.dtype, device=whole.device)
-        return (one, whole) if whole.shape[0] <= whole.shape[1] else (whole, one)
-    a, b = t[f"{name}_a"], t[f"{name}_b"]
-    if core in t:
-        return a.T, torch.einsum("ij...,jr->ir...", t[core], b).flatten(1)
-    return a, b.flatten(1)
+def base_of(tensors: Mapping[str, Tensor]) -> str:
+    """The kind of an update with these tensors: "lora", "loha" or "lokr"."""
+    if any(name.startswith("hada_") for name in tensors):
+        return "loha"
+    return "lokr" if any(name.startswith("lokr_") for name in tensors) else "lora"
 
 
-def _inner_rank(t: Mapping[str, Tensor], name: str, core: str) -> int:
-    if name in t:
-        return min(t[name].flatten(1).shape)
-    return t[f"{name}_a"].shape[0 if core in t else 1]
+def needs(base: str) -> list[set[str]]:
+    """The sets of tensors that an update is whole with."""
+    if base == "loha":
+        return [{"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"}]
+    if base == "lokr":
+        return [
+            {*(f"lokr_w1{end}" for end in first), *(f"lokr_w2{end}" for end in second)}
+            for first in (("",), ("_a", "_b"))
+            for second in (("",), ("_a", "_b"))
+        ]
+    return [{"down", "up"}]
 
 
-def _kronecker(a: Tensor, b: Tensor) -> Tensor:
-    """torch.kron of two matrices, which fails on some views of one row."""
-    return (a[:, None, :, None] * b[None, :, None]).flatten(2).flatten(0, 1)
+def rank_of(tensors: Mapping[str, Tensor]) -> int:
+    """The rank that alpha is divided by."""
+    if "up" in tensors:
+        return tensors["up"].shape[1]
+    for name in ("hada_w1_b", "lokr_w1_b", "lokr_w2_b"):
+        if name in tensors:
+            return tensors[name].shape[0]
+    return min(tensors["lokr_w1"].shape)
 
 
-def _sides(t: Mapping[str, Tensor], name: str, core: str) -> tuple[int, tuple[int, ...]]:
-    """The sizes of one factor: its output width, and (in, *kernel) or their product."""
-    if name in t:
-        return t[name].shape[0], _trimmed(t[name].shape[1:])
-    a, b = t[f"{name}_a"], t[f"{name}_b"]
-    if core in t:
-        return a.shape[1], _trimmed((b.shape[1], *t[core].shape[2:]))
-    return a.shape[0], _trimmed(b.shape[1:])
+def without_padding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What lies in a slot without what only pads its rank; nothing if nothing was loaded into it."""
+    made = dict(tensors)
+    if not all(tensor.any() for tensor in made.values()):
+        return {}
+    if any("_t" in name for name in made):
+        return made
+    for a, b in (("up", "down"), *((f"{n}_a", f"{n}_b") for n in ("hada_w1", "hada_w2", "lokr_w1", "lokr_w2"))):
+        if a in made:
+            rank = made[a].shape[1]
+            rows = torch.unflatten(made[b], 0, (-1, rank))  # of a grouped convolution each group has as many
+            used = made[a].transpose(0, 1).flatten(1).any(1) & rows.transpose(0, 1).flatten(1).any(1)
+            if not used.any():
+                return {}
+            made[a], made[b] = made[a][:, used], rows[:, used].flatten(0, 1)
+    return made
 
 
 def _trimmed(sizes: Sequence[int]) -> tuple[int, ...]:

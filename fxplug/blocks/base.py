@@ -1,14 +1,15 @@
-"""What all blocks share: the base class, ranks and scales, and where a value has its channels."""
+"""What all blocks share: the base class, ranks, and where a value has its channels."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError, did_you_mean
 from ..ir import channel_dim as channels
+from ..low_rank import scaling
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site, Value
@@ -19,11 +20,13 @@ CONVOLUTIONS: dict[str, type[nn.Module]] = {"Conv1d": nn.Conv1d, "Conv2d": nn.Co
 class Block(nn.Module):
     """A module that passes may put in: `at(site, **options)` makes one, `forward` gets the values of the rule's `args`.
 
-    `neutral` says that a new one leaves the output `torch.equal` to what it was.
+    `neutral` says that a new one leaves the output `torch.equal` to what it was; `hands_on` that `at` hands the options that it
+    does not name on to the constructor.
     """
 
     is_block: ClassVar[bool] = True
     neutral: ClassVar[bool] = False
+    hands_on: ClassVar[bool] = False
 
     at: Any  # classmethod (site, **options) -> Block: the options that a rule may give are its named arguments
 
@@ -44,21 +47,25 @@ def check_slots(slots: Any, **refused: Any) -> None:
             raise SpecError(f"{name} and slots do not go together: an adapter in a slot has no {name} of its own")
 
 
-def scaling(rank: int, alpha: float | None, rslora: bool = False, alpha_auto_scale: bool = True) -> float:
-    """What a low-rank update is multiplied by: alpha / rank; no alpha means rank.
+class LowRank(Block):
+    """A low-rank update: one that is scaled by `scale`, a float32 buffer, or with `slots` a bank for so many, not trained."""
 
-    `rslora` makes it alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); `alpha_auto_scale=False` makes it alpha, as
-    HCP-Diffusion has it. Raises SpecError for both at once, or for the second without an alpha.
-    """
-    if alpha_auto_scale:
-        return (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
-    if rslora:
-        raise SpecError(
-            "rslora divides alpha by sqrt(rank) and alpha_auto_scale: false does not divide it: give one of the two"
-        )
-    if alpha is None:
-        raise SpecError("alpha_auto_scale: false makes alpha the scale itself: give an alpha, 1.0 to add the update as it is")
-    return alpha
+    neutral = True
+    scale: Tensor
+
+    def __init__(self, rank: int, alpha: float | None, rslora: bool, alpha_auto_scale: bool, slots: int) -> None:
+        """Raises SpecError for a rank below 1, slots below 0, and as `scaling` does."""
+        super().__init__()
+        check_slots(slots)
+        self.rank, self.slots = check_rank(rank), slots
+        self.alpha = rank if alpha is None else alpha
+        self.rslora, self.alpha_auto_scale = rslora, alpha_auto_scale
+        if not slots:
+            factor = scaling(rank, alpha, rslora, alpha_auto_scale)
+            self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
+
+    def extra_repr(self) -> str:
+        return f"rank={self.rank}, " + (f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}")
 
 
 def torch_class(name: str) -> type[nn.Module]:

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from .weight_update import Update, weight_at
-
-if TYPE_CHECKING:
-    from ..rewriter.sites import Site
-
-
-def hadamard(w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor) -> Tensor:
-    """The elementwise product of two low-rank matrices, of rank up to the product of theirs."""
-    return (w1_a @ w1_b) * (w2_a @ w2_b)
-
-
-def tucker_weight(core: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """A convolution's weight (out, in, *kernel) from a core (rank, rank, *kernel) and matrices (rank, out), (rank, in)."""
-    return torch.einsum("ij...,ip,jr->pr...", core, a, b)
+from ..low_rank import factor
+from .weight_update import Update
 
 
 class Loha(Update):
@@ -34,6 +21,7 @@ class Loha(Update):
     (rank, rank, *kernel); the same for 2. `hada_w2_b` is zero when new.
     """
 
+    asks = "a Hadamard product"
     hada_w1_a: Tensor
     hada_w1_b: Tensor
     hada_w2_a: Tensor
@@ -69,28 +57,8 @@ class Loha(Update):
         nn.init.zeros_(self.hada_w2_b)
         self.banked()
 
-    @classmethod
-    def at(
-        cls,
-        site: Site,
-        rank: int = 8,
-        alpha: float | None = None,
-        tucker: bool = False,
-        rslora: bool = False,
-        alpha_auto_scale: bool = True,
-        slots: int = 0,
-        rank_max: int | None = None,
-    ) -> Loha:
-        """An update for any parameter of two or more dimensions; with `slots`, of adapters of ranks up to `rank_max`."""
-        rank = rank_max if slots and rank_max is not None else rank
-        return cls(weight_at(site, "a Hadamard product").shape, rank, alpha, tucker, rslora, alpha_auto_scale, slots)
-
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
-        if self.cores:
-            first = tucker_weight(own["hada_t1"], own["hada_w1_a"], own["hada_w1_b"])
-            return first * tucker_weight(own["hada_t2"], own["hada_w2_a"], own["hada_w2_b"])
-        return hadamard(own["hada_w1_a"], own["hada_w1_b"], own["hada_w2_a"], own["hada_w2_b"]).reshape(self.shape)
+        return (factor(own, "hada_w1", "hada_t1") * factor(own, "hada_w2", "hada_t2")).reshape(self.shape)
 
     def extra_repr(self) -> str:
-        of = f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}"
-        return f"{self.shape}, rank={self.rank}, {of}{', tucker' if self.cores else ''}"
+        return f"{super().extra_repr()}{', tucker' if self.cores else ''}"

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from .loha import tucker_weight
-from .weight_update import Update, divisors, weight_at
-
-if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+from ..low_rank import factor, kronecker
+from .weight_update import Update, divisors
 
 
 def factorization(size: int, factor: int = -1) -> tuple[int, int]:
@@ -29,11 +26,6 @@ def factorization(size: int, factor: int = -1) -> tuple[int, int]:
     return small, size // small
 
 
-def kronecker(w1: Tensor, w2: Tensor, shape: Sequence[int]) -> Tensor:
-    """The Kronecker product of (a, c) and (b, d, *kernel) as a weight (a * b, c * d, *kernel)."""
-    return torch.kron(w1, w2.flatten(1)).reshape(*shape)
-
-
 class Lokr(Update):
     """value + scale * kron(w1, w2): a Kronecker product (LyCORIS, Yeh et al. 2023, arXiv 2309.14859).
 
@@ -43,6 +35,7 @@ class Lokr(Update):
     not scaled. `lokr_w2` or `lokr_w2_b` is zero when new.
     """
 
+    asks = "a Kronecker product"
     lokr_w1: Tensor
     lokr_w1_a: Tensor
     lokr_w1_b: Tensor
@@ -94,38 +87,13 @@ class Lokr(Update):
             self.scale.fill_(1.0)
         self.banked()
 
-    @classmethod
-    def at(
-        cls,
-        site: Site,
-        rank: int = 8,
-        alpha: float | None = None,
-        factor: int = -1,
-        decompose_both: bool = False,
-        tucker: bool = False,
-        full_matrix: bool = False,
-        rslora: bool = False,
-        alpha_auto_scale: bool = True,
-        slots: int = 0,
-        rank_max: int | None = None,
-    ) -> Lokr:
-        """An update for any parameter of two or more dimensions; with `slots`, of adapters of ranks up to `rank_max`."""
-        shape = weight_at(site, "a Kronecker product").shape
-        rank = rank_max if slots and rank_max is not None else rank
-        return cls(shape, rank, alpha, factor, decompose_both, tucker, full_matrix, rslora, alpha_auto_scale, slots)
-
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
-        w1 = own["lokr_w1_a"] @ own["lokr_w1_b"] if self.split_1 else own["lokr_w1"]
-        if self.core:
-            w2 = tucker_weight(own["lokr_t2"], own["lokr_w2_a"], own["lokr_w2_b"])
-        else:
-            w2 = own["lokr_w2_a"] @ own["lokr_w2_b"] if self.split_2 else own["lokr_w2"]
-        return kronecker(w1, w2, self.shape)
+        w1, w2 = factor(own, "lokr_w1", "lokr_t1"), factor(own, "lokr_w2", "lokr_t2")
+        return kronecker(w1, w2.flatten(1)).reshape(self.shape)
 
     def extra_repr(self) -> str:
         parts = [name.removeprefix("lokr_") for name, _ in self.named_parameters()]
-        of = f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}"
-        return f"{self.shape}, rank={self.rank}, {of}, factor={self.factor}, {' '.join(parts)}"
+        return f"{super().extra_repr()}, factor={self.factor}, {' '.join(parts)}"
 
 
 def check_factor(factor: Any, out: int, inner: int) -> None:

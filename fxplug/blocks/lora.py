@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from ..ir import batch_dim
-from .base import CONVOLUTIONS, Block, check_rank, check_slots, scaling
+from ..low_rank import gated
+from .base import CONVOLUTIONS, LowRank, check_slots
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site
 
 
-class Lora(Block):
+class Lora(LowRank):
     """y + scale * up(down(x)): a low-rank update beside a layer (Hu et al. 2021, arXiv 2106.09685).
 
     `scale` is a float32 buffer saved with the weights, see `scaling`. `down` has the layer's own geometry (kernel, stride,
@@ -29,10 +30,9 @@ class Lora(Block):
 
     With `slots` it is a bank for that many adapters of up to this rank: one low-rank update of rank slots * rank, in whose
     inner channels the slots follow each other (within each group of a convolution), and whose inner values are multiplied by
-    `rows` instead of `scale`: float32 (batch, slots * rank), what `gates.Gates` gives. It begins as zeros and is not trained.
+    `rows` instead of `scale`: float32 (batch, slots * rank), what `slot_gates.Gates` gives. It begins as zeros and is not
+    trained.
     """
-
-    neutral = True
 
     def __init__(
         self,
@@ -57,19 +57,14 @@ class Lora(Block):
         -1 where it has none; only slots need it. Raises SpecError for a rank below 1, a dropout outside [0, 1), slots with a
         bias or with dropout, or what `scaling` refuses.
         """
-        super().__init__()
-        check_rank(rank)
+        super().__init__(rank, alpha, rslora, alpha_auto_scale, slots)
         if not 0 <= dropout < 1:
             raise SpecError(f"dropout must be at least 0 and below 1, not {dropout!r}")
         check_slots(slots, bias=bias, dropout=dropout)
-        self.kind, self.in_features, self.out_features, self.rank = kind, in_features, out_features, rank
-        self.slots, self.batch_dim = slots, batch_dim
-        self.alpha = rank if alpha is None else alpha
-        self.geometry, self.same_padding = dict(geometry or {}), same_padding
-        self.bias, self.rslora, self.alpha_auto_scale = bias, rslora, alpha_auto_scale
+        self.kind, self.in_features, self.out_features, self.bias = kind, in_features, out_features, bias
+        self.geometry, self.same_padding, self.batch_dim = dict(geometry or {}), same_padding, batch_dim
         self.down: nn.Module
         self.up: nn.Module
-        self.scale: Tensor
         inner = rank * max(slots, 1)
         if kind in CONVOLUTIONS:
             groups = self.geometry.get("groups", 1)
@@ -84,8 +79,6 @@ class Lora(Block):
             for parameter in self.parameters():
                 nn.init.zeros_(parameter.requires_grad_(False))
             return
-        factor = scaling(rank, alpha, rslora, alpha_auto_scale)
-        self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
         for parameter in self.up.parameters():
             nn.init.zeros_(parameter)
         if kind != "Embedding":
@@ -131,7 +124,7 @@ class Lora(Block):
         return cls(kind, layer.in_channels, layer.out_channels, geometry=geometry, same_padding=same, **common)
 
     def bank(self) -> dict[str, Any]:
-        """What tells where an adapter goes in a bank, as plain values; see `switching.Bank`."""
+        """What tells where an adapter goes in a bank, as plain values; see `adapters.banks.Bank`."""
         groups = self.geometry.get("groups", 1)
         sizes = (self.in_features, self.out_features) if self.kind == "Embedding" else (self.out_features, self.in_features)
         shape = [sizes[0], sizes[1] // groups, *self.geometry.get("kernel_size", ())]
@@ -157,28 +150,11 @@ class Lora(Block):
         return torch.add(y, self.up(hidden * self.scale))  # scaled where it is small: no pass over all of y, or its gradient
 
     def gated(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The inner values of a bank, each times what its sample takes of its slot; samples follow each other in `batch_dim`.
-
-        A value without samples, such as one made from positions alone, takes what all samples have in common; where they
-        differ, and an adapter has something for it, it is NaN.
-        """
-        batch, channels_last = rows.shape[0], self.kind not in CONVOLUTIONS
-        if not batch:
-            return hidden
+        """The inner values of a bank, each times what its sample takes of its slot, see `low_rank.gated`."""
         groups = self.geometry.get("groups", 1)
         if groups > 1:
-            within = rows.view(batch, self.slots, -1)[..., : self.rank_within(groups)].flatten(1)
-            rows = within.repeat(1, groups)
-        space = 0 if channels_last else len(self.geometry["kernel_size"])
-        if hidden.dim() < 2 + space or self.batch_dim < 0 or hidden.shape[self.batch_dim] % batch:
-            alike = (rows == rows[:1]).all(0).view(-1, *[1] * space)
-            return torch.where(alike | (hidden == 0), hidden * rows[0].view(-1, *[1] * space), torch.nan).to(hidden.dtype)
-        if self.batch_dim:
-            rows = rows.view(batch, *[1] * (hidden.dim() - 3), -1)
-            return (hidden * rows).to(hidden.dtype)
-        gates = rows[:, None] if channels_last else rows.view(batch, 1, -1, *[1] * space)
-        split = (batch, -1, hidden.shape[-1]) if channels_last else (batch, -1, *hidden.shape[1:])
-        return (hidden.reshape(split) * gates).to(hidden.dtype).view(hidden.shape)
+            rows = torch.unflatten(rows, 1, (self.slots, -1))[..., : self.rank_within(groups)].flatten(1).repeat(1, groups)
+        return gated(hidden, rows, self.batch_dim, len(self.geometry.get("kernel_size", ())))
 
     def pad(self, x: Tensor, y: Tensor) -> Tensor:
         """x with zeros around it, the odd one behind, so that `down` gives the size of y."""
@@ -191,8 +167,7 @@ class Lora(Block):
         return F.pad(x, around)
 
     def extra_repr(self) -> str:
-        of = f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}"
-        return f"{self.kind}, {self.in_features}, {self.out_features}, rank={self.rank}, {of}"
+        return f"{self.kind}, {self.in_features}, {self.out_features}, {super().extra_repr()}"
 
 
 def _batch_dim(site: Site, kind: str) -> int:

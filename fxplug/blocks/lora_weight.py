@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from .weight_update import Update, low_rank, weight_at
-
-if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+from ..low_rank import product
+from .weight_update import Update
 
 
 class LoraWeight(Update):
@@ -22,6 +19,8 @@ class LoraWeight(Update):
     Lora the slower way. `down` is (rank, in, *kernel), `up` (out, rank, 1, ...), zero when new: the shapes that PEFT and
     kohya's files have.
     """
+
+    asks = "a low-rank update"
 
     def __init__(
         self,
@@ -39,23 +38,5 @@ class LoraWeight(Update):
         nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
         self.banked()
 
-    @classmethod
-    def at(
-        cls,
-        site: Site,
-        rank: int = 8,
-        alpha: float | None = None,
-        rslora: bool = False,
-        alpha_auto_scale: bool = True,
-        slots: int = 0,
-        rank_max: int | None = None,
-    ) -> LoraWeight:
-        """An update for any parameter of two or more dimensions; with `slots`, of adapters of ranks up to `rank_max`."""
-        rank = rank_max if slots and rank_max is not None else rank
-        return cls(weight_at(site, "a low-rank update").shape, rank, alpha, rslora, alpha_auto_scale, slots)
-
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
-        return low_rank(own["up"], own["down"], self.shape)
-
-    def extra_repr(self) -> str:
-        return f"{self.shape}, rank={self.rank}, " + (f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}")
+        return product(own["up"], own["down"], self.shape)

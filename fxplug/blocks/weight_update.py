@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from .base import Block, check_rank, check_slots, scaling
+from .base import LowRank
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site
@@ -60,36 +60,28 @@ def _overlaps(value: Tensor) -> bool:
     return False
 
 
-# --- low rank
-
-
-def low_rank(up: Tensor, down: Tensor, shape: Sequence[int]) -> Tensor:
-    """up @ down in the shape of a weight: up is (out, rank, ...), down (rank, in, *kernel)."""
-    return (up.flatten(1) @ down.flatten(1)).reshape(*shape)
-
-
-class Update(Block):
-    """A scaled update of a parameter: what LoRA, LoHa and LoKr have in common. `scale` is a float32 buffer.
+class Update(LowRank):
+    """A scaled update of a parameter: what LoRA, LoHa and LoKr have in common. `asks` says what it is, where none fits.
 
     With `slots` it is a bank for that many: each parameter has them as its first dimension, begins as zeros and is not
-    trained, and `forward` takes, instead of the scale, the float32 (slots,) that `gates.Gates` gives for all samples.
+    trained, and `forward` takes, instead of the scale, the float32 (slots,) that `slot_gates.Gates` gives for all samples.
     """
 
-    neutral = True
-    scale: Tensor
+    asks: ClassVar[str]
+    hands_on = True
 
     def __init__(
         self, shape: Sequence[int], rank: int, alpha: float | None, rslora: bool, alpha_auto_scale: bool, slots: int = 0
     ) -> None:
         """`shape` is the parameter's, two or more dimensions. Raises SpecError for a rank below 1 and as `scaling` does."""
-        super().__init__()
-        check_slots(slots)
-        self.shape, self.rank, self.slots = list(shape), check_rank(rank), slots
-        self.alpha = rank if alpha is None else alpha
-        self.rslora, self.alpha_auto_scale = rslora, alpha_auto_scale
-        if not slots:
-            factor = scaling(rank, alpha, rslora, alpha_auto_scale)
-            self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
+        super().__init__(rank, alpha, rslora, alpha_auto_scale, slots)
+        self.shape = list(shape)
+
+    @classmethod
+    def at(cls, site: Site, rank: int = 8, slots: int = 0, rank_max: int | None = None, **options: Any) -> Self:
+        """An update for any parameter of two or more dimensions; with `slots`, of adapters of ranks up to `rank_max`."""
+        rank = rank_max if slots and rank_max is not None else rank
+        return cls(weight_at(site, cls.asks).shape, rank, slots=slots, **options)
 
     def banked(self) -> None:
         """Give each parameter its slots."""
@@ -98,7 +90,7 @@ class Update(Block):
             self._parameters[name] = nn.Parameter(parameter.new_zeros(self.slots, *parameter.shape), requires_grad=False)
 
     def bank(self) -> dict[str, Any]:
-        """What tells where an adapter goes in a bank, as plain values; see `switching.Bank`."""
+        """What tells where an adapter goes in a bank, as plain values; see `adapters.banks.Bank`."""
         names = list(self._parameters)
         return {"kind": type(self).__name__, "slots": self.slots, "rank": self.rank, "shape": self.shape, "parameters": names}
 
@@ -112,6 +104,9 @@ class Update(Block):
         for slot in range(self.slots):
             value = value + uniform[slot] * self.update({name: bank[slot] for name, bank in self.named_parameters()})
         return value
+
+    def extra_repr(self) -> str:
+        return f"{self.shape}, {super().extra_repr()}"
 
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
         """What parameters of these names make together, in the shape of the parameter that is updated, not scaled yet."""

@@ -31,14 +31,14 @@ def lower(
     """A faster form of a rewritten module: merged, packed, fused, outlined, in this order; `gm` stays as it is.
 
     `merge`: None leaves the adapters beside their layers; "fold" or True folds them into copies of the weights for good, as
-    `folding.merge`; "live" folds what is in the slots and again whenever that changes, as `shadowing.live`; "remerge" adds
+    `fold.merge`; "live" folds what is in the slots and again whenever that changes, as `live.live`; "remerge" adds
     them to the weights at each call where many rows make that the cheaper way, as `remerging.remerge`. "auto" is the stated
     default of a module that is served: passes with slots are merged live, unless samples have entries of their own now, and
     the others are folded as far as they are functions of weights.
 
     `pack` makes one product of linear layers that read the same value, where that is not slower: see `packing.pack`. `fuse`
     joins layers and their updates, in the form that was measured fastest ("auto"), in one form for all, or not (None, False):
-    see `fusing.fuse`. `outline` compiles repeated regions once: "auto" where there are some, True finds them too and raises
+    see `fused.fuse`. `outline` compiles repeated regions once: "auto" where there are some, True finds them too and raises
     where there are none, a list names them: see `nesting.nest`.
 
     The result shares parameters, and the state of slots, with `gm`, but for what is merged. `meta["forms"]` says which form

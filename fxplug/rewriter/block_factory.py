@@ -12,7 +12,7 @@ from ..errors import FxplugError, SpecError
 from ..ir.containers import Container
 from ..ir.traced_module import TracedModule
 from ..spec.import_path import import_target
-from ..spec.options import check_options
+from ..spec.options import check_known, check_options, taken
 from ..spec.rules import Pass, Rule, is_target
 from .input_sizes import input_name, own_inputs
 from .sites import Site
@@ -41,7 +41,7 @@ def make_block(
     except AttributeError:
         pass
     try:
-        check_options(kind.at, rule.options, kind.__name__, given=1, says="takes no option")  # type: ignore[attr-defined]
+        _check_options(kind, rule.options)
         block = _make(kind, site, weight).train(tree.training)
     except FxplugError as error:
         text = getattr(error, "finding", str(error))
@@ -72,6 +72,14 @@ def _block_class(rule: Rule) -> type[nn.Module]:
             where=rule.where,
         )
     return kind
+
+
+def _check_options(kind: Any, options: Mapping[str, Any]) -> None:
+    check_options(kind.at, options, kind.__name__, given=1, says="takes no option")
+    if getattr(kind, "hands_on", False):  # to its constructor, whose other parameters the site gives
+        own, at = taken(kind), taken(kind.at, 1)
+        known = dict.fromkeys([*(name for name in own.names if name not in own.required), *at.names])
+        check_known(options, known, f"{kind.__name__} takes no option")
 
 
 def _make(kind: type[nn.Module], site: Site, weight: torch.Tensor | None) -> nn.Module:

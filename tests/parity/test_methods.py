@@ -19,10 +19,11 @@ import fxplug
 from fxplug.blocks.bitfit import Delta
 from fxplug.blocks.dora import Dora, norm_except, over_norm
 from fxplug.blocks.loha import Loha
-from fxplug.blocks.lokr import Lokr, factorization, kronecker
+from fxplug.blocks.lokr import Lokr, factorization
 from fxplug.blocks.lora_weight import LoraWeight
 from fxplug.blocks.orthogonal import Boft, Oft, butterfly, cayley, neumann, skew, turned
 from fxplug.blocks.weight_norms import SpectralNorm, WeightNorm
+from fxplug.low_rank import kronecker
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 MAPS = {  # blocks that map a weight and leave it as it is when new
@@ -166,7 +167,7 @@ def test_widths_are_split_as_in_lycoris():
 
 def test_a_kronecker_product_of_a_convolution():
     w1, w2 = torch.randn(3, 2), torch.randn(4, 5, 3, 3)
-    found = kronecker(w1, w2, (12, 10, 3, 3))
+    found = kronecker(w1, w2.flatten(1)).reshape(12, 10, 3, 3)
     for out in range(12):
         for inner in range(10):
             assert torch.equal(found[out, inner], w1[out // 4, inner // 5] * w2[out % 4, inner % 5])

@@ -15,12 +15,12 @@ from .layers import WEIGHTS, Layer, called, check_traced, layer_at, lowered, rep
 
 
 def fuse(gm: TracedModule, how: str = "auto") -> TracedModule:
-    """The same module whose linear layers, and `Lora`s behind them, are the functions of `products`: faster steps and calls.
+    """The same module whose linear layers, and `Lora`s behind them, are the functions of `operators`: faster steps and calls.
 
     Graph and module tree are copied, parameters are shared, so what it trains is trained in `gm`: save and export that one.
     Results and gradients are those of `gm` but for rounding. Second derivatives of the layers are not there. A layer with a
     hook, of a derived class, or a `Lora` with dropout, a bias, or behind another block, stays as it is. `how` is a form of
-    `forms.FORMS` for all layers, or `auto`: for each the one that was measured fastest (`tuning.tune`) for the rows of the
+    `forms.FORMS` for all layers, or `auto`: for each the one that was measured fastest (`measuring.tune`) for the rows of the
     trace, else `fused`. With a kernel as form, `Loha` and `Lokr` make their weights by kernels too. `meta["forms"]` says which
     form each layer with an update has. Raises SpecError for what is no traced module, and an unknown form.
     """
@@ -99,7 +99,7 @@ def _fuse_weight(graph: Graph, tree: nn.Module, node: fx.Node, form: str) -> str
 
 
 def remerge_linear(graph: Graph, tree: nn.Module, layer: Layer) -> None:
-    """Put `products.remerged_linear` in the place of a linear layer and its `Lora`."""
+    """Put `operators.remerged_linear` in the place of a linear layer and its `Lora`."""
     lora, block = layer.lora, layer.block
     assert lora is not None
     if block.slots:

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...low_rank import gated, kronecker, side, spread
+
 try:
     import triton
     import triton.language as tl
@@ -175,11 +177,6 @@ def _block(size: int) -> int:
 # --- a linear layer with a bank of updates
 
 
-def gated(hidden: Tensor, take: Tensor) -> Tensor:
-    """hidden (batch, tokens, slots * rank) times take (batch, slots), in the dtype of hidden."""
-    return (hidden * take.repeat_interleave(hidden.shape[-1] // take.shape[1], 1)[:, None]).to(hidden.dtype)
-
-
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, take: Tensor, tile: int
 ) -> Tensor:
@@ -205,7 +202,7 @@ def _linear(
 def _linear_plain(
     x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, take: Tensor, tile: int
 ) -> Tensor:
-    return F.linear(x, weight, bias) + F.linear(gated(F.linear(x, down), take), up)
+    return F.linear(x, weight, bias) + side(x, down, up, spread(take, down.shape[0]))
 
 
 def _linear_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -218,8 +215,9 @@ def _linear_gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     needs, flat = ctx.needs_input_grad, g.flatten(0, 1)
     gx = linear(g, weight.t(), None, up.t(), down.t(), take, ctx.tile) if needs[0] else None
     gw = flat.t() @ x.flatten(0, 1) if needs[1] else None
-    gd = gated(g @ up, take).flatten(0, 1).t() @ x.flatten(0, 1) if needs[3] else None
-    gu = flat.t() @ gated(x @ down.t(), take).flatten(0, 1) if needs[4] else None
+    rows = spread(take, down.shape[0])
+    gd = gated(g @ up, rows).flatten(0, 1).t() @ x.flatten(0, 1) if needs[3] else None
+    gu = flat.t() @ gated(x @ down.t(), rows).flatten(0, 1) if needs[4] else None
     return gx, gw, flat.sum(0) if needs[2] else None, gd, gu, None, None
 
 
@@ -263,8 +261,7 @@ def _lokr(value: Tensor, w1: Tensor, w2: Tensor, take: Tensor) -> Tensor:
 
 
 def _lokr_plain(value: Tensor, w1: Tensor, w2: Tensor, take: Tensor) -> Tensor:
-    products = w1[:, :, None, :, None] * w2[:, None, :, None, :]  # (slots, a, c, b, d)
-    return (value + (take.view(-1, 1, 1) * products.reshape(-1, *value.shape)).sum(0)).to(value.dtype)
+    return (value + (take.view(-1, 1, 1) * kronecker(w1, w2)).sum(0)).to(value.dtype)
 
 
 def _lokr_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,29 +1,71 @@
-"""A layer that a graph calls, with the low-rank update behind it: read, and replaced by one call."""
+"""A layer of a graph, its weight and bias, and the blocks behind it: read, or why not, and replaced by one call."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import fx, nn
 
+from ...blocks.base import CONVOLUTIONS
 from ...blocks.lora import Lora
+from ...blocks.scale import Scale
+from ...blocks.ssf import Ssf
 from ...errors import SpecError
 from ...ir import ops
 from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ...torch_internals.graphs import is_erased
-from ...torch_internals.modules import is_hooked
+from ...torch_internals.modules import conv_forward, is_hooked
 
 WEIGHTS = ["down.weight", "up.weight"]
+LAYERS: dict[str, type[nn.Module]] = {"Linear": nn.Linear, **CONVOLUTIONS, "Embedding": nn.Embedding}
+NORMS: dict[type[nn.Module], str] = {
+    c: c.__name__ for c in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+}
+# what the functions behind layers are, and where their weight and bias stand
+PRODUCTS: dict[Any, tuple[str, int, int]] = {
+    F.linear: ("Linear", 1, 2),
+    F.conv1d: ("Conv1d", 1, 2),
+    F.conv2d: ("Conv2d", 1, 2),
+    F.conv3d: ("Conv3d", 1, 2),
+    F.embedding: ("Embedding", 1, -1),
+    F.layer_norm: ("LayerNorm", 2, 3),
+    F.group_norm: ("GroupNorm", 2, 3),
+    F.batch_norm: ("BatchNorm", 3, 4),
+    F.rms_norm: ("RMSNorm", 2, -1),
+}
+BEHIND = (Lora, Scale, Ssf)  # blocks that change a layer's result as other weights would
 
 
 class Layer(NamedTuple):
-    """A layer's call in a graph, and that of the `Lora` behind it if there is one that can be joined with it."""
+    """A layer in a graph: a module that is called, or a product of the model's own code or of a layer that was opened.
+
+    `kind` is that of torch.nn's layer ("Linear", "Conv2d", "LayerNorm", ...), "" where a module is of no known kind;
+    `module` is None for a product. `weight` and `bias` are the names of a module's parameters, or the values in the graph that
+    a product reads; None where there is none. `lora` and `block` are the `Lora` behind it, where `layer_at` found one to join
+    it with.
+    """
 
     node: fx.Node
+    kind: str
     module: Any
-    lora: fx.Node | None
-    block: Any
+    weight: Any
+    bias: Any
+    lora: fx.Node | None = None
+    block: Any = None
+
+    @property
+    def x(self) -> Any:
+        """What the layer reads, before the edges of regions."""
+        return inside(argument(self.node, 0, "input"))
+
+    def named(self) -> tuple[str, str | None] | None:
+        """The names of its weight and bias; None where a product reads a tensor that is none of the module's own."""
+        if any(isinstance(value, fx.Node) and value.op != "get_attr" for value in (self.weight, self.bias)):
+            return None
+        names = [value if value is None else str(getattr(value, "target", value)) for value in (self.weight, self.bias)]
+        return None if names[0] is None else (names[0], names[1])
 
 
 def check_traced(gm: Any, what: str) -> None:
@@ -51,15 +93,38 @@ def layers(graph: Graph, tree: nn.Module, kinds: tuple[type[nn.Module], ...]) ->
             yield found
 
 
-def layer_at(tree: nn.Module, node: fx.Node, kinds: tuple[type[nn.Module], ...]) -> Layer | None:
-    """What a node calls, if it is a layer of one of these very classes; None for another node."""
-    module = called(tree, node, kinds)
-    if module is None or len(node.args) != 1 or node.kwargs:
+def layer_of(tree: nn.Module, node: fx.Node) -> Layer | None:
+    """The layer that a node is, or a module of no known kind that it calls; None for another node."""
+    if node.op == "call_module":
+        module = tree.get_submodule(str(node.target))
+        weight, bias = (f"{node.target}.{n}" if module._parameters.get(n) is not None else None for n in ("weight", "bias"))
+        return Layer(node, _kind(module), module, weight, bias)
+    if node.op != "call_function" or node.target not in PRODUCTS:
         return None
-    user = next(iter(node.users), node)
-    block = called(tree, user, (Lora,)) if len(node.users) == 1 else None
-    fits = block is not None and not block.bias and not block.dropout and block.kind == type(module).__name__
-    return Layer(node, module, *((user, block) if fits and _reads(user, node) else (None, None)))
+    kind, weight_at, bias_at = PRODUCTS[node.target]
+    bias = argument(node, bias_at, "bias") if bias_at > 0 else None
+    return Layer(node, kind, None, argument(node, weight_at, "weight"), bias)
+
+
+def _kind(module: nn.Module) -> str:
+    """The kind of a layer of torch.nn that has the forward of its class there, and for a norm a weight; "" for others."""
+    kind = next((k for k, c in LAYERS.items() if isinstance(module, c) and type(module).forward is c.forward), "")
+    if kind in CONVOLUTIONS and conv_forward(type(module)) is not conv_forward(CONVOLUTIONS[kind]):
+        kind = ""
+    return kind or (NORMS.get(type(module), "") if module._parameters.get("weight") is not None else "")
+
+
+def layer_at(tree: nn.Module, node: fx.Node, kinds: tuple[type[nn.Module], ...]) -> Layer | None:
+    """What a node calls, if it is a layer of one of these very classes, with the `Lora` that can be joined with it."""
+    if called(tree, node, kinds) is None or len(node.args) != 1 or node.kwargs:
+        return None
+    layer, found = layer_of(tree, node), next(behind(tree, node), None)
+    if layer is None or found is None:
+        return layer
+    user, block = found
+    if list(node.users) != [user] or called(tree, user, (Lora,)) is None or block.bias or block.dropout:
+        return layer
+    return layer if misfit(block, user, layer.kind, layer.x) else layer._replace(lora=user, block=block)
 
 
 def called(tree: nn.Module, node: fx.Node, kinds: tuple[type[nn.Module], ...]) -> Any:
@@ -68,10 +133,22 @@ def called(tree: nn.Module, node: fx.Node, kinds: tuple[type[nn.Module], ...]) -
     return module if module is not None and type(module) in kinds and not is_hooked(module) else None
 
 
-def _reads(lora: fx.Node, layer: fx.Node) -> bool:
-    """Whether a Lora's x and y are what the layer gets and gives."""
-    values = [inside(value) for value in (*lora.args[:2], layer.args[0])]
-    return len(values) == 3 and values[0] is values[2] and values[1] is layer
+def misfit(lora: Lora, node: fx.Node, kind: str, x: Any) -> str | None:
+    """Why a `Lora` that a node calls is none of a layer of this kind that reads x, or None."""
+    if lora.kind != kind:
+        return f"it is made for {lora.kind} and stands behind {kind}"
+    own = inside(argument(node, 0, "x"))
+    if own is not x:
+        return f"it reads '{getattr(own, 'name', own)}', the layer '{getattr(x, 'name', x)}'"
+    return None
+
+
+# --- walking through a graph
+
+
+def argument(node: fx.Node, index: int, name: str) -> Any:
+    """An argument of a node by its position or its name, None where it is not given."""
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name)
 
 
 def inside(value: Any) -> Any:
@@ -79,6 +156,32 @@ def inside(value: Any) -> Any:
     while isinstance(value, fx.Node) and value.target is ops.edge:
         value = value.args[0]
     return value
+
+
+def readers(node: fx.Node) -> list[fx.Node]:
+    """What uses a value, also behind the edges of regions."""
+    found: dict[fx.Node, None] = {}
+    for user in node.users:
+        found.update(dict.fromkeys(readers(user)) if user.target is ops.edge else {user: None})
+    return list(found)
+
+
+def behind(tree: nn.Module, value: fx.Node) -> Iterator[tuple[fx.Node, Any]]:
+    """The blocks that change what a layer gives, one behind the other: each alone reads what was before it."""
+    while len(found := readers(value)) == 1 and found[0].op == "call_module":
+        block = tree.get_submodule(str(found[0].target))
+        if not isinstance(block, BEHIND) or inside(result_read(found[0], block)) is not value:
+            return
+        value = found[0]
+        yield value, block
+
+
+def result_read(node: fx.Node, block: nn.Module) -> Any:
+    """The layer's result among the arguments of a block behind it."""
+    return argument(node, 1, "y") if isinstance(block, Lora) else argument(node, 0, "y")
+
+
+# --- editing a graph
 
 
 def uniform(graph: Graph, lora: fx.Node) -> fx.Node:

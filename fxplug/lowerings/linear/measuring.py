@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from ...errors import SpecError
 from ...ir.traced_module import Graph, TracedModule
+from ...low_rank import side
 from . import forms, kernels, operators
 from .forms import Case
 from .layers import check_traced, layers
@@ -152,9 +153,7 @@ def calls_of(device: torch.device, case: Case) -> dict[str, Callable[[], Any]]:
     rest: tuple[Any, ...] = (rows, slots) if slots else (rows,)
 
     def stock() -> Any:
-        hidden = F.linear(x, down)
-        scaled = operators.gated(hidden, rows) if slots else hidden * rows
-        return torch.add(F.linear(x, weight, bias), F.linear(scaled, up))
+        return torch.add(F.linear(x, weight, bias), side(x, down, up, rows))
 
     def call(form: str) -> Callable[[], Any]:
         function, last = forms.function(form, bool(slots))

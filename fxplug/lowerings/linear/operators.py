@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...low_rank import added, side, spread
 from ...torch_internals.kernels import onednn_linear
 from . import kernels
 
@@ -64,7 +65,7 @@ def pays(rows: int, weight: Tensor) -> bool:
 
 def _lora(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor) -> Tensor:
     if pays(x.shape[0], weight):
-        return _eager(x, torch.addmm(weight, (up * scale).to(up.dtype), down), bias)
+        return _eager(x, added(weight, down, up, scale), bias)
     return _eager(x, weight, bias).addmm_(_eager(x, down).mul_(scale), up.t())
 
 
@@ -99,7 +100,7 @@ def _bank(
     if all(take == takes[0] for take in takes):
         return _uniform(flat, weight, bias, down, up, takes[0]).view(shape)
     if x.dim() < 2 or batch_dim < 0 or x.shape[batch_dim] % batch:  # no samples in it: what all of them take
-        return (_eager(flat, weight, bias) + F.linear(gated(F.linear(flat, down), rows, -1), up)).view(shape)
+        return (_eager(flat, weight, bias) + side(flat, down, up, rows, -1)).view(shape)
     if batch_dim:
         first = x.transpose(0, batch_dim)
         return _bank(first, weight, bias, down, up, rows, slots, 0).transpose(0, batch_dim).contiguous()
@@ -120,7 +121,7 @@ def _remerged(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor
     if any(math.isnan(value) for value in take):
         raise ValueError(MIXED)
     taken = _taken(down, up, take)
-    return weight.clone() if taken is None else torch.addmm(weight, (taken[1] * taken[2]).to(weight.dtype), taken[0])
+    return weight.clone() if taken is None else added(weight, *taken)
 
 
 LIBRARY.impl("lora", _lora, "CPU")  # type: ignore[no-untyped-call]
@@ -160,7 +161,7 @@ def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up
     """
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
     if not _fits(x, weight, down, up) or torch.compiler.is_exporting():
-        return F.linear(x, weight, bias) + F.linear(F.linear(x, down) * scale, up)
+        return F.linear(x, weight, bias) + side(x, down, up, scale)
     if trains(x, weight, bias, down, up):
         return _LoraLinear.apply(x, weight, bias, down, up, scale)  # type: ignore[no-any-return]
     flat = x.flatten(0, -2)
@@ -193,21 +194,7 @@ def bank_linear(
     if x.device.type == "cpu" and not plain:
         call = torch.ops.fxplug.bank if torch.compiler.is_compiling() else _bank
         return call(x, weight, bias, down, up, rows, slots, batch_dim)
-    return torch.add(linear(x, weight, bias), F.linear(gated(F.linear(x, down), rows, batch_dim), up))
-
-
-def gated(hidden: Tensor, rows: Tensor, batch_dim: int = 0) -> Tensor:
-    """A bank's inner values (..., slots * rank), each times what its sample takes of its slot."""
-    batch = rows.shape[0]
-    if not batch:
-        return hidden
-    if hidden.dim() < 2 or batch_dim < 0 or hidden.shape[batch_dim] % batch:
-        # what all samples take; NaN where they differ in something
-        return torch.where((rows == rows[:1]).all(0) | (hidden == 0), hidden * rows[0], torch.nan).to(hidden.dtype)
-    if batch_dim:
-        return (hidden * rows.view(batch, *[1] * (hidden.dim() - 3), -1)).to(hidden.dtype)
-    split = hidden.reshape(batch, -1, hidden.shape[-1])
-    return (split * rows[:, None]).to(hidden.dtype).view(hidden.shape)
+    return torch.add(linear(x, weight, bias), side(x, down, up, rows, batch_dim))
 
 
 def kernel_lora_linear(
@@ -269,19 +256,6 @@ def remerged(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
         call = torch.ops.fxplug.remerged if torch.compiler.is_compiling() else _remerged
         return call(weight, down, up, gates)
     return added(weight, down, up, gates)
-
-
-def added(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
-    """weight + (up * gates) @ down: (out, in), for down (rank, in), up (out, rank); `gates` is one number, or (slots,).
-
-    With slots the rank is slots * rank. NaN where a gate is NaN.
-    """
-    return torch.addmm(weight, (up * spread(gates, down)).to(up.dtype), down)
-
-
-def spread(gates: Tensor, down: Tensor) -> Tensor:
-    """One gate for each inner channel of a bank; a single number stays one."""
-    return gates.repeat_interleave(down.shape[0] // gates.shape[0]) if gates.dim() else gates
 
 
 def trains(*tensors: Tensor | None) -> bool:
@@ -361,7 +335,7 @@ class _Remerged(torch.autograd.Function):
         flat, gx, gd, gu = g.flatten(0, -2), None, None, None
         if ctx.needs_input_grad[0]:
             gx = product(flat, remerged(weight, down, up, gates).t()).view(*g.shape[:-1], weight.shape[1])
-        each = spread(gates, down)
+        each = spread(gates, down.shape[0])
         if ctx.needs_input_grad[3]:
             inner = product(flat, up.t()) * each
             gd = product(inner.to(g.dtype).t(), x.flatten(0, -2).t())

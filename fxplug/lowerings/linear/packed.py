@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...blocks.lora import Lora
-from ...errors import SpecError
 from ...ir import ops
 from ...ir.containers import Container
-from ...ir.pytree import leaves
-from ...ir.regions import added
-from ...ir.subgraphs import SWITCHES, aliases, written
+from ...ir.subgraphs import aliases
 from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ...spec.addresses import identifier
-from ...torch_internals.modules import ConvNd, is_hooked
-from . import operators
-from .layers import called, check_traced, inside
+from .groups import Group, Member, groups, worth_it
+from .layers import check_traced
+from .packed_modules import Joined, Packed, alone, tie, whole_of
 
 HOME = "packed"  # where the packed weights lie in the module tree
 ALIGNED = 8  # rows of a packed weight: a multiple, so that what is read in part lies on 16 bytes in half precision too
-FEW = 64  # rows, see `worth_it`
-WEIGHTED = (nn.Linear, nn.Bilinear, ConvNd, nn.MultiheadAttention, nn.RNNBase)
-WEIGHTED_FUNCTIONS = (F.linear, F.bilinear, F.conv1d, F.conv2d, F.conv3d, F.multi_head_attention_forward)
 
 
 def pack(gm: TracedModule, worth: Callable[[Group], bool] | None = None, *, across: bool = False) -> TracedModule:
@@ -62,316 +55,6 @@ def pack(gm: TracedModule, worth: Callable[[Group], bool] | None = None, *, acro
         graphs[mode].lint()
     forms = {**gm.meta.get("forms", {}), **maker.forms}
     return gm.derived(tree, graphs, source=gm.meta.get("source", gm), forms=forms)
-
-
-@dataclass
-class Member:
-    """One linear layer of a group: the node that calls it, its tensors' names, and the updates behind it."""
-
-    node: fx.Node
-    weight: str
-    bias: str | None
-    width: int
-    updates: list[fx.Node] = field(default_factory=list)
-    ranks: list[int] = field(default_factory=list)
-
-    @property
-    def path(self) -> str:
-        """The path of the layer."""
-        return self.weight.rpartition(".")[0]
-
-    @property
-    def downs(self) -> list[str]:
-        """The names of the weights with which its updates begin."""
-        return [f"{node.target}.down.weight" for node in self.updates]
-
-
-@dataclass
-class Group:
-    """Linear layers that read one value, in the order of the graph: what `worth` decides on."""
-
-    value: fx.Node
-    device: torch.device
-    dtype: torch.dtype
-    in_features: int
-    members: list[Member]
-
-    @property
-    def widths(self) -> list[int]:
-        """How many features each layer gives."""
-        return [member.width for member in self.members]
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks of all updates that would be packed; with slots, of whole banks."""
-        return [rank for member in self.members for rank in member.ranks]
-
-    @property
-    def tokens(self) -> int:
-        """The rows of the value in the example that was traced; 0 where that is not known."""
-        shape = self.value.meta.get("shape", (0,))
-        return int(torch.Size(int(n) for n in shape[:-1]).numel())
-
-
-def worth_it(group: Group) -> bool:
-    """Whether one product is not slower than several.
-
-    On a CPU one product alone was never slower (float32 through oneDNN: x0.65 to x1.00 of the same layers apart), but what
-    follows reads parts of its rows with a stride, and whole models were 2 to 3 % slower (UNet, PixArt; benchmarks/unmerged.py).
-    So only values of up to FEW rows are taken there, as the conditioning of a step has them: x0.72 for 28 layers of 384.
-    """
-    return group.device.type != "cpu" or 0 < group.tokens <= FEW
-
-
-# --- what may be one product
-
-
-def groups(graph: fx.Graph, tree: nn.Module, across: bool = False) -> Iterator[Group]:
-    """The groups of two or more linear layers that can be packed, in the order of the graph."""
-    tensors = _named_tensors(tree)
-    opened: dict[Any, list[Member]] = {}
-    done: list[tuple[Any, list[Member]]] = []
-    depends: dict[fx.Node, set[Any]] = {}  # on which open groups a node's value depends
-
-    def close(keys: Any) -> None:
-        done.extend((key, opened.pop(key)) for key in list(keys) if key in opened)
-
-    for node in graph.nodes:
-        if node.target in SWITCHES:
-            close(opened)
-        if changed := written(node, tree):
-            roots = {_root(value, tree) for value in changed}
-            names = {root.target for root in roots if root.op == "get_attr"}
-            close(k for k, ms in opened.items() if _root(k[0], tree) in roots or any(m.weight in names for m in ms))
-        known = set().union(*(depends.get(given, set()) for given in node.all_input_nodes)) & set(opened)
-        if not across and _weighted(node, tree) and not added(node):
-            close(known)
-            known = set()
-        if (member := _member(node, tree, tensors)) is not None and _free(member, tree):
-            weight = tensors[member.weight]
-            key = (inside(node.args[0]), weight.device, weight.dtype, weight.shape[1])
-            opened.setdefault(key, []).append(member)
-            known = known | {key}
-        depends[node] = known
-    close(opened)
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    for key, members in sorted(done, key=lambda found: order[found[1][0].node]):
-        if len({m.weight for m in members}) > 1:
-            value, device, dtype, width = key
-            yield Group(value, device, dtype, width, members)
-
-
-def _member(node: fx.Node, tree: nn.Module, tensors: dict[str, Tensor]) -> Member | None:
-    """The linear layer that a node calls, with the updates behind it."""
-    if (layer := called(tree, node, (nn.Linear,))) is not None and len(node.args) == 1 and not node.kwargs:
-        weight, bias = f"{node.target}.weight", None if layer.bias is None else f"{node.target}.bias"
-    elif node.op == "call_function" and node.target is F.linear:
-        given = dict(zip(("input", "weight", "bias"), node.args, strict=False)) | dict(node.kwargs)
-        reads = [given.get("weight"), given.get("bias")]
-        if not isinstance(given.get("input"), fx.Node) or len(node.args) < 1:
-            return None
-        if any(r is not None and not (isinstance(r, fx.Node) and r.op == "get_attr") for r in reads):
-            return None
-        weight, bias = (None if r is None else str(r.target) for r in reads)  # type: ignore[union-attr,assignment]
-    else:
-        return None
-    first = tensors.get(weight)
-    if first is None or first.dim() != 2 or not isinstance(node.args[0], fx.Node):
-        return None
-    if bias is not None and (bias not in tensors or tensors[bias].dtype != first.dtype):
-        return None
-    member = Member(node, weight, bias, first.shape[0])
-    last = node
-    while len(last.users) == 1:
-        user = next(iter(last.users))
-        lora = called(tree, user, (Lora, Joined))
-        if lora is None or lora.kind != "Linear" or lora.bias or lora.dropout or user.kwargs or not 2 <= len(user.args) <= 3:
-            break
-        down = tensors.get(f"{user.target}.down.weight")
-        if inside(user.args[0]) is not inside(node.args[0]) or user.args[1] is not last or down is None:
-            break
-        if down.dtype != first.dtype or down.device != first.device or lora.up.weight.dtype != first.dtype:
-            break
-        if any(is_hooked(part) for part in lora.modules()):
-            break
-        member.updates.append(user)
-        member.ranks.append(down.shape[0])
-        last = user
-    return member
-
-
-def _free(member: Member, tree: nn.Module) -> bool:
-    """Whether nobody minds that a layer's result is a part of a larger tensor: it is only read, and by what takes strides."""
-    waiting = [member.updates[-1] if member.updates else member.node]
-    seen = set(waiting)
-    while waiting:
-        value = waiting.pop()
-        for user in value.users:
-            if user.op == "output" or any(v is value for v in written(user, tree)):
-                return False
-            if user.op == "call_module":
-                module = tree.get_submodule(str(user.target))
-                if not (type(module).__module__.startswith("torch.nn.") or getattr(module, "is_block", False)):
-                    return False
-            elif user.op == "call_method":
-                if user.target in ("view_as", "as_strided", "stride", "is_contiguous", "data_ptr", "storage_offset", "set_"):
-                    return False
-                if user.target == "view" and any(isinstance(a, torch.dtype) for a in (*user.args, *user.kwargs.values())):
-                    return False
-            elif isinstance(user.target, type) or getattr(user.target, "namespace", "aten") not in ("aten", "prims"):
-                return False
-            if (aliases(user, tree) or user.target is ops.edge) and user not in seen:
-                seen.add(user)
-                waiting.append(user)
-    return True
-
-
-def _weighted(node: fx.Node, tree: nn.Module) -> bool:
-    if node.op == "call_module":
-        return any(isinstance(m, WEIGHTED) for m in tree.get_submodule(str(node.target)).modules())
-    return node.target in WEIGHTED_FUNCTIONS
-
-
-def _root(value: fx.Node, tree: nn.Module) -> fx.Node:
-    """The value in whose memory a value may lie."""
-    while value.op not in ("placeholder", "get_attr", "output") and (value.target is ops.edge or aliases(value, tree)):
-        given = [v for v in leaves(value.args[:1]) if isinstance(v, fx.Node)] or value.all_input_nodes
-        if not given:
-            break
-        value = given[0]
-    return value
-
-
-def _named_tensors(tree: nn.Module) -> dict[str, Tensor]:
-    """What may become a part of a packed weight, by all its names: plain, contiguous parameters whose memory is their own."""
-    found = {**dict(tree.named_parameters(remove_duplicate=False)), **dict(tree.named_buffers(remove_duplicate=False))}
-    made = {id(buffer) for module in tree.modules() if isinstance(module, Packed) for buffer in module.buffers()}
-    holders: dict[int, set[int]] = {}
-    for tensor in (t for t in found.values() if id(t) not in made):
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta:
-            holders.setdefault(tensor.data_ptr(), set()).add(id(tensor))
-
-    def plain(t: Tensor) -> bool:
-        usual = type(t) is nn.Parameter and t.layout is torch.strided and t.is_contiguous()
-        return usual and not t.is_inference() and t.numel() > 0 and (t.is_meta or len(holders[t.data_ptr()]) == 1)
-
-    return {name: tensor for name, tensor in found.items() if plain(tensor)}
-
-
-# --- the product
-
-
-class Packed(nn.Module):
-    """x @ weight.T + bias for several layers at once: x (..., in), the result (..., rows of the packed weight).
-
-    `weights` and `biases` name the parameters that are parts of the packed tensors, with the row where each begins, from the
-    module that holds this one. Without a packed bias, biases are put together at each call.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, weights: dict[str, int], biases: dict[str, int]) -> None:
-        super().__init__()
-        self.register_buffer("weight", weight, persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
-        self.weights, self.biases = weights, biases
-
-    def forward(self, x: Tensor, *parts: Tensor) -> Tensor:
-        """`parts` are the parameters that `weights` and then `biases` name: read where gradients of them are wanted."""
-        weight, bias = self.weight, self.bias
-        graded = torch.is_grad_enabled()
-        trained = graded and any(part.requires_grad for part in parts)
-        if trained:
-            weight = _joined(weight, list(self.weights.values()), parts[: len(self.weights)])
-        if self.biases and (trained or bias is None):
-            bias = _joined(weight.new_zeros(len(weight)), list(self.biases.values()), parts[len(self.weights) :])
-        graded = graded and (x.requires_grad or weight.requires_grad)
-        casts = torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype
-        if graded or casts or x.dim() < 2 or torch.compiler.is_exporting():
-            return F.linear(x, weight, bias)
-        return operators.product(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
-
-    def retie(self, root: nn.Module) -> None:
-        """Let the parameters, found from `root`, be parts of the packed tensors again, with the values that they have now."""
-        for key, names in (("weight", self.weights), ("bias", self.biases)):
-            whole = getattr(self, key)
-            if whole is None:
-                continue
-            try:
-                parts = {name: root.get_parameter(name) for name in names}
-            except AttributeError:
-                return  # a part of an outlined module: the module that holds them does it
-            kinds = {(part.device, part.dtype) for part in parts.values()}
-            if len(kinds) > 1:
-                raise SpecError(f"the packed layers {', '.join(parts)} must be of one dtype and on one device, not {kinds}")
-            if kinds != {(whole.device, whole.dtype)}:
-                ((device, dtype),) = kinds
-                whole = self._buffers[key] = torch.zeros(whole.shape, device=device, dtype=dtype)
-            tie(whole, [(part, names[name]) for name, part in parts.items()])
-            for rows in _between(whole, list(names.values()), list(parts.values())):
-                rows.zero_()  # of layers without a bias
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[1]}, {self.weight.shape[0]}, {', '.join(self.weights)}"
-
-
-class Joined(Lora):
-    """A `Lora` whose `down` may be a part of a packed product: what that gives comes as `hidden`."""
-
-    def forward(self, x: Tensor, y: Tensor, rows: Tensor | None = None, hidden: Tensor | None = None) -> Tensor:
-        """x, y and `rows` as for `Lora`; hidden (..., rank) is down(x)."""
-        if hidden is None:
-            return super().forward(x, y, rows)
-        inner = hidden * self.scale if rows is None else self.gated(hidden, rows)
-        weight = self.up.weight
-        if y.dim() < 2 or y.dtype != weight.dtype or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return torch.add(y, self.up(inner))
-        # y is a part of a packed product that nobody else reads
-        return y.flatten(0, -2).addmm_(inner.flatten(0, -2), weight.t()).view(y.shape)  # type: ignore[operator]
-
-
-def _between(whole: Tensor, starts: Sequence[int], parts: Sequence[Tensor]) -> list[Tensor]:
-    """The rows of a packed tensor before each of its parts, and those behind the last."""
-    ends = [0, *(start + part.shape[0] for start, part in zip(starts, parts, strict=True))]
-    return [whole[end:start] for end, start in zip(ends, [*starts, whole.shape[0]], strict=True)]
-
-
-def _joined(whole: Tensor, starts: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
-    """A packed tensor put together from its parts, for autograd."""
-    *before, last = _between(whole, starts, parts)
-    return torch.cat([rows for pair in zip(before, parts, strict=True) for rows in pair] + [last])
-
-
-@torch.no_grad()
-def tie(whole: Tensor, parts: list[tuple[nn.Parameter, int]]) -> None:
-    """Make parameters the rows of `whole` that begin at these numbers, with their values."""
-    for part, start in parts:
-        rows = whole[start : start + part.shape[0]]
-        if part.is_meta or part.data_ptr() != rows.data_ptr():
-            rows.copy_(part)
-            part.data = rows
-
-
-def _whole(parts: Sequence[tuple[Tensor, int]], rows: int) -> Tensor | None:
-    """The tensor of so many rows whose parts begin at these rows; None where their memory belongs to something else.
-
-    Parameters that are parts of such a tensor already stay where they are.
-    """
-    (first, start), size = parts[0], parts[0][0][0].numel()
-    shape = (rows, *first.shape[1:])
-    own = [_alone(tensor) for tensor, _ in parts]
-    if all(own):
-        return first.new_zeros(shape).detach()
-    storage, offset = first.untyped_storage(), first.storage_offset() - start * size
-    beyond = (offset + rows * size) * first.element_size() > storage.nbytes()
-    if any(own) or beyond or any(t.data_ptr() != first.data_ptr() + (s - start) * size * t.element_size() for t, s in parts):
-        return None
-    return first.detach().as_strided(shape, first.stride(), offset)
-
-
-def _alone(tensor: Tensor) -> bool:
-    return tensor.is_meta or tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 class _Maker:
@@ -444,7 +127,7 @@ class _Maker:
         made: list[Tensor | None] = []
         for starts in (weights, biases):
             parts = [(self.tree.get_parameter(name), start) for name, start in starts.items()]
-            made.append(_whole(parts, rows) if parts else None)
+            made.append(whole_of(parts, rows) if parts else None)
         if made[0] is None:
             return None
         for starts, whole in zip((weights, biases), made, strict=True):
@@ -461,7 +144,7 @@ class _Maker:
 
     def own(self, member: Member) -> bool:
         """Whether a layer's weights have memory of their own."""
-        return all(_alone(self.tree.get_parameter(name)) for name in (member.weight, *member.downs))
+        return all(alone(self.tree.get_parameter(name)) for name in (member.weight, *member.downs))
 
     def laid(self, names: list[str]) -> tuple[dict[str, int], int]:
         """Where each parameter begins in the packed weight, and how many rows that has."""

@@ -17,7 +17,9 @@ from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ...rewriter.networks import GATES
 from ...spec.addresses import Port, identifier
 from ...turns import held
-from .foldable import BEHIND, LAYERS, PRODUCTS, Reader, argument, evaluate, inner, result_read
+from ..linear.layers import BEHIND, LAYERS, PRODUCTS, argument, result_read
+from .foldable import Reader, inner
+from .tried import evaluate
 from .updates import Step, Use, accumulator, changed, mapped
 
 

@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
-from ...blocks.base import CONVOLUTIONS
+from ...blocks.base import CONVOLUTIONS, LowRank
 from ...blocks.bitfit import Delta
 from ...blocks.dora import Dora
 from ...blocks.lora import Lora
 from ...blocks.scale import Scale
 from ...blocks.ssf import Ssf
-from ...blocks.weight_update import Update
-from ...errors import FxplugError
 from ...ir import ops
 from ...ir.regions import added
-from ...ir.traced_module import shell
-from ...torch_internals.modules import conv_forward
-from .updates import Step, Use, delta, in_dtype, weight_of
-
-LAYERS: dict[str, type[nn.Module]] = {"Linear": nn.Linear, **CONVOLUTIONS, "Embedding": nn.Embedding}
-NORMS: dict[type[nn.Module], str] = {
-    c: c.__name__ for c in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-}
-# what the functions behind layers are, and where their weight and bias stand
-PRODUCTS: dict[Any, tuple[str, int, int]] = {
-    F.linear: ("Linear", 1, 2),
-    F.conv1d: ("Conv1d", 1, 2),
-    F.conv2d: ("Conv2d", 1, 2),
-    F.conv3d: ("Conv3d", 1, 2),
-    F.embedding: ("Embedding", 1, -1),
-    F.layer_norm: ("LayerNorm", 2, 3),
-    F.group_norm: ("GroupNorm", 2, 3),
-    F.batch_norm: ("BatchNorm", 3, 4),
-    F.rms_norm: ("RMSNorm", 2, -1),
-}
-BEHIND = (Lora, Scale, Ssf)  # blocks that change a layer's result as other weights would
-SIZES = (7, 8)  # of the images on which a layer's own padding is compared with an update's
-
-
-class Unfoldable(Exception):
-    """Why a block cannot go into a weight."""
-
+from ..linear.layers import (
+    LAYERS,
+    PRODUCTS,
+    Layer,
+    argument,
+    behind,
+    inside,
+    layer_of,
+    misfit,
+    readers,
+    result_read,
+)
+from .tried import Unfoldable, compared
+from .updates import Step, Use
 
 # --- reading a graph
 
@@ -72,28 +55,29 @@ class Reader:
 
     def read(self) -> None:
         """Find all of these in the graph."""
-        inside: set[fx.Node] = set()  # of blocks that map a parameter
+        mapping: set[fx.Node] = set()  # of blocks that map a parameter
         for node in self.graph.nodes:
             if node.meta.get("behind", "").startswith("param:"):
                 try:
-                    inside |= between(node)
+                    mapping |= between(node)
                 except Unfoldable as error:
                     if node.meta["pass"]["name"] in self.passes:
                         self.refuse(node, str(error))
         products = set()
         for node in list(self.graph.nodes):
-            if node in inside:
+            if node in mapping:
                 continue
-            if node.op == "call_module":
-                self.layer(node)
-            elif node.op == "call_function" and node.target in PRODUCTS:
-                self.product(node)
+            layer = layer_of(self.tree, node)
+            if layer is not None and layer.module is not None:
+                self.module(layer)
+            elif layer is not None:
+                self.product(layer)
                 products.add(node)
         for node in list(self.graph.nodes):
             parameter = node.op == "get_attr" or node.meta.get("behind", "").startswith("param:")
             for user in node.users if parameter else ():
                 # what reads no values, as `weight.dtype` does, is not concerned
-                if user not in inside and user not in products and "shape" in user.meta and user.target is not ops.edge:
+                if user not in mapping and user not in products and "shape" in user.meta and user.target is not ops.edge:
                     name, steps, _ = self.mapped(node)
                     if name:
                         self.note(Use(name, "", "", user, steps))
@@ -114,33 +98,27 @@ class Reader:
         block = self.tree.get_submodule(step.block) if step.place == "after" else None
         return step.place == "param" or isinstance(block, (Scale, Ssf)) or (isinstance(block, Lora) and block.bias)
 
-    def layer(self, node: fx.Node) -> None:
-        """A layer that is called whole: of torch.nn, with the forward that it has there."""
-        module = self.tree.get_submodule(str(node.target))
-        kind = next((k for k, c in LAYERS.items() if isinstance(module, c) and type(module).forward is c.forward), None)
-        if kind in CONVOLUTIONS and conv_forward(type(module)) is not conv_forward(CONVOLUTIONS[kind]):
-            kind = None
-        if module._parameters.get("weight") is not None:
-            kind = kind or NORMS.get(type(module))
-        steps = self.around(node, kind, module, []) if kind is not None and "weight" in module._parameters else ()
-        names = [n for n, p in module._parameters.items() if p is not None]
-        if "bias" not in names and self.gives_bias(steps) and kind != "Embedding":
-            if "bias" in module._parameters:
+    def module(self, layer: Layer) -> None:
+        """A module that is called whole."""
+        path, own = layer.node.target, layer.module._parameters
+        steps = self.around(layer, []) if layer.kind and "weight" in own else ()
+        names = [n for n, p in own.items() if p is not None]
+        if "bias" not in names and self.gives_bias(steps) and layer.kind != "Embedding":
+            if "bias" in own:
                 names.append("bias")
             for step in steps if "bias" not in names else ():
-                self.refuse(step.node, f"'{node.target}' adds no bias")
+                self.refuse(step.node, f"'{path}' adds no bias")
         for name in names:
-            self.note(Use(f"{node.target}.{name}", name, kind or "", node, steps))
+            self.note(Use(f"{path}.{name}", name, layer.kind, layer.node, steps))
 
-    def product(self, node: fx.Node) -> None:
+    def product(self, layer: Layer) -> None:
         """A product of the model's own code, or of a layer that was opened."""
-        kind, weight_at, bias_at = PRODUCTS[node.target]
-        weight, bias = argument(node, weight_at, "weight"), argument(node, bias_at, "bias") if bias_at > 0 else None
-        name, first, rest = self.mapped(weight)
+        node, kind = layer.node, layer.kind
+        name, first, rest = self.mapped(layer.weight)
         if not name:
             return
-        other, second, others = self.mapped(bias) if bias is not None and kind != "Embedding" else ("", (), [])
-        around = self.around(node, kind, None, rest, others)
+        other, second, others = self.mapped(layer.bias) if layer.bias is not None and kind != "Embedding" else ("", (), [])
+        around = self.around(layer, rest, others)
         path = next(reversed((node.meta.get("nn_module_stack") or {"": ("", "")}).values()))[0]
         own = f"{path}.weight"
         if (first or around) and not rest and own != name and self.tensor(own) is self.tensor(name):
@@ -148,12 +126,12 @@ class Reader:
         self.note(Use(name, "weight", kind, node, (*first, *around)))
         if kind == "Embedding":
             return
-        if bias is not None:
+        if layer.bias is not None:
             if other:
                 self.note(Use(other, "bias", kind, node, (*second, *around)))
         elif self.gives_bias(around):
             owner = name.rpartition(".")[0]
-            if bias_at >= 0 and self.tree.get_submodule(owner)._parameters.get("bias", 0) is None:
+            if PRODUCTS[node.target][2] >= 0 and self.tree.get_submodule(owner)._parameters.get("bias", 0) is None:
                 self.note(Use(f"{owner}.bias", "bias", kind, node, around))
                 self.biases[node] = f"{owner}.bias"
             for step in around if node not in self.biases else ():
@@ -167,7 +145,7 @@ class Reader:
     def mapped(self, value: Any) -> tuple[str, tuple[Step, ...], list[nn.Module | None]]:
         """The parameter that a node gives, the blocks that are folded into it, and those that stay on its way."""
         chain: list[fx.Node] = []
-        node = inside_edges(value)
+        node = inside(value)
         try:
             while isinstance(node, fx.Node) and node.meta.get("behind", "").startswith("param:"):
                 chain.append(node)
@@ -189,15 +167,13 @@ class Reader:
                 self.gone[block] = inner(block)
         return str(node.target), tuple(steps), rest
 
-    def around(
-        self, node: fx.Node, kind: str, module: nn.Module | None, rest: list[Any], others: Sequence[Any] = ()
-    ) -> tuple[Step, ...]:
+    def around(self, layer: Layer, rest: list[Any], others: Sequence[Any] = ()) -> tuple[Step, ...]:
         """The blocks before and behind a layer that are folded, in the order in which they change the weight.
 
         `rest` has the blocks on the way of the weight that are not, `others` those on the way of the bias.
         """
         steps = []
-        x = inside_edges(argument(node, 0, "input"))
+        node, kind, module, x = layer.node, layer.kind, layer.module, layer.x
         scaled = x if isinstance(self.block(x), Scale) and self.takes(x) and kind in LAYERS and kind != "Embedding" else None
         if scaled is not None:
             reason = self.scales(self.block(x), x, kind, rest)
@@ -206,19 +182,17 @@ class Reader:
             if reason is None:
                 steps.append(Step(str(x.target), "before", x))
                 self.gone[x] = x.args[0]
-                x = inside_edges(x.args[0])
+                x = inside(x.args[0])
             else:
                 self.refuse(x, reason)
                 scaled = None
         value, left = node, [*rest, *others]
-        while len(found := readers(value)) == 1:
-            user, block = found[0], self.block(found[0])
-            place = user.meta.get("pass", {}).get("place")
-            if not isinstance(block, BEHIND) or place != "after" or inside_edges(result_read(user, block)) is not value:
+        for user, block in behind(self.tree, node):
+            if user.meta.get("pass", {}).get("place") != "after":
                 break
             if self.takes(user):
-                via = scaled is not None and isinstance(block, Lora) and inside_edges(user.args[0]) is scaled
-                reason = self.fits(block, user, node, scaled if via else x, kind, module)
+                via = scaled is not None and isinstance(block, Lora) and inside(user.args[0]) is scaled
+                reason = self.fits(block, user, layer, scaled if via else x)
                 if reason is None and left and not (isinstance(block, Lora) and all(map(sums, left))):
                     reason = "it stands behind a block of another pass, which is not merged: merge that one too"
                 if reason is None:
@@ -233,7 +207,7 @@ class Reader:
         for user in other:
             self.refuse(scaled, f"'{scaled.name}' is also read by '{user.name}'")  # type: ignore[arg-type, union-attr]
         for user in readers(value) if len(readers(value)) > 1 else ():
-            if isinstance(self.block(user), Lora) and self.takes(user) and inside_edges(user.args[1]) is value:
+            if isinstance(self.block(user), Lora) and self.takes(user) and inside(user.args[1]) is value:
                 self.refuse(user, f"what '{node.name}' gives is also read without it")
         return tuple(steps)
 
@@ -247,22 +221,18 @@ class Reader:
         """Whether a node of a pass is of one of these."""
         return node.meta["pass"]["name"] in self.passes
 
-    def fits(
-        self, block: nn.Module, user: fx.Node, node: fx.Node, x: Any, kind: str, module: nn.Module | None
-    ) -> str | None:
-        """Why a block behind a layer cannot go into its weight, or None."""
+    def fits(self, block: nn.Module, user: fx.Node, layer: Layer, x: Any) -> str | None:
+        """Why a block behind a layer that reads x cannot go into its weight, or None."""
+        node, kind, module = layer.node, layer.kind, layer.module
         if not isinstance(block, Lora):
             shape: Any = argument(node, 1, "normalized_shape") if module is None else getattr(module, "normalized_shape", ())
             if kind in ("LayerNorm", "RMSNorm") and len(shape) != 1:
                 return "the layer norm has more than one dimension"
             return self.scales(block, user, kind, [])
-        if block.kind != kind:
-            return f"it is made for {block.kind} and stands behind {kind}"
-        read = inside_edges(user.args[0])
-        if module is None and kind in CONVOLUTIONS:
-            return self.compared(block, node, read)
-        if read is not x:
-            return f"it reads '{getattr(read, 'name', read)}', the layer '{getattr(x, 'name', x)}'"
+        if module is None and kind in CONVOLUTIONS and block.kind == kind:
+            return compared(block, layer, inside(user.args[0]), self.tree)
+        if reason := misfit(block, user, kind, x):
+            return reason
         if module is not None and kind in CONVOLUTIONS:
             own = {k: getattr(module, k) for k in block.geometry}
             if block.same_padding or own != block.geometry:
@@ -282,70 +252,12 @@ class Reader:
             return f"it scales dimension {block.dim}, which is not that of the layer's channels"
         return None
 
-    def compared(self, block: Lora, node: fx.Node, x: Any) -> str | None:
-        """Whether a convolution that is written out gives with an update's weight what the update gives: tried on two sizes."""
-        shape = getattr(x, "meta", {}).get("shape")
-        if shape is None:
-            return "its input is no tensor of a known shape"
-        probe = noise(block)
-        gates = torch.ones(probe.slots) if probe.slots else None
-        weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
-        given = {weight: delta(probe, gates, torch.float64)}
-        if bias is not None:
-            given[bias] = torch.zeros(block.out_features, dtype=torch.float64)
-        space = len(block.geometry["kernel_size"])
-        tried = 0
-        for size in SIZES:
-            sides = [max(size, d * (k - 1) + 1) for k, d in zip(block.geometry["kernel_size"], block.geometry["dilation"])]  # noqa: B905
-            image = torch.randn(*(1 for _ in shape[: -space - 1]), shape[-space - 1], *sides, dtype=torch.float64)
-            try:
-                ours = evaluate(node, self.tree, {**given, x: image}, torch.float64)
-            except Unfoldable:
-                return f"'{node.name}' reads other values than it"
-            except (FxplugError, RuntimeError):  # a size that the model does not take
-                continue
-            rows = [] if gates is None else [torch.ones(1, weight_of(probe.up).shape[1], dtype=torch.float64)]
-            try:
-                theirs = probe(image, torch.zeros_like(ours), *rows)
-            except RuntimeError:
-                return "its geometry is not the layer's"
-            if theirs.shape != ours.shape or not torch.allclose(ours, theirs, atol=1e-9):
-                return "its geometry is not the layer's"
-            tried += 1
-        return None if tried else "its geometry could not be compared with the layer's"
-
-
 # --- walking through a graph
-
-
-def argument(node: fx.Node, index: int, name: str) -> Any:
-    """An argument of a node by its position or its name, None where it is not given."""
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name)
-
-
-def inside_edges(value: Any) -> Any:
-    """A value before the edges of regions that it crosses."""
-    while isinstance(value, fx.Node) and value.target is ops.edge:
-        value = value.args[0]
-    return value
-
-
-def readers(node: fx.Node) -> list[fx.Node]:
-    """What uses a value, also behind the edges of regions."""
-    found: dict[fx.Node, None] = {}
-    for user in node.users:
-        found.update(dict.fromkeys(readers(user)) if user.target is ops.edge else {user: None})
-    return list(found)
-
-
-def result_read(node: fx.Node, block: nn.Module) -> Any:
-    """The layer's result among the arguments of a block behind it."""
-    return node.args[1] if isinstance(block, Lora) else node.args[0]
 
 
 def sums(block: nn.Module | None) -> bool:
     """Whether a block adds something that does not depend on the value: such blocks may change places."""
-    return isinstance(block, (Lora, Update, Delta)) and not isinstance(block, Dora)
+    return isinstance(block, (LowRank, Delta)) and not isinstance(block, Dora)
 
 
 def between(node: fx.Node) -> set[fx.Node]:
@@ -378,40 +290,3 @@ def gated(node: fx.Node) -> bool:
     return bool(node.meta.get("pass", {}).get("block") == "Gates")
 
 
-def evaluate(node: fx.Node, tree: nn.Module, given: Mapping[fx.Node, Any], dtype: torch.dtype) -> Any:
-    """The value of a node from tensors of the module alone, those of floating point in `dtype`. Raises Unfoldable."""
-    done = dict(given)
-
-    def run(n: fx.Node) -> Any:
-        if n not in done:
-            if n.op == "placeholder":
-                raise Unfoldable(f"it depends on the input '{n.target}'")
-            args, kwargs = fx.node.map_arg(n.args, run), fx.node.map_arg(n.kwargs, run)
-            if n.op == "get_attr":
-                owner, _, last = str(n.target).rpartition(".")
-                value = getattr(tree.get_submodule(owner), last)
-                done[n] = value.detach().to(dtype) if value.is_floating_point() else value
-            elif n.op == "call_module":
-                done[n] = in_dtype(tree.get_submodule(str(n.target)), dtype, *args)
-            elif n.op == "call_method":
-                done[n] = getattr(args[0], str(n.target))(*args[1:], **kwargs)
-            else:
-                done[n] = n.target(*args, **kwargs)  # type: ignore[operator]
-        return done[n]
-
-    return run(node)
-
-
-def noise(block: Lora) -> Lora:
-    """A block of the same kind with other numbers, in float64 on the CPU."""
-    copied: Lora = shell(block).eval()  # type: ignore[assignment]
-    for module in copied.modules():
-        for name, p in module._parameters.items():
-            if p is not None:
-                module._parameters[name] = nn.Parameter(torch.randn(p.shape, dtype=torch.float64), requires_grad=False)
-        for name, b in module._buffers.items():
-            if b is not None:
-                module._buffers[name] = torch.ones(b.shape, dtype=torch.float64)
-    if copied.bias:
-        nn.init.zeros_(copied.up.bias)  # type: ignore[arg-type]
-    return copied

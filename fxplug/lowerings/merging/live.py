@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...blocks.base import LowRank
 from ...blocks.lora import Lora
 from ...blocks.slot_gates import Table
 from ...blocks.weight_update import Update
 from ...errors import SpecError
 from ...ir.traced_module import TracedModule, copy_graph, shell
+from ...low_rank import in_slot
 from ...rewriter.networks import GATES
 from ...torch_internals.tensors import version
 from ...turns import held
@@ -34,7 +36,7 @@ def live(gm: TracedModule) -> TracedModule:
 
     Banks and tables are copies, so `gm`'s adapters and those of the result are switched apart. The base weights are shared
     and lie below `shadows`. Entries for each sample cannot be in one weight: `use` refuses them. Raises SpecError for a module
-    without slots, a lowered one, and where a block cannot go into a weight, as `folding.merge` says.
+    without slots, a lowered one, and where a block cannot go into a weight, as `fold.merge` says.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # what is made here is written later
@@ -221,24 +223,20 @@ def _table(root: nn.Module, name: str) -> Table:
 
 def _filled(block: nn.Module) -> list[bool]:
     """Which slots of a bank hold an adapter: one that is free is all zeros."""
-    assert isinstance(block, (Lora, Update))
+    assert isinstance(block, LowRank)
     rows = torch.stack([_slot(block, slot)[-1].any() for slot in range(block.slots)])
     return [bool(full) for full in rows.tolist()]
 
 
 def _slot(block: nn.Module, slot: int) -> list[Tensor]:
     """The content of one slot of a bank; the last tensor is not zero where there is any."""
-    assert isinstance(block, (Lora, Update))
     if isinstance(block, Update):
         parts = [p.detach()[slot] for p in block.parameters()]
         return [*parts, torch.stack([part.any() for part in parts])]
+    assert isinstance(block, Lora)
     down, up = weight_of(block.down).detach(), weight_of(block.up).detach()
-    groups = block.geometry.get("groups", 1)
-    if block.kind == "Embedding":
-        own = torch.unflatten(down, 1, (block.slots, -1))[:, slot]
-    else:
-        own = torch.unflatten(down, 0, (groups, block.slots, -1))[:, slot]
-    return [own, torch.unflatten(up, 1, (block.slots, -1))[:, slot]]
+    groups = 0 if block.kind == "Embedding" else block.geometry.get("groups", 1)
+    return [in_slot(down, slot, block.slots, groups), in_slot(up, slot, block.slots)]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

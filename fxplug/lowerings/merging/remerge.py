@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...ir.traced_module import Graph, TracedModule
+from ...low_rank import grouped_product, spread
 from ..linear.fused import remerge_linear
 from ..linear.layers import WEIGHTS, Layer, check_traced, layers, lowered, replace, uniform
-from ..linear.operators import pays, remerged, spread, trains
+from ..linear.operators import pays, remerged, trains
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 GEOMETRY = ("stride", "padding", "dilation", "groups")
@@ -21,10 +21,10 @@ GEOMETRY = ("stride", "padding", "dilation", "groups")
 def remerge(gm: TracedModule, everywhere: bool = False) -> TracedModule:
     """The same module whose linear layers and convolutions have the updates of the `Lora`s behind them in their weights.
 
-    The weights are made anew at each call, as `products.added` says, so training, switching and scaling stay what they were;
+    The weights are made anew at each call, as `low_rank.added` says, so training, switching and scaling stay what they were;
     the gradient of a linear layer's update costs no full-size one. Where slots are taken, all samples of a batch take the
-    same: others are an error on a CPU and NaN on a GPU. It pays where a layer sees many rows: by `products.pays`, for the
-    shapes of the trace, and `everywhere` if asked. What `fusing.fuse` leaves alone stays, and a convolution with
+    same: others are an error on a CPU and NaN on a GPU. It pays where a layer sees many rows: by `operators.pays`, for the
+    shapes of the trace, and `everywhere` if asked. What `fused.fuse` leaves alone stays, and a convolution with
     another padding than zeros. Graph and module tree are copied, parameters shared. Raises SpecError for what is no traced
     module.
     """
@@ -97,9 +97,8 @@ def added(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor, groups: int =
     """
     if groups == 1 and not trains(weight, down, up):
         return remerged(weight.flatten(1), down.flatten(1), up.flatten(1), gates).view(weight.shape)
-    left = (up.flatten(1) * spread(gates, down) if groups == 1 else up.flatten(1) * gates).to(up.dtype)
-    update = torch.bmm(left.view(groups, -1, left.shape[1]), down.view(groups, left.shape[1], -1))
-    return weight + update.view(weight.shape)
+    left = (up.flatten(1) * spread(gates, down.shape[0])).to(up.dtype)
+    return weight + grouped_product(left, down, groups).view(weight.shape)
 
 
 def forms_of(gm: fx.GraphModule) -> dict[str, str]:

@@ -14,6 +14,7 @@ from ...blocks.scale import Scale
 from ...blocks.ssf import Ssf
 from ...blocks.weight_update import Update
 from ...ir.traced_module import shell
+from ...low_rank import in_groups, spread
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,11 @@ def _factors(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> tuple[Ten
     """The halves of an update, (groups, rank, in) with the scale, and (groups, out, rank); an Embedding's are turned."""
     down, up = weight_of(block.down), weight_of(block.up)
     groups = block.geometry.get("groups", 1)
-    down = down.T[None] if block.kind == "Embedding" else down.reshape(groups, down.shape[0] // groups, -1)
-    up = up.reshape(groups, up.shape[0] // groups, -1)
+    down, up = in_groups(down.T if block.kind == "Embedding" else down, groups), in_groups(up, groups)
     if gates is None:
         return down.to(dtype) * block.scale.to(dtype), up.to(dtype)
     # the slots follow each other within each group; those that are not in use cost nothing
-    rows = gates.cpu().repeat_interleave(down.shape[1] // len(gates))
+    rows = spread(gates.cpu(), down.shape[1])
     used = rows.nonzero()[:, 0].to(down.device)
     return down[:, used].to(dtype) * rows[rows != 0][:, None].to(down.device, dtype), up[:, :, used].to(dtype)
 

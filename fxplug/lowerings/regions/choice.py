@@ -1,11 +1,11 @@
-"""Which regions to outline when nobody names them: repeated ones, so that few activations are saved."""
+"""Which regions to take when nobody names them: the disjoint ones that cost least; and what outlined ones cost, in memory."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
 
 import networkx
 from torch import fx, nn
@@ -19,15 +19,41 @@ from ...ir.traced_module import class_names
 SMALL = 1e-3  # a region of less than this share of the model's activations is not worth a second run
 
 
-@dataclass
-class _Region:
-    """What a region costs in bytes: everything inside it, what is in none of its inner regions, what leaves it."""
+State = TypeVar("State")
 
-    inside: int = 0
-    own: int = 0
-    leaving: int = 0
-    can: bool = False
-    inner: list[str] = field(default_factory=list)
+
+def cheapest(
+    tree: networkx.DiGraph[str],
+    start: State,
+    moves: Iterable[Callable[[State], State]],
+    take: Callable[[State, str, list[str]], bool],
+    cost: Callable[[State, list[str]], float],
+) -> tuple[float, list[str]]:
+    """Disjoint regions of a tree (`nesting_tree`), no set of which that was tried costs less, and what they cost.
+
+    A state says which regions may be taken: from the inside out, `take(state, region, inner)` says whether a region takes the
+    place of those that were taken inside it. Each of the moves is tried from the best state so far, in turn, until none of them
+    makes `cost(state, regions)` less.
+    """
+    order = [(key, list(tree.successors(key))) for key in networkx.dfs_postorder_nodes(tree, "")]
+    moves = list(moves)
+
+    def tried(state: State) -> tuple[float, list[str]]:
+        taken: dict[str, list[str]] = {}
+        for key, parts in order:
+            inner = [region for part in parts for region in taken.pop(part)]
+            taken[key] = [key] if take(state, key, inner) else inner
+        return cost(state, taken[""]), taken[""]
+
+    (best, regions), better = tried(start), True
+    while better:
+        better = False
+        for move in moves:
+            state = move(start)
+            now, found = tried(state)
+            if now < best:
+                best, regions, start, better = now, found, state, True
+    return best, regions
 
 
 def choose(graph: fx.Graph, members: Mapping[str, list[fx.Node]], root: nn.Module, checkpoint: bool) -> list[str]:
@@ -40,33 +66,33 @@ def choose(graph: fx.Graph, members: Mapping[str, list[fx.Node]], root: nn.Modul
     trace. Raises MatchError when nothing is repeated.
     """
     tree = nesting_tree(graph, members)
-    rows = _measured(graph, members, root, tree)
+    inside, leaving = _inside(graph, members, root, tree), dict[str, int]()
     kinds = {key: hash(_structure(nodes, root)) for key, nodes in members.items() if not is_leaf(key, nodes)}
     same = Counter(kinds.values())
     for key, kind in kinds.items():
-        if same[kind] > 1:
-            nodes = members[key]
-            cut = plan(key, nodes, root)
-            rows[key].can = isinstance(cut, Cut) and not (checkpoint and changed_input(cut.nodes, cut.inputs, root))
-            if isinstance(cut, Cut):
-                rows[key].leaving = sum(map(_bytes, cut.outputs))
-    order = list(networkx.dfs_postorder_nodes(tree, ""))
-    best: tuple[float, list[str]] = (math.inf, [])
-    for limit in sorted({row.inside for row in rows.values() if row.can}):
-        cost: dict[str, tuple[int, list[str]]] = {}
-        for key in order:
-            row = rows[key]
-            inner = [cost[k] for k in row.inner]
-            cost[key] = row.own + sum(c for c, _ in inner), []
-            if row.can and row.inside <= limit and 3 * row.leaving <= cost[key][0] and cost[key][0] > SMALL * rows[""].inside:
-                cost[key] = row.leaving, [key]
-            else:
-                cost[key] = cost[key][0], [k for _, chosen in inner for k in chosen]
-        if cost[""][0] + limit < best[0]:
-            best = cost[""][0] + limit, cost[""][1]
-    if not best[1]:
+        cut = plan(key, members[key], root) if same[kind] > 1 else ""
+        if isinstance(cut, Cut) and not (checkpoint and changed_input(cut.nodes, cut.inputs, root)):
+            leaving[key] = sum(map(_bytes, cut.outputs))
+    spent: dict[str, int] = {}  # with nothing taken inside
+    for key in networkx.dfs_postorder_nodes(tree, ""):
+        parts = list(tree.successors(key))
+        spent[key] = max(0, inside[key] - sum(inside[k] for k in parts)) + sum(spent[k] for k in parts)
+
+    def cost(key: str, taken: list[str]) -> int:
+        return spent[key] - sum(spent[k] - leaving[k] for k in taken)
+
+    def take(limit: float, key: str, inner: list[str]) -> bool:
+        if key not in leaving or inside[key] > limit:
+            return False
+        now = cost(key, inner)
+        return 3 * leaving[key] <= now and now > SMALL * inside[""]
+
+    limits = sorted({inside[key] for key in leaving})
+    moves = [lambda _, limit=limit: limit for limit in limits]
+    _, regions = cheapest(tree, math.inf, moves, take, lambda limit, regions: cost("", regions) + limit)
+    if not regions:
         raise MatchError("no region here is repeated and can be cut out: name the regions yourself")
-    return sorted(best[1], key=lambda key: members[key][0])
+    return sorted(regions, key=lambda key: members[key][0])
 
 
 def is_leaf(key: str, nodes: list[fx.Node]) -> bool:
@@ -88,14 +114,12 @@ def nesting_tree(graph: fx.Graph, members: Mapping[str, list[fx.Node]]) -> netwo
     return tree
 
 
-def _measured(
+def _inside(
     graph: fx.Graph, members: Mapping[str, list[fx.Node]], root: nn.Module, tree: networkx.DiGraph[str]
-) -> dict[str, _Region]:
+) -> dict[str, int]:
+    """The bytes of all that is new in each region."""
     new = {n: 0 if n.op in ("placeholder", "output", "get_attr") or aliases(n, root) else _bytes(n) for n in graph.nodes}
-    rows = {key: _Region(sum(new[n] for n in members.get(key, graph.nodes)), inner=list(tree.successors(key))) for key in tree}
-    for row in rows.values():
-        row.own = max(0, row.inside - sum(rows[key].inside for key in row.inner))
-    return rows
+    return {key: sum(new[n] for n in members.get(key, graph.nodes)) for key in tree}
 
 
 def _bytes(node: fx.Node) -> int:

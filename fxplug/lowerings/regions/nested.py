@@ -7,9 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import networkx
 import torch
 from torch import Tensor, fx, nn
 
@@ -20,7 +21,7 @@ from ...ir.subgraphs import REGION, Cut, aliases, changed_input, extract, member
 from ...ir.traced_module import Graph, TracedModule, class_names, copy_graph, shell
 from ...torch_internals.compiling import constant_floats
 from ...torch_internals.tensors import memory_id
-from .choice import is_leaf, nesting_tree
+from .choice import cheapest, is_leaf, nesting_tree
 from .submodules import named, stack_around
 
 CALL = 10  # what one more call of a region costs to compile, in operations compiled once
@@ -237,41 +238,25 @@ def _best(graph: fx.Graph, inside: Mapping[str, list[fx.Node]], found: Mapping[s
     """
     tree = nesting_tree(graph, inside)
     total: int = sum(n.op != "get_attr" for n in graph.nodes)
-    above, todo = {""}, list(found)
-    while todo:
-        if (key := todo.pop()) not in above:
-            above.add(key)
-            todo += tree.predecessors(key)
-    tree = tree.subgraph(above)
+    above = {""}.union(found, *(networkx.ancestors(tree, key) for key in found))
 
-    def taken(kinds: set[Any]) -> list[str]:
-        regions, todo = [], [""]
-        while todo:
-            key = todo.pop()
-            if key in found and found[key].kind in kinds:
-                regions.append(key)
-            else:
-                todo += tree.successors(key)
-        return regions
-
-    def cost(kinds: set[Any]) -> int:
-        regions = [found[key] for key in taken(kinds)]
+    def cost(kinds: frozenset[Any], keys: list[str]) -> int:
+        regions = [found[key] for key in keys]
         once = {region.kind: region.size for region in regions}
         return total - sum(region.size - CALL for region in regions) + sum(once.values())
 
     saved: Counter[Any] = Counter()
     for region in found.values():
         saved[region.kind] += region.size
-    kinds: set[Any] = set()
-    best, better = total, True
-    while better:
-        better = False
-        for kind, _ in saved.most_common():
-            if (now := cost(kinds ^ {kind})) < best:
-                kinds, best, better = kinds ^ {kind}, now, True
+    best, regions = cheapest(
+        networkx.DiGraph(tree.subgraph(above)),
+        frozenset[Any](),
+        [partial(operator.xor, frozenset({kind})) for kind, _ in saved.most_common()],
+        lambda kinds, key, _: key in found and found[key].kind in kinds,
+        cost,
+    )
     if best > WORTH * total:
         return {}
-    regions = taken(kinds)
     count = Counter(found[key].kind for key in regions)
     return {key: found[key] for key in regions if count[found[key].kind] > 1}
 

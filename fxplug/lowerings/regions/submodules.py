@@ -27,7 +27,7 @@ def outline(gm: TracedModule, regions: Sequence[str] | None = None, *, checkpoin
     """The same computation with chosen regions as submodules, on shared parameters and buffers; `gm` stays as it was.
 
     `regions` are path patterns (exact, glob, slices, `re:`); of nested regions the outer one is taken. What a pass put in
-    belongs to the region of its site. None takes repeated regions that make saved activations few, see `choosing`. Signature,
+    belongs to the region of its site. None takes repeated regions that make saved activations few, see `choice`. Signature,
     results and gradients stay the same, bit for bit. A region's module lies at `outlined.meta["regions"][path]`, and
     `originals` gives parameters and buffers under the names they have in `gm`.
 

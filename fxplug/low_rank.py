@@ -1,0 +1,166 @@
+"""The algebra of low-rank updates: pure functions on tensors, of which blocks, kernels, lowerings and files' readers are users.
+
+An update of a weight (out, in, *kernel) is `up` (out, rank, *1) @ `down` (rank, in, *kernel) (LoRA, Hu et al. 2021, arXiv
+2106.09685); or the elementwise product (LoHa, from FedPara, Hyeon-Woo et al. 2021, arXiv 2108.06098) or the Kronecker product
+(LoKr, from KronA, Edalati et al. 2022, arXiv 2212.10650) of two factors, named as in LyCORIS' files (Yeh et al. 2023, arXiv
+2309.14859): a factor `w` is whole, or it is `w_a` (out, rank) @ `w_b` (rank, in * kernel), or a core `t` (rank, rank, *kernel)
+between `w_a` (rank, out) and `w_b` (rank, in). A bank is the updates of several slots, whose inner channels follow each other:
+its rank is slots * rank, in each group of a grouped convolution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .errors import SpecError
+
+# --- how much of an update is taken
+
+
+def scaling(rank: int, alpha: float | None, rslora: bool = False, alpha_auto_scale: bool = True) -> float:
+    """What a low-rank update is multiplied by: alpha / rank; no alpha means rank.
+
+    `rslora` makes it alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); `alpha_auto_scale=False` makes it alpha, as
+    HCP-Diffusion has it. Raises SpecError for both at once, or for the second without an alpha.
+    """
+    if alpha_auto_scale:
+        return (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
+    if rslora:
+        raise SpecError(
+            "rslora divides alpha by sqrt(rank) and alpha_auto_scale: false does not divide it: give one of the two"
+        )
+    if alpha is None:
+        raise SpecError("alpha_auto_scale: false makes alpha the scale itself: give an alpha, 1.0 to add the update as it is")
+    return alpha
+
+
+def spread(gates: Tensor, width: int) -> Tensor:
+    """(..., slots) as (..., width), one gate for each inner channel of a bank; a single number stays one."""
+    return gates.repeat_interleave(width // gates.shape[-1], -1) if gates.dim() else gates
+
+
+def gated(hidden: Tensor, rows: Tensor, batch_dim: int = 0, space: int = 0) -> Tensor:
+    """The inner values of a bank, each times what its sample takes of its slot, in the dtype of the values.
+
+    hidden is (..., width) with the samples, following each other, in `batch_dim`, 0 or 1, -1 for none; or
+    (batch, width, *space) with so many dimensions of space. rows is (batch, width), or one number for all. A value without
+    samples, such as one made from positions alone, takes what all samples have in common; where they differ, and an adapter
+    has something for it, it is NaN.
+    """
+    if not rows.dim():
+        return hidden * rows
+    batch, ones = rows.shape[0], [1] * space
+    if not batch:
+        return hidden
+    if hidden.dim() < 2 + space or batch_dim < 0 or hidden.shape[batch_dim] % batch:
+        alike = (rows == rows[:1]).all(0).view(-1, *ones)
+        return torch.where(alike | (hidden == 0), hidden * rows[0].view(-1, *ones), torch.nan).to(hidden.dtype)
+    if batch_dim:
+        return (hidden * rows.view(batch, *[1] * (hidden.dim() - 3), -1)).to(hidden.dtype)
+    split = hidden.reshape(batch, -1, *hidden.shape[-1 - space :])
+    return (split * rows.view(batch, 1, -1, *ones)).to(hidden.dtype).view(hidden.shape)
+
+
+def in_slot(half: Tensor, slot: int, slots: int, groups: int = 0) -> Tensor:
+    """One slot of a half of a bank, a view: (n, rank, ...) of (n, slots * rank, ...), as `up` and an Embedding's `down` are.
+
+    With `groups`, (groups, rank, ...) of (groups * slots * rank, ...), as the `down` of other layers is.
+    """
+    if groups:
+        return torch.unflatten(half, 0, (groups, slots, -1))[:, slot]
+    return torch.unflatten(half, 1, (slots, -1))[:, slot]
+
+
+# --- up @ down
+
+
+def side(x: Tensor, down: Tensor, up: Tensor, rows: Tensor, batch_dim: int = 0) -> Tensor:
+    """What an update beside a linear layer gives: x (..., in), down (width, in), up (out, width), rows as for `gated`."""
+    return F.linear(gated(F.linear(x, down), rows, batch_dim), up)
+
+
+def product(up: Tensor, down: Tensor, shape: Sequence[int]) -> Tensor:
+    """up @ down in the shape of a weight: up is (out, rank, ...), down (rank, in, *kernel)."""
+    return (up.flatten(1) @ down.flatten(1)).reshape(*shape)
+
+
+def in_groups(half: Tensor, groups: int) -> Tensor:
+    """A half of an update with the groups of its convolution first: (groups, n, m) of (groups * n, ...)."""
+    return half.reshape(groups, half.shape[0] // groups, -1)
+
+
+def grouped_product(up: Tensor, down: Tensor, groups: int = 1) -> Tensor:
+    """(groups, out / groups, in * kernel) of up (out, rank, ...) and down (groups * rank, in, *kernel)."""
+    return torch.bmm(in_groups(up, groups), in_groups(down, groups))
+
+
+def added(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
+    """weight + (up * gates) @ down: (out, in), for down (rank, in), up (out, rank); `gates` is one number, or (slots,).
+
+    With slots the rank is slots * rank. NaN where a gate is NaN.
+    """
+    return torch.addmm(weight, (up * spread(gates, down.shape[0])).to(up.dtype), down)
+
+
+# --- products of two factors
+
+
+def tucker(core: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A convolution's weight (out, in, *kernel) from a core (rank, rank, *kernel) and matrices (rank, out), (rank, in)."""
+    return torch.einsum("ij...,ip,jr->pr...", core, a, b)
+
+
+def cored(core: Tensor, b: Tensor) -> Tensor:
+    """A core (rank, inner, *kernel) and the matrix (inner, in) behind it as one half: (rank, in, *kernel)."""
+    return torch.einsum("ij...,jr->ir...", core, b)
+
+
+def hadamard_halves(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor) -> tuple[Tensor, Tensor]:
+    """The elementwise product of (out, r) @ (r, in) and (out, s) @ (s, in) as (out, r * s) and (r * s, in)."""
+    return (up1.unsqueeze(2) * up2.unsqueeze(1)).flatten(1), (down1.unsqueeze(1) * down2.unsqueeze(0)).flatten(0, 1)
+
+
+def kronecker(a: Tensor, b: Tensor) -> Tensor:
+    """The Kronecker products (..., m * p, n * q) of (..., m, n) and (..., p, q).
+
+    torch.kron takes no batch, and fails on some views of one row.
+    """
+    return (a[..., :, None, :, None] * b[..., None, :, None, :]).flatten(-2).flatten(-3, -2)
+
+
+def factor(own: Mapping[str, Tensor], name: str, core: str) -> Tensor:
+    """One factor of a product, whole: (out, in * kernel), or (out, in, *kernel) where it is given so."""
+    if name in own:
+        return own[name]
+    a, b = own[f"{name}_a"], own[f"{name}_b"]
+    return tucker(own[core], a, b) if core in own else a @ b
+
+
+def halves(own: Mapping[str, Tensor], name: str, core: str) -> tuple[Tensor, Tensor]:
+    """One factor of a product as (out, rank) @ (rank, in * kernel)."""
+    if name in own:
+        whole = own[name].flatten(1)
+        one = torch.eye(min(whole.shape), dtype=whole.dtype, device=whole.device)
+        return (one, whole) if whole.shape[0] <= whole.shape[1] else (whole, one)
+    a, b = own[f"{name}_a"], own[f"{name}_b"]
+    return (a.T, cored(own[core], b).flatten(1)) if core in own else (a, b.flatten(1))
+
+
+def inner_rank(own: Mapping[str, Tensor], name: str, core: str) -> int:
+    """The rank that one factor of a product has as `halves`."""
+    if name in own:
+        return min(own[name].flatten(1).shape)
+    return own[f"{name}_a"].shape[0 if core in own else 1]
+
+
+def sides(own: Mapping[str, Tensor], name: str, core: str) -> tuple[int, tuple[int, ...]]:
+    """The sizes of one factor of a product: its output width, and (in, *kernel) or their product."""
+    if name in own:
+        return own[name].shape[0], tuple(own[name].shape[1:])
+    a, b = own[f"{name}_a"], own[f"{name}_b"]
+    return (a.shape[1], (b.shape[1], *own[core].shape[2:])) if core in own else (a.shape[0], tuple(b.shape[1:]))
