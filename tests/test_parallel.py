@@ -19,7 +19,8 @@ from torch import nn
 
 import fxplug
 from fxplug.parallel.plan import _apart
-from fxplug.parallel.planning.trials import Refused, Tries
+from fxplug.parallel.planning.streams import Refused
+from fxplug.parallel.planning.trials import Tries
 from fxplug.parallel.runtime import layouts
 from fxplug.parallel.runtime.attention import Attention
 from fxplug.parallel.runtime.collectives import Gather, Split, Sum, Whole, traffic

@@ -23,8 +23,8 @@ from fxplug.__main__ import app, main
 from fxplug.cli import processes as cli_processes
 from fxplug.pages import SMALL
 from fxplug.parallel.checking import check_pretended, pretending, ways_in
-from fxplug.parallel.plan import alone
 from fxplug.parallel.runtime.attention import Attention
+from fxplug.parallel.stage import alone
 from fxplug.spec.pass_file import open_pass
 from fxplug.spec.rules import STEP_KEYS, WAYS, Plan
 from fxplug.spec.shipped import shipped

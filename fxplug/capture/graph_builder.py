@@ -6,7 +6,6 @@ import operator
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -48,12 +47,6 @@ class Frame:
         self.flat = identifier(key) if key else ""
         self.stack: dict[str, tuple[str, str]] = {**(parent.stack if parent else {}), key: (key.partition("@")[0], kind)}
         self.parent = parent
-
-
-def drop(nodes: Iterable[fx.Node]) -> None:
-    """Take nodes that nothing uses out of their graph."""
-    for node in nodes:
-        node.graph.erase_node(node)
 
 
 class Nodes(TorchFunctionMode, Recorder):

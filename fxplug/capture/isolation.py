@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from ..errors import TraceError
 from ..ir.ops import CASTING
 from ..torch_internals.modes import set_grad_enabled
+from .one_at_a_time import undone
 from .python_state import State
 
 
@@ -135,3 +137,23 @@ def same_random(model: nn.Module) -> Iterator[None]:
             f"{type(model).__name__} draws from Python's '{drew}' in {'training' if model.training else 'evaluation'}, and "
             "its graph would repeat that one draw; keep the module that does so whole: leaf: [its path]"
         )
+
+
+@contextlib.contextmanager
+def mode_reads() -> Iterator[list[bool]]:
+    """Yields a list that gets a member when a module asks in this thread whether it is in training."""
+    reads: list[bool] = []
+    thread = threading.get_ident()
+
+    def read(module: nn.Module) -> bool:
+        if threading.get_ident() == thread:
+            reads.append(True)
+        return bool(module.__dict__.get("training", True))
+
+    def write(module: nn.Module, value: bool) -> None:
+        module.__dict__["training"] = value
+
+    with undone() as stack:
+        stack.callback(delattr, nn.Module, "training")
+        nn.Module.training = property(read, write)  # type: ignore[assignment]
+        yield reads

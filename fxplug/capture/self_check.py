@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -381,23 +381,3 @@ def _let_go(tensor: torch.Tensor) -> None:
 
 def _gone(_: None) -> torch.Tensor:
     raise RuntimeError("what autograd saved was let go")
-
-
-@contextlib.contextmanager
-def mode_reads() -> Iterator[list[bool]]:
-    """Yields a list that gets a member when a module asks in this thread whether it is in training."""
-    reads: list[bool] = []
-    thread = threading.get_ident()
-
-    def read(module: nn.Module) -> bool:
-        if threading.get_ident() == thread:
-            reads.append(True)
-        return bool(module.__dict__.get("training", True))
-
-    def write(module: nn.Module, value: bool) -> None:
-        module.__dict__["training"] = value
-
-    with undone() as stack:
-        stack.callback(delattr, nn.Module, "training")
-        nn.Module.training = property(read, write)  # type: ignore[assignment]
-        yield reads

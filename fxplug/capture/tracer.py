@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import FxplugError, TraceError, did_you_mean
@@ -26,8 +26,7 @@ from . import grad_modes, model_edge, process_state, self_check
 from .assembly import Recorded, assemble
 from .edges import Regions
 from .fake_tensors import NeedsValues, Results, carry_over, fake_weights, lacks_values, no_collection
-from .graph_builder import drop
-from .isolation import restored, same_random
+from .isolation import mode_reads, restored, same_random
 from .memory_journal import Journal
 from .numbers import recorded_math
 from .one_at_a_time import alone, undone
@@ -135,7 +134,7 @@ def _trace(
     gm = assemble(model, graphs, twin_error)
     if not check or valueless:
         return gm
-    with self_check.mode_reads() as reads:
+    with mode_reads() as reads:
         self_check.check(model, gm, call, job.state)
     if twin_error is None and (reads or first.reads_training):
         try:
@@ -168,8 +167,14 @@ def _settled(job: _Job, real: bool | None, training: bool | None) -> Recorded:
         with contextlib.suppress(FxplugError, RuntimeError, ValueError), torch.set_grad_enabled(not torch.is_grad_enabled()):
             second = _record(job, real, training)
             if first.text(checks) == second.text(second.asks_for_gradients()):
-                drop(checks)
+                _drop(checks)
     return first
+
+
+def _drop(nodes: Iterable[fx.Node]) -> None:
+    """Take nodes that nothing uses out of their graph."""
+    for node in nodes:
+        node.graph.erase_node(node)
 
 
 def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:

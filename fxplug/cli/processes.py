@@ -22,8 +22,8 @@ from ..errors import FxplugError, SpecError, VerifyError
 from ..ir.traced_module import TracedModule
 from ..parallel.checking import check_pretended, check_real, process_zero, standing, ways_in
 from ..parallel.pipelines.entry import in_steps
-from ..parallel.plan import place
 from ..parallel.runtime.mesh import world_of
+from ..parallel.stage import place
 
 PATIENCE = timedelta(minutes=10)  # for a process that is started for a check, in one collective
 

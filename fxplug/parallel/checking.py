@@ -17,13 +17,15 @@ from ..errors import VerifyError
 from ..ir.pytree import leaves, map_leaves
 from ..ir.traced_module import TracedModule
 from ..rewriter.modes import in_mode
-from .plan import Plan, Runner, alone
-from .planning.trials import EMPTY, Leaf, leaves_of, name_of
+from .plan import Plan, Runner
+from .planning.streams import Leaf
+from .planning.trials import EMPTY, leaves_of, name_of
 from .planning.walk import bound, left_alone
 from .runtime.collectives import Collective, Same, Sum
 from .runtime.layouts import count, start
 from .runtime.mesh import World
 from .runtime.pretended import PRETENDED, placed, pretended
+from .stage import alone
 
 CLOSE = 1e-5  # of the largest value of an output: what sums in another order may differ by
 APART = 1e-4  # the same within the model, where large values may cancel

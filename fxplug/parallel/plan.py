@@ -2,56 +2,36 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..capture.frozen_values import copied
 from ..capture.self_check import has_values
-from ..errors import SpecError, VerifyError, did_you_mean
+from ..errors import SpecError, VerifyError
 from ..ir.pytree import leaves, map_leaves
-from ..ir.traced_module import Graph, TracedModule, copy_graph, shell
-from ..rewriter.modes import in_mode
+from ..ir.traced_module import TracedModule
 from .localizing import localize
-from .planning import births, features, rows
-from .planning.opened_layers import opened
-from .planning.planner import Found, Unsplittable, planned, told
-from .planning.trials import Leaf, Tries, leaves_of
-from .planning.walk import bound, left_alone, walk
+from .planning import features
+from .planning.found import Found, Unsplittable
+from .planning.streams import Leaf
+from .planning.trials import leaves_of
+from .planning.walk import bound
 from .runtime.collectives import Collective, traffic
 from .runtime.layouts import count, counts, start
 from .runtime.mesh import SEQUENCE, World, ways_of, world_of
 from .runtime.pretended import PRETENDED, placed, pretended
-from .writing import Writer
+from .stage import Stage, alone, check_sizes, found_along, in_one_mode, place, written_along
 
 CLOSE = 1e-5  # of the largest value: what sums in another order may differ by
-NAMES = {
-    SEQUENCE: "sequence_parallel", "batch": "batch_parallel", "rows": "spatial_parallel", "tensor": "tensor_parallel",
-}  # fmt: skip
-
-
-@dataclass
-class Stage:
-    """What one axis of the mesh does: to the graph of the mode in force, and to those of all modes that have a plan."""
-
-    axis: str
-    found: Found
-    modes: dict[bool, Found]
-    opens: frozenset[str] = frozenset()  # layers whose weights come into the graph
-
-    @property
-    def name(self) -> str:
-        """What the axis is called as a pass, such as `sequence_parallel`."""
-        return NAMES[self.axis]
 
 
 @dataclass
@@ -147,11 +127,11 @@ class Plan:
         with torch.no_grad():
             token = PRETENDED.set(alone())
             try:
-                with _in(mode, self.written):
+                with in_one_mode(mode, self.written):
                     one = run(0)
             finally:
                 PRETENDED.reset(token)
-            with _in(mode, self.written):
+            with in_one_mode(mode, self.written):
                 return one, pretended(self.ways, run)
 
     def first_difference(self, mode: bool) -> str:
@@ -263,21 +243,21 @@ def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], 
         opens: frozenset[str] = frozenset()
         for mode in modes:
             try:
-                with _in(mode, plan.written):
+                with in_one_mode(mode, plan.written):
                     if axis == "tensor":
                         other = next(iter(found.values()), None)
                         opens, found[mode] = features.find(plan.written, mode, call, number, opens, other)
                     else:
                         given = split if axis != "batch" else None
-                        found[mode] = _found(plan.written, mode, call, (axis, number), given, found)
+                        found[mode] = found_along(plan.written, mode, call, (axis, number), given, found)
             except Unsplittable as error:
                 if found:
                     raise _Twin(str(error)) from None
                 raise SpecError(f"nothing of this model can be split along '{axis}': {error}") from None
         stage = Stage(axis, found[modes[0]], found, opens)
-        _check_sizes(stage, number)
+        check_sizes(stage, number)
         plan.stages.append(stage)
-        plan.written = _written(plan.written, stage, plan.ways)
+        plan.written = written_along(plan.written, stage, plan.ways)
     if check and plan.stages and has_values(list(gm.state_dict().values()), call):
         plan.away = plan.apart(modes[0])
         try:
@@ -299,7 +279,7 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
     if plan.mark != _mark(gm):
         raise SpecError("the plan is for another graph: make one for this module, after the last pass is applied")
     for stage in plan.stages:
-        gm = _written(gm, stage, plan.ways)
+        gm = written_along(gm, stage, plan.ways)
     if plan.stages:
         gm.twin_error = plan.written.twin_error
         gm.meta["plan"] = plan
@@ -310,100 +290,6 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
     else:
         place(gm, None)
     return gm
-
-
-def place(gm: nn.Module, world: World | None) -> None:
-    """Tell the collectives of a module where this process stands."""
-    for module in gm.modules():
-        if isinstance(module, Collective):
-            vars(module).pop("world", None)
-            if world is not None:
-                module.world = world
-
-
-def _found(
-    gm: TracedModule, mode: bool, call: Any, along: tuple[str, int], split: Mapping[str, int] | None,
-    before: Mapping[bool, Found],
-) -> Found:  # fmt: skip
-    """The plan of one graph along one axis; births are those of the plan `before`, of the other mode, where there is one."""
-    graph, (axis, ways) = gm.graphs[mode], along
-    walked = walk(gm, graph, *call)
-    results: list[Found] = []
-    names = {node.name: node for node in graph.nodes}
-    for other in before.values():
-        if all(node.name in names for node in other.births):
-            split = {node.name: dim for node, dim in other.births.items() if isinstance(dim, int)}
-    for seed in (0, 1):
-        if axis == "rows":
-            if seed == 0:
-                results.append(rows.best(gm, walked, _given(graph, split) if split else None))
-            else:
-                one = results[0]
-                results.append(planned(walked, Tries(gm, seed, True), one.births, True, (), one.grains, rows.Spatial))
-        elif axis == "batch" or split:
-            given = births.samples(walked) if split is None else _given(graph, split)
-            results.append(planned(walked, Tries(gm, seed), given, one=axis == "batch"))
-        elif seed == 0:
-            results.append(births.best(gm, walked, seed, ways))
-        else:
-            results.append(planned(walked, Tries(gm, seed), results[0].births))
-    if results[0].steps != results[1].steps:
-        node = next(n for n in graph.nodes if results[0].steps.get(n) != results[1].steps.get(n))
-        raise Unsplittable(f"{told(node)} does other things with other random values")
-    if results[0].share() == 0:
-        raise Unsplittable(next((f"{told(n)}: {why}" for n, why in results[0].why.items()), "no work is left to parts"))
-    return results[0]
-
-
-@contextlib.contextmanager
-def _in(mode: bool, gm: TracedModule) -> Iterator[None]:
-    """A mode for a time, for a model with a graph for each, of which nothing is left."""
-    with left_alone(gm), in_mode(mode, gm) if len(gm.graphs) == 2 else contextlib.nullcontext():
-        yield
-
-
-def _given(graph: fx.Graph, split: Mapping[str, int]) -> dict[fx.Node, int]:
-    known = {node.name: node for node in graph.nodes}
-    for name in split:
-        if name not in known:
-            raise SpecError(f"split: no node '{name}'{did_you_mean(name, known)}")
-    return {known[name]: dim for name, dim in split.items()}
-
-
-def _check_sizes(stage: Stage, number: int) -> None:
-    found = stage.found
-    for index, (node, dim) in enumerate(found.origins):
-        if found.sizes[index] < number and (node in found.births or index in found.derived):
-            what = {"batch": "samples", "rows": "rows"}.get(stage.axis, "tokens")
-            raise SpecError(
-                f"{found.sizes[index]} {what} ('{node.name}', dimension {dim}) cannot be split {number} ways: give fewer ways, "
-                "or example inputs of the size that is run"
-            )
-
-
-def _written(gm: TracedModule, stage: Stage, ways: Mapping[str, int]) -> TracedModule:
-    if stage.name in dict(gm.named_children()):
-        raise SpecError(f"the model has a module '{stage.name}' of its own")
-    gm = opened(gm, stage.opens) if stage.opens else gm
-    tree = shell(gm)
-    graphs: dict[bool, Graph] = {}
-    for mode, found in stage.modes.items():
-        graphs[mode] = copy_graph(gm.graphs[mode])
-        writer = Writer(graphs[mode], tree, found, stage.name, ways, stage.axis)
-        writer.run()
-    sites = writer.sites
-    row = entry(stage.name, {k: n for k, n in ways.items() if n > 1}, sites)
-    new = gm.derived(tree, graphs, passes=[*gm.meta.get("passes", []), row])
-    place(new, alone())
-    return new
-
-
-def entry(name: str, params: Mapping[str, Any], sites: Sequence[Any], neutral: bool = False) -> dict[str, Any]:
-    """What a module's `meta["passes"]` has of a parallel pass."""
-    return {
-        "name": name, "about": "", "params": dict(params), "lr": None, "weight_decay": None, "train": False,
-        "neutral": neutral, "sites": list(sites), "slots": 0, "inputs": [], "networks": [],
-    }  # fmt: skip
 
 
 class Runner(fx.Interpreter):
@@ -430,7 +316,7 @@ def _costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[s
             found.append((node.name, len(numbers), sum(numbers)))
         return value
 
-    with torch.no_grad(), _in(mode, gm):
+    with torch.no_grad(), in_one_mode(mode, gm):
         Runner(gm, mode, each).run(*copied(bound(gm, args, kwargs)))
     return found
 
@@ -454,7 +340,3 @@ def _mark(gm: TracedModule) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def alone() -> World:
-    """The only process."""
-    sizes = dict.fromkeys((*ways_of({}), SEQUENCE), 1)
-    return World(sizes, dict.fromkeys(sizes, 0), {})

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx, nn
@@ -15,23 +14,16 @@ from ..rewriter.editor import ROOT
 from ..rewriter.graft import head
 from ..spec.addresses import identifier
 from ..torch_internals.graphs import rename
-from .planning.planner import Found, arguments, normed
-from .planning.trials import Leaf, Number, Place, Step, name_of, numbered
+from .insertion import Where, ahead_of, behind, nodes_among
+from .planning.found import Found
+from .planning.operations import arguments, normed
+from .planning.streams import Leaf, Number, Place, Step
+from .planning.trials import name_of, numbered
 from .runtime.attention import Attention
 from .runtime.collectives import Collective, Gather, Numel, Same, Split, Sum, Whole
 from .runtime.halos import Cut, Extent, Fetch, Scale
 from .runtime.norm_statistics import Norm
 from .runtime.shares import Count, FeatureNorm, Mean, Once, Part
-
-_At = Callable[[fx.Graph], AbstractContextManager[Any]]
-
-
-def _after(node: fx.Node) -> _At:
-    return lambda graph: graph.inserting_after(node)
-
-
-def _before(node: fx.Node) -> _At:
-    return lambda graph: graph.inserting_before(node)
 
 
 class Writer:
@@ -85,7 +77,7 @@ class Writer:
         settings: tuple[Any, ...],
         value: Any,
         streams: tuple[int, ...],
-        at: _At,
+        at: Where,
         like: Any = None,
         inner: fx.Node | None = None,
     ) -> fx.Node:
@@ -156,13 +148,13 @@ class Writer:
         assert place is not None
         twin = self.twin[node.name]
         if isinstance(self.found.births[node], Place):
-            cut = self.call(Part, self.part(place), twin, place.layout.streams, _after(twin))
+            cut = self.call(Part, self.part(place), twin, place.layout.streams, behind(twin))
         else:
             (stream,) = place.layout.streams
             settings = self.axis, place.dim, place.layout.inner, True
             after = max(self.size(stream), head(self.graph) if twin.op == "placeholder" else twin)
-            cut = self.call(Split, settings, twin, (stream,), _after(after))
-        keep = {cut, *_nodes(self.sizes.values()), *_nodes(n.args for n in _nodes(self.sizes.values()))}
+            cut = self.call(Split, settings, twin, (stream,), behind(after))
+        keep = {cut, *nodes_among(self.sizes.values()), *nodes_among(n.args for n in nodes_among(self.sizes.values()))}
         twin.replace_all_uses_with(cut, delete_user_cb=lambda user: user not in keep)
         self.now[twin] = cut
 
@@ -180,7 +172,7 @@ class Writer:
         for index, place in step.splits:
             table[self.node(inputs[index])] = self.split(inputs[index], place, twin, node)
         for index in step.once:
-            table[self.node(inputs[index])] = self.call(Once, (self.axis,), self.node(inputs[index]), (), _before(twin))
+            table[self.node(inputs[index])] = self.call(Once, (self.axis,), self.node(inputs[index]), (), ahead_of(twin))
         if step.whole_numbers:
             for one in inputs:
                 if self.found.hangs_on_sizes(one) and self.node(one) not in table:
@@ -206,18 +198,18 @@ class Writer:
                     return value
                 key = ("count", value, runs[position])
                 if key not in self.made:
-                    self.made[key] = self.call(Count, (self.axis,), value, runs[position], _before(twin), twin)
+                    self.made[key] = self.call(Count, (self.axis,), value, runs[position], ahead_of(twin), twin)
                 return self.made[key]
 
             twin.args, twin.kwargs = numbered((twin.args, twin.kwargs), argument)
         if step.add or step.same:
-            after = max([twin, *_nodes(self.size(stream) for stream in step.mean)])
-            total = self.call(Same if step.same else Mean if step.mean else Sum, (self.axis,), twin, step.mean, _after(after))
+            after = max([twin, *nodes_among(self.size(stream) for stream in step.mean)])
+            total = self.call(Same if step.same else Mean if step.mean else Sum, (self.axis,), twin, step.mean, behind(after))
             self.instead(twin, total)
         if step.cut is not None:
             inner, more = self.inner(node, step.cut)
             settings = self.axis, step.cut.dim, inner
-            self.instead(twin, self.call(Split, settings, twin, step.cut.layout.streams, _after(twin), inner=more))
+            self.instead(twin, self.call(Split, settings, twin, step.cut.layout.streams, behind(twin), inner=more))
 
     def instead(self, twin: fx.Node, new: fx.Node) -> None:
         """Let a new node stand for this one from here on."""
@@ -237,10 +229,10 @@ class Writer:
         (inner, wide), (out, high) = self.inner(inputs[near.which], near.place), self.inner(node, near.out)
         if gives in self.found.derived and gives not in self.sizes:
             settings = self.axis, inner, near.reach.numbers()
-            self.sizes[gives] = self.call(Extent, settings, value, (given,), _before(twin), inner=wide)
+            self.sizes[gives] = self.call(Extent, settings, value, (given,), ahead_of(twin), inner=wide)
         both = inner, out, near.reach.numbers()
         more: dict[str, Any] = {name: number for name, number in (("inner", wide), ("out", high)) if number is not None}
-        rows = self.call(Fetch, (self.axis, near.place.dim, *both), value, (given, gives), _before(twin))
+        rows = self.call(Fetch, (self.axis, near.place.dim, *both), value, (given, gives), ahead_of(twin))
         rows.kwargs = more
         table: dict[fx.Node, Any] = {value: rows}
         for one in inputs:
@@ -252,7 +244,7 @@ class Writer:
                 table[self.node(one)] = self.marked(scaled, twin, "Scale")
         twin.args = fx.node.map_arg(twin.args, lambda n: table.get(n, n))
         twin.kwargs = fx.node.map_arg(twin.kwargs, lambda n: table.get(n, n))
-        cut = self.call(Cut, (self.axis, near.out.dim, *both), twin, (given, gives), _after(twin))
+        cut = self.call(Cut, (self.axis, near.out.dim, *both), twin, (given, gives), behind(twin))
         cut.kwargs = more
         rename(cut, f"{twin.name}_parallel")
         self.instead(twin, cut)
@@ -286,7 +278,7 @@ class Writer:
             kind, settings = Split, (self.axis, place.dim, inner)
             if one.op == "get_attr" and all(isinstance(self.size(stream), int) for stream in place.layout.streams):
                 kind, settings = Part, self.part(place)  # type: ignore[assignment]
-            self.made[key] = self.call(kind, settings, self.node(one), place.layout.streams, _before(before), inner=more)
+            self.made[key] = self.call(kind, settings, self.node(one), place.layout.streams, ahead_of(before), inner=more)
         found: fx.Node = self.made[key]
         return found
 
@@ -304,7 +296,7 @@ class Writer:
                 return node
             dim, layout = value.place
             inner, more = self.inner(one, value.place)
-            return self.call(Gather, (self.axis, dim, inner), node, layout.streams, _before(before), inner=more)
+            return self.call(Gather, (self.axis, dim, inner), node, layout.streams, ahead_of(before), inner=more)
         if isinstance(value, Number):
             return self.whole_number(node)
         if isinstance(value, (tuple, list, dict)):
@@ -329,11 +321,11 @@ class Writer:
         asked = {"numel": Numel, "size": Whole if len(one.args) + len(one.kwargs) == 2 else None}.get(str(one.target))
         if asked is not None and place is not None:
             streams = place.layout.streams
-            after = max([twin, *_nodes(self.size(stream) for stream in streams)])
-            made = self.call(asked, (self.axis, place.dim), self.node(source), streams, _after(after))
+            after = max([twin, *nodes_among(self.size(stream) for stream in streams)])
+            made = self.call(asked, (self.axis, place.dim), self.node(source), streams, behind(after))
         else:
             given = {n: self.now_whole(n, twin) for n in one.all_input_nodes}
-            with self.graph.inserting_after(max([twin, *_nodes(given.values())])):
+            with self.graph.inserting_after(max([twin, *nodes_among(given.values())])):
                 args: Any = fx.node.map_arg(one.args, given.__getitem__)
                 kwargs: Any = fx.node.map_arg(one.kwargs, given.__getitem__)
                 made = self.graph.create_node(one.op, one.target, args, kwargs)
@@ -402,8 +394,3 @@ def _same(module: Any, kind: type[Collective], ways: Mapping[str, int], args: tu
     return type(module) is kind and repr(vars(kind(dict(ways), *args))) == repr(vars(module))
 
 
-def _nodes(values: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    for value in values:
-        fx.node.map_arg(value, found.append)
-    return found

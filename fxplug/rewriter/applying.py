@@ -12,10 +12,11 @@ from ..errors import ClashError
 from ..ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ..spec.rules import Pass
 from .block_factory import make_block, record
-from .editor import Editor, _BothModes
+from .editor import Editor
 from .graft import Traces
 from .matcher import find
 from .networks import check_traced
+from .opened_graph import BothModes
 from .sites import Site, Sites
 
 
@@ -59,7 +60,7 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
     modes, traces = dict(gm.graphs), Traces()
     try:
         graphs = _edited(modes, tree, gm, p, traces, sites, blocks)
-    except _BothModes:  # what is put in tells training from evaluation, which the model itself does not
+    except BothModes:  # what is put in tells training from evaluation, which the model itself does not
         one = next(iter(modes.values()))
         graphs = _edited({True: one, False: one}, tree, gm, p, traces, sites, blocks)
     return gm.derived(tree, graphs, passes=[*applied, record(gm, p, sites, blocks)])

@@ -5,20 +5,20 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Mapping
-from functools import cached_property, partial
 from typing import Any
 
 from torch import fx, nn
 
 from ..errors import ClashError, MatchError, SpecError
 from ..ir import ops
-from ..ir.regions import Region, Regions, added, find_input, find_output, members, source
+from ..ir.regions import find_input, find_output, members, source
 from ..ir.traced_module import Graph, TracedModule, shell
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass
 from ..torch_internals.graphs import is_erased
 from .graft import Graft, Traces, head
 from .matcher import fill, reads
+from .opened_graph import OpenedGraph
 from .sites import Site
 from .uses import (
     Slot,
@@ -27,7 +27,6 @@ from .uses import (
     check_flow,
     check_order,
     flat_ports,
-    hand_over,
     map_ports,
     needed,
     nodes_in,
@@ -39,30 +38,21 @@ from .uses import (
 ROOT = {"": ("", "")}  # the nn_module_stack of what passes put in
 
 
-class _BothModes(Exception):
-    """What is put in differs between training and evaluation, and the graph so far does not."""
-
-
-class Editor:
+class Editor(OpenedGraph):
     """One pass on one copied graph."""
 
     def __init__(
         self, graph: Graph, mode: bool, modes: int, tree: nn.Module, gm: TracedModule, p: Pass, traces: Traces
     ) -> None:
-        self.graph, self.mode, self.modes = graph, mode, modes
-        self.tree = tree
-        self.p = p
-        self.traces = traces
+        super().__init__(graph, mode, modes, tree, gm, p, traces)
         self.earlier: dict[str, tuple[str, str, str]] = {}  # region: a pass with a block at or below it, where, and the place
         for entry in gm.meta.get("passes", []):
             for site in entry["sites"]:
                 parts = site["path"].split(".")
                 for n in range(len(parts) + 1):
                     self.earlier.setdefault(".".join(parts[:n]), (entry["name"], site["path"], site["place"]))
-        self.regions = Regions(graph, gm)
         self.by_name: dict[str, fx.Node] = {node.name: node for node in graph.nodes}
         self.kept: dict[str, Any] = {}
-        self.behind: dict[str, fx.Node] = {n.meta["behind"]: n for n in graph.nodes if "behind" in n.meta}
 
     def run(self, sites: list[Site], blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
         """Put in blocks, by the id of their site, where this graph has the site. Raises MatchError for what flows backward."""
@@ -149,12 +139,6 @@ class Editor:
         inputs = inspect.signature(block.forward).bind(*args)
         inputs.apply_defaults()
         return graft.put(self.of_mode(sub), inputs.arguments), graft.nodes
-
-    def of_mode(self, sub: TracedModule) -> fx.Graph:
-        """The graph of a traced block for this mode. Raises _BothModes where the block has more modes than the model."""
-        if len(sub.graphs) > self.modes:
-            raise _BothModes
-        return sub.graphs.get(self.mode) or next(iter(sub.graphs.values()))
 
     def node(
         self, op: str, target: Any, args: Any, site: Site, after: fx.Node, name: str | None = None, block: str = ""
@@ -252,12 +236,6 @@ class Editor:
             return Slot(read, node)
         return Slot(self.newest(node))
 
-    def newest(self, node: fx.Node) -> fx.Node:
-        """What the users of a leaf's result see now: the result of the last block put behind it."""
-        while node.name in self.behind:
-            node = self.behind[node.name]
-        return node
-
     # --- what a block is called with
 
     def argument(self, site: Site, index: int, slots: list[tuple[Any, Slot]]) -> Any:
@@ -348,66 +326,6 @@ class Editor:
             user.replace_input_with(node, result)
         self.behind[full] = result
 
-    def open(self, region: Region, parameter: str) -> None:
-        """Put a leaf's own code in the place of its call."""
-        leaf = region.leaf
-        assert leaf is not None
-        module = self.tree.get_submodule(region.path)
-        self.add_edges(region)
-        args, kwargs = list(leaf.args), dict(leaf.kwargs)
-        what = f"{self.p.name}: '{region.path}' ({type(module).__name__}), opened for its parameter '{parameter}',"
-        sub = self.traces.of(module, args, kwargs, what)
-        known = {name for name, _ in module.named_buffers()}
-        for name, constant in sub.named_buffers():
-            if name not in known:
-                owner, _, last = name.rpartition(".")
-                module.get_submodule(owner).register_buffer(last, constant, persistent=False)
-        stack = leaf.meta["nn_module_stack"]
-        made_by = {"name": self.p.name, "site": region.key, "place": "param", "block": "", "region": True}
-        graft = Graft(self.graph, region.path, region.key, stack, made_by, after=leaf)
-        inputs = inspect.signature(module.forward).bind(*args, **kwargs)
-        inputs.apply_defaults()
-        result = graft.put(self.of_mode(sub), inputs.arguments)
-        for node in graft.nodes:
-            if node.op == "get_attr":
-                self.regions.readers.setdefault(str(node.target), []).append(node)
-        self.now_inside(graft.nodes)
-        hand_over(leaf, result)
-
-    def add_edges(self, region: Region) -> None:
-        """Make a leaf a region with edges of its own, so that its place stays when its call goes."""
-        leaf = region.leaf
-        assert leaf is not None
-        stack = leaf.meta["nn_module_stack"]
-        inputs, outputs = self.regions.in_ports(region), self.regions.out_ports(region)
-        region.leaf, region.inputs, region.outputs = None, [], []
-        leaf.meta.pop("port")
-        for port, index, _ in inputs:
-            given = [*leaf.args, *leaf.kwargs.values()][index]
-            assert isinstance(given, fx.Node)
-            edge = self.edge(given, port, index, stack, before=leaf)
-            if not region.inputs:
-                edge.meta["call"] = tuple(None if isinstance(v, fx.Node) else v for v in leaf.args)
-            Slot(given, leaf, index).put(edge, set())
-            region.inputs.append((port, index, edge))
-        for port, node in outputs:
-            value = self.newest(node)
-            edge = self.edge(value, port, 0, stack)
-            value.replace_all_uses_with(edge, delete_user_cb=partial(operator.is_not, edge))
-            region.outputs.append((port, edge))
-        self.now_inside([*(edge for _, _, edge in region.inputs), *(edge for _, edge in region.outputs)])
-
-    def edge(
-        self, value: fx.Node, port: Port, index: int, stack: dict[str, Any], before: fx.Node | None = None
-    ) -> fx.Node:
-        """A new edge, behind its value or before a node: the port of a region."""
-        name = identifier("_".join([port.path, *(["in"] if port.side == "in" else ["out"]), *map(str, port.keys)]))
-        with self.graph.inserting_after(value) if before is None else self.graph.inserting_before(before):
-            edge = self.graph.create_node("call_function", ops.edge, (value,), {}, name=name)
-        edge.meta.update({k: value.meta[k] for k in ("shape", "dtype") if k in value.meta})
-        edge.meta.update(port=port, index=index, nn_module_stack=stack)
-        return edge
-
     # --- what goes
 
     def drop(self, site: Site) -> None:
@@ -423,18 +341,4 @@ class Editor:
             if node not in keep:
                 self.graph.erase_node(node)
 
-    @cached_property
-    def inside(self) -> dict[str, list[fx.Node]]:
-        """The nodes of regions by the regions around them."""
-        found: dict[str, list[fx.Node]] = {}
-        for node in self.graph.nodes:
-            if not added(node) and node.op not in ("placeholder", "output"):
-                for key in node.meta.get("nn_module_stack", {}):
-                    found.setdefault(key, []).append(node)
-        return found
 
-    def now_inside(self, nodes: list[fx.Node]) -> None:
-        """Note nodes that were put into regions."""
-        for node in nodes:
-            for key in node.meta["nn_module_stack"]:
-                self.inside.setdefault(key, []).append(node)

@@ -15,18 +15,7 @@ from ...blocks.scale import Scale
 from ...blocks.ssf import Ssf
 from ...ir import ops
 from ...ir.regions import added
-from ..linear.layers import (
-    LAYERS,
-    PRODUCTS,
-    Layer,
-    argument,
-    behind,
-    inside,
-    layer_of,
-    misfit,
-    readers,
-    result_read,
-)
+from ..linear.layers import LAYERS, PRODUCTS, Layer, argument, behind, inside, layer_of, misfit, readers, result_read
 from .tried import Unfoldable, compared
 from .updates import Step, Use
 

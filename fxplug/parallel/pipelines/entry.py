@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...capture.self_check import has_values
 from ...errors import SpecError
 from ...ir.traced_module import TracedModule
-from ..plan import entry, parallel_plan, place
+from ..plan import parallel_plan
 from ..runtime.collectives import whole_number
 from ..runtime.mesh import ways_of
+from ..stage import entry, place
 from .links import links_of
 from .overlap import Overlapping
 from .patches import Patcher

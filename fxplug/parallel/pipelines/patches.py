@@ -18,11 +18,13 @@ from ...errors import GuardError, SpecError
 from ...ir import ops
 from ...ir.traced_module import copy_graph
 from ...rewriter.graft import head
-from ..planning.planner import Found, arguments
+from ..insertion import Where
+from ..planning.found import Found
+from ..planning.operations import arguments
 from ..runtime import layouts
 from ..runtime.collectives import Collective, Gather, Numel, Same, Split, Sum, Whole
 from ..runtime.mesh import SEQUENCE
-from ..writing import Writer, _At
+from ..writing import Writer
 
 # --- what the graph calls; `patch` of `patches` is at hand
 
@@ -180,7 +182,7 @@ class Patcher(Writer):
         settings: tuple[Any, ...],
         value: Any,
         streams: tuple[int, ...],
-        at: _At,
+        at: Where,
         like: Any = None,
         inner: fx.Node | None = None,
     ) -> fx.Node:

@@ -13,8 +13,11 @@ from ...ir import ops
 from ...ir.traced_module import TracedModule
 from ...torch_internals import pytree
 from ..runtime.layouts import Layout
-from .planner import Found, Unsplittable, arguments, planned
-from .trials import Leaf, Number, Place, Step, Tries, name_of
+from .found import Found, Unsplittable
+from .operations import arguments
+from .planner import planned
+from .streams import Leaf, Number, Place, Step
+from .trials import Tries, name_of
 from .walk import Walk
 
 SOFTMAX = ("softmax", "_softmax")

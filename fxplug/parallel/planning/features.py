@@ -15,9 +15,11 @@ from torch import Tensor, fx
 
 from ...ir.traced_module import TracedModule
 from ..runtime.layouts import Layout
+from .found import Found, Unsplittable
 from .opened_layers import opened
-from .planner import Found, Planner, Unsplittable, planned
-from .trials import PARTS, Leaf, Place, Step, Tries, leaves_of, name_of
+from .planner import Planner, planned
+from .streams import PARTS, Leaf, Place, Step
+from .trials import Tries, leaves_of, name_of
 from .walk import Walk, lessened, walk
 
 WAYS = 12  # kinds of streams that are tried for one layer

@@ -4,95 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, fx
 
-from ...capture.user_code import short_path
 from ...ir import ops
 from ...torch_internals import pytree
 from ..runtime.layouts import Layout
-from .trials import Leaf, Number, Place, Step, Tries, is_value, leaves_of, name_of, numbered
+from .found import Found, Unsplittable, told
+from .operations import again_like, arguments, is_placed, is_plain_result, normed, signature
+from .streams import Leaf, Number, Place, Step
+from .trials import Tries, leaves_of, name_of, numbered
 from .walk import Walk
 
 CHECKS = (ops.guard, ops.same, ops.check_inputs, ops.check_members, ops.check_generator, ops.check_added, ops.check_state)
 FACTS = (ops.device_of, ops.dtype_of, ops.asked)  # of a tensor, the same for its parts
-PLAIN = (Tensor, int, float, bool, complex, str, type(None), tuple, list, dict)
 MOST = 4  # inputs that are split together in one try
 MANY = 12  # choices of numbers that are scaled
 
 
-def told(node: fx.Node) -> str:
-    """A node as a message names it, with the line of the model's code that made it, where that is known."""
-    line = node.meta.get("line")
-    return f"'{node.name}' ({short_path(line[0])}:{line[1]})" if line else f"'{node.name}'"
-
-
-class Unsplittable(Exception):
-    """Why there is no plan from these births."""
-
-
 class _Again(Exception):
     """A value that must be whole, found when the graph had gone on from it."""
-
-
-class Inner(NamedTuple):
-    """How many elements a token has: so many, times the sizes of these dimensions, which are not split."""
-
-    each: int
-    dims: tuple[tuple[fx.Node, int], ...] = ()
-
-
-@dataclass
-class Found:
-    """A plan for one graph: steps by node, where streams begin, and how every value lies."""
-
-    walk: Walk
-    tries: Tries
-    births: dict[fx.Node, int | Place]
-    steps: dict[fx.Node, Step] = field(default_factory=dict)
-    values: dict[fx.Node, Any] = field(default_factory=dict)
-    origins: list[tuple[fx.Node, int]] = field(default_factory=list)  # of each stream: a whole value, and its dimension
-    why: dict[fx.Node, str] = field(default_factory=dict)  # what had to be gathered, and for what
-    sizes: list[int] = field(default_factory=list)  # of each stream
-    grains: dict[fx.Node, int] = field(default_factory=dict)  # elements of a token, of births that have not one
-    inner: dict[fx.Node, Inner] = field(default_factory=dict)  # of values whose tokens have more elements in larger images
-    derived: set[int] = field(default_factory=set)  # streams whose size follows from that of another
-
-    def place(self, node: fx.Node) -> Place | None:
-        """How a value that is one tensor is split, None where it is whole."""
-        value = self.values.get(node)
-        return value.place if isinstance(value, Leaf) else None
-
-    def is_split(self, node: fx.Node) -> bool:
-        """Whether a tensor of a value is split."""
-        return any(isinstance(leaf, Leaf) and leaf.place for leaf in leaves_of(self.values.get(node)))
-
-    def hangs_on_sizes(self, node: fx.Node) -> bool:
-        """Whether a value has numbers that hang on the sizes of streams."""
-        return any(isinstance(leaf, Number) for leaf in leaves_of(self.values.get(node)))
-
-    def share(self) -> float:
-        """Of the work in products, convolutions and attention: how much is done on parts."""
-        done = sum(n for node, n in self.walk.work.items() if self.on_parts(node))
-        return done / max(1, sum(self.walk.work.values()))
-
-    def on_parts(self, node: fx.Node) -> bool:
-        """Whether a node computes from parts."""
-        return self.summed(node) or (self.is_split(node) and not self.cut(node))
-
-    def name(self, node: fx.Node) -> str:
-        """What a value is called in the graph that is written: blocks that stand for a node have names of their own."""
-        return f"{node.name}_parallel" if self.steps.get(node, Step()).special else node.name
-
-    def cut(self, node: fx.Node) -> bool:
-        """Whether a value is computed as a whole, and split then."""
-        return self.steps.get(node, Step()).cut is not None
-
-    def summed(self, node: fx.Node) -> bool:
-        """Whether the processes give summands of a value."""
-        return bool(self.steps.get(node, Step()).add)
 
 
 def planned(
@@ -197,7 +129,7 @@ class Planner:
             self.found.steps[node] = Step(whole_numbers=True)
             return self.whole(node)
         everything = Step(gathers=tuple(split), whole_numbers=True)
-        if node in self.forced or not _is_plain(true):
+        if node in self.forced or not is_plain_result(true):
             return self.gathered(node, everything, "its result is one of another kind" if node not in self.forced else "")
         if (value := self.attention(node)) is not None:
             return value
@@ -215,7 +147,7 @@ class Planner:
         if step.gathers:
             self.found.why[node] = "one of its values must be whole"
         leaves, tree = pytree.tree_flatten(true)
-        return pytree.tree_unflatten([_again(leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)], tree)
+        return pytree.tree_unflatten([again_like(leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)], tree)
 
     def gathered(self, node: fx.Node, step: Step, why: str) -> Any:
         """The value of a node that runs on whole inputs: note this step, and why."""
@@ -238,7 +170,7 @@ class Planner:
             target = (type(module), repr(module), tuple((k, v.shape, v.dtype) for k, v in module.state_dict().items()))
         try:
             streams = (*self.tries.streams.true, *self.tries.streams.parts)
-            key = (node.op, target, form, streams, tuple(_signature(self.values[n]) for n in names))
+            key = (node.op, target, form, streams, tuple(signature(self.values[n]) for n in names))
             hash(key)
         except TypeError:
             return None
@@ -275,7 +207,7 @@ class Planner:
         layouts = [place.layout for _, place in step.splits]
         for index in split:
             if index not in step.gathers:
-                layouts += [leaf.place.layout for leaf in leaves_of(self.values[inputs[index]]) if _placed(leaf)]
+                layouts += [leaf.place.layout for leaf in leaves_of(self.values[inputs[index]]) if is_placed(leaf)]
         sizes = layouts or [Layout((stream,)) for stream in range(len(self.tries.streams.true))]
         from_parts = bool(step.splits) or len(step.gathers) < len(split)
         from_sizes = not step.whole_numbers and any(self.found.hangs_on_sizes(n) for n in inputs)
@@ -361,7 +293,7 @@ class Planner:
     def scaled(self, node: fx.Node, split: list[int]) -> list[tuple[tuple[int, tuple[int, ...]], ...]]:
         """Which numbers among a node's arguments may count heads or features of this process: one at a time, then more."""
         inputs = [node.all_input_nodes[index] for index in split]
-        leaves = [leaf for one in inputs for leaf in leaves_of(self.values[one]) if _placed(leaf)]
+        leaves = [leaf for one in inputs for leaf in leaves_of(self.values[one]) if is_placed(leaf)]
         runs = dict.fromkeys(run for leaf in leaves for run in leaf.place.layout.runs())
         sizes = self.tries.streams.true
         choices: list[list[tuple[int, tuple[int, ...]]]] = []
@@ -421,7 +353,7 @@ class Planner:
         if given is None or not isinstance(given["input"], fx.Node):
             return None
         leaf, inputs = self.values[given["input"]], node.all_input_nodes
-        if not _placed(leaf) or leaf.place.dim != leaf.tensor.dim() - 1 or len(given["normalized_shape"]) != 1:
+        if not is_placed(leaf) or leaf.place.dim != leaf.tensor.dim() - 1 or len(given["normalized_shape"]) != 1:
             return None
         place = Place(0, leaf.place.layout)
         weights = [inputs.index(given[key]) for key in ("weight", "bias") if given[key] is not None]
@@ -452,49 +384,3 @@ class Planner:
         return Leaf(self.walk.values[node], places[0])
 
 
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of scaled_dot_product_attention by name."""
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    defaults = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
-    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether parts of a result can be gathered into one like it: not where it is of a class of its own."""
-    own = type(value) is not dict if isinstance(value, dict) else hasattr(value, "_fields")
-    return isinstance(value, PLAIN) and not own
-
-
-def normed(node: fx.Node) -> dict[str, Any] | None:
-    """The arguments of layer_norm and rms_norm by name, None for another node."""
-    names = {"layer_norm": ("weight", "bias", "eps"), "rms_norm": ("weight", "eps")}.get(name_of(node))
-    if names is None or node.op != "call_function":
-        return None
-    given = dict(zip(("input", "normalized_shape", *names), node.args, strict=False))
-    return {"weight": None, "bias": None, "eps": 1e-5 if "bias" in names else None, **given, **node.kwargs}
-
-
-def _placed(leaf: Any) -> bool:
-    return isinstance(leaf, Leaf) and leaf.place is not None
-
-
-def _again(true: Any, kind: Any) -> Any:
-    """A leaf of a result like one that was tried before."""
-    if isinstance(true, Tensor):
-        return Leaf(true, kind)
-    return kind if isinstance(kind, Number) else true
-
-
-def _signature(value: Any) -> Any:
-    """What matters of a value to what an operation makes of its parts."""
-    found: list[Any] = [str(pytree.tree_structure(value, is_leaf=is_value))]
-    for leaf in leaves_of(value):
-        if isinstance(leaf, Leaf):
-            known = not leaf.tensor.is_meta
-            content = leaf.tensor.cpu().numpy().tobytes() if known else b""
-            found.append((tuple(leaf.tensor.shape), leaf.tensor.dtype, leaf.place, content))
-        elif isinstance(leaf, (int, float, bool, str, type(None), Number)):
-            found.append((type(leaf), leaf))
-        else:
-            found.append(repr(leaf))
-    return tuple(found)

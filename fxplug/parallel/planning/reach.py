@@ -11,7 +11,8 @@ from torch import Tensor, fx
 
 from ...torch_internals import pytree
 from ..runtime.halos import Reach
-from .trials import CLOSE, Leaf, Number, Refused, Tries, leaves_of
+from .streams import Leaf, Number, Refused
+from .trials import CLOSE, Tries, leaves_of
 
 PERIODS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
 

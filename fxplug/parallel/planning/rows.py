@@ -15,9 +15,11 @@ from torch import Tensor, fx, nn
 from ...ir.traced_module import TracedModule
 from ..runtime.halos import Reach
 from ..runtime.layouts import Layout
-from .planner import Found, Inner, Planner, Unsplittable, planned
+from .found import Found, Inner, Unsplittable
+from .planner import Planner, planned
 from .reach import Probe, extents, reach_of
-from .trials import Leaf, Place, Step, Tries, leaves_of
+from .streams import Leaf, Place, Step
+from .trials import Tries, leaves_of
 from .walk import Walk
 
 NORMS = (nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

@@ -1,0 +1,81 @@
+"""What planning finds: which values are split, along what, and what is exchanged for each operation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from ...capture.user_code import short_path
+from .streams import Leaf, Number, Place, Step
+from .trials import Tries, leaves_of
+from .walk import Walk
+
+
+def told(node: fx.Node) -> str:
+    """A node as a message names it, with the line of the model's code that made it, where that is known."""
+    line = node.meta.get("line")
+    return f"'{node.name}' ({short_path(line[0])}:{line[1]})" if line else f"'{node.name}'"
+
+
+class Unsplittable(Exception):
+    """Why there is no plan from these births."""
+
+
+class Inner(NamedTuple):
+    """How many elements a token has: so many, times the sizes of these dimensions, which are not split."""
+
+    each: int
+    dims: tuple[tuple[fx.Node, int], ...] = ()
+
+
+@dataclass
+class Found:
+    """A plan for one graph: steps by node, where streams begin, and how every value lies."""
+
+    walk: Walk
+    tries: Tries
+    births: dict[fx.Node, int | Place]
+    steps: dict[fx.Node, Step] = field(default_factory=dict)
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    origins: list[tuple[fx.Node, int]] = field(default_factory=list)  # of each stream: a whole value, and its dimension
+    why: dict[fx.Node, str] = field(default_factory=dict)  # what had to be gathered, and for what
+    sizes: list[int] = field(default_factory=list)  # of each stream
+    grains: dict[fx.Node, int] = field(default_factory=dict)  # elements of a token, of births that have not one
+    inner: dict[fx.Node, Inner] = field(default_factory=dict)  # of values whose tokens have more elements in larger images
+    derived: set[int] = field(default_factory=set)  # streams whose size follows from that of another
+
+    def place(self, node: fx.Node) -> Place | None:
+        """How a value that is one tensor is split, None where it is whole."""
+        value = self.values.get(node)
+        return value.place if isinstance(value, Leaf) else None
+
+    def is_split(self, node: fx.Node) -> bool:
+        """Whether a tensor of a value is split."""
+        return any(isinstance(leaf, Leaf) and leaf.place for leaf in leaves_of(self.values.get(node)))
+
+    def hangs_on_sizes(self, node: fx.Node) -> bool:
+        """Whether a value has numbers that hang on the sizes of streams."""
+        return any(isinstance(leaf, Number) for leaf in leaves_of(self.values.get(node)))
+
+    def share(self) -> float:
+        """Of the work in products, convolutions and attention: how much is done on parts."""
+        done = sum(n for node, n in self.walk.work.items() if self.on_parts(node))
+        return done / max(1, sum(self.walk.work.values()))
+
+    def on_parts(self, node: fx.Node) -> bool:
+        """Whether a node computes from parts."""
+        return self.summed(node) or (self.is_split(node) and not self.cut(node))
+
+    def name(self, node: fx.Node) -> str:
+        """What a value is called in the graph that is written: blocks that stand for a node have names of their own."""
+        return f"{node.name}_parallel" if self.steps.get(node, Step()).special else node.name
+
+    def cut(self, node: fx.Node) -> bool:
+        """Whether a value is computed as a whole, and split then."""
+        return self.steps.get(node, Step()).cut is not None
+
+    def summed(self, node: fx.Node) -> bool:
+        """Whether the processes give summands of a value."""
+        return bool(self.steps.get(node, Step()).add)

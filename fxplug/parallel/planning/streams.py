@@ -1,0 +1,92 @@
+"""Streams of tokens of small sizes, and how a value is made of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..runtime.layouts import Layout
+
+# small sizes of streams in one process and in the two that are pretended: unequal, so that no size is right by accident
+PARTS = ((7, 4), (8, 5), (10, 7), (11, 8), (13, 10), (16, 13), (17, 12), (19, 12), (20, 17), (23, 18))
+Scaled = tuple[tuple[int, tuple[int, ...]], ...]  # positions of numbers, and the streams that each counts
+
+
+class Refused(Exception):
+    """An operation takes no such values; its own error is the cause."""
+
+
+class Place(NamedTuple):
+    """A tensor is split: along which dimension, and what lies there."""
+
+    dim: int
+    layout: Layout
+
+
+class Number(NamedTuple):
+    """A number that hangs on the size of a stream: as it is, in small sizes, and in each pretended process."""
+
+    true: Any
+    small: Any
+    parts: tuple[Any, ...]
+
+
+class Leaf(NamedTuple):
+    """A tensor of a node's value as one process has it, meta or not, and how it is split; None: each process has all of it."""
+
+    tensor: Tensor
+    place: Place | None
+
+
+class Step(NamedTuple):
+    """What is done with the arguments of a node, by their position among its inputs, before it runs on parts."""
+
+    splits: tuple[tuple[int, Place], ...] = ()
+    gathers: tuple[int, ...] = ()
+    whole_numbers: bool = False
+    special: str = ""  # "attention": its keys and values travel; "near": rows of neighbours; "norm": statistics do
+    add: bool = False  # what each process gives is a summand
+    same: bool = False  # the first process's result is everybody's
+    mean: tuple[int, ...] = ()  # it is the mean over its tokens of these streams, and a summand with their share
+    once: tuple[int, ...] = ()  # given in the first process alone, zeros in the others: a summand like the rest
+    scaled: Scaled = ()  # numbers, by position in the arguments, that count these streams
+    near: Any = None  # which rows of which input are fetched, and where those of the result lie
+    cut: Place | None = None  # the result is whole, and split from there on
+
+
+class Streams:
+    """The dimensions along which tokens lie: their true and their small sizes."""
+
+    def __init__(self) -> None:
+        self.true: list[int] = []
+        self.own: dict[int, tuple[int, int]] = {}  # parts that are others than the usual
+
+    def new(self, size: int, small: int | None = None) -> int:
+        """A stream of this size, and of one that follows from other streams' when these are small."""
+        if small is None and len(self.true) >= len(PARTS):
+            raise NotImplementedError(f"more than {len(PARTS)} streams of tokens")
+        if small is not None:
+            first = min(small * 3 // 5 | 1, small - 1)  # odd: what takes them in pairs takes no part
+            self.own[len(self.true)] = first, small - first
+        self.true.append(size)
+        return len(self.true) - 1
+
+    def clear(self) -> None:
+        """Forget all streams."""
+        self.true.clear()
+        self.own.clear()
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """How much of each stream the two pretended processes have."""
+        return [self.own[n] if n in self.own else PARTS[n] for n in range(len(self.true))]
+
+    @property
+    def small(self) -> list[int]:
+        """The size of each stream in which operations are tried."""
+        return [sum(parts) for parts in self.parts]
+
+    def bounds(self, rank: int) -> list[tuple[int, int, int]]:
+        """Start, length and size of each stream's part in a pretended process."""
+        return [(0 if rank == 0 else parts[0], parts[rank], sum(parts)) for parts in self.parts]

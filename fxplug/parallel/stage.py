@@ -1,0 +1,145 @@
+"""One axis of the mesh: where a graph is split along it, and the graph that is written of that."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from ..errors import SpecError, did_you_mean
+from ..ir.traced_module import Graph, TracedModule, copy_graph, shell
+from ..rewriter.modes import in_mode
+from .planning import births, rows
+from .planning.found import Found, Unsplittable, told
+from .planning.opened_layers import opened
+from .planning.planner import planned
+from .planning.trials import Tries
+from .planning.walk import left_alone, walk
+from .runtime.collectives import Collective
+from .runtime.mesh import SEQUENCE, World, ways_of
+from .writing import Writer
+
+NAMES = {
+    SEQUENCE: "sequence_parallel", "batch": "batch_parallel", "rows": "spatial_parallel", "tensor": "tensor_parallel",
+}  # fmt: skip
+
+
+@dataclass
+class Stage:
+    """What one axis of the mesh does: to the graph of the mode in force, and to those of all modes that have a plan."""
+
+    axis: str
+    found: Found
+    modes: dict[bool, Found]
+    opens: frozenset[str] = frozenset()  # layers whose weights come into the graph
+
+    @property
+    def name(self) -> str:
+        """What the axis is called as a pass, such as `sequence_parallel`."""
+        return NAMES[self.axis]
+
+
+def found_along(
+    gm: TracedModule, mode: bool, call: Any, along: tuple[str, int], split: Mapping[str, int] | None,
+    before: Mapping[bool, Found],
+) -> Found:  # fmt: skip
+    """The plan of one graph along one axis; births are those of the plan `before`, of the other mode, where there is one."""
+    graph, (axis, ways) = gm.graphs[mode], along
+    walked = walk(gm, graph, *call)
+    results: list[Found] = []
+    names = {node.name: node for node in graph.nodes}
+    for other in before.values():
+        if all(node.name in names for node in other.births):
+            split = {node.name: dim for node, dim in other.births.items() if isinstance(dim, int)}
+    for seed in (0, 1):
+        if axis == "rows":
+            if seed == 0:
+                results.append(rows.best(gm, walked, named_births(graph, split) if split else None))
+            else:
+                one = results[0]
+                results.append(planned(walked, Tries(gm, seed, True), one.births, True, (), one.grains, rows.Spatial))
+        elif axis == "batch" or split:
+            given = births.samples(walked) if split is None else named_births(graph, split)
+            results.append(planned(walked, Tries(gm, seed), given, one=axis == "batch"))
+        elif seed == 0:
+            results.append(births.best(gm, walked, seed, ways))
+        else:
+            results.append(planned(walked, Tries(gm, seed), results[0].births))
+    if results[0].steps != results[1].steps:
+        node = next(n for n in graph.nodes if results[0].steps.get(n) != results[1].steps.get(n))
+        raise Unsplittable(f"{told(node)} does other things with other random values")
+    if results[0].share() == 0:
+        raise Unsplittable(next((f"{told(n)}: {why}" for n, why in results[0].why.items()), "no work is left to parts"))
+    return results[0]
+
+
+@contextlib.contextmanager
+def in_one_mode(mode: bool, gm: TracedModule) -> Iterator[None]:
+    """A mode for a time, for a model with a graph for each, of which nothing is left."""
+    with left_alone(gm), in_mode(mode, gm) if len(gm.graphs) == 2 else contextlib.nullcontext():
+        yield
+
+
+def named_births(graph: fx.Graph, split: Mapping[str, int]) -> dict[fx.Node, int]:
+    """The nodes that are split, by their names, each with its dimension. Raises SpecError for a name that no node has."""
+    known = {node.name: node for node in graph.nodes}
+    for name in split:
+        if name not in known:
+            raise SpecError(f"split: no node '{name}'{did_you_mean(name, known)}")
+    return {known[name]: dim for name, dim in split.items()}
+
+
+def check_sizes(stage: Stage, number: int) -> None:
+    """Raises SpecError where there are fewer samples, rows or tokens than processes."""
+    found = stage.found
+    for index, (node, dim) in enumerate(found.origins):
+        if found.sizes[index] < number and (node in found.births or index in found.derived):
+            what = {"batch": "samples", "rows": "rows"}.get(stage.axis, "tokens")
+            raise SpecError(
+                f"{found.sizes[index]} {what} ('{node.name}', dimension {dim}) cannot be split {number} ways: give fewer ways, "
+                "or example inputs of the size that is run"
+            )
+
+
+def written_along(gm: TracedModule, stage: Stage, ways: Mapping[str, int]) -> TracedModule:
+    """The module with collectives along one axis put in. Raises SpecError for a module that has the name of the pass."""
+    if stage.name in dict(gm.named_children()):
+        raise SpecError(f"the model has a module '{stage.name}' of its own")
+    gm = opened(gm, stage.opens) if stage.opens else gm
+    tree = shell(gm)
+    graphs: dict[bool, Graph] = {}
+    for mode, found in stage.modes.items():
+        graphs[mode] = copy_graph(gm.graphs[mode])
+        writer = Writer(graphs[mode], tree, found, stage.name, ways, stage.axis)
+        writer.run()
+    sites = writer.sites
+    row = entry(stage.name, {k: n for k, n in ways.items() if n > 1}, sites)
+    new = gm.derived(tree, graphs, passes=[*gm.meta.get("passes", []), row])
+    place(new, alone())
+    return new
+
+
+def entry(name: str, params: Mapping[str, Any], sites: Sequence[Any], neutral: bool = False) -> dict[str, Any]:
+    """What a module's `meta["passes"]` has of a parallel pass."""
+    return {
+        "name": name, "about": "", "params": dict(params), "lr": None, "weight_decay": None, "train": False,
+        "neutral": neutral, "sites": list(sites), "slots": 0, "inputs": [], "networks": [],
+    }  # fmt: skip
+
+
+def place(gm: nn.Module, world: World | None) -> None:
+    """Tell the collectives of a module where this process stands."""
+    for module in gm.modules():
+        if isinstance(module, Collective):
+            vars(module).pop("world", None)
+            if world is not None:
+                module.world = world
+
+
+def alone() -> World:
+    """The only process."""
+    sizes = dict.fromkeys((*ways_of({}), SEQUENCE), 1)
+    return World(sizes, dict.fromkeys(sizes, 0), {})
