@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .layer_names import new_name
+
 # how a key ends -> what the tensor is; {a} may be an adapter's name
 _ADAPTER = r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?"
 _FORMS = [
@@ -67,7 +69,7 @@ def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set
             return of and Layer(of.name, {"alpha": key} if of.keys else {})
         layer = layer.replace(".base_layer", "")  # PEFT's own wrapper around a layer within another
         if parts.get("old"):
-            layer = _old_name(layer)
+            layer = new_name(layer)
         if parts.get("half"):
             half = _HALVES[parts["half"]]
             if parts.get("what") == "bias":
@@ -75,12 +77,3 @@ def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set
             return Layer(layer, {half: key}, embedding=role == "embedding")
         return Layer(layer, {parts.get("name") or role: key})
     return None
-
-
-def _old_name(layer: str) -> str:
-    """`X.processor.to_q` as `X.to_q`: what diffusers' attention processors called their LoRAs is the layer they change."""
-    owner, _, last = layer.removesuffix("_lora").rpartition(".")
-    if owner.rpartition(".")[2] == "self_attn":  # a text encoder's
-        last = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}.get(last, last)
-    last = {"to_out": "to_out.0"}.get(last, last)
-    return f"{owner.removesuffix('.processor')}.{last}" if owner else last
