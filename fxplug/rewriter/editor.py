@@ -158,7 +158,7 @@ class Editor(OpenedGraph):
             "site": site.node or site.path,
             "place": rule.place,
             "block": block,
-            "where": str(rule.where),
+            "where": rule.where.portable,
         }
 
     def member(self, value: Any, key: int | str, new: list[fx.Node]) -> Any:

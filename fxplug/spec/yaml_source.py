@@ -30,6 +30,13 @@ class Where:
             shown = str(Path(shown).relative_to(Path.cwd()))
         return f"{shown}:{self.line}" if shown and self.line else shown
 
+    @property
+    def portable(self) -> str:
+        """The same for a file that goes to other machines: of a path outside the working folder its last two parts."""
+        path = Path(self.file)
+        outside = path.is_absolute() and not path.is_relative_to(Path.cwd())
+        return str(Where("/".join(path.parts[-2:]), self.line)) if outside else str(self)
+
 
 NOWHERE = Where()
 

@@ -980,3 +980,22 @@ def test_what_is_not_traced_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="not plain data"):
         fxplug.save(small(), tmp_path / "out", config={"a": object()})
     assert not os.listdir(tmp_path)
+
+
+def test_no_path_of_the_machine_is_in_an_artifact(tmp_path, monkeypatch):
+    """It is given to others: of files of passes it has what they are called, wherever they lie and from wherever it is made."""
+    home = tmp_path / "home" / "own"
+    home.mkdir(parents=True)
+    lora = (Path(__file__).parents[2] / "passes/lora.yaml").read_text()
+    (home / "mine.yaml").write_text(lora)
+    monkeypatch.chdir(tmp_path)
+    gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4))
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    for source, name in ((home / "mine.yaml", "own/mine.yaml"), ("lora", "passes/lora.yaml")):
+        new = fxplug.apply(gm, fxplug.load_pass(source, at="0", rank=2))
+        out = tmp_path / f"saved-{len(name)}"
+        fxplug.save(new, out)
+        text = "".join(file.read_text() for file in out.glob("*.json")) + (out / "graph.txt").read_text()
+        assert f"{name}:" in text and str(tmp_path) not in text and str(Path(fxplug.__file__).parents[1]) not in text
