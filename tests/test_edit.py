@@ -431,7 +431,10 @@ def test_found_sites_are_applied(net):
     sites = fxplug.find(net.gm, p)
     assert same(call(fxplug.apply(net.gm, sites), net), call(fxplug.apply(net.gm, p), net))
     assert same(call(fxplug.apply(net.gm, sites), net), call(fxplug.apply(net.gm, p), net)), "sites can be applied again"
-    kept = sites.pop(0)
+    for given in (list(sites), sites[:1], "lora", None):
+        with pytest.raises(fxplug.SpecError, match=r"apply takes passes, or sites as find gave them, not .*sites\[:\] = "):
+            fxplug.apply(net.gm, given)
+    kept, sites[:] = sites[0], sites[1:]
     fewer = fxplug.apply(net.gm, sites)
     assert len(fewer.meta["passes"][0]["sites"]) == len(sites) == 3
     assert same(call(fewer, net), call(fxplug.apply(net.gm, one(Add, path=[s.path for s in sites], args=["value"])), net))
@@ -439,7 +442,10 @@ def test_found_sites_are_applied(net):
         fxplug.apply(fewer, sites)
     with pytest.raises(fxplug.SpecError, match="found on another traced module"):
         fxplug.apply(net.gm, sites, sites)
-    sites.append(fxplug.find(net.gm, p)[0])
+    with pytest.raises(fxplug.SpecError, match=rf"p: the site '{sites[0].path} .*' stands in the list twice"):
+        sites.append(sites[0])
+        fxplug.apply(net.gm, sites)
+    sites[-1] = fxplug.find(net.gm, p)[0]
     with pytest.raises(fxplug.SpecError, match=rf"p: the site '{kept.path} .*' was not found by this pass here"):
         fxplug.apply(net.gm, sites)
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx, nn
 
 from ..capture.fake_tensors import no_collection, writable
-from ..errors import ClashError
+from ..errors import ClashError, SpecError, shown
 from ..ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ..spec.rules import Pass
 from .block_factory import make_block, record
@@ -39,6 +39,11 @@ def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
 def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
     if isinstance(given, Sites):
         given.check(gm)
+    elif not isinstance(given, Pass):
+        raise SpecError(
+            f"apply takes passes, or sites as find gave them, not {shown(given)}: fxplug.load_pass reads a pass; to leave "
+            "sites out, take them out of the list itself: sites[:] = [...]"
+        )
     p = given.p if isinstance(given, Sites) else given
     applied = gm.meta.get("passes", [])
     if p.name in {entry["name"] for entry in applied}:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -104,7 +105,7 @@ class Sites(list[Site]):
         self._found = {id(site): site for site in self}
 
     def check(self, gm: TracedModule) -> None:
-        """Raises SpecError for another module than the one they were found on, and for sites that were found by others."""
+        """Raises SpecError for another module than they were found on, for sites that others found, and for one twice."""
         if gm is not self.host:
             raise SpecError(
                 f"{self.p.name}: these sites were found on another traced module than the one they are applied to: find them "
@@ -112,3 +113,5 @@ class Sites(list[Site]):
             )
         if strange := [site for site in self if id(site) not in self._found]:
             raise SpecError(f"{self.p.name}: the site '{strange[0]}' was not found by this pass here")
+        if twice := [site for site, times in Counter(map(id, self)).items() if times > 1]:
+            raise SpecError(f"{self.p.name}: the site '{self._found[twice[0]]}' stands in the list twice, and takes one block")
