@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,7 @@ class _Turn:
         self.lock = threading.RLock()
         self.thread: int | None = None
         self.open: list[tuple[contextlib.ExitStack, bool]] = []
+        self.call: Callable[..., Any] = nn.Module.__call__  # what a call of a module is while the trace lasts
 
 
 _turn = _Turn()
@@ -45,18 +46,34 @@ def alone(model: nn.Module) -> Iterator[None]:
         modules = {id(m) for m in model.modules()}
         # a thread that forward itself starts, and waits for, is part of the call
         others = {thread.ident for thread in threading.enumerate()} - {me}
-        original = nn.Module.__call__
+        original = turn.call = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if id(module) in modules and threading.get_ident() in others and turn.thread == me:
                 if not turn.lock.acquire(timeout=PATIENCE):
                     raise TraceError(f"another thread has been tracing this model for {PATIENCE:.0f} s")
                 turn.lock.release()
-            return original(module, *args, **kwargs)
+            return turn.call(module, *args, **kwargs)
 
         stack.callback(setattr, nn.Module, "__call__", original)
         nn.Module.__call__ = call  # type: ignore[method-assign]
         yield
+
+
+@contextlib.contextmanager
+def calls(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """For a time within a trace calls of modules are what `around` makes of torch's own.
+
+    `nn.Module.__call__` itself is set once a trace: Python then goes through all its subclasses, thousands in a process that
+    has imported the libraries of models.
+    """
+    turn = _turn
+    original = turn.call
+    turn.call = around(original)
+    try:
+        yield
+    finally:
+        turn.call = original
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from .fake_tensors import NeedsValues, Results, carry_over, fake_weights, lacks_
 from .isolation import mode_reads, restored, same_random
 from .memory_journal import Journal
 from .numbers import recorded_math
-from .one_at_a_time import alone, undone
+from .one_at_a_time import alone, calls, undone
 from .python_state import MISSING, Place, State
 from .recorder import NeedsAutograd, Recording
 from .tries import Tries
@@ -362,7 +362,6 @@ def _patched(recording: Recording, regions: Regions, training: bool | None) -> I
 
     apply = vars(torch.autograd.Function)["apply"]
     patches = [
-        (nn.Module, "__call__", regions.call(nn.Module.__call__)),
         *grad_modes.patches(recording),
         *process_state.patches(recording),
         (torch.autograd.Function, "apply", recording.function_apply(apply)),
@@ -375,7 +374,8 @@ def _patched(recording: Recording, regions: Regions, training: bool | None) -> I
         for owner, name, value in patches:
             before.append((owner, name, vars(owner).get(name, MISSING)))
             setattr(owner, name, value)
-        yield
+        with calls(regions.call):
+            yield
     finally:
         for owner, name, value in reversed(before):
             if value is MISSING:
