@@ -72,7 +72,7 @@ def net():
 
 def one(use=Identity, name="p", **keys):
     """A pass of one rule; the keys of its match are among those of the rule."""
-    match = Match(**{k: keys.pop(k) for k in ("path", "module", "op") if k in keys})
+    match = Match(**{k: keys.pop(k) for k in ("path", "module", "op", "within") if k in keys})
     return Pass(name, [Rule(match, use, **{"args": ["value"], **keys})])
 
 
@@ -125,7 +125,6 @@ def test_a_match_finds(net, match, found):
     [
         {"path": "hea"},
         {"path": "*.head"},
-        {"path": "blocks"},
         {"path": "blocks.2"},
         {"path": "spare"},
         {"path": "re:attn$"},
@@ -141,6 +140,28 @@ def test_a_match_finds(net, match, found):
 )
 def test_a_match_does_not_find(net, match):
     assert paths(net, **match) == []
+
+
+def test_a_container_that_is_never_called_means_what_is_in_it(net):
+    inner = ["blocks.0", "blocks.1"]
+    assert paths(net, path="blocks", place="before") == paths(net, path="re:bl.*s$", place="before") == inner
+    assert paths(net, path="blocks", module="Linear") == []
+    linears = paths(net, path="blocks.**", module="Linear")
+    assert paths(net, path="blocks", within="Linear") == linears and len(linears) == 8
+    assert [site.path for site in find(net, one(path=["blocks", "head"], within="Linear"))] == [*linears, "head"]
+    with pytest.raises(fxplug.MatchError, match=r"'blocks.0' has no single result .* name one"):
+        find(net, one(path="blocks"))
+
+
+@pytest.mark.parametrize("place", ["after", "before", "param", "op"])
+def test_each_pattern_of_a_list_matches_or_is_told(net, place):
+    more = {"op": "softmax"} if place == "op" else {"place": place}
+    path, taken = ("blocks.*.attn", "blocks.0.attn") if place == "op" else ("re:head", "head")
+    with pytest.raises(fxplug.MatchError, match=r"(?s)'blocks\.\*\.atn', one of 2 paths, matched 0 .* blocks.1.attn.*>=0"):
+        find(net, one(path=[path, "blocks.*.atn"], **more))
+    found = find(net, one(path=path, **more))
+    assert found and len(find(net, one(path=[path, "blocks.*.atn"], expect=">=0", **more))) == len(found)
+    assert len(find(net, one(path=[path, taken], **more))) == len(found), "what another has taken matches all the same"
 
 
 def test_a_site_says_what_and_where(net):

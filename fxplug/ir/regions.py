@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -14,9 +14,8 @@ from typing import Any
 from torch import fx, nn
 
 from ..errors import MatchError, did_you_mean
-from ..spec.addresses import EACH, Port, is_pattern, parse_port, select
-from ..spec.rules import Match
-from . import functions, ops
+from ..spec.addresses import EACH, Port
+from . import ops
 from .traced_module import class_names
 
 SHOWN = 5  # so many examples are listed in a message
@@ -134,9 +133,26 @@ class Regions:
 
     def candidates(self, pattern: str) -> list[str]:
         """The regions a pattern is held against: what a pass put in only where the pattern begins with that pass's name."""
-        head = re.match(r"(?:re:)?\^?(\w+)", pattern)
-        own = head[1] if head and head[1] in self._passes else None
+        own = self._named(pattern)
         return [k for k in self.ran if not self.inserted(k) or k.partition(".")[0] == own]
+
+    def containers(self, pattern: str) -> dict[str, list[str]]:
+        """The modules that a pattern is held against and that no call runs, with the paths of the first regions in them."""
+        own = self._named(pattern)
+        return {k: inner for k, inner in self._uncalled.items() if not self.inserted(k) or k.partition(".")[0] == own}
+
+    def _named(self, pattern: str) -> str | None:
+        head = re.match(r"(?:re:)?\^?(\w+)", pattern)
+        return head[1] if head and head[1] in self._passes else None
+
+    @cached_property
+    def _uncalled(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for path in self.calls:
+            above = path
+            while above and (above := above.rpartition(".")[0]) not in self.calls and above:
+                found.setdefault(above, []).append(path)
+        return found
 
     @cached_property
     def names(self) -> dict[int, list[str]]:
@@ -323,69 +339,3 @@ def listed(items: Sequence[str]) -> str:
     """Names in a message, the first of them when they are many."""
     shown = ", ".join(items[: 2 * SHOWN])
     return shown + (f", ... ({len(items)})" if len(items) > 2 * SHOWN else "") if items else "none"
-
-
-# --- what a match admits
-
-
-@dataclass
-class Hit:
-    """A region that a match admits: what its path caught, the port that the pattern names, and which pattern it was."""
-
-    key: str
-    caught: dict[str, str]
-    port: Port
-    pattern: int
-
-
-def hits(regions: Regions, match: Match) -> list[Hit]:
-    """The regions that a match admits, in the order of its patterns and of the run. `op` is not looked at."""
-    found: dict[tuple[str, Port], Hit] = {}
-    for number, pattern in enumerate(match.patterns):
-        port = parse_port(pattern)
-        by_call = "@" in port.path
-        names = {k: k if by_call else regions.by_key[k].path for k in regions.candidates(port.path)}
-        if match.op and port.path == "**":
-            names = {"": "", **names}  # the model's own operations
-        caught = select(port.path, dict.fromkeys(names.values())) if port.path else {}
-        if not port.path:
-            names, caught = {"": "", **names}, {"": {}}
-        rows = {k: caught[name] for k, name in names.items() if name in caught}
-        if match.within:
-            rows = _below(regions, names, rows, match.within)
-        rows = {k: groups for k, groups in rows.items() if is_a(regions, names[k], match.module)}
-        for key, groups in rows.items():
-            found.setdefault((key, port), Hit(key, groups, replace(port, path=key), number))
-    return list(found.values())
-
-
-def _below(
-    regions: Regions, names: Mapping[str, str], rows: Mapping[str, dict[str, str]], within: Sequence[str | type]
-) -> dict[str, dict[str, str]]:
-    """The layers of these classes among and below the given regions, with what the nearest region caught."""
-    above = {names[key]: groups for key, groups in rows.items()}
-    found = {}
-    for key, name in names.items():
-        parts = name.partition("@")[0].split(".")
-        around = (".".join(parts[:n]) for n in range(len(parts), -1, -1))
-        nearest = next((path for path in around if path in above), None) if name else None
-        if nearest is not None and is_a(regions, name, within):
-            found[key] = above[nearest]
-    return found
-
-
-def is_a(regions: Regions, name: str, classes: Sequence[str | type]) -> bool:
-    """Whether the module of a region is of one of these classes, by name."""
-    known = regions.classes(name.partition("@")[0])
-    return not classes or any((c if isinstance(c, str) else c.__name__) in known for c in classes)
-
-
-def operations(region: Region, match: Match) -> list[fx.Node]:
-    """The operations of a region that `op` names: by short name, as function or method, or by public name."""
-    wanted = {op if isinstance(op, str) else functions.short_name(op) for op in match.op or ()}
-    return [n for n in region.nodes if functions.short_name(n.target) in wanted or functions.names().get(n.target) in wanted]
-
-
-def is_exact(match: Match) -> bool:
-    """Whether a match names its places one by one."""
-    return not match.within and not any(is_pattern(parse_port(p).path) for p in match.patterns)

@@ -12,12 +12,13 @@ from typing import Any, Literal
 from torch import fx
 
 from ..errors import ClashError, MatchError
-from ..ir.regions import SHOWN, Hit, Regions, each, find_input, find_output, hits, is_exact, listed, operations, source
+from ..ir.regions import SHOWN, Regions, each, find_input, find_output, listed, source
 from ..ir.regions import members as port_members
 from ..ir.traced_module import TracedModule
 from ..spec.addresses import SLICE, Port, compile_pattern, is_pattern, parse_port, parse_relative, select
 from ..spec.rules import Pass, Rule
 from .input_sizes import input_name, own_inputs
+from .matches import Hit, hits, is_exact, operations
 from .near_misses import misses
 from .networks import joined, local
 from .sites import Site, Sites, Value
@@ -46,6 +47,8 @@ def find(gm: TracedModule, p: Pass) -> Sites:
                 )
         if not rule.admits(len(found)):
             raise MatchError(_wrong_count(views[0], p, rule, list(found.values())))
+        if found and len(rule.match.patterns) > 1 and not rule.admits(0):
+            _check_each(views, gm, p, rule)
         sites.extend(found.values())
     _clashes(sites)
     return Sites(sites, host, gm, p)
@@ -356,6 +359,19 @@ def _wrong_count(regions: Regions, p: Pass, rule: Rule, found: list[Site]) -> st
         rows = [f"    {regions.by_key[h.key].path}: {', '.join(_own(regions, h)) or 'none'}" for h in near[:SHOWN]]
         return "\n".join([head, f"  none of {len(near)} regions has a parameter '{rule.port or 'weight'}'; they have", *rows])
     return "\n".join([head, *misses(regions, match)])
+
+
+def _check_each(views: Sequence[Regions], gm: TracedModule, p: Pass, rule: Rule) -> None:
+    """Raises MatchError for a pattern of several that matches nothing."""
+    finders = [_Finder(regions, gm, p, rule) for regions in views]
+    plain = not rule.match.op and rule.place != "param"  # then each hit is a place
+    known = {hit.pattern for regions in views for hit in hits(regions, rule.match)} if plain else set()
+    for number, pattern in enumerate(rule.match.patterns):
+        one = replace(rule.match, path=pattern)
+        tried = ((finder, replace(hit, pattern=number)) for finder in finders for hit in hits(finder.regions, one))
+        if number not in known and not any(finder.places(hit) for finder, hit in tried):
+            head = f"{_at(rule, p.name)}'{pattern}', one of {len(rule.match.patterns)} paths, matched 0 places, expected >=1"
+            raise MatchError("\n".join([head, *misses(views[0], one), "  (with expect: '>=0' it may match nothing)"]))
 
 
 def _own(regions: Regions, hit: Hit) -> list[str]:

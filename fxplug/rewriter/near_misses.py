@@ -6,9 +6,10 @@ import difflib
 
 from ..errors import did_you_mean
 from ..ir import functions
-from ..ir.regions import SHOWN, Regions, hits, listed, no_region, operations
+from ..ir.regions import SHOWN, Regions, listed, no_region
 from ..spec.addresses import is_pattern, parse_port, select
 from ..spec.rules import Match
+from .matches import hits, operations
 
 
 def misses(regions: Regions, match: Match) -> list[str]:

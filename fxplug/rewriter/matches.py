@@ -1,0 +1,83 @@
+"""What a match admits: the regions that its patterns name, of the classes it asks for. Reads graphs, changes none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from ..ir import functions
+from ..ir.regions import Region, Regions
+from ..spec.addresses import Port, is_pattern, parse_port, select
+from ..spec.rules import Match
+
+
+@dataclass
+class Hit:
+    """A region that a match admits: what its path caught, the port that the pattern names, and which pattern it was."""
+
+    key: str
+    caught: dict[str, str]
+    port: Port
+    pattern: int
+
+
+def hits(regions: Regions, match: Match) -> list[Hit]:
+    """The regions that a match admits, in the order of its patterns and of the run. `op` is not looked at.
+
+    A container that the model never calls (an `nn.ModuleList` of blocks) stands for the regions in it.
+    """
+    found: dict[tuple[str, Port], Hit] = {}
+    for number, pattern in enumerate(match.patterns):
+        port = parse_port(pattern)
+        by_call = "@" in port.path
+        names = {k: k if by_call else regions.by_key[k].path for k in regions.candidates(port.path)}
+        if match.op and port.path == "**":
+            names = {"": "", **names}  # the model's own operations
+        if port.path:
+            containers = {} if by_call else regions.containers(port.path)
+            caught = select(port.path, dict.fromkeys([*names.values(), *containers]))
+        else:
+            names, caught, containers = {"": "", **names}, {"": {}}, {}
+        rows = {k: caught[name] for k, name in names.items() if name in caught}
+        if match.within:
+            rows = _below(regions, names, caught, match.within)
+        else:
+            inner = {path: groups for container, groups in caught.items() for path in containers.get(container, ())}
+            rows = {**{k: inner[name] for k, name in names.items() if name in inner}, **rows}
+        rows = {k: rows[k] for k, name in names.items() if k in rows and is_a(regions, name, match.module)}
+        for key, groups in rows.items():
+            found.setdefault((key, port), Hit(key, groups, replace(port, path=key), number))
+    return list(found.values())
+
+
+def _below(
+    regions: Regions, names: Mapping[str, str], above: Mapping[str, dict[str, str]], within: Sequence[str | type]
+) -> dict[str, dict[str, str]]:
+    """The layers of these classes at and below the paths above, with what the nearest of those caught."""
+    found = {}
+    for key, name in names.items():
+        parts = name.partition("@")[0].split(".")
+        around = (".".join(parts[:n]) for n in range(len(parts), -1, -1))
+        nearest = next((path for path in around if path in above), None) if name else None
+        if nearest is not None and is_a(regions, name, within):
+            found[key] = above[nearest]
+    return found
+
+
+def is_a(regions: Regions, name: str, classes: Sequence[str | type]) -> bool:
+    """Whether the module of a region is of one of these classes, by name."""
+    known = regions.classes(name.partition("@")[0])
+    return not classes or any((c if isinstance(c, str) else c.__name__) in known for c in classes)
+
+
+def operations(region: Region, match: Match) -> list[fx.Node]:
+    """The operations of a region that `op` names: by short name, as function or method, or by public name."""
+    wanted = {op if isinstance(op, str) else functions.short_name(op) for op in match.op or ()}
+    return [n for n in region.nodes if functions.short_name(n.target) in wanted or functions.names().get(n.target) in wanted]
+
+
+def is_exact(match: Match) -> bool:
+    """Whether a match names its places one by one."""
+    return not match.within and not any(is_pattern(parse_port(p).path) for p in match.patterns)
