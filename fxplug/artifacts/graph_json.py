@@ -12,6 +12,7 @@ from torch import fx
 
 from ..errors import ArtifactError, did_you_mean, shown
 from ..ir import functions, ops
+from ..ir.editing import insert
 from ..ir.traced_module import Graph
 from ..limits import DEFAULT, Limits
 from ..spec.addresses import Port
@@ -191,10 +192,9 @@ class GraphReader:
             raise ArtifactError(f"graph.json: node '{name}' calls the method {shown(target)} of nothing")
         if op in COUNTS and (kwargs or len(args) not in COUNTS[op]):
             raise ArtifactError(f"graph.json: node '{name}' has arguments that a {op} cannot have")
-        node = graph.create_node(op, target, args, kwargs, name=name)
+        node = insert(graph, op, target, args, kwargs, name=name, meta=meta)
         if node.name != name or name in RESERVED:
             raise ArtifactError(f"graph.json: '{name}' is no node name: it is a word of Python or torch")
-        node.meta.update(meta)
         return node
 
     def _target(self, op: str, name: str, target: Any, meta: dict[str, Any]) -> Any:

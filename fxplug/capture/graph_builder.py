@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import TraceError
 from ..ir import checked_functions, ops
+from ..ir.editing import erase_unused, insert, meta_of, redirect
 from ..ir.pytree import children
 from ..ir.traced_module import Graph
 from ..spec.addresses import identifier
@@ -114,17 +115,18 @@ class Nodes(TorchFunctionMode, Recorder):
 
     def finish(self) -> None:
         """Drop what nothing uses and has no effect."""
-        for node in reversed(list(self.graph.nodes)):
-            if not node.users and node.op not in ("placeholder", "output", "call_module") and not node.meta.get("effect"):
-                port = node.meta.get("port")
-                if port is None or port.side == "in":
-                    self.graph.erase_node(node)
+
+        def idle(node: fx.Node) -> bool:
+            port = node.meta.get("port")
+            return node.op != "call_module" and not node.meta.get("effect") and (port is None or port.side == "in")
+
+        erase_unused(self.graph.nodes, idle)
         self.graph.lint()
 
     def guard_after(self, node: fx.Node, expected: Any, message: str) -> None:
         """Hold a value to what it is now, from where it is computed on."""
-        with self.graph.inserting_after(node):
-            self.node("call_function", ops.guard, (node, expected, message), {}, f"{node.name}_guard", effect=True)
+        args = (node, expected, message)
+        self.node("call_function", ops.guard, args, {}, f"{node.name}_guard", effect=True, after=node)
 
     def assigned(self, leaves: set[str]) -> None:
         """Record the buffers that forward assigned anew: their values go into the memory that they have."""
@@ -140,11 +142,9 @@ class Nodes(TorchFunctionMode, Recorder):
                 continue
             old, new = self.lookup(before), self.lookup(now)
             if old.users:  # what read the old value keeps it
-                with self.graph.inserting_after(old):
-                    copy = self.node("call_method", "clone", (old,), {}, f"{old.name}_before")
-                copy.meta.update(shape=old.meta["shape"], dtype=old.meta["dtype"])
-                for user in [user for user in old.users if user is not copy]:
-                    user.replace_input_with(old, copy)
+                copy = self.node("call_method", "clone", (old,), {}, f"{old.name}_before", after=old)
+                copy.meta.update(meta_of(old))
+                redirect(old, copy)
             for dim, size in enumerate(sizes):
                 self.decide(self.size_of(new, "size", size, dim))
             self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
@@ -155,12 +155,16 @@ class Nodes(TorchFunctionMode, Recorder):
 
     # --- nodes and values
 
-    def node(self, op: str, target: Any, args: Any, kwargs: Any, name: str, effect: bool = False) -> fx.Node:
-        """A new node at the end, in the region that runs; with `effect` it is no dead code though nothing reads it."""
+    def node(
+        self, op: str, target: Any, args: Any, kwargs: Any, name: str, effect: bool = False, after: fx.Node | None = None
+    ) -> fx.Node:
+        """A new node, in the region that runs, at the end or `after` another.
+
+        With `effect` it is no dead code though nothing reads it.
+        """
         if target is operator.pow and not isinstance(args[0], fx.Node):
             target = pow  # FX writes `-1 ** x`, which is -(1 ** x)
-        node = self.graph.create_node(op, target, args, kwargs, name=name)
-        node.meta["nn_module_stack"] = self.frame.stack
+        node = insert(self.graph, op, target, args, kwargs, after=after, name=name, meta={"nn_module_stack": self.frame.stack})
         if (frame := user_frame()) is not None:
             node.meta["line"] = frame.f_code.co_filename, frame.f_lineno
         if effect:
@@ -285,8 +289,8 @@ class Nodes(TorchFunctionMode, Recorder):
         if self.device_node is None:
             last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
             after = last if self.first_tensor.op == "placeholder" else self.first_tensor
-            with self.graph.inserting_after(after):
-                self.device_node = self.node("call_function", ops.device_of, (self.first_tensor,), {}, "input_device")
+            args = (self.first_tensor,)
+            self.device_node = self.node("call_function", ops.device_of, args, {}, "input_device", after=after)
         return self.device_node
 
     def bind(self, out: Any, node: fx.Node) -> Any:

@@ -13,6 +13,7 @@ from torch import fx
 
 from ..errors import TraceError
 from ..ir import ops
+from ..ir.editing import insert
 from ..ir.pytree import children, has_tensor, rebuilt
 from ..spec.addresses import identifier
 from ..torch_internals.dispatch import DisableTorchFunction
@@ -59,10 +60,10 @@ def run(recording: Recording, regions: Regions, args: tuple[Any, ...], kwargs: d
             out = regions.region(model, "", positional, named)
             recording.assigned(regions.called)
             entry.record_writes()
-            node = recording.graph.output(_result(recording, out))
+            result = _result(recording, out)
     finally:
         recording.active = False
-    node.meta["nn_module_stack"] = recording.frame.stack
+    insert(recording.graph, "output", "output", (result,), meta={"nn_module_stack": recording.frame.stack})
 
 
 class _Entry:
@@ -83,9 +84,8 @@ class _Entry:
             default = parameter.default
             if default is not parameter.empty:
                 default = _writable_default(default, name)
-            node = recording.graph.placeholder(star + name, default_value=default)
-            node.meta["nn_module_stack"] = recording.frame.stack
-            nodes[name] = node
+            args, meta = () if default is parameter.empty else (default,), {"nn_module_stack": recording.frame.stack}
+            nodes[name] = insert(recording.graph, "placeholder", star + name, args, meta=meta)
             examples[name] = given.get(name, () if star == "*" else {} if star else default)
         return {name: self.input(value, nodes[name], name) for name, value in examples.items()}
 

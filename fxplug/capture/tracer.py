@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import FxplugError, TraceError, did_you_mean
 from ..ir import functions
+from ..ir.editing import erase
 from ..ir.pytree import leaves as values
 from ..ir.traced_module import TracedModule
 from ..spec.addresses import select
@@ -167,14 +168,8 @@ def _settled(job: _Job, real: bool | None, training: bool | None) -> Recorded:
         with contextlib.suppress(FxplugError, RuntimeError, ValueError), torch.set_grad_enabled(not torch.is_grad_enabled()):
             second = _record(job, real, training)
             if first.text(checks) == second.text(second.asks_for_gradients()):
-                _drop(checks)
+                erase(checks)
     return first
-
-
-def _drop(nodes: Iterable[fx.Node]) -> None:
-    """Take nodes that nothing uses out of their graph."""
-    for node in nodes:
-        node.graph.erase_node(node)
 
 
 def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:

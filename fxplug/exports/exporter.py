@@ -25,6 +25,7 @@ from ..files.reading import KINDS, reported
 from ..files.temporary import folder
 from ..files.writing import written
 from ..ir.containers import Container
+from ..ir.editing import insert, replace
 from ..ir.pytree import children, leaves, map_leaves
 from ..ir.traced_module import TracedModule, copy_graph, shell
 from ..turns import held
@@ -205,10 +206,7 @@ def _plain_result(node: fx.Node) -> str:
     value: Any = tuple(node.args)
     if node.kwargs:
         value = {k: v for k, v in node.kwargs.items() if v is not None}
-    for user in list(node.users):
-        user.args = fx.node.map_aggregate(user.args, lambda a: value if a is node else a)
-        user.kwargs = fx.node.map_aggregate(user.kwargs, lambda a: value if a is node else a)
-    node.graph.erase_node(node)
+    replace(node, value)
     return f"the result is a {type(value).__name__} instead of a {name}"
 
 
@@ -248,20 +246,17 @@ def _write_out_rounding(graph: fx.Graph) -> None:
         if node.op != "call_function" or node.target not in (math.ceil, math.floor):
             continue
         up = node.target is math.ceil
-        with graph.inserting_before(node):
-            whole = _call(graph, math.trunc, node.args[0])
-            beyond = _call(graph, operator.gt, *((node.args[0], whole) if up else (whole, node.args[0])))
-            next_one = _call(graph, operator.add, whole, 1 if up else -1)
-            rounded = _call(graph, torch.sym_ite, beyond, next_one, whole)
+        whole = _call(node, math.trunc, node.args[0])
+        beyond = _call(node, operator.gt, *((node.args[0], whole) if up else (whole, node.args[0])))
+        next_one = _call(node, operator.add, whole, 1 if up else -1)
+        rounded = _call(node, torch.sym_ite, beyond, next_one, whole)
         rounded.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(rounded)
-        graph.erase_node(node)
+        replace(node, rounded)
 
 
-def _call(graph: fx.Graph, function: Callable[..., Any], *args: Any) -> fx.Node:
-    node = graph.call_function(function, args)
-    node.meta["val"] = function(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
-    return node
+def _call(before: fx.Node, function: Callable[..., Any], *args: Any) -> fx.Node:
+    value = function(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
+    return insert(before.graph, "call_function", function, args, before=before, meta={"val": value})
 
 
 @contextlib.contextmanager

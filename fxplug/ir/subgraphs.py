@@ -14,6 +14,7 @@ from torch import fx, nn
 from ..spec.addresses import identifier
 from ..torch_internals.modules import DropoutNd
 from . import functions, ops
+from .editing import copy_nodes, erase, insert, meta_of, move, redirect
 from .pytree import leaves
 from .regions import added
 from .traced_module import MODES, Graph
@@ -101,29 +102,23 @@ def extract(cut: Cut, target: str, name: str, stack: dict[str, Any]) -> tuple[Gr
     """Take a region out of its graph: `target` is called in its place. Gives the region's own graph, and the call."""
     graph = cut.nodes[0].graph
     for node in cut.before:
-        cut.nodes[0].prepend(node)
+        move(node, before=cut.nodes[0])
     own = Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for value in cut.inputs:
-        values[value] = own.create_node("placeholder", value.name, (), {}, name=value.name)
-        values[value].meta.update({k: value.meta[k] for k in ("shape", "dtype") if k in value.meta}, nn_module_stack=stack)
-    for node in cut.nodes:
-        for read in node.all_input_nodes:
-            if read not in values:  # a parameter is read in every region that uses it
-                values[read] = own.node_copy(read)
-        values[node] = own.node_copy(node, values.__getitem__)
+    around = {"nn_module_stack": stack}
+    values = {v: insert(own, "placeholder", v.name, name=v.name, meta={**meta_of(v), **around}) for v in cut.inputs}
+    # a parameter is read in every region that uses it
+    copy_nodes((each for node in cut.nodes for each in (*node.all_input_nodes, node)), own, values)
     outputs = [values[node] for node in cut.outputs]
-    result: Any = outputs[0] if len(outputs) == 1 else tuple(outputs) or None
-    own.output(result).meta["nn_module_stack"] = stack
-    with graph.inserting_before(cut.nodes[0]):
-        call = graph.create_node("call_module", target, tuple(cut.inputs), {}, name=name)
-        call.meta.update(nn_module_stack=stack, **{REGION: own})
-        parts = [call] if len(outputs) == 1 else [graph.call_function(operator.getitem, (call, i)) for i in range(len(outputs))]
+    insert(own, "output", "output", (outputs[0] if len(outputs) == 1 else tuple(outputs) or None,), meta=around)
+    first = cut.nodes[0]
+    call = insert(graph, "call_module", target, tuple(cut.inputs), before=first, name=name, meta={**around, REGION: own})
+    parts = [call]
+    if len(outputs) != 1:
+        parts = [insert(graph, "call_function", operator.getitem, (call, i), before=first) for i in range(len(outputs))]
     for old, new in zip(cut.outputs, parts, strict=True):
-        new.meta.update({k: old.meta[k] for k in ("shape", "dtype") if k in old.meta}, nn_module_stack=stack)
-        old.replace_all_uses_with(new, delete_user_cb=lambda user: user not in values)
-    for node in reversed(cut.nodes):
-        graph.erase_node(node)
+        new.meta.update(meta_of(old), **around)
+        redirect(old, new, keep=values)
+    erase(cut.nodes)
     return own, call
 
 

@@ -21,6 +21,7 @@ from ..torch_internals.compiling import leave_frame, leave_module
 from ..turns import change, during, hold, inside, turns_of
 from . import ops
 from .containers import RESERVED, Container, child_of
+from .editing import copy_nodes
 
 OWN_STATE = {"_graph", "_twin", "_extras", "_origin", "_code", "_codes", "_graph_mode", "_adapters", "_turns"}
 ROOT_STATE = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
@@ -80,9 +81,7 @@ def by_index(key: str, first: bool) -> bool:
 def copy_graph(graph: fx.Graph) -> Graph:
     """The same graph again, node names and meta included."""
     new = Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        values[node] = new.node_copy(node, values.__getitem__)
+    copy_nodes(graph.nodes, new, {})
     return new
 
 
@@ -94,7 +93,7 @@ def without_edges(graph: fx.Graph) -> fx.Graph:
         if node.op == "call_function" and node.target is ops.edge and isinstance(node.args[0], fx.Node):
             values[node] = values[node.args[0]]
         else:
-            values[node] = new.node_copy(node, values.__getitem__)
+            copy_nodes([node], new, values)
     return new
 
 

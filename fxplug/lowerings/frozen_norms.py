@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..errors import SpecError, did_you_mean
+from ..ir.editing import erase_unused, insert, meta_of, replace, set_argument
 from ..ir.traced_module import TracedModule, copy_graph, shell
 from ..spec.addresses import identifier
 from ..torch_internals.modules import BatchNorm, InstanceNorm
@@ -49,9 +50,7 @@ def hold_norms(gm: TracedModule, frozen: Callable[[str], bool] | Collection[str]
         for node in [n for n in graph.nodes if n.target in ("add_", "copy_") and not n.users]:
             count = node.args[0]
             if isinstance(count, fx.Node) and count.target in counts:
-                graph.erase_node(node)
-                if not count.users:
-                    graph.erase_node(count)
+                erase_unused([count, node])
         graph.lint()
     return gm.derived(tree, graphs)
 
@@ -84,21 +83,15 @@ def _open(graph: fx.Graph, call: fx.Node, module: Any) -> None:
     function = F.batch_norm if isinstance(module, BatchNorm) else F.instance_norm
     x = call.args[0] if call.args else next(iter(call.kwargs.values()))
     args = (x, *read, False, 0.0, module.eps)
-    with graph.inserting_before(call):
-        node = graph.create_node("call_function", function, args, {}, name=f"{call.name}_{function.__name__}")
-    node.meta.update(call.meta)
-    call.replace_all_uses_with(node)
-    graph.erase_node(call)
+    name = f"{call.name}_{function.__name__}"
+    replace(call, insert(graph, "call_function", function, args, before=call, name=name, meta=call.meta))
 
 
 def _read(graph: fx.Graph, call: fx.Node, name: str, tensor: Tensor | None) -> fx.Node | None:
     if tensor is None:
         return None
-    with graph.inserting_before(call):
-        node = graph.create_node("get_attr", name, (), {}, name=identifier(name))
-    stack = call.meta.get("nn_module_stack")
-    node.meta.update(shape=tuple(tensor.shape), dtype=tensor.dtype, nn_module_stack=stack)
-    return node
+    meta = {**meta_of(tensor), "nn_module_stack": call.meta.get("nn_module_stack")}
+    return insert(graph, "get_attr", name, before=call, name=identifier(name), meta=meta)
 
 
 def _owner(node: fx.Node) -> str | None:
@@ -109,8 +102,4 @@ def _owner(node: fx.Node) -> str | None:
 
 def _hold(node: fx.Node) -> None:
     """Let a norm's function read the running statistics."""
-    at, name = CALLS[node.target]
-    if len(node.args) > at:
-        node.update_arg(at, False)
-    else:
-        node.update_kwarg(name, False)
+    set_argument(node, *CALLS[node.target], False)

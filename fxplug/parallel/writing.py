@@ -9,12 +9,12 @@ from typing import Any
 from torch import fx, nn
 
 from ..ir.containers import Container
+from ..ir.editing import change, erase_unused, insert, meta_of, redirect, replace, rewire
 from ..ir.traced_module import Graph
 from ..rewriter.editor import ROOT
 from ..rewriter.graft import head
+from ..rewriter.uses import nodes_in
 from ..spec.addresses import identifier
-from ..torch_internals.graphs import rename
-from .insertion import Where, ahead_of, behind, nodes_among
 from .planning.found import Found
 from .planning.operations import arguments, normed
 from .planning.streams import Leaf, Number, Place, Step
@@ -48,7 +48,7 @@ class Writer:
                 self.step(node, step)
             if node in self.found.births and self.found.is_split(node):
                 self.bear(node)
-        self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op != "get_attr" and not self.is_idle(n))
+        erase_unused(self.graph.nodes, lambda n: n.op == "get_attr" or self.is_idle(n))
         self.graph.lint()
 
     def is_idle(self, node: fx.Node) -> bool:
@@ -77,19 +77,37 @@ class Writer:
         settings: tuple[Any, ...],
         value: Any,
         streams: tuple[int, ...],
-        at: Where,
+        *,
+        after: fx.Node | None = None,
+        before: fx.Node | None = None,
         like: Any = None,
-        inner: fx.Node | None = None,
+        name: str | None = None,
+        **numbers: fx.Node | None,
     ) -> fx.Node:
-        """A call of a collective on a value and the sizes of its streams, at a place in the graph."""
+        """A call of a collective on a value and the sizes of its streams, after a node or before one.
+
+        `numbers` are further ones that it is given by name, where the graph has to compute them.
+        """
         path = self.block(kind, *settings)
-        sizes = tuple(self.size(stream) for stream in streams)
-        more: dict[str, Any] = {} if inner is None else {"inner": inner}
-        with at(self.graph):
-            node: fx.Node = self.graph.create_node("call_module", path, (value, *sizes), more, name=identifier(path))
-        if isinstance(value, fx.Node):
-            node.meta.update({k: value.meta[k] for k in ("shape", "dtype") if k in value.meta})
+        args = (value, *(self.size(stream) for stream in streams))
+        more = {key: number for key, number in numbers.items() if number is not None}
+        known = meta_of(value) if isinstance(value, fx.Node) else None
+        node = insert(
+            self.graph, "call_module", path, args, more, after=after, before=before, name=name or identifier(path), meta=known
+        )
         return self.marked(node, like or value, kind.__name__)
+
+    def plain(self, op: str, target: Any, args: Any, like: fx.Node, **place: Any) -> fx.Node:
+        """A new node that is no block, put in for another."""
+        return self.marked(insert(self.graph, op, target, args, **place), like, "")
+
+    def in_place(self, twin: fx.Node, kind: type[Collective], settings: tuple[Any, ...], args: tuple[Any, ...]) -> None:
+        """Put a call of a block in the place of a node."""
+        path, name = self.block(kind, *settings), f"{twin.name}_parallel"
+        new = insert(self.graph, "call_module", path, args, before=twin, name=name, meta=twin.meta)
+        self.marked(new, twin, kind.__name__).meta["nn_module_stack"] = twin.meta.get("nn_module_stack", ROOT)
+        replace(twin, new)
+        self.now[twin] = new
 
     def marked(self, node: fx.Node, like: fx.Node, block: str) -> fx.Node:
         """Note on a node that this plan put it in, for which node and as which block; gives it."""
@@ -113,11 +131,10 @@ class Writer:
                 self.sizes[stream] = self.found.sizes[stream]
                 return self.sizes[stream]
             origin = self.twin[one.name]
-            with self.graph.inserting_after(head(self.graph) if origin.op == "placeholder" else origin):
-                size = self.marked(self.graph.call_method("size", (origin, dim)), origin, "")
+            after = head(self.graph) if origin.op == "placeholder" else origin
+            size = self.plain("call_method", "size", (origin, dim), origin, after=after)
             if (inner := self.found.grains.get(one, 1)) > 1:
-                with self.graph.inserting_after(size):
-                    size = self.marked(self.graph.call_function(operator.floordiv, (size, inner)), origin, "")
+                size = self.plain("call_function", operator.floordiv, (size, inner), origin, after=size)
             self.sizes[stream] = size
         return self.sizes[stream]
 
@@ -130,13 +147,13 @@ class Writer:
         if key not in self.made:
             number: Any = inner.each
             for source, dim in inner.dims:
-                with self.graph.inserting_after(self.node(source)):
-                    size = self.marked(self.graph.call_method("size", (self.node(source), dim)), self.node(source), "")
+                of = self.node(source)
+                size = self.plain("call_method", "size", (of, dim), of, after=of)
                 if number == 1:
                     number = size
                     continue
-                with self.graph.inserting_after(max(size, number) if isinstance(number, fx.Node) else size):
-                    number = self.marked(self.graph.call_function(operator.mul, (number, size)), size, "")
+                after = max(size, number) if isinstance(number, fx.Node) else size
+                number = self.plain("call_function", operator.mul, (number, size), size, after=after)
             self.made[key] = number
         return 1, self.made[key]
 
@@ -148,14 +165,14 @@ class Writer:
         assert place is not None
         twin = self.twin[node.name]
         if isinstance(self.found.births[node], Place):
-            cut = self.call(Part, self.part(place), twin, place.layout.streams, behind(twin))
+            cut = self.call(Part, self.part(place), twin, place.layout.streams, after=twin)
         else:
             (stream,) = place.layout.streams
             settings = self.axis, place.dim, place.layout.inner, True
             after = max(self.size(stream), head(self.graph) if twin.op == "placeholder" else twin)
-            cut = self.call(Split, settings, twin, (stream,), behind(after))
-        keep = {cut, *nodes_among(self.sizes.values()), *nodes_among(n.args for n in nodes_among(self.sizes.values()))}
-        twin.replace_all_uses_with(cut, delete_user_cb=lambda user: user not in keep)
+            cut = self.call(Split, settings, twin, (stream,), after=after)
+        sizes = nodes_in(list(self.sizes.values()))
+        redirect(twin, cut, keep={*sizes, *nodes_in([size.args for size in sizes])})
         self.now[twin] = cut
 
     def part(self, place: Place) -> tuple[Any, ...]:
@@ -172,7 +189,7 @@ class Writer:
         for index, place in step.splits:
             table[self.node(inputs[index])] = self.split(inputs[index], place, twin, node)
         for index in step.once:
-            table[self.node(inputs[index])] = self.call(Once, (self.axis,), self.node(inputs[index]), (), ahead_of(twin))
+            table[self.node(inputs[index])] = self.call(Once, (self.axis,), self.node(inputs[index]), (), before=twin)
         if step.whole_numbers:
             for one in inputs:
                 if self.found.hangs_on_sizes(one) and self.node(one) not in table:
@@ -198,22 +215,23 @@ class Writer:
                     return value
                 key = ("count", value, runs[position])
                 if key not in self.made:
-                    self.made[key] = self.call(Count, (self.axis,), value, runs[position], ahead_of(twin), twin)
+                    self.made[key] = self.call(Count, (self.axis,), value, runs[position], before=twin, like=twin)
                 return self.made[key]
 
-            twin.args, twin.kwargs = numbered((twin.args, twin.kwargs), argument)
+            args, kwargs = numbered((twin.args, twin.kwargs), argument)
+            change(twin, args=args, kwargs=kwargs)
         if step.add or step.same:
-            after = max([twin, *nodes_among(self.size(stream) for stream in step.mean)])
-            total = self.call(Same if step.same else Mean if step.mean else Sum, (self.axis,), twin, step.mean, behind(after))
+            after = max([twin, *nodes_in([self.size(stream) for stream in step.mean])])
+            total = self.call(Same if step.same else Mean if step.mean else Sum, (self.axis,), twin, step.mean, after=after)
             self.instead(twin, total)
         if step.cut is not None:
             inner, more = self.inner(node, step.cut)
             settings = self.axis, step.cut.dim, inner
-            self.instead(twin, self.call(Split, settings, twin, step.cut.layout.streams, behind(twin), inner=more))
+            self.instead(twin, self.call(Split, settings, twin, step.cut.layout.streams, after=twin, inner=more))
 
     def instead(self, twin: fx.Node, new: fx.Node) -> None:
         """Let a new node stand for this one from here on."""
-        twin.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+        redirect(twin, new)
         self.now[twin] = new
 
     def streams(self, node: fx.Node) -> tuple[int, ...]:
@@ -229,45 +247,31 @@ class Writer:
         (inner, wide), (out, high) = self.inner(inputs[near.which], near.place), self.inner(node, near.out)
         if gives in self.found.derived and gives not in self.sizes:
             settings = self.axis, inner, near.reach.numbers()
-            self.sizes[gives] = self.call(Extent, settings, value, (given,), ahead_of(twin), inner=wide)
+            self.sizes[gives] = self.call(Extent, settings, value, (given,), before=twin, inner=wide)
         both = inner, out, near.reach.numbers()
-        more: dict[str, Any] = {name: number for name, number in (("inner", wide), ("out", high)) if number is not None}
-        rows = self.call(Fetch, (self.axis, near.place.dim, *both), value, (given, gives), ahead_of(twin))
-        rows.kwargs = more
+        more: dict[str, Any] = {"inner": wide, "out": high}
+        rows = self.call(Fetch, (self.axis, near.place.dim, *both), value, (given, gives), before=twin, **more)
         table: dict[fx.Node, Any] = {value: rows}
         for one in inputs:
             if self.found.hangs_on_sizes(one):
                 path = self.block(Scale, self.axis, near.place.dim, inner)
                 args = (self.whole_number(one), rows, self.size(given), *(() if wide is None else (wide,)))
-                with self.graph.inserting_before(twin):
-                    scaled = self.graph.call_module(path, args)
-                table[self.node(one)] = self.marked(scaled, twin, "Scale")
-        twin.args = fx.node.map_arg(twin.args, lambda n: table.get(n, n))
-        twin.kwargs = fx.node.map_arg(twin.kwargs, lambda n: table.get(n, n))
-        cut = self.call(Cut, (self.axis, near.out.dim, *both), twin, (given, gives), behind(twin))
-        cut.kwargs = more
-        rename(cut, f"{twin.name}_parallel")
-        self.instead(twin, cut)
+                table[self.node(one)] = self.marked(insert(self.graph, "call_module", path, args, before=twin), twin, "Scale")
+        rewire(twin, table)
+        cut, name = (self.axis, near.out.dim, *both), f"{twin.name}_parallel"
+        self.instead(twin, self.call(Cut, cut, twin, (given, gives), after=twin, name=name, **more))
 
     def norm(self, node: fx.Node, twin: fx.Node, norm: Any) -> None:
         """Normalisation by the statistics of all processes."""
         streams = self.streams(node)
-        path = self.block(Norm, self.axis, norm.groups, norm.eps)
         sizes = tuple(self.size(stream) for stream in streams)
-        with self.graph.inserting_before(twin):
-            given = []
-            for value in (norm.weight, norm.bias):
-                if isinstance(value, str):
-                    value = self.marked(self.graph.get_attr(value), twin, "")
-                given.append(self.node(value) if isinstance(value, fx.Node) and value.name in self.twin else value)
-            args = (self.node(node.all_input_nodes[0]), *given, *sizes)
-            new = self.graph.create_node("call_module", path, args, {}, name=f"{twin.name}_parallel")
-        new.meta.update(twin.meta)
-        stack = twin.meta.get("nn_module_stack", ROOT)
-        self.marked(new, twin, "Norm").meta["nn_module_stack"] = stack
-        twin.replace_all_uses_with(new)
-        self.now[twin] = new
-        self.graph.erase_node(twin)
+        given = []
+        for value in (norm.weight, norm.bias):
+            if isinstance(value, str):
+                value = self.plain("get_attr", value, (), twin, before=twin)
+            given.append(self.node(value) if isinstance(value, fx.Node) and value.name in self.twin else value)
+        args = (self.node(node.all_input_nodes[0]), *given, *sizes)
+        self.in_place(twin, Norm, (self.axis, norm.groups, norm.eps), args)
 
     def split(self, one: fx.Node, place: Place, before: fx.Node, reader: fx.Node) -> fx.Node:
         """The part of a whole value, made once."""
@@ -278,7 +282,7 @@ class Writer:
             kind, settings = Split, (self.axis, place.dim, inner)
             if one.op == "get_attr" and all(isinstance(self.size(stream), int) for stream in place.layout.streams):
                 kind, settings = Part, self.part(place)  # type: ignore[assignment]
-            self.made[key] = self.call(kind, settings, self.node(one), place.layout.streams, ahead_of(before), inner=more)
+            self.made[key] = self.call(kind, settings, self.node(one), place.layout.streams, before=before, inner=more)
         found: fx.Node = self.made[key]
         return found
 
@@ -296,15 +300,14 @@ class Writer:
                 return node
             dim, layout = value.place
             inner, more = self.inner(one, value.place)
-            return self.call(Gather, (self.axis, dim, inner), node, layout.streams, ahead_of(before), inner=more)
+            return self.call(Gather, (self.axis, dim, inner), node, layout.streams, before=before, inner=more)
         if isinstance(value, Number):
             return self.whole_number(node)
         if isinstance(value, (tuple, list, dict)):
             members = {}
             for key, member in value.items() if isinstance(value, dict) else enumerate(value):
-                with self.graph.inserting_before(before):
-                    item = self.graph.call_function(operator.getitem, (node, key))
-                members[key] = self.gather(member, self.marked(item, node, ""), before, one)
+                item = self.plain("call_function", operator.getitem, (node, key), node, before=before)
+                members[key] = self.gather(member, item, before, one)
             return members if isinstance(value, dict) else type(value)(members.values())
         return node
 
@@ -321,15 +324,13 @@ class Writer:
         asked = {"numel": Numel, "size": Whole if len(one.args) + len(one.kwargs) == 2 else None}.get(str(one.target))
         if asked is not None and place is not None:
             streams = place.layout.streams
-            after = max([twin, *nodes_among(self.size(stream) for stream in streams)])
-            made = self.call(asked, (self.axis, place.dim), self.node(source), streams, behind(after))
+            after = max([twin, *nodes_in([self.size(stream) for stream in streams])])
+            made = self.call(asked, (self.axis, place.dim), self.node(source), streams, after=after)
         else:
             given = {n: self.now_whole(n, twin) for n in one.all_input_nodes}
-            with self.graph.inserting_after(max([twin, *nodes_among(given.values())])):
-                args: Any = fx.node.map_arg(one.args, given.__getitem__)
-                kwargs: Any = fx.node.map_arg(one.kwargs, given.__getitem__)
-                made = self.graph.create_node(one.op, one.target, args, kwargs)
-            self.marked(made, twin, "")
+            after = max([twin, *nodes_in(list(given.values()))])
+            args, kwargs = fx.node.map_arg((one.args, one.kwargs), given.__getitem__)
+            made = self.plain(one.op, one.target, args, twin, kwargs=kwargs, after=after)
         self.made[key] = made
         return made
 
@@ -350,15 +351,7 @@ class Writer:
         streams = (*query.layout.streams, *key.layout.streams)
         sizes = tuple(self.size(stream) for stream in streams)
         settings = len(query.layout.streams), given["is_causal"]
-        path = self.block(Attention, *settings)
-        with self.graph.inserting_before(twin):
-            new = self.graph.create_node("call_module", path, (*values, mask, scale, *sizes), {}, name=f"{twin.name}_parallel")
-        new.meta.update(twin.meta)
-        stack = twin.meta.get("nn_module_stack", ROOT)
-        self.marked(new, twin, "Attention").meta["nn_module_stack"] = stack
-        twin.replace_all_uses_with(new)
-        self.now[twin] = new
-        self.graph.erase_node(twin)
+        self.in_place(twin, Attention, settings, (*values, mask, scale, *sizes))
 
     def feature_norm(self, node: fx.Node, twin: fx.Node, table: Mapping[fx.Node, Any]) -> None:
         """Put a norm with the statistics of all processes' features in the place of a node."""
@@ -367,16 +360,9 @@ class Writer:
         parts = [self.node(given[key]) for key in ("input", "weight", "bias") if given[key] is not None]
         values = [table.get(value, value) for value in parts]
         values += [None] * (3 - len(values))  # a bias comes with a weight
-        path = self.block(FeatureNorm, self.axis, "layer" in name_of(twin), given["eps"])
+        settings = self.axis, "layer" in name_of(twin), given["eps"]
         sizes = tuple(self.size(stream) for stream in leaf.layout.streams)
-        with self.graph.inserting_before(twin):
-            new = self.graph.create_node("call_module", path, (*values, *sizes), {}, name=f"{twin.name}_parallel")
-        new.meta.update(twin.meta)
-        stack = twin.meta.get("nn_module_stack", ROOT)
-        self.marked(new, twin, "FeatureNorm").meta["nn_module_stack"] = stack
-        twin.replace_all_uses_with(new)
-        self.now[twin] = new
-        self.graph.erase_node(twin)
+        self.in_place(twin, FeatureNorm, settings, (*values, *sizes))
 
     def finish(self, node: fx.Node) -> None:
         """Gather what the graph returns."""
@@ -387,7 +373,7 @@ class Writer:
                 table[self.node(one)] = self.gathered(one, twin)
             elif self.found.hangs_on_sizes(one):
                 table[self.node(one)] = self.whole_number(one)
-        twin.args = fx.node.map_arg(twin.args, lambda n: table.get(n, n))
+        rewire(twin, table)
 
 
 def _same(module: Any, kind: type[Collective], ways: Mapping[str, int], args: tuple[Any, ...]) -> bool:

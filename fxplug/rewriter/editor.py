@@ -11,6 +11,7 @@ from torch import fx, nn
 
 from ..errors import ClashError, MatchError, SpecError
 from ..ir import ops
+from ..ir.editing import erase, erase_unused, insert, meta_of, rewire
 from ..ir.regions import find_input, find_output, members, source
 from ..ir.traced_module import Graph, TracedModule, shell
 from ..spec.addresses import Port, identifier
@@ -99,13 +100,13 @@ class Editor(OpenedGraph):
             if stacked and rule.combine == "sum":
                 value = self.node("call_function", operator.add, (slot.value, value), site, max(slot.value, value))
             elif value not in new or value in taken:  # a name of its own: it is also something else
-                known = {k: value.meta[k] for k in ("shape", "dtype") if k in value.meta}
+                known = meta_of(value)
                 value = self.node("call_function", ops.edge, (value,), site, max(value, slot.value))
                 value.meta.update(known)
             taken.add(value)
             new.append(value)
             if "shape" not in value.meta:  # a block that was traced knows its own
-                value.meta.update({k: slot.value.meta[k] for k in ("shape", "dtype") if k in slot.value.meta})
+                value.meta.update(meta_of(slot.value))
             slot.put(value, {*new, *reading})
             if slot.only is None:
                 value.meta["behind"] = slot.value.name
@@ -121,7 +122,7 @@ class Editor(OpenedGraph):
             return self.inlined(site, name, block, args, last)
         node = self.node("call_module", name, tuple(args), site, last, identifier(name), type(block).__name__)
         if slots:
-            node.meta.update({k: slots[0][1].value.meta[k] for k in ("shape", "dtype") if k in slots[0][1].value.meta})
+            node.meta.update(meta_of(slots[0][1].value))
         return node, [node]
 
     def inlined(
@@ -144,11 +145,8 @@ class Editor(OpenedGraph):
         self, op: str, target: Any, args: Any, site: Site, after: fx.Node, name: str | None = None, block: str = ""
     ) -> fx.Node:
         """A new node behind another, which says which pass put it in."""
-        with self.graph.inserting_after(after):
-            node = self.graph.create_node(op, target, args, {}, name=name)
-        node.meta["nn_module_stack"] = ROOT
-        node.meta["pass"] = self.made_by(site, block)
-        return node
+        meta = {"nn_module_stack": ROOT, "pass": self.made_by(site, block)}
+        return insert(self.graph, op, target, args, after=after, name=name, meta=meta)
 
     def made_by(self, site: Site, block: str) -> dict[str, Any]:
         """What a node says about the pass that put it in."""
@@ -168,9 +166,8 @@ class Editor(OpenedGraph):
         after = value
         while after.next in value.users:
             after = after.next
-        with self.graph.inserting_after(after):
-            item = self.graph.call_function(operator.getitem, (value, key))
-        item.meta.update({k: value.meta[k] for k in ("pass", "nn_module_stack", "shape", "dtype") if k in value.meta})
+        meta = meta_of(value, "pass", "nn_module_stack", "shape", "dtype")
+        item = insert(self.graph, "call_function", operator.getitem, (value, key), after=after, meta=meta)
         new.append(item)
         return item
 
@@ -282,12 +279,8 @@ class Editor(OpenedGraph):
         if (mapped := self.behind.get(f"param:{port.path}.{port.keys[0]}")) is not None:
             return mapped
         name = f"{port.path}.{port.keys[0]}".lstrip(".")
-        with self.graph.inserting_after(head(self.graph)):
-            node = self.graph.create_node("get_attr", name, (), {}, name=identifier(name))
-        value = self.tree.get_parameter(name)
-        node.meta.update(nn_module_stack=ROOT, shape=tuple(value.shape), dtype=value.dtype)
-        node.meta["pass"] = {"name": self.p.name}
-        return node
+        meta = {**meta_of(self.tree.get_parameter(name)), "nn_module_stack": ROOT, "pass": {"name": self.p.name}}
+        return insert(self.graph, "get_attr", name, after=head(self.graph), name=identifier(name), meta=meta)
 
     # --- parameters
 
@@ -316,14 +309,14 @@ class Editor(OpenedGraph):
             result, new = self.call(site, name, block, args, last, [((), slot)])
             if not isinstance(result, fx.Node) or result not in new:
                 result = self.node("call_function", ops.edge, (result,), site, last)
-            result.meta.update({k: value.meta[k] for k in ("shape", "dtype") if k in value.meta})
+            result.meta.update(meta_of(value))
             result.meta["behind"] = full
             self.behind[f"block:{name}"] = result
         early = [user for _, user in users if user <= result]
         if early:
             raise backward(site, args, last, "the parameter is read first", early)
         for node, user in users:
-            user.replace_input_with(node, result)
+            rewire(user, {node: result})
         self.behind[full] = result
 
     # --- what goes
@@ -331,14 +324,10 @@ class Editor(OpenedGraph):
     def drop(self, site: Site) -> None:
         """Erase what was replaced and nothing uses any more: an operation, or the nodes of a region."""
         if site.node:
-            node = self.by_name[site.node]
-            if not node.users:
-                self.graph.erase_node(node)
+            erase_unused([self.by_name[site.node]])
             return
-        inside = sorted(node for node in self.inside.get(site.path, []) if not is_erased(node))
+        inside = [node for node in self.inside.get(site.path, []) if not is_erased(node)]
         keep = needed(inside)
-        for node in reversed(inside):
-            if node not in keep:
-                self.graph.erase_node(node)
+        erase(node for node in inside if node not in keep)
 
 

@@ -13,6 +13,7 @@ from ..capture.tracer import trace
 from ..errors import SpecError, TraceError
 from ..ir import ops
 from ..ir.containers import plain_attributes
+from ..ir.editing import insert
 from ..ir.pytree import children, leaves, rebuilt
 from ..ir.traced_module import MODES, Graph, TracedModule
 from ..spec.addresses import Port, identifier
@@ -158,18 +159,14 @@ class Graft:
         target = node.target
         if node.op in ("get_attr", "call_module"):
             target = self.base.get(str(target)) or f"{self.path}.{target}"
-        with self.host.inserting_after(anchor):
-            new = self.host.create_node(node.op, target, args, kwargs, name=f"{identifier(self.key)}_{node.name}")
+        inside = {self.joined(k): (f"{self.path}.{v[0]}", v[1]) for k, v in node.meta["nn_module_stack"].items() if k}
+        meta = {**node.meta, "pass": self.made_by, "nn_module_stack": {**self.stack, **inside}}
+        if port is not None:
+            meta["port"] = Port(self.joined(port.path), port.side, port.keys)
+        name = f"{identifier(self.key)}_{node.name}"
+        new = insert(self.host, node.op, target, args, kwargs, after=anchor, name=name, meta=meta)
         if not at_root:
             self.cursor = new
-        new.meta.update(node.meta)
-        new.meta["pass"] = self.made_by
-        new.meta["nn_module_stack"] = {
-            **self.stack,
-            **{self.joined(k): (f"{self.path}.{v[0]}", v[1]) for k, v in node.meta["nn_module_stack"].items() if k},
-        }
-        if port is not None:
-            new.meta["port"] = Port(self.joined(port.path), port.side, port.keys)
         self.nodes.append(new)
         return new
 

@@ -18,6 +18,7 @@ from ..capture.fake_tensors import quiet
 from ..errors import ClashError, MatchError, SpecError, TraceError
 from ..ir import ops
 from ..ir.containers import Container
+from ..ir.editing import insert
 from ..ir.regions import Regions, each, members, source
 from ..ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ..spec.addresses import WHOLE, Port, is_pattern, parse_port, select
@@ -174,27 +175,22 @@ def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int
         if called in {str(n.target).lstrip("*") for n in placeholders}:
             raise ClashError(f"{p.name}: the model has an argument '{called}' already; give the pass another name")
         last = placeholders[-1]
-        place = graph.inserting_before(last) if str(last.target).startswith("**") else graph.inserting_after(last)
-        with place:
-            node = graph.create_node("placeholder", called, (spec["default"],), {}, name=called)
-        shape = None if spec["shape"] is None else [math.prod(size_of(f, sizes) for f in factors(s)) for s in spec["shape"]]
+        rest = last if str(last.target).startswith("**") else None
         made_by = {"name": p.name}
-        stack = placeholders[0].meta["nn_module_stack"]
-        node.meta.update({"pass": made_by, "nn_module_stack": stack})
+        meta = {"pass": made_by, "nn_module_stack": placeholders[0].meta["nn_module_stack"]}
+        node = insert(graph, "placeholder", called, (spec["default"],), after=last, before=rest, name=called, meta=meta)
+        shape = None if spec["shape"] is None else [math.prod(size_of(f, sizes) for f in factors(s)) for s in spec["shape"]]
         dtype = floating if spec["dtype"] is None else getattr(torch, str(spec["dtype"]).removeprefix("torch."), None)
         if not isinstance(dtype, torch.dtype):
             raise SpecError(f"input '{name}': no dtype '{spec['dtype']}'; float32 or int64, for example")
         own = {str(n.target): n for n in placeholders}
-        with graph.inserting_after(_last_check(graph)):
-            expected, text = _expected(graph, p, spec, own, sizes)
-            like = next((n for n in placeholders if "shape" in n.meta), None)
-            args = (node, called, expected, text, spec["default"] is None, None if shape is None else dtype, like)
-            check = graph.call_function(ops.check_added, args)
-            check.meta.update({"pass": made_by, "nn_module_stack": stack, "effect": True})
-        with graph.inserting_after(check):
-            edge = graph.create_node("call_function", ops.edge, (check,), {}, name=f"in_{called}")
-        edge.meta.update(port=Port("", "in", (called,)), index=len(placeholders), nn_module_stack=stack)
-        edge.meta["pass"] = {**made_by, "region": True}
+        expected, text = _expected(graph, p, spec, own, sizes)
+        like = next((n for n in placeholders if "shape" in n.meta), None)
+        args = (node, called, expected, text, spec["default"] is None, None if shape is None else dtype, like)
+        after = _last_check(graph)
+        check = insert(graph, "call_function", ops.check_added, args, after=after, meta={**meta, "effect": True})
+        meta |= {"port": Port("", "in", (called,)), "index": len(placeholders), "pass": {**made_by, "region": True}}
+        edge = insert(graph, "call_function", ops.edge, (check,), after=check, name=f"in_{called}", meta=meta)
         if shape is not None:
             for n in (node, check, edge):
                 n.meta.update(shape=tuple(shape), dtype=dtype)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import operator
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from torch import fx, nn
 
 from ..ir import ops
+from ..ir.editing import insert, meta_of, redirect
 from ..ir.regions import Region, Regions, added
 from ..ir.traced_module import Graph, TracedModule
 from ..spec.addresses import Port, identifier
@@ -93,7 +93,7 @@ class OpenedGraph:
         for port, node in outputs:
             value = self.newest(node)
             edge = self.edge(value, port, 0, stack)
-            value.replace_all_uses_with(edge, delete_user_cb=partial(operator.is_not, edge))
+            redirect(value, edge)
             region.outputs.append((port, edge))
         self.now_inside([*(edge for _, _, edge in region.inputs), *(edge for _, edge in region.outputs)])
 
@@ -102,11 +102,8 @@ class OpenedGraph:
     ) -> fx.Node:
         """A new edge, behind its value or before a node: the port of a region."""
         name = identifier("_".join([port.path, *(["in"] if port.side == "in" else ["out"]), *map(str, port.keys)]))
-        with self.graph.inserting_after(value) if before is None else self.graph.inserting_before(before):
-            edge = self.graph.create_node("call_function", ops.edge, (value,), {}, name=name)
-        edge.meta.update({k: value.meta[k] for k in ("shape", "dtype") if k in value.meta})
-        edge.meta.update(port=port, index=index, nn_module_stack=stack)
-        return edge
+        meta = {**meta_of(value), "port": port, "index": index, "nn_module_stack": stack}
+        return insert(self.graph, "call_function", ops.edge, (value,), after=value, before=before, name=name, meta=meta)
 
     @cached_property
     def inside(self) -> dict[str, list[fx.Node]]:

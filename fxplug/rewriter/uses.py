@@ -10,6 +10,7 @@ from torch import fx
 
 from ..errors import MatchError
 from ..ir import functions, ops
+from ..ir.editing import move, redirect, replace, rewire, set_argument
 from ..ir.pytree import children, leaves
 from ..spec.addresses import Port
 from .sites import Site
@@ -30,13 +31,12 @@ class Slot:
     def put(self, new: fx.Node, spare: set[fx.Node]) -> None:
         """Let the users read `new` instead."""
         if self.only is None:
-            self.value.replace_all_uses_with(new, delete_user_cb=lambda user: user not in spare)
+            redirect(self.value, new, keep=spare)
         elif self.index is None:
-            self.only.replace_input_with(self.value, new)
-        elif self.index < len(self.only.args):
-            self.only.update_arg(self.index, new)
+            rewire(self.only, {self.value: new})
         else:
-            self.only.update_kwarg(list(self.only.kwargs)[self.index - len(self.only.args)], new)
+            names = ["" for _ in self.only.args] + list(self.only.kwargs)
+            set_argument(self.only, self.index, names[self.index], new)
 
 
 def behind(given: list[fx.Node], slots: list[Slot]) -> fx.Node:
@@ -95,9 +95,9 @@ def unlooped(slot: Slot, value: fx.Node) -> set[fx.Node]:
         return seen.intersection(slot.value.users)
     if edge.target is ops.edge and edge in seen:
         for user in seen.intersection(edge.users):
-            user.replace_input_with(edge, slot.value)
+            rewire(user, {edge: slot.value})
         if all(user > value for user in edge.users):
-            value.append(edge)
+            move(edge, after=value)
     return set()
 
 
@@ -186,9 +186,7 @@ def structure(value: Any) -> str:
 
 def hand_over(leaf: fx.Node, result: Any) -> None:
     """Give the users of a leaf's result its code's result instead."""
-    if isinstance(result, fx.Node):
-        leaf.replace_all_uses_with(result)
-    for user in list(leaf.users):
+    for user in [] if isinstance(result, fx.Node) else list(leaf.users):
         assert user.target is operator.getitem
         hand_over(user, result[user.args[1]])
-    leaf.graph.erase_node(leaf)
+    replace(leaf, result)

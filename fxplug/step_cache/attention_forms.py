@@ -16,6 +16,7 @@ from torch import fx, nn
 from ..blocks.windowed_attention import Attend
 from ..errors import SpecError
 from ..ir import ops
+from ..ir.editing import erase, insert, meta_of, redirect, replace, set_argument
 from ..ir.subgraphs import members
 from ..ir.traced_module import Graph, copy_graph
 from ..spec.addresses import identifier
@@ -106,13 +107,11 @@ class _Writer:
         for place in places_of(self.graph, self.root).values():
             self.place(place, identifier(place.key), what.get(place.key, Do()))
         output = next(iter(reversed(self.graph.nodes)))
-        output.args = ((output.args[0], self.gives),)
+        set_argument(output, 0, "", (output.args[0], self.gives))
         flow = Flow(self.graph, self.root)
         heads = [n for n in self.graph.nodes if n.op == "placeholder"]
         needed = flow.closed([output, *heads], flow.needs)
-        for node in reversed(list(self.graph.nodes)):
-            if node not in needed:
-                self.graph.erase_node(node)
+        erase(node for node in self.graph.nodes if node not in needed)
         self.graph.lint()
         return self.graph
 
@@ -136,7 +135,7 @@ class _Writer:
             if halved:
                 values = [self.twice(value, mark) for value, mark in zip(values, place.marks, strict=True)]
         for i, (mark, value) in enumerate(zip(place.marks, values, strict=True)):
-            mark.replace_all_uses_with(value)
+            redirect(mark, value)
             if do.output and do.method != "step":
                 self.gives[f"{name}_output_{i}"] = value
 
@@ -151,7 +150,7 @@ class _Writer:
         for value in values:
             if value.meta["shape"][0] == like.meta["shape"][0] or value.meta["shape"][0] == 1:
                 cut = self.node("call_module", half, (value, like), value, max(value, like))
-                value.replace_all_uses_with(cut, delete_user_cb=lambda user: user in inside)
+                redirect(value, cut, keep=value.users.keys() - inside)
 
     def window(self, node: fx.Node, name: str, base: str, half: str) -> None:
         near = self.near(node, base, node)
@@ -159,8 +158,7 @@ class _Writer:
         if half:
             rest = self.node("call_module", half, (rest,), node, rest)
         whole = self.node("call_function", operator.add, (near, rest), node, rest)
-        node.replace_all_uses_with(whole)
-        self.graph.erase_node(node)
+        replace(node, whole)
 
     def near(self, node: fx.Node, base: str, after: fx.Node) -> fx.Node:
         given = attention_arguments(node)
@@ -176,10 +174,8 @@ class _Writer:
         rest = next((n for n in own if str(n.target).startswith("**")), None)
         if name in {str(n.target) for n in own}:
             raise SpecError(f"the model has an input '{name}' of its own")
-        at = self.graph.inserting_before(rest) if rest is not None else self.graph.inserting_after(own[-1])
-        with at:
-            given = self.graph.create_node("placeholder", name, (None,), {}, name=name)
-        self.meta(given, like)
+        meta = {**meta_of(like), "nn_module_stack": ROOT}
+        given = insert(self.graph, "placeholder", name, (None,), after=own[-1], before=rest, name=name, meta=meta)
         first = next((n for n in own if "shape" in n.meta), None)
         shape = like.meta["shape"]
         args = (given, name, (None,) * len(shape), str(list(shape)), True, like.meta["dtype"], first)
@@ -188,10 +184,4 @@ class _Writer:
         return checked
 
     def node(self, op: str, target: Any, args: Sequence[Any], like: fx.Node, after: fx.Node) -> fx.Node:
-        with self.graph.inserting_after(after):
-            node: fx.Node = self.graph.create_node(op, target, tuple(args), {})
-        return self.meta(node, like)
-
-    def meta(self, node: fx.Node, like: fx.Node) -> fx.Node:
-        node.meta.update({k: like.meta[k] for k in ("shape", "dtype") if k in like.meta}, nn_module_stack=ROOT)
-        return node
+        return insert(self.graph, op, target, tuple(args), after=after, meta={**meta_of(like), "nn_module_stack": ROOT})

@@ -14,6 +14,7 @@ from torch import fx, nn
 from ..blocks.step_marks import Gauge, Join, Keep, Mark
 from ..errors import SpecError
 from ..ir import ops
+from ..ir.editing import copy_nodes, insert, meta_of, redirect, replace
 from ..ir.subgraphs import SWITCHES, aliases, is_random, written
 from ..ir.traced_module import MODES, Graph, copy_graph
 
@@ -147,8 +148,7 @@ class Slices:
                 self.gauges.append((value, node.args[1] if len(node.args) > 1 else None))
             elif isinstance(mark, Join):
                 joins.setdefault(owner, []).append((value, mark))
-            node.replace_all_uses_with(value)
-            self.graph.erase_node(node)
+            replace(node, value)
         return cuts, joins
 
     def _edge(self, mark: fx.Node) -> fx.Node:
@@ -156,10 +156,9 @@ class Slices:
         users = list(mark.users)
         if len(users) == 1 and users[0].target is ops.edge:
             return users[0]
-        with self.graph.inserting_after(mark):
-            edge = self.graph.create_node("call_function", ops.edge, (mark.args[0],), {}, name=f"{mark.name}_kept")
-        edge.meta.update({k: mark.meta[k] for k in ("shape", "dtype") if k in mark.meta}, nn_module_stack=ROOT)
-        mark.replace_all_uses_with(edge)
+        args, meta = (mark.args[0],), {**meta_of(mark), "nn_module_stack": ROOT}
+        edge = insert(self.graph, "call_function", ops.edge, args, after=mark, name=f"{mark.name}_kept", meta=meta)
+        redirect(mark, edge)
         return edge
 
     def _deepest(self, node: fx.Node) -> fx.Node:
@@ -194,12 +193,10 @@ class Slices:
         """The graph up to the gauges; gives what they measure and what is carried on."""
         graph = Graph()
         values: dict[fx.Node, fx.Node] = {}
-        for node in self.flow.nodes:
-            if node in self.early:
-                values[node] = graph.node_copy(node, values.__getitem__)
+        copy_nodes([node for node in self.flow.nodes if node in self.early], graph, values)
         gauges = tuple(values[y] if x is None else self._differ(graph, values[y], values[x], y) for y, x in self.gauges)
         result = (gauges, {n.name: values[n] for n in self.carried})
-        graph.output(result).meta.update(self.output.meta)
+        insert(graph, "output", "output", (result,), meta=self.output.meta)
         return graph
 
     def rest(self) -> Graph:
@@ -258,10 +255,10 @@ class Slices:
             if takes and not inputs and str(node.target).startswith("**"):
                 inputs = self._added(graph)
             if carried:
-                values[node] = graph.create_node("placeholder", node.name, (), {}, name=node.name)
-                values[node].meta.update({k: node.meta[k] for k in ("shape", "dtype") if k in node.meta}, nn_module_stack=ROOT)
+                meta = {**meta_of(node), "nn_module_stack": ROOT}
+                values[node] = insert(graph, "placeholder", node.name, name=node.name, meta=meta)
             else:
-                values[node] = graph.node_copy(node)
+                copy_nodes([node], graph, values)
         if takes:
             inputs = self._checked(graph, inputs or self._added(graph), values)
         for node in self.flow.nodes:
@@ -271,11 +268,11 @@ class Slices:
             if cut is not None and takes:
                 values[node] = self._taken(graph, cut, inputs[cut.name], values)
                 continue
-            values[node] = graph.node_copy(node, values.__getitem__)
+            copy_nodes([node], graph, values)
             if cut is not None and gives:
                 kept[cut.name] = self._given(graph, cut, values)
         result = fx.node.map_arg(self.output.args[0], values.__getitem__)
-        graph.output((result, kept) if gives else result).meta.update(self.output.meta)
+        insert(graph, "output", "output", ((result, kept) if gives else result,), meta=self.output.meta)
         graph.lint()
         return graph
 
@@ -314,8 +311,7 @@ class Slices:
         return self._node(graph, "call_function", operator.sub, (value, base), like, cut)
 
     def _node(self, graph: Graph, op: str, target: Any, args: Any, like: fx.Node, cut: _Cut | None) -> fx.Node:
-        node = graph.create_node(op, target, args, {})
-        node.meta.update({k: like.meta[k] for k in ("shape", "dtype") if k in like.meta}, nn_module_stack=ROOT)
+        node = insert(graph, op, target, args, meta={**meta_of(like), "nn_module_stack": ROOT})
         if cut is not None:
             node.meta["pass"] = {"name": cut.owner, "site": "", "place": "", "block": "", "where": ""}
         return node

@@ -8,14 +8,9 @@ from operator import attrgetter
 from torch import fx
 from torch.fx.node import _get_qualified_name
 
-__all__ = ["is_erased", "qualified_name", "rename"]
+__all__ = ["is_erased", "qualified_name"]
 
 # the name under which generated code calls a function
 qualified_name: Callable[..., str] = _get_qualified_name
 # whether a node was taken out of its graph
 is_erased: Callable[[fx.Node], bool] = attrgetter("_erased")
-
-
-def rename(node: fx.Node, name: str) -> None:
-    """Give a node a name, or one like it that is free; we need that the graph counts it as taken."""
-    node._rename(name)

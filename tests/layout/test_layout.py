@@ -29,12 +29,13 @@ LAYERS = """
     errors limits turns torch_internals files spec low_rank adapters ir capture blocks models rewriter step_cache lowerings
     parallel artifacts exports verifier flow pages training compat cli __main__
 """.split()
-# what writes a graph: torch.fx's own operations, and attributes that are set
-EDITS = {"inserting_before", "inserting_after", "erase_node", "replace_all_uses_with", "replace_input_with", "update_arg"}
-EDITS |= {"update_kwarg", "create_node", "graph_copy", "node_copy", "eliminate_dead_code"}
+# what writes a graph: torch.fx's own operations, and attributes of nodes that are set
+EDITS = set("""
+    create_node call_function call_module call_method get_attr placeholder output node_copy graph_copy inserting_before
+    inserting_after prepend append erase_node replace_all_uses_with replace_input_with insert_arg update_arg update_kwarg
+    eliminate_dead_code
+""".split())  # noqa: SIM905
 EDITED = {"target", "args", "kwargs"}
-# capture and artifacts write new graphs, exports readies a copy for torch.export, the others edit
-LAYERS_THAT_EDIT = {"capture", "artifacts", "exports", "ir", "rewriter", "step_cache", "lowerings", "parallel"}
 LONGEST = 500
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -145,9 +146,41 @@ def test_what_users_write_is_read_without_torch():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_graphs_are_edited_in_few_layers():
-    found = {layer(name) for name in FILES for text, _ in calls(name) if text.rpartition(".")[2] in EDITS}
-    assert found <= LAYERS_THAT_EDIT
+def names_of_nodes(tree):
+    """The names in a function that stand for nodes: what is said to be one, and what goes through the nodes of a graph."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.arg, ast.AnnAssign)) and node.annotation and ast.unparse(node.annotation) == "fx.Node":
+            yield node.arg if isinstance(node, ast.arg) else ast.unparse(node.target)
+        elif isinstance(node, (ast.For, ast.comprehension)) and re.search(r"\.nodes\W*$", ast.unparse(node.iter)):
+            yield ast.unparse(node.target)
+
+
+def edits(tree):
+    """The operations of torch.fx that a file edits graphs with, and what it sets of nodes."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    nodes = {id(part): set(names_of_nodes(function)) for function in functions for part in ast.walk(function)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in EDITS:
+            of = ast.unparse(node.func.value)
+            is_node = of in nodes.get(id(node), ()) or re.search(r"\b(node|nodes\[.*\])$", of)
+            if of != "super()" and (is_node or node.func.attr != "append"):  # an interpreter's method; a list's
+                yield node.func.attr
+        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_set and node.attr in EDITED and ast.unparse(node.value) != "self":
+            yield node.attr
+
+
+def test_graphs_are_edited_in_one_place():
+    assert {name: found for name, tree in FILES.items() if (found := sorted(set(edits(tree)))) and name != "ir.editing"} == {}
+
+
+@pytest.mark.parametrize("code", [
+    *(f"graph.{name}(x)" for name in sorted(EDITS - {"append"})), "node.append(x)", "cut.nodes[0].append(x)",
+    "def f(value: fx.Node): value.append(x)", "def f(graph):\n for one in reversed(list(graph.nodes)): one.append(x)",
+    "node.args = ()", "one.args, one.kwargs = pair", "self.node.target = x", "node.args += (x,)",
+])  # fmt: skip
+def test_an_edit_is_seen(code):
+    assert list(edits(ast.parse(code)))
 
 
 def test_nothing_is_hooked_unpickled_or_run_from_text():

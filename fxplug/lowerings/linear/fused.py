@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
 from ...blocks.loha import Loha
 from ...blocks.lokr import Lokr
+from ...ir.editing import change, insert, replace
 from ...ir.traced_module import Graph, TracedModule
 from ...torch_internals.graphs import is_erased
 from . import forms, operators
-from .layers import WEIGHTS, Layer, called, check_traced, layer_at, lowered, replace, uniform
+from .layers import WEIGHTS, Layer, call_instead, called, check_traced, layer_at, lowered, uniform
 
 
 def fuse(gm: TracedModule, how: str = "auto") -> TracedModule:
@@ -35,14 +38,14 @@ def _fuse(graph: Graph, tree: nn.Module, how: str) -> dict[str, str]:
         if is_erased(node):
             continue
         if node.op == "call_function" and node.target is F.linear:
-            node.target = operators.linear
+            change(node, target=operators.linear)
         layer = layer_at(tree, node, (nn.Linear,))
         if layer is None:
             path = _fuse_weight(graph, tree, node, how) if how in forms.KERNELS else None
             if path is not None:
                 chosen[path] = how
         elif layer.lora is None:
-            replace(graph, tree, node, node, operators.linear, [])
+            call_instead(graph, tree, node, node, operators.linear, [])
         else:
             chosen[str(node.target)] = _fuse_layer(graph, tree, layer, how)
     return chosen
@@ -60,8 +63,7 @@ def _fuse_layer(graph: Graph, tree: nn.Module, layer: Layer, form: str) -> str:
         function, last = forms.function(form, bool(block.slots))
         if block.slots:
             last = (lora.args[2], block.slots, block.batch_dim, *last)
-        replace(graph, tree, lora, layer.node, function, WEIGHTS if block.slots else [*WEIGHTS, "scale"], *last)
-        graph.erase_node(layer.node)
+        call_instead(graph, tree, lora, layer.node, function, WEIGHTS if block.slots else [*WEIGHTS, "scale"], *last)
     return form
 
 
@@ -75,26 +77,24 @@ def _fuse_weight(graph: Graph, tree: nn.Module, node: fx.Node, form: str) -> str
     device = next(iter(block.parameters())).device
     if forms.available(form, device) not in forms.KERNELS:
         return None
-    with graph.inserting_before(node):
+    around = {"nn_module_stack": node.meta.get("nn_module_stack", {})}
 
-        def read(name: str) -> fx.Node:
-            return graph.create_node("get_attr", f"{node.target}.{name}")
+    def read(name: str) -> fx.Node:
+        return insert(graph, "get_attr", f"{node.target}.{name}", before=node, meta=around)
 
-        def factor(name: str, split: bool) -> fx.Node:
-            return graph.call_function(torch.matmul, (read(f"{name}_a"), read(f"{name}_b"))) if split else read(name)
+    def factor(name: str, split: bool) -> fx.Node:
+        if not split:
+            return read(name)
+        return insert(graph, "call_function", torch.matmul, (read(f"{name}_a"), read(f"{name}_b")), before=node, meta=around)
 
-        gates = node.args[1] if block.slots else read("scale")
-        if isinstance(block, Loha):
-            parts = [read(name) for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")]
-            new = graph.call_function(operators.loha_weight, (value, *parts, gates))
-        else:
-            parts = [factor("lokr_w1", block.split_1), factor("lokr_w2", block.split_2)]
-            new = graph.call_function(operators.lokr_weight, (value, *parts, gates))
-    for made in [new, *new.all_input_nodes, *(n for part in new.all_input_nodes for n in part.all_input_nodes)]:
-        made.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack", {}))
-    new.meta.update(node.meta)
-    node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    gates = node.args[1] if block.slots else read("scale")
+    function: Any = operators.loha_weight if isinstance(block, Loha) else operators.lokr_weight
+    if isinstance(block, Loha):
+        parts = [read(name) for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")]
+    else:
+        parts = [factor("lokr_w1", block.split_1), factor("lokr_w2", block.split_2)]
+    args = (value, *parts, gates)
+    replace(node, insert(graph, "call_function", function, args, before=node, meta={**around, **node.meta}))
     return str(value.target).rpartition(".")[0]
 
 
@@ -103,7 +103,6 @@ def remerge_linear(graph: Graph, tree: nn.Module, layer: Layer) -> None:
     lora, block = layer.lora, layer.block
     assert lora is not None
     if block.slots:
-        replace(graph, tree, lora, layer.node, operators.remerged_linear, WEIGHTS, uniform(graph, lora))
+        call_instead(graph, tree, lora, layer.node, operators.remerged_linear, WEIGHTS, uniform(graph, lora))
     else:
-        replace(graph, tree, lora, layer.node, operators.remerged_linear, [*WEIGHTS, "scale"])
-    graph.erase_node(layer.node)
+        call_instead(graph, tree, lora, layer.node, operators.remerged_linear, [*WEIGHTS, "scale"])

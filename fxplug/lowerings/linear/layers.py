@@ -14,6 +14,7 @@ from ...blocks.scale import Scale
 from ...blocks.ssf import Ssf
 from ...errors import SpecError
 from ...ir import ops
+from ...ir.editing import erase, insert, meta_of, replace
 from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ...torch_internals.graphs import is_erased
 from ...torch_internals.modules import conv_forward, is_hooked
@@ -187,28 +188,25 @@ def result_read(node: fx.Node, block: nn.Module) -> Any:
 def uniform(graph: Graph, lora: fx.Node) -> fx.Node:
     """The node of what all samples take, (slots,), of the gates whose rows a `Lora` reads."""
     rows = inside(lora.args[2])
-    with graph.inserting_after(rows):
-        node = graph.call_function(rows.target, (rows.args[0], 1))
-    node.meta.update({k: v for k, v in rows.meta.items() if k not in ("shape", "dtype")})
-    return node
+    meta = {k: v for k, v in rows.meta.items() if k not in ("shape", "dtype")}
+    return insert(graph, "call_function", rows.target, (rows.args[0], 1), after=rows, meta=meta)
 
 
-def replace(
+def call_instead(
     graph: Graph, tree: nn.Module, old: fx.Node, layer: fx.Node, function: Any, more: list[str], *rest: Any
-) -> fx.Node:
-    """A call of `function` in the place of `old`, with the weights of what `layer` calls, `more` of what `old` calls."""
-    stack = layer.meta["nn_module_stack"]
+) -> None:
+    """Call `function` in the place of a layer, with its weights: of `layer` alone, which is `old` then, or of both.
+
+    `old` calls the block behind the layer, of which the function takes the weights `more`.
+    """
+    around = {"nn_module_stack": layer.meta["nn_module_stack"]}
     weights: list[fx.Node | None] = []
-    with graph.inserting_before(old):
-        for name in [f"{layer.target}.weight", f"{layer.target}.bias", *(f"{old.target}.{key}" for key in more)]:
-            owner, _, key = name.rpartition(".")
-            tensor = getattr(tree.get_submodule(owner), key)
-            read = None if tensor is None else graph.create_node("get_attr", name)
-            if read is not None:
-                read.meta.update(nn_module_stack=stack, shape=tuple(tensor.shape), dtype=tensor.dtype)
-            weights.append(read)
-        new = graph.call_function(function, (layer.args[0], *weights, *rest))
-    new.meta.update({**old.meta, "nn_module_stack": stack})
-    old.replace_all_uses_with(new)
-    graph.erase_node(old)
-    return new
+    for name in [f"{layer.target}.weight", f"{layer.target}.bias", *(f"{old.target}.{key}" for key in more)]:
+        owner, _, key = name.rpartition(".")
+        tensor = getattr(tree.get_submodule(owner), key)
+        meta = {} if tensor is None else {**meta_of(tensor), **around}
+        weights.append(None if tensor is None else insert(graph, "get_attr", name, before=old, meta=meta))
+    args = (layer.args[0], *weights, *rest)
+    replace(old, insert(graph, "call_function", function, args, before=old, meta={**old.meta, **around}))
+    if layer is not old:
+        erase([layer])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from ...blocks.lora import Lora
 from ...ir import ops
 from ...ir.containers import Container
+from ...ir.editing import change, insert, meta_of, replace
 from ...ir.subgraphs import aliases
 from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ...spec.addresses import identifier
@@ -69,22 +70,20 @@ class _Maker:
     def put(self, graph: Graph, group: Group) -> None:
         made = self.module(group)
         if made is None:  # another packing holds some of them
-            group = replace(group, members=[member for member in group.members if self.own(member)])
+            group = dataclasses.replace(group, members=[member for member in group.members if self.own(member)])
             made = self.module(group) if len({m.weight for m in group.members}) > 1 else None
         if made is None:
             return
         name, packed = made
         first = group.members[0].node
-        stack = _shared_stack([member.node for member in group.members])
-        with graph.inserting_before(first):
-            reads = []
-            for part in (*packed.weights, *packed.biases):
-                reads.append(graph.create_node("get_attr", part))
-                tensor = self.tree.get_parameter(part)
-                reads[-1].meta.update(nn_module_stack=stack, shape=tuple(tensor.shape), dtype=tensor.dtype)
-            whole = graph.call_module(f"{self.home}.{name}", (group.value, *reads))
+        around = {"nn_module_stack": _shared_stack([member.node for member in group.members])}
+        reads = [
+            insert(graph, "get_attr", part, before=first, meta={**meta_of(self.tree.get_parameter(part)), **around})
+            for part in (*packed.weights, *packed.biases)
+        ]
+        path, meta = f"{self.home}.{name}", {**around, "dtype": group.dtype}
+        whole = insert(graph, "call_module", path, (group.value, *reads), before=first, meta=meta)
         shape = group.value.meta.get("shape")
-        whole.meta.update(nn_module_stack=stack, dtype=group.dtype)
         if shape is not None:
             whole.meta["shape"] = (*shape[:-1], packed.weight.shape[0])
         for member in group.members:
@@ -97,22 +96,18 @@ class _Maker:
         """Put a part of the product in the place of a layer, and parts in the place of its updates' `down`."""
         node = member.node
         _allow_strides(member.updates[-1] if member.updates else node, self.tree)
-        with graph.inserting_before(node):
-            new = graph.call_function(torch.narrow, (whole, -1, packed.weights[member.weight], member.width))
-        new.meta.update(node.meta)
-        node.replace_all_uses_with(new)
-        graph.erase_node(node)
+        args = (whole, -1, packed.weights[member.weight], member.width)
+        replace(node, insert(graph, "call_function", torch.narrow, args, before=node, meta=node.meta))
         for update, down, rank in zip(member.updates, member.downs, member.ranks, strict=True):
             lora = self.tree.get_submodule(str(update.target))
             if type(lora) is Lora:
                 lora.__class__ = Joined  # this tree's own copy of the module
-            with graph.inserting_before(update):
-                hidden = graph.call_function(torch.narrow, (whole, -1, packed.weights[down], rank))
-            hidden.meta.update({k: v for k, v in update.meta.items() if k in ("nn_module_stack", "pass")})
-            hidden.meta["dtype"] = whole.meta["dtype"]
+            meta = {**meta_of(update, "nn_module_stack", "pass"), "dtype": whole.meta["dtype"]}
             if "shape" in whole.meta:
-                hidden.meta["shape"] = (*whole.meta["shape"][:-1], rank)
-            update.update_kwarg("hidden", hidden)
+                meta["shape"] = (*whole.meta["shape"][:-1], rank)
+            args = (whole, -1, packed.weights[down], rank)
+            hidden = insert(graph, "call_function", torch.narrow, args, before=update, meta=meta)
+            change(update, kwargs={**update.kwargs, "hidden": hidden})
 
     def module(self, group: Group) -> tuple[str, Packed] | None:
         """The packed weights of a group, with the name that they have; None where their memory is something else's."""
@@ -170,6 +165,6 @@ def _allow_strides(value: fx.Node, tree: nn.Module) -> None:
     """Let what looks at a value's memory in another shape copy it where strides ask for that."""
     for user in value.users:
         if user.target == "view" and user.op == "call_method":
-            user.target = "reshape"
+            change(user, target="reshape")
         if user.target is ops.edge or aliases(user, tree):
             _allow_strides(user, tree)

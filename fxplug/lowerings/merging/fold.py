@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from ...blocks.slot_gates import Table
 from ...errors import SpecError, did_you_mean
 from ...ir import ops
+from ...ir.editing import erase_unused, insert, meta_of, redirect, replace, set_argument
 from ...ir.regions import Regions, added, listed
 from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ...rewriter.networks import GATES
@@ -164,7 +165,7 @@ class Plan:
             for node, value in reader.gone.items():
                 while value in reader.gone:
                     value = reader.gone[value]
-                replace(graph, node, value)
+                bypass(node, value)
         for graph in self.graphs.values():
             self.clean(graph)
         for entry in gm.meta["passes"]:
@@ -197,9 +198,9 @@ class Plan:
             if made_by is None or made_by["name"] not in self.passes or node.op in ("placeholder", "output"):
                 continue
             if node.target is ops.edge and added(node):
-                replace(graph, node, node.args[0])
-            elif not node.users and (added(node) or self.networked(node) or node.op == "get_attr"):
-                graph.erase_node(node)
+                bypass(node, node.args[0])
+            elif added(node) or self.networked(node) or node.op == "get_attr":
+                erase_unused([node])
         for node in graph.nodes:
             made_by = node.meta.get("pass")
             name = str(node.target).partition(".")[0] if node.op in ("call_module", "get_attr") else ""
@@ -310,29 +311,22 @@ class Plan:
 # --- editing a graph
 
 
-def replace(graph: Graph, node: fx.Node, value: Any) -> None:
-    """Give a value to the users of a node, which goes."""
+def bypass(node: fx.Node, value: Any) -> None:
+    """Give a value to the users of a node, which goes; blocks behind the node are behind the value then."""
     for user in node.users:
-        if user.meta.get("behind") == node.name:  # which layer's result a block changes
+        if user.meta.get("behind") == node.name:
             user.meta["behind"] = node.meta.get("behind", value.name)
-    node.replace_all_uses_with(value)
-    graph.erase_node(node)
+    replace(node, value)
 
 
 def read(graph: Graph, node: fx.Node, part: int, name: str) -> None:
     """Let a product read a parameter of its layer: the weight (part 1) or the bias (2)."""
-    with graph.inserting_before(node):
-        value = graph.create_node("get_attr", name, name=identifier(name))
-    value.meta.update({k: node.meta[k] for k in ("nn_module_stack", "pass", "dtype") if k in node.meta})
     _, weight_at, bias_at = PRODUCTS[node.target]
     at, key = (weight_at, "weight") if part == 1 else (bias_at, "bias")
     old = argument(node, at, key)
-    out = node.meta["shape"][-1 if node.target is F.linear else 1]
-    value.meta["shape"] = old.meta["shape"] if isinstance(old, fx.Node) else (out,)
-    if len(node.args) > at:
-        node.args = (*node.args[:at], value, *node.args[at + 1 :])
-    else:
-        node.kwargs = {**node.kwargs, key: value}
+    shape = old.meta["shape"] if isinstance(old, fx.Node) else (node.meta["shape"][-1 if node.target is F.linear else 1],)
+    meta = {**meta_of(node, "nn_module_stack", "pass", "dtype"), "shape": shape}
+    set_argument(node, at, key, insert(graph, "get_attr", name, before=node, name=identifier(name), meta=meta))
 
 
 def close(graph: Graph, gm: TracedModule, tree: nn.Module, passes: set[str]) -> None:
@@ -362,14 +356,15 @@ def close(graph: Graph, gm: TracedModule, tree: nn.Module, passes: set[str]) -> 
         if not all(opened):
             continue
         inside -= {n for n in inside if n is not product and not inside.issuperset(n.users)}  # others read it too
-        with graph.inserting_before(product):
-            leaf = graph.create_node("call_module", region.path, (entry.args[0],), {}, name=identifier(region.key))
-        leaf.meta.update({k: leave.meta[k] for k in ("shape", "dtype") if k in leave.meta})
-        leaf.meta.update(port=Port(region.key, "out"), nn_module_stack=entry.meta["nn_module_stack"])
+        port, stack = Port(region.key, "out"), entry.meta["nn_module_stack"]
+        meta = {**meta_of(leave), "port": port, "nn_module_stack": stack}
+        leaf = insert(
+            graph, "call_module", region.path, (entry.args[0],), before=product, name=identifier(region.key), meta=meta
+        )
         before = leaf
         for node in reversed(behind):
             node.meta["behind"], before = before.name, node
-        product.replace_all_uses_with(leaf)
+        redirect(product, leaf)
         for node in (leave, *sorted(inside, reverse=True)):
-            replace(graph, node, node.args[0] if node is leave else leaf)
-        replace(graph, entry, entry.args[0])
+            bypass(node, node.args[0] if node is leave else leaf)
+        bypass(entry, entry.args[0])

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from ...ir.traced_module import Graph, TracedModule
 from ...low_rank import grouped_product, spread
 from ..linear.fused import remerge_linear
-from ..linear.layers import WEIGHTS, Layer, check_traced, layers, lowered, replace, uniform
+from ..linear.layers import WEIGHTS, Layer, call_instead, check_traced, layers, lowered, uniform
 from ..linear.operators import pays, remerged, trains
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -63,10 +63,9 @@ def _remerge_conv(graph: Graph, tree: nn.Module, layer: Layer) -> bool:
         return False
     options = [getattr(module, name) for name in GEOMETRY]
     if block.slots:
-        replace(graph, tree, lora, layer.node, convolution, WEIGHTS, uniform(graph, lora), *options)
+        call_instead(graph, tree, lora, layer.node, convolution, WEIGHTS, uniform(graph, lora), *options)
     else:
-        replace(graph, tree, lora, layer.node, convolution, [*WEIGHTS, "scale"], *options)
-    graph.erase_node(layer.node)
+        call_instead(graph, tree, lora, layer.node, convolution, [*WEIGHTS, "scale"], *options)
     return True
 
 

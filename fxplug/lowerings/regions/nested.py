@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from ...errors import MatchError, SpecError
 from ...ir import ops
 from ...ir.containers import Container, plain_attributes
+from ...ir.editing import change, copy_nodes, erase_unused, insert, replace
 from ...ir.subgraphs import REGION, Cut, aliases, changed_input, extract, members, plan, unique_names
 from ...ir.traced_module import Graph, TracedModule, class_names, copy_graph, shell
 from ...torch_internals.compiling import constant_floats
@@ -106,14 +107,12 @@ def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule
             body, given = _functional(own, key)
             if kinds[found.kind] not in holder._modules:
                 holder._modules[kinds[found.kind]] = Nested(body, kinds[found.kind])
-            with graph.inserting_before(call):
-                layers = [graph.create_node("get_attr", path) for path in given]
-            call.args = (*layers, *call.args)
+            layers = [insert(graph, "get_attr", path, before=call) for path in given]
+            change(call, args=(*layers, *call.args))
             calls.setdefault(target, {})[key] = None
-        for node in reversed(graph.nodes):
+        for node in graph.nodes:
             node.meta.pop(REGION, None)
-            if node.op == "get_attr" and not node.users:
-                graph.erase_node(node)
+        erase_unused(graph.nodes, lambda node: node.op == "get_attr")
         graph.lint()
     holder.train(gm.training)
     tree._modules[home] = holder
@@ -126,8 +125,7 @@ def _plain(graph: fx.Graph) -> Graph:
     new = copy_graph(graph)
     for node in new.nodes:
         if node.target is ops.edge and isinstance(node.args[0], fx.Node):
-            node.replace_all_uses_with(node.args[0])
-            new.erase_node(node)
+            replace(node, node.args[0])
     return new
 
 
@@ -346,21 +344,18 @@ def _functional(own: fx.Graph, key: str) -> tuple[Graph, list[str]]:
     for target in targets:
         owner = _split(target, key)[0]
         if owner not in body.roots:
-            body.roots[owner] = body.graph.placeholder(f"layers_{len(body.roots)}")
+            body.roots[owner] = insert(body.graph, "placeholder", f"layers_{len(body.roots)}")
     values: dict[fx.Node, fx.Node] = {}
-    for node in own.nodes:
-        if node.op == "placeholder":
-            values[node] = body.graph.node_copy(node)
+    copy_nodes([node for node in own.nodes if node.op == "placeholder"], body.graph, values)
     for node in own.nodes:
         if node.op == "get_attr":
             values[node] = _reach(body, str(node.target), key)
         elif node.op == "call_module":
             module = _reach(body, str(node.target), key)
-            args = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = body.graph.call_function(operator.call, (module, *args[0]), args[1])
-            values[node].meta = dict(node.meta)
-        elif node.op != "placeholder":
-            values[node] = body.graph.node_copy(node, values.__getitem__)
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = insert(body.graph, "call_function", operator.call, (module, *args), kwargs, meta=node.meta)
+        else:
+            copy_nodes([node], body.graph, values)
     body.graph.lint()
     return body.graph, list(body.roots)
 
@@ -372,7 +367,7 @@ def _reach(body: _Body, target: str, key: str) -> fx.Node:
     for part in filter(None, rest.split(".")):
         path = f"{path}.{part}"
         if path not in body.layers:
-            body.layers[path] = body.graph.call_function(getattr, (node, part))
+            body.layers[path] = insert(body.graph, "call_function", getattr, (node, part))
         node = body.layers[path]
     return node
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from ...errors import FxplugError, MatchError, SpecError
 from ...ir.containers import Container
+from ...ir.editing import erase_unused
 from ...ir.regions import Regions
 from ...ir.subgraphs import REGION, Cut, changed_input, extract, members, plan, unique_names, written
 from ...ir.traced_module import TracedModule, class_names, copy_graph, shell
@@ -193,10 +194,9 @@ def _assembled(
     """The outlined module: a region owns what it alone uses, the root what is left."""
     tree = shell(gm)
     for graph in graphs.values():
-        for node in reversed(graph.nodes):
+        for node in graph.nodes:
             node.meta.pop(REGION, None)
-            if node.op == "get_attr" and not node.users:
-                graph.erase_node(node)
+        erase_unused(graph.nodes, lambda node: node.op == "get_attr")
         graph.lint()
     own = {key: _targets(modes.values()) for key, modes in parts.items()}
     made: dict[str, nn.Module] = {}

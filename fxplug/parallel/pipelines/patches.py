@@ -16,9 +16,9 @@ from torch import Tensor, fx, nn
 
 from ...errors import GuardError, SpecError
 from ...ir import ops
+from ...ir.editing import insert, replace
 from ...ir.traced_module import copy_graph
 from ...rewriter.graft import head
-from ..insertion import Where
 from ..planning.found import Found
 from ..planning.operations import arguments
 from ..runtime import layouts
@@ -162,8 +162,7 @@ class Patcher(Writer):
         super().run()
         for node in list(self.graph.nodes):
             if node.target is ops.edge and isinstance(node.args[0], fx.Node):
-                node.replace_all_uses_with(node.args[0])
-                self.graph.erase_node(node)
+                replace(node, node.args[0])
         for node in self.graph.nodes:
             given: Any = node.args
             if node.target is put:
@@ -173,8 +172,7 @@ class Patcher(Writer):
 
     def input(self, name: str) -> fx.Node:
         """A new input of the graph, behind those it has."""
-        with self.graph.inserting_after(head(self.graph)):
-            return self.graph.placeholder(f"pipefusion_{name}")
+        return insert(self.graph, "placeholder", f"pipefusion_{name}", after=head(self.graph))
 
     def call(
         self,
@@ -182,20 +180,23 @@ class Patcher(Writer):
         settings: tuple[Any, ...],
         value: Any,
         streams: tuple[int, ...],
-        at: Where,
+        *,
+        after: fx.Node | None = None,
+        before: fx.Node | None = None,
         like: Any = None,
-        inner: fx.Node | None = None,
+        name: str | None = None,
+        **numbers: fx.Node | None,
     ) -> fx.Node:
         """A call of what a collective is over time."""
         if kind is Same:
             raise SpecError(f"'{value.name}' draws random numbers, which would be others for every patch")
-        sizes = tuple(self.size(stream) for stream in streams)
+        sizes = [self.size(stream) for stream in streams]
         given = [self.input("kept")] if kind in (Gather, Sum) else []
         dim, inner, born = (settings[1:] + (0, 1, False)[len(settings) - 1 :])
         more: tuple[Any, ...] = {Split: (dim, inner, born), Gather: (dim, inner), Sum: ()}.get(kind, (dim,))
         function: Any = {Split: part, Gather: put, Sum: added, Whole: whole, Numel: numel}[kind]
-        with at(self.graph):
-            node = self.graph.call_function(function, (value, *given, self.patch, self.patches, *more, *sizes))
+        args = (value, *given, self.patch, self.patches, *more, *sizes)
+        node = insert(self.graph, "call_function", function, args, after=after, before=before)
         if value in self.origin:
             self.origin[node] = self.origin[value]
         return self.marked(node, value, kind.__name__)
@@ -210,9 +211,6 @@ class Patcher(Writer):
         options = {k: self.node(v) if isinstance(v, fx.Node) else v for k, v in given.items() if k in ("scale", "enable_gqa")}
         sizes = tuple(self.size(stream) for stream in query.layout.streams)
         args = (*values, table.get(mask, mask), given["is_causal"], options, self.patch, self.patches, *sizes)
-        with self.graph.inserting_before(twin):
-            new = self.graph.call_function(attended, args)
-        self.marked(new, twin, "Attention")
-        twin.replace_all_uses_with(new)
+        new = self.marked(insert(self.graph, "call_function", attended, args, before=twin), twin, "Attention")
+        replace(twin, new)
         self.now[twin], self.origin[new] = new, node
-        self.graph.erase_node(twin)

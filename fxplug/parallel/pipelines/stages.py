@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...errors import SpecError
+from ...ir.editing import copy_nodes, insert
 from ...ir.subgraphs import SWITCHES
 from ...torch_internals import pytree
 from ..planning.planner import CHECKS
@@ -313,12 +314,8 @@ def _stage(nodes: _Nodes, root: nn.Module, number: int, last: int) -> Stage:
 def _module(root: nn.Module, nodes: set[fx.Node], given: Sequence[fx.Node], results: Any) -> fx.GraphModule:
     """Nodes of a graph as a module that is called with the values of others."""
     new = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for one in given:
-        values[one] = new.create_node("placeholder", one.name, (), {}, name=one.name)
-    for node in sorted(nodes):
-        if node not in values:
-            values[node] = new.node_copy(node, values.__getitem__)
-    new.output(fx.node.map_arg(results, values.__getitem__))
+    values = {one: insert(new, "placeholder", one.name, name=one.name) for one in given}
+    copy_nodes(sorted(nodes), new, values)
+    insert(new, "output", "output", (fx.node.map_arg(results, values.__getitem__),))
     new.lint()
     return fx.GraphModule(root, new)

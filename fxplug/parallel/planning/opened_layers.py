@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from torch import fx, nn
 
 from ...errors import SpecError, TraceError
+from ...ir.editing import erase, meta_of, replace
 from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ...rewriter.graft import Graft, Traces
 from ...torch_internals.modules import is_hooked
@@ -61,14 +62,12 @@ def _open(graph: Graph, tree: nn.Module, node: fx.Node, module: nn.Module, trace
     graft = Graft(graph, path, path, node.meta["nn_module_stack"], made_by, after=node)
     result = graft.put(sub.graphs.get(mode) or sub.graph, inputs.arguments)
     if not isinstance(result, fx.Node):
-        for one in reversed(graft.nodes):
-            graph.erase_node(one)
+        erase(graft.nodes)
         return []
     for one in graft.nodes:
         if not made_by:
             one.meta.pop("pass", None)
         one.meta.pop("port", None)
-    result.meta.update({k: v for k, v in node.meta.items() if k in ("shape", "dtype")})
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
+    result.meta.update(meta_of(node))
+    replace(node, result)
     return graft.nodes
