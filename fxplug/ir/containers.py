@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,8 +19,12 @@ PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype)
 class Container(nn.Module):
     """Stands where a module was whose code is in the graph now: its parameters, children and plain attributes.
 
-    `classes` holds the names of its class and of that class's bases.
+    `classes` holds the names of its class and of that class's bases; its own class has the first of them as its name.
     """
+
+    def __new__(cls, classes: tuple[str, ...] = ("Module",), attributes: dict[str, Any] | None = None) -> Container:
+        name = next(iter(classes), "")
+        return super().__new__(_named(name) if cls is Container and name.isidentifier() else cls)
 
     def __init__(self, classes: tuple[str, ...] = ("Module",), attributes: dict[str, Any] | None = None) -> None:
         super().__init__()
@@ -44,7 +49,23 @@ class Container(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raises NotImplementedError: the code is in the graph of the traced model."""
-        raise NotImplementedError(f"the code of this {self.classes[0]} is in the graph of the traced model; call the model")
+        raise CodeInGraph(self)
+
+
+class CodeInGraph(NotImplementedError):
+    """A part of a traced model was called by itself; `module` is the part, or a copy of it."""
+
+    def __init__(self, module: Container) -> None:
+        self.module = module
+        super().__init__(
+            f"the code of this {module.classes[0]} is in the graph of the traced model: call the model, or keep the part whole "
+            "when the model is traced, leaf: [its path]"
+        )
+
+
+@functools.lru_cache(4096)
+def _named(name: str) -> type[Container]:
+    return type(name, (Container,), {"__module__": __name__})
 
 
 def child_of(module: nn.Module, key: int | str) -> Any:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx, nn
 
 from ..capture.fake_tensors import no_collection, writable
 from ..errors import ClashError, SpecError, shown
-from ..ir.traced_module import Graph, TracedModule, copy_graph, shell
+from ..ir.containers import CodeInGraph, Container
+from ..ir.traced_module import Graph, TracedModule, class_names, copy_graph, shell
 from ..spec.rules import Pass
-from .block_factory import make_block, record
+from .block_factory import block_class, make_block, record
 from .editor import Editor
 from .graft import Traces
 from .matcher import find
 from .networks import check_traced
 from .opened_graph import BothModes
 from .sites import Site, Sites
+from .unchanged import Unchanged
 
 
 def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
@@ -61,14 +64,57 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
     # in the order of the model's modules, as other libraries make theirs: one seed draws the same weights
     order = {name: index for index, (name, _) in enumerate(gm.named_modules(remove_duplicate=False))}
     made = sorted(sites, key=lambda site: order.get(site.path.partition("@")[0], len(order)))
-    blocks = {id(site): make_block(tree, site, p, owners, first) for site in made if site.rule.use is not None}
-    modes, traces = dict(gm.graphs), Traces()
-    try:
-        graphs = _edited(modes, tree, gm, p, traces, sites, blocks)
-    except BothModes:  # what is put in tells training from evaluation, which the model itself does not
-        one = next(iter(modes.values()))
-        graphs = _edited({True: one, False: one}, tree, gm, p, traces, sites, blocks)
+    with _looked_at(gm, p, sites):
+        blocks = {id(site): make_block(tree, site, p, owners, first) for site in made if site.rule.use is not None}
+        modes, traces = dict(gm.graphs), Traces()
+        try:
+            graphs = _edited(modes, tree, gm, p, traces, sites, blocks)
+        except BothModes:  # what is put in tells training from evaluation, which the model itself does not
+            one = next(iter(modes.values()))
+            graphs = _edited({True: one, False: one}, tree, gm, p, traces, sites, blocks)
     return gm.derived(tree, graphs, passes=[*applied, record(gm, p, sites, blocks)])
+
+
+@contextmanager
+def _looked_at(gm: TracedModule, p: Pass, sites: list[Site]) -> Iterator[None]:
+    """Let blocks look at the model while they are made. Raises SpecError for what they do to it, which is taken back."""
+    kinds = {site.rule.use: block_class(site.rule).__module__ for site in sites if site.rule.use is not None}
+    if all(module.startswith("fxplug.blocks.") for module in kinds.values()):
+        yield
+        return
+    before = Unchanged(gm)
+    changed: dict[str, list[str]] = {}
+    try:
+        yield
+    except Exception as error:  # a block's, which may be the user's
+        if (called := _called(error)) is None:
+            raise
+        path = next((k for k, m in gm.named_modules() if m is called), None)
+        paths = [path] if path is not None else [k for k, m in gm.named_modules() if class_names(m) == called.classes][:3]
+        raise SpecError(
+            f"{p.name}: a block calls {called.classes[0]}{' (' + paths[0] + ')' if paths else ''}, a part of the model whose "
+            f"code is in the graph by now: keep that part whole when the model is traced, leaf: {paths or '[its path]'}",
+            where=sites[0].rule.where,
+        ) from error
+    finally:
+        changed = before.undo()
+    if changed:
+        path, names = next(iter(changed.items()))
+        at = next((site for site in sites if site.path.partition("@")[0] == path), sites[0])
+        kind = block_class(at.rule).__name__ if at.rule.use is not None else "a block"
+        more = f" and {len(changed) - 1} modules more" if len(changed) > 1 else ""
+        raise SpecError(
+            f"{p.name}: {kind} at '{at.node or at.path}' changes the model that it is made for: {', '.join(names)} of "
+            f"'{path}'{more}; a block changes values, in its forward: put it before or after the module, or in its place",
+            where=at.rule.where,
+        )
+
+
+def _called(error: BaseException | None) -> Container | None:
+    """The part of a traced model whose call an error came of."""
+    while error is not None and not isinstance(error, CodeInGraph):
+        error = error.__cause__ or error.__context__
+    return error.module if error is not None else None
 
 
 def _edited(

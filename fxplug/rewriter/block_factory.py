@@ -26,7 +26,7 @@ def make_block(
     Sites of one tied parameter share one as well. `weight` says device and dtype where the site has no weights of its own.
     """
     rule = site.rule
-    kind = _block_class(rule)
+    kind = block_class(rule)
     if rule.place == "param":
         tied = (id(rule), id(site.parameter))
         if tied in owners:
@@ -61,7 +61,8 @@ def make_block(
     return name, block
 
 
-def _block_class(rule: Rule) -> type[nn.Module]:
+def block_class(rule: Rule) -> type[nn.Module]:
+    """The class that a rule puts in. Raises SpecError for what is no class of blocks."""
     assert rule.use is not None
     kind = rule.use if isinstance(rule.use, type) else import_target(rule.use, rule.where)
     if not isinstance(kind, type) or not issubclass(kind, nn.Module):
