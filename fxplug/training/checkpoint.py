@@ -90,15 +90,16 @@ def read(folder: Path, limits: Limits = DEFAULT) -> Checkpoint:
         raise TrainError(f"'{folder}' cannot be read: {type(error).__name__}: {error}; resume from another one") from error
 
 
-def plain_random_state() -> dict[str, Any]:
-    """The state of every generator that this process draws from, in plain values and tensors."""
-    python, numpy, torchs = random_state()
+def plain_random_state(state: Any = None) -> dict[str, Any]:
+    """The state of every generator that this process draws from, in plain values and tensors; what `random_state` gave is that
+    of an earlier moment, on the CPU."""
+    python, numpy, torchs = state or random_state()
     kind, keys, *rest = numpy
-    state = {"python": [python[0], list(python[1]), python[2]], "torch": torchs}
-    state["numpy"] = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
+    plain = {"python": [python[0], list(python[1]), python[2]], "torch": torchs}
+    plain["numpy"] = [kind, torch.from_numpy(keys.astype(np.int64)), *rest]
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+        plain["cuda"] = torch.cuda.get_rng_state()
+    return plain
 
 
 def set_plain_random_state(state: Mapping[str, Any]) -> None:

@@ -35,7 +35,6 @@ class Watch:
         self,
         out: Path | None,
         settings: Train,
-        *,
         steps: int,
         epochs: int,
         steps_per_epoch: int,
@@ -154,9 +153,10 @@ class Watch:
         if self._events:
             self._try("tensorboard", self._events.image, "samples", picture, step)
 
-    def note(self, text: str) -> None:
-        """Something that the person should know, said at once and kept in the log."""
-        self._print(text, always=True)
+    def note(self, text: str, said: bool = True) -> None:
+        """Something that the person should know, said at once, unless something else says it, and kept in the log."""
+        if said:
+            self._print(text, always=True)
         self._log({"step": self._step, "note": text})
 
     def close(self, history: Sequence[Mapping[str, Any]] = ()) -> None:

@@ -34,7 +34,7 @@ def keep(trainer: Trainer) -> None:
     """Write a checkpoint of this moment. A full disk is reported, and ends the run when the settings say so."""
     if trainer.out is None:
         return
-    made = _snapshot(trainer)
+    made = _snapshot(trainer, gathered(trainer.accelerator, plain_random_state()))
     place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.step}
     if trainer.first:
         path = None
@@ -44,8 +44,50 @@ def keep(trainer: Trainer) -> None:
             trainer.plugins.call("on_model_save", path=path, **place)
 
 
+def rescue(trainer: Trainer, error: BaseException) -> None:
+    """Write what was learnt before an error that ends a run: a checkpoint of its last whole step, and the module.
+
+    Of several processes the first one writes, without asking the others, which may be gone; what is sharded among them is
+    lost back to the newest checkpoint. The error gets a note about what there is.
+    """
+    step, stepper = trainer.progress.step, trainer.take_step
+    if trainer.out is None or not trainer.first or step == 0 or trainer.saved:
+        return
+    lost = None
+    if trainer.sharded is not None:
+        lost = "its weights are parts on several processes"
+    elif not stepper.whole:
+        lost = "the optimizer was changing the weights"
+    elif not all(bool(p.isfinite().all()) for p in trainer.trained.values()):
+        lost = "its weights are not finite"
+    kept = found(trainer.out / "checkpoints")
+    if lost is None:
+        try:
+            if not kept or kept[-1].name != f"{PREFIX}{step:08}":
+                made = _snapshot(trainer, [plain_random_state(trainer.drawn)])
+                kept.append(write(trainer.out / "checkpoints", made, trainer.settings.save.keep))
+            _write_modules(trainer)
+        except Exception as other:  # the system's or torch's; the first error is the one that counts
+            lost = f"it cannot be written: {other}"
+    if lost is None:
+        text = f"the run ended after step {step}: what it learnt is in '{kept[-1]}' (--resume) and '{trainer.out / 'module'}'"
+    else:
+        last = f"the newest checkpoint is '{kept[-1]}'" if kept else "there is no checkpoint"
+        text = f"the run ended after step {step}, of which nothing is kept as {lost}; {last}"
+    error.add_note(text)
+    trainer.watch.note(text, said=False)
+
+
 def export(trainer: Trainer) -> None:
     """Write the trained module, and the one with averaged weights, as artifacts: `module/` and `ema/`."""
+    _write_modules(trainer)
+    trainer.saved = True
+    if trainer.out is not None and trainer.first:
+        place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.step}
+        trainer.plugins.call("on_model_save", path=trainer.out / "module", **place)
+
+
+def _write_modules(trainer: Trainer) -> None:
     named = dict(trainer.module.named_parameters())
     trained, averages = tree_map(_whole, (trainer.trained, trainer.ema.average if trainer.ema else {}))
     if trainer.sharded is not None:  # the module itself still has the weights it began with
@@ -65,8 +107,6 @@ def export(trainer: Trainer) -> None:
                 save(trainer.module, trainer.out / "ema", config=trainer.config)
         finally:
             _fill(named, kept)
-    place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.step}
-    trainer.plugins.call("on_model_save", path=trainer.out / "module", **place)
 
 
 def restore(trainer: Trainer, path: Path) -> None:
@@ -101,7 +141,7 @@ def restore(trainer: Trainer, path: Path) -> None:
                 shutil.rmtree(later)
 
 
-def _snapshot(trainer: Trainer) -> Checkpoint:
+def _snapshot(trainer: Trainer, random: list[dict[str, Any]]) -> Checkpoint:
     accelerator, ema = trainer.accelerator, trainer.ema
     state = {"optimizer": tree_map(_whole, trainer.optimizer.state_dict()), "scheduler": trainer.scheduler.state_dict()}
     if accelerator.scaler is not None:
@@ -114,7 +154,7 @@ def _snapshot(trainer: Trainer) -> Checkpoint:
     }
     changed = {n: b for n, b in trainer.module.named_buffers() if not torch.equal(b, trainer.buffers[n].to(b.device))}
     weights, averages = tree_map(_whole, (trainer.trained, ema.average if ema else {}))
-    return Checkpoint({**weights, **changed}, progress, state, averages, gathered(accelerator, plain_random_state()))
+    return Checkpoint({**weights, **changed}, progress, state, averages, random)
 
 
 def _identity(trainer: Trainer) -> dict[str, Any]:

@@ -53,6 +53,7 @@ class Stepper:
         self.trained = {name: p for group in groups for name, p in zip(group["names"], group["params"], strict=True)}
         self.frozen = {name for name, _ in module.named_parameters()} - self.trained.keys()
         self.checked, self.overflows = False, 0
+        self.whole = True  # whether no step of the optimizer has been left half taken
 
     def __call__(self, batches: Sequence[Batch], step: int, context: dict[str, Any]) -> dict[str, float]:
         """Step number `step` (the first is 1) on its micro batches, which are on the device already. Gives loss, grad_norm and
@@ -119,7 +120,9 @@ class Stepper:
             self._overflowed(step, batches)
         else:
             self.overflows = 0
+        self.whole = False
         self.optimizer.step()
+        self.whole = True
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 

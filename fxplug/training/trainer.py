@@ -21,14 +21,14 @@ from ..spec.run_config import check_settings
 from ..spec.train_section import Train
 from .checkpoint import fingerprint, newest, seeded
 from .data.loader import loader_of
-from .data.seeding import random_state_kept
+from .data.seeding import random_state, random_state_kept
 from .distributed import gathered, launched, prepared, set_mode
 from .ema import Ema
 from .monitor import Watch
 from .param_groups import check_optimizer, choose, make_optimizer, make_scheduler
 from .plugins import Plugins, open_plugins
 from .random_draws import Draws, mixed
-from .resuming import export, interruptible, keep, restore
+from .resuming import export, interruptible, keep, rescue, restore
 from .splitting import divided, share
 from .stepping import Batch, Stepper
 from .tasks.task import TaskInfo, make_task, means
@@ -121,8 +121,12 @@ class Trainer:
         self.progress = Progress()
         self.history: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
+        self.drawn: Any = None  # the random state before the step at hand
+        self.saved = False  # whether the module is written
         self._make(optimizer, scheduler)
-        self.watch = self._watch()
+        counts = self.steps, self.epochs, self.per_epoch
+        self.watch = Watch(self.out if self.first else None, self.settings, *counts, quiet=quiet or not self.first)
+        self.take_step.note = self.plugins.note = self.watch.note
 
     def _set_up(self, base: Path, timm: str | None) -> None:
         """Tell the task what there is, and the loaders what the task makes of an image."""
@@ -183,18 +187,6 @@ class Trainer:
         self.data.close()
         return divided(self.module, self.settings, self.task, self._moved(batch), self.accelerator, self.dtypes)
 
-    def _watch(self) -> Watch:
-        watch = Watch(
-            self.out if self.first else None,
-            self.settings,
-            steps=self.steps,
-            epochs=self.epochs,
-            steps_per_epoch=self.per_epoch,
-            quiet=self.quiet or not self.first,
-        )
-        self.take_step.note = self.plugins.note = watch.note
-        return watch
-
     # --- training
 
     def fit(self, resume: str | Path | None = None) -> list[dict[str, Any]]:
@@ -232,6 +224,9 @@ class Trainer:
                 keep(self)
                 raise KeyboardInterrupt(f"stopped after step {self.progress.step}")
             self._finish()
+        except BaseException as error:  # whoever it comes from: nothing learnt is lost
+            rescue(self, error)
+            raise
         finally:
             self._close()
         self.plugins.call("on_training_end", global_step=self.progress.step)
@@ -266,6 +261,7 @@ class Trainer:
         progress = self.progress
         place = {"epoch": progress.epoch, "global_step": progress.step}
         local = progress.done // self.settings.accumulate
+        self.drawn = random_state()
         self.plugins.call("on_step_start", local_step=local, batch=batches[0], **place)
         lr = self.optimizer.param_groups[0]["lr"]
         report = self.take_step(batches, progress.step + 1, place)
@@ -277,6 +273,7 @@ class Trainer:
         progress.step += 1
         progress.done += len(batches)
         progress.total += report["loss"]
+        self.drawn = None
         return {"step": progress.step, "epoch": progress.epoch, "loss": report.pop("loss"), "lr": lr, **report}
 
     def _close(self) -> None:

@@ -1,0 +1,137 @@
+"""A run that ends with an error keeps what it has learnt: a checkpoint of its last whole step, and the module."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import runs
+import torch
+from runs import run, same, trained
+
+import fxplug
+from fxplug.training.checkpoint import found
+
+SAVE = {"train__save": {"every": 100, "keep": 9}}
+AT: dict[str, int] = {}  # the hook that raises, and the step at which it does
+
+
+class Raises:
+    """A plugin that fails in one of its hooks."""
+
+    def __getattribute__(self, name):
+        if name not in AT or not name.startswith("on_"):
+            return object.__getattribute__(self, name)
+        return lambda global_step=0, **kwargs: self.fail() if global_step >= AT[name] else None
+
+    def fail(self):
+        raise ZeroDivisionError("mine")
+
+    def on_step_start(self, module, global_step):
+        if global_step == AT.get("spoil"):
+            module.get_parameter("head.weight").data.fill_(float("inf"))
+
+    def on_backpropagation(self, **kwargs): ...
+    def on_step_end(self, **kwargs): ...
+    def on_epoch_end(self, **kwargs): ...
+    def on_model_save(self, **kwargs): ...
+    def on_training_end(self, **kwargs): ...
+
+
+class Breaks(runs.Digits):
+    """Data of which one sample cannot be read once it is asked for the second time."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = 0
+
+    def __getitem__(self, index):
+        self.asked += index == 5
+        if self.asked > 1 and "data" in AT:
+            raise OSError("gone")
+        return super().__getitem__(index)
+
+
+@pytest.fixture(autouse=True)
+def nothing_raises():
+    yield
+    AT.clear()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return {call: run(tmp_path_factory.mktemp("whole"), **changed(call)) for call in ("runs:Digits", "test_rescue:Breaks")}
+
+
+def changed(call="runs:Digits", **more):
+    return {**SAVE, "train__plugins": ["test_rescue:Raises"], "data__call": call, "data__workers": 0, **more}
+
+
+@pytest.mark.parametrize(
+    "hook, at, step",
+    [
+        ("on_step_start", 4, 4),
+        ("on_backpropagation", 4, 4),
+        ("on_step_end", 4, 5),
+        ("on_epoch_end", 0, 6),
+        ("on_model_save", 0, 8),
+        ("on_training_end", 0, 8),
+        ("data", 6, 7),
+    ],
+)
+def test_what_was_learnt_is_kept_and_the_run_goes_on_to_the_bit(tmp_path, whole, hook, at, step):
+    AT[hook] = at
+    call = "test_rescue:Breaks" if hook == "data" else "runs:Digits"
+    with pytest.raises((fxplug.TrainError, OSError)) as caught:
+        run(tmp_path, **changed(call))
+    AT.clear()
+    text = f"the run ended after step {step}: what it learnt is in '{tmp_path / 'checkpoints' / f'step-{step:08}'}' (--resume)"
+    notes = [note for note in getattr(caught.value, "__notes__", []) if "ended after" in note]
+    assert hook == "on_training_end" or [note.startswith(text) for note in notes] == [True]
+    assert [path.name for path in found(tmp_path / "checkpoints")] == [f"step-{step:08}"]
+    module = fxplug.load(tmp_path / "module")
+    kept = {name: p for name, p in module.named_parameters() if name.startswith(("lora.", "head."))}
+    shutil.rmtree(tmp_path / "module")
+    again = run(tmp_path, resume=True, **changed(call))
+    assert [one["loss"] for one in again.history] == [one["loss"] for one in whole[call].history]
+    assert same(trained(again.module), trained(whole[call].module)) and (tmp_path / "module").is_dir()
+    assert step < 8 or all(torch.equal(kept[name], p) for name, p in trained(again.module).items())
+
+
+def test_a_loss_that_is_not_finite_keeps_the_weights_before_it(tmp_path, whole):
+    with pytest.raises(fxplug.TrainError, match="step 6: the loss is nan") as caught:
+        run(tmp_path, **changed(data__call={"runs:Digits": {"spoil": 90}}, data__shuffle=False))
+    assert "the run ended after step 5: what it learnt is in" in caught.value.__notes__[-1]
+    values = dict(fxplug.load(tmp_path / "module").named_parameters())
+    assert all(bool(p.isfinite().all()) for p in values.values()) and values["head.weight"].count_nonzero()
+    logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert logged[-1]["note"] == caught.value.__notes__[-1]
+
+
+def test_weights_that_are_not_finite_are_not_kept(tmp_path):
+    AT["spoil"] = 3
+    with pytest.raises(fxplug.TrainError, match="the loss is nan") as caught:
+        run(tmp_path, **changed(train__save={"every": 1, "keep": 2}))
+    (note,) = caught.value.__notes__
+    last = found(tmp_path / "checkpoints")[-1]
+    assert last.name == "step-00000003" and note.endswith(f"the newest checkpoint is '{last}'")
+    assert "of which nothing is kept as its weights are not finite" in note
+    assert not (tmp_path / "module").exists()
+
+
+def test_nothing_is_written_before_the_first_step_and_what_cannot_be_is_told(tmp_path, monkeypatch):
+    AT["on_step_start"] = 0
+    with pytest.raises(fxplug.TrainError) as caught:
+        run(tmp_path / "a", **changed())
+    assert not hasattr(caught.value, "__notes__") and not (tmp_path / "a" / "module").exists()
+    AT["on_step_start"] = 3
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fxplug.training.checkpoint.save_file", full)
+    with pytest.raises(fxplug.TrainError, match="ZeroDivisionError: mine") as caught:
+        run(tmp_path / "b", **changed())
+    (note,) = caught.value.__notes__
+    assert "of which nothing is kept as it cannot be written: " in note and note.endswith("there is no checkpoint")
