@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
+import re
 import resource
 import signal
 from pathlib import Path
 
 import processes
 import pytest
+import test_parallel_training
 import torch
 import yaml
 from runs import VIT, Digits, config, run, same, trained
@@ -339,6 +342,30 @@ def test_an_overflow_names_the_first_region_and_keeps_the_weights(tmp_path):
     )
     assert "step 1: the loss is nan" in text and "went non-finite first" in text and "float gave" in text
     assert not (tmp_path / "module").exists()
+
+
+class Sized(nn.Module):
+    """Takes the middle of images of one size, and other ones whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(768, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin((x if x.shape[-1] != 24 else x[..., 4:20, 4:20]).flatten(1).to(self.lin.weight.dtype))
+
+
+def test_a_batch_that_does_not_fit_the_graph_names_the_key(tmp_path):
+    own = {"model": "test_trainer:Sized", "passes": [{"lora": {"at": "lin"}}], "train__trainable": []}
+    text = message(fxplug.TrainError, tmp_path, **own, inputs={"x": [2, 3, 24, 24]})
+    traced = re.escape("  traced: x [2, 3, 24, 24] float32\n  in a batch: image [16, 3, 16, 16] float32, label [16] int64")
+    assert re.search(rf"(?s)^the model was traced with other inputs than the run gives it: .*{traced}", text)
+    assert text.endswith("\n  images are [16, 16] and inputs.x is [2, 3, 24, 24]: give both one size, in data.size or inputs.x")
+    dit = copy.deepcopy(test_parallel_training.CONFIG)
+    dit["inputs"]["timestep"] = {"shape": [2], "dtype": "float32"}
+    text = message(fxplug.TrainError, tmp_path, **{k: dit[k] for k in ("model", "inputs", "passes", "train")})
+    assert "timestep [2] float32" in text and text.endswith("\n  write inputs.timestep.dtype: int64")
+    assert not found(tmp_path / "checkpoints")
 
 
 class Detached(nn.Module):

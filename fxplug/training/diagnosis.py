@@ -1,15 +1,18 @@
-"""Where a run went wrong: the first region of the model whose values are not finite."""
+"""Where a run went wrong: the first region whose values are not finite; what of a batch does not fit the traced graph."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from ..errors import GuardError
 from ..ir.pytree import leaves
 from ..ir.traced_module import TracedModule, without_edges
+from .tasks.calling import inputs_of
 
 
 class _NotFinite(Exception):
@@ -26,6 +29,33 @@ class _Watched(fx.Interpreter):
                 if isinstance(part, Tensor) and part.is_floating_point() and not part.isfinite().all():
                     raise _NotFinite(_described(n, part, self.env))
         return value
+
+
+def misfit(error: GuardError, module: nn.Module, batch: Mapping[str, Any]) -> str:
+    """What a batch has that the traced graph does not hold for, and the key of a configuration that says it."""
+    inputs = {name: one for name, one in inputs_of(module).items() if one.shape is not None}
+    given = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    lines = [f"the model was traced with other inputs than the run gives it: {error}"]
+    traced = (f"{name} {list(one.shape or ())} {_dtype(one.dtype)}" for name, one in inputs.items())
+    lines.append("  traced: " + ", ".join(traced))
+    lines.append("  in a batch: " + ", ".join(f"{name} {list(v.shape)} {_dtype(v.dtype)}" for name, v in given.items()))
+    kind = re.search(r"argument '(\w+)' was torch\.\w+ .* now it is torch\.(\w+)", str(error))
+    if kind:
+        lines.append(f"  write inputs.{kind[1]}.dtype: {kind[2]}")
+        return "\n".join(lines)
+    images = [value.shape[-2:] for value in given.values() if value.dim() == 4]
+    fitting = [(name, one.shape) for name, one in inputs.items() if one.shape is not None and len(one.shape) == 4]
+    if images and fitting and images[0] != fitting[0][1][-2:]:
+        name, shape = fitting[0]
+        both = f"images are {list(images[0])} and inputs.{name} is {list(shape)}"
+        lines.append(f"  {both}: give both one size, in data.size or inputs.{name}")
+    else:
+        lines.append("  give the inputs in the configuration the sizes that a batch has: inputs." + ", inputs.".join(inputs))
+    return "\n".join(lines)
+
+
+def _dtype(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Finder(nn.Module):

@@ -12,11 +12,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import TrainError
+from ..errors import GuardError, TrainError
 from ..ir.traced_module import TracedModule
 from ..lowerings.frozen_norms import hold_norms
 from ..spec.train_section import Train
-from .diagnosis import Finder, bad_gradients
+from .diagnosis import Finder, bad_gradients, misfit
 from .distributed import mean, set_mode
 from .param_groups import check_gradients
 from .plugins import Plugins
@@ -95,8 +95,11 @@ class Stepper:
     def _loss(self, runner: nn.Module, batch: Batch, step: int, micro: int) -> tuple[Tensor, dict[str, float]]:
         accelerator = self.accelerator
         draws = Draws(self.seed, step, micro, rank=self.rank, world=self.world, device=accelerator.device)
-        with accelerator.autocast():
-            found = self.task.loss(runner, batch, draws)
+        try:
+            with accelerator.autocast():
+                found = self.task.loss(runner, batch, draws)
+        except GuardError as error:
+            raise TrainError(misfit(error, self.module, batch)) from error
         loss, report = found if isinstance(found, tuple) else (found, {})
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
