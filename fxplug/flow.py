@@ -14,7 +14,8 @@ import torch
 from .artifacts.artifact import save
 from .capture.fake_tensors import lacks_values
 from .capture.tracer import trace
-from .errors import FxplugError, SpecError
+from .errors import ArtifactError, FxplugError, SpecError
+from .files.writing import check_folder
 from .ir.text import diff, parameters
 from .ir.traced_module import TracedModule, class_names
 from .models.example_inputs import added_inputs, default_inputs, example_inputs
@@ -72,12 +73,14 @@ def rewrite(
     `source` and `set` are those of `load_config`. `verify` takes the place of the configuration's. A dry run uses no
     memory for weights, but for a model that reads values out of its data, which a warning tells; it checks only the
     structure, and writes nothing. `progress(text)` gives
-    a context manager for each step. The global random state is left as it was. Raises FxplugError; nothing is written
-    then.
+    a context manager for each step. The global random state is left as it was. Raises FxplugError, for a folder that cannot
+    be written before anything else; nothing is written then.
     """
     if isinstance(source, Config) and set:
         raise SpecError("'set' changes what is read from a file or mapping, and this configuration was read already")
     config = source if isinstance(source, Config) else load_config(source, set)
+    if out is not None and not dry_run:
+        check_folder(Path(out), ArtifactError)
     step = progress or (lambda text: nullcontext())
     checked = config.verify if verify is None else verify
     devices = [torch_device(config)] if torch_device(config).type == "cuda" else []

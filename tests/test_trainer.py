@@ -228,6 +228,15 @@ def test_a_run_can_be_made_longer(tmp_path):
     assert losses(longer.history) == losses(whole.history) and same(trained(longer.module), trained(whole.module))
 
 
+@pytest.mark.parametrize("scheduler", ["OneCycleLR", "CosineAnnealingLR", {"LinearLR": {"total_iters": 6}}])
+def test_a_run_can_be_made_longer_under_any_scheduler(tmp_path, scheduler):
+    whole = run(tmp_path / "a", train__steps=9, train__scheduler=scheduler)
+    run(tmp_path / "b", train__steps=4, train__scheduler=scheduler)
+    longer = run(tmp_path / "b", resume=True, train__steps=9, train__scheduler=scheduler)
+    rates = [[record["lr"] for record in one.history[4:]] for one in (whole, longer)]
+    assert len(set(rates[0])) > 1 and rates[1] == pytest.approx(rates[0])
+
+
 def acting(out, hook, act, **changed):
     """A run with a plugin that calls `act` at a hook."""
     plugin = type("Acts", (), {hook: lambda self, global_step, **kwargs: act(global_step)})
@@ -401,7 +410,9 @@ def test_a_checkpoint_of_another_run_says_what_differs(tmp_path):
     )
     assert "is a checkpoint of another run" in text
     assert "passes.lora.rank: 4 then, 2 now" in text and "samples of a step: 16 then, 8 now" in text
-    assert "trained.lora.blocks.0.attn.proj.Lora.down.weight: [4, 192] then, nothing now" in text
+    assert text.endswith("\n  and 8 trained weights") and len(text.splitlines()) == 6
+    wider = message(fxplug.TrainError, tmp_path / "b", resume=tmp_path / "a", train__trainable=["head", "blocks.*.norm*"])
+    assert wider.endswith("trained weights") and len(wider.splitlines()) < 5
     other = message(fxplug.TrainError, tmp_path / "c", resume=tmp_path / "a", model={**VIT, "timm": "vit_small_patch16_224"})
     assert "model.timm: vit_tiny_patch16_224 then, vit_small_patch16_224 now" in other
 
@@ -411,7 +422,6 @@ def test_a_checkpoint_of_another_run_says_what_differs(tmp_path):
     [
         ({}, {"train__lr": 1e-5}, "groups.lora[0]: 0.003 then, 1e-05 now"),
         ({}, {"seed": 1}, "frozen weights: "),
-        ({"train__scheduler": "OneCycleLR"}, {"train__scheduler": "OneCycleLR", "train__steps": 3}, "steps: 1 then, 3 now"),
         ({}, {"dtype": "float64"}, "dtype: None then, float64 now"),
     ],
 )
@@ -543,6 +553,20 @@ def test_best_results_are_those_of_the_task_s_own_metric(tmp_path):
 def test_a_folder_that_holds_a_run_is_not_written_over(tmp_path):
     run(tmp_path, train__steps=1)
     assert "holds a run: resume it" in message(fxplug.SpecError, tmp_path)
+
+
+@pytest.mark.parametrize("verb", [fxplug.train, fxplug.rewrite])
+def test_a_folder_that_cannot_be_is_told_before_the_model_is_built(tmp_path, verb):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name, why in (("file", "file is not a folder"), ("file/out", "file is not a folder"), ("link", "is a link to nothing")):
+        with pytest.raises(fxplug.FxplugError, match=why):
+            verb(config(model="test_trainer:never_built"), out=tmp_path / name)
+    assert (tmp_path / "file").read_text() == "" and len(list(tmp_path.iterdir())) == 2
+
+
+def never_built():
+    raise AssertionError("the folder comes first")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -61,6 +61,16 @@ def written(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             raise sink.error
         file.flush()
         os.fsync(file.fileno())
+
+
+def check_folder(folder: Path, raises: Callable[[str], Exception]) -> None:
+    """Raises what `raises` makes of a finding where a folder is not there and cannot be made, before anything is worked out."""
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        why = f"{there} is not a folder" if there.exists() else f"{there} is a link to nothing"
+        raise raises(why if there == folder else f"'{folder}' cannot be made: {why}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise raises(f"'{folder}' cannot be written: '{there}' is not open to you")
 
 
 def save_file(tensors: dict[str, Tensor], path: str | os.PathLike[str]) -> None:

@@ -225,5 +225,10 @@ def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[
             f"no gradient reached {', '.join(bad[:5])}{more} in the first step: what they compute does not reach the loss; "
             "narrow the pass, or give it train: false"
         )
-    zero = [h for h, inside in held.items() if not lost[h] and not any(p.grad is not None and p.grad.any() for _, p in inside)]
-    return [*(name for names in lost.values() for name in names), *zero]
+    moved = {name for inside in held.values() for name, p in inside if p.grad is not None and p.grad.any()}
+    # one half of a new block that is zero lets no gradient through to the other
+    put = {site["block"] for entry in module.meta.get("passes", []) for site in entry["sites"] if site["block"]}
+    halves = {block for block in put if any(name.startswith(f"{block}.") for name in moved)}
+    zero = [h for h, inside in held.items() if not lost[h] and moved.isdisjoint(name for name, _ in inside)]
+    fresh = {h for h in zero if any(h[:end] in halves for end in _dots(h))}
+    return [*(name for names in lost.values() for name in names), *(h for h in zero if h not in fresh)]

@@ -6,6 +6,7 @@ import errno
 import shutil
 import signal
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -112,9 +113,15 @@ def _write_modules(trainer: Trainer) -> None:
 def restore(trainer: Trainer, path: Path) -> None:
     """Put a run back to a checkpoint. TrainError, with what differs, for one of another model, pass list or data."""
     kept = read(path)
-    lines = differences(kept.progress["run"], _identity(trainer))
+    own = _identity(trainer)
+    length = kept.progress["run"].pop("steps", None), own.pop("steps")
+    lines = differences(kept.progress["run"], own)
     if lines:
-        listed = "\n  ".join(lines)
+        weights = [line for line in lines if line.startswith("trained.")]  # which follow from the passes, mostly
+        others = [line for line in lines if line not in weights]
+        more = f"and {len(weights)} trained weights"
+        shown = [*others, more] if others and weights else others or [*weights[:3], *([more] if weights[3:] else [])]
+        listed = "\n  ".join(shown)
         raise TrainError(f"'{path}' is a checkpoint of another run:\n  {listed}")
     _fill({**dict(trainer.module.named_buffers()), **trainer.trained}, kept.weights)
     if trainer.ema is not None:
@@ -124,8 +131,12 @@ def restore(trainer: Trainer, path: Path) -> None:
     for index, parameter in enumerate(trainer.trained.values()):
         of = state["state"].get(index, {})
         of.update({key: _spread(value, parameter) for key, value in of.items()})
+    fresh = [{key: value for key, value in group.items() if key != "params"} for group in trainer.optimizer.param_groups]
     trainer.optimizer.load_state_dict(state)
-    trainer.scheduler.load_state_dict(kept.state["scheduler"])
+    if length[0] == length[1]:
+        trainer.scheduler.load_state_dict(kept.state["scheduler"])
+    else:
+        _replay(trainer, fresh, kept.state["scheduler"]["last_epoch"])
     if trainer.accelerator.scaler is not None and "scaler" in kept.state:
         trainer.accelerator.scaler.load_state_dict(kept.state["scaler"])
     for key, value in kept.progress["progress"].items():
@@ -139,6 +150,16 @@ def restore(trainer: Trainer, path: Path) -> None:
         for later in found(trainer.out / "checkpoints"):
             if int(later.name.removeprefix(PREFIX)) > trainer.progress.step:
                 shutil.rmtree(later)
+
+
+def _replay(trainer: Trainer, fresh: list[dict[str, Any]], times: int) -> None:
+    """Let the scheduler of a run that is longer than before stand where it would be if the run had always been so long."""
+    for group, first in zip(trainer.optimizer.param_groups, fresh, strict=True):
+        group.update(first)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of a step of the scheduler without one of the optimizer
+        for _ in range(times):
+            trainer.scheduler.step()
 
 
 def _snapshot(trainer: Trainer, random: list[dict[str, Any]]) -> Checkpoint:
@@ -172,7 +193,7 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
         "optimizer": [type(trainer.optimizer.optimizer).__name__, written(settings.optimizer)],
         "groups": {group["name"]: [group["lr"], group["weight_decay"]] for group in trainer.groups},
         "scheduler": [type(trainer.scheduler).__name__, written(settings.scheduler)],
-        "steps": None if fixed else trainer.steps,  # what the other schedulers keep of their length is not changed
+        "steps": None if fixed else trainer.steps,  # not compared: a run may be made longer
         "precision": settings.precision,
         "ema": settings.ema,
         "samples of a step": settings.batch * settings.accumulate * trainer.world,

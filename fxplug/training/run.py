@@ -12,6 +12,7 @@ import yaml
 
 from ..errors import SpecError, TrainError
 from ..files.reading import reported
+from ..files.writing import check_folder
 from ..flow import Step, rewrite
 from ..ir.traced_module import TracedModule
 from ..spec.run_config import Config, load_config, resolved
@@ -67,6 +68,7 @@ def train(
         plain = resolved(config)
         check_agreement(accelerator, plain)
         folder = gathered(accelerator, _folder(name or _name(source), out, resume))[0]
+        check_folder(folder, SpecError)
         start = _start(folder, resume)
         task = make_task(config.train.task)
         plugins = open_plugins(config.train.plugins, config.train.on_plugin_error, config.base)
