@@ -437,6 +437,17 @@ def python_trainer(**given):
     return new, lambda **more: fxplug.Trainer(new, {"classify": {"augment": "none"}}, Digits(), **{**common, **given, **more})
 
 
+def test_tests_are_said_as_in_a_configuration_in_python_too(monkeypatch):
+    _, trainer = python_trainer(batch=48, steps=4)
+    made, epochs = trainer(test={"every": 1, "data": Digits(train=False, count=16)}), []
+    monkeypatch.setattr(made, "test", lambda: epochs.append(made.progress.epoch) or {})
+    made.fit()
+    assert epochs == [1, 2] and made.settings.test.every == 1
+    assert trainer(test={"every": 1}).tests is None
+    with pytest.raises(fxplug.SpecError, match=r"train.test: unknown key 'evry' \(did you mean 'every'\?\)"):
+        trainer(test={"evry": 1})
+
+
 def test_an_optimizer_that_lacks_what_trains_is_refused():
     new, trainer = python_trainer()
     optimizer = torch.optim.Adam(new.get_submodule("head").parameters(), 1e-3)

@@ -49,10 +49,10 @@ class Trainer:
     """Trains a traced module: `fit()`, `test()`.
 
     `task` is a name, an import path, one of them with options, or a Task; `data` and `test` are torch Datasets, DataLoaders
-    or Loaders. The other settings are those of a configuration's `train` section (`epochs=5, batch=32, lr=1e-3`). A given
-    `optimizer` takes the place of the settings' one; a given `scheduler` is stepped once an epoch. The module keeps its
-    Parameter objects: what passes added and what `trainable` names is trained in place, nothing else of it is written.
-    Without `out` nothing is written to disk.
+    or Loaders (or `test={"every": 1, "data": ...}`). The other settings are those of a configuration's `train` section
+    (`epochs=5, batch=32, lr=1e-3`). A given `optimizer` takes the place of the settings' one; a given `scheduler` is stepped
+    once an epoch. The module keeps its Parameter objects: what passes added and what `trainable` names is trained in place,
+    nothing else of it is written. Without `out` nothing is written to disk.
 
     Raises SpecError and TrainError for what cannot be trained.
     """
@@ -83,6 +83,9 @@ class Trainer:
             raise TrainError(f"a trainer takes a traced module, not {kind}: fxplug.trace(model, inputs) makes one")
         self.module, self.seed, self.quiet, self.out = module, seed, quiet, Path(out) if out else None
         self.task = make_task(task)
+        if isinstance(test, Mapping):
+            train["test"] = {key: value for key, value in test.items() if key != "data"}
+            test = test.get("data")
         for key, given in (("optimizer", optimizer), ("scheduler", scheduler)):
             if isinstance(given, (str, Mapping)):
                 train[key] = given
