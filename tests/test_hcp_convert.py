@@ -203,7 +203,7 @@ def test_unequal_lists_show_both():
         ("{_target_: hcp_guide.LoraBlock, rank: 1, layers: [a], trian: false}", "takes no 'trian' (did you mean 'train'?)"),
         ("{_target_: hcp_guide.ControlNetPlugin, from_layers: [a], to_layers: [b], depth: 2}", "takes no 'depth'"),
         ("{_target_: hcp_guide.LoraBlock, rank: 1, layers: ['pre_hook:a']}", "has no pre_hook"),
-        ("{_target_: hcp_guide.LoraBlock, rank: 1, layers: ['${x}']}", "expression of OmegaConf"),
+        ("{_target_: hcp_guide.LoraBlock, rank: 1, layers: ['${x}']}", "no 'x' here or in a _base_ file"),
         ("{_target_: hcp_guide.LoraBlock, _partial_: false, layers: [a]}", "must be true"),
         ("{_target_: hcp_guide.Nothing, layers: [a]}", "module 'hcp_guide' has no attribute 'Nothing'"),
         ("{_target_: hcp_guide.LowRank, layers: [a]}", "is no plugin class of fxplug.compat.hcp"),
@@ -237,7 +237,7 @@ def test_other_sections_are_told():
     top = "_base_: [cfgs/train/tuning_base.yaml]\ntrain: {steps: 3}\nmodel: {unet: null}\nseed: null\nplugin_unet:\n"
     entry = "  a: {_target_: hcp_guide.LoraBlock, rank: 1, layers: [x]}\n"
     notes = convert(write(entry + "plugin_TE:\n" + entry, top)).notes
-    assert [n for n in notes if "tuning_base.yaml" in n and "not read" in n]
+    assert [n for n in notes if "tuning_base.yaml" in n and "it is not read" in n]
     assert [n for n in notes if n.endswith("train, model")] and [n for n in notes if "plugin_TE" in n and "--part TE" in n]
     assert "# Note: " in convert("plugin.yaml").text
     assert convert("plugin.yaml", part="TE").text.count("hcp/single") == 1
@@ -264,10 +264,11 @@ def test_lora_unet_is_fxplugs_lora():
     assert block.scale == 1 / 8 and new.meta["passes"][0]["lr"] == 1e-4
     scaled = "  - {rank: 4, alpha: 2.0, alpha_auto_scale: false, dropout: 0.1, layers: [a]}\n"
     done = convert(write(scaled, "lora_unet:\n"))
-    assert parse_yaml(done.text).data["passes"][0]["hcp/lora"]["alpha"] == 8.0 and "dropout" in done.notes[0]
+    assert parse_yaml(done.text).data["passes"][0]["hcp/lora"]["alpha_auto_scale"] is False and "dropout" in done.notes[0]
     for wrong, message in {
-        "rank: 0.5": "share of each layer's width", "bias: true": "no 'bias'", "svd_init: true": "no 'svd_init'",
-        "type: loha_group": "no pass for the type 'loha_group'", "ranc: 3": "unknown key 'ranc' (did you mean 'rank'?)",
+        "rank: 1.5": "nor a share of each layer's width", "rank: 0": "neither a whole number",
+        "svd_init: true": "no 'svd_init'", "branch: q": "no branch 'q'", "mask: [0, 0.3]": "one half of it",
+        "type: loha_group": "no pass for the type 'loha_group'", "ranks: 3": "unknown key 'ranks' (did you mean 'rank'?)",
     }.items():  # fmt: skip
         assert message in refused(f"  - {{layers: [a], {wrong}}}\n", "lora_unet:\n")
 

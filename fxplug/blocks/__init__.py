@@ -6,6 +6,7 @@ from .bottleneck import Adapter
 from .control import Add, Gate
 from .dora import Dora
 from .freeu import FreeU
+from .half_lora import HalfLora
 from .image_attention import ImageAttention, as_tokens
 from .loha import Loha
 from .lokr import Lokr
@@ -38,6 +39,7 @@ __all__ = [
     "Gates",
     "Gauge",
     "Half",
+    "HalfLora",
     "ImageAttention",
     "Join",
     "Keep",

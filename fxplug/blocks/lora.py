@@ -88,7 +88,7 @@ class Lora(LowRank):
     def at(
         cls,
         site: Site,
-        rank: int = 8,
+        rank: int | float = 8,
         alpha: float | None = None,
         dropout: float = 0.0,
         bias: bool = False,
@@ -99,13 +99,17 @@ class Lora(LowRank):
     ) -> Lora:
         """An update for a Linear, Conv1d, Conv2d, Conv3d or Embedding, or a layer derived from one.
 
-        With `slots`, `rank_max` is the highest rank of the adapters to come; None is `rank`.
+        A `rank` between 0 and 1.0 is a share of how many features or channels the layer gives, and 1 at least. With `slots`,
+        `rank_max` is the highest rank of the adapters to come; None is `rank`.
         """
         layer: Any = site.module
         kind = next((k for k in ("Linear", "Embedding", *CONVOLUTIONS) if k in site.classes), None)
         if kind is None:
             known = ", ".join(["Linear", *CONVOLUTIONS, "Embedding"])
             raise SpecError(f"{site.path} is a {site.classes[0]}; a low-rank update fits {known} and layers derived from them")
+        if isinstance(rank, float) and 0 < rank <= 1:
+            width = next(getattr(layer, k) for k in ("out_features", "out_channels", "embedding_dim") if hasattr(layer, k))
+            rank = max(round(width * rank), 1)
         common: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout, "bias": bias}
         common.update(rslora=rslora, alpha_auto_scale=alpha_auto_scale)
         if slots:

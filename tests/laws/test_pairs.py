@@ -49,6 +49,7 @@ ON_UNET = {
     "scale": {"at": f"{MIDDLE}.ff"},
     "skip": {"from": "mid_block.resnets.0.conv1", "to": "mid_block.resnets.1.conv1"},
     "tome": {},
+    "hcp/half_lora": {**LAYERS, "half": "first"},
     "hcp/single": {"layers": LAYERS["at"]},
     "hcp/param": {"layers": LAYERS["at"]},
     "hcp/patch": {"layers": "mid_block.resnets.1.nonlinearity"},

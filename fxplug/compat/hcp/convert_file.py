@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ...errors import SpecError, did_you_mean
+from ...errors import SpecError, did_you_mean, nearest
 from ...models.factory import build
 from ...spec.run_config import load_config
 from ...spec.yaml_source import Source, read_yaml, shown
-from .builtin_plugins import Host, lora_passes
-from .entries import plugin_passes
+from .builtin_plugins import lora_passes
+from .config_files import References, read_files
+from .entries import PLACE_KEYS, plugin_passes
+from .hosts import Host
 from .plugin_factory import plugin_class
 
 if TYPE_CHECKING:
@@ -25,9 +28,10 @@ PARTS = {"unet": ("plugin_unet", "lora_unet"), "TE": ("plugin_TE", "lora_text_en
 # what HCP-Diffusion's trainer reads from the same file, and a graph has nothing of
 TRAINER = {
     *("_base_", "exp_dir", "mixed_precision", "allow_tf32", "seed", "ckpt_type", "vis_info", "train", "logger", "model"),
-    *("previewer", "tokenizer_pt", "data", "unet", "text_encoder", "hydra"),
+    *("previewer", "tokenizer_pt", "data", "data_class", "unet", "text_encoder", "hydra", "merge"),
 }
 PLACEHOLDER = "REPLACE_ME"
+ALIKE = 0.85  # a key whose letters are so alike to those of a section is a mistake in its name
 
 
 @dataclass
@@ -55,16 +59,17 @@ def convert(
     """
     if part not in PARTS:
         raise SpecError(f"no part '{part}'{did_you_mean(part, PARTS)}; there are {', '.join(PARTS)}")
-    source = read_yaml(Path(file))
-    notes = _check_top(source, part)
+    notes: list[str] = []
+    source = read_files(Path(file), notes)
+    sections = _sections(source, part, notes)
     head = _model(model, Path(out).parent if out else Path.cwd())
     host = Host(_built(head, Path(out).parent if out else Path.cwd()) if model else None, dict(inputs or {}), part)
     plugins, loras = PARTS[part]
     passes: list[dict[str, Any]] = []
-    for name, entry in (source.data.get(plugins) or {}).items():
+    for name, entry in (sections[plugins] or {}).items():
         with source.inside(plugins, name):
             passes += plugin_passes(str(name), entry, host, notes)
-    for index, entry in enumerate(source.data.get(loras) or []):
+    for index, entry in enumerate(sections[loras] or []):
         with source.inside(loras, index):
             passes.append(lora_passes(f"lora_block_{index}", entry, host, notes))
     passes = _merged(passes)
@@ -81,20 +86,12 @@ def read_input(text: str) -> tuple[str, list[Any]]:
     return name, [int(part) if part.isdigit() else part for part in parts]
 
 
-def _check_top(source: Source, part: str) -> list[str]:
+def _sections(source: Source, part: str, notes: list[str]) -> dict[str, Any]:
+    """The two sections of a part, with what their references stand for; what is left out is told in `notes`."""
     data = source.data
     if not isinstance(data, Mapping):
         raise source.error(f"must be a mapping with '{PARTS[part][0]}', not {shown(data)}")
-    sections = [key for pair in PARTS.values() for key in pair]
-    for key in data:
-        if key not in sections and key not in TRAINER:
-            raise source.error(f"unknown key '{key}'{did_you_mean(key, [*sections, *TRAINER])}", key=str(key))
-    notes = []
-    for key in ("_base_",) if data.get("_base_") else ():
-        notes.append(f"'{key}' names other files ({shown_list(data[key])}), which are not read: convert those as well")
-    left = [key for key in data if key in TRAINER and key != "_base_" and data[key] is not None]
-    if left:
-        notes.append(f"left out, as they are the trainer's and no plugins: {', '.join(left)}")
+    _tell_left_out(source, notes)
     other = [key for name, pair in PARTS.items() if name != part for key in pair if data.get(key)]
     if other:
         name = next(name for name in PARTS if name != part)
@@ -103,16 +100,39 @@ def _check_top(source: Source, part: str) -> list[str]:
     if not data.get(plugins) and not data.get(loras):
         hint = f"; there is {' and '.join(other)}: --part {name}" if other else ""
         raise source.error(f"has neither '{plugins}' nor '{loras}', so there is nothing to convert{hint}")
-    if not isinstance(data.get(plugins) or {}, Mapping):
+    references = References(source)
+    found = {key: references.value(key) if data.get(key) else None for key in (plugins, loras)}
+    if not isinstance(found[plugins] or {}, Mapping):
         raise source.error(f"must be a mapping of plugins by name, not {shown(data[plugins])}", plugins)
-    if not isinstance(data.get(loras) or [], list):
+    if not isinstance(found[loras] or [], list):
         raise source.error(f"must be a list, not {shown(data[loras])}", loras)
-    return notes
+    return found
 
 
-def shown_list(value: Any) -> str:
-    """One text or several, for a message."""
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+def _tell_left_out(source: Source, notes: list[str]) -> None:
+    """Notes on the keys that are no sections of plugins. Raises SpecError for one that seems to be meant as such a section."""
+    sections = [key for pair in PARTS.values() for key in pair]
+    others = [key for key in source.data if key not in sections and key not in TRAINER]
+    for key in others:
+        near = nearest(key, sections)
+        alike = SequenceMatcher(None, key.lower(), near.lower()).ratio() > ALIKE
+        if alike or _names_layers(source.data[key]):
+            meant = f" (did you mean '{near}'?)" if near else f"; it names layers, as {', '.join(sections)} do"
+            raise source.error(f"unknown key '{key}'{meant}", key=key)
+    left = [key for key in source.data if key in TRAINER and key != "_base_" and source.data[key] is not None]
+    if left:
+        notes.append(f"left out, as they are the trainer's and no plugins: {', '.join(left)}")
+    if others:
+        notes.append(f"left out, as HCP-Diffusion itself has no such keys: {', '.join(others)}")
+    trained = [key for key in ("unet", "text_encoder") if source.data.get(key)]
+    if trained:
+        notes.append(f"{' and '.join(trained)}: trains layers of the model itself; here a run's train.trainable names those")
+
+
+def _names_layers(value: Any) -> bool:
+    """Whether a value looks like a section of plugins."""
+    entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return any(isinstance(entry, Mapping) and any(key in entry for key in PLACE_KEYS) for entry in entries)
 
 
 def _model(model: str | None, folder: Path) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from .base_classes import (
     PluginBlock,
     SinglePluginBlock,
 )
-from .builtin_plugins import OPTIONS, Host, at_key, built_in, common_of, patterns, taken
+from .builtin_plugins import built_in
+from .hosts import OPTIONS, Host, at_key, common_of, patterns, taken
 from .layer_patterns import Layer, Place, listed, paired, read_layers
 from .plugin_factory import make, plugin_class
 
@@ -46,9 +47,6 @@ def plugin_passes(name: str, entry: Any, host: Host, notes: list[str]) -> list[d
         raise SpecError(f"must be the path of a class, not {shown(target)}", path=("_target_",))
     if entry.get("_partial_", True) is not True:
         raise SpecError("must be true: HCP-Diffusion gives the layers itself", path=("_partial_",))
-    for key, value in entry.items():
-        if "${" in str(value):
-            raise SpecError(f"{shown(value)} is an expression of OmegaConf: write what it stands for", path=(str(key),))
     common = common_of(name, entry, notes)
     given = {key: value for key, value in entry.items() if key not in OPTIONS}
     if target.startswith("hcpdiff."):

@@ -1,0 +1,150 @@
+"""HCP-Diffusion's configurations over several files: `_base_`, and `${...}` as OmegaConf reads it. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import SpecError, did_you_mean, dotted
+from ...limits import DEFAULT
+from ...spec.yaml_source import Source, read_yaml, shown
+
+REMOVED = "---"  # a value that takes a key of a `_base_` file away
+INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+REFERENCE = re.compile(r"(\.*)([\w-]+(?:(?:\.[\w-]+)|(?:\[[\w-]+\]))*)")
+
+Path_ = tuple[str | int, ...]
+
+
+def read_files(file: Path, notes: list[str]) -> Source:
+    """A file over the files that its `_base_` names, the first of them over the next, as HCP-Diffusion merges them.
+
+    Mappings are merged by key, lists and plain values replaced. A `_base_` path is looked for in the folder of the file and in
+    those around it, then in the working folder; that one is nowhere is told in `notes`. Raises SpecError for files that are
+    each other's `_base_`.
+    """
+    source = _read(file, notes, (), {})
+    if isinstance(source.data, Mapping):
+        source.data = _without_removed(source.data)
+    return source
+
+
+def _read(file: Path, notes: list[str], around: tuple[Path, ...], known: dict[Path, Source]) -> Source:
+    here = file.resolve()
+    if here in known:
+        return known[here]
+    source = read_yaml(file)
+    if not isinstance(source.data, Mapping) or not source.data.get("_base_"):
+        return known.setdefault(here, source)
+    bases = source.data["_base_"]
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise source.error(f"must be a list of files, not {shown(bases)}", "_base_")
+    merged = source
+    for index, base in enumerate(bases):
+        found = _found(base, here)
+        if found is None:
+            notes.append(f"_base_: '{base}' is in no folder around {file.name}: it is not read")
+            continue
+        if found in (*around, here):
+            chain = " -> ".join(path.name for path in (*around, here, found))
+            raise source.error(f"'{base}' is over this very file: {chain}", "_base_", index)
+        merged = _merged(_read(found, notes, (*around, here), known), merged)
+    return known.setdefault(here, merged)
+
+
+def _found(base: str, file: Path) -> Path | None:
+    folders = (*file.parents, Path.cwd())
+    return next((path.resolve() for folder in folders if (path := folder / base).is_file()), None)
+
+
+def _merged(base: Source, over: Source) -> Source:
+    """`over` merged into `base`, with the lines of both."""
+
+    def merge(one: Any, other: Any) -> Any:
+        if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+            return other
+        return {**one, **{key: merge(one[key], value) if key in one else value for key, value in other.items()}}
+
+    if not isinstance(base.data, Mapping):
+        raise SpecError(f"must be a mapping, not {shown(base.data)}", where=base.where())
+    data = merge({k: v for k, v in base.data.items() if k != "_base_"}, over.data)
+    return Source(data, over.file, {**base.lines, **over.lines})
+
+
+def _without_removed(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_removed(member) for key, member in value.items() if member != REMOVED}
+    return [_without_removed(member) for member in value] if isinstance(value, list) else value
+
+
+class References:
+    """The values of a configuration with what their `${...}` stand for."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.left = DEFAULT.entries  # so many values are looked at: references to references may stand for very many
+
+    def value(self, *path: str | int, asked: tuple[Path_, ...] = ()) -> Any:
+        """The value at `path`. Raises SpecError, with its place, for a reference to nothing, to itself or to a resolver.
+
+        `asked` has the places whose references led here.
+        """
+        self.left -= 1
+        if self.left < 0:
+            raise self.source.error(f"its references stand for more than {DEFAULT.entries} values", *path)
+        here = _at(self.source.data, path)
+        if isinstance(here, Mapping):
+            return {key: self.value(*path, key, asked=asked) for key in here}
+        if isinstance(here, list):
+            return [self.value(*path, index, asked=asked) for index in range(len(here))]
+        if not isinstance(here, str) or "${" not in here:
+            return here
+        if path in asked:
+            chain = " -> ".join(dotted(place) for place in (*asked[asked.index(path) :], path))
+            raise self.source.error(f"{shown(here)} refers to itself: {chain}", *path)
+        return self.text(here, path, (*asked, path))
+
+    def text(self, text: str, path: Path_, asked: tuple[Path_, ...]) -> Any:
+        """A text with its references replaced, the innermost first; one that is a reference alone is any value."""
+        while found := INNERMOST.search(text):
+            value = self.value(*self.target(found[1].strip(), text, path), asked=asked)
+            if found[0] == text:
+                return value
+            if isinstance(value, (Mapping, list)):
+                raise self.source.error(f"{shown(text)}: '{found[1]}' is {shown(value)}, and stands within a text", *path)
+            text = text[: found.start()] + str(value) + text[found.end() :]
+            if len(text) > DEFAULT.text:
+                raise self.source.error(f"its references make a text of more than {DEFAULT.text} characters", *path)
+        if "${" in text:
+            raise self.source.error(f"{shown(text)}: '${{' without a '}}' that ends it", *path)
+        return text
+
+    def target(self, reference: str, text: str, path: Path_) -> Path_:
+        """The path that `a.b[0]` means from the top, or `..a` from the place that has it: a dot is the mapping around it."""
+        if ":" in reference:
+            name = reference.partition(":")[0]
+            raise self.source.error(f"{shown(text)} calls the resolver '{name}': write its value", *path)
+        read = REFERENCE.fullmatch(reference)
+        if read is None or len(read[1]) > len(path):
+            raise self.source.error(f"{shown(text)}: '{reference}' is no path of the configuration", *path)
+        found: Path_ = path[: len(path) - len(read[1])] if read[1] else ()
+        for key in re.findall(r"[\w-]+", read[2]):
+            around = _at(self.source.data, found)
+            if isinstance(around, str) and "${" in around:
+                raise self.source.error(f"{shown(text)}: '{dotted(found)}' is a reference: name what it stands for", *path)
+            step: str | int = int(key) if isinstance(around, list) and key.isdigit() else key
+            known = around if isinstance(around, Mapping) else range(len(around)) if isinstance(around, list) else ()
+            if step not in known:
+                hint = did_you_mean(step, around) if isinstance(around, Mapping) else ""
+                raise self.source.error(f"{shown(text)}: no '{dotted((*found, step))}' here or in a _base_ file{hint}", *path)
+            found = (*found, step)
+        return found
+
+
+def _at(data: Any, path: Path_) -> Any:
+    for key in path:
+        data = data[key]
+    return data

@@ -1,0 +1,89 @@
+"""What all entries of HCP-Diffusion's files share: the model that they are for, names, layers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from ...errors import SpecError, did_you_mean
+from ...spec.addresses import identifier, select
+from .layer_patterns import Layer, Place, places
+
+RATE = 1e-5  # HCP-Diffusion's learning rate for a plugin that has none
+OPTIONS = ("_target_", "_partial_", "lr", "train")
+SYMBOL = re.compile(r"[A-Za-z_]\w*")
+
+
+class Host:
+    """The model that plugins go into, when it is known, and the shapes of their inputs."""
+
+    def __init__(self, model: nn.Module | None, inputs: dict[str, Sequence[Any]], part: str) -> None:
+        self.model = model
+        self.inputs = inputs
+        self.part = part
+        self.used: set[str] = set()
+        self.modules = dict(model.named_modules()) if model is not None else {}
+        self.classes = {path: type(m).__name__ for path, m in self.modules.items()}
+
+    def places(self, layers: Sequence[Layer]) -> list[Place] | None:
+        """The layers that are meant, or None where that cannot be known without the model."""
+        if self.model is not None:
+            return places(layers, self.classes)
+        if any(layer.regex or layer.kind for layer in layers):
+            return None
+        return places(layers, dict.fromkeys((layer.path for layer in layers), ""))
+
+    def symbols(self, name: str) -> set[str]:
+        """The names that stand for sizes in the shape of an input."""
+        return {s for size in self.inputs[name] for s in SYMBOL.findall(str(size))}
+
+    def binds(self, name: str) -> bool:
+        """Whether an input names sizes that an input of a plugin uses."""
+        wanted = {s for used in self.used for s in self.symbols(used)}
+        return bool(self.symbols(name) & wanted)
+
+
+def common_of(name: str, entry: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The keys that every pass has, from an entry: `name`, `lr`, and `train` where it is given."""
+    common: dict[str, Any] = {"name": pass_name(name, notes), "lr": entry.get("lr", RATE)}
+    if "train" in entry:
+        common["train"] = entry["train"]
+    return common
+
+
+def taken(given: dict[str, Any], key: str) -> Any:
+    """Take a key out of what was given. Raises SpecError where it is missing."""
+    if key not in given:
+        raise SpecError(f"missing key '{key}'{did_you_mean(key, given)}")
+    return given.pop(key)
+
+
+def patterns(layers: Sequence[Layer]) -> list[str]:
+    """Path patterns; where an expression matches the empty path, the model itself is named beside it, as HCP-Diffusion does."""
+    found: dict[str, None] = {}
+    for layer in layers:
+        if layer.regex and select(f"re:{layer.path}", [""]):
+            found[""] = None
+        found[layer.pattern] = None
+    return list(found)
+
+
+@contextmanager
+def at_key(key: str) -> Iterator[None]:
+    """Errors raised inside without a place have this key as their path."""
+    try:
+        yield
+    except SpecError as error:
+        raise SpecError(error.finding, path=error.path or (key,)) from None
+
+
+def pass_name(name: str, notes: list[str]) -> str:
+    """A plugin's name as a pass's, which is a Python name."""
+    new = identifier(name)
+    if new != name:
+        notes.append(f"plugin '{name}' is called {new} here, as names are of letters, digits and '_'")
+    return new
