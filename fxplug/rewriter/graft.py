@@ -58,6 +58,7 @@ class Traces:
     def __init__(self) -> None:
         self._known: dict[Any, tuple[nn.Module, TracedModule]] = {}  # with the module, whose id may be a part of the key
         self._base: dict[tuple[Any, ...], str] = {}
+        self._homes: dict[int, str] = {}
 
     def of(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -> TracedModule:
         """The trace of a module for values of these shapes. Leaves that differ in their weights alone share one."""
@@ -72,6 +73,20 @@ class Traces:
             self._known[key] = module, traced(module, args, kwargs, what)
         return self._known[key][1]
 
+    def at_home(self, name: str, block: nn.Module, own: nn.Module) -> dict[str, str]:
+        """What is in a module that another block has too, with its names in that one; `own` has it no longer.
+
+        `own` is the tree of the block's trace, at `name`. A module stands in the first block that has it.
+        """
+        found = {}
+        for child, module in block.named_children():
+            home = self._homes.setdefault(id(module), f"{name}.{child}")
+            if home != f"{name}.{child}":
+                tree = own._modules.pop(child)
+                assert tree is not None
+                inside = [*tree.named_modules(), *tree.named_parameters(), *tree.named_buffers()]
+                found.update({f"{child}.{key}": f"{home}.{key}" for key, _ in inside})
+        return found
 
     def taken_from_base(self, own: nn.Module, tree: nn.Module) -> dict[str, str]:
         """Those constants of a trace that are weights of the model, with the model's names; `own` has them no longer.
