@@ -52,7 +52,7 @@ def read_entry(given: Mapping[str, Any], at: tuple[str | int, ...]) -> Entry:
     for key in KEYS[:3]:
         if key not in given:
             raise SpecError(f"missing key '{key}': an entry has name, location and hook", path=at)
-    name, places, hooks, kwargs = (given.get(key) for key in KEYS)
+    name, places, hooks, kwargs = given["name"], given["location"], given["hook"], given.get("kwargs")
     if not isinstance(name, str) or not name.isidentifier():
         raise SpecError(f"must be the class of an add-in, not {shown(name)}", path=(*at, "name"))
     if not _lists(places, (str, int)):
@@ -111,5 +111,6 @@ def _with(addin: Any, entry: Entry) -> Any:
     if isinstance(addin, Mapping):
         return {**addin, "options": {**(addin.get("options") or {}), **entry.kwargs}}
     if not isinstance(getattr(addin, "func", addin), type):
-        raise SpecError(f"has options for {entry.addin}, and that was given ready made: give its class", path=(*entry.at, "kwargs"))
+        finding = f"has options for {entry.addin}, and that was given ready made: give its class"
+        raise SpecError(finding, path=(*entry.at, "kwargs"))
     return functools.partial(addin, **entry.kwargs)

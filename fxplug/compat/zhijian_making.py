@@ -22,6 +22,8 @@ from .zhijian_state import tables
 if TYPE_CHECKING:
     from ..rewriter.sites import Value
 
+SHOWN = 12  # so many methods are listed in a message
+
 
 def own(addin: Any) -> nn.Module:
     """An add-in for one place, or for the places that share it. Raises SpecError where its class cannot make one."""
@@ -104,9 +106,6 @@ def takes_outputs(addin: nn.Module, method: str, point: str) -> bool:
     return 3 in fits
 
 
-SHOWN = 12
-
-
 def with_first_parameters(addin: nn.Module, call: Any, args: Sequence[Value]) -> nn.Module:
     """The add-in with the parameters that its first call makes anew for the values there, else as it is.
 
@@ -125,12 +124,14 @@ def with_first_parameters(addin: nn.Module, call: Any, args: Sequence[Value]) ->
 
 
 def _zeros(value: Any) -> Any:
-    members = getattr(value, "members", value)
-    if hasattr(value, "members") and members is None:
-        return torch.zeros(value.shape, dtype=value.dtype)
-    if isinstance(members, dict):
-        return {k: _zeros(v) for k, v in members.items()}
-    return type(members)(map(_zeros, members)) if type(members) in (list, tuple) else members
+    """Zeros in the structure of a value of a site."""
+    if (members := getattr(value, "members", None)) is not None:
+        return _zeros(members)
+    if isinstance(value, dict):
+        return {k: _zeros(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_zeros, value))
+    return torch.zeros(value.shape, dtype=value.dtype) if hasattr(value, "shape") else value
 
 
 class OnItsDevice(TorchFunctionMode):

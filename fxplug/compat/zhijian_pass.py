@@ -152,7 +152,7 @@ def check_method(addin: Any, method: str, text: str) -> None:
 
 
 def methods(addin: Any) -> list[str]:
-    """The methods of an add-in that a line may name: its own, those that its constructor made, and the base class's `add_...`."""
+    """The methods of an add-in that a line may name: its own and its constructor's, and the base's `add_...`."""
     known = {name for kind in type(addin).__mro__ if kind.__module__.startswith("torch.") for name in vars(kind)}
     known |= {"get_log_str", "get_pre", "get_post", "forward"}
     names = [name for name in dir(addin) if not name.startswith("_") and name not in known]

@@ -106,7 +106,7 @@ def _watched(modules: Mapping[str, nn.Module], initial: Mapping[str, Any], read:
             modules[path].__class__ = kind
 
 
-def _telling(kind: type, path: str, initial: Mapping[str, Any], read: set[str]) -> type:
+def _telling(kind: Any, path: str, initial: Mapping[str, Any], read: set[str]) -> Any:
     def __getattribute__(self: Any, key: str) -> Any:  # noqa: N807
         name = _joined(path, key)
         try:

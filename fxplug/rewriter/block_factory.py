@@ -42,7 +42,8 @@ def make_block(
         pass
     try:
         _check_options(kind, rule.options)
-        beside = {"beside": owners[rule.name]} if rule.carries and rule.name in owners else {}
+        shares = rule.carries and rule.name in owners and "beside" in taken(kind.at, 1).names  # type: ignore[attr-defined]
+        beside = {"beside": owners[rule.name]} if shares else {}
         block = _make(kind, site, weight, beside).train(tree.training)
     except FxplugError as error:
         text = getattr(error, "finding", str(error))

@@ -58,7 +58,7 @@ class Editor(OpenedGraph):
     def run(self, sites: list[Site], blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
         """Put in blocks, by the id of their site, where this graph has the site. Raises MatchError for what flows backward."""
         here = [site for site in sites if self.present(site)]
-        carried = {}
+        carried: dict[str, nn.Module] = {}
         if any(site.rule.carries for site in here):
             here = in_order(self.graph, self.regions, here)
         for site in here:
@@ -67,9 +67,10 @@ class Editor(OpenedGraph):
             else:
                 self.insert(site, blocks.get(id(site)))
             if site.rule.carries:
-                carried[site.rule.name] = blocks[id(site)][1]
+                carried[str(site.rule.name)] = blocks[id(site)][1]
         for name, last in carried.items():
-            last.ended(self.kept[name])
+            if (ended := getattr(last, "ended", None)) is not None:
+                ended(self.kept[name])
         check_flow(self.graph, self.p.name)
         self.graph.lint()
 
@@ -143,7 +144,7 @@ class Editor(OpenedGraph):
         own = shell(sub)
         self.tree.get_submodule(owner)._modules[last_name] = own
         graft = Graft(self.graph, name, name, ROOT, self.made_by(site, type(block).__name__), after=last)
-        graft.base = {**self.traces.taken_from_base(own, self.tree), **self.traces.at_home(name, block, own)}
+        graft.base = {**self.traces.taken_from_base(own, self.tree), **self.traces.at_home(name, block, own, self.tree)}
         inputs = inspect.signature(block.forward).bind(*args)
         inputs.apply_defaults()
         return graft.put(self.of_mode(sub), inputs.arguments), graft.nodes

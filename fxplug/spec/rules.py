@@ -150,7 +150,8 @@ class Rule:
     replacement does where there is one already: `sum` or `chain`. `expect` is `(operator, count)`. Raises SpecError.
 
     A block of a rule with a `name` returns `(result, value)`, and the value goes to whatever has that name in its `args`. A
-    rule that has it in its own gets what the site before it left, None at the first, in the order in which the model runs.
+    rule that has it in its own gets what the site before it left, None at the first, in the order in which the model runs;
+    `at` gets the first such block as `beside`, where it takes that, and `ended` of the last one what is left, where it has it.
     """
 
     match: Match
@@ -209,7 +210,7 @@ class Rule:
 
     @property
     def carries(self) -> bool:
-        """Whether it hands a value from site to site, as the model runs them: it keeps one under `name` and gets it in `args`."""
+        """Whether it hands a value from site to site: it keeps one under `name`, and has that in its own `args`."""
         return self.name is not None and self.name in self.args
 
     def admits(self, count: int) -> bool:
