@@ -19,12 +19,13 @@ from .zhijian_base import AddinBase
 from .zhijian_host import Seen
 from .zhijian_imports import stand_in
 from .zhijian_making import OnItsDevice, own, settings, takes_outputs, with_first_parameters
+from .zhijian_reuse import model_config, reuse_keys
 from .zhijian_state import CACHE, KEEPS, Call, attributes, same
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site
 
-__all__ = ["Addin", "AddinBase", "Seen", "dict2args", "settings", "stand_in"]
+__all__ = ["Addin", "AddinBase", "Seen", "dict2args", "model_config", "reuse_keys", "settings", "stand_in"]
 
 
 class Addin(Block):

@@ -15,7 +15,8 @@ CACHE = "inputs_cache"
 TABLES = ("_parameters", "_buffers", "_modules")
 # what torch keeps in a module, and what every module may change
 OWN = set(vars(nn.Module())) - set(TABLES)
-SIZE = "@size"  # marks a number that is known when the graph runs, and travels as the size of a tensor without elements
+# how a number travels that is known when the graph runs, as the size of a tensor without elements; and a tuple
+SIZE, TUPLE = "@size", "@tuple"
 KEEPS = (
     "what lasts from one call of the model to the next is a buffer that is changed in place (self.count.add_(1)); a value for "
     "this call only needs no 'self.'"
@@ -82,7 +83,8 @@ class Call:
 
     def left(self) -> dict[str, Any]:
         """What the next call begins with, as a graph can hand it on. Raises SpecError for a value that it cannot."""
-        return {**self.given, **{name: _packed(v, f"{type(self.addin).__name__}.{name}") for name, v in self.set.items()}}
+        kind = type(self.addin).__name__
+        return {**_copied(dict(self.given)), **{name: _packed(v, f"{kind}.{name}") for name, v in self.set.items()}}
 
     def _place(self, name: str) -> tuple[nn.Module, str]:
         path, _, key = name.rpartition(".")
@@ -147,12 +149,12 @@ def _packed(value: Any, name: str) -> Any:
     if value is None or isinstance(value, Tensor) or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, int):  # a number that was read from a shape
-        return (SIZE, torch.empty(value, 0))
+        return {SIZE: torch.empty(value, 0)}
     if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
         return {k: _packed(v, name) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         members = [_packed(v, name) for v in value]
-        return members if isinstance(value, list) else tuple(members)
+        return members if isinstance(value, list) else {TUPLE: members}
     raise SpecError(
         f"'{name}' is a {type(value).__name__} that its next call would find changed, and a graph hands on tensors, sizes, and "
         "lists and dicts of them only"
@@ -160,13 +162,13 @@ def _packed(value: Any, name: str) -> Any:
 
 
 def _unpacked(value: Any) -> Any:
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) and value[0] == SIZE:
-        return value[1].size(0)
+    if isinstance(value, dict) and SIZE in value:
+        return value[SIZE].size(0)
+    if isinstance(value, dict) and TUPLE in value:
+        return tuple(map(_unpacked, value[TUPLE]))
     if isinstance(value, dict):
         return {k: _unpacked(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_unpacked(v) for v in value] if isinstance(value, list) else tuple(map(_unpacked, value))
-    return value
+    return [*map(_unpacked, value)] if isinstance(value, list) else value
 
 
 def _joined(path: str, key: str) -> str:
