@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 MODULES = "zhijian.models.addin.module"
+# ZhiJian's settings of a run: what a configuration calls them, and what they are on its command line
+TRAINING = {"max_epoch": ("epochs", 30), "batch_size": ("batch", 128), "lr": ("lr", 0.01), "wd": ("weight_decay", 1e-5)}
 READ = ("addins", "config_blitz", "reuse_keys", "reuse_keys_blitz")
 
 
@@ -49,7 +51,8 @@ def convert(file: str | Path, *, model: str | None = None, out: str | Path | Non
             addins[name] = _addin(name, source.data, built, used)
     trainable, trains = _trainable(source, built, notes)
     entry = {"line": lines, "addin": addins, **({} if trains else {"train": False})}
-    config = {**head, "passes": [{"blitz": entry}] if lines else [], "train": {"trainable": trainable}}
+    config = {**head, "passes": [{"blitz": entry}] if lines else [], "train": _training(source.data, trainable)}
+    used.update(TRAINING)
     left = [str(key) for key in source.data if key not in used]
     if left:
         notes.append(f"left out, as no add-in reads it: {', '.join(left)}")
@@ -103,6 +106,13 @@ def _trainable(source: Source, model: nn.Module | None, notes: list[str]) -> tup
     elif model is None:
         notes.append("in trainable, names of modules without parameters (fc_norm where it is Identity) are to be taken out")
     return found, _names_addins(keys) or ADDIN in words
+
+
+def _training(settings: Mapping[str, Any], trainable: list[str]) -> dict[str, Any]:
+    """The section `train`: what the file says, else the defaults of ZhiJian's command line."""
+    own = {name: settings.get(key, default) for key, (name, default) in TRAINING.items()}
+    fixed = {"task": "classify", "optimizer": "adam", "scheduler": "cosine", "mode": "eval"}
+    return {**fixed, **own, "trainable": trainable}
 
 
 def _names_addins(keys: Sequence[Any]) -> bool:
