@@ -253,8 +253,8 @@ def export(
 
 @app.command()
 def convert(
-    system: Annotated[str, typer.Argument(metavar="SYSTEM", help="Where the file comes from: hcp (HCP-Diffusion).")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Its YAML file with plugin_unet, plugin_TE or lora_unet.")],
+    system: Annotated[str, typer.Argument(metavar="SYSTEM", help="Where the file comes from: hcp or zhijian.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Its YAML file with plugin_unet, plugin_TE or lora_unet; or addins.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The configuration to write.")],
     model: Annotated[
         str | None, typer.Option("--model", help="The model, as in a configuration; or a configuration that has it (.yaml).")
@@ -267,12 +267,15 @@ def convert(
     debug: Debug = False,
 ) -> None:
     """Turn the plugins of another system into a configuration; their classes are used as they are."""
-    if system != "hcp":
-        raise SpecError(f"no system '{system}'{did_you_mean(system, ['hcp'])}; there is hcp")
-    from .compat.hcp.convert_file import convert as run
-    from .compat.hcp.convert_file import read_input
+    if system not in (known := ("hcp", "zhijian")):
+        raise SpecError(f"no system '{system}'{did_you_mean(system, known)}; there are {' and '.join(known)}")
+    from .compat.hcp import convert_file as hcp
+    from .compat.zhijian_convert import convert as zhijian
 
-    done = run(file, model=model, part=part, inputs=dict(map(read_input, input or [])), out=out)
+    if system == "zhijian":
+        done = zhijian(file, model=model, out=out)
+    else:
+        done = hcp.convert(file, model=model, part=part, inputs=dict(map(hcp.read_input, input or [])), out=out)
     with reported(lambda finding: SpecError(f"{out} {finding}"), "cannot be written"):
         _write(out, done.text)
     for note in done.notes:

@@ -6,10 +6,7 @@ Here they are traced once, and nothing is hooked.
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
@@ -18,54 +15,17 @@ from ..blocks.base import Block
 from ..errors import SpecError, did_you_mean
 from ..ir.pytree import children
 from ..spec.addresses import select
-from ..spec.import_path import import_target
-from ..spec.options import check_options
-from .zhijian_pass import entries
+from .zhijian_base import AddinBase
+from .zhijian_host import Seen
+from .zhijian_imports import stand_in
+from .zhijian_making import OnItsDevice, own, settings, takes_outputs, with_first_parameters
+from .zhijian_reuse import model_config, reuse_keys
+from .zhijian_state import CACHE, KEEPS, Call, attributes, same
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site
 
-CACHE = "inputs_cache"
-# what torch keeps in a module, and what every module may change
-OWN = set(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"} | {CACHE}
-
-
-class AddinBase(nn.Module):
-    """A module with methods that stand at places of another model, as in ZhiJian.
-
-    `adapt...(module, inputs)` gets the positional arguments that a module is called with, as a tuple, and returns a tensor
-    for the first of them, or a tuple for all; `adapt...(module, inputs, outputs)` gets its result too and returns another
-    one. Keyword arguments stay as they are.
-    `inputs_cache` is the value at the line's in point, for as long as the method runs.
-    """
-
-    inputs_cache: Any
-
-    def __init__(self, config: Any = None, model_config: Any = None, **kwargs: Any) -> None:
-        super().__init__()
-        self.inputs_cache = None
-
-    def get_pre(self, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        """Keep the first argument."""
-        self.inputs_cache = inputs[0]
-        return inputs[0]
-
-    def get_post(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        """Keep the result."""
-        self.inputs_cache = output
-        return output
-
-    def add_pre(self, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-        """The first argument and what was kept."""
-        return inputs[0] + self.inputs_cache
-
-    def add_post(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        """The result and what was kept."""
-        return output + self.inputs_cache
-
-    def get_log_str(self) -> str:
-        """What an add-in says of itself in a log: here nothing."""
-        return ""
+__all__ = ["Addin", "AddinBase", "Seen", "dict2args", "model_config", "reuse_keys", "settings", "stand_in"]
 
 
 class Addin(Block):
@@ -74,17 +34,28 @@ class Addin(Block):
     At a `point` "in" the method gets the module and its arguments; a tensor that it returns takes the place of the first,
     a tuple that of all. At a `point` "out" it gets the result too; a method that takes no outputs gets the result as its
     inputs there, being what goes into the next module. `across` says that the last value given is the `inputs_cache`.
+
+    With `carries` the add-in has several places: the last value given is what it has kept in its attributes by then, None
+    for nothing, and the block returns that beside its result. The blocks of one add-in share it and `read`.
     """
 
     inline: ClassVar[bool] = True
 
     def __init__(
-        self, addin: nn.Module, method: str, point: str, across: bool = False, host: tuple[Any, ...] = (None,)
+        self,
+        addin: nn.Module,
+        method: str,
+        point: str,
+        across: bool = False,
+        host: tuple[Any, ...] = (None,),
+        carries: bool = False,
     ) -> None:
         """`host` holds what the method gets for the module. Raises SpecError for a method that the add-in has not."""
         super().__init__()
         self.addin, self.method, self.point, self.across, self.host = addin, method, point, across, host
-        self.takes_outputs = _takes(addin, method, point)
+        self.takes_outputs = takes_outputs(addin, method, point)
+        self.carries = carries
+        self.read: set[str] = set()
 
     @classmethod
     def at(
@@ -95,41 +66,78 @@ class Addin(Block):
         point: str,
         across: bool = False,
         modules: Sequence[str] = (),
+        carries: bool = False,
+        beside: Addin | None = None,
     ) -> Addin:
         """A call of `method` of a copy of `addin`, or of a new add-in where that is a class or `{use, options}`.
 
-        `modules` are patterns that each must name a module of the model. Raises SpecError.
+        `modules` are patterns that each must name a module of the model. With `carries` the add-in is that of the block
+        `beside`, where there is one. Raises SpecError.
         """
         _check_named(site, modules)
         if across:
             _check_called_once(site, site.args[-1].path)
-        return cls(_own(addin), method, point, across, (Seen(site.module, site.path),))
+        host = (Seen(site.module, site.path),)
+        if beside is not None:
+            block = cls(beside.addin, method, point, host=host, carries=True)
+            block.read = beside.read
+            return block
+        block = cls(own(addin), method, point, across, host, carries)
+        if not carries:
+            block.addin = with_first_parameters(block.addin, block.result, site.args)
+        return block
 
     def forward(self, *values: Any) -> Any:
         """`(inputs)` or `(inputs, outputs)`, and the cache behind them where the line goes across modules."""
+        left = values[-1] if self.carries else None
+        given = values[:-1] if self.carries else values
+        with Call(self.addin, left or {}, watch=self.carries) as call:
+            result = self.result(self.addin, *given)
+        for name in [*call.anew, *(() if self.carries else call.set)]:
+            if name != CACHE:
+                raise SpecError(
+                    f"{self.called} sets '{name}' of the add-in, which would stay what it was when traced. A value from "
+                    f"elsewhere in the model comes by an in point, as 'inputs_cache'; {KEEPS}"
+                )
+        self.read |= call.read
+        return (result, call.left()) if self.carries else result
+
+    def result(self, addin: nn.Module, *values: Any) -> Any:
+        """What the method of `addin` makes of `(inputs)` or `(inputs, outputs)`, in the structure of what it changes."""
         given = list(values)
         if self.across:
-            object.__setattr__(self.addin, CACHE, None)
-            setattr(self.addin, CACHE, given.pop())
-        before = _state(self.addin)
-        call = getattr(self.addin, self.method)
+            object.__setattr__(addin, CACHE, None)
+            setattr(addin, CACHE, given.pop())
         try:
-            if self.point == "in":
-                result = call(self.host[0], given[0])
-            elif self.takes_outputs:
-                result = call(self.host[0], *given)
-            else:
-                result = call(self.host[0], (given[1],))
+            with OnItsDevice():
+                result = self.called_with(addin, given)
         except (TypeError, AttributeError) as error:
-            if not self.across and getattr(self.addin, CACHE, None) is None and "None" in str(error):
+            if not self.across and not self.carries and getattr(addin, CACHE, None) is None and "None" in str(error):
                 raise SpecError(
                     f"{self.called} uses 'inputs_cache', and the line has no '{{in1}}' that says which value that is ({error})"
                 ) from error
             raise
         finally:
-            setattr(self.addin, CACHE, None)
-        self.refuse_state(before, _state(self.addin))
+            if not self.carries:
+                setattr(addin, CACHE, None)
         return self.inputs(result, given[0]) if self.point == "in" else self.outputs(result, given[1])
+
+    def called_with(self, addin: nn.Module, given: Sequence[Any]) -> Any:
+        """What the method itself returns."""
+        call = getattr(addin, self.method)
+        if self.point == "in":
+            return call(self.host[0], given[0])
+        return call(self.host[0], *given) if self.takes_outputs else call(self.host[0], (given[1],))
+
+    def ended(self, left: Mapping[str, Any]) -> None:
+        """The forward is over and left these attributes. Raises SpecError where the next one would go on with them."""
+        before = attributes(self.addin)
+        for name in sorted(self.read.intersection(left)):
+            if name not in before or not same(before[name], left[name]):
+                raise SpecError(
+                    f"{type(self.addin).__name__} reads '{name}' as the call of the model before left it, and in a graph each "
+                    f"call begins anew: {KEEPS}"
+                )
 
     @property
     def called(self) -> str:
@@ -157,114 +165,11 @@ class Addin(Block):
             )
         return result
 
-    def refuse_state(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Raise SpecError where the method kept something in the add-in: a graph would not."""
-        for name in before.keys() | after.keys():
-            if name not in before or name not in after or not _same(before[name], after[name]):
-                raise SpecError(
-                    f"{self.called} sets '{name}' of the add-in, which would stay what it was when traced. A value from "
-                    "elsewhere in the model comes by an in point, as 'inputs_cache'; what lasts from one call to the next "
-                    "is a buffer that is changed in place (self.count.add_(1)); a value for this call only needs no 'self.'"
-                )
-
     def extra_repr(self) -> str:
         return self.called
 
 
-class Seen:
-    """The module at a point, for the method to read: its settings and its weights, which stay the base model's."""
-
-    __slots__ = ("_module", "_path")
-
-    def __init__(self, module: nn.Module, path: str) -> None:
-        object.__setattr__(self, "_module", module)
-        object.__setattr__(self, "_path", path)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(object.__getattribute__(self, "_module"))
-
-    def __getattr__(self, name: str) -> Any:
-        module, path = (object.__getattribute__(self, slot) for slot in Seen.__slots__)
-        if name in ("forward", "parameters", "named_parameters", "buffers", "named_buffers", "state_dict"):
-            raise self._refused(f"uses '{name}' of '{path}'")
-        value = getattr(module, name)
-        return Seen(value, f"{path}.{name}") if isinstance(value, nn.Module) else value
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise self._refused(f"calls '{object.__getattribute__(self, '_path')}'")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise self._refused(f"sets '{name}' of '{object.__getattribute__(self, '_path')}'")
-
-    def __repr__(self) -> str:
-        return repr(object.__getattribute__(self, "_module"))
-
-    def __deepcopy__(self, memo: Any) -> Seen:
-        return self
-
-    @staticmethod
-    def _refused(what: str) -> SpecError:
-        return SpecError(
-            f"the add-in {what}, and may only read that module of the base model: its settings, and its weights by their "
-            "names; a module that is to run again is written as a block of one's own"
-        )
-
-
-def _own(addin: Any) -> nn.Module:
-    """An add-in for one place."""
-    if isinstance(addin, nn.Module):
-        return copy.deepcopy(addin)
-    if isinstance(addin, Mapping):
-        kind: Any = import_target(str(addin["use"]))
-        options = {k: settings(v) for k, v in dict(addin.get("options") or {}).items()}
-    else:
-        kind, options = addin, {}
-    made = getattr(kind, "func", kind)
-    name = getattr(made, "__name__", repr(made))
-    try:
-        check_options(kind, options, name)
-    except SpecError as error:
-        raise SpecError(f"{name} cannot be made of the options {', '.join(options) or '(none)'}: {error}") from None
-    addin = kind(**options)
-    if not isinstance(addin, nn.Module):
-        raise SpecError(f"{name} makes a {type(addin).__name__}; an add-in is an nn.Module")
-    return addin
-
-
-def settings(value: Any) -> Any:
-    """A mapping as an object with attributes, all the way down, as the configurations of ZhiJian are."""
-    if isinstance(value, Mapping):
-        return SimpleNamespace(**{str(k): settings(v) for k, v in value.items()})
-    return [settings(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
 dict2args = settings  # ZhiJian's name
-
-
-def _takes(addin: nn.Module, method: str, point: str) -> bool:
-    """Whether the method takes (module, inputs, outputs) rather than (module, inputs)."""
-    call = getattr(addin, method, None)
-    name = type(addin).__name__
-    if not callable(call):
-        known = entries(type(addin))
-        raise SpecError(f"{name} has no method '{method}'{did_you_mean(method, known)}; it has {', '.join(known) or 'none'}")
-    signature = inspect.signature(call)
-    fits = []
-    for count in (2, 3):
-        try:
-            signature.bind(*[None] * count)
-            fits.append(count)
-        except TypeError:
-            pass
-    if not fits:
-        raise SpecError(f"{name}.{method}{signature} must take (module, inputs), or (module, inputs, outputs)")
-    if point == "in" and 2 not in fits:
-        raise SpecError(
-            f"{name}.{method}{signature} takes outputs, and before a module there are none; put the point behind the module, "
-            "or name a method that takes (module, inputs)"
-        )
-    return 3 in fits
 
 
 def _check_named(site: Site, modules: Sequence[str]) -> None:
@@ -284,29 +189,6 @@ def _check_called_once(site: Site, path: str) -> None:
             f"the in point is at '{path}', which the model calls {len(calls)} times ({', '.join(calls)}), and a line cannot "
             f"say which call is meant; write a rule with args: [..., '{calls[-1]}'] and a block of your own"
         )
-
-
-def _state(addin: nn.Module) -> dict[str, Any]:
-    """What the attributes of an add-in are, with the members of lists and dicts."""
-    found: dict[str, Any] = {}
-    for path, module in addin.named_modules():
-        for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules"):
-                found.update({".".join(filter(None, (path, key))): member for key, member in value.items()})
-            elif name not in OWN:
-                kept = dict(value) if isinstance(value, dict) else list(value) if isinstance(value, (list, set)) else value
-                found[".".join(filter(None, (path, name)))] = kept
-    return found
-
-
-def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if isinstance(a, list) and isinstance(b, list):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
-    return isinstance(a, (bool, int, float, str)) and type(a) is type(b) and a == b
 
 
 def _structure(value: Any) -> str:

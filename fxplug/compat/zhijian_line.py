@@ -109,6 +109,16 @@ def parse(text: str) -> list[Line]:
     return list(_Reader(text).lines())
 
 
+def parse_path(text: str) -> str:
+    """The path of modules such as `blocks[10:12].mlp` as a glob. Raises SpecError that points at the place."""
+    reader = _Reader(text)
+    parts = reader.path()
+    reader.skip()
+    if reader.at < len(text):
+        reader.fail(f"expected the end of the path, found {reader.found()}")
+    return Place(parts).pattern()
+
+
 def pointed(text: str, at: int) -> str:
     """The line of `text` that position `at` is on, and a caret under it."""
     start = text.rfind("\n", 0, at) + 1

@@ -12,13 +12,14 @@ from ..errors import SpecError, did_you_mean
 from ..spec.rules import COMMON, Match, Pass, Rule, check_common, check_target
 from ..spec.yaml_source import NOWHERE, Where, shown
 from .zhijian_line import Insertion, Line, Place, parse
+from .zhijian_list import Entry, entry_rules, read_entry
 
 USE = "fxplug.compat.zhijian:Addin"
 KEYS = ("line", "addin")
 
 
 def blitz(
-    line: str | Sequence[str],
+    line: str | Sequence[str | Mapping[str, Any]],
     addin: Any,
     *,
     name: str = "blitz",
@@ -33,6 +34,10 @@ def blitz(
     `inputs_cache`, and its result goes to `{out1}`. `blocks[0:12].mlp` are several modules, `blocks[i].mlp` all of them;
     both ends of a range pair up by their index.
 
+    An item that is a mapping is an entry of an `addins:` list of ZhiJian's configurations, `{name, location, hook, kwargs}`:
+    one add-in with all its places. Its parameters are there once, and what a method keeps in the add-in's attributes the
+    methods that run later in the same call of the model find there.
+
     `addin` is the add-in, or a mapping of class names to add-ins. An add-in is an nn.Module (each place gets a copy of its
     own), or what makes one anew for each place, as ZhiJian does: a class or functools.partial that is called without
     arguments, or a mapping `{use: "package.module:Class", options: {...}}`. Nothing is hooked: the method is traced, and
@@ -41,15 +46,18 @@ def blitz(
     Raises SpecError that points at the place in the line. Warns where the line is not read as it is written: two in points
     and no out point, which ZhiJian's manual has where it means an in and an out.
     """
-    lines = [one for text in ([line] if isinstance(line, str) else line) for one in parse(text)]
+    lines = [one for at, given in enumerate([line] if isinstance(line, (str, Mapping)) else line) for one in _read(given, at)]
     if not lines:
         raise SpecError("needs at least one line", path=("line",))
     addins = _by_class(addin, lines)
     rules = []
-    for one in lines:
+    for number, one in enumerate(lines):
+        made = _chosen(addins, one)
+        if isinstance(one, Entry):
+            rules += entry_rules(one, number, made, USE, where)
+            continue
         for note in one.notes:
             warnings.warn(f"{one.text}: {note}", UserWarning, stacklevel=2)
-        made = _chosen(addins, one)
         rules += [_rule(one, insertion, made, where if str(where) else Where(one.text)) for insertion in one.insertions]
     settings: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "train": train}
     about = "\n".join(one.text for one in lines)
@@ -72,7 +80,7 @@ def blitz_entry(given: Any) -> Pass:
             raise SpecError(f"missing key '{key}'")
     line, common = given["line"], {key: given[key] for key in COMMON if key in given}
     texts = [line] if isinstance(line, str) else line
-    if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, str) for text in texts):
+    if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, (str, Mapping)) for text in texts):
         raise SpecError(f"must be a line or a list of lines, not {shown(line)}", path=("line",))
     check_common(common)
     try:
@@ -82,7 +90,12 @@ def blitz_entry(given: Any) -> Pass:
     return replace(made, params={key: given[key] for key in KEYS})
 
 
-def _by_class(addin: Any, lines: list[Line]) -> dict[str, Any]:
+def _read(given: Any, number: int) -> list[Line | Entry]:
+    """The lines of a text, or an entry of a list of add-ins."""
+    return [read_entry(given, ("line", number))] if isinstance(given, Mapping) else [*parse(given)]
+
+
+def _by_class(addin: Any, lines: Sequence[Line | Entry]) -> dict[str, Any]:
     """Add-ins by the name of their class."""
     wanted = sorted({line.addin for line in lines})
     if isinstance(addin, str):
@@ -118,29 +131,32 @@ def _class_name(addin: Any, path: tuple[str, ...]) -> str:
     return kind.__name__
 
 
-def _chosen(addins: Mapping[str, Any], line: Line) -> Any:
+def _chosen(addins: Mapping[str, Any], line: Line | Entry) -> Any:
     if line.addin not in addins:
         hint = did_you_mean(line.addin, addins) or f"; there is {', '.join(addins)}"
         raise SpecError(f"no add-in '{line.addin}' was given{hint}\n  {line.text}", path=("addin",))
     addin = addins[line.addin]
-    if not isinstance(addin, Mapping):
-        made = getattr(addin, "func", addin)
-        check_method(made if isinstance(made, type) else type(made), line)
+    if hasattr(addin, "named_parameters") and not isinstance(addin, type):  # a class may make its methods when it is called
+        for method in [line.method] if isinstance(line, Line) else [hook.method for hook in line.hooks]:
+            check_method(addin, method, line.text)
     return addin
 
 
-def check_method(kind: type, line: Line) -> None:
-    """Raise SpecError unless an add-in's class has the method of a line."""
-    if callable(getattr(kind, line.method, None)):
+def check_method(addin: Any, method: str, text: str) -> None:
+    """Raise SpecError unless an add-in has the method that a line names."""
+    if callable(getattr(addin, method, None)):
         return
-    methods = entries(kind)
-    hint, listed = did_you_mean(line.method, methods), ", ".join(methods) or "none"
-    raise SpecError(f"{kind.__name__} has no method '{line.method}'{hint}; it has {listed}\n  {line.text}")
+    known = methods(addin)
+    hint, listed = did_you_mean(method, known), ", ".join(known) or "none"
+    raise SpecError(f"{type(addin).__name__} has no method '{method}'{hint}; it has {listed}\n  {text}")
 
 
-def entries(kind: type) -> list[str]:
-    """The methods of an add-in that a line may name: `adapt...` and its base class's `add_...`."""
-    return [name for name in dir(kind) if name.startswith(("adapt", "add_p")) and callable(getattr(kind, name))]
+def methods(addin: Any) -> list[str]:
+    """The methods of an add-in that a line may name: its own and its constructor's, and the base's `add_...`."""
+    known = {name for kind in type(addin).__mro__ if kind.__module__.startswith("torch.") for name in vars(kind)}
+    known |= {"get_log_str", "get_pre", "get_post", "forward"}
+    names = [name for name in dir(addin) if not name.startswith("_") and name not in known]
+    return [name for name in names if callable(value := getattr(addin, name, None)) and not hasattr(value, "named_parameters")]
 
 
 def _rule(line: Line, insertion: Insertion, addin: Any, where: Where) -> Rule:

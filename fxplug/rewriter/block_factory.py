@@ -42,7 +42,9 @@ def make_block(
         pass
     try:
         _check_options(kind, rule.options)
-        block = _make(kind, site, weight).train(tree.training)
+        shares = rule.carries and rule.name in owners and "beside" in taken(kind.at, 1).names  # type: ignore[attr-defined]
+        beside = {"beside": owners[rule.name]} if shares else {}
+        block = _make(kind, site, weight, beside).train(tree.training)
     except FxplugError as error:
         text = getattr(error, "finding", str(error))
         raise SpecError(f"{p.name}: {site.node or site.path or 'the model'}: {text}", where=rule.where) from None
@@ -58,6 +60,8 @@ def make_block(
     owner._modules[last] = block
     if rule.place == "param":
         owners[tied] = name
+    if rule.carries:
+        owners[rule.name] = block
     return name, block
 
 
@@ -83,12 +87,12 @@ def _check_options(kind: Any, options: Mapping[str, Any]) -> None:
         check_known(options, known, f"{kind.__name__} takes no option")
 
 
-def _make(kind: type[nn.Module], site: Site, weight: torch.Tensor | None) -> nn.Module:
+def _make(kind: type[nn.Module], site: Site, weight: torch.Tensor | None, beside: Mapping[str, Any]) -> nn.Module:
     """A block on the device and, for floating-point weights, in the dtype of the weights around it."""
     near = next((t for t in site.module.parameters() if t.is_floating_point()), weight)
     device = torch.device("cpu") if near is None else near.device
     with torch.device(device), torch.random.fork_rng(enabled=False):
-        block: nn.Module = kind.at(site, **site.rule.options)  # type: ignore[attr-defined]
+        block: nn.Module = kind.at(site, **site.rule.options, **beside)  # type: ignore[attr-defined]
     if near is not None:
         block.to(device)
         for parameter in block.parameters():

@@ -28,6 +28,7 @@ from .uses import (
     check_flow,
     check_order,
     flat_ports,
+    in_order,
     map_ports,
     needed,
     nodes_in,
@@ -57,12 +58,20 @@ class Editor(OpenedGraph):
 
     def run(self, sites: list[Site], blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
         """Put in blocks, by the id of their site, where this graph has the site. Raises MatchError for what flows backward."""
-        for site in sites:
-            if self.present(site):
-                if site.rule.place == "param":
-                    self.map_parameter(site, *blocks[id(site)])
-                else:
-                    self.insert(site, blocks.get(id(site)))
+        here = [site for site in sites if self.present(site)]
+        carried: dict[str, nn.Module] = {}
+        if any(site.rule.carries for site in here):
+            here = in_order(self.graph, self.regions, here)
+        for site in here:
+            if site.rule.place == "param":
+                self.map_parameter(site, *blocks[id(site)])
+            else:
+                self.insert(site, blocks.get(id(site)))
+            if site.rule.carries:
+                carried[str(site.rule.name)] = blocks[id(site)][1]
+        for name, last in carried.items():
+            if (ended := getattr(last, "ended", None)) is not None:
+                ended(self.kept[name])
         check_flow(self.graph, self.p.name)
         self.graph.lint()
 
@@ -136,7 +145,7 @@ class Editor(OpenedGraph):
         own = shell(sub)
         self.tree.get_submodule(owner)._modules[last_name] = own
         graft = Graft(self.graph, name, name, ROOT, self.made_by(site, type(block).__name__), after=last)
-        graft.base = self.traces.taken_from_base(own, self.tree)
+        graft.base = {**self.traces.taken_from_base(own, self.tree), **self.traces.at_home(name, block, own, self.tree)}
         inputs = inspect.signature(block.forward).bind(*args)
         inputs.apply_defaults()
         return graft.put(self.of_mode(sub), inputs.arguments), graft.nodes
@@ -242,6 +251,8 @@ class Editor(OpenedGraph):
             return slots[0][1].value
         if value.kind == "kept":
             if value.address not in self.kept:
+                if site.rule.carries and value.address == site.rule.name:
+                    return None
                 raise MatchError(f"{self.p.name}: '{value.address}' is used before the rule that keeps it: put that rule first")
             return self.kept[value.address]
         assert value.port is not None

@@ -12,7 +12,7 @@ from torch import fx, nn
 from ..capture.tracer import trace
 from ..errors import SpecError, TraceError
 from ..ir import ops
-from ..ir.containers import plain_attributes
+from ..ir.containers import Container, plain_attributes
 from ..ir.editing import insert
 from ..ir.pytree import children, leaves, rebuilt
 from ..ir.traced_module import MODES, Graph, TracedModule
@@ -59,6 +59,7 @@ class Traces:
     def __init__(self) -> None:
         self._known: dict[Any, tuple[nn.Module, TracedModule]] = {}  # with the module, whose id may be a part of the key
         self._base: dict[tuple[Any, ...], str] = {}
+        self._homes: dict[int, str] = {}
 
     def of(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -> TracedModule:
         """The trace of a module for values of these shapes. Leaves that differ in their weights alone share one."""
@@ -73,6 +74,23 @@ class Traces:
             self._known[key] = module, traced(module, args, kwargs, what)
         return self._known[key][1]
 
+    def at_home(self, name: str, block: nn.Module, own: nn.Module, tree: nn.Module) -> dict[str, str]:
+        """What is in a module that another block has too, with its names in that one; `own` has it no longer.
+
+        `own` is the tree of the block's trace, which stands at `name` in `tree`. A module stands in the first block that has
+        it, with what all of them call.
+        """
+        found = {}
+        for child, module in block.named_children():
+            home = self._homes.setdefault(id(module), f"{name}.{child}")
+            if home == f"{name}.{child}":
+                continue
+            _move(own.get_submodule(child), tree.get_submodule(home), module)
+            if not any(True for _ in own.get_submodule(child).buffers()):
+                del own._modules[child]
+            inside = [*module.named_modules(), *module.named_parameters(), *module.named_buffers()]
+            found.update({f"{child}.{key}": f"{home}.{key}" for key, _ in inside})
+        return found
 
     def taken_from_base(self, own: nn.Module, tree: nn.Module) -> dict[str, str]:
         """Those constants of a trace that are weights of the model, with the model's names; `own` has them no longer.
@@ -91,6 +109,21 @@ class Traces:
                 del owner._buffers[last]
                 owner._non_persistent_buffers_set.discard(last)
         return found
+
+
+def _move(own: nn.Module, home: nn.Module, module: nn.Module) -> None:
+    """Take out of a tree what `module` has, and let `home` have the layers that it calls; constants of the trace stay."""
+    own._parameters.clear()
+    for key in module._buffers:
+        own._buffers.pop(key, None)
+    for key, child in module._modules.items():
+        here, there = own._modules.get(key), home._modules.get(key)
+        if child is None or here is None or there is None:
+            continue
+        if isinstance(here, Container):
+            _move(here, there, child)
+        else:
+            home._modules[key] = own._modules.pop(key)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from ..errors import MatchError
 from ..ir import functions, ops
 from ..ir.editing import move, redirect, replace, rewire, set_argument
 from ..ir.pytree import children, leaves
+from ..ir.regions import Regions
 from ..spec.addresses import Port
 from .sites import Site
 
@@ -102,6 +103,23 @@ def unlooped(slot: Slot, value: fx.Node) -> set[fx.Node]:
 
 
 # --- the order of a graph
+
+
+def in_order(graph: fx.Graph, regions: Regions, sites: list[Site]) -> list[Site]:
+    """Sites in the order in which the graph comes by the values that they change; what maps a parameter is first."""
+    first = next(iter(graph.nodes))
+
+    def moment(site: Site) -> tuple[fx.Node, bool]:
+        if site.rule.place == "param":
+            return first, False
+        early = site.rule.place == "before"
+        if site.node:
+            return next(node for node in graph.nodes if node.name == site.node), not early
+        region = regions.by_key[site.path]
+        edges = region.inputs[:1] if early else region.outputs[-1:]
+        return region.leaf or (edges[0][-1] if edges else first), not early
+
+    return sorted(sites, key=moment)
 
 
 def check_order(site: Site, slot: Slot, args: list[Any], late: fx.Node, reading: set[fx.Node]) -> None:

@@ -148,6 +148,10 @@ class Rule:
     the region that is changed, such as `x[1]`, `y[:]` (all of the result) or a parameter's name. `args` holds `x`, `y` or
     port addresses; an item that is a list has one address for each path pattern of the match. `combine` says what a
     replacement does where there is one already: `sum` or `chain`. `expect` is `(operator, count)`. Raises SpecError.
+
+    A block of a rule with a `name` returns `(result, value)`, and the value goes to whatever has that name in its `args`. A
+    rule that has it in its own gets what the site before it left, None at the first, in the order in which the model runs;
+    `at` gets the first such block as `beside`, where it takes that, and `ended` of the last one what is left, where it has it.
     """
 
     match: Match
@@ -203,6 +207,11 @@ class Rule:
             raise SpecError(error.finding, path=error.path, where=where) from None
         _set(self, match=match, use=use, place=place, port=port, args=addresses, options=dict(options))
         _set(self, expect=count, name=name, combine=combine, where=where)
+
+    @property
+    def carries(self) -> bool:
+        """Whether it hands a value from site to site: it keeps one under `name`, and has that in its own `args`."""
+        return self.name is not None and self.name in self.args
 
     def admits(self, count: int) -> bool:
         """Whether `expect` allows this many sites."""

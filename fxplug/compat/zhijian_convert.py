@@ -1,0 +1,136 @@
+"""ZhiJian's configuration files (`addins:`, `reuse_keys:`) as a configuration of fxplug."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ..errors import SpecError
+from ..models.factory import build
+from ..spec.run_config import load_config
+from ..spec.yaml_source import Source, read_yaml, shown
+from .hcp.convert_file import PLACEHOLDER, Converted
+from .hcp.convert_file import _model as head_of
+from .zhijian_imports import imported
+from .zhijian_line import parse
+from .zhijian_list import Entry, read_entry
+from .zhijian_reuse import ADDIN, model_config, reuse_keys
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MODULES = "zhijian.models.addin.module"
+# ZhiJian's settings of a run: what a configuration calls them, and what they are on its command line
+TRAINING = {"max_epoch": ("epochs", 30), "batch_size": ("batch", 128), "lr": ("lr", 0.01), "wd": ("weight_decay", 1e-5)}
+READ = ("addins", "config_blitz", "reuse_keys", "reuse_keys_blitz")
+
+
+def convert(file: str | Path, *, model: str | None = None, out: str | Path | None = None) -> Converted:
+    """Turn a configuration of ZhiJian into one of fxplug: its add-ins are a `blitz` pass, its `reuse_keys` are `trainable`.
+
+    `model` is what a configuration has under `model:`, or a configuration of fxplug (.yaml) whose model is taken; with it
+    the add-ins' `model_config` is read off the model. Imports the add-ins' modules, from `zhijian/models/addin/module` below
+    a folder of PYTHONPATH. `out` is where the text will be. Raises SpecError.
+    """
+    source = read_yaml(Path(file))
+    if not isinstance(source.data, Mapping) or not any(key in source.data for key in READ):
+        raise source.error(f"has none of {', '.join(READ)}, so there is nothing to convert")
+    notes: list[str] = []
+    folder = Path(out).parent if out else Path.cwd()
+    head = {key: value for key, value in head_of(model, folder).items() if key != "train"}
+    built = build(load_config(dict(head), base=folder), device="meta") if model else None
+    named, lines = _lines(source)
+    used: set[str] = set(READ)
+    addins = {}
+    for name in named:
+        with source.inside("addins"):
+            addins[name] = _addin(name, source.data, built, used)
+    trainable, trains = _trainable(source, built, notes)
+    entry = {"line": lines, "addin": addins, **({} if trains else {"train": False})}
+    config = {**head, "passes": [{"blitz": entry}] if lines else [], "train": _training(source.data, trainable)}
+    used.update(TRAINING)
+    left = [str(key) for key in source.data if key not in used]
+    if left:
+        notes.append(f"left out, as no add-in reads it: {', '.join(left)}")
+    if model is None and lines:
+        notes.append(f"{PLACEHOLDER} stands for what only the model tells: convert with --model, or write it")
+    return Converted(_text(Path(file), config, notes), notes)
+
+
+def _lines(source: Source) -> tuple[list[str], list[Any]]:
+    """The classes of the add-ins, and the entries and lines as they stand in the file."""
+    addins, text = source.data.get("addins") or [], source.data.get("config_blitz")
+    if not isinstance(addins, list) or not all(isinstance(entry, Mapping) for entry in addins):
+        raise source.error(f"must be a list of add-ins, not {shown(addins)}", "addins")
+    entries: list[Entry] = []
+    for index, given in enumerate(addins):
+        with source.inside("addins", index):
+            entries.append(read_entry(given, ()))
+    read = parse(text) if text and not entries else []
+    names = dict.fromkeys([*(entry.addin for entry in entries), *(line.addin for line in read)])
+    return list(names), [*map(dict, addins), *(line.text for line in read)]
+
+
+def _addin(name: str, settings: Mapping[str, Any], model: nn.Module | None, used: set[str]) -> dict[str, Any]:
+    """The class of an add-in with its options: the defaults of its module's parser, and what the file says of them."""
+    module = f"{MODULES}.{name.lower()}"
+    imported(f"{module}:{name}")
+    parser = argparse.ArgumentParser()
+    try:
+        imported(f"{module}:prepare_specific_addin_parser")(parser)
+    except SpecError:  # it has no settings
+        pass
+    config = vars(parser.parse_args([]))
+    config.update({key: settings[key] for key in config if key in settings})
+    used.update(config)
+    found = PLACEHOLDER if model is None else model_config(model)
+    return {"use": f"{module}:{name}", "options": {"config": config, "model_config": found}}
+
+
+def _trainable(source: Source, model: nn.Module | None, notes: list[str]) -> tuple[list[str], bool]:
+    """What trains of the base, and whether the add-ins do."""
+    listed, text = source.data.get("reuse_keys"), source.data.get("reuse_keys_blitz")
+    keys: list[Any] | None = [*(listed or [])] if listed is not None or text else None
+    if keys is None:
+        return ["**"], True
+    with source.inside("reuse_keys"):
+        found = reuse_keys(keys, model) if keys else []
+    words = [part.strip() for part in text.split(",")] if isinstance(text, str) else []
+    found += reuse_keys(text, model) if words else []
+    if not keys and not words:
+        notes.append("reuse_keys is empty, which freezes everything in ZhiJian")
+    elif model is None:
+        notes.append("in trainable, names of modules without parameters (fc_norm where it is Identity) are to be taken out")
+    return found, _names_addins(keys) or ADDIN in words
+
+
+def _training(settings: Mapping[str, Any], trainable: list[str]) -> dict[str, Any]:
+    """The section `train`: what the file says, else the defaults of ZhiJian's command line."""
+    own = {name: settings.get(key, default) for key, (name, default) in TRAINING.items()}
+    fixed = {"task": "classify", "optimizer": "adam", "scheduler": "cosine", "mode": "eval"}
+    return {**fixed, **own, "trainable": trainable}
+
+
+def _names_addins(keys: Sequence[Any]) -> bool:
+    return any(key == ADDIN or (isinstance(key, (list, tuple)) and list(key) == [ADDIN]) for key in keys)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Places and hooks on one line, and no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> Any:
+        flat = all(not isinstance(item, Mapping) for item in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=flat)
+
+
+def _text(file: Path, config: Mapping[str, Any], notes: Sequence[str]) -> str:
+    lines = [f"# {file.name} of ZhiJian, by `fxplug convert zhijian`.", *(f"# Note: {note}" for note in notes)]
+    dumped = yaml.dump(dict(config), Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+    return "\n".join(lines) + "\n" + dumped

@@ -1,0 +1,61 @@
+"""Modules of add-ins are imported beside a stand-in for what they import of ZhiJian, which is then gone again."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..spec.import_path import import_target
+from .zhijian_base import AddinBase
+
+PACKAGES = ("zhijian", "zhijian.models", "zhijian.models.addin", "zhijian.models.addin.module")
+BASE = "zhijian.models.addin.module.base"
+_imported: dict[str, ModuleType] = {}  # what came in below the stand-in, so that a class is one class
+
+
+@contextlib.contextmanager
+def stand_in() -> Iterator[None]:
+    """For the time of a `with`: `zhijian.models.addin.module.base` is there and has fxplug's AddinBase.
+
+    Add-ins are imported in it as they are, ZhiJian's own too where its folder is on PYTHONPATH, and nothing else of ZhiJian
+    is. Where ZhiJian has been imported that is used. What is below `zhijian.models` is taken out of `sys.modules` at the end.
+    """
+    if BASE in sys.modules:
+        yield
+        return
+    before = {name for name in sys.modules if name.partition(".")[0] == "zhijian"}
+    for name, module in {**_packages(), **_imported}.items():
+        sys.modules.setdefault(name, module)
+    try:
+        yield
+    finally:
+        for name in [n for n in sys.modules if n.partition(".")[0] == "zhijian" and n not in before]:
+            module = sys.modules.pop(name)
+            if name not in (*PACKAGES, BASE):
+                _imported[name] = module
+
+
+def _packages() -> dict[str, ModuleType]:
+    """The packages down to the base class, with the folders that they have on the path."""
+    found = {}
+    for name in PACKAGES:
+        found[name] = ModuleType(name)
+        parts = name.split(".")
+        folders = (Path(entry or ".").joinpath(*parts) for entry in sys.path)
+        found[name].__path__ = [str(folder) for folder in folders if folder.is_dir()]
+    found[BASE] = ModuleType(BASE)
+    found[BASE].__dict__["AddinBase"] = AddinBase
+    return found
+
+
+def imported(target: str) -> Any:
+    """What `package.module:Class` names, imported beside the stand-in. Raises SpecError."""
+    name = target.partition(":")[0]
+    if name.partition(".")[0] == "zhijian" and not name.startswith("zhijian.models."):
+        return import_target(target)
+    with stand_in():
+        return import_target(target)

@@ -1,0 +1,116 @@
+"""Entries of ZhiJian's `addins:` lists, each one add-in with all its places, as rules. Imports no torch.
+
+    addins:
+      - {name: VPT, location: [[blocks, 1], [blocks, 2]], hook: [[cat_prompt_deep_1, pre], [cat_prompt_deep_2, pre]]}
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SpecError, did_you_mean
+from ..spec.rules import Match, Rule
+from ..spec.yaml_source import Where, shown
+
+KEYS = ("name", "location", "hook", "kwargs")
+SIDES = {"pre": "in", "post": "out"}
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One place of an add-in: the pattern of the module's path, the method, and the side, `in` or `out`."""
+
+    path: str
+    method: str
+    side: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One add-in with its hooks; `kwargs` are for its constructor."""
+
+    addin: str
+    hooks: tuple[Hook, ...]
+    kwargs: Mapping[str, Any]
+    at: tuple[str | int, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The entry in one line."""
+        hooks = ", ".join(f"{hook.method} {'before' if hook.side == 'in' else 'behind'} {hook.path}" for hook in self.hooks[:3])
+        return f"{self.addin}: {hooks}" + (f", ... ({len(self.hooks)} places)" if len(self.hooks) > 3 else "")
+
+
+def read_entry(given: Mapping[str, Any], at: tuple[str | int, ...]) -> Entry:
+    """One entry of a list, which stands at `at` in what the user wrote. Raises SpecError."""
+    for key in given:
+        if key not in KEYS:
+            raise SpecError(f"unknown key '{key}'{did_you_mean(str(key), KEYS)}", path=at, key=str(key))
+    for key in KEYS[:3]:
+        if key not in given:
+            raise SpecError(f"missing key '{key}': an entry has name, location and hook", path=at)
+    name, places, hooks, kwargs = given["name"], given["location"], given["hook"], given.get("kwargs")
+    if not isinstance(name, str) or not name.isidentifier():
+        raise SpecError(f"must be the class of an add-in, not {shown(name)}", path=(*at, "name"))
+    if not _lists(places, (str, int)):
+        raise SpecError(f"must be a list of places such as [blocks, 0, attn], not {shown(places)}", path=(*at, "location"))
+    if not _lists(hooks, str) or not all(len(hook) == 2 and hook[1] in SIDES for hook in hooks):
+        raise SpecError(f"must be a list of [method, pre] or [method, post], not {shown(hooks)}", path=(*at, "hook"))
+    if len(places) != len(hooks):
+        raise SpecError(f"{len(hooks)} hooks for {len(places)} places; they pair up in order", path=(*at, "hook"))
+    if not isinstance(kwargs or {}, Mapping):
+        raise SpecError(f"must be a mapping, not {shown(kwargs)}", path=(*at, "kwargs"))
+    paired = (Hook(module_path(place), method, SIDES[side]) for place, (method, side) in zip(places, hooks, strict=True))
+    return Entry(name, tuple(paired), kwargs or {}, at)
+
+
+def entry_rules(entry: Entry, number: int, addin: Any, use: str, where: Where) -> list[Rule]:
+    """A rule for each place of an entry. Where there are several, what the add-in keeps goes from one to the next."""
+    carried = [f"{entry.addin} {number}"] if len(entry.hooks) > 1 else []
+    options = {"addin": _with(addin, entry), "carries": bool(carried)}
+    made = []
+    for hook in entry.hooks:
+        side = "x[:]" if hook.side == "in" else "y[:]"
+        made.append(
+            Rule(
+                Match(hook.path),
+                use,
+                place="before" if hook.side == "in" else "after",
+                port=side,
+                args=[*dict.fromkeys(("x[:]", side)), *carried],
+                options={**options, "method": hook.method, "point": hook.side},
+                name=carried[0] if carried else None,
+                where=where if str(where) else Where(entry.text),
+            )
+        )
+    return made
+
+
+def module_path(place: Sequence[str | int]) -> str:
+    """`[blocks, 0, attn]` as the pattern `blocks.0.attn`; `-1` and `8:12` are slices."""
+    parts = []
+    for part in place:
+        several = isinstance(part, str) and ":" in part
+        parts.append(f"{{{part}}}" if several or (isinstance(part, int) and part < 0) else str(part))
+    return ".".join(parts)
+
+
+def _lists(value: Any, kinds: Any) -> bool:
+    if not isinstance(value, (list, tuple)) or not value:
+        return False
+    return all(isinstance(row, (list, tuple)) and row and all(isinstance(x, kinds) for x in row) for row in value)
+
+
+def _with(addin: Any, entry: Entry) -> Any:
+    """What makes the add-in of an entry, given the entry's `kwargs` too."""
+    if not entry.kwargs:
+        return addin
+    if isinstance(addin, Mapping):
+        return {**addin, "options": {**(addin.get("options") or {}), **entry.kwargs}}
+    if not isinstance(getattr(addin, "func", addin), type):
+        finding = f"has options for {entry.addin}, and that was given ready made: give its class"
+        raise SpecError(finding, path=(*entry.at, "kwargs"))
+    return functools.partial(addin, **entry.kwargs)

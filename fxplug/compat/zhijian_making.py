@@ -1,0 +1,155 @@
+"""Add-ins made for their places: from an instance, a class or a mapping, and copied with the methods that they hold."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import types
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..errors import SpecError, did_you_mean
+from ..spec.options import check_options
+from .zhijian_imports import imported
+from .zhijian_pass import methods
+from .zhijian_state import tables
+
+if TYPE_CHECKING:
+    from ..rewriter.sites import Value
+
+SHOWN = 12  # so many methods are listed in a message
+
+
+def own(addin: Any) -> nn.Module:
+    """An add-in for one place, or for the places that share it. Raises SpecError where its class cannot make one."""
+    if isinstance(addin, nn.Module):
+        return _copy(addin)
+    if isinstance(addin, Mapping):
+        kind: Any = imported(str(addin["use"]))
+        options = {k: settings(v) for k, v in dict(addin.get("options") or {}).items()}
+    else:
+        kind, options = addin, {}
+    made = getattr(kind, "func", kind)
+    name = getattr(made, "__name__", repr(made))
+    try:
+        check_options(kind, options, name)
+    except SpecError as error:
+        raise SpecError(f"{name} cannot be made of the options {', '.join(options) or '(none)'}: {error}") from None
+    try:
+        addin = kind(**options)
+    except Exception as error:  # the constructor's
+        raise SpecError(f"{name} fails in its own constructor, here as in ZhiJian: {type(error).__name__}: {error}") from error
+    if not isinstance(addin, nn.Module):
+        raise SpecError(f"{name} makes a {type(addin).__name__}; an add-in is an nn.Module")
+    return addin
+
+
+def settings(value: Any) -> Any:
+    """A mapping as an object with attributes, all the way down, as the configurations of ZhiJian are."""
+    if isinstance(value, Mapping):
+        return SimpleNamespace(**{str(k): settings(v) for k, v in value.items()})
+    return [settings(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _copy(addin: nn.Module) -> nn.Module:
+    """A copy, whose methods that its constructor made (functions that hold the add-in) hold the copy."""
+    memo: dict[int, Any] = {}
+    new: nn.Module = copy.deepcopy(addin, memo)
+    for module in new.modules():
+        for key, value in list(vars(module).items()):
+            if isinstance(value, types.FunctionType):
+                vars(module)[key] = _rebound(value, memo)
+    return new
+
+
+def _rebound(function: types.FunctionType, memo: Mapping[int, Any]) -> types.FunctionType:
+    """A function with what was copied in the place of what it holds in its cells."""
+
+    def moved(value: Any) -> Any:
+        return _rebound(value, memo) if isinstance(value, types.FunctionType) else memo.get(id(value), value)
+
+    cells = tuple(types.CellType(moved(cell.cell_contents)) for cell in function.__closure__ or ())
+    code, defaults = function.__code__, function.__defaults__
+    new = types.FunctionType(code, function.__globals__, function.__name__, defaults, cells or None)
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new
+
+
+def takes_outputs(addin: nn.Module, method: str, point: str) -> bool:
+    """Whether the method takes (module, inputs, outputs) rather than (module, inputs). Raises SpecError."""
+    call = getattr(addin, method, None)
+    name = type(addin).__name__
+    if not callable(call):
+        known = methods(addin)
+        listed = ", ".join(known[:SHOWN]) + ", ..." * (len(known) > SHOWN)
+        raise SpecError(f"{name} has no method '{method}'{did_you_mean(method, known)}; it has {listed or 'none'}")
+    signature = inspect.signature(call)
+    fits = []
+    for count in (2, 3):
+        try:
+            signature.bind(*[None] * count)
+            fits.append(count)
+        except TypeError:
+            pass
+    if not fits:
+        raise SpecError(f"{name}.{method}{signature} must take (module, inputs), or (module, inputs, outputs)")
+    if point == "in" and 2 not in fits:
+        raise SpecError(
+            f"{name}.{method}{signature} takes outputs, and before a module there are none; put the point behind the module, "
+            "or name a method that takes (module, inputs)"
+        )
+    return 3 in fits
+
+
+def with_first_parameters(addin: nn.Module, call: Any, args: Sequence[Value]) -> nn.Module:
+    """The add-in with the parameters that its first call makes anew for the values there, else as it is.
+
+    `call(addin, *values)` is that call; it is made on a copy, and what it fails at is told when it is traced.
+    """
+    trial = _copy(addin)
+    before = tables(trial)
+    try:
+        with torch.no_grad():
+            call(trial, *(_zeros(value) for value in args))
+    except Exception:
+        return addin
+    after = tables(trial)
+    changed = any(after[name] is not before.get(name) for name in after if isinstance(after[name], nn.Parameter))
+    return trial if changed else addin
+
+
+def _zeros(value: Any) -> Any:
+    """Zeros in the structure of a value of a site."""
+    if (members := getattr(value, "members", None)) is not None:
+        return _zeros(members)
+    if isinstance(value, dict):
+        return {k: _zeros(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_zeros, value))
+    return torch.zeros(value.shape, dtype=value.dtype) if hasattr(value, "shape") else value
+
+
+class OnItsDevice(TorchFunctionMode):
+    """For the time of a `with`: what moves a tensor to CUDA leaves it where it is, as an add-in stands where its model is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to:
+            rest = [arg for arg in args[1:] if not _is_cuda(arg)]
+            if _is_cuda(kwargs.get("device")):
+                del kwargs["device"]
+            if not rest and not kwargs:
+                return args[0]
+            args = (args[0], *rest)
+        return func(*args, **kwargs)
+
+
+def _is_cuda(value: Any) -> bool:
+    return (isinstance(value, torch.device) and value.type == "cuda") or (isinstance(value, str) and value.startswith("cuda"))
