@@ -637,12 +637,7 @@ class Both(After):
 def test_a_patch_around_its_module(net, tmp_path, kind):
     text = f"  p: {{_target_: test_hcp.{kind.__name__}, layers: [body.0]}}"
     (p,) = passes(tmp_path, text)
-    with pytest.raises(SpecError, match=r'gives shift by name.*keywords: \[shift\] and add "x.shift" to args'):
-        fxplug.apply(net.gm, p)
-    kept = {k: p.params[k] for k in ("plugin", "layers")}
-    name = {After: "hcp/patch_after", Before: "hcp/patch_before"}[kind]
-    args = [*p.rules[0].args, "x.shift"]
-    new = fxplug.apply(net.gm, fxplug.load_pass(name, name="p", keywords=["shift"], args=args, **kept))
+    new = fxplug.apply(net.gm, p)
     with Hooks(net.model) as hooks:
         plugin = hooks.patch("body.0", lambda host, **where: kind("p", host, **where))
         name = {After: "PatchAfter", Before: "PatchBefore"}[kind]

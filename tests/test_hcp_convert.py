@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import fxplug
 from fxplug.__main__ import app
 from fxplug.compat.hcp import SinglePluginBlock
+from fxplug.compat.hcp.asked_inputs import asked_for
 from fxplug.compat.hcp.convert_file import convert, read_input
-from fxplug.compat.hcp.entries import asked_for
 from fxplug.compat.hcp.layer_patterns import places, read_layer, read_layers
 from fxplug.errors import SpecError
 from fxplug.spec.yaml_source import parse_yaml

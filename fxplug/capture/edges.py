@@ -124,6 +124,7 @@ class Regions:
         edges = [t._fxplug for t in leaves(new) if isinstance(t, torch.Tensor) and hasattr(t, "_fxplug")]
         if edges:  # what a hook on the module would see: its positional arguments
             edges[0].meta["call"] = tuple(value if isinstance(value, CONSTANTS) else None for value in args)
+            edges[0].meta["named"] = {k: value if isinstance(value, CONSTANTS) else None for k, value in kwargs.items()}
         return new[: len(args)], dict(zip(kwargs, new[len(args) :], strict=True))
 
     def leave(self, key: str, out: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from ..errors import MatchError, did_you_mean
-from ..spec.addresses import EACH, Port
+from ..spec.addresses import EACH, NAMED, Port
 from . import ops
 from .traced_module import class_names
 
@@ -271,7 +271,7 @@ def members(regions: Regions, port: Port) -> Any:
     wanted = port.keys[:-1]
     rows: list[tuple[tuple[int | str, ...], Port]] = []
     if port.side == "in" and not wanted:
-        return _arguments(regions, region)
+        return _named(regions, region) if port.keys == (NAMED,) else _arguments(regions, region)
     if port.side == "in":
         for found, index, _ in regions.in_ports(region):
             head = index if isinstance(wanted[0], int) else found.keys[0]
@@ -300,6 +300,19 @@ def _arguments(regions: Regions, region: Region) -> tuple[Any, ...]:
         tensors[i] if i < len(tensors) and tensors[i] is not None else constants[i]
         for i in range(max(len(constants), len(tensors)))
     )
+
+
+def _named(regions: Regions, region: Region) -> dict[str, Any]:
+    """The arguments that a region's call gives by name, constants as they are."""
+    ports = regions.in_ports(region)
+    if region.leaf is not None:
+        count = len(region.leaf.args)
+        constants: dict[str, Any] = {k: None if isinstance(v, fx.Node) else v for k, v in region.leaf.kwargs.items()}
+    else:
+        meta: dict[str, Any] = next((node.meta for _, _, node in ports if "named" in node.meta), {"call": ports, "named": {}})
+        count, constants = len(meta["call"]), meta["named"]
+    rows = [(found.keys, found) for found, index, _ in ports if index >= count]
+    return ops.Record({**constants, **(nest(rows) if rows else {})})
 
 
 def nest(rows: Sequence[tuple[tuple[int | str, ...], Any]]) -> Any:

@@ -88,6 +88,7 @@ class OpenedGraph:
             edge = self.edge(given, port, index, stack, before=leaf)
             if not region.inputs:
                 edge.meta["call"] = tuple(None if isinstance(v, fx.Node) else v for v in leaf.args)
+                edge.meta["named"] = {k: None if isinstance(v, fx.Node) else v for k, v in leaf.kwargs.items()}
             Slot(given, leaf, index).put(edge, set())
             region.inputs.append((port, index, edge))
         for port, node in outputs:

@@ -22,6 +22,8 @@ WAYS = 1_000_000  # so many ways to match a name can be tried here
 LENGTH = 128  # characters of a name, in what is reckoned of them
 EACH = "*"  # a key that stands for each member of a value
 WHOLE = ":"  # a last key that stands for the whole value, with all its members
+NAMED = "**"  # the one key that stands for the arguments that a region is given by name
+MARKS = (EACH, WHOLE, NAMED)
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Port:
     """One value at the edge of a region.
 
     `side` is "in", "out" or "param"; `keys` walks into nested values: positions and names, outermost first. A last key
-    `:` is the whole value with its members, a key `*` each of its members. The empty path is the model itself; `path@1`
-    is the second call of the same module.
+    `:` is the whole value with its members, a key `*` each of its members; the one key `**` is all that is given by name.
+    The empty path is the model itself; `path@1` is the second call of the same module.
     """
 
     path: str
@@ -41,12 +43,12 @@ class Port:
         text = self.path
         if self.side != "out" or self.keys or not self.path:
             text += f":{self.side}"
-        return text + "".join(f"[{key}]" if isinstance(key, int) or key in (EACH, WHOLE) else f".{key}" for key in self.keys)
+        return text + "".join(f"[{key}]" if isinstance(key, int) or key in MARKS else f".{key}" for key in self.keys)
 
     @property
     def whole(self) -> bool:
         """Whether this stands for a value with all its members."""
-        return self.keys[-1:] == (WHOLE,)
+        return self.keys[-1:] == (WHOLE,) or self.keys == (NAMED,)
 
     @property
     def each(self) -> bool:

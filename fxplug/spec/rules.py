@@ -333,7 +333,7 @@ def _check_port(port: Any, place: str) -> None:
             raise SpecError(f"must be the name of a parameter, such as 'weight', not {shown(port)}", path=("port",))
         return
     side = "x" if place == "before" else "y"
-    if parse_relative(port) is None or port[0] != side:
+    if parse_relative(port) is None or port[0] != side or port.endswith("[**]"):
         forms = f"'{side}', '{side}[1]', '{side}.name', '{side}[1][*]' for each member, '{side}[:]' for all of it"
         raise SpecError(f"place '{place}' changes {forms}; not {shown(port)}", path=("port",))
 

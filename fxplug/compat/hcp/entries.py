@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +12,7 @@ from ...errors import SpecError, did_you_mean
 from ...spec.options import check_known
 from ...spec.options import taken as options_of
 from ...spec.yaml_source import shown
+from .asked_inputs import asked_for
 from .base_classes import (
     BasePluginBlock,
     MultiPluginBlock,
@@ -119,7 +117,7 @@ def _layers(
             return {"hcp/single": _with_args(given, "x[:]", "y[:]")}
         return {"hcp/param": _with_args({**given, "param": target}, "value")}
     name = _patch_pass(kind)
-    return {name: _with_args(given, *(("x[:]",) if name == "hcp/patch_before" else ("x[:]", "y[:]")))}
+    return {name: _with_args(given, *(["x[:]"] if name == "hcp/patch_before" else ["x[:]", "y[:]"]), "x[**]")}
 
 
 def _with_args(given: dict[str, Any], *args: str) -> dict[str, Any]:
@@ -289,7 +287,7 @@ def _multi(kind: Any, common: dict[str, Any], sources: list[Layer], targets: lis
 
 def _feeds(kind: type[BasePluginBlock], given: dict[str, Any], host: Host) -> None:
     """The inputs that a plugin asks for in `feed_input_data`: of the model where it has them, else of the pass."""
-    asked = asked_for(kind)
+    asked = asked_for(kind, tuple(host.inputs))
     if not asked:
         return
     own = {name: FED[name] for name in asked if host.part == "unet" and name in FED and name not in host.inputs}
@@ -306,26 +304,3 @@ def _feeds(kind: type[BasePluginBlock], given: dict[str, Any], host: Host) -> No
     binding = [name for name in host.inputs if name not in new and host.binds(name)]
     if new:
         given["inputs"] = {name: {"shape": list(host.inputs[name])} for name in (*binding, *new)}
-
-
-def asked_for(kind: type[BasePluginBlock]) -> list[str]:
-    """The names that a class's `feed_input_data` takes out of what it is given, as far as its source says."""
-    if kind.feed_input_data is BasePluginBlock.feed_input_data:
-        return []
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind.feed_input_data)))
-    except (OSError, SyntaxError):
-        return []
-    function = tree.body[0]
-    assert isinstance(function, ast.FunctionDef)
-    data = function.args.args[1].arg if len(function.args.args) > 1 else ""
-    found: dict[str, None] = {}
-    for node in ast.walk(function):
-        key: Any = None
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == data:
-            key = node.slice
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == f"{data}.get" and node.args:
-            key = node.args[0]
-        if isinstance(key, ast.Constant) and isinstance(key.value, str):
-            found[key.value] = None
-    return list(found)

@@ -33,19 +33,18 @@ class PatchPlugin(nn.Module):
     neutral: ClassVar[bool] = False
 
     def __init__(
-        self, container: PatchPluginContainer, call: Call | None = None, keywords: Fed = (), feeds: Fed = (),
-        stacked: bool = False,
-    ) -> None:  # fmt: skip
-        """`keywords` are the arguments that the model gives by name; their values come before the inputs of the pass."""
+        self, container: PatchPluginContainer, call: Call | None = None, feeds: Fed = (), stacked: bool = False
+    ) -> None:
+        """`call` says how the model calls the module; None that all arguments are by position."""
         super().__init__()
         self.container = container
-        self.call, self.keywords, self.feeds = call, tuple(keywords), tuple(feeds)
+        self.call, self.feeds = call, tuple(feeds)
         self.stacked = stacked
 
     @classmethod
     def at(
         cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
-        exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), keywords: Fed = (), feeds: Fed = (),
+        exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), feeds: Fed = (),
     ) -> PatchPlugin:  # fmt: skip
         """`also` has a mapping of `name`, `plugin` and `options` for each further plugin."""
         container = patches(site, plugin, options, wrap, exclude_key, also)
@@ -55,22 +54,20 @@ class PatchPlugin(nn.Module):
                 f"{type(container).__name__} runs the module that it patches, and the code of this {site.classes[0]} is in the "
                 "graph: use the pass hcp/patch_after (post_forward) or hcp/patch_before (pre_forward)"
             )
-        return cls(container, _call_with(site, keywords), keywords, feeds, site.stacked)
+        return cls(container, call_of(site.root, site.path), feeds, site.stacked)
 
-    def forward(self, x: tuple[Any, ...], y: Any, *rest: Any) -> Any:
-        args, kwargs, fed = self.arguments(x, rest)
+    def forward(self, x: tuple[Any, ...], y: Any, named: Mapping[str, Any], *fed: Any) -> Any:
+        args, kwargs = self.arguments(x, named)
         with self.running(fed):
             if self.stacked:
                 return _continued(self.container, y, args, kwargs)
             out = self.container(*args, **kwargs)
             return checked(out, y, f"{type(self.container).__name__}.forward", "the module's result")
 
-    def arguments(self, x: tuple[Any, ...], rest: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Sequence[Any]]:
-        """What the module is called with by position and by name, and the inputs of the pass."""
-        kwargs = dict(zip(self.keywords, rest, strict=False))
-        if self.call is not None and not self.call.count:
-            return (), dict(zip(self.call.names, x, strict=True)), rest
-        return x, kwargs, rest[len(self.keywords) :]
+    def arguments(self, x: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the module is called with by position and by name."""
+        by_name = self.call is not None and not self.call.count and self.call.names
+        return () if by_name else x, dict(named)
 
     @contextmanager
     def running(self, fed: Sequence[Any]) -> Iterator[None]:
@@ -88,11 +85,11 @@ class HalfPatch(PatchPlugin):
     @classmethod
     def at(
         cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
-        exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), keywords: Fed = (), feeds: Fed = (),
+        exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), feeds: Fed = (),
     ) -> HalfPatch:  # fmt: skip
         """As for PatchPlugin."""
         container = _half(patches(site, plugin, options, wrap, exclude_key, also), cls.method)
-        return cls(container, _call_with(site, keywords), keywords, feeds)
+        return cls(container, call_of(site.root, site.path), feeds)
 
 
 class PatchAfter(HalfPatch):
@@ -100,9 +97,9 @@ class PatchAfter(HalfPatch):
 
     method = "post_forward"
 
-    def forward(self, x: tuple[Any, ...], y: Any, *rest: Any) -> Any:
+    def forward(self, x: tuple[Any, ...], y: Any, named: Mapping[str, Any], *fed: Any) -> Any:
         out = y
-        args, kwargs, fed = self.arguments(x, rest)
+        args, kwargs = self.arguments(x, named)
         with self.running(fed):
             for name, plugin in self.container:
                 out = plugin.post_forward(out, *args, **kwargs)
@@ -115,31 +112,20 @@ class PatchBefore(HalfPatch):
 
     method = "pre_forward"
 
-    def forward(self, x: tuple[Any, ...], *rest: Any) -> Any:
-        args, given, fed = self.arguments(x, rest)
+    def forward(self, x: tuple[Any, ...], named: Mapping[str, Any], *fed: Any) -> Any:  # type: ignore[override]
+        args, given = self.arguments(x, named)
+        inputs = () if args or self.call is None else self.call.names  # of those by name, what x[:] has
         kwargs = given
         with self.running(fed):
             for name, plugin in self.container:
                 args, kwargs = plugin.pre_forward(*args, **kwargs)
-                if args and (kwargs.keys() != given.keys() or any(kwargs[k] is not given[k] for k in given)):
+                kept = [key for key in {**given, **kwargs} if key not in inputs]
+                if any(key not in kwargs or key not in given or kwargs[key] is not given[key] for key in kept):
                     raise TraceError(
-                        f"{name}: pre_forward changes what the model gives by name ({', '.join(given) or 'nothing'}); this "
-                        "pass changes the arguments by position: for one by name write a rule with port x.name"
+                        f"{name}: pre_forward changes what the model gives by name ({', '.join(kept)}); this pass changes the "
+                        "arguments by position: for one by name write a rule with port x.name"
                     )
-        return checked(tuple(args) or tuple(kwargs.values()), x, "pre_forward", "the module's input")
-
-
-def _call_with(site: Site, keywords: Fed) -> Call:
-    """The call of a site. Raises SpecError where it gives tensors by name that the pass does not hand on."""
-    call = call_of(site.root, site.path)
-    missing = [name for name in call.names if name not in keywords] if call.count else []
-    if missing:
-        more = ", ".join(f'"x.{name}"' for name in missing)
-        raise SpecError(
-            f"the model gives {', '.join(missing)} by name, and the plugin gets that too: write keywords: "
-            f"[{', '.join(missing)}] and add {more} to args, behind x[:] and y[:]"
-        )
-    return call
+        return checked(tuple(args) or tuple(kwargs[key] for key in inputs), x, "pre_forward", "the module's input")
 
 
 class _Result:

@@ -1,0 +1,226 @@
+"""How plugins of HCP-Diffusion are called: arguments by name, and the inputs that they ask for."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from test_hcp import Hooks, net, passes, same, unet
+from torch import nn
+
+import fxplug
+from fxplug.compat.hcp import PatchPluginBlock, PatchPluginContainer, SinglePluginBlock
+from fxplug.compat.hcp.asked_inputs import asked_for
+from fxplug.errors import MatchError, SpecError, TraceError
+
+__all__ = ["net", "unet"]  # fixtures
+
+
+# --- arguments by name
+
+
+class Instead(PatchPluginContainer):
+    def forward(self, *args, **kwargs):
+        for _, plugin in self:
+            output = plugin.post_forward(None, *args, **kwargs)
+        return output
+
+
+class Attention(PatchPluginBlock):
+    """In the place of a cross-attention, which the UNet gives its text by name and its mask as None."""
+
+    container_cls = Instead
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.to_out = nn.Linear(8, self.host().to_out[0].out_features)
+
+    def post_forward(self, output, hidden_states, encoder_hidden_states, attention_mask):
+        assert attention_mask is None
+        return hidden_states * 2 + self.to_out(encoder_hidden_states).mean(1, keepdim=True)
+
+
+class Beside(Attention):
+    container_cls = PatchPluginContainer
+
+    def post_forward(self, output, hidden_states, **named):
+        return output + super().post_forward(output, hidden_states, **named)
+
+
+class Ahead(PatchPluginBlock):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def pre_forward(self, hidden_states, **named):
+        return (hidden_states * self.gain,), named
+
+
+class AheadOfText(Ahead):
+    def pre_forward(self, hidden_states, encoder_hidden_states, **named):
+        return (hidden_states,), {"encoder_hidden_states": encoder_hidden_states * self.gain, **named}
+
+
+ATTN2 = "mid_block.attentions.0.transformer_blocks.0.attn2"
+DRIVERS = {Attention: "PatchPlugin", Beside: "PatchAfter", Ahead: "PatchBefore"}
+
+
+@pytest.mark.parametrize("kind", DRIVERS)
+def test_a_patch_of_a_module_that_is_called_with_names(unet, tmp_path, kind):
+    (p,) = passes(tmp_path, f"  p: {{_target_: test_hcp_calls.{kind.__name__}, layers: [{ATTN2}]}}")
+    new = fxplug.apply(unet.gm, p)
+    with Hooks(unet.model) as hooks:
+        plugin = hooks.patch(ATTN2, lambda host, **where: kind("p", host, **where))
+        same(unet, new, [(plugin, f"p.{ATTN2}.{DRIVERS[kind]}.container.p")])
+
+
+def test_what_is_given_by_name_is_changed_by_a_rule_of_its_own(unet, tmp_path):
+    (p,) = passes(tmp_path, f"  p: {{_target_: test_hcp_calls.AheadOfText, layers: [{ATTN2}]}}")
+    with pytest.raises(TraceError, match="changes what the model gives by name .*port x.name"):
+        fxplug.apply(unet.gm, p)
+
+
+def test_all_that_a_region_is_given_by_name():
+    class Given(nn.Module):
+        inline = True
+        neutral = False
+
+        @classmethod
+        def at(cls, site):
+            return cls()
+
+        def forward(self, y, named):
+            assert list(named) == ["shift", "gain"] and named["gain"] == 3.0
+            return y + named["shift"] * named["gain"]
+
+    class Inner(nn.Module):
+        def forward(self, x, shift, gain):
+            return x * gain + shift
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+            self.act = nn.SiLU()
+
+        def forward(self, x):
+            return self.act(self.inner(x, shift=x.mean(), gain=3.0))
+
+    x = torch.randn(2, 3)
+    gm = fxplug.trace(Outer().eval(), x)
+    rule = fxplug.Rule(fxplug.Match(path="inner"), use=Given, port="y", args=["y", "x[**]"])
+    new = fxplug.apply(gm, fxplug.Pass("p", [rule]))
+    torch.testing.assert_close(new(x), nn.functional.silu(x * 3 + x.mean() * 4))
+    with pytest.raises(SpecError, match="place 'before' changes 'x'"):
+        fxplug.Rule(fxplug.Match(path="inner"), use=Given, place="before", port="x[**]")
+    with pytest.raises((AssertionError, MatchError, TraceError)):  # all of SiLU's are by position
+        fxplug.apply(gm, fxplug.Pass("p", [fxplug.Rule(fxplug.Match(path="act"), use=Given, port="y", args=["y", "x[**]"])]))
+
+
+# --- inputs
+
+
+class Base(SinglePluginBlock):
+    def feed_input_data(self, data):
+        self.cond = data["cond"]
+
+
+class Inherits(Base):
+    pass
+
+
+class HandsOn(Base):
+    def feed_input_data(self, data):
+        super().feed_input_data(data)
+        self.mask = data.pop("mask")
+
+
+class InsteadOf(Base):
+    def feed_input_data(self, inputs):
+        self.mask = inputs["mask"]
+
+
+class Kept(SinglePluginBlock):
+    """Leaves it to the base class, which keeps all of it."""
+
+    def forward(self, fea_in, fea_out):
+        return fea_out + self.input_data["cond"] + self.input_data.get("mask", 0)
+
+
+class KeptBelow(Kept):
+    pass
+
+
+class Loop(SinglePluginBlock):
+    def feed_input_data(self, data):
+        for key in ("cond", "mask"):
+            setattr(self, key, data[key])
+
+
+class OwnKeys(SinglePluginBlock):
+    keys: ClassVar = ["cond", "mask"]
+
+    def feed_input_data(self, data):
+        self.kept = {key: data.get(key) for key in self.keys}
+
+
+NAMES = ("cond", "mask")
+
+
+class ModulesKeys(SinglePluginBlock):
+    def feed_input_data(self, data):
+        self.kept = [data[name] for name in NAMES]
+
+
+class All(SinglePluginBlock):
+    def feed_input_data(self, data):
+        for key, value in data.items():
+            setattr(self, key, value)
+
+
+class AllAtOnce(SinglePluginBlock):
+    def feed_input_data(self, data):
+        self.__dict__.update(data)
+
+
+@pytest.mark.parametrize(
+    "kind, names",
+    [
+        (Base, ["cond"]),
+        (Inherits, ["cond"]),
+        (HandsOn, ["cond", "mask"]),
+        (InsteadOf, ["mask"]),
+        (Kept, ["cond", "mask"]),
+        (KeptBelow, ["cond", "mask"]),
+        (Loop, ["cond", "mask"]),
+        (OwnKeys, ["cond", "mask"]),
+        (ModulesKeys, ["cond", "mask"]),
+        (All, ["a", "b"]),
+        (AllAtOnce, ["a", "b"]),
+        (SinglePluginBlock, []),
+    ],
+)
+def test_what_a_plugin_asks_for(kind, names):
+    assert sorted(asked_for(kind, ("a", "b"))) == names
+
+
+class Times(SinglePluginBlock):
+    keys: ClassVar = ("cond",)
+
+    def __init__(self, name, host, host_model=None):
+        super().__init__(name, host)
+        self.register_input_feeder_to(host_model)
+        self.gain = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, fea_in, fea_out):
+        return fea_out * self.gain * sum(self.input_data[key] for key in self.keys)
+
+
+def test_inputs_that_the_base_class_keeps(net, tmp_path):
+    text = "  p: {_target_: test_hcp_calls.Times, layers: [head]}"
+    (p,) = passes(tmp_path, text, inputs={"x": ["n", 3, 4, 4], "cond": ["n", 1, 1]})
+    new = fxplug.apply(net.gm, p)
+    with Hooks(net.model) as hooks:
+        plugin = hooks.single("head", lambda host: Times("p", host, host_model=net.model))
+        same(net, new, [(plugin, "p.head.SinglePlugin.plugin")], cond=torch.randn(2, 1, 1))
