@@ -116,7 +116,7 @@ def with_first_parameters(addin: nn.Module, call: Any, args: Sequence[Value]) ->
     try:
         with torch.no_grad():
             call(trial, *(_zeros(value) for value in args))
-    except Exception:
+    except Exception:  # the add-in's, which its trace will say
         return addin
     after = tables(trial)
     changed = any(after[name] is not before.get(name) for name in after if isinstance(after[name], nn.Parameter))
