@@ -207,6 +207,43 @@ def test_what_is_kept_is_in_a_program_of_torch_export_too(vit):
     torch.testing.assert_close(program.module()(image), new(image))
 
 
+class Again(nn.Module):
+    """Calls one layer twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.last = nn.Linear(24, 24), nn.Linear(24, 10)
+
+    def forward(self, x):
+        return self.last(self.fc(self.fc(x.mean((2, 3)).repeat(1, 8))))
+
+
+class Modes(AddinBase):
+    """Keeps what every call of a layer gives, in training something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.all = nn.Parameter(torch.tensor(0.5)), ()
+
+    def keep(self, module, inputs, outputs):
+        self.all = (*self.all, outputs * 2 if self.training else outputs)
+        return outputs
+
+    def add(self, module, inputs, outputs):
+        total, self.all = sum(part.mean() * n for n, part in enumerate(self.all, 1)), ()
+        return outputs + self.gain * total
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_each_call_of_a_module_is_a_place_and_modes_are_apart(training):
+    torch.manual_seed(0)
+    model, image = Again(), torch.randn(2, 3, 32, 32)
+    given = entry(Modes, ("last", "add", "post"), ("fc", "keep", "post"))
+    new = same_as_hooks((model, fxplug.trace(model, (image,)), image), [given], Modes(), training=training)
+    ours = new(image)
+    assert not torch.equal(ours, new.train(not training)(image))
+
+
 class Sums(AddinBase):
     """Goes on from one call of the model to the next."""
 
