@@ -254,7 +254,9 @@ def export(
 @app.command()
 def convert(
     system: Annotated[str, typer.Argument(metavar="SYSTEM", help="Where the file comes from: hcp or zhijian.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Its YAML file with plugin_unet, plugin_TE or lora_unet; or addins.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Its YAML file with plugin_unet, plugin_TE, lora_unet, or addins.")
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The configuration to write.")],
     model: Annotated[
         str | None, typer.Option("--model", help="The model, as in a configuration; or a configuration that has it (.yaml).")

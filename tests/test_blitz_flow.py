@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_blitz import EXAMPLES, LINE, Own, mlp_addin, narrow_mlp, quiet
+from test_blitz_lists import PROMPTS
 from torch import nn
 from typer.testing import CliRunner
 from zhijian.manual import LINES, MLPAddin
@@ -140,6 +141,16 @@ def test_a_configuration_runs_dry_from_the_command_line_and_is_saved(tmp_path):
     assert saved.passes[0].lr == 0.5 and saved.passes[0].rules == result.config.passes[0].rules
     again, image = fxplug.load(tmp_path / "out"), torch.randn(2, 3, 32, 32)
     assert torch.equal(again(image), result.module(image))
+
+
+def test_a_configuration_has_entries_as_lines(tmp_path):
+    model = {"timm": "vit_tiny_patch16_224", "options": {"img_size": 32, "depth": 3, "embed_dim": 24, "num_heads": 2}}
+    blitz = {"line": [PROMPTS, "(Fits.adapt): (blocks[0].mlp){inout1}"]}
+    blitz["addin"] = {"Prompts": "test_blitz_lists:Prompts", "Fits": "test_blitz_lists:Fits"}
+    config = {"model": model, "inputs": {"x": [2, 3, 32, 32]}, "passes": [{"blitz": blitz}]}
+    result = fxplug.rewrite(config, out=tmp_path / "out")
+    image = torch.randn(2, 3, 32, 32)
+    assert torch.equal(fxplug.load(tmp_path / "out")(image), result.module(image))
 
 
 def test_the_schema_knows_lines():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 
 import pytest
 import timm
@@ -207,6 +206,43 @@ def test_what_is_kept_is_in_a_program_of_torch_export_too(vit):
     torch.testing.assert_close(program.module()(image), new(image))
 
 
+class Again(nn.Module):
+    """Calls one layer twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.last = nn.Linear(24, 24), nn.Linear(24, 10)
+
+    def forward(self, x):
+        return self.last(self.fc(self.fc(x.mean((2, 3)).repeat(1, 8))))
+
+
+class Modes(AddinBase):
+    """Keeps what every call of a layer gives, in training something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.gain, self.all = nn.Parameter(torch.tensor(0.5)), ()
+
+    def keep(self, module, inputs, outputs):
+        self.all = (*self.all, outputs * 2 if self.training else outputs)
+        return outputs
+
+    def add(self, module, inputs, outputs):
+        total, self.all = sum(part.mean() * n for n, part in enumerate(self.all, 1)), ()
+        return outputs + self.gain * total
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_each_call_of_a_module_is_a_place_and_modes_are_apart(training):
+    torch.manual_seed(0)
+    model, image = Again(), torch.randn(2, 3, 32, 32)
+    given = entry(Modes, ("last", "add", "post"), ("fc", "keep", "post"))
+    new = same_as_hooks((model, fxplug.trace(model, (image,)), image), [given], Modes(), training=training)
+    ours = new(image)
+    assert not torch.equal(ours, new.train(not training)(image))
+
+
 class Sums(AddinBase):
     """Goes on from one call of the model to the next."""
 
@@ -286,6 +322,29 @@ def test_parameters_of_the_first_call_are_the_blocks_and_nothing_goes_to_another
     assert torch.isfinite(new(image)).all()
 
 
+class Drops(AddinBase):
+    """Draws numbers when it is made and when it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop = nn.Linear(24, 24), nn.Dropout(0.5)
+
+    def adapt(self, module, inputs, outputs):
+        return outputs + self.drop(self.layer(outputs))
+
+
+def test_one_seed_draws_the_weights_that_the_classes_draw(vit):
+    given = [entry(Drops, (f"blocks.{n}.mlp", "adapt", "post")) for n in range(2)]
+    torch.manual_seed(3)
+    new = fxplug.apply(vit[1], fxplug.blitz(given, Drops))
+    torch.manual_seed(3)
+    for n in range(2):
+        assert torch.equal(new.get_parameter(f"blitz.blocks.{n}.mlp.Addin.addin.layer.weight"), Drops().layer.weight)
+    widths = [entry(Fits, (f"blocks.{n}.mlp", "adapt", "post")) for n in range(2)]
+    scales = [p for _, p in fxplug.apply(vit[1], fxplug.blitz(widths, Fits)).blitz.named_parameters()]
+    assert len(scales) == 2 and not torch.equal(*scales)
+
+
 class Twice(AddinBase):
     """Runs the layer that it stands at once more."""
 
@@ -335,14 +394,3 @@ def test_an_entry_that_is_wrong_says_where(change, finding):
     with pytest.raises(SpecError) as error:
         fxplug.blitz([{**PROMPTS, **change}], Prompts())
     assert finding in str(error.value)
-
-
-def test_a_configuration_has_entries_as_lines(tmp_path):
-    model = {"timm": "vit_tiny_patch16_224", "options": {"img_size": 32, "depth": DEPTH, "embed_dim": 24, "num_heads": 2}}
-    blitz = {"line": [PROMPTS, "(Fits.adapt): (blocks[0].mlp){inout1}"]}
-    blitz["addin"] = {"Prompts": f"{__name__}:Prompts", "Fits": f"{__name__}:Fits"}
-    config = {"model": model, "inputs": {"x": [2, 3, 32, 32]}, "passes": [{"blitz": blitz}]}
-    result = fxplug.rewrite(config, out=tmp_path / "out")
-    image = torch.randn(2, 3, 32, 32)
-    assert torch.equal(fxplug.load(tmp_path / "out")(image), result.module(image))
-    assert sys.modules[__name__].Prompts is Prompts

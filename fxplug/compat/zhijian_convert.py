@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,10 +81,8 @@ def _addin(name: str, settings: Mapping[str, Any], model: nn.Module | None, used
     module = f"{MODULES}.{name.lower()}"
     imported(f"{module}:{name}")
     parser = argparse.ArgumentParser()
-    try:
+    with contextlib.suppress(SpecError):  # it has no settings
         imported(f"{module}:prepare_specific_addin_parser")(parser)
-    except SpecError:  # it has no settings
-        pass
     config = vars(parser.parse_args([]))
     config.update({key: settings[key] for key in config if key in settings})
     used.update(config)

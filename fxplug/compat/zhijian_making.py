@@ -111,16 +111,23 @@ def with_first_parameters(addin: nn.Module, call: Any, args: Sequence[Value]) ->
 
     `call(addin, *values)` is that call; it is made on a copy, and what it fails at is told when it is traced.
     """
-    trial = _copy(addin)
-    before = tables(trial)
+    values = [_zeros(value) for value in args]
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.no_grad():
-            call(trial, *(_zeros(value) for value in args))
-    except Exception:
+            with torch.random.fork_rng(devices):  # what draws numbers and makes no parameters draws none
+                _, made = _called(addin, call, values)
+            return _called(addin, call, values)[0] if made else addin
+    except Exception:  # the add-in's, which its trace will say
         return addin
-    after = tables(trial)
-    changed = any(after[name] is not before.get(name) for name in after if isinstance(after[name], nn.Parameter))
-    return trial if changed else addin
+
+
+def _called(addin: nn.Module, call: Any, values: Sequence[Any]) -> tuple[nn.Module, bool]:
+    """A copy of an add-in after a call, and whether that made parameters."""
+    trial = _copy(addin)
+    before = tables(trial)
+    call(trial, *values)
+    return trial, any(v is not before.get(name) for name, v in tables(trial).items() if isinstance(v, nn.Parameter))
 
 
 def _zeros(value: Any) -> Any:
