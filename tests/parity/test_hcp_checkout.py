@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import fxplug
+from fxplug.compat.hcp.checkpoints import load_checkpoint, save_checkpoint
 from fxplug.compat.hcp.convert_file import PARTS, convert
 from fxplug.spec.yaml_source import parse_yaml, read_yaml
 
@@ -36,7 +37,7 @@ def configs():
 def theirs():
     """Imports its modules one by one: its packages import trainers and more, and two libraries that are not installed here."""
     before = dict(sys.modules)
-    for name in ("hcpdiff", "hcpdiff.models", "hcpdiff.utils"):
+    for name in ("hcpdiff", "hcpdiff.models", "hcpdiff.utils", "hcpdiff.ckpt_manager"):
         sys.modules[name] = package = ModuleType(name)
         package.__path__ = [str(CHECKOUT / name.replace(".", "/"))]
     sys.modules["omegaconf"] = omegaconf = ModuleType("omegaconf")
@@ -108,6 +109,29 @@ def test_low_rank_updates_are_equal_in_value_and_gradient(theirs, tmp_path, file
         out.square().mean().backward()
     for their, own in same:
         torch.testing.assert_close(own.grad, their.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("file", ["lora_layers", "lora_layers_patch"])
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+def test_a_file_that_it_writes_and_one_that_it_reads(theirs, tmp_path, file, suffix):
+    model, x = small.seeded(Layers).eval(), small.seeded(lambda: torch.randn(5, 3, 8, 8))
+    (tmp_path / "a.yaml").write_text(json.dumps({"lora_unet": [{"layers": ["body", "head"], "rank": 2, "alpha": 3.0}]}))
+    ((name, given),) = parse_yaml(convert(tmp_path / "a.yaml").text).data["passes"][0].items()
+    new, hooked = fxplug.apply(fxplug.trace(model, x), fxplug.load_pass(name, **given)), small.seeded(Layers).eval()
+    blocks = dict(on_hooks(theirs(f"models.{file}"), hooked, 0, ["body", "head"], {"rank": 2, "alpha": 0.5}))
+    for parameter in (p for block in blocks.values() for p in block.parameters()):
+        nn.init.normal_(parameter, std=0.3)
+    write = theirs("ckpt_manager.ckpt_safetensor" if suffix == ".safetensors" else "ckpt_manager.ckpt_pkl")
+    manager = write.CkptManagerSafe() if suffix == ".safetensors" else write.CkptManagerPKL()
+    group = theirs("models.plugin").PluginGroup(blocks)
+    manager._save_ckpt({"lora": group.state_dict()}, save_path=str(tmp_path / f"a{suffix}"))
+    load_checkpoint(new, tmp_path / f"a{suffix}")
+    torch.testing.assert_close(new(x), hooked(x), rtol=1e-5, atol=1e-5)
+    save_checkpoint(new, tmp_path / f"b{suffix}")
+    read = manager.load_ckpt(str(tmp_path / f"b{suffix}"))["lora"]
+    if file == "lora_layers_patch":
+        assert read.keys() == group.state_dict().keys()
+        assert all(torch.equal(read[key], value) for key, value in group.state_dict().items())
 
 
 def on_hooks(module, model, number, layers, options):

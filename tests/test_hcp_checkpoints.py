@@ -1,0 +1,168 @@
+"""Files of HCP-Diffusion in converted passes, and back."""
+
+from __future__ import annotations
+
+import pytest
+import small
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import fxplug
+from fxplug.compat.hcp import PluginBlock
+from fxplug.compat.hcp.checkpoints import load_checkpoint, save_checkpoint
+from fxplug.errors import ArtifactError, SpecError
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.conv(x).mean((2, 3)))
+
+
+def rewritten(*passes):
+    new = fxplug.trace(small.seeded(Layers).eval(), torch.randn(4, 3, 5, 5))
+    for name, options in passes:
+        new = fxplug.apply(new, fxplug.load_pass(name, **options))
+    return new
+
+
+LORA = ("hcp/lora", {"name": "lora_block_0", "at": ["conv", "head"], "rank": 2})
+NEW, OLD = ("layer.W_down", "layer.W_up"), ("layer.lora_down.weight", "layer.lora_up.weight")
+
+
+def lora_state(names=NEW, between=".___.", **changed):
+    """As HCP-Diffusion writes it, alpha divided by the rank."""
+    shapes = {"conv": ([2, 3, 3, 3], [8, 2, 1, 1]), "head": ([2, 8], [4, 2])}
+    state = {}
+    for layer, halves in shapes.items():
+        for name, shape in zip(names, halves, strict=True):
+            state[f"{layer}{between}{name}"] = torch.randn(shape)
+        state[f"{layer}{between}alpha"] = torch.tensor(0.25)
+    return {**state, **changed}
+
+
+def write(path, sections):
+    if path.suffix == ".ckpt":
+        torch.save(sections, path)
+    else:
+        save_file({f"{section}:{key}": value for section, state in sections.items() for key, value in state.items()}, path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+@pytest.mark.parametrize("names, between", [(NEW, ".___."), (OLD, ".___."), (OLD, ".lora_block."), (OLD, ".lora_block_0.")])
+def test_a_low_rank_file_is_what_its_weights_add(tmp_path, suffix, names, between):
+    state = lora_state(names, between)
+    new = rewritten(LORA)
+    file = write(tmp_path / f"unet-100{suffix}", {"base": {}, "lora": state} if suffix == ".ckpt" else {"lora": state})
+    assert len(load_checkpoint(new, file)) == 6
+    model, x = small.seeded(Layers).eval(), torch.randn(4, 3, 5, 5)
+    with torch.no_grad():
+        for layer in ("conv", "head"):
+            down, up = (state[f"{layer}{between}{name}"] for name in names)
+            weight = model.get_submodule(layer).weight
+            weight += 0.25 * (up.flatten(1) @ down.flatten(1)).view(weight.shape)
+    torch.testing.assert_close(new(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+def test_what_is_written_is_read(tmp_path, suffix):
+    new, other = rewritten(LORA), rewritten(LORA)
+    nn.init.normal_(new.get_parameter("lora_block_0.head.Lora.up.weight"))
+    names = save_checkpoint(new, tmp_path / f"a{suffix}")
+    assert load_checkpoint(other, tmp_path / f"a{suffix}") and len(names) == 6
+    assert all(torch.equal(a, b) for a, b in zip(new.state_dict().values(), other.state_dict().values(), strict=True))
+    if suffix == ".ckpt":
+        assert set(torch.load(tmp_path / "a.ckpt")["lora"]) == set(lora_state())
+    with pytest.raises(SpecError, match="ends in .ckpt or .safetensors"):
+        save_checkpoint(new, tmp_path / "a.bin")
+
+
+def test_the_branches_have_files_of_their_own(tmp_path):
+    how = {"at": ["conv", "head"], "rank": 2}
+    new = rewritten(
+        ("hcp/half_lora", {"name": "p", "half": "second", **how}), ("hcp/half_lora", {"name": "n", "half": "first", **how})
+    )
+    file = write(tmp_path / "unet-neg-1.ckpt", {"lora": lora_state()})
+    with pytest.raises(SpecError, match=r"p and n both have weights at 'conv': say which"):
+        load_checkpoint(new, file)
+    assert all(name.startswith("n.") for name in load_checkpoint(new, file, passes=["n"]))
+    with pytest.raises(SpecError, match="no pass 'm'"):
+        load_checkpoint(new, file, passes=["m"])
+
+
+def test_averages_are_sections_of_their_own(tmp_path):
+    new, mean = rewritten(LORA), lora_state()
+    file = write(tmp_path / "a.ckpt", {"lora": lora_state(), "lora_ema": mean})
+    load_checkpoint(new, file, ema=True)
+    assert torch.equal(new.get_parameter("lora_block_0.head.Lora.up.weight"), mean["head.___.layer.W_up"])
+
+
+class Pair(PluginBlock):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, fea_from, fea_in, fea_out):
+        return fea_out + self.gain * fea_from[0].mean()
+
+
+PAIR = [["conv:in[:]"], ["conv:out[:]"], "x[:]", "y[:]"]
+PLUGINS = [
+    ("hcp/single", {"name": "a", "plugin": "hcp_guide:LoraBlock", "layers": ["conv", "head"], "options": {"rank": 2}}),
+    ("hcp/pair", {"name": "a", "plugin": f"{__name__}:Pair", "to": ["head"], "args": PAIR}),
+    ("hcp/patch_after", {"name": "a", "plugin": "fxplug.compat.hcp.sample_plugins:Times", "layers": ["head"]}),
+]
+
+
+@pytest.mark.parametrize("row", PLUGINS, ids=lambda row: row[0])
+def test_a_plugins_file(tmp_path, row):
+    new, other = rewritten(row), rewritten(row)
+    with torch.no_grad():
+        for name, value in new.state_dict().items():
+            if name.startswith("a."):
+                value.add_(1.5)
+    save_checkpoint(new, tmp_path / "unet-a-1.ckpt")
+    (section,) = (sections := torch.load(tmp_path / "unet-a-1.ckpt"))
+    layers = {"hcp/pair": {"conv"}, "hcp/single": {"conv", "head"}, "hcp/patch_after": {"head"}}
+    assert section == "plugin" and {key.partition(".")[0] for key in sections[section]} == layers[row[0]]  # pairs by the first
+    load_checkpoint(other, tmp_path / "unet-a-1.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(new.state_dict().values(), other.state_dict().values(), strict=True))
+
+
+def test_a_controlnets_file_has_the_names_of_the_plugin(tmp_path):
+    unet = small.unet()
+    new = fxplug.apply(unet.gm, fxplug.load_pass("controlnet", name="c"))
+    save_checkpoint(new, tmp_path / "a.ckpt")
+    keys = set(torch.load(tmp_path / "a.ckpt")["plugin"])
+    heads = {f".___.cond_head.{number}.{what}" for number in range(0, 15, 2) for what in ("weight", "bias")}
+    assert heads == {key for key in keys if "cond_head" in key}
+    assert ".___.controlnet_mid_block.weight" in keys and ".___.conv_in.weight" in keys
+    assert len(load_checkpoint(new, tmp_path / "a.ckpt")) == len(keys)
+
+
+@pytest.mark.parametrize(
+    "sections, kind, message",
+    [
+        ({"lora": lora_state(**{"body.___.layer.W_up": torch.zeros(1)})}, SpecError, "weights of 'body', and 2 layers"),
+        ({"lora": lora_state(**{"head.___.layer.W_up": torch.zeros(4, 3)})}, SpecError, r"W_up \[4, 3\], and .* is \[4, 2\]"),
+        ({"lora": lora_state(**{"head.___.layer.W_mid": torch.zeros(4)})}, SpecError, "'head' has no weight 'layer.W_mid'"),
+        ({"lora": {k: v for k, v in lora_state().items() if "W_up" not in k}}, SpecError, "nothing in it is 'lora_block_0.*up"),
+        ({"lora": {k: v for k, v in lora_state().items() if "head" in k}}, SpecError, "nothing in it is 'lora_block_0.conv"),
+        ({"plugin": {"head.___.w": torch.zeros(1)}}, SpecError, "of 'head', and no pass here has such weights"),
+        ({"base": {"head.weight": torch.zeros(1)}}, ArtifactError, "has no low-rank updates and no plugins .*it has base"),
+        ([1], ArtifactError, "is a list, no checkpoint"),
+    ],
+)
+def test_a_file_of_something_else_changes_nothing(tmp_path, sections, kind, message):
+    new = rewritten(LORA)
+    before = {name: value.clone() for name, value in new.state_dict().items()}
+    torch.save(sections, tmp_path / "a.ckpt")
+    with pytest.raises(kind, match=message):
+        load_checkpoint(new, tmp_path / "a.ckpt")
+    assert all(torch.equal(before[name], value) for name, value in new.state_dict().items())
