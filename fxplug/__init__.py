@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .adapters.slots import Adapters
     from .artifacts.artifact import load, save
     from .capture.tracer import trace
-    from .compat.zhijian_pass import blitz
+    from .compat.zhijian.blitz import blitz
     from .errors import (
         ArtifactError,
         ClashError,
@@ -116,7 +116,7 @@ _HOME = {
     "adapters.slots": ["Adapters"],
     "artifacts.artifact": ["load", "save"],
     "capture.tracer": ["trace"],
-    "compat.zhijian_pass": ["blitz"],
+    "compat.zhijian.blitz": ["blitz"],
     "errors": [name for name in __all__ if name.endswith("Error")],
     "exports.exporter": ["export"],
     "exports.package": ["Package", "load_package"],

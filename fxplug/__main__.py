@@ -272,7 +272,7 @@ def convert(
     if system not in (known := ("hcp", "zhijian")):
         raise SpecError(f"no system '{system}'{did_you_mean(system, known)}; there are {' and '.join(known)}")
     from .compat.hcp import convert_file as hcp
-    from .compat.zhijian_convert import convert as zhijian
+    from .compat.zhijian.convert_file import convert as zhijian
 
     if system == "zhijian":
         done = zhijian(file, model=model, out=out)

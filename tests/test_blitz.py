@@ -15,7 +15,7 @@ from torch import nn
 
 import fxplug
 from fxplug.compat.zhijian import Addin, AddinBase, Seen, dict2args
-from fxplug.compat.zhijian_line import parse
+from fxplug.compat.zhijian.line import parse
 from fxplug.errors import SpecError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

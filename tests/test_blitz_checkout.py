@@ -21,8 +21,8 @@ from zhijian_checkout import OnCPU, arguments, checkout, configuration, zhijian
 
 import fxplug
 from fxplug.compat.zhijian import model_config, reuse_keys, settings
-from fxplug.compat.zhijian_convert import convert
-from fxplug.compat.zhijian_line import parse
+from fxplug.compat.zhijian.convert_file import convert
+from fxplug.compat.zhijian.line import parse
 from fxplug.errors import FxplugError, SpecError
 from fxplug.spec.train_section import Train
 from fxplug.training.param_groups import choose
@@ -41,7 +41,7 @@ MODULES = "zhijian.models.addin.module"
 @pytest.fixture(autouse=True)
 def on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    monkeypatch.setattr("fxplug.compat.zhijian_imports._imported", {})
+    monkeypatch.setattr("fxplug.compat.zhijian.imports._imported", {})
 
 
 @functools.cache

@@ -49,7 +49,7 @@ def modules(tmp_path, monkeypatch):
     (folder / "gain.py").write_text(dedent(GAIN))
     (tmp_path / "my_gain.py").write_text(dedent(GAIN))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("fxplug.compat.zhijian_imports._imported", {})
+    monkeypatch.setattr("fxplug.compat.zhijian.imports._imported", {})
     yield tmp_path
     sys.modules.pop("my_gain", None)
 

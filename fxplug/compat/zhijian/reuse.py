@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import SpecError, did_you_mean
-from ..spec.addresses import select
-from .zhijian_line import parse_path
-from .zhijian_list import module_path
+from ...errors import SpecError, did_you_mean
+from ...spec.addresses import select
+from .line import parse_path
+from .lists import module_path
 
 ADDIN = "addin"  # what ZhiJian calls its add-ins in the model
 

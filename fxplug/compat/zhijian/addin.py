@@ -11,21 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from ..blocks.base import Block
-from ..errors import SpecError, did_you_mean
-from ..ir.pytree import children
-from ..spec.addresses import select
-from .zhijian_base import AddinBase
-from .zhijian_host import Seen
-from .zhijian_imports import stand_in
-from .zhijian_making import OnItsDevice, own, settings, takes_outputs, with_first_parameters
-from .zhijian_reuse import model_config, reuse_keys
-from .zhijian_state import CACHE, KEEPS, Call, attributes, same
+from ...blocks.base import Block
+from ...errors import SpecError, did_you_mean
+from ...ir.pytree import children
+from ...spec.addresses import select
+from .host import Seen
+from .making import OnItsDevice, own, takes_outputs, with_first_parameters
+from .state import CACHE, KEEPS, Call, attributes, same
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
-
-__all__ = ["Addin", "AddinBase", "Seen", "dict2args", "model_config", "reuse_keys", "settings", "stand_in"]
+    from ...rewriter.sites import Site
 
 
 class Addin(Block):
@@ -169,7 +164,6 @@ class Addin(Block):
         return self.called
 
 
-dict2args = settings  # ZhiJian's name
 
 
 def _check_named(site: Site, modules: Sequence[str]) -> None:

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import SpecError, did_you_mean
-from ..spec.rules import COMMON, Match, Pass, Rule, check_common, check_target
-from ..spec.yaml_source import NOWHERE, Where, shown
-from .zhijian_line import Insertion, Line, Place, parse
-from .zhijian_list import Entry, entry_rules, read_entry
+from ...errors import SpecError, did_you_mean
+from ...spec.rules import COMMON, Match, Pass, Rule, check_common, check_target
+from ...spec.yaml_source import NOWHERE, Where, shown
+from .line import Insertion, Line, Place, parse
+from .lists import Entry, entry_rules, read_entry
 
 USE = "fxplug.compat.zhijian:Addin"
 KEYS = ("line", "addin")

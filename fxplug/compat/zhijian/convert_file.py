@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ..errors import SpecError
-from ..models.factory import build
-from ..spec.run_config import load_config
-from ..spec.yaml_source import Source, read_yaml, shown
-from .hcp.convert_file import PLACEHOLDER, Converted
-from .hcp.convert_file import _model as head_of
-from .zhijian_imports import imported
-from .zhijian_line import parse
-from .zhijian_list import Entry, read_entry
-from .zhijian_reuse import ADDIN, model_config, reuse_keys
+from ...errors import SpecError
+from ...models.factory import build
+from ...spec.run_config import load_config
+from ...spec.yaml_source import Source, read_yaml, shown
+from ..hcp.convert_file import PLACEHOLDER, Converted
+from ..hcp.convert_file import _model as head_of
+from .imports import imported
+from .line import parse
+from .lists import Entry, read_entry
+from .reuse import ADDIN, model_config, reuse_keys
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..spec.import_path import import_target
-from .zhijian_base import AddinBase
+from ...spec.import_path import import_target
+from .base_class import AddinBase
 
 PACKAGES = ("zhijian", "zhijian.models", "zhijian.models.addin", "zhijian.models.addin.module")
 BASE = "zhijian.models.addin.module.base"
