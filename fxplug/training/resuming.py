@@ -21,7 +21,17 @@ from ..errors import TrainError
 from ..files.reading import reason
 from ..spec.train_section import written
 from ..torch_internals.pytree import tree_map
-from .checkpoint import PREFIX, Checkpoint, differences, found, plain_random_state, read, set_plain_random_state, write
+from .checkpoint import (
+    PREFIX,
+    Checkpoint,
+    differences,
+    found,
+    plain_random_state,
+    read,
+    set_plain_random_state,
+    write,
+    write_to,
+)
 from .distributed import gathered
 
 if TYPE_CHECKING:
@@ -30,23 +40,54 @@ if TYPE_CHECKING:
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def keep(trainer: Trainer) -> None:
-    """Write a checkpoint of this moment. A full disk is reported, and ends the run when the settings say so."""
+def keep(trainer: Trainer, *, told: bool = True) -> None:
+    """Write a checkpoint of this moment. A full disk is reported, and ends the run when the settings say so.
+
+    Plugins hear of it unless it is not to be `told`.
+    """
     if trainer.out is None:
         return
     made = _snapshot(trainer)
-    place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.step}
     if trainer.first:
         path = None
         with _reported(trainer, f"checkpoint of step {trainer.progress.step}"):
             path = write(trainer.out / "checkpoints", made, trainer.settings.save.keep)
-        if path is not None:
-            trainer.plugins.call("on_model_save", path=path, **place)
+        if path is not None and told:
+            _tell(trainer, path)
+
+
+def keep_in(trainer: Trainer, path: Path) -> None:
+    """Write a checkpoint of this moment to a folder of its own, which no later one removes."""
+    made = _snapshot(trainer)
+    if trainer.first:
+        with _reported(trainer, f"checkpoint '{path}'"):
+            write_to(path, made)
+
+
+def keep_after(trainer: Trainer, error: Exception) -> None:
+    """Write a checkpoint of the last whole step, as an error of a plugin ends the run; say so.
+
+    A checkpoint that cannot be written is said too: the error that is told is the plugin's.
+    """
+    if trainer.out is None or trainer.progress.step == 0 or trainer.accelerator.num_processes > 1:
+        return  # the others are not told that this one stops, and would not meet it
+    trainer.optimizer.zero_grad(set_to_none=True)
+    try:
+        keep(trainer, told=False)
+        trainer.watch.note(f"{error}; the {trainer.progress.step} steps before are kept: 'resume' goes on from there")
+    except TrainError as another:
+        trainer.watch.note(f"{error}; then {another}")
+
+
+def _tell(trainer: Trainer, path: Path) -> None:
+    place = {"epoch": trainer.progress.epoch, "global_step": trainer.pace.seen}
+    names = {"save_folder": str(path), "diffusers_save_path": str(path)}
+    trainer.plugins.call("on_model_save", path=path, **names, **place)
 
 
 def export(trainer: Trainer) -> None:
     """Write the trained module, and the one with averaged weights, as artifacts: `module/` and `ema/`."""
-    named = dict(trainer.module.named_parameters())
+    named = {**trainer.trained, **dict(trainer.module.named_parameters())}
     trained, averages = tree_map(_whole, (trainer.trained, trainer.ema.average if trainer.ema else {}))
     if trainer.sharded is not None:  # the module itself still has the weights it began with
         _fill(named, trained)
@@ -65,8 +106,10 @@ def export(trainer: Trainer) -> None:
                 save(trainer.module, trainer.out / "ema", config=trainer.config)
         finally:
             _fill(named, kept)
-    place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.step}
-    trainer.plugins.call("on_model_save", path=trainer.out / "module", **place)
+    if trainer.task.encoder is not None and trainer.task.trains:
+        with _reported(trainer, "trained text encoder"):
+            trainer.task.encoder.save(trainer.out / "text")
+    _tell(trainer, trainer.out / "module")
 
 
 def restore(trainer: Trainer, path: Path) -> None:

@@ -36,7 +36,7 @@ class Hooks(Protocol):
         """The caption that the model is to see."""
 
     def transform_pil_image(self, img: Image.Image) -> Image.Image:
-        """The image that the model is to see, before it is cropped and normalised."""
+        """The image that the model is to see, before it is normalised."""
 
 
 class Fetched(NamedTuple):
@@ -129,8 +129,6 @@ class Fetch:
                 return {**item, "image": image.flip(-1) if place.flip else image, "index": index}
             image = as_pil(image)
         if isinstance(image, Image.Image):
-            if self.hooks is not None and "transform_pil_image" in self._hooked:
-                image = prepared(self.hooks.transform_pil_image(image), self.spec.channels)
             self._put(item, image, size or (image.height, image.width), place)
         elif isinstance(image, Tensor):
             if size is not None and image.shape[1:] != size:
@@ -151,14 +149,26 @@ class Fetch:
                 raise TrainError(
                     f"{item['name']}: its condition is a float tensor, which cannot be cropped and mirrored with it"
                 )
-            image = placed(image, size, place)
+            image = self._changed(placed(image, size, place), item["name"])
             if self.condition is not None:
                 item["condition"] = self._made(image, size, item["name"])
             else:
                 self._put_condition(item, size, place)
         elif self.transform is None:
-            image = placed(image, size, place)
+            image = self._changed(placed(image, size, place), item["name"])
+        else:
+            image = self._changed(image, item["name"], fixed=False)
         item["image"] = pixels(image) if self.transform is None else self.transform(image, size)
+
+    def _changed(self, image: Image.Image, name: str, fixed: bool = True) -> Image.Image:
+        """The image after the plugins, which may change its size only where the task crops it."""
+        if self.hooks is None or "transform_pil_image" not in self._hooked:
+            return image
+        changed = prepared(self.hooks.transform_pil_image(image), self.spec.channels)
+        if fixed and changed.size != image.size:
+            sizes = f"{changed.height}x{changed.width} of one of {image.height}x{image.width}"
+            raise TrainError(f"{name}: transform_pil_image made an image of {sizes}, which is cropped already")
+        return changed
 
     def _made(self, image: Image.Image, size: Size, name: str) -> Tensor:
         """What the condition function makes of an image: PIL in any mode (grey stays grey), or what `as_image` takes."""

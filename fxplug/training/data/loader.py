@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ...errors import SpecError, TrainError
 from ...spec.train_section import Data, Use
+from ..tasks.task import Task
 from .batch_order import Order, Request
 from .buckets import assign, bucket_sizes
 from .dataloader import Given
@@ -58,7 +59,7 @@ class Loader:
         if spec.buckets is not None:
             grouped = self._bucketed(size, batch * world if train else 1)
             groups, sizes = list(grouped.values()), list(grouped)
-        total = sum(map(len, groups))
+        total = self.total = sum(map(len, groups))
         self.order = Order(groups, batch, seed=seed, rank=rank, world=world, train=train, shuffle=spec.shuffle and train)
         self.steps = len(self.order)
         self.buckets = {bucket: len(group) for bucket, group in zip(sizes, groups, strict=True) if bucket is not None}
@@ -110,6 +111,14 @@ class Loader:
                     del fetched, error
             if fetched.batch is not None:
                 yield fetched.batch
+
+    def notes(self, task: Task) -> list[str]:
+        """What is to be said about the data before the training: what of them it goes without."""
+        notes = []
+        if self.left_out:
+            finding = f"{self.left_out} of {self.total} samples are left out of each epoch, others in each"
+            notes.append(f"{finding}: they fill no batch")
+        return notes
 
     def close(self) -> None:
         """End the workers; a later epoch starts new ones."""
