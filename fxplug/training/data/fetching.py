@@ -19,6 +19,7 @@ from .batch_order import Request
 from .cropping import Place, pixels, placed
 from .image_files import Unreadable, as_image, as_pil, prepared
 from .seeding import random_state_kept, seed_all
+from .sidecars import Caption
 from .sources import Items
 from .user_dataset import condition_function
 
@@ -117,8 +118,11 @@ class Fetch:
     def _sample(self, index: int, size: Size | None) -> dict[str, Any]:
         random_place = self.train and self.spec.crop == "random"
         x, y, coin = random.random(), random.random(), random.random()
-        place = Place(*((x, y) if random_place else (0.5, 0.5)), flip=self.train and self.spec.flip and coin < 0.5)
         item = self.items[index]
+        flip = coin < item.pop("flip_p", 0.5 if self.spec.flip else 0.0)
+        place = Place(*((x, y) if random_place else (0.5, 0.5)), flip=self.train and flip)
+        if isinstance(caption := item.get("caption"), Caption):
+            item["caption"] = caption.shuffled() if self.train else caption.text()
         if self.hooks is not None and "transform_caption" in self._hooked and "caption" in item:
             item["caption"] = self.hooks.transform_caption(item["caption"])
         image, condition = item.get("image"), item.get("condition")
@@ -207,6 +211,8 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) -> Any:
     if isinstance(values[0], str):
         return values
+    if key in ("loss_scale", "cond_dropout"):
+        return torch.tensor(values, dtype=torch.float32)
     if key in ("label", "index"):
         return torch.tensor(values, dtype=torch.int64)
     if key in ("image", "condition") and isinstance(values[0], Tensor):

@@ -1,4 +1,4 @@
-"""What is known of the images of a folder: captions in `.txt` files, and lines of `metadata.jsonl`."""
+"""What is known of the images of a folder: lines of `metadata.jsonl`, and captions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ...files import reading
 from ...files.reading import parse_json
 from ...limits import DEFAULT, Limits
 from ...spec.yaml_source import Where, shown
+from .sidecars import from_name
 
 METADATA = "metadata.jsonl"  # the form of Hugging Face's ImageFolder
 OWN = ("image", "condition", "name", "index")  # keys of an item that the loader fills
@@ -88,34 +89,31 @@ def labels(names: Sequence[str], values: list[dict[str, Any]]) -> list[str] | No
 
 
 def captions(
-    top: Path, names: Sequence[str], values: list[dict[str, Any]], law: Literal["required", "optional", "none"]
+    names: Sequence[str], values: list[dict[str, Any]], law: Literal["required", "optional", "none", "filename"]
 ) -> None:
-    """Give each image its caption, in place: that of its metadata, else the `.txt` beside it, stripped.
+    """Hold the captions of images to the law, in place.
 
     `required`: an image without one, or with an empty one, is a SpecError, unless all images have labels and none a caption.
-    `optional`: it is "". `none`: there are no captions.
+    `optional`: it is "". `filename`: it is the name of the file up to an underscore. `none`: there are no captions.
     """
     if law == "none":
         for value in values:
             value.pop("caption", None)
         return
     for name, value in zip(names, values, strict=True):
-        beside = (top / name).with_suffix(".txt")
-        if "caption" not in value and os.path.lexists(beside):
-            value["caption"] = _text(beside, DEFAULT.caption).strip()
-    if law == "optional":
-        for value in values:
-            value.setdefault("caption", "")
-        return
+        if law != "required" and not value.get("caption"):
+            value["caption"] = "" if law == "optional" else from_name(Path(name).stem)
     missing = [name for name, value in zip(names, values, strict=True) if not value.get("caption")]
-    if missing and not (len(missing) == len(names) and all("label" in value for value in values)):
+    if law == "optional" or not missing:
+        return
+    if not (len(missing) == len(names) and all("label" in value for value in values)):
         first = ", ".join(f"'{name}'" for name in missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise SpecError(
             f"{len(missing)} of {len(names)} images have no caption: {first}; put a .txt beside each or a line in {METADATA}, "
-            "or say 'captions: optional' or 'captions: none'",
+            "or say 'captions: optional', 'captions: filename' or 'captions: none'",
             path=("images",),
         )
-    for value in values if missing else ():
+    for value in values:
         value.pop("caption", None)
 
 
