@@ -56,7 +56,7 @@ class Plugins:
     `specs`: for each an import path (`package.module.Class` or `package.module:Class`), `{path: options}`, a `settings.Use`, a
     class or an object. Modules are looked for in `base` (the folder of the configuration), in the working folder, then on the
     Python path. `on_error`: whether a plugin that raises stops the run. What all hooks get goes into `common`; `note` is told
-    in a line of text what goes wrong while a run goes on.
+    in a line of text what goes wrong while a run goes on; `sample` is the one that is transformed.
 
     Raises SpecError (its path begins with the place in `specs`) for a path that does not import, a class that is no plugin or
     cannot be made, a hook that does not exist, and an argument that a hook does not offer. May be pickled into worker
@@ -70,6 +70,7 @@ class Plugins:
         self.common: dict[str, Any] = {}
         self.note: Callable[[str], object] = logging.getLogger(__name__).warning
         self._local = Local.of([base or Path.cwd(), Path.cwd()], STAND_INS)
+        self.sample = ""
         self._plugins: dict[str, object] = {}
         for index, spec in enumerate(specs):
             try:
@@ -188,6 +189,8 @@ class Plugins:
             return
         epoch, step = self._at
         at = "" if step is None else f" (global_step {step})" if epoch is None else f" (epoch {epoch}, global_step {step})"
+        if hook.startswith("transform_"):
+            at = f" ({self.sample})" if self.sample else ""
         text = f"plugin {plugin} raised in {hook}{at}: {type(error).__name__}: {error}"
         if isinstance(error, KeyError) and error.args and hook.startswith("on_") and not isinstance(error, NoSuchKey):
             text += f"{did_you_mean(error.args[0], OFFERED[hook])}; the hook offers {', '.join(OFFERED[hook])}"
@@ -236,7 +239,7 @@ class Plugins:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._local, self.on_error, self._plugins = state["local"], state["on_error"], state["plugins"]
         self._places, self._tally = state["places"], state["tally"]
-        self.common, self.note = {}, logging.getLogger(__name__).warning
+        self.common, self.note, self.sample = {}, logging.getLogger(__name__).warning, ""
         self._register()
 
 

@@ -28,7 +28,9 @@ Transform = Callable[[Image.Image, Size], Tensor]
 
 
 class Hooks(Protocol):
-    """What plugins do to a sample, before anything else does; `has` says whether one of them has a hook."""
+    """What plugins do to a sample; `has` says whether one of them has a hook. `sample` is what messages name it."""
+
+    sample: str
 
     def has(self, hook: str) -> bool:
         """Whether a plugin has this hook."""
@@ -99,7 +101,7 @@ class Fetch:
         for candidate in self._candidates(index, request.group):
             seed_all(mixed(self.seed, request.epoch, candidate))
             try:
-                return self._sample(candidate, self.sizes[request.group])
+                return self._sample(candidate, self.sizes[request.group], request.epoch)
             except Unreadable as error:
                 skipped[error.name] = error.why
                 if len(skipped) > self.spec.max_corrupt:
@@ -115,7 +117,7 @@ class Fetch:
             at = members.index(index)
             yield from (*members[at + 1 :], *members[:at])
 
-    def _sample(self, index: int, size: Size | None) -> dict[str, Any]:
+    def _sample(self, index: int, size: Size | None, epoch: int) -> dict[str, Any]:
         random_place = self.train and self.spec.crop == "random"
         x, y, coin = random.random(), random.random(), random.random()
         item = self.items[index]
@@ -123,6 +125,8 @@ class Fetch:
         place = Place(*((x, y) if random_place else (0.5, 0.5)), flip=self.train and flip)
         if isinstance(caption := item.get("caption"), Caption):
             item["caption"] = caption.shuffled() if self.train else caption.text()
+        if self.hooks is not None:
+            self.hooks.sample = f"epoch {epoch}, {item['name']}"
         if self.hooks is not None and "transform_caption" in self._hooked and "caption" in item:
             item["caption"] = self.hooks.transform_caption(item["caption"])
         image, condition = item.get("image"), item.get("condition")
