@@ -131,6 +131,13 @@ def test_multiplied_images(tmp_path):
     assert [a + b for a, b in zip(*parts, strict=True)] == [request.indices for request in whole.requests(3)]
 
 
+def test_multiplied_classes(tmp_path):
+    top = make(tmp_path, {"a/0.png": None, "b/0.png": None, "b/multiply.txt": "3", "b/0.txt": "no caption here"})
+    spec = check_settings(Data, {"classes": ".", "size": 4}, "data")
+    made = Loader(open_items(spec, top), spec, 4)
+    assert sorted(next(made.epoch(0))["label"].tolist()) == [0, 1, 1, 1]
+
+
 def test_folders_of_repeats(tmp_path):
     files = {"3_sks dog/a.png": None, "3_sks dog/b.png": None, "3_sks dog/b.txt": "a dog"}
     top = make(tmp_path, {**files, "c.png": None, "c.txt": "c"})
@@ -154,6 +161,7 @@ def test_a_list_of_files(tmp_path):
 
 def test_several_folders(tmp_path):
     make(tmp_path, {"x/a.png": None, "x/a.txt": "a", "y/b.png": None, "y/b.txt": "b", "y/multiply.txt": "2"})
+    make(tmp_path, {"global.yaml": {"tags": ["of neither"]}})
     found = items(tmp_path, images=["x", "y"])
     assert texts(found) == {"x/a.png": "a", "y/b.png": "b"} and found.repeats == [1, 2] and found.root == str(tmp_path)
 

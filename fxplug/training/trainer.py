@@ -266,6 +266,8 @@ class Trainer:
             place = {"epoch": progress.epoch, "global_step": pace.seen, "arg_update_callback": pace.update}
             self.plugins.call("on_epoch_start", epoch_length=pace.batches, **place)
         if progress.done == 0 and (line := pace.renew()):
+            if self.settings.scheduler is not None:
+                line += f"; the learning rate goes on as planned for {self.watch.steps} steps, and there are {self.steps}"
             self.watch.note(line)
             self.watch.steps, self.watch.epochs = self.steps, self.epochs
         set_mode(self.runner, self.module, self.settings.mode)

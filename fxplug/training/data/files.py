@@ -64,8 +64,8 @@ def open_images(spec: Data, base: Path) -> FileItems:
     """
     conditions = condition_folder(spec, base)
     sources = [base / source for source in ([spec.images] if isinstance(spec.images, str) else spec.images or [])]
-    top = _top([source.parent if source.is_file() else existing(source, "images") for source in sources])
-    sidecars = Sidecars(top)
+    roots = [source.parent if source.is_file() else existing(source, "images") for source in sources]
+    top, sidecars = _top(roots), Sidecars(roots)
     listed = [image for source in sources for image in _listed(source, sidecars, conditions)]
     if not listed:
         raise SpecError(f"no images in '{top}'; {_found(top)}", path=("images",))
@@ -81,9 +81,13 @@ def open_images(spec: Data, base: Path) -> FileItems:
     captions(names, values, spec.captions)
     numbers(values, said, spec.flip)
     found = same_stems(top, names, conditions) if conditions else None
+    return FileItems(top, names, values, spec.channels, classes, found, _repeats(said), sidecars.notes)
+
+
+def _repeats(said: Sequence[Settings]) -> list[float] | None:
+    """How often an epoch has each image; None where it has each once."""
     repeats = [settings.multiply or 1.0 for settings in said]
-    more = {"repeats": repeats if {*repeats} != {1.0} else None, "notes": sidecars.notes}
-    return FileItems(top, names, values, spec.channels, classes, found, **more)  # type: ignore[arg-type]
+    return repeats if {*repeats} != {1.0} else None
 
 
 def _top(folders: Sequence[Path]) -> Path:
@@ -109,7 +113,7 @@ def _settings(image: Listed, sidecars: Sidecars, repeats: bool) -> Settings:
         return image.settings
     settings = sidecars.of(image.file)
     concept = CONCEPT.fullmatch(image.file.parent.name)
-    if concept is None or image.file.parent == sidecars.top:
+    if concept is None or image.file.parent in sidecars.roots:
         return settings
     if repeats:
         return Settings(plain=concept[2], multiply=float(concept[1]) or None).under(settings)
@@ -135,6 +139,7 @@ def _with_metadata(top: Path, names: list[str]) -> list[dict[str, Any]]:
 def open_classes(spec: Data, base: Path) -> FileItems:
     """A folder of class folders: the classes are their names, sorted; a class has all images at any depth below it.
 
+    `multiply.txt` and so on of folders count as elsewhere.
     Raises SpecError for a folder that is absent, holds no class folders, an empty one, or images outside of them.
     """
     top = existing(base / (spec.classes or ""), "classes")
@@ -152,7 +157,10 @@ def open_classes(spec: Data, base: Path) -> FileItems:
         raise SpecError(f"{few(outside, 'image')} outside of the class folders of '{top}'", path=("classes",))
     number = {name: i for i, name in enumerate(classes)}
     found = same_stems(top, names, conditions) if conditions else None
-    return FileItems(top, names, [{"label": number[c]} for c in of], spec.channels, classes, found)
+    values, sidecars = [{"label": number[c]} for c in of], Sidecars([top])
+    said = [sidecars.of(top / name, alone=True) for name in names]
+    numbers(values, said, spec.flip)
+    return FileItems(top, names, values, spec.channels, classes, found, _repeats(said), sidecars.notes)
 
 
 def existing(folder: Path, key: str) -> Path:

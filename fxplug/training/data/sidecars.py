@@ -102,16 +102,19 @@ def numbers(values: Sequence[dict[str, Any]], said: Sequence[Settings], flip: bo
 
 
 class Sidecars:
-    """The settings of images by what lies beside them. `notes` says what is not read."""
+    """The settings of images below the folders `roots` by what lies beside them. `notes` says what is not read."""
 
-    def __init__(self, top: Path) -> None:
-        self.top, self.notes = top, list[str]()
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.roots, self.notes = {*roots}, list[str]()
         self._folders: dict[Path, tuple[set[str], Settings, Settings]] = {}
 
-    def of(self, file: Path) -> Settings:
-        """What is said about an image. Raises SpecError, with file and line, for what cannot be read."""
+    def of(self, file: Path, *, alone: bool = False) -> Settings:
+        """What is said about an image, if `alone` then by its folders only. SpecError, with file and line, for what cannot be
+        read."""
         names, everywhere, here = self._folder(file.parent)
         settings = everywhere.under(here)
+        if alone:
+            return settings
         for suffix in (".txt", ".caption", ".yml", ".yaml"):
             if file.stem + suffix not in names:
                 continue
@@ -154,7 +157,7 @@ class Sidecars:
     def _folder(self, folder: Path) -> tuple[set[str], Settings, Settings]:
         if folder in self._folders:
             return self._folders[folder]
-        above = self._folder(folder.parent)[1] if folder != self.top and self.top in folder.parents else Settings()
+        above = Settings() if folder in self.roots or folder == folder.parent else self._folder(folder.parent)[1]
         names = {path.name for path in folder.iterdir()}
         for name in ("global.yaml", "global.yml"):
             if name in names:
