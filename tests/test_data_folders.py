@@ -56,6 +56,7 @@ CAPTIONS = {
     "a text": ({"a.txt": "a cat, black\n"}, "a cat, black"),
     "a caption": ({"a.caption": "a cat"}, "a cat"),
     "the caption before the text": ({"a.caption": "a cat", "a.txt": "a dog"}, "a cat"),
+    "tags of both": ({"a.caption": "a cat, ink", "a.txt": "a dog, old"}, "a cat, ink, old"),
     "a prompt with tags":
         ({"a.yaml": {"main_prompt": "a cat", "tags": ["black", {"tag": "old", "weight": 2}]}}, "a cat, old, black"),
     "a caption in YAML": ({"a.yml": {"caption": "a cat, black"}}, "a cat, black"),
@@ -98,6 +99,8 @@ def test_file_names_are_captions_where_that_is_said(tmp_path, name, caption):
         items(tmp_path)
     if caption:
         assert texts(items(tmp_path, captions="filename")) == {name: caption, "b.png": "a dog"}
+        make(tmp_path, {"local.yaml": {"tags": ["ink"]}})
+        assert texts(items(tmp_path, captions="filename")) == {name: f"{caption}, ink", "b.png": "a dog, ink"}
     else:
         with pytest.raises(SpecError, match="have no caption"):
             items(tmp_path, captions="filename")

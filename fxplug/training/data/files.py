@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from ...spec.train_section import Data
 from .image_files import read_image, read_size
 from .image_lists import Listed, from_json, from_toml
 from .metadata import METADATA, captions, labels, read_metadata
-from .sidecars import CONCEPT, Settings, Sidecars, numbers
+from .sidecars import CONCEPT, Settings, Sidecars, from_name, numbers
 
 
 class FileItems:
@@ -73,9 +74,11 @@ def open_images(spec: Data, base: Path) -> FileItems:
     values = _with_metadata(top, names)
     classes = labels(names, values)
     said = [_settings(image, sidecars, spec.repeats == "folders") for image in listed]
-    for value, settings in zip(values, said, strict=True):
+    for name, value, settings in zip(names, values, said, strict=True):
         if "caption" in value:
-            settings = settings.under(Settings(plain=value["caption"]))
+            settings = replace(settings, plain=value["caption"], prompt=None)
+        elif spec.captions == "filename" and not (settings.plain or settings.prompt):
+            settings = settings.under(Settings(plain=from_name(Path(name).stem)))
         if (caption := settings.caption()) is not None:
             value["caption"] = caption
     captions(names, values, spec.captions)

@@ -13,7 +13,6 @@ from ...files import reading
 from ...files.reading import parse_json
 from ...limits import DEFAULT, Limits
 from ...spec.yaml_source import Where, shown
-from .sidecars import from_name
 
 METADATA = "metadata.jsonl"  # the form of Hugging Face's ImageFolder
 OWN = ("image", "condition", "name", "index")  # keys of an item that the loader fills
@@ -94,17 +93,18 @@ def captions(
     """Hold the captions of images to the law, in place.
 
     `required`: an image without one, or with an empty one, is a SpecError, unless all images have labels and none a caption.
-    `optional`: it is "". `filename`: it is the name of the file up to an underscore. `none`: there are no captions.
+    `filename` is the same, and has found more captions. `optional`: it is "". `none`: there are no captions.
     """
     if law == "none":
         for value in values:
             value.pop("caption", None)
         return
-    for name, value in zip(names, values, strict=True):
-        if law != "required" and not value.get("caption"):
-            value["caption"] = "" if law == "optional" else from_name(Path(name).stem)
+    if law == "optional":
+        for value in values:
+            value.setdefault("caption", "")
+        return
     missing = [name for name, value in zip(names, values, strict=True) if not value.get("caption")]
-    if law == "optional" or not missing:
+    if not missing:
         return
     if not (len(missing) == len(names) and all("label" in value for value in values)):
         first = ", ".join(f"'{name}'" for name in missing[:5]) + (", ..." if len(missing) > 5 else "")

@@ -69,9 +69,11 @@ class Settings:
     def under(self, nearer: Settings) -> Settings:
         """These, with those of something nearer to the image over them."""
         said = {f.name: value for f in fields(nearer) if (value := getattr(nearer, f.name)) is not None}
+        tags = self.tags
         if "plain" in said or "prompt" in said:
             said |= {"plain": nearer.plain, "prompt": nearer.prompt}
-        said["tags"] = tuple(dict.fromkeys((*nearer.tags, *self.tags)))
+            tags = (*_parts(self.plain)[1], *tags)  # of a caption that gives way, the tags stay
+        said["tags"] = tuple(dict.fromkeys((*nearer.tags, *tags)))
         said["shuffle_tags"] = True if self.shuffle_tags else nearer.shuffle_tags
         return replace(self, **said)
 
@@ -80,10 +82,16 @@ class Settings:
         said = self.plain if self.prompt is None else self.prompt
         if said is None or not (self.tags or self.shuffle_tags):
             return said
-        first, *parts = [said] if self.prompt is not None else [part.strip() for part in said.split(",")]
-        tags = tuple(dict.fromkeys((*((part, 1.0) for part in parts if part), *self.tags)))
+        first, parts = (said, ()) if self.prompt is not None else _parts(said)
+        tags = tuple(dict.fromkeys((*parts, *self.tags)))
         made = Caption(first, tags, self.max_caption_length or LONGEST)
         return made if self.shuffle_tags else made.text()
+
+
+def _parts(text: str | None) -> tuple[str, tuple[tuple[str, float], ...]]:
+    """A caption as what stands before its first comma, and tags."""
+    first, *tags = (part.strip() for part in (text or "").split(","))
+    return first, tuple((tag, 1.0) for tag in tags if tag)
 
 
 def from_name(stem: str) -> str:
