@@ -18,7 +18,7 @@ from fxplug.spec.train_section import Train
 from fxplug.training.plugin_loader import OFFERED
 from fxplug.training.plugins import Plugins
 
-COMMON = {"project_name": "run", "log_folder": "out/run", "data_root": "photos"}
+COMMON = {"project_name": "run", "log_folder": "out/run", "data_root": "photos", "ed_state": None}
 # the quick example of its document, word for word
 DOCUMENT = '''
 from plugins.plugins import BasePlugin
@@ -55,7 +55,7 @@ class ShuffleTags(BasePlugin):
 
 class Gamma(BasePlugin):
     def transform_pil_image(self, img):
-        return img.point(lambda value: 255 * (value / 255) ** 0.5)
+        return (255 * (img / 255) ** 0.5).round().astype("uint8")
 '''
 
 
@@ -171,7 +171,7 @@ def test_a_plugin_takes_any_part_of_the_data():
 
 
 def test_every_hook_of_everydream_is_one_of_ours():
-    assert {name for name in vars(BasePlugin) if name.startswith(("on_", "transform_"))} == set(OFFERED)
+    assert {name for name in vars(BasePlugin) if name.startswith(("on_", "transform_", "modify_"))} == set(OFFERED)
 
 
 # where modules are found
@@ -334,8 +334,8 @@ def test_a_plugin_that_raises_lets_the_run_go_on():
 
 
 def test_data_that_a_hook_does_not_get():
-    plugin = made(on_epoch_end=lambda self, **kwargs: kwargs["arg_update_callback"])
-    with pytest.raises(TrainError, match="KeyError: 'arg_update_callback'; the hook offers epoch, global_step, loss"):
+    plugin = made(on_epoch_end=lambda self, **kwargs: kwargs["batch"])
+    with pytest.raises(TrainError, match="KeyError: 'batch'; the hook offers epoch, global_step, loss"):
         run(Plugins([plugin]))
 
 

@@ -580,6 +580,15 @@ def never_built():
     raise AssertionError("the folder comes first")
 
 
+def test_the_batches_that_are_left_make_a_short_step(tmp_path):
+    done = run(tmp_path / "a", train__epochs=2, train__accumulate=4)
+    assert len(done.history) == 4  # of 4, 2, 4 and 2 batches
+    whole = run(tmp_path / "b", train__epochs=2, train__accumulate=9)
+    assert len(whole.history) == 2 and whole.trainer.progress.done == 0
+    notes = [json.loads(line).get("note") for line in (tmp_path / "b" / "log.jsonl").read_text().splitlines()]
+    assert "the last step of each epoch takes 6 batches, not 9: an epoch has 6" in notes
+
+
 @pytest.mark.parametrize(
     "changed, expected",
     [
@@ -596,7 +605,6 @@ def never_built():
         ({"train__scheduler": {"StepLR": {}}}, "train.scheduler: StepLR cannot be made"),
         ({"train__task": "clasify"}, "train.task: no task 'clasify' (did you mean 'classify'?)"),
         ({"train__batch": 97}, "a batch of 97 is larger than the data: 96 samples"),
-        ({"train__accumulate": 9}, "a step takes 9 batches and an epoch has 6"),
         ({"train__precision": "fp16"}, "fp16 needs a GPU"),
         ({"train__shard": True}, "shard needs several processes"),
         ({"train__plugins": ["os.path.Joiner"]}, "train.plugins[0]:"),

@@ -184,13 +184,14 @@ KINDS = ("images", "classes", "dataset", "call")
 class Data(Section):
     """The `data` section: one of `images`, `classes`, `dataset` and `call` says where samples come from."""
 
-    images: str | None = None
+    images: str | Texts | None = None
     classes: str | None = None
     dataset: str | None = None
     call: Maybe = None
     split: str | None = None
     columns: dict[str, str] = {}
-    captions: Literal["required", "optional", "none"] = "required"
+    captions: Literal["required", "optional", "filename", "none"] = "required"
+    repeats: Literal["none", "folders"] = "none"
     conditions: Maybe = None
     channels: Literal[1, 3] = 3
     size: Annotated[int | tuple[int, int] | None, checked(_size), WithJsonSchema({"type": ["integer", "array", "null"]})] = (

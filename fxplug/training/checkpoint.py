@@ -42,6 +42,14 @@ class Checkpoint:
 def write(folder: Path, made: Checkpoint, keep: int) -> Path:
     """Write `folder/step-00000100` and remove all but the newest `keep`. A crash at any moment leaves whole ones only."""
     target = folder / f"{PREFIX}{made.progress['step']:08}"
+    write_to(target, made)
+    for old in found(folder)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def write_to(target: Path, made: Checkpoint) -> None:
+    """Write one to the folder `target`, in the place of what is there."""
     with replaced(target) as work:
         save_file(_contiguous(made.weights), work / "weights.safetensors")
         if made.ema:
@@ -50,9 +58,6 @@ def write(folder: Path, made: Checkpoint, keep: int) -> Path:
             torch.save({"state": made.state, "random": made.random}, file)
         text = json.dumps({"format": FORMAT, **made.progress}, indent=1)
         (work / "progress.json").write_text(text, "utf-8")
-    for old in found(folder)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
-    return target
 
 
 def found(folder: Path) -> list[Path]:

@@ -97,8 +97,10 @@ class Watch:
     def _open_events(self, folder: Path) -> None:
         self._events = Events(folder, self._begin)
 
-    def step(self, record: Mapping[str, Any]) -> None:
+    def step(self, record: Mapping[str, Any], last: bool | None = None) -> None:
         """A step is done: `record` has `step`, `loss`, `lr`, `seconds`, perhaps `samples` (how many), and whatever else to log.
+
+        `last` says whether it ended an epoch; None counts the steps.
         """
         step = self._step = int(record["step"])
         loss, seconds = float(record["loss"]), float(record["seconds"])
@@ -111,8 +113,10 @@ class Watch:
         if self._progress and (time.monotonic() - self._shown > 0.2 or step == self.steps):
             self._shown = time.monotonic()
             self._progress.update(self._progress.task_ids[0], completed=step, state=self._state(record), refresh=True)
-        if step % self.steps_per_epoch == 0 or step == self.steps:
-            self._end_epoch((step - 1) // self.steps_per_epoch, float(record["lr"]))
+        ended = step % self.steps_per_epoch == 0 if last is None else last
+        if ended or step == self.steps:
+            epoch = (step - 1) // self.steps_per_epoch if last is None else int(record["epoch"])
+            self._end_epoch(epoch, float(record["lr"]))
 
     def _state(self, record: Mapping[str, Any]) -> str:
         batch = record.get("samples", self.settings.batch * self.settings.accumulate)

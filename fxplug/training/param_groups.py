@@ -15,18 +15,19 @@ from ..spec.addresses import is_pattern, select
 from ..spec.import_path import import_target
 from ..spec.options import check_known, taken
 from ..spec.train_section import Train, Use
+from .tasks.task import Task
 
 HALVES = (torch.float16, torch.bfloat16)
 SHAPES = ("constant", "linear", "cosine")
 
 
-def choose(module: TracedModule, settings: Train) -> list[dict[str, Any]]:
+def choose(module: TracedModule, settings: Train, *, others: bool = False) -> list[dict[str, Any]]:
     """Set `requires_grad` of every parameter, and give the optimizer's groups: `name`, `params`, `names`, `lr`, `weight_decay`.
 
     A pass is one group with its own `lr` and `weight_decay`, else the run's; one that says `train: false` is frozen. Of the
     base, what `trainable` names is one group. In fp16 and bf16 runs, half-precision parameters that train become float32, as
     PEFT and diffusers have it: the forward casts them, the optimizer keeps their small changes. Raises TrainError when
-    nothing trains, SpecError for a pattern that names no parameter.
+    nothing trains, here or among `others`, SpecError for a pattern that names no parameter.
     """
     named = dict(module.named_parameters())
     canonical = {id(parameter): name for name, parameter in named.items()}
@@ -49,7 +50,7 @@ def choose(module: TracedModule, settings: Train) -> list[dict[str, Any]]:
     chosen = _chosen(settings.trainable, {alias: name for alias, name in aliases.items() if name not in owner})
     if chosen:
         groups.append(_group("base", chosen, None, None, settings))
-    if not groups:
+    if not groups and not others:
         raise TrainError(_nothing(entries))
     for parameter in named.values():
         parameter.requires_grad_(False)
@@ -60,6 +61,27 @@ def choose(module: TracedModule, settings: Train) -> list[dict[str, Any]]:
             named[name].requires_grad_(True)
         group["params"] = [named[name] for name in group["names"]]
     return groups
+
+
+def trained_beside(task: Task, settings: Train, processes: int) -> list[dict[str, Any]]:
+    """The groups of what trains beside the module: some of the text encoder. SpecError where that is not possible."""
+    if not task.trains or task.encoder is None:
+        return []
+    if processes > 1 or settings.shard or settings.parallel is not None:
+        finding = "a text encoder trains in one process only, without 'shard' and 'parallel'"
+        raise SpecError(finding, path=("train", "task", settings.task.name, "text"))
+    return [task.encoder.group(settings.lr, settings.weight_decay)]
+
+
+def optimizer_config(task: Task, settings: Train) -> dict[str, Any]:
+    """What trains and how, in the form of EveryDream2trainer's optimizer.json."""
+    base = {"optimizer": settings.optimizer.name, **settings.optimizer.options}
+    base |= {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    if task.encoder is None:
+        return {"base": base}
+    own = task.encoder.group(settings.lr, settings.weight_decay) if task.trains else base
+    overrides = {key: own[key] for key in ("lr", "weight_decay")}
+    return {"base": base, "text_encoder_overrides": overrides, "text_encoder_freezing": task.encoder.freezing()}
 
 
 def _group(name: str, names: list[str], lr: float | None, weight_decay: float | None, settings: Train) -> dict[str, Any]:

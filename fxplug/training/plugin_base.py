@@ -30,13 +30,13 @@ class BasePlugin:
         """An epoch is over."""
 
     def on_step_start(self, **kwargs: Any) -> None:
-        """An optimizer step begins."""
+        """A batch comes next."""
 
     def on_step_end(self, **kwargs: Any) -> None:
-        """An optimizer step is done."""
+        """A batch is done."""
 
-    def on_backpropagation(self, **kwargs: Any) -> None:
-        """The backward pass of a micro batch comes next."""
+    def on_backpropagation(self, **kwargs: Any) -> Any:
+        """The backward pass of a batch is done; gradients, by the parameters' names, may be returned."""
 
     def on_model_save(self, **kwargs: Any) -> None:
         """A checkpoint or the trained model was written."""
@@ -48,3 +48,7 @@ class BasePlugin:
     def transform_pil_image(self, img: Any) -> Any:
         """Gives the image that the model is to see: here the one it was given."""
         return img
+
+    def modify_sample_prompt(self, prompt: Any) -> Any:
+        """Gives the caption that a sample image is made with: here the one it was given."""
+        return prompt

@@ -15,7 +15,8 @@ from .plugin_base import BasePlugin
 from .plugin_hooks import Hooks
 from .plugin_modules import Local
 
-PREFIXES = ("on_", "transform_")
+PREFIXES = ("on_", "transform_", "modify_")
+CHAINED = PREFIXES[1:]  # hooks that are given one value and give it back, changed or not
 SPECIFIED = {name: spec for name, spec in vars(Hooks).items() if name.startswith(PREFIXES)}
 OFFERED = {name: tuple(inspect.signature(spec).parameters)[1:] for name, spec in SPECIFIED.items()}  # without self
 
@@ -87,13 +88,8 @@ def _wanted(method: Callable[..., Any], hook: str, where: str) -> tuple[str, ...
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function) or inspect.isgeneratorfunction(function):
         raise SpecError(f"{where} is a generator or async: nothing of it would run, since hooks are called and not awaited")
     parameters = inspect.signature(method).parameters
-    if hook.startswith("transform_"):  # called with one value, whatever its name
-        try:
-            inspect.signature(method).bind(None)
-        except TypeError:
-            found = ", ".join(parameters)
-            raise SpecError(f"{where} must take one argument, the value that it changes, not ({found})") from None
-        return ()
+    if hook.startswith(CHAINED):
+        return _value(method, hook, where)
     offered = OFFERED[hook]
     by_position = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
     has_rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -104,3 +100,19 @@ def _wanted(method: Callable[..., Any], hook: str, where: str) -> tuple[str, ...
         if name not in offered:
             raise SpecError(f"{where}: the hook has no '{name}'{did_you_mean(name, offered)}; it offers {', '.join(offered)}")
     return offered if has_rest else tuple(named)
+
+
+def _value(method: Callable[..., Any], hook: str, where: str) -> tuple[str, ...]:
+    """What a hook that is given one value takes: that value, whatever its name there, and what is offered beside it."""
+    first, *more = OFFERED[hook]
+    signature = inspect.signature(method)
+    beside = tuple(name for name in more if name in signature.parameters)
+    rest = signature.replace(parameters=[p for p in signature.parameters.values() if p.name not in beside])
+    for given in ((first,), ())[: 1 + bool(beside)]:
+        try:
+            rest.bind(*given)
+        except TypeError:
+            continue
+        return given + beside
+    found = ", ".join(signature.parameters)
+    raise SpecError(f"{where} must take one argument, the value that it changes, not ({found})")

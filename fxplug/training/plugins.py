@@ -20,16 +20,27 @@ from PIL import Image
 
 from ..errors import SpecError, TrainError, did_you_mean
 from .plugin_hooks import PROJECT, Hooks
-from .plugin_loader import OFFERED, hook_methods, load
-from .plugin_modules import Local
+from .plugin_loader import CHAINED, OFFERED, hook_methods, load
+from .plugin_modules import Local, StandIn
+from .plugin_results import as_text, checked_image, put_gradients
+from .plugin_state import NoSuchKey
 
-STAND_INS = {"plugins.plugins": "fxplug.training.plugin_base"}
+STAND_INS = {
+    "plugins.plugins": StandIn("fxplug.training.plugin_base", ("class BasePlugin", "class PluginRunner")),
+    "train": StandIn("fxplug.training.plugin_state", ("TrainingState:", "def save_model(")),
+    "utils.sample_generator": StandIn("fxplug.training.plugin_state", ("def clean_filename(", "class SampleGenerator")),
+    "colorama": StandIn("fxplug.training.terminal_colours"),
+}
 LIMITS = {"on_epoch_": 5.0, "on_training_": 20.0, "on_model_": 20.0, "": 0.5}  # seconds of one call, as in EveryDream2trainer
 SHARE = 0.01  # of the run: a plugin that takes more is named at its end
 SECONDS, CALLS, LONGEST, FAILURES = range(4)  # columns of the tally
 
 Value = TypeVar("Value")
 implements = pluggy.HookimplMarker(PROJECT)
+
+
+class PluginError(TrainError):
+    """A plugin raised: the run stops."""
 
 
 class _Methods:
@@ -45,7 +56,7 @@ class Plugins:
     `specs`: for each an import path (`package.module.Class` or `package.module:Class`), `{path: options}`, a `settings.Use`, a
     class or an object. Modules are looked for in `base` (the folder of the configuration), in the working folder, then on the
     Python path. `on_error`: whether a plugin that raises stops the run. What all hooks get goes into `common`; `note` is told
-    in a line of text what goes wrong while a run goes on.
+    in a line of text what goes wrong while a run goes on; `sample` is the one that is transformed.
 
     Raises SpecError (its path begins with the place in `specs`) for a path that does not import, a class that is no plugin or
     cannot be made, a hook that does not exist, and an argument that a hook does not offer. May be pickled into worker
@@ -59,6 +70,7 @@ class Plugins:
         self.common: dict[str, Any] = {}
         self.note: Callable[[str], object] = logging.getLogger(__name__).warning
         self._local = Local.of([base or Path.cwd(), Path.cwd()], STAND_INS)
+        self.sample = ""
         self._plugins: dict[str, object] = {}
         for index, spec in enumerate(specs):
             try:
@@ -69,7 +81,7 @@ class Plugins:
             self._plugins[f"{name}@{count}" if count else name] = plugin
         self._places = [(name, hook) for name, plugin in self._plugins.items() for hook in hook_methods(plugin)]
         self._tally = torch.zeros(len(self._places), 4, dtype=torch.float64)
-        if any(hook.startswith("transform_") for _, hook in self._places):
+        if any(hook.startswith(CHAINED) for _, hook in self._places):
             self._tally.share_memory_()  # type: ignore[no-untyped-call]  # what happens in worker processes counts too
         self._register()
 
@@ -81,7 +93,7 @@ class Plugins:
         for name, plugin in self._plugins.items():
             calls = {}
             for hook, (method, wanted) in hook_methods(plugin).items():
-                make = self._transform if hook.startswith("transform_") else self._notify
+                make = self._transform if hook.startswith(CHAINED) else self._notify
                 calls[hook] = implements(make(name, hook, method, wanted, rows[name, hook]))
             manager.register(_Methods(calls), name)
         self._calls = {hook: [one.function for one in getattr(manager.hook, hook).get_hookimpls()] for hook in OFFERED}
@@ -102,7 +114,7 @@ class Plugins:
     def call(self, hook: str, **data: Any) -> None:
         """Tell every plugin that has the hook, in the written order.
 
-        `data` and `common` together must have all that the specification names. Raises TrainError when a plugin raises and
+        `data` and `common` together must have all that the specification names. Raises PluginError when a plugin raises and
         `on_error` is `stop`.
         """
         if "global_step" in data:
@@ -120,12 +132,18 @@ class Plugins:
         """The caption after every plugin's `transform_caption`, each given what the one before it returned."""
         return self.transform("transform_caption", caption)
 
+    def modify_sample_prompt(self, prompt: str) -> str:
+        """The caption of a sample image after every plugin's `modify_sample_prompt`."""
+        return self.transform("modify_sample_prompt", prompt)
+
     def transform_pil_image(self, img: Image.Image) -> Image.Image:
-        """The image after every plugin's `transform_pil_image`, each given what the one before it returned."""
-        return self.transform("transform_pil_image", img)
+        """The image after every plugin's `transform_pil_image`, which are given it as an array and may give any size back."""
+        if not self._calls["transform_pil_image"]:
+            return img
+        return Image.fromarray(self.transform("transform_pil_image", np.array(img)))
 
     def transform(self, hook: str, value: Value) -> Value:
-        """`value` through the chain of a hook. Raises TrainError when a plugin raises or returns None, and errors stop."""
+        """`value` through the chain of a hook. Raises PluginError when a plugin raises or returns None, and errors stop."""
         for one in self._calls[hook]:
             value = one(value=value)
         return value
@@ -136,7 +154,9 @@ class Plugins:
         def run(**data: Any) -> None:
             start = perf_counter()
             try:
-                method(**{name: data[name] for name in wanted})
+                result = method(**{name: data[name] for name in wanted})
+                if result is not None and hook == "on_backpropagation":
+                    put_gradients(data["module"], result)
             except Exception as error:  # the plugin's
                 self._failed(plugin, hook, row, error)
             finally:
@@ -147,20 +167,19 @@ class Plugins:
     def _transform(
         self, plugin: str, hook: str, method: Callable[..., Any], wanted: tuple[str, ...], row: np.ndarray[Any, Any]
     ) -> Callable[..., Any]:
+        checked = checked_image if hook == "transform_pil_image" else as_text
+        positional, by_name = wanted[:1] == OFFERED[hook][:1], "pil" in wanted
+
         def run(*, value: Any) -> Any:
             start = perf_counter()
-            kind = next((kind for kind in (str, Image.Image) if isinstance(value, kind)), object)
             try:
-                result = method(value)
-                if result is None or not isinstance(result, kind):
-                    found = "nothing" if result is None else type(result).__name__
-                    raise TypeError(f"it returned {found}, but must return a {kind.__name__}: the value, changed or not")
+                beside = {"pil": Image.fromarray(value)} if by_name else {}
+                return checked(method(*[value][:positional], **beside), value)
             except Exception as error:  # the plugin's
                 self._failed(plugin, hook, row, error)
                 return value
             finally:
                 _count(row, perf_counter() - start)
-            return result
 
         return run
 
@@ -170,11 +189,15 @@ class Plugins:
             return
         epoch, step = self._at
         at = "" if step is None else f" (global_step {step})" if epoch is None else f" (epoch {epoch}, global_step {step})"
+        if hook.startswith("transform_"):
+            at = f" ({self.sample})" if self.sample else ""
         text = f"plugin {plugin} raised in {hook}{at}: {type(error).__name__}: {error}"
-        if isinstance(error, KeyError) and error.args and hook in OFFERED and not hook.startswith("transform_"):
+        if isinstance(error, KeyError) and error.args and hook.startswith("on_") and not isinstance(error, NoSuchKey):
             text += f"{did_you_mean(error.args[0], OFFERED[hook])}; the hook offers {', '.join(OFFERED[hook])}"
+        if hook == "transform_pil_image" and isinstance(error, (AttributeError, TypeError)) and "numpy" in str(error):
+            text += "; img is a numpy array [h, w, 3], an argument named 'pil' is the PIL image"
         if self.on_error == "stop":
-            raise TrainError(text) from error
+            raise PluginError(text) from error
         self.note(f"{text}; the run goes on")
 
     def shares(self, total: float) -> list[tuple[str, str, float, float]]:
@@ -216,7 +239,7 @@ class Plugins:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._local, self.on_error, self._plugins = state["local"], state["on_error"], state["plugins"]
         self._places, self._tally = state["places"], state["tally"]
-        self.common, self.note = {}, logging.getLogger(__name__).warning
+        self.common, self.note, self.sample = {}, logging.getLogger(__name__).warning, ""
         self._register()
 
 

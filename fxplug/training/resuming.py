@@ -22,7 +22,17 @@ from ..errors import TrainError
 from ..files.reading import reason
 from ..spec.train_section import written
 from ..torch_internals.pytree import tree_map
-from .checkpoint import PREFIX, Checkpoint, differences, found, plain_random_state, read, set_plain_random_state, write
+from .checkpoint import (
+    PREFIX,
+    Checkpoint,
+    differences,
+    found,
+    plain_random_state,
+    read,
+    set_plain_random_state,
+    write,
+    write_to,
+)
 from .distributed import gathered
 
 if TYPE_CHECKING:
@@ -36,13 +46,26 @@ def keep(trainer: Trainer) -> None:
     if trainer.out is None:
         return
     made = _snapshot(trainer, gathered(trainer.accelerator, plain_random_state()))
-    place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.step}
     if trainer.first:
         path = None
         with _reported(trainer, f"checkpoint of step {trainer.progress.step}"):
             path = write(trainer.out / "checkpoints", made, trainer.settings.save.keep)
         if path is not None:
-            trainer.plugins.call("on_model_save", path=path, **place)
+            _tell(trainer, path)
+
+
+def keep_in(trainer: Trainer, path: Path) -> None:
+    """Write a checkpoint of this moment to a folder of its own, which no later one removes."""
+    made = _snapshot(trainer, gathered(trainer.accelerator, plain_random_state()))
+    if trainer.first:
+        with _reported(trainer, f"checkpoint '{path}'"):
+            write_to(path, made)
+
+
+def _tell(trainer: Trainer, path: Path) -> None:
+    place = {"epoch": trainer.progress.epoch, "global_step": trainer.pace.seen}
+    names = {"save_folder": str(path), "diffusers_save_path": str(path)}
+    trainer.plugins.call("on_model_save", path=path, **names, **place)
 
 
 def rescue(trainer: Trainer, error: BaseException) -> None:
@@ -84,12 +107,11 @@ def export(trainer: Trainer) -> None:
     _write_modules(trainer)
     trainer.saved = True
     if trainer.out is not None and trainer.first:
-        place = {"epoch": trainer.progress.epoch, "global_step": trainer.progress.step}
-        trainer.plugins.call("on_model_save", path=trainer.out / "module", **place)
+        _tell(trainer, trainer.out / "module")
 
 
 def _write_modules(trainer: Trainer) -> None:
-    named = dict(trainer.module.named_parameters())
+    named = {**trainer.trained, **dict(trainer.module.named_parameters())}
     trained, averages = tree_map(_whole, (trainer.trained, trainer.ema.average if trainer.ema else {}))
     if trainer.sharded is not None:  # the module itself still has the weights it began with
         _fill(named, trained)
@@ -108,6 +130,9 @@ def _write_modules(trainer: Trainer) -> None:
                 save(trainer.module, trainer.out / "ema", config=trainer.config)
         finally:
             _fill(named, kept)
+    if trainer.task.encoder is not None and trainer.task.trains:
+        with _reported(trainer, "trained text encoder"):
+            trainer.task.encoder.save(trainer.out / "text")
 
 
 def restore(trainer: Trainer, path: Path) -> None:

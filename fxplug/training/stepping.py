@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -55,25 +56,34 @@ class Stepper:
         self.checked, self.overflows = False, 0
         self.whole = True  # whether no step of the optimizer has been left half taken
 
-    def __call__(self, batches: Sequence[Batch], step: int, context: dict[str, Any]) -> dict[str, float]:
+    def __call__(self, batches: Sequence[Batch], step: int, place: dict[str, int]) -> dict[str, float]:
         """Step number `step` (the first is 1) on its micro batches, which are on the device already. Gives loss, grad_norm and
-        what the task reports, as means over micro batches and processes.
+        what the task reports, as means over micro batches and processes. `place` is where plugins are told that it begins:
+        epoch, global_step, local_step; they are told the end of all its batches but the last.
 
         Raises TrainError for a loss or gradient that is not finite, with the step, the batch and the first region that went
         non-finite, and after the first step for a block that no gradient reached. No weight has changed then.
         """
         reports: list[dict[str, float]] = []
         for micro, batch in enumerate(batches):
-            last = micro == len(batches) - 1
+            began, last = time.perf_counter(), micro == len(batches) - 1
+            here = {"batch": batch, "epoch": place["epoch"]}
+            here |= {key: place[key] + micro for key in ("global_step", "local_step")}
+            self.plugins.call("on_step_start", **here)
             with self._unsynchronised(not last):
                 loss, report = self._loss(self.runner, batch, step, micro)
-                self.plugins.call("on_backpropagation", loss=loss, module=self.module, **context)
                 if not loss.requires_grad:
                     raise TrainError("the loss does not depend on what trains: it is detached, or the passes do not reach it")
                 self.accelerator.backward(loss / len(batches))
             reports.append({"loss": float(loss.detach()), **report})
             if not math.isfinite(reports[-1]["loss"]):
                 raise TrainError(self._diagnosed(step, micro, batch, f"the loss is {reports[-1]['loss']}"))
+            if last:
+                self._check_gradients()
+            self.plugins.call("on_backpropagation", loss=loss.detach(), **here)
+            if not last:
+                record = {"loss": reports[-1]["loss"], "lr": self.optimizer.param_groups[0]["lr"]}
+                self.plugins.call("on_step_end", **record, seconds=time.perf_counter() - began, **here)
         norm = self._finished(step, batches)
         keys = sorted({key for report in reports for key in report})
         own = [[report[key] for report in reports if key in report] for key in keys]
@@ -107,14 +117,18 @@ class Stepper:
             raise TrainError(f"{name}.loss must give a tensor of one number, the mean over the batch; it gave {got}")
         return loss, {key: float(v.detach() if isinstance(v, Tensor) else v) for key, v in report.items()}
 
+    def _check_gradients(self) -> None:
+        """In the first step, before a plugin changes them."""
+        if self.checked:
+            return
+        zero = check_gradients(self.module, self.groups)
+        if zero:
+            more = f" and {len(zero) - 5} more" * (len(zero) > 5)
+            self.note(f"{', '.join(zero[:5])}{more} got no gradient, or one that is exactly zero, in the first step")
+        self.checked = True
+
     def _finished(self, step: int, batches: Sequence[Batch]) -> float:
-        """Check the gradients, clip them and take the step. Gives their norm before clipping."""
-        if not self.checked:
-            zero = check_gradients(self.module, self.groups)
-            if zero:
-                more = f" and {len(zero) - 5} more" * (len(zero) > 5)
-                self.note(f"{', '.join(zero[:5])}{more} got no gradient, or one that is exactly zero, in the first step")
-            self.checked = True
+        """Clip the gradients and take the step. Gives their norm before clipping."""
         self.accelerator.unscale_gradients(self.optimizer)
         limit = self.settings.clip or float("inf")
         whole: Any = torch.nn.utils.clip_grad_norm_(self.trained.values(), limit)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import SpecError, TrainError
 from ..ir.traced_module import TracedModule
@@ -22,27 +20,19 @@ from ..spec.train_section import Train
 from .checkpoint import fingerprint, newest, seeded
 from .data.loader import loader_of
 from .data.seeding import random_state, random_state_kept
-from .distributed import gathered, launched, prepared, set_mode
+from .distributed import launched, prepared, set_mode
 from .ema import Ema
+from .evaluating import pictures, tested
 from .monitor import Watch
-from .param_groups import check_optimizer, choose, make_optimizer, make_scheduler
+from .param_groups import check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
+from .plugin_state import State, plugin_batch
 from .plugins import Plugins, open_plugins
-from .random_draws import Draws, mixed
-from .resuming import export, interruptible, keep, rescue, restore
+from .progress import Pace, Progress
+from .random_draws import mixed
+from .resuming import export, interruptible, keep, keep_in, rescue, restore
 from .splitting import divided, share
 from .stepping import Batch, Stepper
-from .tasks.task import TaskInfo, make_task, means
-
-
-@dataclass
-class Progress:
-    """How far a run is: optimizer steps, the epoch at hand, micro batches done in it and the sum of its losses; best tests."""
-
-    step: int = 0
-    epoch: int = 0
-    done: int = 0
-    total: float = 0.0
-    best: dict[str, float] = field(default_factory=dict)
+from .tasks.task import TaskInfo, make_task
 
 
 class Trainer:
@@ -99,7 +89,7 @@ class Trainer:
             plugins = open_plugins(specs, self.settings.on_plugin_error, base)
         self.plugins = plugins
         before = {name: p.dtype for name, p in module.named_parameters()}
-        self.groups = choose(module, self.settings)
+        self.groups = choose(module, self.settings, others=self.task.trains)
         self.dtypes = {name: before[name] for group in self.groups for name in group["names"]}
         module.to(self.accelerator.device)
         self.rank, self.world = share(self.accelerator, self.settings)
@@ -107,27 +97,17 @@ class Trainer:
         self.data = loader_of(data, train=True, hooks=self.plugins if self.plugins.transforms else None, **common)
         self.tests = None if test is None else loader_of(test, train=False, hooks=None, **common)
         self._set_up(Path(base or Path.cwd()), timm)
-        folder = self.out or Path.cwd()
-        self.plugins.common = {
-            "module": module,
-            "project_name": folder.absolute().name,
-            "log_folder": folder,
-            "data_root": self.data.root,
-        }
-        self.plugins.call("on_model_load", config=self.config)  # before the module is lowered: hooks it registers are kept
-        self.per_epoch = self.data.steps // self.settings.accumulate
-        if self.per_epoch == 0:
-            needed, has = self.settings.accumulate, self.data.steps
-            raise TrainError(f"a step takes {needed} batches and an epoch has {has}: lower 'accumulate' or 'batch'")
-        self.steps = self.settings.steps or self.per_epoch * (self.settings.epochs or 1)
-        self.epochs = -(-self.steps // self.per_epoch)
+        self.state = State(train_batch=self.data, unet=module, save=lambda path: keep_in(self, path), **self.task.parts())
+        self._tell_of_the_model()
+        self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
         self.progress = Progress()
+        self.pace = Pace(self.settings, self.data.steps, self.progress)
         self.history: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
         self.drawn: Any = None  # the random state before the step at hand
         self.saved = False  # whether the module is written
         self._make(optimizer, scheduler)
-        counts = self.steps, self.epochs, self.per_epoch
+        counts = self.steps, self.epochs, self.pace.per_epoch
         self.watch = Watch(self.out if self.first else None, self.settings, *counts, quiet=quiet or not self.first)
         self.take_step.note = self.plugins.note = self.watch.note
 
@@ -140,7 +120,8 @@ class Trainer:
             classes=self.data.classes,
             timm=timm,
             base=base,
-            examples=lambda count: self._moved(loader.first(count)),
+            examples=lambda count: self.moved(loader.first(count)),
+            prompt=self.plugins.modify_sample_prompt,
         )
         try:
             self.task.setup(self.module, info)
@@ -157,6 +138,35 @@ class Trainer:
                     finding = "has no effect: the task crops and flips by itself (classify: augment)"
                     raise SpecError(finding, path=("data", "flip" if spec.flip else "crop"))
 
+    def _tell_of_the_model(self) -> None:
+        """What plugins get in all hooks, and the first hook: before the module is lowered, so that its hooks are kept."""
+        folder = self.out or Path.cwd()
+        self.plugins.common = {
+            "module": self.module,
+            "project_name": folder.absolute().name,
+            "log_folder": str(folder),
+            "data_root": self.data.root,
+            "ed_state": self.state,
+        }
+        self.plugins.call(
+            "on_model_load",
+            config=self.config,
+            optimizer_config=optimizer_config(self.task, self.settings),
+            resume_ckpt=self.task.encoder and self.task.encoder.source,
+            disable_unet_training=not self.groups,
+            disable_textenc_training=not self.task.trains,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run."""
+        return self.pace.steps
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the whole run."""
+        return self.pace.epochs
+
     def _make(self, optimizer: torch.optim.Optimizer | None, scheduler: Any) -> None:
         """What runs, the optimizer and its scheduler, the average of the weights, and what takes steps."""
         names = {name for group in self.groups for name in group["names"]}
@@ -167,13 +177,16 @@ class Trainer:
             held = originals(self.sharded)
             for group in self.groups:
                 group["params"] = [held[name] for name in group["names"]]
+            if self.plugins.has("on_backpropagation"):
+                raise TrainError("a plugin's on_backpropagation does not see the gradients of a sharded run: leave 'shard' out")
         if optimizer is not None:
             check_optimizer(optimizer, self.groups)
         made = optimizer or make_optimizer(self.settings.optimizer, self.groups)
         self.scheduler, self.by_epoch = scheduler, scheduler is not None
         if scheduler is None:
-            self.scheduler, self.by_epoch = make_scheduler(self.settings.scheduler, made, self.steps, self.per_epoch)
+            self.scheduler, self.by_epoch = make_scheduler(self.settings.scheduler, made, self.steps, self.pace.per_epoch)
         self.optimizer: Any = self.accelerator.prepare_optimizer(made, device_placement=False)
+        self.state.optimizer = self.optimizer
         self.trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
         self.fingerprint = fingerprint({n: p for n, p in self.module.named_parameters() if n in frozen})
         self.ema = Ema(self.trained, self.settings.ema) if self.settings.ema else None
@@ -188,7 +201,7 @@ class Trainer:
         with random_state_kept():
             batch = next(self.data.epoch(0))
         self.data.close()
-        return divided(self.module, self.settings, self.task, self._moved(batch), self.accelerator, self.dtypes)
+        return divided(self.module, self.settings, self.task, self.moved(batch), self.accelerator, self.dtypes)
 
     # --- training
 
@@ -209,15 +222,18 @@ class Trainer:
             restore(self, start)
         self.history = self.watch.rewind(self.progress.step)
         self.watch.start(self.module, self.counts())
+        for line in (*self.data.notes(self.task), *self.pace.notes()):
+            self.watch.note(line)
         begun = time.perf_counter()
-        self.plugins.call(
-            "on_training_start",
-            optimizer=self.optimizer,
-            config=self.config,
-            steps=self.steps,
-            epochs=self.epochs,
-            global_step=self.progress.step,
-        )
+        self._run()
+        for line in self.plugins.summary(time.perf_counter() - begun):
+            self.watch.note(line)
+        return self.history
+
+    def _run(self) -> None:
+        """From the first step to the last, and what is left on disk."""
+        length = {"steps": self.steps, "epochs": self.epochs, "global_step": self.pace.seen}
+        self.plugins.call("on_training_start", optimizer=self.optimizer, config=self.config, **length)
         try:
             with interruptible() as asked:
                 self.take_step.asked = lambda: bool(asked)
@@ -232,40 +248,39 @@ class Trainer:
             raise
         finally:
             self._close()
-        self.plugins.call("on_training_end", global_step=self.progress.step)
-        for line in self.plugins.summary(time.perf_counter() - begun):
-            self.watch.note(line)
-        return self.history
+        self.plugins.call("on_training_end", global_step=self.pace.seen)
 
     def counts(self) -> tuple[int, int]:
         """Parameters that train, and all."""
         return sum(p.numel() for p in self.trained.values()), sum(p.numel() for p in self.module.parameters())
 
     def _epoch(self) -> None:
-        progress, accumulate = self.progress, self.settings.accumulate
-        whole = self.per_epoch * accumulate
-        if progress.done < whole:  # else the checkpoint is of the moment before the end of an epoch
-            place = {"epoch": progress.epoch, "global_step": progress.step}
-            self.plugins.call("on_epoch_start", epoch_length=self.per_epoch, **place)
+        progress, pace = self.progress, self.pace
+        if progress.done < pace.batches:  # else the checkpoint is of the moment before the end of an epoch
+            place = {"epoch": progress.epoch, "global_step": pace.seen, "arg_update_callback": pace.update}
+            self.plugins.call("on_epoch_start", epoch_length=pace.batches, **place)
+        if progress.done == 0 and (line := pace.renew()):
+            if self.settings.scheduler is not None:
+                line += f"; the learning rate goes on as planned for {self.watch.steps} steps, and there are {self.steps}"
+            self.watch.note(line)
+            self.watch.steps, self.watch.epochs = self.steps, self.epochs
         set_mode(self.runner, self.module, self.settings.mode)
         batches = self.data.epoch(progress.epoch, start=progress.done)
         before = time.perf_counter()
-        while progress.done < whole and progress.step < self.steps and not self.take_step.stop:
-            taken = [self._moved(batch) for batch in itertools.islice(batches, accumulate)]
+        while progress.done < pace.batches and progress.step < self.steps and not self.take_step.stop:
+            taken = [self._shown(self.moved(batch)) for batch in itertools.islice(batches, pace.size())]
             record = self._step(taken)
             after = time.perf_counter()
             self._after({**record, "seconds": after - before}, taken[-1])
             self.take_step.stop |= self.accelerator.num_processes == 1 and self.take_step.asked()
             before = time.perf_counter()
-        if progress.done >= whole:
+        if progress.done >= pace.batches:
             self._end_epoch()
 
     def _step(self, batches: list[Batch]) -> dict[str, Any]:
         progress = self.progress
-        place = {"epoch": progress.epoch, "global_step": progress.step}
-        local = progress.done // self.settings.accumulate
+        place = {"epoch": progress.epoch, "global_step": self.pace.seen, "local_step": progress.done}
         self.drawn = random_state()
-        self.plugins.call("on_step_start", local_step=local, batch=batches[0], **place)
         lr = self.optimizer.param_groups[0]["lr"]
         report = self.take_step(batches, progress.step + 1, place)
         if not self.take_step.skipped:
@@ -275,7 +290,7 @@ class Trainer:
                 self._schedule(report["loss"])
         progress.step += 1
         progress.done += len(batches)
-        progress.total += report["loss"]
+        progress.total += report["loss"] * len(batches)
         self.drawn = None
         return {"step": progress.step, "epoch": progress.epoch, "loss": report.pop("loss"), "lr": lr, **report}
 
@@ -299,36 +314,37 @@ class Trainer:
         """What follows a step: its record, the plugins, pictures, a checkpoint."""
         progress, settings = self.progress, self.settings
         self.history.append(record)
-        self.watch.step(record)
+        self.watch.step(record, last=progress.done >= self.pace.batches)
         self.plugins.call(
             "on_step_end",
             epoch=progress.epoch,
-            global_step=progress.step - 1,
-            local_step=progress.done // settings.accumulate - 1,
+            global_step=self.pace.seen - 1,
+            local_step=progress.done - 1,
             batch=batch,
             **{key: record[key] for key in ("loss", "lr", "seconds")},
         )
         if progress.step < self.steps:
             if settings.log.samples and progress.step % settings.log.samples == 0:
-                self._pictures()
+                pictures(self)
             if settings.save.every and progress.step % settings.save.every == 0:
                 keep(self)
 
     def _end_epoch(self) -> None:
         progress, every = self.progress, self.settings.test.every
-        epoch, loss = progress.epoch, progress.total / self.per_epoch
+        epoch, loss = progress.epoch, progress.total / self.pace.batches
         progress.epoch, progress.done, progress.total = epoch + 1, 0, 0.0
         if self.by_epoch:
             self._schedule(loss)
         last = progress.step >= self.steps
         metrics = self.test() if self.tests and ((every and progress.epoch % every == 0) or last) else {}
-        self.plugins.call("on_epoch_end", epoch=epoch, global_step=progress.step, loss=loss, metrics=metrics)
+        place = {"epoch": epoch, "global_step": self.pace.seen, "arg_update_callback": self.pace.update}
+        self.plugins.call("on_epoch_end", loss=loss, metrics=metrics, **place)
 
     def _finish(self) -> None:
         """Pictures, the last checkpoint and the trained module."""
         if self.tests and self.progress.done:  # the run ended within an epoch
             self.test()
-        self._pictures()
+        pictures(self)
         keep(self)
         export(self)
         self.accelerator.wait_for_everyone()  # a process that ended while the first one writes would take it with it
@@ -337,59 +353,18 @@ class Trainer:
 
     def test(self) -> dict[str, float]:
         """The task's metrics on the test data, over all processes; the average of the weights is tested when there is one."""
-        if self.tests is None:
-            raise TrainError("there is nothing to test on: give 'test' in the data section, or test=...")
-        begun = time.perf_counter()
-        most = max(gathered(self.accelerator, self.tests.steps))
-        with self._evaluating() as module:
-            totals, count = self._tested(module, self.tests.epoch(0))
-            for _ in range(most - count if self.sharded else 0):
-                self._tested(module, iter([self.tests.first(1)]))  # all processes of a sharded module call it as often
-        parts = gathered(self.accelerator, {name: (float(a), float(b)) for name, (a, b) in totals.items()})
-        metrics = means({name: (sum(p[name][0] for p in parts), sum(p[name][1] for p in parts)) for name in parts[0]})
-        best, chosen = self.progress.best, self.task.best
-        if chosen in metrics and (chosen not in best or metrics[chosen] >= best[chosen]):
-            self.progress.best = dict(metrics)
-        self.metrics, epoch = metrics, self.progress.epoch or 1
-        seconds = (time.perf_counter() - begun) / max(1, self.tests.steps)
-        self.watch.test(epoch, metrics, seconds, self.progress.best)
-        return metrics
+        self.metrics = tested(self)
+        return self.metrics
 
-    def _tested(self, module: nn.Module, batches: Iterator[Batch]) -> tuple[dict[str, tuple[float, float]], int]:
-        """What the task's test gives for batches, and how many they were."""
-        counted = itertools.count()
-        taken = (self._moved(batch) for batch, _ in zip(batches, counted, strict=False))
-        return self.task.test(module, taken), next(counted)
-
-    def _pictures(self) -> None:
-        with self._evaluating() as module:
-            images = self.task.samples(module, Draws(self.seed, 0, device=self.accelerator.device))
-        if images is not None:
-            self.watch.samples(self.progress.step, images)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[nn.Module]:
-        """The module for tests and pictures: in evaluation, with averaged weights; the run's own random numbers stay as they
-        are."""
-        both = self.divided.twin_error == self.module.twin_error  # else only one mode can be divided
-        module = self.sharded or (self.divided if both else self.module)
-        device = self.accelerator.device
-        if self.accelerator.num_processes > 1:
-            for buffer in module.buffers():  # statistics that each process took of its own samples
-                torch.distributed.broadcast(buffer, 0)
-        with (
-            torch.random.fork_rng([device] if device.type == "cuda" else []),
-            torch.no_grad(),
-            self.ema.applied() if self.ema else nullcontext(),
-            self.accelerator.autocast(),
-        ):
-            module.eval()
-            yield module
-        set_mode(self.runner, self.module, self.settings.mode)
-
-    def _moved(self, batch: Batch) -> Batch:
+    def moved(self, batch: Batch) -> Batch:
+        """A batch on the device of the run."""
         device = self.accelerator.device
         return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+    def _shown(self, batch: Batch) -> Batch:
+        """A batch with the keys that plugins know, where one of them looks."""
+        looked_at = any(self.plugins.has(hook) for hook in ("on_step_start", "on_backpropagation", "on_step_end"))
+        return plugin_batch(batch, self.task) if looked_at else batch
 
 
 def _settings(task: Any, given: Mapping[str, Any]) -> Train:

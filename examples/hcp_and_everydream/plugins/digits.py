@@ -2,7 +2,6 @@
 
 import logging
 
-from PIL import ImageOps
 from plugins.plugins import BasePlugin
 
 
@@ -17,7 +16,7 @@ class Negative(BasePlugin):
     """Ink on paper becomes light on black."""
 
     def transform_pil_image(self, img):
-        return ImageOps.invert(img)
+        return 255 - img
 
 
 class ExampleLoggingPlugin(BasePlugin):

@@ -25,11 +25,24 @@ class Order:
     group), and process `rank` has the rank-th part of it. With several groups the order of the batches is drawn as well.
     When training, a group's last incomplete batch is left out, so less than a global batch of each group; in tests it is
     kept and split evenly.
+
+    `repeats` says how often an epoch has each sample. Of a fraction, as many of the group as it amounts to are drawn anew in
+    each epoch.
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[int]], batch: int, *, seed: int, rank: int, world: int, train: bool, shuffle: bool
+        self,
+        groups: Sequence[Sequence[int]],
+        batch: int,
+        *,
+        seed: int,
+        rank: int,
+        world: int,
+        train: bool,
+        shuffle: bool,
+        repeats: Sequence[float] | None = None,
     ) -> None:
+        self.repeats = repeats
         self.groups, self.batch, self.seed, self.rank, self.world, self.train, self.shuffle = (
             groups,
             batch,
@@ -42,12 +55,20 @@ class Order:
 
     def __len__(self) -> int:
         """The batches of this process in an epoch."""
-        return sum(len(group) // (self.batch * self.world) for group in self.groups) if self.train else len(self.requests(0))
+        whole = self.batch * self.world
+        return sum(self.count(group) // whole for group in self.groups) if self.train else len(self.requests(0))
+
+    def count(self, group: Sequence[int]) -> int:
+        """The samples of a group in an epoch."""
+        if self.repeats is None:
+            return len(group)
+        return sum(int(self.repeats[i]) for i in group) + round(sum(self.repeats[i] % 1 for i in group))
 
     def requests(self, epoch: int) -> list[Request]:
         """The batches of this process in an epoch, in order."""
         size, requests = self.batch * self.world, []
-        for number, group in enumerate(self.groups):
+        for number, members in enumerate(self.groups):
+            group = self._members(members, epoch, number)
             order = [group[i] for i in self._drawn(len(group), epoch, number)] if self.shuffle else group
             used = len(group) // size * size if self.train else len(group)
             parts = [order[at : at + size] for at in range(0, used, size)]
@@ -55,6 +76,18 @@ class Order:
         if self.shuffle and len(self.groups) > 1:
             requests = [requests[i] for i in self._drawn(len(requests), epoch, len(self.groups))]
         return [request for request in requests if request.indices]
+
+    def _members(self, group: Sequence[int], epoch: int, number: int) -> Sequence[int]:
+        """The samples of a group as often as an epoch has them."""
+        if self.repeats is None:
+            return group
+        whole = [i for i in group for _ in range(int(self.repeats[i]))]
+        if len(whole) == self.count(group):
+            return whole
+        generator = torch.Generator().manual_seed(mixed(self.seed, epoch, -1 - number))
+        parts = torch.tensor([self.repeats[i] % 1 for i in group])
+        drawn = torch.multinomial(parts, self.count(group) - len(whole), generator=generator)
+        return whole + [group[i] for i in drawn.tolist()]
 
     def _share(self, part: Sequence[int]) -> list[int]:
         """The contiguous part of a global batch that is this process's; of an uneven one the first have one more."""

@@ -11,6 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ...errors import TrainError
 from ..random_draws import mixed
+from ..tasks.task import Task
 from .fetching import Hooks, Size, Transform, rescaled
 from .seeding import random_state, random_state_kept, seed_all, set_random_state
 from .user_dataset import keyed
@@ -88,6 +89,10 @@ class Given:
                 return
             if index >= start:
                 yield self._batch(batch, index)
+
+    def notes(self, task: Task) -> list[str]:
+        """Nothing is known of what its sampler leaves out."""
+        return []
 
     def close(self) -> None:
         """Nothing: its workers are the DataLoader's."""

@@ -19,6 +19,7 @@ from .batch_order import Request
 from .cropping import Place, pixels, placed
 from .image_files import Unreadable, as_image, as_pil, prepared
 from .seeding import random_state_kept, seed_all
+from .sidecars import Caption
 from .sources import Items
 from .user_dataset import condition_function
 
@@ -27,7 +28,9 @@ Transform = Callable[[Image.Image, Size], Tensor]
 
 
 class Hooks(Protocol):
-    """What plugins do to a sample, before anything else does; `has` says whether one of them has a hook."""
+    """What plugins do to a sample; `has` says whether one of them has a hook. `sample` is what messages name it."""
+
+    sample: str
 
     def has(self, hook: str) -> bool:
         """Whether a plugin has this hook."""
@@ -36,7 +39,7 @@ class Hooks(Protocol):
         """The caption that the model is to see."""
 
     def transform_pil_image(self, img: Image.Image) -> Image.Image:
-        """The image that the model is to see, before it is cropped and normalised."""
+        """The image that the model is to see, before it is normalised."""
 
 
 class Fetched(NamedTuple):
@@ -98,7 +101,7 @@ class Fetch:
         for candidate in self._candidates(index, request.group):
             seed_all(mixed(self.seed, request.epoch, candidate))
             try:
-                return self._sample(candidate, self.sizes[request.group])
+                return self._sample(candidate, self.sizes[request.group], request.epoch)
             except Unreadable as error:
                 skipped[error.name] = error.why
                 if len(skipped) > self.spec.max_corrupt:
@@ -114,11 +117,16 @@ class Fetch:
             at = members.index(index)
             yield from (*members[at + 1 :], *members[:at])
 
-    def _sample(self, index: int, size: Size | None) -> dict[str, Any]:
+    def _sample(self, index: int, size: Size | None, epoch: int) -> dict[str, Any]:
         random_place = self.train and self.spec.crop == "random"
         x, y, coin = random.random(), random.random(), random.random()
-        place = Place(*((x, y) if random_place else (0.5, 0.5)), flip=self.train and self.spec.flip and coin < 0.5)
         item = self.items[index]
+        flip = coin < item.pop("flip_p", 0.5 if self.spec.flip else 0.0)
+        place = Place(*((x, y) if random_place else (0.5, 0.5)), flip=self.train and flip)
+        if isinstance(caption := item.get("caption"), Caption):
+            item["caption"] = caption.shuffled() if self.train else caption.text()
+        if self.hooks is not None:
+            self.hooks.sample = f"epoch {epoch}, {item['name']}"
         if self.hooks is not None and "transform_caption" in self._hooked and "caption" in item:
             item["caption"] = self.hooks.transform_caption(item["caption"])
         image, condition = item.get("image"), item.get("condition")
@@ -129,8 +137,6 @@ class Fetch:
                 return {**item, "image": image.flip(-1) if place.flip else image, "index": index}
             image = as_pil(image)
         if isinstance(image, Image.Image):
-            if self.hooks is not None and "transform_pil_image" in self._hooked:
-                image = prepared(self.hooks.transform_pil_image(image), self.spec.channels)
             self._put(item, image, size or (image.height, image.width), place)
         elif isinstance(image, Tensor):
             if size is not None and image.shape[1:] != size:
@@ -151,14 +157,26 @@ class Fetch:
                 raise TrainError(
                     f"{item['name']}: its condition is a float tensor, which cannot be cropped and mirrored with it"
                 )
-            image = placed(image, size, place)
+            image = self._changed(placed(image, size, place), item["name"])
             if self.condition is not None:
                 item["condition"] = self._made(image, size, item["name"])
             else:
                 self._put_condition(item, size, place)
         elif self.transform is None:
-            image = placed(image, size, place)
+            image = self._changed(placed(image, size, place), item["name"])
+        else:
+            image = self._changed(image, item["name"], fixed=False)
         item["image"] = pixels(image) if self.transform is None else self.transform(image, size)
+
+    def _changed(self, image: Image.Image, name: str, fixed: bool = True) -> Image.Image:
+        """The image after the plugins, which may change its size only where the task crops it."""
+        if self.hooks is None or "transform_pil_image" not in self._hooked:
+            return image
+        changed = prepared(self.hooks.transform_pil_image(image), self.spec.channels)
+        if fixed and changed.size != image.size:
+            sizes = f"{changed.height}x{changed.width} of one of {image.height}x{image.width}"
+            raise TrainError(f"{name}: transform_pil_image made an image of {sizes}, which is cropped already")
+        return changed
 
     def _made(self, image: Image.Image, size: Size, name: str) -> Tensor:
         """What the condition function makes of an image: PIL in any mode (grey stays grey), or what `as_image` takes."""
@@ -197,6 +215,8 @@ def collate(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _collated(key: str, values: list[Any], samples: Sequence[dict[str, Any]]) -> Any:
     if isinstance(values[0], str):
         return values
+    if key in ("loss_scale", "cond_dropout"):
+        return torch.tensor(values, dtype=torch.float32)
     if key in ("label", "index"):
         return torch.tensor(values, dtype=torch.int64)
     if key in ("image", "condition") and isinstance(values[0], Tensor):

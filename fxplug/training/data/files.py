@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,16 @@ from PIL import Image
 from ...errors import SpecError, did_you_mean
 from ...spec.train_section import Data
 from .image_files import read_image, read_size
+from .image_lists import Listed, from_json, from_toml
 from .metadata import METADATA, captions, labels, read_metadata
+from .sidecars import CONCEPT, Settings, Sidecars, from_name, numbers
 
 
 class FileItems:
-    """Image files below `top` with what belongs to each; `conditions` are further images, one for each."""
+    """Image files below `top` with what belongs to each; `conditions` are further images, one for each.
+
+    `repeats` says how often an epoch has each; `notes`, what was found and is not read.
+    """
 
     def __init__(
         self,
@@ -28,9 +34,11 @@ class FileItems:
         channels: int = 3,
         classes: list[str] | None = None,
         conditions: list[Path] | None = None,
+        repeats: list[float] | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.top, self.root, self.names, self.values, self.channels = top, str(top), names, values, channels
-        self.classes, self.conditions = classes, conditions
+        self.classes, self.conditions, self.repeats, self.notes = classes, conditions, repeats, notes
 
     def __len__(self) -> int:
         return len(self.names)
@@ -50,16 +58,76 @@ class FileItems:
 
 
 def open_images(spec: Data, base: Path) -> FileItems:
-    """A folder of images and its sub-folders, in natural order (`2.png` before `10.png`).
+    """Folders of images and their sub-folders, in natural order (`2.png` before `10.png`), or lists of files.
 
-    Captions and further values come from the `metadata.jsonl` nearest above an image, else the caption from a `.txt` beside it.
+    Captions and further values come from the `metadata.jsonl` nearest above an image, else from what lies beside it.
     Raises SpecError for a folder that is absent or empty, metadata that does not fit, and captions that are missing.
     """
-    top = existing(base / (spec.images or ""), "images")
     conditions = condition_folder(spec, base)
-    names = images_below(top, skip=conditions)
-    if not names:
+    sources = [base / source for source in ([spec.images] if isinstance(spec.images, str) else spec.images or [])]
+    roots = [source.parent if source.is_file() else existing(source, "images") for source in sources]
+    top, sidecars = _top(roots), Sidecars(roots)
+    listed = [image for source in sources for image in _listed(source, sidecars, conditions)]
+    if not listed:
         raise SpecError(f"no images in '{top}'; {_found(top)}", path=("images",))
+    names = [Path(os.path.relpath(image.file, top)).as_posix() for image in listed]
+    values = _with_metadata(top, names)
+    classes = labels(names, values)
+    said = [_settings(image, sidecars, spec.repeats == "folders") for image in listed]
+    for name, value, settings in zip(names, values, said, strict=True):
+        if "caption" in value:
+            settings = replace(settings, plain=value["caption"], prompt=None)
+        elif spec.captions == "filename" and not (settings.plain or settings.prompt):
+            settings = settings.under(Settings(plain=from_name(Path(name).stem)))
+        if (caption := settings.caption()) is not None:
+            value["caption"] = caption
+    captions(names, values, spec.captions)
+    numbers(values, said, spec.flip)
+    found = same_stems(top, names, conditions) if conditions else None
+    return FileItems(top, names, values, spec.channels, classes, found, _repeats(said), sidecars.notes)
+
+
+def _repeats(said: Sequence[Settings]) -> list[float] | None:
+    """How often an epoch has each image; None where it has each once."""
+    repeats = [settings.multiply or 1.0 for settings in said]
+    return repeats if {*repeats} != {1.0} else None
+
+
+def _top(folders: Sequence[Path]) -> Path:
+    """The folder that holds all of them."""
+    return folders[0] if len(folders) == 1 else Path(os.path.commonpath([folder.resolve() for folder in folders]))
+
+
+def _listed(source: Path, sidecars: Sidecars, conditions: Path | None) -> list[Listed]:
+    if source.is_file() and source.suffix == ".json":
+        return from_json(source, sidecars)
+    if source.is_file() and source.suffix == ".toml":
+        return from_toml(source, images_below, sidecars.notes)
+    folder = existing(source, "images")
+    found = [Listed(folder / name) for name in images_below(folder, skip=conditions)]
+    if not found:
+        raise SpecError(f"no images in '{folder}'; {_found(folder)}", path=("images",))
+    return found
+
+
+def _settings(image: Listed, sidecars: Sidecars, repeats: bool) -> Settings:
+    """What a list says of an image, else what lies beside it, over what the name of its folder says."""
+    if image.settings is not None:
+        return image.settings
+    settings = sidecars.of(image.file)
+    concept = CONCEPT.fullmatch(image.file.parent.name)
+    if concept is None or image.file.parent in sidecars.roots:
+        return settings
+    if repeats:
+        return Settings(plain=concept[2], multiply=float(concept[1]) or None).under(settings)
+    text = f"the number in the name of a folder ('{concept[0]}') is no count of repeats: 'repeats: folders' makes it one"
+    if not any(note.endswith("makes it one") for note in sidecars.notes):
+        sidecars.notes.append(text)
+    return settings
+
+
+def _with_metadata(top: Path, names: list[str]) -> list[dict[str, Any]]:
+    """What the `metadata.jsonl` nearest above each image says about it."""
     values: list[dict[str, Any]] = [{} for _ in names]
     order = {name: i for i, name in enumerate(names)}
     folders = {folder for name in names for folder in Path(name).parents}
@@ -68,15 +136,13 @@ def open_images(spec: Data, base: Path) -> FileItems:
             if name not in order:
                 raise SpecError(f"no image '{name}'{did_you_mean(name, names)}", where=line.where)
             values[order[name]] = line.values
-    classes = labels(names, values)
-    captions(top, names, values, spec.captions)
-    found = same_stems(top, names, conditions) if conditions else None
-    return FileItems(top, names, values, spec.channels, classes, found)
+    return values
 
 
 def open_classes(spec: Data, base: Path) -> FileItems:
     """A folder of class folders: the classes are their names, sorted; a class has all images at any depth below it.
 
+    `multiply.txt` and so on of folders count as elsewhere.
     Raises SpecError for a folder that is absent, holds no class folders, an empty one, or images outside of them.
     """
     top = existing(base / (spec.classes or ""), "classes")
@@ -94,7 +160,10 @@ def open_classes(spec: Data, base: Path) -> FileItems:
         raise SpecError(f"{few(outside, 'image')} outside of the class folders of '{top}'", path=("classes",))
     number = {name: i for i, name in enumerate(classes)}
     found = same_stems(top, names, conditions) if conditions else None
-    return FileItems(top, names, [{"label": number[c]} for c in of], spec.channels, classes, found)
+    values, sidecars = [{"label": number[c]} for c in of], Sidecars([top])
+    said = [sidecars.of(top / name, alone=True) for name in names]
+    numbers(values, said, spec.flip)
+    return FileItems(top, names, values, spec.channels, classes, found, _repeats(said), sidecars.notes)
 
 
 def existing(folder: Path, key: str) -> Path:

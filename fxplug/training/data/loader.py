@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ...errors import SpecError, TrainError
 from ...spec.train_section import Data, Use
+from ..tasks.task import Task
 from .batch_order import Order, Request
 from .buckets import assign, bucket_sizes
 from .dataloader import Given
@@ -58,11 +59,13 @@ class Loader:
         if spec.buckets is not None:
             grouped = self._bucketed(size, batch * world if train else 1)
             groups, sizes = list(grouped.values()), list(grouped)
-        total = sum(map(len, groups))
-        self.order = Order(groups, batch, seed=seed, rank=rank, world=world, train=train, shuffle=spec.shuffle and train)
+        order: dict[str, Any] = {"seed": seed, "rank": rank, "world": world, "train": train, "shuffle": spec.shuffle and train}
+        self.order = Order(groups, batch, **order, repeats=getattr(items, "repeats", None) if train else None)
+        counts = list(map(self.order.count, groups))
+        total = self.total = sum(counts)
         self.steps = len(self.order)
-        self.buckets = {bucket: len(group) for bucket, group in zip(sizes, groups, strict=True) if bucket is not None}
-        self.left_out = sum(len(group) % (batch * world) for group in groups) if train else 0
+        self.buckets = {bucket: count for bucket, count in zip(sizes, counts, strict=True) if bucket is not None}
+        self.left_out = sum(count % (batch * world) for count in counts) if train else 0
         if not self.steps and train:
             batches = f"a batch of {batch}" + (f" in each of {world} processes" if world > 1 else "")
             raise TrainError(f"{batches} is larger than the data: {total} samples")
@@ -110,6 +113,20 @@ class Loader:
                     del fetched, error
             if fetched.batch is not None:
                 yield fetched.batch
+
+    def notes(self, task: Task) -> list[str]:
+        """What is to be said about the data before the training: what of them it goes without."""
+        notes = list(getattr(self.items, "notes", ()))
+        keys = {key for value in getattr(self.items, "values", ()) for key in value}
+        for key in ("loss_scale", "cond_dropout"):
+            if key in keys and key not in task.reads:
+                notes.append(f"'{key}' of images is not gone by: {type(task).__name__} has no use for it")
+        if "flip_p" in keys and self.transform is not None:
+            notes.append("'flip_p' of images is not gone by: the task mirrors them by itself")
+        if self.left_out:
+            finding = f"{self.left_out} of {self.total} samples are left out of each epoch, others in each"
+            notes.append(f"{finding}: they fill no batch")
+        return notes
 
     def close(self) -> None:
         """End the workers; a later epoch starts new ones."""

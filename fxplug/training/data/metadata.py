@@ -1,4 +1,4 @@
-"""What is known of the images of a folder: captions in `.txt` files, and lines of `metadata.jsonl`."""
+"""What is known of the images of a folder: lines of `metadata.jsonl`, and captions."""
 
 from __future__ import annotations
 
@@ -88,34 +88,32 @@ def labels(names: Sequence[str], values: list[dict[str, Any]]) -> list[str] | No
 
 
 def captions(
-    top: Path, names: Sequence[str], values: list[dict[str, Any]], law: Literal["required", "optional", "none"]
+    names: Sequence[str], values: list[dict[str, Any]], law: Literal["required", "optional", "none", "filename"]
 ) -> None:
-    """Give each image its caption, in place: that of its metadata, else the `.txt` beside it, stripped.
+    """Hold the captions of images to the law, in place.
 
     `required`: an image without one, or with an empty one, is a SpecError, unless all images have labels and none a caption.
-    `optional`: it is "". `none`: there are no captions.
+    `filename` is the same, and has found more captions. `optional`: it is "". `none`: there are no captions.
     """
     if law == "none":
         for value in values:
             value.pop("caption", None)
         return
-    for name, value in zip(names, values, strict=True):
-        beside = (top / name).with_suffix(".txt")
-        if "caption" not in value and os.path.lexists(beside):
-            value["caption"] = _text(beside, DEFAULT.caption).strip()
     if law == "optional":
         for value in values:
             value.setdefault("caption", "")
         return
     missing = [name for name, value in zip(names, values, strict=True) if not value.get("caption")]
-    if missing and not (len(missing) == len(names) and all("label" in value for value in values)):
+    if not missing:
+        return
+    if not (len(missing) == len(names) and all("label" in value for value in values)):
         first = ", ".join(f"'{name}'" for name in missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise SpecError(
             f"{len(missing)} of {len(names)} images have no caption: {first}; put a .txt beside each or a line in {METADATA}, "
-            "or say 'captions: optional' or 'captions: none'",
+            "or say 'captions: optional', 'captions: filename' or 'captions: none'",
             path=("images",),
         )
-    for value in values if missing else ():
+    for value in values:
         value.pop("caption", None)
 
 

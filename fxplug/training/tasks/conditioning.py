@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import SpecError
+from ...errors import SpecError, did_you_mean
 from ...models.factory import build
+from ...spec.addresses import is_pattern, select
 from ...spec.import_path import import_target
 from ...spec.options import check_options
 from ...spec.run_config import load_config
@@ -63,33 +65,34 @@ class Vae:
             return first_tensor(self.module.decode(x.to(self.dtype))).float()  # type: ignore[operator]
 
 
-Text = Callable[[Sequence[str]], dict[str, Tensor]]
+class Text:
+    """Captions to tensors by name, of a function or of a text encoder."""
 
+    def __init__(self, spec: Any, base: Path, device: torch.device) -> None:
+        """`spec` is `"package.module:function"` of a function (captions, **options), or of a class whose objects are called
+        with captions, or a folder with a tokenizer and a text encoder of transformers: both in it, or in `tokenizer` and
+        `text_encoder` below it. A single tensor is `encoder_hidden_states`. Raises SpecError.
+        """
+        use = read_use(spec)
+        self.name, self.device, self.encoder = use.name, device, None
+        if ":" in use.name:
+            self.encode = _called(use, device)
+        else:
+            self.encode = self.encoder = FolderText(base / use.name, device, **_folder_options(use))
 
-def open_text(spec: Any, base: Path, device: torch.device) -> Text:
-    """Captions to tensors by name. Raises SpecError.
-
-    `spec` is `"package.module:function"` of a function (captions, **options), or of a class whose objects are called with
-    captions, or a folder with a tokenizer and a text encoder of transformers: both in it, or in `tokenizer` and
-    `text_encoder` below it. A single tensor is `encoder_hidden_states`.
-    """
-    use = read_use(spec)
-    encode = _called(use, device) if ":" in use.name else FolderText(base / use.name, device, **_folder_options(use))
-
-    @torch.no_grad()
-    def run(captions: Sequence[str]) -> dict[str, Tensor]:
-        with torch.autocast(device.type, enabled=False):
-            found = encode(list(captions))
+    def __call__(self, captions: Sequence[str], tokens: Tensor | None = None) -> dict[str, Tensor]:
+        """Tensors [b, ...]; `tokens` int64 [b, n] take the place of those of the captions. Gradients reach what trains."""
+        given = {} if tokens is None else {"tokens": tokens}
+        learns = self.encoder is not None and bool(self.encoder.trainable)
+        with torch.autocast(self.device.type, enabled=False), torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+            found = self.encode(list(captions), **given)
         named = found if isinstance(found, Mapping) else {"encoder_hidden_states": found}
         for name, value in named.items():
             if not isinstance(value, Tensor) or len(value) != len(captions):
                 got = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-                raise SpecError(
-                    f"'{use.name}' gives {got} for '{name}'; for {len(captions)} captions it is a tensor [{len(captions)}, ...]"
-                )
-        return {name: value.to(device) for name, value in named.items()}
-
-    return run
+                wanted = f"for {len(captions)} captions it is a tensor [{len(captions)}, ...]"
+                raise SpecError(f"'{self.name}' gives {got} for '{name}'; {wanted}")
+        return {name: value.to(self.device) for name, value in named.items()}
 
 
 def _called(use: Use, device: torch.device) -> Callable[[list[str]], Any]:
@@ -121,9 +124,18 @@ class FolderText:
     """
 
     def __init__(
-        self, folder: Path, device: torch.device, max_length: int | None = None, layer: int = -1, dtype: str | None = None
+        self,
+        folder: Path,
+        device: torch.device,
+        max_length: int | None = None,
+        layer: int = -1,
+        dtype: str | None = None,
+        trainable: list[str] | None = None,
+        lr: float | None = None,
+        weight_decay: float | None = None,
     ) -> None:
-        """`layer` is the hidden state that is taken, -2 for the one before the last, as Stable Diffusion XL does."""
+        """`layer` is the hidden state that is taken, -2 for the one before the last, as Stable Diffusion XL does. `trainable`
+        are patterns of the encoder's parameters that train, with an `lr` and `weight_decay` of their own."""
         import transformers
 
         if not folder.is_dir():
@@ -140,15 +152,67 @@ class FolderText:
         self.model = model.to(device, getattr(torch, dtype) if dtype else None).eval().requires_grad_(False)
         said = getattr(config, "max_position_embeddings", None) or LONGEST
         self.length = max_length or min(self.tokenizer.model_max_length, said)
-        self.layer, self.device = layer, device
+        self.layer, self.device, self.source = layer, device, str(folder)
+        self.trainable, self.lr, self.weight_decay = trainable or [], lr, weight_decay
+        self._trained()
 
-    def __call__(self, captions: list[str]) -> dict[str, Tensor]:
+    def tokens(self, captions: Sequence[str]) -> Tensor:
+        """Numbers int64 [b, n] of the tokens of captions."""
+        ids: Tensor = self._tokenized(captions).input_ids
+        return ids
+
+    def group(self, lr: float, weight_decay: float) -> dict[str, Any]:
+        """What trains, as a group of the optimizer; its gradients are wanted from now on."""
+        own = self._trained()
+        for parameter in own.values():
+            parameter.requires_grad_(True)
+        rates = {"lr": lr if self.lr is None else self.lr}
+        rates["weight_decay"] = weight_decay if self.weight_decay is None else self.weight_decay
+        names = [f"text_encoder.{name}" for name in own]
+        return {"name": "text_encoder", "names": names, "params": list(own.values()), **rates}
+
+    def freezing(self) -> dict[str, Any]:
+        """What of CLIP's encoder does not train, in the words of EveryDream2trainer's optimizer.json."""
+        own = self._trained()
+        layers = {int(found[1]) for name in own if (found := re.search(r"layers\.(\d+)\.", name))}
+        return {
+            "freeze_embeddings": not any("token_embedding" in name for name in own),
+            "freeze_position_embeddings": not any("position_embedding" in name for name in own),
+            "freeze_final_layer_norm": not any("final_layer_norm" in name for name in own),
+            "unfreeze_last_n_layers": self.model.config.num_hidden_layers - min(layers) if layers else 0,
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer` and `text_encoder` into a folder."""
+        self.tokenizer.save_pretrained(folder / "tokenizer")
+        self.model.save_pretrained(folder / "text_encoder")
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that a pattern of `trainable` names, itself or by a module around them."""
+        named = dict(self.model.named_parameters())
+        chosen: dict[str, nn.Parameter] = {}
+        for index, pattern in enumerate(self.trainable):
+            around = {name: name.split(".") for name in named}
+            parts = {".".join(path[: end + 1]) for path in around.values() for end in range(len(path))}
+            hits = set(select(pattern, sorted(parts))) if is_pattern(pattern) else {pattern} & parts
+            if not hits:
+                finding = f"'{pattern}' names no parameter of the text encoder{did_you_mean(pattern, parts)}"
+                raise SpecError(finding, path=("text", "trainable", index))
+            chosen |= {name: p for name, p in named.items() if any(f"{name}.".startswith(f"{hit}.") for hit in hits)}
+        return {name: p for name, p in named.items() if name in chosen}
+
+    def _tokenized(self, captions: Sequence[str]) -> Any:
         options = {"padding": "max_length", "truncation": True, "max_length": self.length, "return_tensors": "pt"}
-        tokens = self.tokenizer(captions, **options).to(self.device)
-        mask = tokens.attention_mask
+        return self.tokenizer(list(captions), **options).to(self.device)
+
+    def __call__(self, captions: list[str], tokens: Tensor | None = None) -> dict[str, Tensor]:
+        """Tensors of captions; `tokens` [b, n], as `tokens` gives them, take the place of the captions' own."""
+        tokenized = self._tokenized(captions)
+        mask = tokenized.attention_mask
+        ids = tokenized.input_ids if tokens is None else tokens
         # CLIP is trained to see its padding (diffusers' scripts give it no mask), T5 is not
         given = {} if "clip" in self.model.config.model_type else {"attention_mask": mask}
-        found = self.model(tokens.input_ids, output_hidden_states=self.layer != -1, **given)
+        found = self.model(ids, output_hidden_states=self.layer != -1, **given)
         states = found.last_hidden_state if self.layer == -1 else found.hidden_states[self.layer]
         pooled = next((found[key] for key in ("text_embeds", "pooler_output") if key in found), None)
         out = {"encoder_hidden_states": states, "encoder_attention_mask": mask}

@@ -12,7 +12,7 @@ from ...errors import SpecError
 from ...spec.train_section import read_use
 from ..random_draws import Draws
 from .calling import Call, Input, check_labels, default_call, embedding_rows, image_of, inputs_of, listed
-from .conditioning import Text, Vae, open_text
+from .conditioning import Text, Vae
 from .noise import open_noise, positions, read_density
 from .task import Batch, Task, TaskInfo, Totals
 
@@ -24,7 +24,7 @@ class Denoise(Task):
 
     scheduler: a class of diffusers, with its options below it, or a folder with scheduler_config.json. prediction: epsilon,
     v_prediction, sample or flow where it is not the scheduler's own. vae: what `model` is elsewhere; without it the model
-    works on pixels. text: a function of captions or a folder of transformers (`conditioning.open_text`). dropout: the share
+    works on pixels. text: a function of captions or a folder of transformers (`conditioning.Text`). dropout: the share
     of samples that are trained without their caption or label, for guidance; without a label is `null_label`, else the last
     row of the model's embedding. snr_gamma: min-SNR weights (arXiv 2303.09556). density: how often each amount of noise is
     drawn: uniform, logit_normal or mode. weighting, time_scale: of flow matching (`noise.Flow`; Flux takes times below 1,
@@ -34,6 +34,8 @@ class Denoise(Task):
     `call` gives inputs the values noisy, time, text (text.NAME of several), label, condition, and whatever else the data
     has. The condition of a pass such as ControlNet goes where that pass wants it.
     """
+
+    reads = ("loss_scale", "cond_dropout")
 
     def __init__(
         self,
@@ -63,6 +65,7 @@ class Denoise(Task):
         self.vae_spec, self.text_spec, self.mapping = vae, text, call
         self.dropout, self.null_label, self.guidance, self.sample_steps = dropout, null_label, guidance, sample_steps
         self.wanted = samples
+        self.trains = text is not None and bool(read_use(text).options.get("trainable"))
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
         self.info = info
@@ -76,7 +79,8 @@ class Denoise(Task):
             time_scale=self.time_scale,
         )
         self.vae = Vae(self.vae_spec, info.base, info.device) if self.vae_spec is not None else None
-        self.text: Text | None = open_text(self.text_spec, info.base, info.device) if self.text_spec is not None else None
+        self.text = Text(self.text_spec, info.base, info.device) if self.text_spec is not None else None
+        self.encoder = self.text.encoder if self.text is not None else None
         texts = self.text([""]) if self.text is not None else {}
         values = ["noisy", "time", *(["text"] if texts else []), *(f"text.{name}" for name in texts), "label", "condition"]
         inputs = inputs_of(module)
@@ -94,9 +98,22 @@ class Denoise(Task):
                 raise SpecError(f"{option} needs captions or labels, and the model is called with none", path=(option,))
         self.shape = self._shape(inputs)
 
+    def parts(self) -> dict[str, Any]:
+        scheduler = getattr(self.noise, "scheduler", None) or self.noise.sampler()
+        found = {"scheduler": scheduler, "vae": self.vae.module if self.vae is not None else None}
+        if self.encoder is None:
+            return found
+        return {**found, "text_encoder": self.encoder.model, "tokenizer": self.encoder.tokenizer}
+
     def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor:
         position = positions(self.density, len(image_of(batch)), draw)
-        return self._losses(module, batch, draw, position, self.dropout).mean()
+        losses = self._losses(module, batch, draw, position, self._dropout(batch))
+        return (losses * batch["loss_scale"] if "loss_scale" in batch else losses).mean()
+
+    def _dropout(self, batch: Batch) -> float | Tensor:
+        """How likely a sample is to lose its caption or label: its own share, where it has one (not nan), else the task's."""
+        own = batch.get("cond_dropout")
+        return self.dropout if own is None else torch.where(own.isnan(), self.dropout, own)
 
     @torch.no_grad()
     def test(self, module: nn.Module, batches: Iterable[Batch]) -> Totals:
@@ -130,6 +147,8 @@ class Denoise(Task):
         seeds = [torch.Generator().manual_seed(seed + n) for n in range(count)]
         noise = torch.stack([torch.randn(self.shape, generator=seed) for seed in seeds]).to(self.info.device)
         given = {k: v.to(self.info.device) if isinstance(v, Tensor) else v for k, v in given.items()}
+        if "caption" in given:
+            given["caption"] = [self.info.prompt(caption) for caption in given["caption"]]
         nothing = torch.ones(count, dtype=torch.bool, device=self.info.device)
         wanted = self._conditions(given, ~nothing)
         unwanted = self._conditions(given, nothing) if scale != 1 else {}
@@ -144,7 +163,9 @@ class Denoise(Task):
         x = self.noise.sample(denoise, noise, steps or self.sample_steps, seed)
         return ((self.vae.decode(x) if self.vae is not None else x) / 2 + 0.5).clamp(0, 1)
 
-    def _losses(self, module: nn.Module, batch: Batch, draw: Any, position: Tensor, dropout: float) -> Tensor:
+    def _losses(
+        self, module: nn.Module, batch: Batch, draw: Any, position: Tensor, dropout: float | Tensor
+    ) -> Tensor:
         """The weighted loss float32 [b] of each sample."""
         image = batch["image"]
         x = self.vae.encode(image, draw) if self.vae is not None else image
@@ -155,6 +176,7 @@ class Denoise(Task):
         noise = draw.like(x)
         index = (position * self.noise.steps).long().clamp(0, self.noise.steps - 1)
         dropped = draw.uniform(len(x)) < dropout
+        batch["timesteps"] = self.noise.time(index)
         noisy, target = self.noise.noisy(x, noise, index), self.noise.target(x, noise, index)
         predicted = self._predict(module, noisy, self.noise.time(index), self._conditions(batch, dropped))
         if predicted.shape != target.shape:
@@ -180,9 +202,15 @@ class Denoise(Task):
             if "caption" not in batch:
                 raise SpecError("the data has no captions, and the task has 'text'", path=("data",))
             captions = ["" if out else text for text, out in zip(batch["caption"], dropped.tolist(), strict=True)]
-            texts = self.text(captions)
+            texts = self.text(captions, self._tokens(batch, dropped))
             values |= {"text": next(iter(texts.values())), **{f"text.{name}": value for name, value in texts.items()}}
         return values
+
+    def _tokens(self, batch: Batch, dropped: Tensor) -> Tensor | None:
+        """The tokens of a batch that has them, as plugins left them."""
+        if self.encoder is None or "tokens" not in batch:
+            return None
+        return torch.where(dropped[:, None], self.encoder.tokens([""]), batch["tokens"])
 
     def _check_inputs(self, inputs: Mapping[str, Input]) -> None:
         if not self.call.uses("noisy"):

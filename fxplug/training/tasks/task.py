@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ class TaskInfo:
 
     `size` is height and width of the images; `classes` the names of the data's classes, None where it has none; `timm` the
     name of the model when it is one of timm's; `base` the folder that paths are relative to. `examples(n)` gives the first n
-    items of the test data, else of the training data, as a batch on the device; None where there is no data yet.
+    items of the test data, else of the training data, as a batch on the device; None where there is no data yet. `prompt` is
+    what plugins make of the caption of a sample image.
     """
 
     size: tuple[int, int]
@@ -38,6 +39,27 @@ class TaskInfo:
     timm: str | None = None
     base: Path = Path()
     examples: Callable[[int], Batch] | None = None
+    prompt: Callable[[str], str] = str
+
+
+class TextEncoder(Protocol):
+    """A text encoder `model` with its tokenizer, some of whose parameters may train; `source` is the folder they are from."""
+
+    source: str
+    model: Any
+    tokenizer: Any
+
+    def tokens(self, captions: Sequence[str]) -> Tensor:
+        """Numbers int64 [b, n] of the tokens of captions."""
+
+    def group(self, lr: float, weight_decay: float) -> dict[str, Any]:
+        """The optimizer's group of what trains, with its own rates, else these."""
+
+    def freezing(self) -> dict[str, Any]:
+        """What of it does not train: `freeze_embeddings` and so on."""
+
+    def save(self, folder: Path) -> None:
+        """Write it into a folder that a configuration may name."""
 
 
 class Task:
@@ -50,6 +72,9 @@ class Task:
     """
 
     best: ClassVar[str | None] = None  # the metric of `test` of which the highest is the best
+    reads: ClassVar[tuple[str, ...]] = ()  # what of `loss_scale` and `cond_dropout` of a sample it goes by
+    encoder: TextEncoder | None = None  # what turns captions into tensors, where plugins may look at it
+    trains = False  # whether something of `encoder` trains too
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
         """Called once, with the module as it was rewritten, before anything else. Raises SpecError for what does not fit."""
@@ -61,6 +86,10 @@ class Task:
     def loss(self, module: nn.Module, batch: Batch, draw: Draws) -> Tensor | tuple[Tensor, Mapping[str, float | Tensor]]:
         """The mean loss of a batch, a scalar in float32; numbers to be logged may come with it."""
         raise NotImplementedError(f"{type(self).__name__} needs a method 'loss(module, batch, draw)'")
+
+    def parts(self) -> dict[str, Any]:
+        """What plugins may look at beside the module: `text_encoder`, `tokenizer`, `scheduler` (of noise), `vae`."""
+        return {}
 
     def test(self, module: nn.Module, batches: Iterable[Batch]) -> Totals:
         """For each metric a sum over the batches, and what it is a sum of; `means` makes the metrics of it.

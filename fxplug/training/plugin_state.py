@@ -1,0 +1,99 @@
+"""What plugins hold of a run, under the names that EveryDream2trainer's train.py has: its state, and the batch.
+
+Where a run loads its plugins, `from train import ...` gives this module (see fxplug/training/plugin_modules.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import did_you_mean
+from .tasks.task import Task
+
+
+class State:
+    """`unet` is the module that trains, whatever it is. What a run does not have is None.
+
+    `text_encoder`, `tokenizer`, `scheduler` (of noise) and `vae` are the task's; `optimizer` is None until it is made;
+    `train_batch` is the loader of the training data. There are no models with averaged weights: `unet_ema` is None.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any = None,
+        train_batch: Any = None,
+        unet: Any = None,
+        text_encoder: Any = None,
+        tokenizer: Any = None,
+        scheduler: Any = None,
+        vae: Any = None,
+        unet_ema: Any = None,
+        text_encoder_ema: Any = None,
+        save: Callable[[Path], None] | None = None,
+    ) -> None:
+        self.optimizer, self.train_batch, self.unet, self.vae = optimizer, train_batch, unet, vae
+        self.text_encoder, self.tokenizer, self.scheduler = text_encoder, tokenizer, scheduler
+        self.unet_ema, self.text_encoder_ema = unet_ema, text_encoder_ema
+        self._save = save
+        if text_encoder is not None and not hasattr(text_encoder, "text_model"):
+            # transformers 5 has the layers on the encoder itself; as a plain attribute it is no submodule of its own
+            object.__setattr__(text_encoder, "text_model", text_encoder)
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint of this moment to the folder `path`, from which the run can be resumed."""
+        if self._save is None:
+            raise RuntimeError("this state is of no run")
+        self._save(Path(path))
+
+
+def save_model(save_path: str | Path, ed_state: State, *args: Any, **options: Any) -> None:
+    """Write a checkpoint of the run to `save_path`: all weights that trained and the optimizer, whatever the options are."""
+    ed_state.save(save_path)
+
+
+def clean_filename(filename: str) -> str:
+    """The letters, digits and spaces of a name."""
+    return "".join(letter for letter in filename if letter.isalpha() or letter.isdigit() or letter == " ").rstrip()
+
+
+def __getattr__(name: str) -> Any:
+    if name.endswith("TrainingState"):
+        return State
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+class NoSuchKey(KeyError):
+    """A key that a batch has not, with those that it has."""
+
+    def __init__(self, key: Any, keys: Iterable[str]) -> None:
+        super().__init__(key)
+        self.text = f"the batch has no '{key}'{did_you_mean(key, keys)}; it has {', '.join(keys)}"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class PluginBatch(dict[str, Any]):
+    """A batch that says which keys it has when it is asked for another one."""
+
+    def __missing__(self, key: Any) -> Any:
+        raise NoSuchKey(key, list(self))
+
+
+def plugin_batch(batch: dict[str, Any], task: Task) -> PluginBatch:
+    """A batch with what EveryDream2trainer's has: `captions`, `tokens` [b, n] where the task has a text encoder, `loss_scale`
+    [b] and `runt_size`, 0, as no sample is there twice to fill it up. The loss adds `timesteps` [b]."""
+    image = batch.get("image")
+    found = PluginBatch({"runt_size": 0, **batch})
+    if isinstance(image, Tensor):
+        found.setdefault("loss_scale", torch.ones(len(image), device=image.device))
+    if "caption" in batch:
+        found["captions"] = batch["caption"]
+        if task.encoder is not None:
+            found["tokens"] = task.encoder.tokens(batch["caption"])
+    return found

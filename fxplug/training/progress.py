@@ -1,0 +1,88 @@
+"""How far a run is, and how far it has to go: batches, the steps they make, and epochs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..spec.train_section import Train
+
+
+@dataclass
+class Progress:
+    """How far a run is: optimizer steps, the epoch at hand, batches done in it and the sum of their losses; best tests.
+
+    `accumulate` is how many batches make a step, which a plugin may change between epochs.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    done: int = 0
+    total: float = 0.0
+    best: dict[str, float] = field(default_factory=dict)
+    accumulate: int = 1
+
+
+class Pace:
+    """What an epoch of `batches` batches is in steps, and where the run ends.
+
+    The last step of an epoch is made of the batches that are left, so each is trained on.
+    """
+
+    def __init__(self, settings: Train, batches: int, progress: Progress) -> None:
+        self.settings, self.batches, self.progress = settings, batches, progress
+        self.asked: int | None = None  # batches a step from the next epoch on
+        progress.accumulate = settings.accumulate
+
+    @property
+    def per_epoch(self) -> int:
+        """Steps of an epoch."""
+        return -(-self.batches // self.progress.accumulate)
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole run, as it goes on now."""
+        progress = self.progress
+        if self.settings.steps is not None:
+            return self.settings.steps
+        left = (self.settings.epochs or 1) - progress.epoch
+        here = -(-(self.batches - progress.done) // progress.accumulate)
+        return progress.step + (here + (left - 1) * self.per_epoch if left > 0 else 0)
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the whole run; the last one may not be whole."""
+        if self.settings.steps is None:
+            return self.settings.epochs or 1
+        return self.progress.epoch + -(-max(0, self.settings.steps - self.progress.step) // self.per_epoch)
+
+    @property
+    def seen(self) -> int:
+        """Batches that were done."""
+        return self.progress.epoch * self.batches + self.progress.done
+
+    def notes(self) -> list[str]:
+        """What is to be said before the training."""
+        rest = self.batches % self.progress.accumulate
+        short = f"the last step of each epoch takes {rest} batches, not {self.progress.accumulate}: an epoch has {self.batches}"
+        return [short] if rest else []
+
+    def size(self) -> int:
+        """Batches of the next step."""
+        return min(self.progress.accumulate, self.batches - self.progress.done)
+
+    def update(self, name: str, value: object) -> None:
+        """Take `grad_accum` from a plugin, for the next start of an epoch. ValueError for anything else."""
+        if name != "grad_accum":
+            raise ValueError(f"'{name}' cannot be changed while the run goes on; 'grad_accum' can")
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"grad_accum must be a whole number from 1 on, not {value!r}")
+        self.asked = value
+
+    def renew(self) -> str:
+        """At the start of an epoch: take what was asked for, and say so."""
+        asked, self.asked = self.asked, None
+        if asked is None or asked == self.progress.accumulate:
+            return ""
+        self.progress.accumulate = asked
+        finding = f"from epoch {self.progress.epoch} on a step takes {asked} batches: {self.per_epoch} steps an epoch"
+        return "; ".join([finding, *self.notes()])

@@ -1,0 +1,294 @@
+"""EveryDream2trainer's plugins: look-alikes in our own words, and its own where SEEDS names a folder of checkouts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+
+from fxplug.compat.everydream import BasePlugin
+from fxplug.errors import SpecError, TrainError
+from fxplug.training.plugins import Plugins
+
+SEEDS = os.environ.get("SEEDS")
+THEIRS = Path(SEEDS or "nowhere") / "victorchall+EveryDream2trainer"
+theirs = pytest.mark.skipif(not SEEDS, reason="SEEDS names no folder of checkouts")
+DATA = {"data__call": {"runs:Digits": {"count": 64}}, "passes": [{"lora": {"at": "blocks.*.attn.*", "rank": 4}}]}
+
+
+def named(plugin):
+    """The import path of a class that a test made."""
+    if isinstance(plugin, type):
+        setattr(sys.modules[__name__], plugin.__name__, plugin)
+        return f"{__name__}:{plugin.__name__}"
+    return plugin
+
+
+def train(out, *plugins, **changed):
+    """A run of 4 batches an epoch."""
+    return runs.run(out, **{"train__epochs": 2, **DATA, "train__plugins": [named(plugin) for plugin in plugins], **changed})
+
+
+def notes(out):
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [record["note"] for record in records if "note" in record]
+
+
+class Records(BasePlugin):
+    """What each hook about steps was told."""
+
+    def __init__(self):
+        self.steps, self.ends, self.epochs = [], [], []
+
+    def on_step_start(self, epoch, local_step, global_step, batch, ed_state, log_folder, **kwargs):
+        assert isinstance(log_folder, str) and ed_state.optimizer is not None and ed_state.unet is kwargs["module"]
+        self.steps.append((epoch, local_step, global_step))
+
+    def on_step_end(self, epoch, local_step, global_step, batch, **kwargs):
+        self.ends.append((epoch, local_step, global_step))
+
+    def on_epoch_start(self, epoch, epoch_length, global_step, **kwargs):
+        self.epochs.append((epoch, epoch_length, global_step))
+
+
+# what the hooks do
+
+
+class Masked(BasePlugin):
+    """No gradient for the LoRA of the first block."""
+
+    returned = False
+
+    def on_backpropagation(self, module, loss, **kwargs):
+        assert not loss.requires_grad
+        held = {n: p for n, p in module.named_parameters() if n.startswith("lora.blocks.0") and p.grad is not None}
+        assert len(held) > 1 and any(p.grad.any() for p in held.values())
+        if self.returned:
+            return {name: torch.zeros_like(p) for name, p in held.items()}
+        for parameter in held.values():
+            parameter.grad.zero_()
+
+
+class Returned(Masked):
+    returned = True
+
+
+@pytest.mark.parametrize("plugin", [Masked, Returned])
+def test_a_gradient_that_a_plugin_takes_away_trains_nothing(tmp_path, plugin):
+    plain, masked = train(tmp_path / "a"), train(tmp_path / "b", f"test_everydream:{plugin.__name__}")
+    changed = [runs.trained(run.module) for run in (plain, masked)]
+    ups = [name for name in changed[0] if name.startswith("lora.") and "up" in name]
+    assert all(changed[0][name].any() for name in ups)
+    assert [name for name in ups if not changed[1][name].any()] == [name for name in ups if ".blocks.0." in name]
+
+
+WRONG = {
+    "a float": (lambda self, **kwargs: 1.0, "TypeError: it returned a float, but must return nothing, or gradients"),
+    "a name": (lambda self, **kwargs: {"lroa": None}, "a gradient of 'lroa', which is no parameter"),
+    "a shape": (lambda self, **kwargs: {"head.bias": torch.ones(3)}, r"it returned \[3\] as the gradient of 'head.bias'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_gradient_is_told(tmp_path, case):
+    method, text = WRONG[case]
+    with pytest.raises(TrainError, match=r"plugin Mine raised in on_backpropagation \(epoch 0, global_step 0\): .*" + text):
+        train(tmp_path / "run", type("Mine", (), {"on_backpropagation": method}))
+
+
+def test_each_batch_is_a_step(tmp_path):
+    run = train(tmp_path / "run", "test_everydream:Records", train__accumulate=3, train__save={"every": 1, "keep": 9})
+    (seen,) = run.trainer.plugins._plugins.values()
+    expected = [(epoch, local, 4 * epoch + local) for epoch in (0, 1) for local in range(4)]
+    assert seen.steps == seen.ends == expected and seen.epochs == [(0, 4, 0), (1, 4, 4)]
+    assert len(run.history) == 4
+    resumed = train(tmp_path / "run", "test_everydream:Records", train__accumulate=3, train__save={"every": 1, "keep": 9},
+                    resume=tmp_path / "run" / "checkpoints" / "step-00000001")  # fmt: skip
+    (seen,) = resumed.trainer.plugins._plugins.values()
+    assert seen.steps == expected[3:] and runs.same(runs.trained(run.module), runs.trained(resumed.module))
+
+
+class Larger(BasePlugin):
+    """A step takes twice the batches from the second epoch on, four times from the third on."""
+
+    def on_epoch_start(self, epoch, arg_update_callback, **kwargs):
+        if epoch == 1:
+            arg_update_callback("grad_accum", 2)
+
+    def on_epoch_end(self, epoch, arg_update_callback, **kwargs):
+        if epoch == 1:
+            arg_update_callback("grad_accum", 4)
+
+
+def test_a_plugin_changes_how_many_batches_a_step_takes(tmp_path):
+    run = train(tmp_path / "run", "test_everydream:Larger", train__epochs=3, train__save={"every": 1, "keep": 99})
+    assert [record["epoch"] for record in run.history] == [0, 0, 0, 0, 1, 1, 2]
+    assert "from epoch 1 on a step takes 2 batches: 2 steps an epoch" in notes(tmp_path / "run")
+    resumed = train(tmp_path / "run", "test_everydream:Larger", train__epochs=3, train__save={"every": 1, "keep": 99},
+                    resume=tmp_path / "run" / "checkpoints" / "step-00000005")  # fmt: skip
+    assert len(resumed.history) == 7 and runs.same(runs.trained(run.module), runs.trained(resumed.module))
+
+
+@pytest.mark.parametrize("given", [("grad_acum", 2), ("grad_accum", 0), ("grad_accum", 1.5)], ids=str)
+def test_what_cannot_be_changed_is_told(tmp_path, given):
+    plugin = type("Mine", (), {"on_epoch_start": lambda self, arg_update_callback: arg_update_callback(*given)})
+    with pytest.raises(TrainError, match=r"plugin Mine raised in on_epoch_start \(epoch 0, global_step 0\): ValueError: "):
+        train(tmp_path / "run", plugin)
+
+
+def test_a_key_that_a_batch_has_not(tmp_path):
+    plugin = type("Mine", (), {"on_step_end": lambda self, batch: batch["loss_scal"]})
+    text = r"the batch has no 'loss_scal' \(did you mean 'loss_scale'\?\); it has runt_size, image, label, .*loss_scale$"
+    with pytest.raises(TrainError, match=text):
+        train(tmp_path / "run", plugin)
+
+
+HOOKS = ["on_epoch_start", "on_step_start", "on_backpropagation", "on_step_end", "on_epoch_end", "on_training_end"]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_plugin_that_raises_loses_nothing(tmp_path, hook):
+    whole = train(tmp_path / "whole")
+    called = []
+
+    def fails(self, **kwargs):
+        called.append(kwargs)
+        if kwargs["global_step"] >= 4 and armed:
+            raise RuntimeError("out of ink")
+
+    armed = True
+    plugin = type("Fails", (), {hook: fails})
+    with pytest.raises(TrainError, match=rf"plugin Fails raised in {hook} \(.*global_step [48]\): RuntimeError: out of ink"):
+        train(tmp_path / "run", plugin, train__save={"every": 0})
+    assert hook == "on_training_end" or any(": what it learnt is in " in note for note in notes(tmp_path / "run"))
+    armed = False
+    resumed = train(tmp_path / "run", plugin, resume=True)
+    assert len(resumed.history) == 8 and runs.same(runs.trained(whole.module), runs.trained(resumed.module))
+
+
+def test_a_plugin_that_raises_when_a_checkpoint_is_written(tmp_path):
+    def fails(self, path, **kwargs):
+        raise OSError("no room")
+
+    with pytest.raises(TrainError, match=r"plugin Mine raised in on_model_save \(epoch 0, global_step 3\): OSError: no room"):
+        train(tmp_path / "run", type("Mine", (), {"on_model_save": fails}))
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003" / "progress.json").is_file()
+
+
+# what plugins import
+
+IMPORTS = """
+import os, shutil
+from colorama import Fore
+from plugins.plugins import BasePlugin
+from train import EveryDreamTrainingState, save_model
+from utils.sample_generator import clean_filename
+
+
+class Rolling(BasePlugin):
+    last = None
+
+    def on_step_end(self, **kwargs):
+        state: EveryDreamTrainingState = kwargs["ed_state"]
+        assert isinstance(state, EveryDreamTrainingState) and Fore.RED is not None
+        path = os.path.join(kwargs["log_folder"], "kept", clean_filename("a/b*1"))
+        save_model(path, ed_state=state, global_step=kwargs["global_step"], save_ckpt_dir=None, yaml_name=None)
+        self.last = path
+"""
+
+
+def test_what_a_plugin_imports_is_there_while_it_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "rolling.py").write_text(IMPORTS)
+    monkeypatch.chdir(tmp_path)
+    before = {name: sys.modules.get(name) for name in ("train", "utils", "utils.sample_generator", "colorama")}
+    run = train(tmp_path / "run", "plugins.rolling.Rolling")
+    assert {name: sys.modules.get(name) for name in before} == before
+    whole = runs.trained(run.module)
+    resumed = train(tmp_path / "run", resume=tmp_path / "run" / "kept" / "ab1")
+    assert len(resumed.history) == 8 and runs.same(whole, runs.trained(resumed.module))
+
+
+def test_files_of_the_same_names_come_first_unless_they_are_the_trainers(tmp_path, monkeypatch):
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "utils").mkdir()
+    (tmp_path / "utils" / "words.py").write_text("WORD = 'own'")
+    (tmp_path / "train.py").write_text("WORD = 'mine'")
+    (tmp_path / "plugins" / "a.py").write_text(
+        "from train import WORD\nfrom utils.words import WORD as OWN\nfrom utils.sample_generator import clean_filename\n"
+        "class A:\n    def transform_caption(self, caption):\n        return f'{WORD} {OWN} {clean_filename(caption)}'\n"
+    )
+    (tmp_path / "plugins" / "b.py").write_text("from train import save_model\nclass B:\n    on_step_end = save_model\n")
+    monkeypatch.chdir(tmp_path)
+    assert Plugins(["plugins.a.A"]).transform_caption("cat!") == "mine own cat"
+    with pytest.raises(SpecError, match="cannot import name 'save_model' from 'train'"):
+        Plugins(["plugins.b.B"])
+    (tmp_path / "train.py").write_text("class AnyTrainingState:\n    pass\n\ndef save_model(path):\n    pass\nimport nowhere\n")
+    sys.modules.pop("train", None)
+    Plugins(["plugins.a.A"])
+    (tmp_path / "plugins" / "c.py").write_text(
+        "from train import save_model\nclass C:\n    def on_step_end(self, ed_state):\n        save_model('a', ed_state)\n"
+    )
+    assert Plugins(["plugins.c.C"])
+
+
+# its own
+
+
+@pytest.fixture
+def checkout(monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.chdir(THEIRS)
+    return THEIRS
+
+
+@theirs
+def test_its_example_logs_what_an_epoch_is_told(checkout, tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        train(tmp_path / "run", "plugins.example_plugin.ExampleLoggingPlugin")
+    said = "\n".join(caplog.messages)
+    assert said.count("on_epoch_start") == said.count("on_epoch_end") == 2
+    assert "epoch_length: 4" in said and f"log_folder: {tmp_path / 'run'}" in said
+
+
+@theirs
+def test_its_accumulnator_changes_the_steps(checkout, tmp_path):
+    plan = json.loads((checkout / "plugins/accumulnator.json").read_text())
+    first = plan["begin_epoch"] + 1  # the first epoch whose steps take more than one batch
+    run = train(tmp_path / "run", "plugins.accumulnator.Accumulnator", train__epochs=first + 1)
+    counts = [sum(record["epoch"] == epoch for record in run.history) for epoch in range(first + 1)]
+    assert counts == [4] * first + [1]
+
+
+@theirs
+def test_its_interruptible_keeps_a_rolling_checkpoint(checkout, tmp_path):
+    kept = []
+
+    class Looks:
+        def on_epoch_start(self, log_folder):
+            kept.append(sorted(path.name for path in Path(log_folder, "ckpts").glob("*")))
+            if len(kept) == 3:
+                shutil.copytree(Path(log_folder, "ckpts", kept[-1][0]), tmp_path / "copy")
+
+    run = train(tmp_path / "run", Looks, "plugins.interruptible.InterruptiblePlugin", train__epochs=3)
+    assert kept == [[], ["rolling-run-ep00-gs00003"], ["rolling-run-ep01-gs00007"]]
+    assert not list((tmp_path / "run/ckpts").glob("*"))
+    resumed = train(tmp_path / "again", train__epochs=3, resume=tmp_path / "copy")
+    assert runs.same(runs.trained(run.module), runs.trained(resumed.module))
+
+
+@theirs
+def test_its_first_example(tmp_path, monkeypatch, capsys):
+    (tmp_path / "plugins").mkdir()
+    document = (THEIRS / "doc/PLUGINS.md").read_text()
+    (tmp_path / "plugins/mine.py").write_text(document.partition("```python\n")[2].partition("```")[0])
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path / "run", "plugins.mine.MyPlugin")
+    assert [line[-1] for line in capsys.readouterr().out.splitlines() if "end of epoch number" in line] == ["0", "1"]
