@@ -31,6 +31,12 @@ def built_in(target: str, common: dict[str, Any], given: dict[str, Any], host: H
         return _low_rank(sort, common, given, host, notes, dropout)
     if target in CONTROLNET:
         return _controlnet(common, given, host, notes)
+    if kind == "EmbeddingPTHook":
+        raise SpecError(
+            f"'{target}' puts as many rows into a text as its words ask for, and a graph has one size for all texts: give the "
+            "text model such embeddings before it is traced, or their rows as its input",
+            path=("_target_",),
+        )
     raise SpecError(
         f"'{target}' is HCP-Diffusion's own and has no equal among fxplug's passes; a copy of its class with the bases of "
         "fxplug.compat.hcp can be used as any other plugin",
