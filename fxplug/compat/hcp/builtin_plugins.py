@@ -85,6 +85,8 @@ def lora_passes(name: str, entry: Any, host: Host, notes: list[str]) -> dict[str
 def _low_rank(
     sort: str, common: dict[str, Any], given: dict[str, Any], host: Host, notes: list[str], dropout: float
 ) -> dict[str, Any]:
+    if "branch" in given and sort != "dapp":
+        notes.append(f"{common['name']}: branch is read as up to 0.7; from 0.9 on HCP-Diffusion reads it with type: dapp alone")
     half = _half(sort, given)
     layers = read_layers(taken(given, "layers"), "layers")
     if any(layer.pre_hook or layer.kind for layer in layers):
