@@ -10,7 +10,7 @@ from test_hcp import Hooks, net, passes, same, unet
 from torch import nn
 
 import fxplug
-from fxplug.compat.hcp import PatchPluginBlock, PatchPluginContainer, SinglePluginBlock
+from fxplug.compat.hcp import PatchPluginBlock, PatchPluginContainer, SinglePluginBlock, WrapPluginBlock
 from fxplug.compat.hcp.asked_inputs import asked_for
 from fxplug.errors import MatchError, SpecError, TraceError
 
@@ -224,3 +224,90 @@ def test_inputs_that_the_base_class_keeps(net, tmp_path):
     with Hooks(net.model) as hooks:
         plugin = hooks.single("head", lambda host: Times("p", host, host_model=net.model))
         same(net, new, [(plugin, "p.head.SinglePlugin.plugin")], cond=torch.randn(2, 1, 1))
+
+
+# --- around a module whose code the graph has, and what a plugin trains
+
+
+class Around(WrapPluginBlock):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.kept = nn.Parameter(torch.tensor(0.5))
+
+    def pre_forward(self, x, shift):
+        return (x * self.gain,), {"shift": shift}
+
+    def post_forward(self, output, x, shift):
+        return output * self.gain + shift * self.kept
+
+    def get_trainable_parameters(self):
+        return [self.gain]
+
+
+class OwnForward(Around):
+    def forward(self, *args, **kwargs):
+        return self.host()(*args, **kwargs)
+
+
+class Greedy(Around):
+    def get_trainable_parameters(self):
+        return self.host().parameters()
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(6, 6)
+
+    def forward(self, x, shift):
+        return (self.proj(x) + shift).tanh()
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.head(self.inner(x, shift=x.mean()))
+
+
+def around(tmp_path, kind, leaf=("inner",)):
+    """A model, its graph with a plugin, and what it is called with."""
+    model, x = Outer().eval(), torch.randn(4, 6)
+    (p,) = passes(tmp_path, f"  p: {{_target_: test_hcp_calls.{kind.__name__}, layers: [inner]}}")
+    return model, fxplug.apply(fxplug.trace(model, x, leaf=leaf), p), x
+
+
+def test_before_and_after_a_module_that_is_kept_whole(tmp_path):
+    with pytest.raises(SpecError, match=r"keep it whole \(leaf: \[inner\]\)"):
+        around(tmp_path, Around, leaf=())
+    model, new, x = around(tmp_path, Around)
+    with Hooks(model) as hooks:
+        hooks.patch("inner", lambda host, **where: Around("p", host, **where))
+        expected = model(x)
+    torch.testing.assert_close(new(x), expected)
+    torch.testing.assert_close(gradient(new, x), gradient(model, x, hooked=True))
+
+
+def gradient(module, x, hooked=False):
+    with Hooks(module) as hooks:
+        if hooked:
+            hooks.patch("inner", lambda host, **where: Around("p", host, **where))
+        return torch.autograd.grad(module(x).square().sum(), module.head.weight)[0]
+
+
+def test_what_a_plugin_does_not_train_is_no_parameter(tmp_path):
+    _, new, _ = around(tmp_path, Around)
+    assert {name for name, _ in new.named_parameters() if name.startswith("p.")} == {"p.inner.PatchPlugin.container.p.gain"}
+    assert "p.inner.PatchPlugin.container.p.kept" in new.state_dict()
+
+
+@pytest.mark.parametrize(
+    "kind, message", [(OwnForward, "has a forward of its own"), (Greedy, "gives parameters that are not the plugin's")]
+)
+def test_what_such_a_plugin_cannot_have(tmp_path, kind, message):
+    with pytest.raises(SpecError, match=message):
+        around(tmp_path, kind)

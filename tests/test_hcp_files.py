@@ -216,6 +216,7 @@ def test_a_branch_is_half_of_the_batch(entry):
     text = f"lora_unet:\n  - {{rank: 2, layers: [conv, body], {entry.strip('{}')}}}\n"
     values = given(write("a.yaml", text))["lora_block_0"]
     assert values["half"] == ENTRIES[entry]
+    assert any("up to 0.7" in note for note in convert("a.yaml").notes) is entry.startswith("branch")
     assert "half" not in given(write("a.yaml", text.replace(entry.strip("{}"), "mask: [0, 1]")))["lora_block_0"]
 
 

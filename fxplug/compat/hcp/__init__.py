@@ -9,6 +9,7 @@ from .base_classes import (
     PluginGroup,
     SinglePluginBlock,
     WrapablePlugin,
+    WrapPluginBlock,
 )
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "PluginBlock",
     "PluginGroup",
     "SinglePluginBlock",
+    "WrapPluginBlock",
     "WrapablePlugin",
 ]

@@ -284,6 +284,18 @@ class PatchPluginBlock(BasePluginBlock, WrapablePlugin):
         return self.container_cls(host_name, host, parent_block)  # type: ignore[arg-type]
 
 
+class WrapPluginBlock(PatchPluginBlock):
+    """What versions 0.3 to 0.5 called a PatchPluginBlock. Raises SpecError for one with a `forward` of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if type(self).forward is not BasePluginBlock.forward:
+            raise SpecError(
+                f"{type(self).__name__} has a forward of its own: write what it does before and after its module as "
+                "pre_forward and post_forward, or as the forward of a container (container_cls)"
+            )
+
+
 class PluginGroup:
     """Plugins by the path of their host."""
 

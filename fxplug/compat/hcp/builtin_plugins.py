@@ -31,6 +31,12 @@ def built_in(target: str, common: dict[str, Any], given: dict[str, Any], host: H
         return _low_rank(sort, common, given, host, notes, dropout)
     if target in CONTROLNET:
         return _controlnet(common, given, host, notes)
+    if kind == "EmbeddingPTHook":
+        raise SpecError(
+            f"'{target}' puts as many rows into a text as its words ask for, and a graph has one size for all texts: give the "
+            "text model such embeddings before it is traced, or their rows as its input",
+            path=("_target_",),
+        )
     raise SpecError(
         f"'{target}' is HCP-Diffusion's own and has no equal among fxplug's passes; a copy of its class with the bases of "
         "fxplug.compat.hcp can be used as any other plugin",
@@ -79,6 +85,8 @@ def lora_passes(name: str, entry: Any, host: Host, notes: list[str]) -> dict[str
 def _low_rank(
     sort: str, common: dict[str, Any], given: dict[str, Any], host: Host, notes: list[str], dropout: float
 ) -> dict[str, Any]:
+    if "branch" in given and sort != "dapp":
+        notes.append(f"{common['name']}: branch is read as up to 0.7; from 0.9 on HCP-Diffusion reads it with type: dapp alone")
     half = _half(sort, given)
     layers = read_layers(taken(given, "layers"), "layers")
     if any(layer.pre_hook or layer.kind for layer in layers):

@@ -52,7 +52,8 @@ class PatchPlugin(nn.Module):
         if _keeps_host(type(container)) and not own_code:
             raise SpecError(
                 f"{type(container).__name__} runs the module that it patches, and the code of this {site.classes[0]} is in the "
-                "graph: use the pass hcp/patch_after (post_forward) or hcp/patch_before (pre_forward)"
+                f"graph: keep it whole (leaf: [{site.path}]), or use the pass hcp/patch_after (post_forward) or "
+                "hcp/patch_before (pre_forward)"
             )
         return cls(container, call_of(site.root, site.path), feeds, site.stacked)
 

@@ -75,7 +75,24 @@ def make(
     made = function(**host_given, **options)
     if not isinstance(made, base):
         raise SpecError(f"{kind.__name__} gave a {type(made).__name__}, no {base.__name__}")
+    if kind.get_trainable_parameters is not BasePluginBlock.get_trainable_parameters:
+        _hold_back(made)
     return made
+
+
+def _hold_back(plugin: Any) -> None:
+    """Make buffers of the parameters that a plugin does not train. Raises SpecError where it trains what is not its own."""
+    trained, own = {id(p) for p in plugin.get_trainable_parameters()}, {id(p) for p in plugin.parameters()}
+    if not trained <= own:
+        raise SpecError(
+            f"{type(plugin).__name__}.get_trainable_parameters gives parameters that are not the plugin's: those of the model "
+            "are named in a run's train.trainable"
+        )
+    for part in plugin.modules():
+        for name, parameter in list(part._parameters.items()):
+            if parameter is not None and id(parameter) not in trained:
+                del part._parameters[name]
+                part.register_buffer(name, parameter.detach())
 
 
 def _with(function: Callable[..., Any], *first: Any) -> Callable[..., Any]:
