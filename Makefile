@@ -3,9 +3,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 CASES := 10000
 SEED := 0
+SEEDS := seeds
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-gpu lint fuzz pages zoo parallel-table bench clean
+.PHONY: help install demo test test-slow test-gpu lint fuzz pages zoo parallel-table seeds bench clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -52,6 +53,9 @@ zoo: install  ## trace the model zoo and print what is exact
 parallel-table: export HF_HUB_OFFLINE = 1
 parallel-table: install  ## print xDiT's table of models and parallel ways, each cell checked against one process
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/parallel_table.py --keep out/parallel_table.jsonl
+
+seeds: install  ## hold the files and plugins of HCP-Diffusion, EveryDream2trainer and ZhiJian in SEEDS=folder to their own code
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/seeds.py $(SEEDS)
 
 bench: install  ## measure tracing, ControlNet in one graph, training steps, and adapters at run time
 	$(BIN)/python benchmarks/trace.py
