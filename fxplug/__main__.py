@@ -30,6 +30,7 @@ from .cli.verbs import (
     progress,
     read_config,
     rewritten,
+    users_logs,
 )
 from .errors import SpecError, did_you_mean
 from .files.reading import reported
@@ -93,7 +94,8 @@ def train(
     found = read_config(config, set)
     from .training.run import train as run
 
-    done = run(found, out=out, name=Path(config).stem, resume=start or resume, quiet=quiet, progress=progress)
+    with users_logs():
+        done = run(found, out=out, name=Path(config).stem, resume=start or resume, quiet=quiet, progress=progress)
     last = f", loss {done.history[-1]['loss']:.4g}" if done.history else ""
     print(f"{len(done.history)} steps{last}")
     for key, value in done.metrics.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import re
 import subprocess
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import runs
 import torch
+import yaml
 from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
@@ -85,6 +88,25 @@ def refused(*args):
 
 
 # --- verbs
+
+
+class Logs:
+    """A plugin that says something at each step."""
+
+    def on_step_end(self, global_step):
+        logging.getLogger(__name__).info("step %d of mine", global_step)
+        logging.info("plainly %d", global_step)
+
+
+def test_train_shows_what_the_users_files_log(monkeypatch):
+    monkeypatch.setitem(sys.modules, "test_cli", sys.modules[__name__])
+    Path("t.yaml").write_text(yaml.safe_dump(runs.config(train__steps=2, train__plugins=["test_cli:Logs"])))
+    before = logging.getLogger().level, list(logging.getLogger().handlers)
+    result = CliRunner().invoke(app, ["train", "t.yaml", "--out", "run", "--quiet"], prog_name="fxplug")
+    assert result.exit_code == 0, result.output
+    told = [f"INFO {name}: {text} {step}" for step in (0, 1) for name, text in (("test_cli", "step"), ("root", "plainly"))]
+    assert [line for line in result.stderr.replace(" of mine", "").splitlines() if line.startswith("INFO")] == told
+    assert (logging.getLogger().level, logging.getLogger().handlers) == before
 
 
 def test_rewrite():

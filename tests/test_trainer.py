@@ -350,6 +350,7 @@ def test_an_overflow_names_the_first_region_and_keeps_the_weights(tmp_path):
         train__trainable=[],
     )
     assert "step 1: the loss is nan" in text and "went non-finite first" in text and "float gave" in text
+    assert len(text.splitlines()) == 4 and "executing" not in text
     assert not (tmp_path / "module").exists()
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import logging
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -56,6 +58,25 @@ def message(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return printable(f"{error.filename}: {error.strerror}\n" if error.filename else f"{error.strerror}\n")
     return printable(f"{type(error).__name__}: {error}\n{notes}  (--debug shows where)\n")
+
+
+LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
+
+
+@contextmanager
+def users_logs() -> Iterator[None]:
+    """What the user's own files log is shown from INFO on, as are warnings of all others."""
+    handler, root = logging.StreamHandler(), logging.getLogger()
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or not record.pathname.startswith(LIBRARIES))
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(min(before, logging.INFO))
+    try:
+        yield
+    finally:
+        root.setLevel(before)
+        root.removeHandler(handler)
 
 
 def _set_debug(ctx: typer.Context, value: bool) -> bool:

@@ -22,6 +22,10 @@ class _NotFinite(Exception):
 class _Watched(fx.Interpreter):
     """Runs a graph node by node and stops at the first value that is not finite."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.extra_traceback = False  # torch's lines about the node, in the text of an error
+
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if n.op not in ("output", "get_attr"):
