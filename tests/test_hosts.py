@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -103,6 +104,24 @@ def test_a_block_that_changes_another_part_or_fails_meanwhile_is_refused_as_well
     assert gm.norm.eps == 1e-5 and gm.attn.heads == 2
     with pytest.raises(fxplug.SpecError, match="changes .*: weight of 'norm'"):
         put(gm, "norm", write)
+
+
+class Lazy(nn.Module):
+    """A part with an attribute that is worked out when it is first asked for."""
+
+    @functools.cached_property
+    def wide(self):
+        return [8]
+
+    def forward(self, x):
+        return x + 1
+
+
+def test_a_block_may_ask_a_host_for_what_it_works_out():
+    gm = fxplug.trace(nn.Sequential(Lazy()), torch.randn(2, 4), leaf=["0"])
+    seen = []
+    put(gm, "0", lambda host, root: seen.append(host.wide))
+    assert seen == [[8]] and "wide" not in vars(gm[0])
 
 
 def test_a_host_has_the_name_of_its_class(gm):

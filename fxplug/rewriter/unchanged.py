@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +32,8 @@ class Unchanged:
         for path, (module, state) in self.before.items():
             now = vars(module)
             for key in [k for k in now if k not in state and not (module is self.root and k in OWN_STATE)]:
-                found.setdefault(path, []).append(key)
+                if not isinstance(inspect.getattr_static(type(module), key, None), functools.cached_property):
+                    found.setdefault(path, []).append(key)
                 del now[key]
             for key, (value, members) in state.items():
                 if now.get(key, self) is not value or (members is not None and not _alike(value, members)):
