@@ -638,6 +638,11 @@ def test_a_patch_around_its_module(net, tmp_path, kind):
     text = f"  p: {{_target_: test_hcp.{kind.__name__}, layers: [body.0]}}"
     (p,) = passes(tmp_path, text)
     new = fxplug.apply(net.gm, p)
+    kept = {k: p.params[k] for k in ("plugin", "layers")}
+    args = [*(arg for arg in p.rules[0].args if arg != "x[**]"), "x.shift"]  # as files of earlier versions have it
+    older = {After: "hcp/patch_after", Before: "hcp/patch_before"}[kind]
+    before = fxplug.apply(net.gm, fxplug.load_pass(older, name="p", keywords=["shift"], args=args, **kept))
+    assert fxplug.diff(net.gm, before) == fxplug.diff(net.gm, new)
     with Hooks(net.model) as hooks:
         plugin = hooks.patch("body.0", lambda host, **where: kind("p", host, **where))
         name = {After: "PatchAfter", Before: "PatchBefore"}[kind]

@@ -33,20 +33,29 @@ class PatchPlugin(nn.Module):
     neutral: ClassVar[bool] = False
 
     def __init__(
-        self, container: PatchPluginContainer, call: Call | None = None, feeds: Fed = (), stacked: bool = False
+        self,
+        container: PatchPluginContainer,
+        call: Call | None = None,
+        feeds: Fed = (),
+        keywords: Sequence[str] = (),
+        stacked: bool = False,
     ) -> None:
         """`call` says how the model calls the module; None that all arguments are by position."""
         super().__init__()
         self.container = container
-        self.call, self.feeds = call, tuple(feeds)
+        self.call, self.feeds, self.keywords = call, tuple(feeds), tuple(keywords)
         self.stacked = stacked
 
     @classmethod
     def at(
         cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
-        exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), feeds: Fed = (),
+        exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), feeds: Fed = (), keywords: Sequence[str] = (),
     ) -> PatchPlugin:  # fmt: skip
-        """`also` has a mapping of `name`, `plugin` and `options` for each further plugin."""
+        """`also` has a mapping of `name`, `plugin` and `options` for each further plugin.
+
+        The values behind x and y are `x[**]` and what is fed; in files of earlier versions those that `keywords` names, and
+        what is fed.
+        """
         container = patches(site, plugin, options, wrap, exclude_key, also)
         own_code = getattr(site.module, "attributes", None) is None
         if _keeps_host(type(container)) and not own_code:
@@ -55,20 +64,26 @@ class PatchPlugin(nn.Module):
                 f"graph: keep it whole (leaf: [{site.path}]), or use the pass hcp/patch_after (post_forward) or "
                 "hcp/patch_before (pre_forward)"
             )
-        return cls(container, call_of(site.root, site.path), feeds, site.stacked)
+        return cls(container, call_of(site.root, site.path), feeds, keywords, site.stacked)
 
-    def forward(self, x: tuple[Any, ...], y: Any, named: Mapping[str, Any], *fed: Any) -> Any:
-        args, kwargs = self.arguments(x, named)
+    def forward(self, x: tuple[Any, ...], y: Any, *values: Any) -> Any:
+        args, kwargs, fed = self.arguments(x, values)
         with self.running(fed):
             if self.stacked:
                 return _continued(self.container, y, args, kwargs)
             out = self.container(*args, **kwargs)
             return checked(out, y, f"{type(self.container).__name__}.forward", "the module's result")
 
-    def arguments(self, x: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the module is called with by position and by name."""
+    def arguments(
+        self, x: tuple[Any, ...], values: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]:
+        """What the module is called with by position and by name, and what is fed."""
         by_name = self.call is not None and not self.call.count and self.call.names
-        return () if by_name else x, dict(named)
+        if values and isinstance(values[0], Mapping):
+            named, fed = dict(values[0]), values[1:]
+        else:
+            named, fed = dict(zip(self.keywords, values, strict=False)), values[len(self.keywords) :]
+        return () if by_name else x, named, fed
 
     @contextmanager
     def running(self, fed: Sequence[Any]) -> Iterator[None]:
@@ -86,11 +101,11 @@ class HalfPatch(PatchPlugin):
     @classmethod
     def at(
         cls, site: Site, plugin: str | type, options: Mapping[str, Any] | None = None, wrap: bool = False,
-        exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), feeds: Fed = (),
+        exclude_key: str | None = None, also: Sequence[Mapping[str, Any]] = (), feeds: Fed = (), keywords: Sequence[str] = (),
     ) -> HalfPatch:  # fmt: skip
         """As for PatchPlugin."""
         container = _half(patches(site, plugin, options, wrap, exclude_key, also), cls.method)
-        return cls(container, call_of(site.root, site.path), feeds)
+        return cls(container, call_of(site.root, site.path), feeds, keywords)
 
 
 class PatchAfter(HalfPatch):
@@ -98,9 +113,9 @@ class PatchAfter(HalfPatch):
 
     method = "post_forward"
 
-    def forward(self, x: tuple[Any, ...], y: Any, named: Mapping[str, Any], *fed: Any) -> Any:
+    def forward(self, x: tuple[Any, ...], y: Any, *values: Any) -> Any:
         out = y
-        args, kwargs = self.arguments(x, named)
+        args, kwargs, fed = self.arguments(x, values)
         with self.running(fed):
             for name, plugin in self.container:
                 out = plugin.post_forward(out, *args, **kwargs)
@@ -113,8 +128,8 @@ class PatchBefore(HalfPatch):
 
     method = "pre_forward"
 
-    def forward(self, x: tuple[Any, ...], named: Mapping[str, Any], *fed: Any) -> Any:  # type: ignore[override]
-        args, given = self.arguments(x, named)
+    def forward(self, x: tuple[Any, ...], *values: Any) -> Any:
+        args, given, fed = self.arguments(x, values)
         inputs = () if args or self.call is None else self.call.names  # of those by name, what x[:] has
         kwargs = given
         with self.running(fed):
