@@ -86,13 +86,19 @@ MISTAKES = {
         "  the path is what fails: 2 places meet the other conditions, for example\n"
         "    blocks.1.norm\n    blocks.0.norm",
     ),
-    "a container that is never called": (
-        one(path="blocks"),
+    "a container where one value is needed": (
+        one(path="head", args=["value", "blocks"]),
         fxplug.MatchError,
-        "p: 'blocks' matched 0 places, expected >=1\n"
-        "  'blocks' (ModuleList) is never called by the model, so it is no region; regions inside it: blocks.0, "
+        "p: 'blocks' (ModuleList) is never called by the model, so it is no region; regions inside it: blocks.0, "
         "blocks.0.norm, blocks.0.attn, blocks.0.attn.qkv, blocks.0.attn.proj, blocks.0.mlp, blocks.0.mlp.0, "
         "blocks.0.mlp.1, blocks.0.mlp.2, blocks.1, ... (18)",
+    ),
+    "one of several paths": (
+        one(path=["head", "blocks.*.atn"]),
+        fxplug.MatchError,
+        "p: 'blocks.*.atn', one of 2 paths, matched 0 places, expected >=1\n  21 regions ran, for example\n"
+        "    blocks.1.attn\n    blocks.0.attn\n    blocks.1.attn.qkv\n    blocks.0.attn.qkv\n    blocks.1.attn.proj\n"
+        "  (with expect: '>=0' it may match nothing)",
     ),
     "a module that is never called": (
         one(path="spare"),
