@@ -157,8 +157,8 @@ def names_of_nodes(tree):
 
 def edits(tree):
     """The operations of torch.fx that a file edits graphs with, and what it sets of nodes."""
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    nodes = {id(part): set(names_of_nodes(function)) for function in functions for part in ast.walk(function)}
+    functions = [(node, set(names_of_nodes(node))) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    nodes = {id(part): names for function, names in functions for part in ast.walk(function)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in EDITS:
             of = ast.unparse(node.func.value)
