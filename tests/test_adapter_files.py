@@ -19,7 +19,7 @@ from torch import nn
 import fxplug
 from fxplug.adapters import files
 from fxplug.adapters.layer_names import first_names
-from fxplug.errors import ArtifactError
+from fxplug.errors import ArtifactError, SpecError
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets" / "adapters"
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
@@ -337,7 +337,7 @@ def test_the_first_names_of_a_unet():
     some = {path: shape for path, shape in shapes.items() if "attentions" in path}  # of a pass on these alone
     found = files.fit(files.read(state), some, model=lambda: shapes)
     assert list(found.placed) == [path for path in XL.values() if "attentions" in path]
-    with pytest.raises(ArtifactError, match="8 of 12 layers are not in the graph: 'lora_unet_input_blocks_0_0', "):
+    with pytest.raises(ArtifactError, match="8 layers have no slots here: 'conv_in', .* \\(give the pass at: 'conv_in', "):
         found.check()
 
 
@@ -614,8 +614,8 @@ def test_files_that_are_none(tmp_path):
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("unet:12:up", "numbers its layers"),
-        ("w_a_000", "numbers its layers"),
+        ("unet:12:up", "half an update: 'unet:12' has no down"),
+        ("w_a_000", "'w_b_000' is missing"),
         ("base_model.model.k_proj.ia3_l", "it is IA3"),
         ("conv.weight", "its keys are like 'conv.weight'"),
     ],
@@ -633,6 +633,106 @@ def test_what_a_plain_block_cannot_hold_is_another_kind():
     assert entry.kind == "lokr+dora"
     with pytest.raises(ArtifactError, match="'a' is lokr.dora, which is more than a low-rank product"):
         entry.as_lora((4, 4))
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "eva", "gaussian", "orthogonal", False])
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's advice on its own options
+def test_an_initialisation_that_changes_the_base_is_refused_and_any_other_exact(init, tmp_path):
+    torch.manual_seed(0)
+    base = Net()
+    first = True if init == "eva" else init  # which peft asks data for
+    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=first))
+    randomised(model, "lora_")
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": init}))
+    if init in ("pissa", "olora"):
+        with pytest.raises(ArtifactError, match=f"init_lora_weights: '{init}': it was trained beside weights that are not"):
+            files.read(tmp_path)
+        return
+    indices = torch.arange(6).reshape(1, 2, 3)
+    new = fxplug.apply(fxplug.trace(base, (indices,)), fxplug.load_pass("lora", at="**.to_q", rank=2, slots=1))
+    assert not new.adapters.load("it", tmp_path).assumed
+    new.adapters.use("it")
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path)
+    torch.testing.assert_close(new(indices), again(indices), **NEAR)
+
+
+MEANING = [
+    ({"alora_invocation_tokens": [1]}, "behind certain words only"),
+    ({"layer_replication": [[0, 4]]}, "some of whose layers were repeated"),
+    ({"target_parameters": ["w"]}, "parameters of modules that are no layers"),
+    ({"fan_in_fan_out": True}, "hold their weights transposed"),
+    ({"use_qalora": True}, "pools what its layers read"),
+    ({"arrow_config": {"top_k": 2}}, "chooses among adapters"),
+    ({"peft_type": "VERA"}, "its peft_type is 'VERA'; read are LORA, LOHA, LOKR"),
+    ({"init_lora_weights": "corda"}, "trained beside weights that are not the base model's"),
+    ({"init_lora_weights": "new"}, "an initialisation that is not known here"),
+    ({"use_dora": True}, r"use_dora is true, and 'blocks\.0\.to_q' has no magnitude"),
+    ({"lora_bias": True}, r"lora_bias is true, and 'blocks\.0\.to_q' has no bias"),
+    ({"r": 4}, r"the rank of 'blocks\.0\.to_q' is 4, and its tensors have 2"),
+    ({"use_rslorra": True}, r"use_rslorra: True, which is not known here \(did you mean 'use_rslora'\?\)"),
+]
+
+
+@pytest.mark.parametrize(("config", "message"), MEANING)
+def test_a_configuration_that_changes_the_meaning_is_honoured_or_refused(config, message):
+    with pytest.raises(ArtifactError, match=message):
+        files.read(pairs("blocks.0.to_q"), config={"peft_type": "LORA", "r": 2, "lora_alpha": 4} | config)
+
+
+def test_a_configuration_of_pefts_newest_version_is_read():
+    for config in (peft.LoraConfig(r=2), peft.LoHaConfig(r=2), peft.LoKrConfig(r=2)):
+        files.read(pairs("blocks.0.to_q"), config=config.to_dict())
+
+
+def test_a_configuration_lies_beside_a_file_of_any_name(tmp_path):
+    save_file(pairs("blocks.0.to_q"), tmp_path / "ink.safetensors")
+    found = files.fit(files.read(tmp_path / "ink.safetensors"), SHAPES)
+    assert found.assumed == ["blocks.0.to_q"] and found.placed["blocks.0.to_q"].scale == 1
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 8}))
+    found = files.fit(files.read(tmp_path / "ink.safetensors"), SHAPES)
+    assert found.assumed == [] and found.placed["blocks.0.to_q"].scale == 4
+
+
+def test_a_layer_without_a_slot_is_said_to_be_that():
+    gm = fxplug.trace(Net(), (torch.arange(6).reshape(1, 2, 3),))
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="**.to_q", rank=2, slots=1))
+    state = pairs("blocks.0.to_q") | pairs("blocks.0.ff", "blocks.1.ff", shape=(12, 8))
+    with pytest.raises(ArtifactError, match=r"2 layers have no slots here: 'blocks.0.ff', 'blocks.1.ff' \(give the pass at: "):
+        new.adapters.load("it", state)
+    assert list(new.adapters.load("it", state, partial=True).placed) == ["blocks.0.to_q"]
+
+
+def test_what_was_left_in_a_free_slot_is_not_inherited():
+    gm = fxplug.trace(Net(), (torch.arange(6).reshape(1, 2, 3),))
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="**.to_q", rank=4, slots=2))
+    randomised(new, "lora")
+    state = pairs("blocks.0.to_q")
+    new.adapters.load("it", state)
+    other = fxplug.apply(gm, fxplug.load_pass("lora", at="**.to_q", rank=4, slots=1))
+    other.adapters.load("it", state)
+    for module in (new, other):
+        module.adapters.use("it")
+    x = torch.arange(6).reshape(1, 2, 3)
+    torch.testing.assert_close(new(x), other(x))
+
+
+def test_a_grouped_convolution_takes_one_product_for_all_groups():
+    """LyCORIS has one down for all groups of a convolution, and the update is the product in the weight's shape."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(8, 12, 3, groups=4, bias=False)
+    x = torch.randn(1, 8, 5, 5)
+    new = fxplug.apply(fxplug.trace(nn.Sequential(conv), (x,)), fxplug.load_pass("lora", at="0", rank=2, slots=1))
+    state = {"lora_0.lora_down.weight": torch.randn(2, 2, 3, 3), "lora_0.lora_up.weight": torch.randn(12, 2, 1, 1)}
+    new.adapters.load("it", state)
+    new.adapters.use("it")
+    down, up = (state[f"lora_0.lora_{half}.weight"].flatten(1) for half in ("down", "up"))
+    update = (up @ down).reshape(12, 2, 3, 3)
+    torch.testing.assert_close(new(x), torch.nn.functional.conv2d(x, conv.weight + update, groups=4), **NEAR)
+    state = {"lora_0.lora_down.weight": torch.randn(4, 2, 3, 3), "lora_0.lora_up.weight": torch.randn(12, 2, 1, 1)}
+    with pytest.raises(SpecError, match="is for a convolution of 2 groups, and '0' has 4"):
+        new.adapters.load("other", state)
 
 
 def test_alphas_may_be_numbers_beside_a_state_dict():
@@ -692,16 +792,63 @@ def test_key_lists(file):
     assert len(found.placed) == sum(entry.part == read.parts[0] for entry in read.entries)
 
 
+@pytest.mark.parametrize("form", ["by key", "a list"])
+def test_numbered_layers_are_proposed_and_taken_when_told(form, tmp_path):
+    """Files of 2022 number the layers in the order of modules: the order says which of those of one shape is which."""
+    torch.manual_seed(0)
+    some = {path: shape for path, shape in SHAPES.items() if path.startswith("blocks")}
+    halves = [(torch.randn(shape[0], 2), torch.randn(2, shape[1])) for shape in some.values()]
+    if form == "a list":
+        source = tmp_path / "numbered.pt"
+        torch.save([tensor for pair in halves for tensor in pair], source)
+    else:
+        source = {f"unet:{n}:{half}": pair[i] for n, pair in enumerate(halves) for i, half in enumerate(("up", "down"))}
+    file = files.read(source)
+    found = files.fit(file, some)
+    assert not found.placed and list(found.guessed.values()) == list(some)
+    with pytest.raises(ArtifactError, match=r"4 of 4 layers are not in the graph: '\w*:0'.*\(guess=True takes them by shape"):
+        found.check()
+    placed = files.fit(file, some, guess=True).check().placed
+    for (path, shape), (up, down) in zip(some.items(), halves, strict=True):
+        torch.testing.assert_close(placed[path].update(shape), up @ down)
+    with pytest.raises(ArtifactError, match=r"order does not tell them either: 2 updates fit 3 layers of \[8, 8\]; match as"):
+        files.fit(file, {**some, "other": (8, 8)}, guess=True)
+    with pytest.raises(ArtifactError, match="4 of 4 layers are not in the graph"):
+        files.fit(file, {str(n): shape for n, shape in enumerate([*some.values(), (8, 8)])}).check()  # numbers are no names
+
+
+def test_pairs_of_query_and_value_are_one_update_of_both():
+    torch.manual_seed(0)
+    state = {f"w_{half}_{n:03}": torch.randn(*shape) for n in range(4) for half, shape in (("a", (2, 8)), ("b", (8, 2)))}
+    placed = files.fit(files.read(state), {f"blocks.{n}.qkv": (24, 8) for n in range(2)}, guess=True).check().placed
+    for n in range(2):
+        q, v = (state[f"w_b_{2 * n + i:03}"] @ state[f"w_a_{2 * n + i:03}"] for i in (0, 1))
+        torch.testing.assert_close(placed[f"blocks.{n}.qkv"].update((24, 8)), torch.cat([q, torch.zeros(8, 8), v]))
+
+
 @real
-@pytest.mark.parametrize("name", ["cloneofsimo/cloneofsimo_lora_disney.safetensors", "vision/samlora_rank4.safetensors"])
-def test_numbered_layers_are_refused(name):
-    with pytest.raises(ArtifactError, match="numbers its layers"):
-        files.read(ASSETS / name)
+@pytest.mark.parametrize(("name", "number"), [("cloneofsimo_lora_disney.safetensors", 144), ("cloneofsimo_lora_pop.pt", 128)])
+def test_numbered_layers_of_2022(name, number, sd15):
+    words = 768 if number == 144 else 1024  # the list is for Stable Diffusion 2
+    shapes = {path: tuple({768: words}.get(n, n) for n in shape) for path, shape in sd15.items()}
+    some = {path: shape for path, shape in shapes.items() if re.search(r"attn\d\.to_|ff\.net\.0", path)}
+    part = "unet" if number == 144 else None
+    found = files.fit(files.read(ASSETS / "cloneofsimo" / name), some, part, guess=True)
+    assert len(found.placed) == number and not found.missing and not found.mismatched
+    if number == 128:
+        with pytest.raises(ArtifactError, match="32 of 128 layers are not in the graph"):
+            files.fit(found.file, {path: sd15[path] for path in some}, guess=True).check()
+
+
+@real
+def test_a_real_file_of_sam():
+    file = files.read(ASSETS / "vision" / "samlora_rank4.safetensors")
+    assert len(files.fit(file, {f"blocks.{n}.attn.qkv": (2304, 768) for n in range(12)}, guess=True).check().placed) == 12
 
 
 @real
 def test_peft_folders():
     file = files.read(ASSETS / "peft_text" / "peft_opt350m_lora")
     assert len(file.entries) == 48 and {e.scale for e in file.entries} == {1.0}
-    with pytest.raises(ArtifactError, match="it is IA3"):
+    with pytest.raises(ArtifactError, match="its peft_type is 'IA3'; read are LORA, LOHA, LOKR"):
         files.read(ASSETS / "peft_text" / "peft_opt350m_ia3")

@@ -111,12 +111,13 @@ def values_for(bank: Bank, entry: Entry) -> tuple[int, dict[str, Tensor]]:
         down, up = (half.float() for half in entry.pair("Linear" if bank.maps else bank.kind))
         rank = up.shape[1]
         if not bank.maps and bank.kind != "Embedding":
-            if len(down) % bank.groups:
+            groups = len(down) // rank
+            if groups not in (1, bank.groups):
                 raise SpecError(
-                    f"'{entry.name}' has rank {len(down)}, and the convolution '{bank.path}' {bank.groups} groups, each with a "
-                    "part of the rank: it is made for another layer"
+                    f"'{entry.name}' is for a convolution of {groups} groups, and '{bank.path}' has {bank.groups}: it is made "
+                    "for another layer"
                 )
-            down = torch.unflatten(down, 0, (bank.groups, -1))
+            down = torch.unflatten(down, 0, (groups, -1)).expand(bank.groups, *[-1] * down.dim())
         tensors = {"down": down, "up": up}
     key = next(key for key in SCALED if key in tensors)
     tensors[key] = tensors[key] * entry.scale

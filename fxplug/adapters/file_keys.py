@@ -11,6 +11,7 @@ from .layer_names import new_name
 
 # how a key ends -> what the tensor is; {a} may be an adapter's name
 _ADAPTER = r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?"
+_BEHIND = r"(?<=processor\.qkv_lora)|(?<=processor\.proj_lora)|(?<=_lora1)|(?<=_lora2)"
 _FORMS = [
     (re.compile(form.replace("{a}", _ADAPTER)), role)
     for form, role in [
@@ -18,6 +19,8 @@ _FORMS = [
         (r"\.lora_embedding_(?P<half>A|B){a}$", "embedding"),
         (r"\.lora_magnitude_vector{a}(?:\.weight)?$", "magnitude"),
         (r"\.lora_(?P<half>down|up|mid)\.(?P<what>weight|bias)$", ""),
+        # x-flux by XLabs, where a processor has LoRAs of several layers
+        (rf"(?:{_BEHIND})\.(?P<half>down|up)\.(?P<what>weight|bias)$", ""),
         (r"(?:\.lora|\.lora_linear_layer|(?P<old>_lora))\.(?P<half>down|up)\.(?P<what>weight|bias)$", ""),
         (r"\.(?P<name>hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)){a}$", "factor"),
         (r"\.dora_scale$", "magnitude"),
@@ -28,6 +31,7 @@ _OWN = re.compile(
     r"^(?P<layer>.*)\.(?P<block>(?P<cls>Lora|LoraWeight|Dora|Loha|Lokr)(?:_\d+)?)\."
     r"(?P<name>(?:down|up)(?:\.weight)?|up\.bias|scale|magnitude|hada_\w+|lokr_\w+)$"
 )
+_NUMBERED = re.compile(r"^(?P<part>\w*):(?P<number>\d+):(?P<half>up|down)$")  # lora by cloneofsimo, 2022: layers by number
 _HALVES = {"A": "down", "down": "down", "B": "up", "up": "up", "mid": "mid"}
 
 
@@ -53,6 +57,8 @@ def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set
         last = "" if own["block"] == own["cls"] else f".{own['block']}"
         role = "bias" if own["name"] == "up.bias" else own["name"].removesuffix(".weight")
         return Layer(f"{group}.{name}{last}" if name else group, {role: key}, own=own["cls"], group=group)
+    if numbered := _NUMBERED.match(key):
+        return Layer(f"{numbered['part']}:{numbered['number']}", {numbered["half"]: key})
     for form, role in _FORMS:
         found = form.search(key)
         if found is None:

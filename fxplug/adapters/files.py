@@ -19,6 +19,7 @@ from ..errors import ArtifactError, did_you_mean, shown
 from ..files import reading
 from ..limits import DEFAULT, Limits
 from ..spec.addresses import by_ending
+from . import peft_config
 from .file_keys import Layer, place
 from .find_tensors import find, kind_of, load, object_of
 from .layer_matching import PARTS, Fit, fit, split_part
@@ -27,7 +28,7 @@ from .updates import PRODUCT, AdapterFile, Entry, base_of, largest, needs, rank_
 __all__ = ["AdapterFile", "Entry", "Fit", "fit", "read"]
 LARGE = 1e30  # no number of an adapter's is larger
 _GATES = re.compile(r"^(?P<owner>.+)\.gates\.table\.(?P<name>weights|entries|names)$")
-_NUMBERED = re.compile(r"^(?:\w+:\d+:(?:up|down)|w_[ab]_\d+)$")
+_SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
 # how many dimensions a tensor has, where it is not 2
 _DIMS = dict.fromkeys(("down", "up", "mid", "lokr_w2"), (2, 5)) | dict.fromkeys(("hada_t1", "hada_t2", "lokr_t2"), (3, 5))
 # what else an update with these may have
@@ -45,10 +46,11 @@ def read(
 
     A folder is one that PEFT, diffusers or `fxplug.save` wrote. `adapter` names one of several in a file (PEFT's adapter names,
     or slots). `config` is PEFT's `adapter_config.json` for a source that has none beside it: it says alpha and rank; without
-    it, and without `.alpha` in the file, the scale is 1. A state dict may hold `.alpha` as numbers. A file is data: nothing in
-    it is run, and it is read within `limits`.
+    it, and without `.alpha` in the file, the scale is taken to be 1, as all tools do, and `Fit.assumed` names the layers. A
+    state dict may hold `.alpha` as numbers. A file is data: nothing in it is run, and it is read within `limits`.
 
-    Raises ArtifactError for what is no adapter, half pairs, numbers that are not finite or not floating point, saying the key.
+    Raises ArtifactError for what is no adapter, half pairs, numbers that are not finite or not floating point, saying the key,
+    and for a configuration under which the tensors mean something else (see `peft_config`).
     """
     if isinstance(source, Mapping):
         where, folder, state = "the state dict", None, dict(source)
@@ -58,7 +60,7 @@ def read(
         where, folder = str(file), file.parent
         state, about = load(file, limits)
         beside = file.parent / "adapter_config.json"
-        if config is None and file.stem == "adapter_model" and kind_of(beside) == "file":
+        if config is None and "lora_adapter_metadata" not in about and kind_of(beside) == "file":
             config = object_of(reading.read_json(beside, limits=limits), str(beside))
     reader = _Reader(where, folder, config, about, limits)
     return reader.read(state, adapter)
@@ -70,6 +72,8 @@ class _Reader:
     ) -> None:
         self.where, self.folder, self.about, self.limits = where, folder, about, limits
         self.configs = {"": dict(config)} if config is not None else _packed(about, where, limits)
+        for part, one in self.configs.items():
+            peft_config.check(one, f"{where}: its configuration{part and f' of {part}'}")
         self.chosen: dict[tuple[str, str], Mapping[str, Any]] = {}  # part, key of its configuration -> values by layer
         self.state: dict[str, Any] = {}
         self.slots: dict[str, tuple[int, int]] = {}  # pass -> which of how many slots
@@ -79,6 +83,7 @@ class _Reader:
         self.state = {str(key).replace("_orig_mod.", ""): value for key, value in state.items()}
         if len(self.state) < len(state):
             raise ArtifactError(f"{self.where} has the same tensor compiled ('_orig_mod.') and not: keep one of them")
+        self.state = joined_sam(self.state, self.where)
         gates = {m["owner"]: key for key in self.state if (m := _GATES.match(key)) and m["name"] == "names"}
         adapters: set[str] = set()
         placed = {key: place(key, self.state, adapter, adapters) for key in self.state if not _GATES.match(key)}
@@ -119,9 +124,6 @@ class _Reader:
     def none(self) -> str:
         """Why nothing was found."""
         keys = [str(key) for key in self.state]
-        if keys and sum(bool(_NUMBERED.match(key)) for key in keys) > len(keys) / 2:
-            named = "'<layer>.lora_A.weight' and '<layer>.lora_B.weight'"
-            return f"numbers its layers ('{keys[0]}') and does not name them: give a state dict with keys {named}"
         kind = str(self.configs.get("", {}).get("peft_type", ""))
         kind = next((k for k in ("IA3", "OFT", "BOFT", "VERA") if f"{k.lower()}_" in (keys or [""])[0]), kind)
         found = f"its keys are like '{keys[0]}'" if keys else "it is empty"
@@ -177,13 +179,14 @@ class _Reader:
             tensors["magnitude"] = tensors["magnitude"].flatten()
         kind = f"{kind}+bias" if "bias" in tensors else kind
         scale = self.scale(layer, tensors, rank, part_path[0], slot is not None)
+        assumed, scale = scale is None, 1.0 if scale is None else scale
         if largest(tensors, scale) > self.limits.update:
             raise ArtifactError(
                 f"{self.where}: the update of '{layer.name}' is scaled by {scale:g} and can change a weight by more than "
                 f"{self.limits.update:g}, which no model stands; see Limits"
             )
         flat = "." not in layer.name and not layer.own
-        return Entry(layer.name, part_path[1], part_path[0], kind, tensors, scale, rank, embedding, flat)
+        return Entry(layer.name, part_path[1], part_path[0], kind, tensors, scale, rank, embedding, flat, assumed)
 
     def embedding(self, layer: Layer, tensors: Mapping[str, Tensor]) -> bool | None:
         """Whether it is an Embedding's, in whose `blocks.Lora` the rank is the last dimension of `down`; None: may be."""
@@ -251,7 +254,8 @@ class _Reader:
                 raise self.odd(layer, "hada_w1_a", "hada_w2_b", tensors)
             return
         down, up = tensors["down"], tensors["up"]
-        if not up.shape[1] == up.flatten(1).shape[1] or down.shape[0] % up.shape[1]:
+        rank, groups = up.shape[1], len(down) // up.shape[1]  # a convolution may have groups, each with a down of its own
+        if rank != up.flatten(1).shape[1] or len(down) != rank * groups or not (groups == 1 or down.dim() > 2):
             raise self.odd(layer, "down", "up", tensors)
         if "mid" in tensors:
             mid = tensors["mid"]
@@ -270,8 +274,8 @@ class _Reader:
             value = value.item()
         return _number(value, f"{self.where}: '{key}'")
 
-    def scale(self, layer: Layer, tensors: Mapping[str, Tensor], rank: int, part: str, slots: bool) -> float:
-        """What the product is multiplied by: the file's own word, alpha / rank, PEFT's configuration, or 1."""
+    def scale(self, layer: Layer, tensors: Mapping[str, Tensor], rank: int, part: str, slots: bool) -> float | None:
+        """What the product is multiplied by: the file's own word, alpha / rank, or PEFT's configuration; None if none says."""
         if "scale" in layer.keys:
             return 1.0 if slots else self.number(layer.keys["scale"])  # what lies in a slot is scaled already
         if "alpha" in layer.keys:
@@ -281,7 +285,7 @@ class _Reader:
         part = part if self.configs.get(part) else ""
         config = self.configs.get(part)
         if not config:
-            return 1.0
+            return None
         about = f"{self.where}: its configuration: "
         alpha = self.said(part, "alpha_pattern", layer, config.get("lora_alpha", config.get("alpha")))
         r = self.said(part, "rank_pattern", layer, config.get("r"))
@@ -289,9 +293,14 @@ class _Reader:
             raise ArtifactError(f"{about}the rank of '{layer.name}' must be a whole number, 1 or more, not {shown(r)}")
         if config.get("use_rslora") not in (None, True, False):
             raise ArtifactError(f"{about}use_rslora must be true or false, not {shown(config['use_rslora'])}")
+        if "down" in tensors and r is not None and r != len(tensors["down"]):
+            raise ArtifactError(f"{about}the rank of '{layer.name}' is {r}, and its tensors have {len(tensors['down'])}")
+        for key, role in (("use_dora", "magnitude"), ("lora_bias", "bias")):
+            if config.get(key) is True and role not in layer.keys:
+                raise ArtifactError(f"{about}{key} is true, and '{layer.name}' has no {role}")
         rank = r if "down" not in tensors and r is not None else rank
         if alpha is None:
-            return 1.0
+            return None
         alpha = _number(alpha, f"{about}the alpha of '{layer.name}'")
         return low_rank.scaling(rank, alpha, config.get("use_rslora") is True)
 
@@ -299,6 +308,30 @@ class _Reader:
         """The value of the first of PEFT's patterns that a layer's name matches."""
         found = self.chosen[part, key]
         return next((found[name] for name in _peft_names(layer.name) if name in found), default)
+
+
+def joined_sam(state: dict[str, Any], where: str) -> dict[str, Any]:
+    """Sam_LoRA's numbered pairs as one update for each layer: its outputs begin with the query (even numbers), end with value.
+
+    https://github.com/JamesQFreeman/Sam_LoRA. Another state is given as it is. Raises ArtifactError for half pairs.
+    """
+    found = {key: m for key in state if (m := _SAM.match(key))}
+    if not found or not all(isinstance(state[key], Tensor) and state[key].dim() == 2 for key in found):
+        return state
+    pairs = {(m["half"], int(m["number"])): state[key] for key, m in found.items()}
+    made = {key: value for key, value in state.items() if key not in found}
+    for n in range(0, max(n for _, n in pairs) + 1, 2):
+        try:
+            (down_q, up_q), (down_v, up_v) = ((pairs["a", n + i], pairs["b", n + i]) for i in (0, 1))
+        except KeyError as error:
+            raise ArtifactError(f"{where}: 'w_{error.args[0][0]}_{error.args[0][1]:03}' is missing") from None
+        if up_q.shape != up_v.shape or len(down_q) != up_q.shape[1] or down_q.shape != down_v.shape:
+            raise ArtifactError(f"{where}: 'w_a_{n:03}' and what belongs to it do not go together")
+        width, rank = up_q.shape
+        up = up_q.new_zeros(3 * width, 2 * rank)
+        up[:width, :rank], up[-width:, rank:] = up_q, up_v
+        made |= {f":{n // 2}:down": torch.cat([down_q, down_v]), f":{n // 2}:up": up}
+    return made
 
 
 def _peft_names(name: str) -> tuple[str, str]:

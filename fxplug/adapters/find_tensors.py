@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..errors import ArtifactError, did_you_mean
 from ..files import reading, weight_files
 from ..limits import Limits
@@ -56,6 +58,8 @@ def load(file: Path, limits: Limits) -> tuple[dict[str, Any], Mapping[str, Any]]
         if not (isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping)):
             break
         found = found["state_dict"]
+    if isinstance(found, list) and found and all(isinstance(one, Tensor) and one.dim() > 1 for one in found):
+        found = {f":{n // 2}:{('up', 'down')[n % 2]}": one for n, one in enumerate(found)}  # cloneofsimo's, 2022
     if not isinstance(found, Mapping):
         raise ArtifactError(f"{file} is a {type(found).__name__} and names no layers: save a dict of tensors by layer")
     return dict(found), about

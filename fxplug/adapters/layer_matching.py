@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 from ..errors import ArtifactError, did_you_mean
-from .layer_names import SWAPPED, first_names
+from .layer_names import SWAPPED, first_names, looks_like
 from .updates import AdapterFile, Entry
 
 # the parts of a pipeline by how their layers' names begin: dotted, or with kohya's underscores
@@ -25,6 +28,9 @@ def split_part(name: str) -> tuple[str, str, str]:
     for prefix, part in FLAT_PARTS.items():
         if inner.startswith(prefix):
             return start + prefix, part, inner.removeprefix(prefix)
+    if ":" in inner:  # a layer by its number
+        head, _, tail = inner.partition(":")
+        return head, head, f":{tail}"
     head, dot, tail = inner.partition(".")
     return (f"{start}{head}.", head, tail) if head in PARTS and dot else (start, "", inner)
 
@@ -34,7 +40,9 @@ class Fit:
     """Where the entries of a file go in a graph: `placed` by layer path, shaped as the layer's weight is.
 
     `missing` are entries without a layer, `mismatched` says by layer path what does not agree, `others` are the entries for
-    other parts of a pipeline (text encoders), `layers` all that could have been met.
+    other parts of a pipeline (text encoders), `layers` all that could have been met, and `outside` says by entry's name which
+    layers of the model could not. `guessed` has, where no name fits, the layer of each entry's name by shape and order, if
+    these tell: `guess=True` takes them.
     """
 
     file: AdapterFile
@@ -43,6 +51,13 @@ class Fit:
     missing: tuple[Entry, ...] = ()
     mismatched: Mapping[str, str] = field(default_factory=dict)
     others: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
+    outside: Mapping[str, str] = field(default_factory=dict)
+    guessed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def assumed(self) -> list[str]:
+        """The layers whose scale neither the file nor a configuration says, so that it is taken to be 1."""
+        return [path for path, entry in self.placed.items() if entry.assumed]
 
     @property
     def rest(self) -> list[str]:
@@ -54,8 +69,20 @@ class Fit:
         found = []
         if self.missing:
             some = [f"'{e.name}'{did_you_mean(e.path, self._alike(e))}" for e in self.missing[:3]]
-            of = len(self.missing) + len(self.placed) + len(self.mismatched)
-            found.append(f"{len(self.missing)} of {of} layers are not in the graph: {_listed(some, len(self.missing))}")
+            of = len(self.file.entries) - sum(len(entries) for entries in self.others.values())
+            like = looks_like(e.path for e in self.missing)
+            like = f"; such names are those of {like}" if like and not self.placed else ""
+            text = f"{len(self.missing)} of {of} layers are not in the graph: {_listed(some, len(self.missing))}{like}"
+            if self.guessed:
+                some = [f"'{name}' for '{path}'" for name, path in list(self.guessed.items())[:3]]
+                text += f" (guess=True takes them by shape and order: {_listed(some, len(self.guessed))})"
+            found.append(text)
+        if self.outside:
+            kinds = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in self.outside))
+            at = f"at: {_listed([repr(kind) for kind in kinds[:3]], len(kinds))}"
+            some = [f"'{path}'" for path in list(self.outside)[:3]]
+            named = _listed(some, len(self.outside))
+            found.append(f"{len(self.outside)} layers have no slots here: {named} (give the pass {at} too)")
         if self.mismatched:
             some = [f"'{path}' {text}" for path, text in list(self.mismatched.items())[:3]]
             found.append(f"{len(self.mismatched)} layers have other shapes: {_listed(some, len(self.mismatched))}")
@@ -80,21 +107,20 @@ def fit(
     layers: Mapping[str, Sequence[int]],
     part: str | None = None,
     model: Callable[[], Mapping[str, Sequence[int]]] | None = None,
+    guess: bool = False,
 ) -> Fit:
     """Find the layer of each entry among `layers`, which has the weight's shape by path.
 
-    Tried in this order: the path as it is; without what says the part of a pipeline, kohya's with underscores; the first names
-    of a diffusers model (see renaming); the path without further components at its beginning, or with more, if all entries
-    of the part then have a layer.
-    Parts of which nothing fits are others', once another part fits. `part` names the one to take. `model` gives all weights
-    of the model by path, where `layers` are only some: blocks are counted for the first names.
+    Tried in this order, for each entry by itself: the path as it is; without what says the part of a pipeline, kohya's with
+    underscores; the names that the model's own code has (see families); then for all together the path without further
+    components at its beginning, or with more. Parts of which nothing fits are others', once another part fits. `part` names
+    the one to take. `model` gives all weights of the model by path, where `layers` are only some: families are told by them,
+    and an entry for a layer that is not among `layers` is said to be that. `guess` takes the layers by shape and order where
+    no name fits any (see `by_order`).
 
     Raises ArtifactError for a part that the file has not, and where more than one layer or entry could be meant.
     """
     shapes = {path: tuple(int(n) for n in shape) for path, shape in layers.items()}
-    flat: dict[str, list[str]] = {}
-    for layer in shapes:
-        flat.setdefault(layer.replace(".", "_"), []).append(layer)
     if part is not None and part not in file.parts:
         known = ", ".join(name or "(no name)" for name in file.parts)
         raise ArtifactError(f"{file.source} has nothing for '{part}'{did_you_mean(part, file.parts)}; it has {known}")
@@ -102,40 +128,86 @@ def fit(
     for entry in file.entries:
         groups.setdefault(entry.part, []).append(entry)
     wanted = [p for p in groups if part in (None, p)]
-    finder = _Finder(file, shapes, flat)
+    finder = _Finder(file, shapes)
     found = {p: finder.known(groups[p]) for p in wanted}
-    if not any(hits.named for hits in found.values()):
-        whole = shapes | {path: tuple(shape) for path, shape in (model() if model else {}).items()}
-        groups |= {p: finder.renamed(groups[p], whole) for p in wanted}
-        found = {p: finder.known(groups[p]) for p in wanted}
+    if not all(hits.good == len(hits.homes) for hits in found.values()):
+        whole = {path: tuple(int(n) for n in shape) for path, shape in (model() if model else {}).items()}
+        finder = _Finder(file, whole | shapes, old=True)
+        found = {p: max(found[p], finder.known(groups[p]), key=_Hits.rank) for p in wanted}
     if not any(hits.good for hits in found.values()):
-        found = {p: max(found[p], finder.deep(groups[p]), key=lambda h: (h.good, h.named)) for p in wanted}
+        found = {p: max(found[p], finder.deep(groups[p], shapes), key=_Hits.rank) for p in wanted}
     some = any(hits.good for hits in found.values())
     taken = [p for p in wanted if found[p].good or not some]
     if not some and any(found[p].named for p in taken):
         taken = [p for p in taken if found[p].named]  # right names, wrong sizes: say that
     elif not some and len(taken) > 1:
         taken = [p for p in taken if not p.startswith("text_encoder")] or taken
+    guessed: dict[str, str] = {}
+    if not some and not any(found[p].named for p in taken):
+        ordered = {path: shapes[path] for path in finder.shapes if path in shapes}
+        for p in taken:
+            try:
+                hits = by_order(groups[p], ordered, file.source)
+            except ArtifactError:
+                if guess:
+                    raise
+                continue
+            found |= {p: hits} if guess else {}
+            guessed |= {e.name: home[0] for e, home in zip(groups[p], hits.homes, strict=True) if home}
     placed: dict[str, Entry] = {}
     missing: list[Entry] = []
     mismatched: dict[str, str] = {}
+    outside: dict[str, str] = {}
     owner: dict[str, Entry] = {}
     for p in taken:
-        for entry, path in zip(groups[p], found[p].paths, strict=True):
-            if path is None:
+        for entry, home in zip(groups[p], found[p].homes, strict=True):
+            if not home:
                 missing.append(entry)
-                continue
-            if path in owner:
-                both = f"'{owner[path].name}' and '{entry.name}' are both for '{path}'"
-                choose = "" if entry.part == owner[path].part else f"; give part= one of {', '.join(taken)}"
-                raise ArtifactError(f"{file.source}: {both}{choose}")
-            owner[path] = entry
-            if entry.fits(shapes[path]):
-                placed[path] = entry.shaped(shapes[path])
+            elif not entry.fits(shape := finder.whole(home)):
+                path = home[0].removesuffix(SWAPPED)
+                mismatched[path] = f"is {list(shape)}, and '{entry.name}' is for {_for(entry)}"
             else:
-                mismatched[path] = f"is {list(shapes[path])}, and '{entry.name}' is for {_for(entry)}"
+                for path, piece in finder.pieces(entry, home):
+                    if path not in shapes:
+                        outside[path] = entry.name
+                        continue
+                    if path in owner:
+                        both = f"'{owner[path].name}' and '{entry.name}' are both for '{path}'"
+                        choose = "" if entry.part == owner[path].part else f"; give part= one of {', '.join(taken)}"
+                        raise ArtifactError(f"{file.source}: {both}{choose}")
+                    owner[path] = entry
+                    placed[path] = piece.shaped(shapes[path])
     others = {p: tuple(entries) for p, entries in groups.items() if p not in taken}
-    return Fit(file, shapes, placed, tuple(missing), mismatched, others)
+    return Fit(file, shapes, placed, tuple(missing), mismatched, others, outside, guessed)
+
+
+def by_order(entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]], source: str) -> _Hits:
+    """The layers of entries that no name tells: of those of a shape the first for the first, where there are as many.
+
+    Entries are taken by the numbers in their names, layers in the order of `shapes`. Raises ArtifactError where a shape has
+    another number of layers than of entries, with the shapes.
+    """
+    homes: dict[int, tuple[str, ...]] = {}
+    left = dict(sorted(enumerate(entries), key=lambda pair: by_number(pair[1].name)))
+    for shape in dict.fromkeys(shapes.values()):
+        paths = [path for path, of in shapes.items() if of == shape]
+        fitting = [n for n, entry in left.items() if entry.fits(shape)]
+        if not fitting:
+            continue
+        if len(fitting) != len(paths):
+            raise ArtifactError(
+                f"{source} names no layers that are here, and order does not tell them either: {len(fitting)} updates fit "
+                f"{len(paths)} layers of {list(shape)}; match as many with at="
+            )
+        for n, path in zip(fitting, paths, strict=True):
+            homes[n] = (path,)
+            del left[n]
+    return _Hits([homes.get(n, ()) for n in range(len(entries))], len(homes))
+
+
+def by_number(name: str) -> list[tuple[int, int, str]]:
+    """A name as what sorts it: numbers by their size, the rest by letters."""
+    return [(0, int(text), "") if text.isdecimal() else (1, 0, text) for text in re.split(r"(\d+)", name) if text]
 
 
 def _for(entry: Entry) -> str:
@@ -143,104 +215,122 @@ def _for(entry: Entry) -> str:
     return str([*inner, out] if entry.embedding else [out, *inner])
 
 
+Home = tuple[str, ...]  # the layers of an entry, as `first_names` gives them; none for an entry without one
+
+
 @dataclass(frozen=True)
 class _Hits:
-    """The layer of each entry under one reading of the names."""
+    """The layers of each entry under one reading of the names."""
 
-    paths: Sequence[str | None]
+    homes: Sequence[Home]
     good: int
 
     @property
     def named(self) -> int:
-        return sum(path is not None for path in self.paths)
+        return sum(bool(home) for home in self.homes)
+
+    def rank(self) -> tuple[int, int]:
+        return self.good, self.named
 
 
 @dataclass(frozen=True)
 class _Finder:
+    """Looks layers up among `shapes`, under the graph's own names and, with `old`, under those of its family's code."""
+
     file: AdapterFile
     shapes: Mapping[str, tuple[int, ...]]
-    flat: Mapping[str, Sequence[str]]
+    old: bool = False
+
+    @cached_property
+    def flat(self) -> Mapping[str, Sequence[str]]:
+        made: dict[str, list[str]] = {}
+        for path in self.shapes:
+            made.setdefault(path.replace(".", "_"), []).append(path)
+        return made
+
+    @cached_property
+    def names(self) -> Mapping[str, Home]:
+        found = first_names(self.shapes, also=True) if self.old else {}
+        return found | {name.replace(".", "_"): home for name, home in found.items()}
+
+    def whole(self, home: Home) -> tuple[int, ...]:
+        """The shape of the weight that the layers of an entry have together."""
+        of = [self.shapes[path.removesuffix(SWAPPED)] for path in home]
+        return (sum(shape[0] for shape in of), *of[0][1:])
+
+    def pieces(self, entry: Entry, home: Home) -> Iterator[tuple[str, Entry]]:
+        """Of each of the layers of an entry what it gets."""
+        start = 0
+        for path in home:
+            bare = path.removesuffix(SWAPPED)
+            width = self.shapes[bare][0]
+            piece = entry.outputs(start, width) if len(home) > 1 else entry
+            yield bare, piece.swapped() if path.endswith(SWAPPED) else piece
+            start += width
 
     def known(self, entries: Sequence[Entry]) -> _Hits:
         """The best of the readings that need no guess."""
-        readings: list[Callable[[Entry], str | None]] = [
-            lambda e: self.exact(e.name),
-            lambda e: self.exact(e.name.removeprefix("base_model.model.")),
-            lambda e: self.exact(e.path),
-            lambda e: self.underscored(e, e.path.replace(".", "_")) if e.flat else None,
+        readings: list[Callable[[Entry], str]] = [
+            lambda e: e.name,
+            lambda e: e.name.removeprefix("base_model.model."),
+            lambda e: e.path,
         ]
-        return max((self.tried(entries, reading) for reading in readings), key=lambda hits: (hits.good, hits.named))
+        return max((self.tried(entries, reading) for reading in readings), key=_Hits.rank)
 
-    def renamed(self, entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]]) -> list[Entry]:
-        """Entries under the model's names where they have its first names; of several layers, one entry for each."""
-        names = first_names(shapes)
-        names |= {name.replace(".", "_"): paths for name, paths in names.items()}
-        made = []
-        for entry in entries:
-            paths = names.get(entry.path, ())
-            widths = [shapes[path.removesuffix(SWAPPED)][0] for path in paths]
-            whole = (sum(widths), *shapes[paths[0].removesuffix(SWAPPED)][1:]) if paths else ()
-            if not paths or not entry.fits(whole):
-                paths, widths = paths[:1] or (entry.path,), [0]
-            start = 0
-            for path, width in zip(paths, widths, strict=True):
-                part = entry.outputs(start, width) if len(paths) > 1 else entry
-                part = part.swapped() if path.endswith(SWAPPED) else part
-                made.append(replace(part, path=path.removesuffix(SWAPPED), flat=entry.flat and path == entry.path))
-                start += width
-        return made
-
-    def deep(self, entries: Sequence[Entry]) -> _Hits:
+    def deep(self, entries: Sequence[Entry], inside: Mapping[str, Any]) -> _Hits:
         """The first reading under which every entry has a layer that it fits: fewest components taken away, or some added."""
         first = entries[0].path
         for n in range(1, first.count(".") + 1):
-            if hits := self.all(entries, self.inside(n)):
+            if hits := self.all(entries, self.without(n)):
                 return hits
-        starts = {path.removesuffix(first) for path in self.shapes if path.endswith(f".{first}")}
+        starts = {path.removesuffix(first) for path in inside if path.endswith(f".{first}")}
         found = [hits for start in sorted(starts) if (hits := self.all(entries, self.after(start)))]
         if len(found) > 1:
-            where = " or ".join(f"'{hits.paths[0]}'" for hits in found[:3])
+            where = " or ".join(f"'{hits.homes[0][0]}'" for hits in found[:3])
             raise ArtifactError(f"{self.file.source}: '{entries[0].name}' may be {where}: name the layers as the graph does")
         if found:
             return found[0]
         for n in range(1, first.count("_") + 1):
-            if hits := self.all(entries, self.inside(n, "_")):
+            if hits := self.all(entries, self.without(n, "_")):
                 return hits
-        return self.tried(entries, self.inside(0, "_"))
+        return self.tried(entries, self.without(0, "_"))
 
-    def after(self, start: str) -> Callable[[Entry], str | None]:
-        return lambda e: self.exact(start + e.path)
+    def after(self, start: str) -> Callable[[Entry], str]:
+        return lambda e: start + e.path
 
-    def inside(self, number: int, dot: str = ".") -> Callable[[Entry], str | None]:
+    def without(self, number: int, dot: str = ".") -> Callable[[Entry], str]:
         """Names without their first components; by underscores if that is what `dot` says."""
+        return lambda e: dot.join(e.path.replace(".", dot).split(dot)[number:])
 
-        def reading(entry: Entry) -> str | None:
-            name = dot.join(entry.path.replace(".", dot).split(dot)[number:])
-            return self.exact(name) if dot == "." else self.underscored(entry, name)
+    def tried(self, entries: Sequence[Entry], reading: Callable[[Entry], str]) -> _Hits:
+        homes = [self.home(entry, reading(entry)) for entry in entries]
+        good = sum(bool(home) and e.fits(self.whole(home)) for e, home in zip(entries, homes, strict=True))
+        return _Hits(homes, good)
 
-        return reading
-
-    def tried(self, entries: Sequence[Entry], reading: Callable[[Entry], str | None]) -> _Hits:
-        paths = [reading(entry) for entry in entries]
-        return _Hits(paths, sum(p is not None and e.fits(self.shapes[p]) for e, p in zip(entries, paths, strict=True)))
-
-    def all(self, entries: Sequence[Entry], reading: Callable[[Entry], str | None]) -> _Hits | None:
+    def all(self, entries: Sequence[Entry], reading: Callable[[Entry], str]) -> _Hits | None:
         """The layers of all entries, if each has one that it fits; given up at the first that has not."""
-        paths = []
+        homes = []
         for entry in entries:
-            path = reading(entry)
-            if path is None or not entry.fits(self.shapes[path]):
+            home = self.home(entry, reading(entry))
+            if not home or not entry.fits(self.whole(home)):
                 return None
-            paths.append(path)
-        return _Hits(paths, len(paths))
+            homes.append(home)
+        return _Hits(homes, len(homes))
 
-    def exact(self, path: str) -> str | None:
-        return path if path in self.shapes else None
+    def home(self, entry: Entry, name: str) -> Home:
+        """The layers that a name means: the graph's own, or by the name that the family's code has, whichever fits."""
+        own: Home = (name,) if name in self.shapes else ()
+        if "." not in name and (entry.flat or not own):
+            own = self.underscored(entry, name) or own
+        if own and entry.fits(self.whole(own)):
+            return own
+        old = self.names.get(name, ())
+        return old if old and (not own or entry.fits(self.whole(old))) else own
 
-    def underscored(self, entry: Entry, name: str) -> str | None:
+    def underscored(self, entry: Entry, name: str) -> Home:
         """The layer whose path has underscores for dots as `name` has. Raises ArtifactError if two fit alike."""
         paths = self.flat.get(name, ())
         fitting = [path for path in paths if entry.fits(self.shapes[path])] if len(paths) > 1 else paths
         if len(fitting) > 1:
             raise ArtifactError(f"{self.file.source}: '{entry.name}' may be '{fitting[0]}' or '{fitting[1]}'")
-        return fitting[0] if fitting else None
+        return tuple(fitting[:1])

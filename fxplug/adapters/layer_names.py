@@ -1,12 +1,15 @@
-"""The names that the first code bases of Stable Diffusion and Flux gave the layers that diffusers names otherwise.
+"""The names that models' own code gives the layers which diffusers names otherwise, found in a graph by its family's table.
 
 Most adapter files that people share have those names. What is here is told from the graph alone: no model is asked for.
 """
 
 from __future__ import annotations
 
+import collections
 import re
 from collections.abc import Iterable, Mapping
+
+from .families import FAMILIES, Family
 
 SWAPPED = "~"  # the two halves of the outputs change places
 
@@ -19,44 +22,87 @@ UNET = {
     "label_emb.0.0": "add_embedding.linear_1", "label_emb.0.2": "add_embedding.linear_2",
     "input_blocks.0.0": "conv_in", "out.0": "conv_norm_out", "out.2": "conv_out",
 }  # fmt: skip
-# a layer whose outputs are those of several layers, one after the other, names them all
-FLUX = {
-    "double_blocks.{i}.img_attn.qkv": "transformer_blocks.{i}.attn. to_q to_k to_v",
-    "double_blocks.{i}.txt_attn.qkv": "transformer_blocks.{i}.attn. add_q_proj add_k_proj add_v_proj",
-    "double_blocks.{i}.img_attn.proj": "transformer_blocks.{i}.attn. to_out.0",
-    "double_blocks.{i}.txt_attn.proj": "transformer_blocks.{i}.attn. to_add_out",
-    "double_blocks.{i}.img_mlp.0": "transformer_blocks.{i}.ff. net.0.proj",
-    "double_blocks.{i}.img_mlp.2": "transformer_blocks.{i}.ff. net.2",
-    "double_blocks.{i}.txt_mlp.0": "transformer_blocks.{i}.ff_context. net.0.proj",
-    "double_blocks.{i}.txt_mlp.2": "transformer_blocks.{i}.ff_context. net.2",
-    "double_blocks.{i}.img_mod.lin": "transformer_blocks.{i}. norm1.linear",
-    "double_blocks.{i}.txt_mod.lin": "transformer_blocks.{i}. norm1_context.linear",
-    "single_blocks.{i}.linear1": "single_transformer_blocks.{i}. attn.to_q attn.to_k attn.to_v proj_mlp",
-    "single_blocks.{i}.linear2": "single_transformer_blocks.{i}. proj_out",
-    "single_blocks.{i}.modulation.lin": "single_transformer_blocks.{i}. norm.linear",
-    "img_in": " x_embedder",
-    "txt_in": " context_embedder",
-    "time_in.in_layer": "time_text_embed.timestep_embedder. linear_1",
-    "time_in.out_layer": "time_text_embed.timestep_embedder. linear_2",
-    "vector_in.in_layer": "time_text_embed.text_embedder. linear_1",
-    "vector_in.out_layer": "time_text_embed.text_embedder. linear_2",
-    "guidance_in.in_layer": "time_text_embed.guidance_embedder. linear_1",
-    "guidance_in.out_layer": "time_text_embed.guidance_embedder. linear_2",
-    "final_layer.linear": " proj_out",
-    "final_layer.adaLN_modulation.1": " norm_out.linear~",
-}
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a path
 
 
-def first_names(layers: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The layers of a graph by their first names, empty for a graph of another kind.
+def first_names(layers: Iterable[str], also: bool = False) -> dict[str, tuple[str, ...]]:
+    """The layers of a graph by the names that their family's own code has, empty for a graph of no known family.
 
     Several layers are those whose outputs, in this order, were one layer's; a path that ends in `~` has the two halves of its
-    outputs the other way round.
+    outputs the other way round. A graph that holds such a model in a part of it (`transformer.`) has that part's layers. `also`
+    adds the names of other tools, which no layer needs.
     """
     known = dict.fromkeys(layers)
     if any(path.startswith("down_blocks.0.resnets.") for path in known):
         return {name: (path,) for name, path in _unet(known).items()}
-    return _flux(known) if any(path.startswith("single_transformer_blocks.0.") for path in known) else {}
+    found = family_of(known)
+    if found is None:
+        return {}
+    family, start = found
+    return _names(family.names | family.also if also else family.names, known, start)
+
+
+def family_of(layers: Iterable[str]) -> tuple[Family, str] | None:
+    """The family of a graph with these layers, and where in it: a prefix of their paths, empty for the whole graph."""
+    kinds = {_NUMBER.sub("#", path) for path in layers}
+    for family in FAMILIES:
+        first, *others = (_kind(name) for name in family.has)
+        starts = {kind.removesuffix(first) for kind in kinds if kind == first or kind.endswith(f".{first}")}
+        for start in sorted(starts, key=len):
+            if "#" not in start and all(start + other in kinds for other in others):
+                return family, start
+    return None
+
+
+def looks_like(names: Iterable[str]) -> str:
+    """The family to whose own names most of some layers' names belong, by its name; empty if it is none."""
+    counted = collections.Counter[str]()
+    some = list(names)
+    for family in FAMILIES:
+        old = re.compile("|".join(_pattern(name) for name in family.names | family.also))
+        counted[family.name] = sum(bool(old.fullmatch(name) or old.fullmatch(name.replace("_", "."))) for name in some)
+    best, count = counted.most_common(1)[0]
+    return best if some and count > len(some) / 2 else ""
+
+
+def _kind(name: str) -> str:
+    """A path as those that differ in numbers only."""
+    return _NUMBER.sub("#", name).replace("{i}", "#").replace("{last}", "#")
+
+
+def _pattern(name: str) -> str:
+    """A row's name as a regular expression; underscores may be dots, as kohya's names cannot be told apart."""
+    text = re.escape(name).replace("_", "[_.]")
+    return re.sub(r"\\\{(i|last)\\\}", r"\\d+", text).replace(r"\{\*\}", ".+")
+
+
+def _names(table: Mapping[str, str], layers: Mapping[str, None], start: str) -> dict[str, tuple[str, ...]]:
+    kinds: dict[str, list[str]] = {}
+    for path in layers:
+        if path.startswith(start):
+            kinds.setdefault(_NUMBER.sub("#", path[len(start) :]), []).append(path[len(start) :])
+    names: dict[str, tuple[str, ...]] = {}
+    for old, new in table.items():
+        owner, bracket, inner = new.removesuffix(SWAPPED).partition("[")
+        targets = [owner + name for name in inner.removesuffix("]").split()] if bracket else [owner]
+        kind, rest, _ = _kind(targets[0]).partition("{*}")
+        paths = [path for found in kinds if found.startswith(kind) for path in kinds[found]] if rest else kinds.get(kind, [])
+        form = re.escape(targets[0]).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{last\}", r"(?P<i>\d+)")
+        matches = [m for path in paths if (m := re.fullmatch(form.replace(r"\{\*\}", "(?P<rest>.+)"), path))]
+        if "{last}" in new:
+            blocks = re.escape(new.partition("{last}")[0])
+            numbers = [int(m[1]) for path in layers if (m := re.match(rf"{re.escape(start)}{blocks}(\d+)\.", path))]
+            matches = [m for m in matches if int(m["i"]) == max(numbers)]
+        for m in matches:
+            groups = {"i": "", "rest": "", **m.groupdict()}
+
+            def filled(text: str, of: Mapping[str, str] = groups) -> str:
+                return text.replace("{i}", of["i"]).replace("{last}", of["i"]).replace("{*}", of["rest"])
+
+            found = tuple(start + filled(name) for name in targets)
+            if all(path in layers for path in found):
+                names[filled(old)] = tuple(path + SWAPPED * new.endswith(SWAPPED) for path in found)
+    return names
 
 
 def _unet(layers: Mapping[str, None]) -> dict[str, str]:
@@ -94,19 +140,6 @@ def _unet(layers: Mapping[str, None]) -> dict[str, str]:
                 inner = resnet.get(inner, inner) if ".resnets." in owner else inner
                 names[".".join(filter(None, [owners[owner], inner]))] = path
                 break
-    return names
-
-
-def _flux(layers: Mapping[str, None]) -> dict[str, tuple[str, ...]]:
-    """Flux, whose attention computes query, key and value (and a single block's MLP) in one layer."""
-    numbers = {found[1] for path in layers if (found := re.match(r"(?:single_)?transformer_blocks\.(\d+)\.", path))}
-    names = {}
-    for old, new in FLUX.items():
-        for i in sorted(numbers, key=int) if "{i}" in old else [""]:
-            owner, *inner = new.replace("{i}", i).split(" ")
-            paths = tuple(owner + name for name in inner)
-            if all(path.removesuffix(SWAPPED) in layers for path in paths):
-                names[old.replace("{i}", i)] = paths
     return names
 
 

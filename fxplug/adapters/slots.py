@@ -209,6 +209,7 @@ class Adapters:
         config: Mapping[str, Any] | None = None,
         partial: bool = False,
         replace: bool = False,
+        guess: bool = False,
         limits: Limits = DEFAULT,
     ) -> Fit:
         """Put an adapter into a free slot under a name; it is not used before `use` says so.
@@ -217,15 +218,17 @@ class Adapters:
         some of the layers are fine: what is missing adds nothing. `adapter` names one of several in a file, `part` the part
         of a pipeline that this module is; `config` is PEFT's adapter configuration where none lies beside (without it and
         without alphas in the source, the scale is 1). `partial` leaves out layers that are not here; `replace` takes the slot
-        of an adapter of that name, and is used as that was. `limits` bounds what is read of a file. Gives what went where: see
-        `fitting.Fit`.
+        of an adapter of that name, and is used as that was. `guess` takes layers by shape and order where a file numbers its
+        layers or names none that is here. `limits` bounds what is read of a file. Gives what went where: see
+        `layer_matching.Fit`.
 
         Raises ArtifactError for a file that cannot be read or has layers that are not here; SpecError for a name that is
         taken, full slots, a rank above theirs, or an update of another kind than they hold. Nothing is changed then.
         """
         self._check_new(name, replace)  # before a file is read
         file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter, config=config, limits=limits)  # type: ignore[arg-type]
-        found = fit(file, {bank.path: bank.shape for banks in self.banks.values() for bank in banks}, part, self.shapes)
+        shapes = {bank.path: bank.shape for banks in self.banks.values() for bank in banks}
+        found = fit(file, shapes, part, self.shapes, guess)
         if not (partial and found.placed):
             found.check()
         ready = self._ready(found.placed)
@@ -236,6 +239,8 @@ class Adapters:
             used = {p: self._table(p, "weights")[:, slot].clone() for p, slot in homes.items()}
             if known:
                 self._clear(name, write)
+            for p, slot in slots.items():
+                self._empty(p, slot, write, {tensor_name: value.shape for *_, tensor_name, value in ready[p]})
             for p, rows in ready.items():
                 for bank, key, tensor_name, value in rows:
                     target = bank.views(key, self.tensor(tensor_name), slots[p])
@@ -305,15 +310,23 @@ class Adapters:
 
     def _clear(self, name: str, write: Callable[[Tensor, Any], None]) -> None:
         """Free an adapter's slots."""
-        for p, banks in self.banks.items():
+        for p in self.banks:
             if name not in (names := self._names(p)):
                 continue
             slot = names.index(name)
             write(self._table(p, "weights")[:, slot], 0)
             write(self._table(p, "names")[slot], 0)
-            for bank in banks:
-                for key, tensor_name in bank.names.items():
-                    write(bank.views(key, self.tensor(tensor_name), slot), 0)
+            self._empty(p, slot, write)
+
+    def _empty(
+        self, p: str, slot: int, write: Callable[[Tensor, Any], None], but: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        """Zero what lies in a slot, `but` tensors that are written whole: training may have written into a free one."""
+        for bank in self.banks[p]:
+            for key, tensor_name in bank.names.items():
+                view = bank.views(key, self.tensor(tensor_name), slot)
+                if view.shape != (but or {}).get(tensor_name) and view.any():
+                    write(view, 0)
 
     # --- use
 

@@ -42,6 +42,7 @@ class Entry:
     rank: int
     embedding: bool | None = False
     flat: bool = False  # kohya's names: underscores where the path has dots
+    assumed: bool = False  # nothing says the scale
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether this is an update of a weight of that shape; sizes of 1 at the end do not count."""
