@@ -11,7 +11,7 @@ from torch import nn
 from ...errors import SpecError, did_you_mean
 from ...spec.options import check_known
 from ...spec.options import taken as options_of
-from ...spec.yaml_source import shown
+from ...spec.yaml_source import Source, shown
 from .asked_inputs import asked_for
 from .base_classes import (
     BasePluginBlock,
@@ -34,6 +34,19 @@ FED = {
     "encoder_hidden_states": ":in.encoder_hidden_states",
     "attn_mask": ":in.encoder_attention_mask",
 }
+
+
+def plugins_of(
+    source: Source, at: tuple[str, ...], entries: Any, host: Host, notes: list[str]
+) -> list[dict[str, Any]]:
+    """The passes of a section of plugins by name, which is at the path `at` of a file. Raises SpecError with its lines."""
+    if not isinstance(entries or {}, Mapping):
+        raise source.error(f"must be a mapping of plugins by name, not {shown(entries)}", *at)
+    passes: list[dict[str, Any]] = []
+    for name, entry in (entries or {}).items():
+        with source.inside(*at, name):
+            passes += plugin_passes(str(name), entry, host, notes)
+    return passes
 
 
 def plugin_passes(name: str, entry: Any, host: Host, notes: list[str]) -> list[dict[str, Any]]:
