@@ -161,8 +161,9 @@ def _weights(entry: Mapping[str, Any], state: Sequence[str]) -> list[tuple[tuple
             rows.append((("lora", path), {own: inner + own for own in WRITTEN if inner + own in known}))
         for inner in (f"{block}plugin.", f"{block}container.{name}."):
             here = {key.removeprefix(inner): key for key in state if key.startswith(inner)}
-            if here:
-                rows.append((("plugin", _source(entry, path) if kind == "PairPlugin" else path), here))
+            home = ("plugin", _source(entry, path) if kind == "PairPlugin" else path)
+            if here and not (kind == "PatchAround" and home in dict(rows)):  # both sides have the one plugin
+                rows.append((home, here))
     return rows
 
 

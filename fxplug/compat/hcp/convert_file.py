@@ -195,7 +195,7 @@ def _merged(passes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for entry in passes:
         ((kind, given),) = entry.items()
-        same = [g for e in found for k, g in e.items() if k == kind == "hcp/patch" and _alike(g, given)]
+        same = [g for e in found for k, g in e.items() if k == kind in ("hcp/patch", "hcp/patch_around") and _alike(g, given)]
         if same:
             more = {"name": given["name"], "plugin": given["plugin"], "options": given.get("options", {})}
             same[0].setdefault("also", []).append(more)
