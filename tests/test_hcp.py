@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import hcp_guide
 import pytest
@@ -707,6 +708,24 @@ def test_what_both_methods_around_a_module_cannot(net, tmp_path):
         fxplug.apply(net.gm, fxplug.load_pass("hcp/patch_after", name="p", plugin="test_hcp:Both", layers="body.0"))
     with pytest.raises(SpecError, match="has a forward of its own: use the pass hcp/patch"):
         fxplug.apply(net.gm, fxplug.load_pass("hcp/patch_after", name="p", plugin="hcp_guide:PReLUPatch", layers="act"))
+
+
+@pytest.mark.parametrize("layers", ["re:down_blocks$", "up_blocks.1.attentions"])
+@pytest.mark.parametrize("named", [True, False])
+def test_wrap_model_at_containers_that_are_never_called(unet, tmp_path, layers, named):
+    """ModuleLists: the layers in them, as HCP-Diffusion's wrap_model finds them; with the model looked up, and without."""
+    text = f"  lora: {{_target_: hcp_guide.LoraBlock.wrap_model, rank: 2, layers: ['{layers}']}}"
+    monkey = {"model": f"{__name__}:hosted"} if named else {}
+    hosted.model = unet.model
+    (p,) = passes(tmp_path, text, **monkey)
+    at = layers.removeprefix("re:").removesuffix("$")
+    below = copy.deepcopy(unet.model.get_submodule(at))
+    wanted = {f"{at}.{path}" for path in hcp_guide.LoraBlock.wrap_model("lora", below, rank=2)}
+    assert {site.path for site in fxplug.find(unet.gm, p)} == wanted and wanted
+
+
+def hosted():
+    return copy.deepcopy(hosted.model)
 
 
 # --- inputs

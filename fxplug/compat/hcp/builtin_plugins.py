@@ -33,8 +33,8 @@ def built_in(target: str, common: dict[str, Any], given: dict[str, Any], host: H
         return _controlnet(common, given, host, notes)
     if kind == "EmbeddingPTHook":
         raise SpecError(
-            f"'{target}' puts as many rows into a text as its words ask for, and a graph has one size for all texts: give the "
-            "text model such embeddings before it is traced, or their rows as its input",
+            f"'{target}' is made in Python, as the vectors of words and their token ids come of a tokenizer: "
+            "fxplug.compat.hcp.words.word_vectors makes the pass that does the same",
             path=("_target_",),
         )
     raise SpecError(
