@@ -710,6 +710,36 @@ def test_what_both_methods_around_a_module_cannot(net, tmp_path):
         fxplug.apply(net.gm, fxplug.load_pass("hcp/patch_after", name="p", plugin="hcp_guide:PReLUPatch", layers="act"))
 
 
+class PreRaises(Both):
+    def pre_forward(self, x, shift):
+        raise KeyError("mine")
+
+
+class PostOther(Both):
+    def post_forward(self, output, x, shift):
+        return output[0]
+
+
+@pytest.mark.parametrize(
+    "kind, given, message",
+    [
+        ("PreRaises", {}, "at 'body.0' fails on .*KeyError: 'mine'"),
+        ("PostOther", {}, "post_forward gives tensor, and the module's result is"),
+        ("Both", {"layers": "bdy.0"}, "no region 'bdy.0' .did you mean 'body.0'"),
+        ("Both", {"layers": []}, "must be a list of layers, not an empty one"),
+        ("Both", {"layers": 3}, "must be a list, not 3"),
+        ("Both", {"args": 3}, "must be a list, not 3"),
+        ("Both", {"laers": 3}, "unknown key 'laers' .did you mean 'layers'"),
+    ],
+)
+def test_a_plugin_around_a_module_that_fails_is_named_and_leaves_nothing(net, kind, given, message):
+    before = fxplug.show(net.gm)
+    with pytest.raises(fxplug.FxplugError, match=f"(?s){message}"):
+        p = fxplug.load_pass("hcp/patch_around", name="p", plugin=f"test_hcp:{kind}", **{"layers": "body.0", **given})
+        fxplug.apply(net.gm, p)
+    assert fxplug.show(net.gm) == before
+
+
 @pytest.mark.parametrize("layers", ["re:down_blocks$", "up_blocks.1.attentions"])
 @pytest.mark.parametrize("named", [True, False])
 def test_wrap_model_at_containers_that_are_never_called(unet, tmp_path, layers, named):

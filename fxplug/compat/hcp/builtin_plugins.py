@@ -113,7 +113,7 @@ def _low_rank(
 
 def half_of(mask: Any) -> str | None:
     """Which half of the batch a `mask` of HCP-Diffusion chooses, first or second; None for all of it. Raises SpecError."""
-    if mask is not None and (not isinstance(mask, (list, tuple)) or tuple(mask) not in MASKS):
+    if mask is not None and (not isinstance(mask, (list, tuple)) or tuple(mask) not in list(MASKS)):
         raise SpecError(f"{shown(mask)}: an update is of the whole batch or of one half of it", path=("mask",))
     branch = None if mask is None else MASKS[tuple(mask)]
     return None if branch is None else HALVES[branch]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,6 +63,8 @@ def read_merge(source: Source, part: str, host: Host, notes: list[str]) -> Merge
     plugins = _plugins(source, section.get("plugin_cfg"), part, host, notes)
     found.passes += plugins
     known = [next(iter(entry.values()))["name"] for entry in plugins]
+    if not isinstance(section.get("load_ema", False), bool):
+        raise source.error(f"must be true or false, not {shown(section['load_ema'])}", "merge", "load_ema")
     for name, group in section.items():
         if name == "plugin_cfg" or not isinstance(group, Mapping):
             continue  # values that others refer to
@@ -145,7 +148,7 @@ def _check(item: Any, sort: str, path: tuple[str | int, ...]) -> None:
 
 
 def _number(value: Any, path: tuple[str | int, ...]) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
         raise SpecError(f"must be a number, not {shown(value)}", path=path)
     return float(value)
 

@@ -112,7 +112,12 @@ def around_pass(given: Any) -> Pass:
     for key in ("plugin", "layers"):
         if key not in own:
             raise SpecError(f"missing key '{key}'")
+    for key in ("layers", "args"):
+        if key in own and not isinstance(own[key], (str, list, tuple)):
+            raise SpecError(f"must be a list, not {shown(own[key])}", path=(key,))
     layers = [own["layers"]] if isinstance(own["layers"], str) else list(own["layers"])
+    if not layers:
+        raise SpecError("must be a list of layers, not an empty one", path=("layers",))
     if own.get("within") or any(not isinstance(layer, str) or is_pattern(layer) for layer in layers):
         raise SpecError("the layers are listed one by one here, as a plugin keeps what it keeps at each of them; "
                         "fxplug convert hcp --model lists them", path=("layers",))  # fmt: skip
