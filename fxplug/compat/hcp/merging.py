@@ -91,6 +91,7 @@ def checkpoint_pass(given: Any) -> Pass:
     about = f"The low-rank updates in {own['file']}"
     if theirs := looks_like(weights, weights):
         about += f", which has the names of {theirs}"
+    about += "."
     options = {"weights": {path: weights[path] for path in chosen}, "file": own["file"], "half": half}
     options |= {key: own[key] for key in ("alpha", "alpha_auto_scale") if key in own}
     rule = Rule(Match(path=chosen), TrainedLora, args=["x", "y"], options=options)

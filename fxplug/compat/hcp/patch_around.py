@@ -132,4 +132,5 @@ def around_pass(given: Any) -> Pass:
         )
         rules.append(Rule(port="y[:]", args=["x[:]", "y[:]", *extra, kept], options={**options, "side": "after"}, **common))
     common = {key: value for key, value in given.items() if key in COMMON}
-    return Pass(rules=rules, params=own, inputs=own.get("inputs", {}), **{"name": "patch_around", **common})
+    about = "The pre_forward and post_forward of PatchPluginBlocks of HCP-Diffusion around each layer, which stays."
+    return Pass(rules=rules, about=about, params=own, inputs=own.get("inputs", {}), **{"name": "patch_around", **common})
