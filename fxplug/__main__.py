@@ -6,7 +6,6 @@ torch is imported by the verbs that need it, when they run: `--help`, `passes` a
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +13,7 @@ from typing import Annotated
 import typer
 
 from .cli.adapters import adapters
+from .cli.convert import convert
 from .cli.launched import started, together
 from .cli.parallel import parallel
 from .cli.verbs import (
@@ -32,8 +32,7 @@ from .cli.verbs import (
     rewritten,
     users_logs,
 )
-from .errors import SpecError, did_you_mean
-from .files.reading import reported
+from .errors import SpecError
 
 app = typer.Typer(
     cls=Verbs,
@@ -44,6 +43,7 @@ app = typer.Typer(
 )
 app.add_typer(adapters, name="adapters")
 app.command()(parallel)
+app.command()(convert)
 
 
 @app.callback()
@@ -252,53 +252,6 @@ def export(
         print(note)
     print(f"saved in {report.path}")
 
-
-@app.command()
-def convert(
-    system: Annotated[str, typer.Argument(metavar="SYSTEM", help="Where the file comes from: hcp or zhijian.")],
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="Its YAML file with plugin_unet, plugin_TE, lora_unet, or addins.")
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The configuration to write.")],
-    model: Annotated[
-        str | None, typer.Option("--model", help="The model, as in a configuration; or a configuration that has it (.yaml).")
-    ] = None,
-    part: Annotated[str, typer.Option("--part", help="Whose plugins: unet or TE.")] = "unet",
-    input: Annotated[
-        list[str] | None,
-        typer.Option("--input", metavar="NAME=SIZES", help="What a plugin is fed: cond=n,3,8*h,8*w. Repeatable."),
-    ] = None,
-    debug: Debug = False,
-) -> None:
-    """Turn the plugins of another system into a configuration; their classes are used as they are."""
-    if system not in (known := ("hcp", "zhijian")):
-        raise SpecError(f"no system '{system}'{did_you_mean(system, known)}; there are {' and '.join(known)}")
-    from .compat.hcp import convert_file as hcp
-    from .compat.zhijian.convert_file import convert as zhijian
-
-    if system == "zhijian":
-        done = zhijian(file, model=model, out=out)
-    else:
-        done = hcp.convert(file, model=model, part=part, inputs=dict(map(hcp.read_input, input or [])), out=out)
-    with reported(lambda finding: SpecError(f"{out} {finding}"), "cannot be written"):
-        _write(out, done.text)
-    for note in done.notes:
-        print(f"note: {note}", file=sys.stderr)
-    print(f"saved in {out}" if model else f"saved in {out}; its model is left to write")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole, or leave it as it was; into what is no file, such as a pipe, it is written straight."""
-    if path.exists() and not path.is_file():
-        path.write_text(text, "utf-8")
-        return
-    target = Path(os.path.realpath(path))
-    beside = target.with_name(f".{os.getpid()}.tmp")
-    try:
-        beside.write_text(text, "utf-8")
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
 
 MANY = {"--check", "measured", "--link=measured"}  # what `parallel` needs all processes for
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 
 import hcp_guide
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import fxplug
 from fxplug.compat.hcp import PatchPluginContainer, PluginBlock, SinglePluginBlock
+from fxplug.compat.hcp.checkpoints import load_checkpoint, save_checkpoint
 from fxplug.compat.hcp.convert_file import convert
 from fxplug.errors import MatchError, SpecError, TraceError
 from fxplug.spec.yaml_source import parse_yaml
@@ -606,9 +608,12 @@ def test_a_patch_before_and_after_a_layer_that_the_graph_keeps_whole(net, tmp_pa
     new = fxplug.apply(net.gm, p)
     with Hooks(net.model) as hooks:
         plugin = hooks.patch(path, lambda host, **where: Around("p", host, **where))
-        same(net, new, [(plugin, f"p.{path}.PatchPlugin.container.p")])
+        same(net, new, [(plugin, f"p.{path}.PatchAround.container.p")])
     assert new.get_parameter(f"{path}.weight") is net.model.get_parameter(f"{path}.weight")
-    assert set(new.state_dict()) - set(net.gm.state_dict()) == {f"p.{path}.PatchPlugin.container.p.gain"}
+    assert set(new.get_submodule("p").state_dict()) >= {f"{path}.PatchAround.container.p.gain"}
+    assert len(list(new.parameters())) == len(list(net.gm.parameters())) + 1
+    older = fxplug.load_pass("hcp/patch", name="p", plugin="test_hcp:Around", layers=path)
+    assert "PatchPlugin" in str(fxplug.diff(net.gm, fxplug.apply(net.gm, older)))
 
 
 class After(hcp_guide.PatchPluginBlock):
@@ -649,15 +654,108 @@ def test_a_patch_around_its_module(net, tmp_path, kind):
         same(net, new, [(plugin, f"p.body.0.{name}.container.p")])
 
 
-def test_a_patch_before_and_after_code_that_is_in_the_graph_is_refused(net, tmp_path):
-    (p,) = passes(tmp_path, "  p: {_target_: test_hcp.Both, layers: [body.0]}")
-    assert p.rules[0].use.endswith("PatchPlugin")
-    with pytest.raises(SpecError, match="runs the module that it patches"):
+class Keeps(Both):
+    """Keeps what it got for the second method, and counts its calls in a buffer."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def pre_forward(self, x, shift):
+        self.given, self.rows = [x], x.shape[1]
+        self.calls.add_(1)
+        return super().pre_forward(x, shift)
+
+    def post_forward(self, output, x, shift):
+        return output[0] + self.given[0] * self.rows * self.gain, output[1]
+
+
+class Leaves(Both):
+    def post_forward(self, output, x, shift):
+        before, self.last = getattr(self, "last", 0.0), output[0]
+        return output[0] + before, output[1]
+
+
+@pytest.mark.parametrize("kind", [Both, Keeps])
+def test_both_methods_around_code_that_is_in_the_graph(net, tmp_path, kind):
+    text = f"  p: {{_target_: test_hcp.{kind.__name__}, layers: [body.0, body.1]}}"
+    (p,) = passes(tmp_path, text)
+    assert [rule.place for rule in p.rules] == ["before", "after"] * 2
+    new = fxplug.apply(net.gm, p)
+    assert len([name for name, _ in new.named_parameters() if name.startswith("p.")]) == 2  # each plugin has its gain once
+    with Hooks(net.model) as hooks:
+        plugins = [hooks.patch(f"body.{n}", lambda host, **where: kind("p", host, **where)) for n in range(2)]
+        same(net, new, [(plugin, f"p.body.{n}.PatchAround.container.p") for n, plugin in enumerate(plugins)])
+        x = net.args[0][:1]  # another batch
+        torch.testing.assert_close(new(x), net.model(x))
+    fxplug.save(new, tmp_path / "saved")
+    again = fxplug.load(tmp_path / "saved")
+    assert torch.equal(again(x), new(x)) and len(list(again.parameters())) == len(list(new.parameters()))
+    save_checkpoint(new, tmp_path / "a.ckpt")
+    assert load_checkpoint(again, tmp_path / "a.ckpt")
+
+
+def test_what_both_methods_around_a_module_cannot(net, tmp_path):
+    (p,) = passes(tmp_path, "  p: {_target_: test_hcp.Leaves, layers: [body.0]}")
+    with pytest.raises(TraceError, match="holds what the last call left"):
         fxplug.apply(net.gm, p)
-    with pytest.raises(SpecError, match="has a pre_forward too"):
+    (p,) = passes(tmp_path, "  p: {_target_: test_hcp.Both, layers: ['re:body.0$']}")  # not one by one: without the model
+    with pytest.raises(SpecError, match="runs the module that it patches.*hcp/patch_around for one with both"):
+        fxplug.apply(net.gm, p)
+    with pytest.raises(SpecError, match="the layers are listed one by one here"):
+        fxplug.load_pass("hcp/patch_around", plugin="test_hcp:Both", layers="re:body.0$")
+    with pytest.raises(SpecError, match="has a pre_forward too.*hcp/patch_around"):
         fxplug.apply(net.gm, fxplug.load_pass("hcp/patch_after", name="p", plugin="test_hcp:Both", layers="body.0"))
     with pytest.raises(SpecError, match="has a forward of its own: use the pass hcp/patch"):
         fxplug.apply(net.gm, fxplug.load_pass("hcp/patch_after", name="p", plugin="hcp_guide:PReLUPatch", layers="act"))
+
+
+class PreRaises(Both):
+    def pre_forward(self, x, shift):
+        raise KeyError("mine")
+
+
+class PostOther(Both):
+    def post_forward(self, output, x, shift):
+        return output[0]
+
+
+@pytest.mark.parametrize(
+    "kind, given, message",
+    [
+        ("PreRaises", {}, "at 'body.0' fails on .*KeyError: 'mine'"),
+        ("PostOther", {}, "post_forward gives tensor, and the module's result is"),
+        ("Both", {"layers": "bdy.0"}, "no region 'bdy.0' .did you mean 'body.0'"),
+        ("Both", {"layers": []}, "must be a list of layers, not an empty one"),
+        ("Both", {"layers": 3}, "must be a list, not 3"),
+        ("Both", {"args": 3}, "must be a list, not 3"),
+        ("Both", {"laers": 3}, "unknown key 'laers' .did you mean 'layers'"),
+    ],
+)
+def test_a_plugin_around_a_module_that_fails_is_named_and_leaves_nothing(net, kind, given, message):
+    before = fxplug.show(net.gm)
+    with pytest.raises(fxplug.FxplugError, match=f"(?s){message}"):
+        p = fxplug.load_pass("hcp/patch_around", name="p", plugin=f"test_hcp:{kind}", **{"layers": "body.0", **given})
+        fxplug.apply(net.gm, p)
+    assert fxplug.show(net.gm) == before
+
+
+@pytest.mark.parametrize("layers", ["re:down_blocks$", "up_blocks.1.attentions"])
+@pytest.mark.parametrize("named", [True, False])
+def test_wrap_model_at_containers_that_are_never_called(unet, tmp_path, layers, named):
+    """ModuleLists: the layers in them, as HCP-Diffusion's wrap_model finds them; with the model looked up, and without."""
+    text = f"  lora: {{_target_: hcp_guide.LoraBlock.wrap_model, rank: 2, layers: ['{layers}']}}"
+    monkey = {"model": f"{__name__}:hosted"} if named else {}
+    hosted.model = unet.model
+    (p,) = passes(tmp_path, text, **monkey)
+    at = layers.removeprefix("re:").removesuffix("$")
+    below = copy.deepcopy(unet.model.get_submodule(at))
+    wanted = {f"{at}.{path}" for path in hcp_guide.LoraBlock.wrap_model("lora", below, rank=2)}
+    assert {site.path for site in fxplug.find(unet.gm, p)} == wanted and wanted
+
+
+def hosted():
+    return copy.deepcopy(hosted.model)
 
 
 # --- inputs

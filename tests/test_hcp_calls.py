@@ -282,14 +282,13 @@ def around(tmp_path, kind, leaf=("inner",)):
 
 
 def test_before_and_after_a_module_that_is_kept_whole(tmp_path):
-    with pytest.raises(SpecError, match=r"keep it whole \(leaf: \[inner\]\)"):
-        around(tmp_path, Around, leaf=())
-    model, new, x = around(tmp_path, Around)
-    with Hooks(model) as hooks:
-        hooks.patch("inner", lambda host, **where: Around("p", host, **where))
-        expected = model(x)
-    torch.testing.assert_close(new(x), expected)
-    torch.testing.assert_close(gradient(new, x), gradient(model, x, hooked=True))
+    for leaf in (["inner"], []):
+        model, new, x = around(tmp_path, Around, leaf=leaf)
+        with Hooks(model) as hooks:
+            hooks.patch("inner", lambda host, **where: Around("p", host, **where))
+            expected = model(x)
+        torch.testing.assert_close(new(x), expected)
+        torch.testing.assert_close(gradient(new, x), gradient(model, x, hooked=True))
 
 
 def gradient(module, x, hooked=False):
@@ -301,8 +300,8 @@ def gradient(module, x, hooked=False):
 
 def test_what_a_plugin_does_not_train_is_no_parameter(tmp_path):
     _, new, _ = around(tmp_path, Around)
-    assert {name for name, _ in new.named_parameters() if name.startswith("p.")} == {"p.inner.PatchPlugin.container.p.gain"}
-    assert "p.inner.PatchPlugin.container.p.kept" in new.state_dict()
+    assert {name for name, _ in new.named_parameters() if name.startswith("p.")} == {"p.inner.PatchAround.container.p.gain"}
+    assert "p.inner.PatchAround.container.p.kept" in new.state_dict()
 
 
 @pytest.mark.parametrize(

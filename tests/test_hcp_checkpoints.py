@@ -7,9 +7,12 @@ import small
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from typer.testing import CliRunner
 
 import fxplug
+from fxplug.__main__ import app
 from fxplug.compat.hcp import PluginBlock
+from fxplug.compat.hcp.checkpoint_files import read_sections
 from fxplug.compat.hcp.checkpoints import load_checkpoint, save_checkpoint
 from fxplug.errors import ArtifactError, SpecError
 
@@ -166,3 +169,85 @@ def test_a_file_of_something_else_changes_nothing(tmp_path, sections, kind, mess
     with pytest.raises(kind, match=message):
         load_checkpoint(new, tmp_path / "a.ckpt")
     assert all(torch.equal(before[name], value) for name, value in new.state_dict().items())
+
+
+# --- the verb
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fxplug.save(rewritten(LORA), "saved")
+    return tmp_path / "saved"
+
+
+def run(*args):
+    return CliRunner().invoke(app, ["convert", "hcp", *map(str, args)], prog_name="fxplug")
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+def test_a_checkpoint_goes_into_a_saved_rewrite_and_comes_out_of_it(saved, suffix):
+    state = lora_state(OLD, ".lora_block.")
+    file = write(saved.parent / f"unet-100{suffix}", {"lora": state})
+    done = run(file, "--into", saved)
+    assert done.exit_code == 0, done.stderr
+    assert "6 weights of lora_block_0" in done.stdout
+    up = fxplug.load(saved).get_parameter("lora_block_0.head.Lora.up.weight")
+    assert torch.equal(up, state["head.lora_block.layer.lora_up.weight"])
+    again = run(saved, "-o", f"again{suffix}", "--pass", "lora_block_0")
+    assert again.exit_code == 0, again.stderr
+    read = read_sections(f"again{suffix}")["lora"]
+    assert read.keys() == lora_state().keys() and torch.equal(read["head.___.layer.W_up"], up)
+
+
+@pytest.mark.parametrize("row", PLUGINS, ids=lambda row: row[0])
+def test_weights_of_plugins_go_into_a_saved_rewrite(tmp_path, monkeypatch, row):
+    monkeypatch.chdir(tmp_path)
+    fxplug.save(rewritten(row), "saved")
+    loud = rewritten(row)
+    with torch.no_grad():
+        for name, value in loud.state_dict().items():
+            if name.startswith("a."):
+                value.add_(1.5)
+    save_checkpoint(loud, "a.ckpt")
+    assert run("a.ckpt", "--into", "saved").exit_code == 0
+    x = torch.randn(4, 3, 5, 5)
+    assert torch.equal(fxplug.load("saved", allow=[__name__])(x), loud(x))
+
+
+@pytest.mark.parametrize(
+    "words, code, message",
+    [
+        (("text.ckpt", "--into", "saved"), 1, "cannot be read"),
+        (("other.ckpt", "--into", "saved"), 1, "2 of its 4 layers have no such pass here, and 2 are not in this model"),
+        (("other.ckpt", "--into", "saved"), 1, "those of a CLIP text encoder of 3 layers or more"),
+        (("both.ckpt", "--into", "saved"), 1, "twice, under the names of two versions"),
+        (("a.ckpt", "--into", "no"), 1, "'no' is no folder of a saved rewrite"),
+        (("a.ckpt", "--into", "run"), 1, "of a training run it is run/module"),
+        (("a.ckpt", "--into", "saved", "--pass", "lora"), 1, "no pass 'lora'; there are lora_block_0"),
+        (("a.ckpt", "--into", "saved", "--ema"), 1, "none of the sections 'base_ema', 'lora_ema', 'plugin_ema'; it has lora"),
+        (("no.ckpt", "--into", "saved"), 1, "no such file"),
+        (("saved", "-o", "a.bin"), 1, "ends in .ckpt or .safetensors"),
+        (("saved", "-o", "no/a.ckpt"), 1, "cannot be written"),
+        (("plain", "-o", "a.ckpt"), 1, "no pass here has weights that a checkpoint of HCP-Diffusion has"),
+        (("a.ckpt",), 2, "--into DIR"),
+        (("a.yaml", "--into", "saved"), 2, "--into goes with a checkpoint"),
+        (("a.ckpt", "--into", "saved", "-o", "b.yaml"), 2, "--into goes with a checkpoint"),
+        (("saved", "-o", "a.ckpt", "--model", "x"), 2, "--model goes with a configuration"),
+    ],
+)
+def test_what_the_verb_gets_wrong_changes_nothing(saved, words, code, message):
+    fxplug.save(rewritten(), "plain")
+    (saved.parent / "run").mkdir()
+    fxplug.save(rewritten(), "run/module")
+    (saved.parent / "text.ckpt").write_text("hello")
+    (saved.parent / "a.yaml").write_text("lora_unet: []")
+    torch.save({"lora": lora_state()}, "a.ckpt")
+    text = {f"text_model.encoder.layers.{n}.fc1.___.layer.W_up": torch.zeros(1, 2) for n in (0, 2)}
+    torch.save({"lora": lora_state(**text)}, "other.ckpt")
+    torch.save({"lora": lora_state(**{"head.lora_block.layer.lora_up.weight": torch.zeros(4, 2)})}, "both.ckpt")
+    before = {file: file.read_bytes() for file in saved.parent.rglob("*") if file.is_file()}
+    done = run(*words)
+    assert done.exit_code == code
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert {file: file.read_bytes() for file in saved.parent.rglob("*") if file.is_file()} == before

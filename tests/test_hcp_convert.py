@@ -211,7 +211,7 @@ def test_unequal_lists_show_both():
         ("{_target_: hcp_guide.Skip.wrap_model, from_layer: [a], to_layer: [b]}", "Skip has no wrap_model"),
         ("{_target_: hcp_guide.ControlNetPlugin, from_layers: [a], to_layers: [b]}", "--input cond="),
         ("{_target_: hcpdiff.models.dreamartist.Other, layers: [a]}", "no equal among fxplug's passes"),
-        ("{_target_: hcpdiff.models.text_emb_ex.EmbeddingPTHook, layers: [a]}", "a graph has one size for all texts"),
+        ("{_target_: hcpdiff.models.text_emb_ex.EmbeddingPTHook, layers: [a]}", "words.word_vectors makes the pass"),
         ("{_target_: hcpdiff.models.controlnet.ControlNetPlugin, from_layers: [a], to_layers: [b]}", "is wired for ["),
         ("{layers: [a]}", "must be the path of a class"),
         ("3", "must be a mapping with '_target_'"),

@@ -54,9 +54,9 @@ def test_keys_of_the_users_own_are_notes(key):
     assert f"has no such keys: {key.partition(':')[0]}" in notes(f"{key}\n{LORA}")
 
 
-@pytest.mark.parametrize("key", ["data: {a: 1}", "merge: {a: 1}", "data_class: {a: 1}", "train: {b: 2}", "previewer: {c: 3}"])
+@pytest.mark.parametrize("key", ["data: {a: 1}", "prompt: a", "data_class: {a: 1}", "train: {b: 2}", "previewer: {c: 3}"])
 def test_what_is_the_trainers_is_told(key):
-    assert "the trainer's and no plugins: " + key.partition(":")[0] in notes(f"{key}\n{LORA}")
+    assert "as they are of training or drawing and no plugins: " + key.partition(":")[0] in notes(f"{key}\n{LORA}")
 
 
 def test_layers_that_train_themselves_are_told():

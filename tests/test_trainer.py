@@ -13,6 +13,7 @@ from pathlib import Path
 
 import processes
 import pytest
+import test_denoise_runs
 import test_parallel_training
 import torch
 import yaml
@@ -375,7 +376,85 @@ def test_a_batch_that_does_not_fit_the_graph_names_the_key(tmp_path):
     dit["inputs"]["timestep"] = {"shape": [2], "dtype": "float32"}
     text = message(fxplug.TrainError, tmp_path, **{k: dit[k] for k in ("model", "inputs", "passes", "train")})
     assert "timestep [2] float32" in text and text.endswith("\n  write inputs.timestep.dtype: int64")
-    assert not found(tmp_path / "checkpoints")
+    assert not any(tmp_path.iterdir())  # before anything is made
+
+
+class Captioned(Digits):
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return {"image": image, "caption": str(label)}
+
+
+def test_what_the_first_batch_has_otherwise_is_said_with_its_way_out(tmp_path):
+    unet = copy.deepcopy(test_denoise_runs.CONFIG)
+    unet["inputs"]["encoder_hidden_states"], unet["model"]["diffusers"]["cross_attention_dim"] = [2, 1, 12], 12
+    own = {"model": unet["model"], "inputs": unet["inputs"], "train": unet["train"], "passes": unet["passes"][:1]}
+    text = message(fxplug.TrainError, tmp_path / "out", **own, data={"call": "test_trainer:Captioned"})
+    assert "has 16 numbers a word and in inputs.encoder_hidden_states 12: give the text encoder that the model was made" in text
+    assert "  called with: sample [8, 3, 16, 16] float32, timestep [8] int64, encoder_hidden_states [8, 1, 16] float32" in text
+    assert not (tmp_path / "out").exists()
+
+
+class Words(nn.Module):
+    """Text whose number of words is its own, and images of as many channels as its layer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.conv = nn.Parameter(torch.zeros(1, 4, 8)), nn.Conv2d(3, 8, 1)
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return self.conv(image).mean((2, 3)) + (text + self.place).mean(1)
+
+
+class Both(fxplug.Task):
+    def loss(self, module, batch, draw):
+        return module(batch["image"], text=batch["words"]).square().mean()
+
+
+@pytest.mark.parametrize(
+    "image, words, advice",
+    [
+        ((3, 5, 5), (6, 8), r"a text in text has 6 words and in inputs.text 4: write inputs.text: \[2, 6, 8\]"),
+        ((4, 5, 5), (4, 8), "image has 4 channels and inputs.image 3: give the model data of its channels"),
+        ((3, 5, 5), (8,), r"text has 2 dimensions and inputs.text 3: write inputs.text: \[8, 8\]"),
+    ],
+)
+def test_words_channels_and_dimensions_are_named(image, words, advice):
+    new = fxplug.trace(Words(), (torch.randn(2, 3, 5, 5), torch.randn(2, 4, 8)))
+    data = [{"image": torch.randn(image), "words": torch.randn(words)}] * 8
+    with pytest.raises(fxplug.TrainError, match=advice):
+        fxplug.Trainer(new, Both(), data, steps=1, batch=8, device="cpu", quiet=True, trainable=["conv"])
+
+
+def test_a_trainer_says_it_before_it_trains():
+    with pytest.raises(fxplug.TrainError, match=r"images are \[24, 24\] and inputs.x is \[1, 3, 16, 16\]: give both one size"):
+        python_trainer()[1](data=[(torch.randn(3, 24, 24), 1)] * 8)
+
+
+def test_nothing_is_read_or_run_twice_for_data_that_is_read_once():
+    class Once(torch.utils.data.IterableDataset):
+        def __len__(self):
+            return 16
+
+        def __iter__(self):
+            yield from ((torch.randn(3, 16, 16), n % 10) for n in range(16))
+
+    _, trainer = python_trainer()
+    assert len(trainer(data=torch.utils.data.DataLoader(Once(), batch_size=8)).fit()) == 2
+
+
+class Failing(fxplug.Task):
+    """Fails by itself, which no word about the batch hides."""
+
+    def loss(self, module, batch, draw):
+        raise ZeroDivisionError("mine")
+
+
+def test_what_a_task_raises_itself_is_told_as_it_is():
+    new, _ = python_trainer()
+    made = fxplug.Trainer(new, Failing(), Digits(), steps=1, batch=8, device="cpu", quiet=True, trainable=["head"])
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        made.fit()
 
 
 class Detached(nn.Module):
@@ -435,7 +514,9 @@ def test_what_else_must_be_the_same(tmp_path, first, then, expected):
 def python_trainer(**given):
     new = fxplug.rewrite(fxplug.load_config(config())).module
     common = {"steps": 2, "batch": 8, "trainable": ["head"], "device": "cpu", "quiet": True}
-    return new, lambda **more: fxplug.Trainer(new, {"classify": {"augment": "none"}}, Digits(), **{**common, **given, **more})
+    return new, lambda **more: fxplug.Trainer(
+        new, {"classify": {"augment": "none"}}, **{"data": Digits(), **common, **given, **more}
+    )
 
 
 def test_tests_are_said_as_in_a_configuration_in_python_too(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Mapping, Sequence
@@ -23,12 +24,13 @@ from .data.seeding import random_state, random_state_kept
 from .distributed import launched, prepared, set_mode
 from .ema import Ema
 from .evaluating import pictures, tested
+from .first_batch import check_fits
 from .monitor import Watch
 from .param_groups import check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
 from .plugin_state import State, plugin_batch
 from .plugins import Plugins, open_plugins
 from .progress import Pace, Progress
-from .random_draws import mixed
+from .random_draws import Draws, mixed
 from .resuming import export, interruptible, keep, keep_in, rescue, restore
 from .splitting import divided, share
 from .stepping import Batch, Stepper
@@ -97,6 +99,7 @@ class Trainer:
         self.data = loader_of(data, train=True, hooks=self.plugins if self.plugins.transforms else None, **common)
         self.tests = None if test is None else loader_of(test, train=False, hooks=None, **common)
         self._set_up(Path(base or Path.cwd()), timm)
+        self._check_first_batch()  # before plugins see the module, which may hook it
         self.state = State(train_batch=self.data, unet=module, save=lambda path: keep_in(self, path), **self.task.parts())
         self._tell_of_the_model()
         self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
@@ -156,6 +159,17 @@ class Trainer:
             disable_unet_training=not self.groups,
             disable_textenc_training=not self.task.trains,
         )
+
+    def _check_first_batch(self) -> None:
+        """Raises TrainError where it does not fit the graph, unless a plugin may still change it."""
+        batch = None
+        if not self.plugins.has("on_step_start"):
+            with contextlib.suppress(Exception):  # the data set's own, which the first step tells
+                batch = self.data.peek()
+        if batch is not None:
+            set_mode(self.module, self.module, self.settings.mode)
+            draws = Draws(self.seed, 1, rank=self.rank, world=self.world, device=self.accelerator.device)
+            check_fits(self.module, self.task, self.moved(batch), draws, self.accelerator)
 
     @property
     def steps(self) -> int:

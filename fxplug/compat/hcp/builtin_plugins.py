@@ -33,8 +33,8 @@ def built_in(target: str, common: dict[str, Any], given: dict[str, Any], host: H
         return _controlnet(common, given, host, notes)
     if kind == "EmbeddingPTHook":
         raise SpecError(
-            f"'{target}' puts as many rows into a text as its words ask for, and a graph has one size for all texts: give the "
-            "text model such embeddings before it is traced, or their rows as its input",
+            f"'{target}' is made in Python, as the vectors of words and their token ids come of a tokenizer: "
+            "fxplug.compat.hcp.words.word_vectors makes the pass that does the same",
             path=("_target_",),
         )
     raise SpecError(
@@ -111,16 +111,21 @@ def _low_rank(
     return {kind: {**common, "at": patterns(layers), **options, **({"half": half} if half else {})}}
 
 
+def half_of(mask: Any) -> str | None:
+    """Which half of the batch a `mask` of HCP-Diffusion chooses, first or second; None for all of it. Raises SpecError."""
+    if mask is not None and (not isinstance(mask, (list, tuple)) or tuple(mask) not in list(MASKS)):
+        raise SpecError(f"{shown(mask)}: an update is of the whole batch or of one half of it", path=("mask",))
+    branch = None if mask is None else MASKS[tuple(mask)]
+    return None if branch is None else HALVES[branch]
+
+
 def _half(sort: str, given: dict[str, Any]) -> str | None:
     """Which half of the batch an entry acts on, from its `branch`, `mask` or type; None for all of it."""
-    mask = given.pop("mask", None)
-    if mask is not None and (not isinstance(mask, (list, tuple)) or tuple(mask) not in MASKS):
-        raise SpecError(f"{shown(mask)}: an update is of the whole batch or of one half of it", path=("mask",))
-    branch = sort if sort in HALVES else "p" if sort == "dapp" else None if mask is None else MASKS[tuple(mask)]
-    branch = given.pop("branch", None) or branch
+    masked = half_of(given.pop("mask", None))
+    branch = given.pop("branch", None) or (sort if sort in HALVES else "p" if sort == "dapp" else None)
     if branch is not None and branch not in HALVES:
         raise SpecError(f"no branch {shown(branch)}: there are {', '.join(HALVES)}", path=("branch",))
-    return None if branch is None else HALVES[branch]
+    return masked if branch is None else HALVES[branch]
 
 
 def _rank(rank: Any) -> Any:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import ArtifactError, SpecError, did_you_mean
-from ...files import weight_files
+from ...files.reading import reported
+from ...files.writing import save_file, written
 from ...ir.traced_module import TracedModule
 from ...spec.addresses import is_pattern
+from .checkpoint_files import State, keyed, looks_like, read_sections
 
-KEY = re.compile(r"(?P<path>.*?)\.(?:___|lora_block(?:_\d+)?)\.(?P<key>.+)")  # a layer, what stands for its plugin, a weight
-# what a low-rank update's weights are called there; alpha is stored divided by the rank, so it is the scale
-LOW_RANK = {
-    "layer.W_down": "down.weight", "layer.lora_down.weight": "down.weight", "layer.W_up": "up.weight",
-    "layer.lora_up.weight": "up.weight", "layer.bias": "up.bias", "layer.lora_up.bias": "up.bias", "alpha": "scale",
-}  # fmt: skip
 WRITTEN = {"down.weight": "layer.W_down", "up.weight": "layer.W_up", "up.bias": "layer.bias", "scale": "alpha"}
 HEAD = "controlnet_cond_embedding"
 
@@ -36,22 +32,21 @@ def load_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[
     loaded. Raises SpecError for a layer or weight that no such pass has, another shape, or a weight that the file lacks;
     ArtifactError for a file that cannot be read.
     """
-    found, target = _read(Path(file), "_ema" if ema else ""), module.state_dict()
-    homes = _homes(module, passes)
+    target, homes = module.state_dict(), _homes(module, passes)
+    found = _read(Path(file), ema)
+    _check_layers(module, file, found, homes)
     chosen: dict[str, Tensor] = {}
-    for (section, path, key), tensor in found.items():
-        here = homes.get((section, path))
-        if here is None:
-            paths = [p for s, p in homes if s == section]
-            what = f"{len(paths)} layers have such a pass" if paths else "no pass here has such weights"
-            raise SpecError(f"{file}: {section} has weights of '{path}', and {what}{did_you_mean(path, paths)}")
-        if key not in here:
-            raise SpecError(f"{file}: '{path}' has no weight '{key}'{did_you_mean(key, here)}")
-        name = here[key]
-        if target[name].shape != tensor.shape:
-            there, own = list(tensor.shape), list(target[name].shape)
-            raise SpecError(f"{file}: '{path}' has {key} {there}, and {name} is {own}: another model, or another rank")
-        chosen[name] = tensor
+    for (section, path), weights in found.items():
+        here = homes[section, path]
+        for key, tensor in weights.items():
+            said = WRITTEN.get(key, key) if section == "lora" else key
+            if key not in here:
+                raise SpecError(f"{file}: '{path}' has no weight '{said}' here{did_you_mean(key, here)}")
+            name = here[key]
+            if target[name].shape != tensor.shape:
+                there, own = list(tensor.shape), list(target[name].shape)
+                raise SpecError(f"{file}: '{path}' has {said} {there}, and {name} is {own}: another model, or another rank")
+            chosen[name] = tensor
     filled = {name.partition(".")[0] for name in chosen}
     for name in dict.fromkeys(name for here in homes.values() for name in here.values()):
         if name.partition(".")[0] in filled and name not in chosen and not name.endswith(".scale"):
@@ -65,42 +60,72 @@ def load_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[
 def save_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[str] = ()) -> list[str]:
     """Write the weights of converted passes as a file that HCP-Diffusion 0.9 loads; gives the names of what was written.
 
-    Raises SpecError for two passes with weights at one layer, of which `passes` has to name one, and for another suffix than
-    `.ckpt` and `.safetensors`.
+    Raises SpecError for two passes with weights at one layer, of which `passes` has to name one, for passes without such
+    weights, and for another suffix than `.ckpt` and `.safetensors`; ArtifactError where nothing can be written. A file that was
+    there stays as it was then.
     """
     out, state, names = Path(file), module.state_dict(), []
     sections: dict[str, dict[str, Tensor]] = {}
     for (section, path), here in _homes(module, passes).items():
         for key, name in here.items():
-            if section == "plugin" or WRITTEN.get(LOW_RANK[key]) == key:
-                sections.setdefault(section, {})[f"{path}.___.{key}"] = state[name].detach().cpu().contiguous()
-                names.append(name)
-    if out.suffix == ".ckpt":
-        torch.save(sections, out)
-    elif out.suffix == ".safetensors":
-        save_file({f"{section}:{key}": value for section, here in sections.items() for key, value in here.items()}, out)
-    else:
+            key = WRITTEN[key] if section == "lora" else key
+            sections.setdefault(section, {})[f"{path}.___.{key}"] = state[name].detach().cpu().contiguous().clone()
+            names.append(name)
+    if out.suffix not in (".ckpt", ".safetensors"):
         raise SpecError(f"{file}: a checkpoint of HCP-Diffusion ends in .ckpt or .safetensors")
+    if not names:
+        raise SpecError(f"no pass here has weights that a checkpoint of HCP-Diffusion has: {_listed(passes, module)}")
+    beside = out.with_name(f".{os.getpid()}{out.suffix}")
+    with reported(lambda finding: ArtifactError(f"{file} {finding}"), "cannot be written"):
+        try:
+            if out.suffix == ".ckpt":
+                with written(beside) as opened:
+                    torch.save(sections, opened)
+            else:
+                flat = {f"{section}:{key}": value for section, here in sections.items() for key, value in here.items()}
+                save_file(flat, beside)
+            os.replace(beside, out)
+        finally:
+            beside.unlink(missing_ok=True)
     return names
 
 
-def _read(file: Path, suffix: str) -> dict[tuple[str, str, str], Tensor]:
-    """The weights of both sections, by section, layer and name. A flat file has its sections before a colon."""
-    data, _ = weight_files.read(file)
-    if not isinstance(data, Mapping):
-        raise ArtifactError(f"{file} is a {type(data).__name__}, no checkpoint of HCP-Diffusion")
-    flat = {k: v for k, v in data.items() if isinstance(v, Tensor)}
-    flat |= {f"{section}:{k}": v for section, inner in data.items() if isinstance(inner, Mapping) for k, v in inner.items()}
-    found = {}
-    for text, tensor in flat.items():
-        section, _, rest = text.partition(":")
-        key = KEY.fullmatch(rest)
-        if key is not None and isinstance(tensor, Tensor) and section in (f"lora{suffix}", f"plugin{suffix}"):
-            found[section.removesuffix(suffix), key["path"], key["key"]] = tensor
+def _listed(passes: Sequence[str], module: TracedModule) -> str:
+    return ", ".join(passes or [entry["name"] for entry in module.meta.get("passes", [])]) or "there is none"
+
+
+def _read(file: Path, ema: bool) -> dict[tuple[str, str], State]:
+    """The weights of the low-rank updates and plugins of a file, by section and layer."""
+    sections = read_sections(file, ema)
+    found = {
+        (section, path): here
+        for section in ("lora", "plugin")
+        for path, here in keyed(section, sections.get(section, {}), file).items()
+    }
     if not found:
-        there = ", ".join(sorted({text.partition(":")[0] for text in flat})[:6]) or "nothing"
-        raise ArtifactError(f"{file} has no low-rank updates and no plugins ('lora{suffix}', 'plugin{suffix}'); it has {there}")
+        raise ArtifactError(
+            f"{file} has no low-rank updates and no plugins ('lora', 'plugin'); it has {', '.join(sections)}, which a "
+            "configuration mixes into its model: fxplug convert hcp FILE -o OUT.yaml"
+        )
     return found
+
+
+def _check_layers(module: TracedModule, file: str | Path, found: Mapping[tuple[str, str], State], homes: Homes) -> None:
+    """Raises SpecError for layers of a file that have no such pass here: which, how many, and what model they look like."""
+    lost = [home for home in found if home not in homes]
+    if not lost:
+        return
+    section, path = lost[0]
+    paths, modules = [p for s, p in homes if s == section], dict(module.named_modules())
+    what = f"{len(paths)} layers have such a pass" if paths else "no pass here has such weights"
+    text = f"{file}: {section} has weights of '{path}', and {what}{did_you_mean(path, paths)}"
+    foreign = [p for _, p in lost if p not in modules]
+    if len(found) > 1:
+        text += f"\n  {len(lost)} of its {len(found)} layers have no such pass here, and {len(foreign)} are not in this model"
+    theirs, own = looks_like([p for _, p in found], {p: here for (s, p), here in found.items()}), looks_like(modules)
+    if foreign and theirs:
+        text += f"; its names are those of {theirs}" + (f", and this is {own}" if own and own != theirs else "")
+    raise SpecError(text)
 
 
 def _homes(module: TracedModule, passes: Sequence[str]) -> Homes:
@@ -122,7 +147,7 @@ def _homes(module: TracedModule, passes: Sequence[str]) -> Homes:
 
 def _weights(entry: Mapping[str, Any], state: Sequence[str]) -> list[tuple[tuple[str, str], dict[str, str]]]:
     """The weights of a pass, by section and layer."""
-    name, rows = entry["name"], []
+    name, rows, known = entry["name"], [], set(state)
     for prefix, rename in ((f"{name}.cn.", _control), (f"{name}.plugin.plugin.", str)):
         here = {rename(key.removeprefix(prefix)): key for key in state if key.startswith(prefix)}
         if here:
@@ -131,14 +156,14 @@ def _weights(entry: Mapping[str, Any], state: Sequence[str]) -> list[tuple[tuple
         block = f"{site['block']}."
         path = str(site["path"]).partition("@")[0]
         kind = site["block"].rpartition(".")[2].partition("_")[0]
-        if kind in ("Lora", "HalfLora"):
-            inner = block + "lora." * (kind == "HalfLora")
-            here = {theirs: inner + own for theirs, own in LOW_RANK.items() if inner + own in state}
-            rows.append((("lora", path), here))
+        if kind in ("Lora", "HalfLora", "TrainedLora"):
+            inner = block + "lora." * (f"{block}lora.down.weight" in known)
+            rows.append((("lora", path), {own: inner + own for own in WRITTEN if inner + own in known}))
         for inner in (f"{block}plugin.", f"{block}container.{name}."):
             here = {key.removeprefix(inner): key for key in state if key.startswith(inner)}
-            if here:
-                rows.append((("plugin", _source(entry, path) if kind == "PairPlugin" else path), here))
+            home = ("plugin", _source(entry, path) if kind == "PairPlugin" else path)
+            if here and not (kind == "PatchAround" and home in dict(rows)):  # both sides have the one plugin
+                rows.append((home, here))
     return rows
 
 

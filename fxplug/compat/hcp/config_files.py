@@ -44,7 +44,7 @@ def _read(file: Path, notes: list[str], around: tuple[Path, ...], known: dict[Pa
         raise source.error(f"must be a list of files, not {shown(bases)}", "_base_")
     merged = source
     for index, base in enumerate(bases):
-        found = _found(base, here)
+        found = near(base, here)
         if found is None:
             notes.append(f"_base_: '{base}' is in no folder around {file.name}: it is not read")
             continue
@@ -55,7 +55,8 @@ def _read(file: Path, notes: list[str], around: tuple[Path, ...], known: dict[Pa
     return known.setdefault(here, merged)
 
 
-def _found(base: str, file: Path) -> Path | None:
+def near(base: str, file: Path) -> Path | None:
+    """A file that another one names: in its folder, in those around it, or in the working folder. None where it is in none."""
     folders = (*file.parents, Path.cwd())
     return next((path.resolve() for folder in folders if (path := folder / base).is_file()), None)
 

@@ -16,19 +16,23 @@ from ...models.factory import build
 from ...spec.run_config import load_config
 from ...spec.yaml_source import Source, read_yaml, shown
 from .builtin_plugins import lora_passes
+from .checkpoint_files import keyed, looks_like, read_sections, trained_alpha
 from .config_files import References, read_files
-from .entries import PLACE_KEYS, plugin_passes
-from .hosts import Host
+from .entries import PLACE_KEYS, plugins_of
+from .hosts import PARTS, Host
+from .merge_section import Merge, merges, read_merge
 from .plugin_factory import plugin_class
 
 if TYPE_CHECKING:
     from torch import nn
 
-PARTS = {"unet": ("plugin_unet", "lora_unet"), "TE": ("plugin_TE", "lora_text_encoder")}
-# what HCP-Diffusion's trainer reads from the same file, and a graph has nothing of
+# what HCP-Diffusion's trainer, or what draws with it, reads from the same file, and a graph has nothing of
 TRAINER = {
     *("_base_", "exp_dir", "mixed_precision", "allow_tf32", "seed", "ckpt_type", "vis_info", "train", "logger", "model"),
-    *("previewer", "tokenizer_pt", "data", "data_class", "unet", "text_encoder", "hydra", "merge"),
+    *("pretrained_model", "prompt", "neg_prompt", "emb_dir", "N_repeats", "clip_skip", "clip_final_norm", "bs", "num", "dtype"),
+    *("encoder_attention_mask", "amp", "fp16", "condition", "ex_input", "save", "save_model", "offload", "vae_optimize"),
+    *("interface", "infer_args", "new_components", "out_dir"),
+    *("previewer", "tokenizer_pt", "data", "data_class", "unet", "text_encoder", "hydra"),
 }
 PLACEHOLDER = "REPLACE_ME"
 ALIKE = 0.85  # a key whose letters are so alike to those of a section is a mistake in its name
@@ -65,16 +69,39 @@ def convert(
     head = _model(model, Path(out).parent if out else Path.cwd())
     host = Host(_built(head, Path(out).parent if out else Path.cwd()) if model else None, dict(inputs or {}), part)
     plugins, loras = PARTS[part]
-    passes: list[dict[str, Any]] = []
-    for name, entry in (sections[plugins] or {}).items():
-        with source.inside(plugins, name):
-            passes += plugin_passes(str(name), entry, host, notes)
+    passes = plugins_of(source, (plugins,), sections[plugins], host, notes)
     for index, entry in enumerate(sections[loras] or []):
         with source.inside(loras, index):
             passes.append(lora_passes(f"lora_block_{index}", entry, host, notes))
-    passes = _merged(passes)
+    merge = read_merge(source, part, host, notes)
+    passes = _merged([*passes, *merge.passes])
     _check_inputs(host)
+    head = merge.head(head, _model(model, Path.cwd()), notes)
     return Converted(_text(Path(file), part, head, passes, notes, model is None), notes)
+
+
+def convert_checkpoint(
+    file: str | Path, *, model: str | None = None, out: str | Path | None = None, ema: bool = False
+) -> Converted:
+    """Turn a checkpoint of HCP-Diffusion into a configuration that loads it: weights of layers that it trained take the place
+    of the model's, and its low-rank updates are a pass, as strong as they were trained.
+
+    Arguments are those of `convert`, `ema` takes the averages. Raises ArtifactError for a file that cannot be read, SpecError
+    for plugins' weights: which plugins those were, the file does not say.
+    """
+    notes: list[str] = []
+    sections = read_sections(file, ema)
+    weights = keyed("lora", sections.get("lora", {}), file)
+    if "plugin" in sections:
+        raise SpecError(f"{file} has weights of plugins, which go into a saved rewrite that has the plugins: --into DIR")
+    merge = Merge([{"file": str(file), "alpha": 1.0, **({"ema": True} if ema else {})}] if sections.get("base") else [])
+    if weights:
+        given: dict[str, Any] = {"name": "lora", "file": str(file), "alpha": trained_alpha(weights, notes)}
+        merge.passes = [{"hcp/checkpoint": {**given, **({"ema": True} if ema else {})}}]
+    if theirs := looks_like([*weights, *sections.get("base", {})], weights):
+        notes.append(f"the names in {Path(file).name} are those of {theirs}")
+    head = merge.head(_model(model, Path(out).parent if out else Path.cwd()), _model(model, Path.cwd()), notes)
+    return Converted(_text(Path(file), "weights", head, merge.passes, notes, model is None), notes)
 
 
 def read_input(text: str) -> tuple[str, list[Any]]:
@@ -92,18 +119,17 @@ def _sections(source: Source, part: str, notes: list[str]) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise source.error(f"must be a mapping with '{PARTS[part][0]}', not {shown(data)}")
     _tell_left_out(source, notes)
-    other = [key for name, pair in PARTS.items() if name != part for key in pair if data.get(key)]
+    name = next(name for name in PARTS if name != part)
+    other = [key for key in PARTS[name] if data.get(key)]
     if other:
-        name = next(name for name in PARTS if name != part)
         notes.append(f"left out, as a configuration is of one model: {', '.join(other)} (convert again with --part {name})")
     plugins, loras = PARTS[part]
-    if not data.get(plugins) and not data.get(loras):
+    if not data.get(plugins) and not data.get(loras) and not merges(data, part):
+        other += ["merge"] * merges(data, name)
         hint = f"; there is {' and '.join(other)}: --part {name}" if other else ""
         raise source.error(f"has neither '{plugins}' nor '{loras}', so there is nothing to convert{hint}")
     references = References(source)
     found = {key: references.value(key) if data.get(key) else None for key in (plugins, loras)}
-    if not isinstance(found[plugins] or {}, Mapping):
-        raise source.error(f"must be a mapping of plugins by name, not {shown(data[plugins])}", plugins)
     if not isinstance(found[loras] or [], list):
         raise source.error(f"must be a list, not {shown(data[loras])}", loras)
     return found
@@ -112,7 +138,7 @@ def _sections(source: Source, part: str, notes: list[str]) -> dict[str, Any]:
 def _tell_left_out(source: Source, notes: list[str]) -> None:
     """Notes on the keys that are no sections of plugins. Raises SpecError for one that seems to be meant as such a section."""
     sections = [key for pair in PARTS.values() for key in pair]
-    others = [key for key in source.data if key not in sections and key not in TRAINER]
+    others = [key for key in source.data if key not in (*sections, *TRAINER, "merge")]
     for key in others:
         near = nearest(key, sections)
         alike = SequenceMatcher(None, key.lower(), near.lower()).ratio() > ALIKE
@@ -121,7 +147,7 @@ def _tell_left_out(source: Source, notes: list[str]) -> None:
             raise source.error(f"unknown key '{key}'{meant}", key=key)
     left = [key for key in source.data if key in TRAINER and key != "_base_" and source.data[key] is not None]
     if left:
-        notes.append(f"left out, as they are the trainer's and no plugins: {', '.join(left)}")
+        notes.append(f"left out, as they are of training or drawing and no plugins: {', '.join(left)}")
     if others:
         notes.append(f"left out, as HCP-Diffusion itself has no such keys: {', '.join(others)}")
     trained = [key for key in ("unet", "text_encoder") if source.data.get(key)]
@@ -169,7 +195,7 @@ def _merged(passes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for entry in passes:
         ((kind, given),) = entry.items()
-        same = [g for e in found for k, g in e.items() if k == kind == "hcp/patch" and _alike(g, given)]
+        same = [g for e in found for k, g in e.items() if k == kind in ("hcp/patch", "hcp/patch_around") and _alike(g, given)]
         if same:
             more = {"name": given["name"], "plugin": given["plugin"], "options": given.get("options", {})}
             same[0].setdefault("also", []).append(more)
@@ -207,7 +233,7 @@ class _Dumper(yaml.SafeDumper):
 def _text(
     file: Path, part: str, head: Mapping[str, Any], passes: list[dict[str, Any]], notes: list[str], unnamed: bool
 ) -> str:
-    lines = [f"# The plugins of {file.name} ({part}) as passes, by `fxplug convert hcp`."]
+    lines = [f"# What is in {file.name} ({part}) as a configuration, by `fxplug convert hcp`."]
     lines += [f"# Note: {note}" for note in notes]
     if unnamed:
         lines.append(f"# {PLACEHOLDER}: write the model that the plugins go into, and its example `inputs` if it needs some.")

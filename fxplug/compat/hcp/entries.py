@@ -11,7 +11,7 @@ from torch import nn
 from ...errors import SpecError, did_you_mean
 from ...spec.options import check_known
 from ...spec.options import taken as options_of
-from ...spec.yaml_source import shown
+from ...spec.yaml_source import Source, shown
 from .asked_inputs import asked_for
 from .base_classes import (
     BasePluginBlock,
@@ -34,6 +34,19 @@ FED = {
     "encoder_hidden_states": ":in.encoder_hidden_states",
     "attn_mask": ":in.encoder_attention_mask",
 }
+
+
+def plugins_of(
+    source: Source, at: tuple[str, ...], entries: Any, host: Host, notes: list[str]
+) -> list[dict[str, Any]]:
+    """The passes of a section of plugins by name, which is at the path `at` of a file. Raises SpecError with its lines."""
+    if not isinstance(entries or {}, Mapping):
+        raise source.error(f"must be a mapping of plugins by name, not {shown(entries)}", *at)
+    passes: list[dict[str, Any]] = []
+    for name, entry in (entries or {}).items():
+        with source.inside(*at, name):
+            passes += plugin_passes(str(name), entry, host, notes)
+    return passes
 
 
 def plugin_passes(name: str, entry: Any, host: Host, notes: list[str]) -> list[dict[str, Any]]:
@@ -103,20 +116,25 @@ def _layers(
     with at_key("layers"):
         found = host.places(layers)
     given: dict[str, Any] = {**common, "layers": patterns(layers)}
-    within = kinds.pop()
+    within, single = kinds.pop(), issubclass(kind, SinglePluginBlock)
     if within is not None:
         given["within"] = [within]
     if wrap:
         if within is not None:
             raise SpecError("cls(...) and wrap_model both choose layers below: take one of them", path=("layers",))
-        given.update(_wrapped(kind, common, found, host))
+        given.update(_wrapped(kind, common, found, host, one_by_one=not single and _patch_pass(kind) == "hcp/patch_around"))
     _feeds(kind, given, host)
-    if issubclass(kind, SinglePluginBlock):
+    if single:
         target = _hook_param(kind, given, found, host)
         if target is None:
             return {"hcp/single": _with_args(given, "x[:]", "y[:]")}
         return {"hcp/param": _with_args({**given, "param": target}, "value")}
     name = _patch_pass(kind)
+    if name == "hcp/patch_around":
+        if found is None or "within" in given:
+            name = "hcp/patch"  # for layers that are kept whole; it says what else there is
+        elif not wrap:
+            given["layers"] = [place.path for place in found]
     return {name: _with_args(given, *(["x[:]"] if name == "hcp/patch_before" else ["x[:]", "y[:]"]), "x[**]")}
 
 
@@ -127,9 +145,9 @@ def _with_args(given: dict[str, Any], *args: str) -> dict[str, Any]:
 
 
 def _wrapped(
-    kind: Any, common: Mapping[str, Any], found: Sequence[Place] | None, host: Host
+    kind: Any, common: Mapping[str, Any], found: Sequence[Place] | None, host: Host, one_by_one: bool
 ) -> dict[str, Any]:
-    """`wrap_model`: the layers below, by class; listed one by one where the class leaves some of them out."""
+    """`wrap_model`: the layers below, by class; listed `one_by_one`, or where the class leaves some of them out."""
     names = [k.__name__ for k in kind.wrapable_classes]
     if not names:
         raise SpecError(f"{kind.__name__}.wrapable_classes is empty, so wrap_model would find no layer", path=("_target_",))
@@ -155,7 +173,7 @@ def _wrapped(
         everything += [".".join(filter(None, [place.path, path])) for path in inner]
     if not paths:
         raise SpecError(f"wrap_model finds no {' or '.join(names)} in {listed(found)}", path=("layers",))
-    if paths == everything:
+    if paths == everything and not one_by_one:
         return {"within": names, "wrap": True}
     return {"layers": paths, "wrap": True}
 
@@ -199,12 +217,12 @@ def _fits(kind: Any, module: nn.Module) -> bool:
 
 
 def _patch_pass(kind: Any) -> str:
-    """Which of the three passes a PatchPluginBlock needs."""
+    """Which of the four passes a PatchPluginBlock needs."""
     if kind.container_cls.forward is not PatchPluginContainer.forward:
         return "hcp/patch"
     pre = kind.pre_forward is not PatchPluginBlock.pre_forward
     post = kind.post_forward is not PatchPluginBlock.post_forward
-    return "hcp/patch" if pre and post else "hcp/patch_before" if pre else "hcp/patch_after"
+    return "hcp/patch_around" if pre and post else "hcp/patch_before" if pre else "hcp/patch_after"
 
 
 # --- PluginBlock and MultiPluginBlock

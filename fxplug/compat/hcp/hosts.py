@@ -13,6 +13,7 @@ from ...errors import SpecError, did_you_mean
 from ...spec.addresses import identifier, select
 from .layer_patterns import Layer, Place, places
 
+PARTS = {"unet": ("plugin_unet", "lora_unet"), "TE": ("plugin_TE", "lora_text_encoder")}  # a model: its two sections
 RATE = 1e-5  # HCP-Diffusion's learning rate for a plugin that has none
 OPTIONS = ("_target_", "_partial_", "lr", "train")
 SYMBOL = re.compile(r"[A-Za-z_]\w*")

@@ -62,7 +62,7 @@ class PatchPlugin(nn.Module):
             raise SpecError(
                 f"{type(container).__name__} runs the module that it patches, and the code of this {site.classes[0]} is in the "
                 f"graph: keep it whole (leaf: [{site.path}]), or use the pass hcp/patch_after (post_forward) or "
-                "hcp/patch_before (pre_forward)"
+                "hcp/patch_before (pre_forward), or hcp/patch_around for one with both"
             )
         return cls(container, call_of(site.root, site.path), feeds, keywords, site.stacked)
 
@@ -114,12 +114,16 @@ class PatchAfter(HalfPatch):
     method = "post_forward"
 
     def forward(self, x: tuple[Any, ...], y: Any, *values: Any) -> Any:
-        out = y
         args, kwargs, fed = self.arguments(x, values)
         with self.running(fed):
-            for name, plugin in self.container:
-                out = plugin.post_forward(out, *args, **kwargs)
-                checked(out, y, f"{name}: post_forward", "the module's result")
+            return self.changed(y, args, kwargs)
+
+    def changed(self, y: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the plugins make of the module's result, one after the other."""
+        out = y
+        for name, plugin in self.container:
+            out = plugin.post_forward(out, *args, **kwargs)
+            checked(out, y, f"{name}: post_forward", "the module's result")
         return out
 
 
@@ -130,17 +134,21 @@ class PatchBefore(HalfPatch):
 
     def forward(self, x: tuple[Any, ...], *values: Any) -> Any:
         args, given, fed = self.arguments(x, values)
+        with self.running(fed):
+            return self.changed(x, args, given)
+
+    def changed(self, x: tuple[Any, ...], args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """What the plugins make of the module's arguments, one after the other."""
         inputs = () if args or self.call is None else self.call.names  # of those by name, what x[:] has
         kwargs = given
-        with self.running(fed):
-            for name, plugin in self.container:
-                args, kwargs = plugin.pre_forward(*args, **kwargs)
-                kept = [key for key in {**given, **kwargs} if key not in inputs]
-                if any(key not in kwargs or key not in given or kwargs[key] is not given[key] for key in kept):
-                    raise TraceError(
-                        f"{name}: pre_forward changes what the model gives by name ({', '.join(kept)}); this pass changes the "
-                        "arguments by position: for one by name write a rule with port x.name"
-                    )
+        for name, plugin in self.container:
+            args, kwargs = plugin.pre_forward(*args, **kwargs)
+            kept = [key for key in {**given, **kwargs} if key not in inputs]
+            if any(key not in kwargs or key not in given or kwargs[key] is not given[key] for key in kept):
+                raise TraceError(
+                    f"{name}: pre_forward changes what the model gives by name ({', '.join(kept)}); this pass changes the "
+                    "arguments by position: for one by name write a rule with port x.name"
+                )
         return checked(tuple(args) or tuple(kwargs[key] for key in inputs), x, "pre_forward", "the module's input")
 
 
@@ -195,7 +203,7 @@ def _half(container: Any, method: str) -> Any:
     for name, plugin in container:
         if getattr(type(plugin), other) is not getattr(PatchPluginBlock, other):
             raise SpecError(
-                f"{name} ({type(plugin).__name__}) has a {other} too, and this pass runs {method} alone: make it two plugins, "
-                "or patch a layer that the graph keeps whole with hcp/patch"
+                f"{name} ({type(plugin).__name__}) has a {other} too, and this pass runs {method} alone: use the pass "
+                "hcp/patch_around"
             )
     return container

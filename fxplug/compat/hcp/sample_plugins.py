@@ -1,4 +1,4 @@
-"""A plugin of each of HCP-Diffusion's kinds, as small as can be: what the pages of the passes in passes/hcp show."""
+"""A plugin of each of HCP-Diffusion's kinds, as small as can be, and a checkpoint: what the pages of passes/hcp show."""
 
 from __future__ import annotations
 
@@ -112,3 +112,26 @@ class TimesInput(PatchPluginBlock):
     def pre_forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The first argument times the number, and the others as they are."""
         return (x * self.factor, *args), kwargs
+
+
+def checkpoint() -> dict[str, dict[str, Tensor]]:
+    """What a file of low-rank updates holds, here of rank 2 for one layer of a ViT that is 192 wide."""
+    path = "blocks.0.attn.proj.___."
+    return {"lora": {f"{path}layer.W_down": torch.full((2, 192), 0.01), f"{path}layer.W_up": torch.full((192, 2), 0.01)}}
+
+
+class Residual(PatchPluginBlock):
+    """Adds what a module gets to what it gives, times a learned number, and scales what it gets by another."""
+
+    def __init__(self, *args: Any, factor: float = 1.1, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.factor, self.share = nn.Parameter(torch.tensor(factor)), nn.Parameter(torch.tensor(0.1))
+
+    def pre_forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The first argument times the number; it is kept for `post_forward`."""
+        self.given = x
+        return (x * self.factor, *args), kwargs
+
+    def post_forward(self, output: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The result and a share of what was kept."""
+        return output + self.share * self.given

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ...errors import TrainError
@@ -60,13 +60,21 @@ class Given:
     def first(self, count: int) -> dict[str, Any]:
         """The first `count` samples of the data set as a batch; of one without numbers, the first of its first batch."""
         dataset: Any = self.loader.dataset
-        if hasattr(dataset, "__getitem__") and self.loader.batch_sampler is not None:
+        if self._numbered():
             with random_state_kept():
                 seed_all(self.seed)
                 samples = [dataset[i] for i in range(min(count, len(dataset)))]
                 return self._batch(self.loader.collate_fn(samples), 0)
         batch = next(iter(self.epoch(0)))
         return {key: value[:count] if isinstance(value, (Tensor, list)) else value for key, value in batch.items()}
+
+    def peek(self) -> dict[str, Any] | None:
+        """A batch of the first samples, as many as in a batch. None for data without numbers, which is read once."""
+        return self.first(self.loader.batch_size or 1) if self._numbered() else None
+
+    def _numbered(self) -> bool:
+        iterable = isinstance(self.loader.dataset, IterableDataset)
+        return hasattr(self.loader.dataset, "__getitem__") and not iterable and self.loader.batch_sampler is not None
 
     def epoch(self, number: int, start: int = 0) -> Iterator[dict[str, Any]]:
         """The batches of epoch `number` from the `start`-th on. Raises TrainError where training gets fewer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -100,6 +101,13 @@ class Loader:
         if fetched.batch is None and count:
             raise TrainError(f"no image of {len(group)} can be read: {too_many(fetched.skipped)}")
         return fetched.batch or {}
+
+    def peek(self) -> dict[str, Any] | None:
+        """The first batch of the training, but for what plugins change in it; nothing is counted. None where there is none."""
+        fetch = copy.copy(self._fetch)
+        fetch.hooks, fetch._hooked = None, set()
+        request = next(iter(self.order.requests(0)), None)
+        return None if request is None else fetch(request).batch
 
     def epoch(self, number: int, start: int = 0) -> Iterator[dict[str, Any]]:
         """The batches of epoch `number` from the `start`-th on. Raises TrainError for data that cannot be used."""

@@ -1,0 +1,138 @@
+"""The verb `fxplug convert`: configurations and checkpoints of other systems, and checkpoints for them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import SpecError, did_you_mean
+from ..files.reading import reported
+from .verbs import Allow, Debug, load_saved
+
+SYSTEMS = ("hcp", "zhijian")
+WEIGHTS = (".ckpt", ".safetensors", ".pt", ".pth", ".bin")
+
+
+def convert(
+    system: Annotated[str, typer.Argument(metavar="SYSTEM", help="Where the file comes from: hcp or zhijian.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="Its YAML file with plugin_unet, plugin_TE, lora_unet, merge, or addins; a checkpoint of HCP-Diffusion; or "
+            "the folder of a saved rewrite, of which to write one.",
+        ),
+    ],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The configuration, or checkpoint, to write.")] = None,
+    into: Annotated[
+        Path | None, typer.Option("--into", metavar="DIR", help="The saved rewrite that a checkpoint's weights go into.")
+    ] = None,
+    passes: Annotated[
+        list[str] | None, typer.Option("--pass", metavar="NAME", help="For which pass a checkpoint is, or whose. Repeatable.")
+    ] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Take the averages of a checkpoint's weights.")] = False,
+    model: Annotated[
+        str | None, typer.Option("--model", help="The model, as in a configuration; or a configuration that has it (.yaml).")
+    ] = None,
+    part: Annotated[str, typer.Option("--part", help="Whose plugins: unet or TE.")] = "unet",
+    input: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="NAME=SIZES", help="What a plugin is fed: cond=n,3,8*h,8*w. Repeatable."),
+    ] = None,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Turn the plugins of another system into a configuration, a checkpoint into a saved rewrite's weights, or the reverse."""
+    if system not in SYSTEMS:
+        raise SpecError(f"no system '{system}'{did_you_mean(system, SYSTEMS)}; there are {' and '.join(SYSTEMS)}")
+    of_weights = system == "hcp" and file.suffix in WEIGHTS and not file.is_dir()
+    folder = system == "hcp" and file.is_dir()
+    _refuse_unused(
+        {
+            "--into": (into, of_weights and out is None, "a checkpoint that is read"),
+            "--pass": (passes, folder or (of_weights and into is not None), "a saved rewrite"),
+            "--ema": (ema, of_weights, "a checkpoint that is read"),
+            "--allow": (allow, folder or (of_weights and into is not None), "a saved rewrite"),
+            "--model": (model, not folder and into is None, "a configuration that is written"),
+            "--input": (input, not folder and not of_weights, "a configuration of plugins"),
+        }
+    )
+    if into is not None:
+        _into(file, into, passes or [], ema, allow)
+        return
+    if out is None:
+        more = ", or --into DIR: the saved rewrite that its weights go into" if of_weights else ""
+        raise typer.BadParameter(f"needs --out, -o: what to write{more}")
+    if folder:
+        _checkpoint(file, out, passes or [], allow)
+        return
+    from ..compat.hcp import convert_file as hcp
+    from ..compat.zhijian.convert_file import convert as zhijian
+
+    if system == "zhijian":
+        done: Any = zhijian(file, model=model, out=out)
+    elif of_weights:
+        done = hcp.convert_checkpoint(file, model=model, out=out, ema=ema)
+    else:
+        done = hcp.convert(file, model=model, part=part, inputs=dict(map(hcp.read_input, input or [])), out=out)
+    with reported(lambda finding: SpecError(f"{out} {finding}"), "cannot be written"):
+        _write(out, done.text)
+    for note in done.notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(f"saved in {out}" if model else f"saved in {out}; its model is left to write")
+
+
+def _refuse_unused(given: Mapping[str, tuple[Any, bool, str]]) -> None:
+    for option, (value, used, what) in given.items():
+        if value and not used:
+            raise typer.BadParameter(f"{option} goes with {what}")
+
+
+def _into(file: Path, folder: Path, passes: list[str], ema: bool, allow: list[str] | None) -> None:
+    """Give a saved rewrite the weights of a checkpoint. Raises SpecError or ArtifactError; the folder is as it was then."""
+    _check_saved(folder)
+    from ..artifacts.artifact import save
+    from ..compat.hcp.checkpoints import load_checkpoint
+    from ..flow import saved_config
+
+    module = load_saved(str(folder), None, allow)
+    names = load_checkpoint(module, file, passes=passes, ema=ema)
+    save(module, folder, config=saved_config(folder))
+    print(f"{len(names)} weights of {', '.join(dict.fromkeys(name.partition('.')[0] for name in names))}")
+    print(f"saved in {folder}")
+
+
+def _checkpoint(folder: Path, out: Path, passes: list[str], allow: list[str] | None) -> None:
+    """Write the passes of a saved rewrite as a checkpoint of HCP-Diffusion."""
+    _check_saved(folder)
+    from ..compat.hcp.checkpoints import save_checkpoint
+
+    names = save_checkpoint(load_saved(str(folder), None, allow), out, passes=passes)
+    print(f"{len(names)} weights of {', '.join(dict.fromkeys(name.partition('.')[0] for name in names))}")
+    print(f"saved in {out}")
+
+
+def _check_saved(folder: Path) -> None:
+    if not (folder / "manifest.json").is_file():
+        inside = folder / "module"
+        hint = f"; of a training run it is {inside}" if (inside / "manifest.json").is_file() else ""
+        raise SpecError(f"'{folder}' is no folder of a saved rewrite{hint}: fxplug rewrite CONFIG --out DIR writes one")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole, or leave it as it was; into what is no file, such as a pipe, it is written straight."""
+    if path.exists() and not path.is_file():
+        path.write_text(text, "utf-8")
+        return
+    target = Path(os.path.realpath(path))
+    beside = target.with_name(f".{os.getpid()}.tmp")
+    try:
+        beside.write_text(text, "utf-8")
+        os.replace(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)

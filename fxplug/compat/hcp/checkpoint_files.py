@@ -1,0 +1,160 @@
+"""What a file of HCP-Diffusion holds: its sections, the low-rank update of each layer, and which model that looks like."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ArtifactError, SpecError, did_you_mean
+from ...files import weight_files
+from .layer_patterns import read_layers
+
+State = dict[str, Tensor]
+SECTIONS = ("base", "lora", "plugin")
+KEY = re.compile(r"(?P<path>.*?)\.(?:___|lora_block(?:_\d+)?)\.(?P<key>.+)")  # a layer, what stands for its plugin, a weight
+# what a low-rank update's weights are called there; alpha is stored divided by the rank, so it is the scale (until 0.3 as such)
+LOW_RANK = {
+    "layer.W_down": "down.weight", "layer.lora_down.weight": "down.weight", "layer.W_up": "up.weight",
+    "layer.lora_up.weight": "up.weight", "layer.bias": "up.bias", "layer.lora_up.bias": "up.bias", "alpha": "scale",
+    "scale": "scale",
+}  # fmt: skip
+GROUPS = "layer.rank_groups"  # of a LoHa; 1 in files of early versions' LoRA
+OTHERS = {  # how the names of files begin that are none of HCP-Diffusion's
+    "lora_unet_": "an adapter file of kohya's scripts or LyCORIS, which new.adapters.load reads",
+    "lora_te": "an adapter file of kohya's scripts or LyCORIS, which new.adapters.load reads",
+    "unet.": "an adapter file of diffusers or PEFT, which new.adapters.load reads",
+    "base_model.": "an adapter file of PEFT, which new.adapters.load reads",
+    "model.diffusion_model.": "a whole checkpoint of Stable Diffusion with its original names, which nothing here reads",
+    "down_blocks.": "the weights of a whole UNet: `weights` of a configuration names such a file",
+    "text_model.": "the weights of a whole text encoder: `weights` of a configuration names such a file",
+}
+
+
+def read_sections(file: str | Path, ema: bool = False) -> dict[str, State]:
+    """The tensors of `base`, `lora` and `plugin` by name, or with `ema` those of their averages, under the same three names.
+
+    A `.ckpt` has sections in sections, a `.safetensors` file writes them before a colon; a plugin's file of versions up to 0.3
+    has none. Raises ArtifactError for a file that cannot be read or has no such section, and says what it is then.
+    """
+    file, suffix = Path(file), "_ema" if ema else ""
+    data, _ = weight_files.read(file)
+    if not isinstance(data, Mapping):
+        raise ArtifactError(f"{file} is a {type(data).__name__}, no checkpoint of HCP-Diffusion")
+    found: dict[str, State] = {}
+    flat = dict(_flat(data))
+    for text, tensor in flat.items():
+        section, colon, rest = text.partition(":")
+        if not colon and "___" in text and not ema:
+            section, rest = "plugin", text
+        if section.removesuffix("_ema") in SECTIONS and section.endswith("_ema") == ema:
+            found.setdefault(section.removesuffix("_ema"), {})[rest] = tensor
+    if not found:
+        there = ", ".join(dict.fromkeys(text.partition(":")[0] for text in sorted(flat)))
+        what = next((f"; it is {what}" for start, what in OTHERS.items() if any(k.startswith(start) for k in flat)), "")
+        there = there if len(there) < 80 else f"{there[:77]}..."
+        known = ", ".join(f"'{name}{suffix}'" for name in SECTIONS)
+        raise ArtifactError(f"{file} has none of the sections {known}; it has {there or 'nothing'}{what}")
+    return found
+
+
+def _flat(data: Mapping[Any, Any], before: str = "") -> Iterable[tuple[str, Tensor]]:
+    """Tensors under the names that the `.safetensors` form gives them; lists are sections with numbers."""
+    for key, value in data.items():
+        if isinstance(value, Tensor):
+            yield f"{before}{key}", value
+        elif isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}:")
+        elif isinstance(value, (list, tuple)):
+            yield from _flat(dict(enumerate(value)), f"{before}{key}:")
+
+
+def keyed(section: str, state: Mapping[str, Tensor], file: str | Path) -> dict[str, State]:
+    """The weights of a section `lora` or `plugin` by layer; of low-rank updates under the names that fxplug's blocks have.
+
+    Raises SpecError for a name that is none of a layer's weights, for one weight under the names of two versions, and for what
+    is no LoRA.
+    """
+    found: dict[str, State] = {}
+    for text, tensor in state.items():
+        read = KEY.fullmatch(text)
+        if read is None:
+            raise SpecError(f"{file}: '{text}' in {section} names no weight of a layer: it looks like LAYER.___.WEIGHT")
+        path, key = read["path"], read["key"]
+        here = found.setdefault(path, {})
+        if section == "lora":
+            if key == GROUPS and tensor.numel() == 1 and int(tensor) == 1:
+                continue
+            if key == GROUPS or (key.startswith("layer.W_") and tensor.dim() in (3, 5)):
+                raise SpecError(f"{file}: '{path}' is a LoHa of HCP-Diffusion, which its own loader cannot read either")
+            if key not in LOW_RANK:
+                raise SpecError(f"{file}: '{path}' has no weight '{key}'{did_you_mean(key, LOW_RANK)}")
+            key = LOW_RANK[key]
+        if key in here:
+            raise SpecError(f"{file}: '{path}' has its {key} twice, under the names of two versions of HCP-Diffusion")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise SpecError(f"{file}: '{path}' has values in {key} that are not finite")
+        here[key] = tensor
+    return found
+
+
+def trained_alpha(weights: Mapping[str, State], notes: list[str]) -> float:
+    """The alpha that low-rank updates were trained with: of all layers, else 1.0, which `notes` then has something about."""
+    known = {round(float(here["scale"]) * here["down.weight"].shape[0], 6) for here in weights.values() if "scale" in here}
+    if len(known) > 1:
+        notes.append(f"its layers were trained with alpha from {min(known):g} to {max(known):g}: alpha is 1.0 for all of them")
+    return known.pop() if len(known) == 1 else 1.0
+
+
+def selected(names: Sequence[str], layers: Any, file: str | Path) -> list[str]:
+    """The layers or parameters that `layers` of a merge list chooses out of a file's `names`: all, or those in the named ones.
+
+    HCP-Diffusion takes a name's beginning, and so `layers.1` for `layers.10` too; here a name ends at a dot. Raises SpecError
+    for an entry that chooses nothing, and for a prefix that has no meaning there.
+    """
+    if layers is None or layers == "all":
+        return list(names)
+    chosen: set[str] = set()
+    for layer in read_layers(layers, "layers"):
+        if layer.pre_hook or layer.kind:
+            raise SpecError(f"'{layer.text}': only re: stands before a layer here", path=("layers",))
+        here = [name for name in names if any(_is(layer.path, part, layer.regex) for part in _parts(name))]
+        if not here:
+            hint = did_you_mean(layer.path, {part for name in names for part in _parts(name)})
+            raise SpecError(f"'{layer.text}' is no layer that {file} has weights of{hint}", path=("layers",))
+        chosen.update(here)
+    return [name for name in names if name in chosen]
+
+
+def _is(pattern: str, path: str, regex: bool) -> bool:
+    return re.match(pattern, path) is not None if regex else pattern == path
+
+
+def _parts(name: str) -> list[str]:
+    """The paths of the modules that a layer or parameter is in: "a.b.c" is in "", "a", "a.b" and itself."""
+    pieces = name.split(".")
+    return ["", *(".".join(pieces[: count + 1]) for count in range(len(pieces)))]
+
+
+def looks_like(names: Iterable[str], state: Mapping[str, State] | None = None) -> str:
+    """Which model the names of layers are of, as far as they tell: "SDXL's UNet". Empty where they tell nothing.
+
+    `state` has the weights of low-rank updates, whose widths tell the versions of Stable Diffusion apart.
+    """
+    names = list(names)
+    text = [int(found[1]) for name in names if (found := re.search(r"text_model\.encoder\.layers\.(\d+)\.", f"{name}."))]
+    if text:
+        return f"a CLIP text encoder of {max(text) + 1} layers or more"
+    if any(name.startswith(("down_blocks.", "up_blocks.", "mid_block.")) for name in names):
+        deep = max((int(n) for name in names for n in re.findall(r"transformer_blocks\.(\d+)", name)), default=0)
+        cross = (p for p in state or {} if re.search(r"attn2\.to_[kv]$", p) and "down.weight" in (state or {})[p])
+        width = next(((state or {})[path]["down.weight"].shape[1] for path in cross), None)
+        known = {768: "the UNet of Stable Diffusion 1", 1024: "the UNet of Stable Diffusion 2", 2048: "SDXL's UNet"}
+        return known.get(width or 0, "SDXL's UNet" if deep > 1 else "a UNet")
+    if any(name.startswith(("transformer_blocks.", "single_transformer_blocks.")) for name in names):
+        return "a diffusion transformer"
+    return "a vision transformer" if any(name.startswith("blocks.") for name in names) else ""

@@ -1,0 +1,175 @@
+"""What HCP-Diffusion's `merge:` does when it loads: checkpoints mixed into a model, and low-rank updates with a strength.
+
+    parameter = base_model_alpha * parameter + alpha * part        one part after the other
+    layer     = layer + (alpha / rank) * up @ down                 all updates together
+
+as in its `HCPModelLoader` (hcpdiff/utils/cfg_net_tools.py). The alpha that an update was trained with plays no part there.
+Paths of files are those of the working folder, as in its configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...blocks import HalfLora, Lora
+from ...errors import ArtifactError, SpecError, did_you_mean, shown
+from ...models.factory import build
+from ...spec.rules import COMMON, Match, Pass, Rule
+from ...spec.run_config import load_config
+from .builtin_plugins import half_of
+from .checkpoint_files import State, keyed, looks_like, read_sections, selected
+from .sample_plugins import checkpoint
+
+if TYPE_CHECKING:
+    from ...rewriter.sites import Site
+
+UPDATE_KEYS = ("file", "alpha", "layers", "mask", "ema", "alpha_auto_scale")
+SAMPLE = "fxplug.compat.hcp.sample_plugins:checkpoint"  # what the page of the pass shows
+PART_KEYS = ("file", "alpha", "base", "layers", "ema")
+
+
+class TrainedLora(nn.Module):
+    """Makes the low-rank updates of a file: a `Lora` for each layer, or a `HalfLora`, with the file's weights."""
+
+    @classmethod
+    def at(
+        cls, site: Site, weights: Mapping[str, State], file: str, alpha: float = 1.0, alpha_auto_scale: bool = True,
+        half: Any = None,
+    ) -> Lora | HalfLora:  # fmt: skip
+        """`weights` has those of every layer by path: down.weight (rank, in, *kernel), up.weight (out, rank, *1) and up.bias.
+
+        Raises SpecError for weights of another shape than the layer takes.
+        """
+        path = site.path.partition("@")[0]
+        own = {name: value for name, value in weights[path].items() if name != "scale"}
+        made: Any = Lora.at(
+            site, rank=own["down.weight"].shape[0], alpha=alpha, alpha_auto_scale=alpha_auto_scale, bias="up.bias" in own
+        )
+        held = dict(made.named_parameters())
+        for name, value in own.items():
+            if held[name].shape != value.shape:
+                wanted, there = list(held[name].shape), list(value.shape)
+                raise SpecError(f"{file}: {name} is {there}, and this layer takes {wanted}: it is of another model")
+        with torch.no_grad():
+            for name, value in own.items():
+                held[name].copy_(value)
+        made.neutral = False  # it has learnt something
+        if half is None:
+            return made  # type: ignore[no-any-return]
+        found = HalfLora(made, half)
+        found.neutral = False  # type: ignore[misc]
+        return found
+
+
+def checkpoint_pass(given: Any) -> Pass:
+    """A pass out of what stands below `hcp/checkpoint:`: the low-rank updates of a file, with their weights.
+
+    Raises SpecError whose path is below the entry, for a file too.
+    """
+    if not isinstance(given, Mapping):
+        raise SpecError(f"must be a mapping with 'file', not {shown(given)}")
+    common = {key: value for key, value in given.items() if key in COMMON}
+    own = _settings({key: value for key, value in given.items() if key not in COMMON}, UPDATE_KEYS)
+    half = half_of(own.get("mask"))
+    sections = _sections(own["file"], bool(own.get("ema", False)))
+    try:
+        weights = keyed("lora", sections.get("lora", {}), own["file"])
+        chosen = selected(list(weights), own.get("layers", "all"), own["file"])
+    except SpecError as error:
+        raise SpecError(error.finding, path=error.path or ("file",)) from None
+    if not weights:
+        raise SpecError(f"{own['file']} has no low-rank updates; it has {', '.join(sections)}", path=("file",))
+    for path in chosen:
+        for name in ("down.weight", "up.weight"):
+            if name not in weights[path]:
+                raise SpecError(f"{own['file']} lacks the {name.partition('.')[0]} half of '{path}'", path=("file",))
+    about = f"The low-rank updates in {own['file']}"
+    if theirs := looks_like(weights, weights):
+        about += f", which has the names of {theirs}"
+    about += "."
+    options = {"weights": {path: weights[path] for path in chosen}, "file": own["file"], "half": half}
+    options |= {key: own[key] for key in ("alpha", "alpha_auto_scale") if key in own}
+    rule = Rule(Match(path=chosen), TrainedLora, args=["x", "y"], options=options)
+    return Pass(rules=[rule], about=about, params=own, **{"name": "checkpoint", **common})
+
+
+def merged(model: Any, parts: Sequence[Mapping[str, Any]], weights: Any = None) -> nn.Module:
+    """A model with the `base` weights of checkpoints mixed in; what a converted configuration calls as its `model`.
+
+    `model` and `weights` are what a configuration has under these keys, with paths in the working folder. Each of `parts` has
+    `file`, `alpha`, `base` (the share of what was there, 0 where it is left out), and `layers`. Mixed in float32. On the meta
+    device names and shapes alone are compared. Raises SpecError.
+    """
+    on = str(torch.empty(0).device)
+    built = build(load_config({"model": model, "weights": weights}, base=Path.cwd()), device="meta" if on == "meta" else None)
+    state = built.state_dict(keep_vars=True)
+    mixed = [(part, _part(part, state, number)) for number, part in enumerate(map(_as_part, parts))]
+    with torch.no_grad():
+        for part, values in mixed:
+            for name, value in values.items():
+                own = state[name]
+                if own.is_floating_point() and not own.is_meta:
+                    own.copy_(part.get("base", 0.0) * own.float() + part["alpha"] * value.float())
+    return built
+
+
+def _as_part(part: Any) -> dict[str, Any]:
+    if not isinstance(part, Mapping):
+        raise SpecError(f"a part must be a mapping with 'file' and 'alpha', not {shown(part)}")
+    own = _settings(part, PART_KEYS)
+    if "alpha" not in own:
+        raise SpecError(f"{own['file']}: missing key 'alpha', the strength of the part")
+    return own
+
+
+def _part(part: Mapping[str, Any], state: Mapping[str, Tensor], number: int) -> State:
+    """The chosen weights of one part. Raises SpecError where they are of another model."""
+    file, sections = part["file"], _sections(part["file"], bool(part.get("ema", False)))
+    if "base" not in sections:
+        raise SpecError(f"part {number + 1}: {file} has no weights of a model ('base'); it has {', '.join(sections)}")
+    found = sections["base"]
+    found = {name: found[name] for name in selected(list(found), part.get("layers", "all"), file)}
+    lost = [name for name in found if name not in state]
+    if lost:
+        text = f"part {number + 1}: {len(lost)} of {len(found)} weights in {file} are not in this model: '{lost[0]}'"
+        text += did_you_mean(lost[0], state)
+        theirs, own = looks_like(found), looks_like(state)
+        raise SpecError(text + (f"; its names are those of {theirs}" if theirs and theirs != own else ""))
+    for name, value in found.items():
+        if value.shape != state[name].shape:
+            there, wanted = list(value.shape), list(state[name].shape)
+            raise SpecError(f"part {number + 1}: '{name}' is {there} in {file}, and {wanted} here: it is of another model")
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise SpecError(f"part {number + 1}: '{name}' in {file} has values that are not finite")
+    return found
+
+
+def _sections(file: str, ema: bool) -> dict[str, State]:
+    try:
+        return checkpoint() if file == SAMPLE else read_sections(file, ema)
+    except ArtifactError as error:
+        here = "" if Path(file).exists() else "; files of a merge are looked for from the working folder"
+        raise SpecError(f"{error}{here}", path=("file",)) from None
+
+
+def _settings(given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """What was given, of the right types. Raises SpecError."""
+    for key in given:
+        if key not in known:
+            raise SpecError(f"unknown key '{key}'{did_you_mean(key, known)}; there are {', '.join(known)}", key=key)
+    file = given.get("file")
+    if not isinstance(file, str) or not file:
+        raise SpecError(f"must be the path of a file, not {shown(file)}" if "file" in given else "missing key 'file'")
+    for key in ("alpha", "base"):
+        value = given.get(key, 1.0)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value or abs(value) == float("inf"):
+            raise SpecError(f"must be a number, not {shown(value)}", path=(key,))
+    for key in ("ema", "alpha_auto_scale"):
+        if not isinstance(given.get(key, True), bool):
+            raise SpecError(f"must be true or false, not {shown(given[key])}", path=(key,))
+    return dict(given)
