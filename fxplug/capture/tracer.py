@@ -237,7 +237,7 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
     grad = torch.is_grad_enabled()
     regions = Regions(recording, leaves)
     with undone() as shared, undone(here=True) as stack:
-        stack.callback(recording.unmark)
+        shared.callback(recording.unmark)
         shared.enter_context(restored(state))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
