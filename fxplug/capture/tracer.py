@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .. import quantised
 from ..errors import FxplugError, TraceError, did_you_mean
 from ..ir import functions
 from ..ir.editing import erase
@@ -77,6 +78,8 @@ def trace(
         args = args if isinstance(args, (tuple, list)) else (args,)
         call = (tuple(args), dict(kwargs or {}))
         leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
+        quantised.check_ready(model)
+        stack.enter_context(quantised.unpacked(model))
         stack.enter_context(no_collection())
         try:
             gm = _trace(model, tensors, call, leaves, real, check, reasons)
