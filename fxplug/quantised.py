@@ -44,6 +44,15 @@ def is_quantised(module: nn.Module) -> bool:
     return any(is_packed(parameter) for parameter in module._parameters.values())
 
 
+def plain(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that hold the values of a packed one; another one itself."""
+    if not is_packed(tensor):
+        return [tensor]
+    if hasattr(tensor, "__tensor_flatten__"):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return [tensor.detach().as_subclass(Tensor)]
+
+
 def is_own_layer(module: nn.Module) -> bool:
     """Whether a module is a linear layer of bitsandbytes, with the forward that it has there."""
     forward: Any = type(module).forward

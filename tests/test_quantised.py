@@ -132,7 +132,13 @@ def peft_of(way, new):
 
 def parts(model):
     """The bits of every tensor of a model's quantised layers, however they are held."""
-    return [t.clone() for m in model.modules() for t in tensors_in(m._parameters.values())]
+    return [t.clone() for m in model.modules() for t in (*tensors_in(m._parameters.values()), *tensors_in([scales(m)]))]
+
+
+def scales(layer):
+    """Those of a Linear8bitLt, which its first call takes from its weight."""
+    own = getattr(layer, "state", None)
+    return None if own is None else own.SCB if layer.weight.SCB is None else layer.weight.SCB
 
 
 def tensors_in(values):
@@ -141,7 +147,6 @@ def tensors_in(values):
             yield from tensors_in(getattr(value, name) for name in value.__tensor_flatten__()[0])
         elif isinstance(value, torch.Tensor):
             yield value.detach().as_subclass(torch.Tensor)
-            yield from tensors_in([getattr(value, "SCB", None)])
             if getattr(value, "quant_state", None) is not None:
                 yield from tensors_in(value.quant_state.as_dict(packed=True).values())
 
@@ -372,6 +377,50 @@ def test_torchao_layers_are_exported(way, tmp_path):
 def test_layers_of_bitsandbytes_are_not_exported(way, tmp_path):
     with pytest.raises(FxplugError, match=r"'blocks.0.attn.qkv' is a Linear\w+ of bitsandbytes, whose weight torch.export"):
         fxplug.export(trained(way), tmp_path / "m.pt2", (inputs(),))
+
+
+@each
+def test_a_trace_on_real_tensors_is_the_same(way):
+    model, gm = made(way)
+    before = parts(model)
+    with torch.no_grad():
+        assert torch.equal(fxplug.trace(model, inputs(), real=True)(inputs()), gm(inputs()))
+    assert same(before, model)
+
+
+@each
+def test_adapters_have_the_dtype_of_what_a_layer_reads(way):
+    model = WAYS[way](vit().bfloat16())
+    gm = fxplug.trace(model, inputs().bfloat16())
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="blocks.**", rank=2))
+    assert {p.dtype for name, p in new.named_parameters() if name.startswith("lora.")} == {torch.bfloat16}
+    new.train()(inputs().bfloat16()).sum().backward()
+    with torch.no_grad():
+        assert torch.equal(new.eval()(inputs().bfloat16()), gm(inputs().bfloat16()))
+
+
+@pytest.mark.parametrize("way", ["nf4 of bitsandbytes", "int8 of bitsandbytes", "int8 of torchao", "nf4 of torchao"])
+def test_a_run_trains_adapters_on_a_quantised_base(way, tmp_path):
+    gm = made(way)[1]
+    before = parts(gm)
+    data = [(image, index % 5) for index, image in enumerate(inputs(8))]
+    settings = {"steps": 4, "batch": 4, "lr": 1e-2, "save": {"every": 2}, "log": {"tensorboard": False}, "quiet": True}
+    new = lora(way)
+    fxplug.Trainer(new, "classify", data, out=tmp_path / "run", device="cpu", **settings).fit()
+    assert same([*before], gm) and any(p.abs().max() > 0 for name, p in new.named_parameters() if "up.weight" in name)
+    again = fxplug.load(tmp_path / "run" / "module", allow=LIBRARIES).eval()
+    with torch.no_grad():
+        assert torch.equal(again(inputs()), new.eval()(inputs()))
+
+
+@pytest.mark.parametrize("way", ["nf4 of bitsandbytes", "int8 of torchao"])
+def test_a_plan_for_several_processes_leaves_quantised_layers_whole(way):
+    new = trained(way).eval()
+    plan = fxplug.parallel_plan(new, (inputs(),), tensor=2)
+    par = fxplug.parallelize(new, plan)
+    called = {node.target for node in par.graph.nodes if node.op == "call_module"}
+    assert {f"blocks.{i}.{name}" for i in range(2) for name in LAYERS} <= called
+    assert fxplug.verify(new, par, (inputs(),), compile=False).ok
 
 
 # --- what only some of the layers do

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -88,7 +89,9 @@ class Regions:
                 raise NeedsValues(f"'{key}' is a scripted module, which runs on real tensors only: trace before it is scripted")
             recording.paused = True
             try:
-                with DisableTorchFunction():
+                # a packed weight says by a torch function what its product is
+                own = not recording.fake and quantised.is_quantised(module)
+                with nullcontext() if own else DisableTorchFunction():
                     if recording.fake and quantised.is_own_layer(module):
                         out = quantised.result_like(module, *plain, **plain_kw)
                     else:

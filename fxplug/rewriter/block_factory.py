@@ -108,9 +108,12 @@ def _make(kind: type[nn.Module], site: Site, weight: torch.Tensor | None, beside
         block: nn.Module = kind.at(site, **site.rule.options, **beside)  # type: ignore[attr-defined]
     if near is not None:
         block.to(device)
+        # a layer of bitsandbytes calculates in a dtype of its own, and gives that of its input
+        given = site.x.dtype if quantised.is_own_layer(site.module) and site.x is not None else near.dtype
+        dtype = given if given.is_floating_point else near.dtype
         for parameter in block.parameters():
-            if parameter.is_floating_point() and parameter.dtype != near.dtype:
-                parameter.data = parameter.data.to(near.dtype)
+            if parameter.is_floating_point() and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
     return block
 
 
