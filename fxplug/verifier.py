@@ -211,8 +211,8 @@ def _shapes_and_gradients(
     if wanted and trained and (path := cut_gradient(new)):
         layer = new.get_submodule(path)
         raise VerifyError(
-            f"no gradient passes '{path}' ({described(layer)}), which quantises its input too, so that what {trained[0]} puts "
-            "before it is not trained by it; with `train: false` the pass is for running"
+            f"no gradient passes '{path}' ({described(layer)}): its library gives none, so that what {trained[0]} puts before "
+            "it is not trained by what comes behind; with `train: false` the pass is for running"
         )
     lost = [name for name in wanted if name not in reached]
     if lost:

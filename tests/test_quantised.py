@@ -426,15 +426,31 @@ def test_a_plan_for_several_processes_leaves_quantised_layers_whole(way):
 # --- what only some of the layers do
 
 
-def test_inputs_that_are_quantised_too_let_no_gradient_through():
-    model = torchao(quantization.Int8DynamicActivationInt8WeightConfig())(vit())
-    gm = fxplug.trace(model, inputs())
+def int4_kernel(layer):
+    opaque = pytest.importorskip("torchao.prototype.quantization.int4.int4_opaque_tensor", reason="torchao has moved it")
+    made = opaque.Int4OpaqueTensor.from_hp(layer.weight.detach(), [1, 32])
+    layer.weight = nn.Parameter(made, requires_grad=False)
+    return layer
+
+
+@pytest.mark.parametrize("kind", ["Int8Tensor", "Int4OpaqueTensor"])
+def test_layers_without_a_gradient_are_for_running(kind, tmp_path):
+    """Those that quantise their input too, and torchao's int4 kernel for CPUs."""
+    x = inputs()
+    if kind == "Int8Tensor":
+        model = torchao(quantization.Int8DynamicActivationInt8WeightConfig())(vit())
+    else:
+        model, x = replaced(vit().bfloat16(), int4_kernel), x.bfloat16()
+    gm = fxplug.trace(model, x)
     new = fxplug.apply(gm, fxplug.load_pass("lora", at="blocks.**"))
-    with pytest.raises(VerifyError, match=r"no gradient passes 'blocks.0.attn.qkv' \(Int8Tensor of torchao\).*train: false"):
-        fxplug.verify(gm, new, (inputs(),), compile=False)
+    with pytest.raises(VerifyError, match=rf"no gradient passes 'blocks.0.attn.qkv' \({kind} of torchao\).*train: false"):
+        fxplug.verify(gm, new, (x,), compile=False)
     for running in ({"train": False}, {"slots": 2}):
         new = fxplug.apply(gm, fxplug.load_pass("lora", at="blocks.**", **running))
-        assert fxplug.verify(gm, new, (inputs(),), compile=False).ok
+        assert fxplug.verify(gm, new, (x,), compile=False).ok
+    fxplug.save(new, tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(fxplug.load(tmp_path / "out", allow=LIBRARIES)(x), new(x))
 
 
 def test_a_layer_that_was_packed_for_evaluation_is_told():
