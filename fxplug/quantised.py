@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from .errors import TraceError
+from .torch_internals.modules import forward_hooks
 
 LIBRARIES = ("torchao", "bitsandbytes")
 PACKS = "support_avx512bf16_for_cpu"  # whether a Linear4bit changes its weight in place when it is called in evaluation
@@ -82,14 +83,22 @@ class WithoutValues(nn.Module):
         return result_like(self, x)
 
 
-def check_ready(model: nn.Module) -> None:
-    """Raises TraceError for a layer of bitsandbytes that is not quantised yet, or is packed for evaluation on a CPU."""
+def check_ready(model: nn.Module, whole: Collection[str]) -> None:
+    """Raises TraceError for a layer of bitsandbytes that is not quantised yet, is packed for evaluation on a CPU, or is hooked
+    and none of those that are kept `whole`.
+    """
     for path, layer in model.named_modules():
         if not is_own_layer(layer):
             continue
         weight: Any = layer.weight
         kind = type(layer).__name__
-        if weight.is_floating_point() and not getattr(weight, "has_fp16_weights", False):
+        if ("forward" in vars(layer) or any(forward_hooks(layer))) and path not in whole:
+            raise TraceError(
+                f"'{path}' ({kind}) has hooks or a forward of its own, as accelerate puts there, and its code cannot be a graph: "
+                "take them off (accelerate.hooks.remove_hook_from_module(model, recurse=True)) before the trace"
+            )
+        quantised = getattr(weight, "bnb_quantized", not weight.is_floating_point())
+        if not quantised and not getattr(weight, "has_fp16_weights", False):
             raise TraceError(f"'{path}' ({kind}) is not quantised yet: move the model to its device first, model.to('cpu')")
         if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
             raise TraceError(

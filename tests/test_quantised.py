@@ -485,6 +485,54 @@ def test_a_layer_that_is_not_quantised_yet_is_told(kind):
         fxplug.trace(model, inputs())
 
 
+@pytest.mark.parametrize("kind, options", [
+    ("LinearNF4", {"compute_dtype": torch.float32}),
+    ("LinearFP4", {}),
+    ("Linear4bit", {"quant_type": "nf4", "quant_storage": torch.bfloat16}),
+    ("Linear8bitLt", {"has_fp16_weights": True}),
+    ("Linear8bitLt", {"has_fp16_weights": False, "threshold": 6.0}),
+])  # fmt: skip
+def test_other_layers_of_bitsandbytes_go_the_same_way(kind, options, tmp_path):
+    def own(layer):
+        new = getattr(bnb.nn, kind)(layer.in_features, layer.out_features, **options)
+        new.load_state_dict(layer.state_dict())
+        return new.to("cpu")
+
+    gm = fxplug.trace(replaced(vit(), own), inputs())
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="blocks.**", rank=2))
+    assert fxplug.verify(gm, new, (inputs(),), compile=False).ok
+    fxplug.save(new, tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(fxplug.load(tmp_path / "out", allow=LIBRARIES)(inputs()), new(inputs()))
+
+
+@pytest.mark.parametrize("way", ["nf4 of bitsandbytes", "int8 of bitsandbytes"])
+def test_a_hooked_layer_of_bitsandbytes_is_told(way):
+    model = WAYS[way](vit())
+    hook = model.blocks[0].attn.qkv.register_forward_hook(lambda module, given, out: out * 2)
+    with pytest.raises(TraceError, match=r"'blocks.0.attn.qkv' \(Linear\w+\) has hooks .*remove_hook_from_module"):
+        fxplug.trace(model, inputs())
+    hook.remove()
+    fxplug.trace(model, inputs())
+
+
+@each
+def test_a_layer_that_is_called_twice_has_one_adapter(way):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(256, 256)])
+
+        def forward(self, x):
+            return self.blocks[0](self.blocks[0](x).relu())
+
+    x = torch.randn(2, 5, 256)
+    gm = fxplug.trace(WAYS[way](Twice().eval().requires_grad_(False)), x)
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="blocks.**", rank=2))
+    assert fxplug.verify(gm, new, (x,), compile=False).ok
+    assert len([name for name, _ in new.named_parameters() if name.startswith("lora.")]) == 2
+
+
 # --- artifacts of strangers
 
 

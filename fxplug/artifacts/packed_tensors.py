@@ -40,7 +40,9 @@ def parts_of(owner: nn.Module, tensor: Any) -> tuple[dict[str, Any], dict[str, T
             return {"class": class_path(tensor), "context": _encode(context)}, {n: getattr(tensor, n) for n in names}
         if type(tensor).__name__ == "Params4bit":
             return {"class": class_path(tensor)}, {DATA: _plain(tensor), **tensor.quant_state.as_dict(packed=True)}
-        if type(tensor).__name__ == "Int8Params" and not tensor.has_fp16_weights:
+        if type(tensor).__name__ == "Int8Params" and tensor.has_fp16_weights:
+            return {"class": class_path(tensor)}, {DATA: _plain(tensor)}
+        if type(tensor).__name__ == "Int8Params":
             state: Any = owner.state
             return {"class": class_path(tensor)}, {DATA: _plain(tensor), "SCB": state.SCB if tensor.SCB is None else tensor.SCB}
     except Unportable as error:
@@ -64,7 +66,8 @@ def made_of(
         if cls.__name__ == "Params4bit":
             made = cls.from_prequantized(data, parts, device=data.device)
         elif cls.__name__ == "Int8Params":
-            made = cls(data, requires_grad=False, CB=data, SCB=parts["SCB"])
+            own = {"has_fp16_weights": True} if data.is_floating_point() else {"CB": data, "SCB": parts["SCB"]}
+            made = cls(data, requires_grad=False, **own)
         else:
             raise ArtifactError(f"graph.json: {shown(record['class'])} is no class whose parts are known")
     if not is_packed(made):
@@ -78,7 +81,9 @@ def check_layer(path: str, layer: Any) -> None:
     shape = (layer.out_features, layer.in_features)
     fits = type(weight).__name__ in ("Params4bit", "Int8Params") and (bias is None or tuple(bias.shape) == shape[:1])
     if fits and type(weight).__name__ == "Int8Params":
-        fits = tuple(weight.shape) == shape and weight.dtype == torch.int8 and tuple(weight.SCB.shape) == shape[:1]
+        fits = tuple(weight.shape) == shape and weight.has_fp16_weights == layer.state.has_fp16_weights
+        if fits and not weight.has_fp16_weights:
+            fits = weight.dtype == torch.int8 and tuple(weight.SCB.shape) == shape[:1]
     elif fits:
         state, count = weight.quant_state, math.prod(shape)
         fits = tuple(state.shape) == shape and state.blocksize in BLOCKS and weight.nbytes == -(-count // 2)

@@ -78,7 +78,7 @@ def trace(
         args = args if isinstance(args, (tuple, list)) else (args,)
         call = (tuple(args), dict(kwargs or {}))
         leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
-        quantised.check_ready(model)
+        quantised.check_ready(model, leaves)
         stack.enter_context(quantised.unpacked(model))
         stack.enter_context(no_collection())
         try:
