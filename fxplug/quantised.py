@@ -94,7 +94,7 @@ def check_ready(model: nn.Module, whole: Collection[str]) -> None:
         kind = type(layer).__name__
         if ("forward" in vars(layer) or any(forward_hooks(layer))) and path not in whole:
             raise TraceError(
-                f"'{path}' ({kind}) has hooks or a forward of its own, as accelerate puts there, and its code cannot be a graph: "
+                f"'{path}' ({kind}) has hooks or a forward of its own, as accelerate puts there, which no graph can follow: "
                 "take them off (accelerate.hooks.remove_hook_from_module(model, recurse=True)) before the trace"
             )
         quantised = getattr(weight, "bnb_quantized", not weight.is_floating_point())
