@@ -22,6 +22,7 @@ from .ir.text import parameters
 from .ir.traced_module import TracedModule, copy_graph, shell
 from .parallel.checking import check_before, check_pretended, check_real, is_parallel, process_zero, standing, ways_in
 from .parallel.pipelines.entry import in_steps
+from .quantised import cut_gradient, described
 from .rewriter import neutrality
 from .rewriter.modes import buffers_restored
 from .rewriter.probe import Probe, Unchecked, cut_by, empty, gradient_reaches, located, on_meta, swapped
@@ -206,6 +207,13 @@ def _shapes_and_gradients(
             written |= {neutrality.INPUTS for t in leaves(inputs) if isinstance(t, torch.Tensor) and version(t)}
             leaf = gradient_reaches(out)
             reached |= {name for name in wanted if id(fakes[name]) in leaf}
+    trained = [entry["name"] for entry in entries if entry["train"] and not entry["slots"] and entry["sites"]]
+    if wanted and trained and (path := cut_gradient(new)):
+        layer = new.get_submodule(path)
+        raise VerifyError(
+            f"no gradient passes '{path}' ({described(layer)}): its library gives none, so that what {trained[0]} puts before "
+            "it is not trained by what comes behind; with `train: false` the pass is for running"
+        )
     lost = [name for name in wanted if name not in reached]
     if lost:
         raise VerifyError(_lost(lost, probe))

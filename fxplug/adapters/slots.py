@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import SpecError, did_you_mean
 from ..limits import DEFAULT, Limits
+from ..quantised import weight_shape
 from ..turns import Turns, change, hold, turns_of
 from .banks import Bank, values_for
 from .files import AdapterFile, Entry, Fit, fit, read
@@ -69,8 +70,8 @@ class Adapters:
 
     def shapes(self) -> dict[str, Sequence[int]]:
         """The weights of the whole model, by layer."""
-        named = self.module.named_parameters()
-        return {name.removesuffix(".weight"): value.shape for name, value in named if name.endswith(".weight")}
+        weights = [(path, m, m._parameters.get("weight")) for path, m in self.module.named_modules()]
+        return {path: weight_shape(module, weight) for path, module, weight in weights if weight is not None}
 
     # --- turns
 

@@ -292,7 +292,7 @@ def _build(
         odd = sorted(set(names) ^ set(records)) or names
         raise ArtifactError(f"graph.json: modules and tensors do not agree: {', '.join(map(shown, odd[:3]))}")
     graphs = _read_graphs(document, modules, allow, files.limits)
-    values = read_tensors(files, records, device)
+    values = read_tensors(files, records, device, allow)
     fill(tree, values.__getitem__, lambda name: records[name].get("persistent", True) is not False)
     extras = {str(k): decode(v, None, files.limits) for k, v in document["extras"].items()}
     module = TracedModule(tree, graphs, None, extras)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import quantised
 from ..errors import ArtifactError
 from ..ir.containers import RESERVED, Container, plain_attributes
 from ..ir.traced_module import TracedModule
@@ -16,6 +17,7 @@ from ..torch_internals.modules import forward_hooks
 from ..turns import Turns
 from .module_classes import INTERNAL, block_names, construct, torch_classes, written_parameters
 from .names import function_name, is_import_path
+from .packed_tensors import class_path
 from .value_json import Unportable, encode
 
 
@@ -45,6 +47,8 @@ def foreign_classes(root: nn.Module) -> list[str]:
             tried.add(kind)
             records = _Writer().write(module, path).values()
             found.update(str(r["class"]) for r in records if ":" in r.get("class", ""))
+            held_tensors = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values())]
+            found.update(class_path(t) for t in held_tensors if quantised.is_packed(t))
 
     visit(root, "")
     return sorted(name for name in found if not name.startswith("fxplug."))
@@ -65,7 +69,10 @@ class _Writer:
         if any(forward_hooks(module)):
             raise ArtifactError(f"'{path}' has forward hooks, which an artifact cannot hold: trace with it not kept whole")
         head = _class_record(module, path)
-        built = _by_constructor(module)
+        if quantised.is_own_layer(module):
+            arguments, attributes = quantised.rebuilding(module)
+            return {path: {**head, "arguments": _encode_all(arguments), "attributes": _encode_all(attributes)}}
+        built = _by_constructor(quantised.undressed(module))
         if isinstance(built, dict):
             for name, child in module.named_modules():
                 self.seen.setdefault(id(child), f"{path}.{name}" if name else path)

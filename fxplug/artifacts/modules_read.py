@@ -13,11 +13,13 @@ from torch import nn
 from ..errors import ArtifactError, did_you_mean, shown
 from ..ir.containers import PLAIN_TYPES, Container, is_plain_attribute
 from ..limits import DEFAULT, Limits
+from ..quantised import is_own_layer, settle
 from ..spec.import_path import present
 from ..torch_internals.modules import WEIGHT_LISTS, list_weights
 from .magnitudes import Budget, check_size
 from .module_classes import INTERNAL, block_classes, construct, torch_classes, written_parameters
 from .names import check_name, check_path, find_function, import_class, is_import_path, only_keys
+from .packed_tensors import check_layer
 from .value_json import decode
 
 KINDS = {
@@ -202,5 +204,8 @@ def fill(root: nn.Module, values: Callable[[str], torch.Tensor], persistent: Cal
                         raise ArtifactError(f"graph.json: {shown(name)} is a parameter in one place and a buffer in another")
                     if table is module._buffers and not persistent(name):
                         module._non_persistent_buffers_set.add(key)
+        if is_own_layer(module):
+            check_layer(path, module)
+            settle(module)
         if isinstance(module, nn.RNNBase):
             list_weights(module)  # it keeps its weights in a list as well

@@ -10,9 +10,13 @@ from torch import nn
 
 from ..errors import ArtifactError, shown
 from ..ir.traced_module import TracedModule
+from ..quantised import is_packed
 from .names import only_keys
+from .packed_tensors import made_of, parts_of
 from .snapshot import Snapshot
 from .value_json import decode, whole
+
+PARTS = 16  # of one packed tensor
 
 
 def records_of(
@@ -24,20 +28,35 @@ def records_of(
     first: dict[int, str] = {}
     storages: set[int] = set()
     for name, tensor, persistent in state_of(module):
-        record = _tensor_record(name, tensor, persistent)
+        packed = is_packed(tensor)
+        record = _packed_record(tensor, persistent) if packed else _tensor_record(name, tensor, persistent)
         records[name] = record
         if id(tensor) in first:
             record["same_as"] = first[id(tensor)]
             continue
         first[id(tensor)] = name
-        if tensor.is_meta:
+        parts: dict[str, torch.Tensor] = {}
+        if packed:
+            facts, parts = _parts(name, module.get_submodule(name.rpartition(".")[0]), tensor)
+            record.update(facts, parts={key: _tensor_record(f"{name}.{key}", part, True) for key, part in parts.items()})
+        elif tensor.is_meta:
             record["stored"] = False
         if tensor.is_meta or not values:
             continue
         prefix = name.partition(".")[0]
         file = f"{prefix}.safetensors" if prefix in passes else "model.safetensors"
-        files[file][name] = _portable_tensor(tensor, storages)
+        for key, value in {f"{name}.{key}": part for key, part in parts.items()}.items() if packed else [(name, tensor)]:
+            files[file][key] = _portable_tensor(value, storages)
     return records, files
+
+
+def _parts(name: str, owner: nn.Module, tensor: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    if tensor.is_meta:
+        raise ArtifactError(f"'{name}' is a {type(tensor).__name__} without values, which an artifact cannot hold")
+    try:
+        return parts_of(owner, tensor)
+    except ArtifactError as error:
+        raise ArtifactError(f"'{name}': {error}") from None
 
 
 def state_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -48,6 +67,16 @@ def state_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
                 if tensor is not None:
                     persistent = table is m._parameters or key not in m._non_persistent_buffers_set
                     yield f"{path}.{key}" if path else key, tensor, persistent
+
+
+def _packed_record(tensor: torch.Tensor, persistent: bool) -> dict[str, Any]:
+    return {
+        "kind": "parameter" if isinstance(tensor, nn.Parameter) else "buffer",
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "stride": list(tensor.stride()),
+        **({} if persistent else {"persistent": False}),
+    }
 
 
 def _tensor_record(name: str, tensor: torch.Tensor, persistent: bool) -> dict[str, Any]:
@@ -82,12 +111,23 @@ def _portable_tensor(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
     return value
 
 
-def read_tensors(files: Snapshot, records: dict[str, Any], device: torch.device | str | None) -> dict[str, torch.Tensor]:
-    """Every tensor by name; the ones that share values are one object."""
+def read_tensors(
+    files: Snapshot, records: dict[str, Any], device: torch.device | str | None, allow: Sequence[str] = ()
+) -> dict[str, torch.Tensor]:
+    """Every tensor by name; the ones that share values are one object. `allow` covers the classes of packed ones."""
     known = ["kind", "shape", "dtype", "persistent", "requires_grad", "stride", "same_as", "stored"]
+    known += ["class", "context", "parts"]  # of a packed one
+    expected: set[str] = set()
     for name, record in records.items():
         only_keys(record, known, f"the tensor {shown(name)}")
-    expected = {n for n, r in records.items() if "same_as" not in r and r.get("stored", True)}
+        parts = record.get("parts")
+        if parts is not None:
+            if type(parts) is not dict or not parts or len(parts) > PARTS:
+                raise ArtifactError(f"graph.json: the parts of {shown(name)} are no object of at most {PARTS}")
+            for key, part in parts.items():
+                only_keys(part, ["kind", "shape", "dtype", "stride"], f"the part {shown(key)} of {shown(name)}")
+        if "same_as" not in record and record.get("stored", True):
+            expected.update([name] if parts is None else [f"{name}.{key}" for key in parts])
     raw: dict[str, torch.Tensor] = {}
     for file in files.weights:
         for name, value in files.tensors(file):
@@ -105,9 +145,26 @@ def read_tensors(files: Snapshot, records: dict[str, Any], device: torch.device 
             if type(other) is not str or other not in values:
                 raise ArtifactError(f"graph.json: {shown(name)} is said to be {shown(other)}, which does not come before it")
             values[name] = values[other]
+        elif "parts" in record:
+            values[name] = _packed(name, record, raw, device, allow)
         else:
             values[name] = _tensor(name, record, raw.pop(name, None), device)
     return values
+
+
+def _packed(
+    name: str, record: dict[str, Any], raw: dict[str, torch.Tensor], device: torch.device | str | None, allow: Sequence[str]
+) -> torch.Tensor:
+    """A tensor of a class that is allowed, made of its parts."""
+    shape, stride = (tuple(map(whole, record.get(key) or ())) for key in ("shape", "stride"))
+    own = {key: f"{name}.{key}" for key in record["parts"]}
+    parts = {key: _tensor(full, record["parts"][key], raw.pop(full), device) for key, full in own.items()}
+    made = made_of(record, {key: part.requires_grad_(False) for key, part in parts.items()}, shape, stride, allow)
+    if tuple(made.shape) != shape or made.dtype != decode({"dtype": record.get("dtype")}):
+        raise ArtifactError(f"graph.json: the parts of '{name}' make {made.dtype} {list(made.shape)}, which it is not")
+    if record.get("kind") != "parameter" or isinstance(made, nn.Parameter):
+        return made
+    return nn.Parameter(made, requires_grad=False)
 
 
 def _tensor(name: str, record: dict[str, Any], raw: torch.Tensor | None, device: torch.device | str | None) -> torch.Tensor:

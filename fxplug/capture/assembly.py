@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from .. import quantised
 from ..ir import ops
 from ..ir.containers import RESERVED, Container, plain_attributes
 from ..ir.traced_module import Graph, TracedModule, class_names
@@ -69,6 +70,8 @@ def assemble(model: nn.Module, recordings: dict[bool, Recorded], twin_error: str
         copies[id(module)] = new
         for table in ("_parameters", "_buffers"):
             new.__dict__[table] = dict(getattr(module, table))
+        if whole and quantised.is_own_layer(new):
+            quantised.settle(new)
         new.__dict__["_modules"] = {
             key: None if child is None else copy_tree(child, f"{path}.{key}" if path else key, whole)
             for key, child in module._modules.items()

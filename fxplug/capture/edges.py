@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from .. import quantised
 from ..errors import TraceError
 from ..ir import ops
 from ..ir.pytree import children, leaves, map_leaves, put_back
@@ -87,8 +89,13 @@ class Regions:
                 raise NeedsValues(f"'{key}' is a scripted module, which runs on real tensors only: trace before it is scripted")
             recording.paused = True
             try:
-                with DisableTorchFunction():
-                    out = call_with_hooks(module, *plain, **plain_kw)
+                # a packed weight says by a torch function what its product is
+                own = not recording.fake and quantised.is_quantised(module)
+                with nullcontext() if own else DisableTorchFunction():
+                    if recording.fake and quantised.is_own_layer(module):
+                        out = quantised.result_like(module, *plain, **plain_kw)
+                    else:
+                        out = call_with_hooks(module, *plain, **plain_kw)
             finally:
                 recording.paused = False
             recording.results.put(remembered_as, out, [*plain, *plain_kw.values()])
@@ -152,11 +159,11 @@ def _members(value: Any) -> Any:
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a module is kept whole without being named: torch.nn's own, and blocks that passes put in."""
+    """Whether a module is kept whole without being named: torch.nn's own, quantised ones, and blocks that passes put in."""
     kind = type(module)
     if getattr(kind, "is_block", False) or isinstance(module, torch.jit.ScriptModule):
         return True
-    if not kind.__module__.startswith(("torch.nn.modules.", "torch.ao.nn.")):
+    if not kind.__module__.startswith(("torch.nn.modules.", "torch.ao.nn.")) and not quantised.is_own_layer(module):
         return False
     if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         return False

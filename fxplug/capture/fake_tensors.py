@@ -18,6 +18,7 @@ from torch import (  # torch's own, whatever a run puts in their place
     nn,
 )
 
+from ..quantised import is_packed
 from ..torch_internals.dispatch import DisableTorchFunction
 from ..torch_internals.fakes import (
     DataDependentOutputException,
@@ -84,8 +85,9 @@ def fake_weights(
                 as_parameter(made)
             if autograd:
                 made.requires_grad_(tensor.requires_grad)
-            carry_over(tensor, made)
-            pairs.append((tensor, made))
+            if not is_packed(tensor):  # its attributes are what it is made of
+                carry_over(tensor, made)
+                pairs.append((tensor, made))
             fakes[id(tensor)] = made
             names[id(made)] = name
         return fakes[id(tensor)]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from .. import quantised
 from ..errors import FxplugError, TraceError, did_you_mean
 from ..ir import functions
 from ..ir.editing import erase
@@ -77,6 +78,8 @@ def trace(
         args = args if isinstance(args, (tuple, list)) else (args,)
         call = (tuple(args), dict(kwargs or {}))
         leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
+        quantised.check_ready(model, leaves)
+        stack.enter_context(quantised.unpacked(model))
         stack.enter_context(no_collection())
         try:
             gm = _trace(model, tensors, call, leaves, real, check, reasons)
@@ -237,7 +240,7 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
     grad = torch.is_grad_enabled()
     regions = Regions(recording, leaves)
     with undone() as shared, undone(here=True) as stack:
-        stack.callback(recording.unmark)
+        shared.callback(recording.unmark)
         shared.enter_context(restored(state))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())

@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 
+from .. import quantised
 from ..adapters.slots import Adapters
 from ..errors import FxplugError, did_you_mean
 from ..files.reading import KINDS, reported
@@ -87,6 +88,8 @@ def export(
         raise FxplugError(f"free is {free!r}{did_you_mean(free, FREE)}: it is one of {', '.join(FREE)}")
     if options and to != "aoti":
         raise FxplugError(f"options are inductor's, and {to} is not compiled: leave them out, or export to aoti")
+    if found := _unexportable(module):
+        raise FxplugError(f"{found}: quantise the model with torchao, or export it un-quantised")
     start = time.perf_counter()
     target = _target(Path(path), to)
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
@@ -137,12 +140,19 @@ def hindrance(module: TracedModule, inputs: Any, result: Any = None) -> str | No
         for node in graph.nodes:
             if node.op.startswith("call") and node.target in GRADIENTS:
                 return f"'{node.name}' computes gradients inside the model, which torch.export has no form for"
+    if found := _unexportable(module):
+        return found
     if any(isinstance(value, torch.Generator) for value in leaves(inputs)):
         return "one of the inputs is a random generator, which no exported program takes"
     odd = next((value for value in leaves(result) if not isinstance(value, PLAIN) and not isinstance(value, torch.Size)), None)
     if odd is not None:
         return f"the result holds a {type(odd).__module__}.{type(odd).__qualname__}, which no exported program gives"
     return None
+
+
+def _unexportable(module: nn.Module) -> str:
+    own = next(((path, layer) for path, layer in module.named_modules() if quantised.is_own_layer(layer)), None)
+    return "" if own is None else f"'{own[0]}' is a {quantised.described(own[1])}, whose weight torch.export cannot take"
 
 
 # --- for a package

@@ -52,7 +52,8 @@ def lower(
     source = made = gm
     if merge == "auto":
         source = made = _folded(gm, fold.foldable(gm, [n for n in _names(gm) if n not in fold.slotted(gm)]))
-        if fold.slotted(made) and not _mixed(made):
+        slotted = fold.slotted(made)
+        if slotted and not _mixed(made) and len(fold.foldable(made, slotted)) == len(slotted):
             merge = "live"
     if merge == "fold":
         source = made = _folded(gm, None)

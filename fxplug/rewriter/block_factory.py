@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import quantised
 from ..errors import FxplugError, SpecError
 from ..ir.containers import Container
 from ..ir.traced_module import TracedModule
@@ -28,6 +29,7 @@ def make_block(
     rule = site.rule
     kind = block_class(rule)
     if rule.place == "param":
+        _check_numbers(site, p)
         tied = (id(rule), id(site.parameter))
         if tied in owners:
             return owners[tied], tree.get_submodule(owners[tied])
@@ -65,6 +67,17 @@ def make_block(
     return name, block
 
 
+def _check_numbers(site: Site, p: Pass) -> None:
+    """Raises SpecError for a site whose parameter is packed, or whose layer cannot be opened for another one of it."""
+    if quantised.is_packed(site.parameter) or quantised.is_own_layer(site.module):
+        raise SpecError(
+            f"{p.name}: '{site.path}' is quantised ({quantised.described(site.module)}), and a pass that changes a parameter "
+            f"cannot change its '{site.port.keys[0]}': leave the layer out, or put something beside it, such as lora, ia3, ssf "
+            "or an adapter",
+            where=site.rule.where,
+        )
+
+
 def block_class(rule: Rule) -> type[nn.Module]:
     """The class that a rule puts in. Raises SpecError for what is no class of blocks."""
     assert rule.use is not None
@@ -95,9 +108,12 @@ def _make(kind: type[nn.Module], site: Site, weight: torch.Tensor | None, beside
         block: nn.Module = kind.at(site, **site.rule.options, **beside)  # type: ignore[attr-defined]
     if near is not None:
         block.to(device)
+        # a layer of bitsandbytes calculates in a dtype of its own, and gives that of its input
+        given = site.x.dtype if quantised.is_own_layer(site.module) and site.x is not None else near.dtype
+        dtype = given if given.is_floating_point else near.dtype
         for parameter in block.parameters():
-            if parameter.is_floating_point() and parameter.dtype != near.dtype:
-                parameter.data = parameter.data.to(near.dtype)
+            if parameter.is_floating_point() and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
     return block
 
 

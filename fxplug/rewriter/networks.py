@@ -15,11 +15,11 @@ import torch
 from torch import fx, nn
 
 from ..capture.fake_tensors import quiet
-from ..errors import ClashError, MatchError, SpecError, TraceError
+from ..errors import ClashError, MatchError, SpecError, TraceError, did_you_mean
 from ..ir import ops
 from ..ir.containers import Container
 from ..ir.editing import insert
-from ..ir.regions import Regions, each, members, source
+from ..ir.regions import Regions, each, find_input, members, source
 from ..ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ..spec.addresses import WHOLE, Port, is_pattern, parse_port, select
 from ..spec.rules import Pass
@@ -51,15 +51,34 @@ def _with_gates(gm: TracedModule, p: Pass) -> Pass:
     rank = ranks.pop()
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise SpecError(f"{p.name}: rank_max must be a whole number, 1 or more, not {rank!r}", where=p.where)
-    samples = next((str(port) for port, _, node in Regions(gm.graph, gm).by_key[""].inputs if node.meta.get("shape")), None)
-    if samples is None:
-        raise SpecError(f"{p.name}: no input of the model is a tensor with samples, and slots are chosen by sample")
-    gates = {"use": "fxplug.blocks:Gates.of", "options": {"slots": p.slots, "rank": rank}, "args": [samples], "neutral": True}
+    options = {"slots": p.slots, "rank": rank}
+    gates = {"use": "fxplug.blocks:Gates.of", "options": options, "args": [_samples(gm, p)], "neutral": True}
     rules = []
     for rule in p.rules:
         part = 1 if rule.place == "param" else 0
         rules.append(replace(rule, args=(*rule.args, f"{GATES}:out[{part}]")))
     return replace(p, networks={**p.networks, GATES: gates}, rules=rules)
+
+
+def _samples(gm: TracedModule, p: Pass) -> str:
+    """The address of the input whose first dimension has the samples: the one that the pass names, else the first with any."""
+    regions = Regions(gm.graph, gm)
+    inputs = regions.by_key[""].inputs
+    if p.samples is None:
+        first = next((str(port) for port, _, node in inputs if node.meta.get("shape")), None)
+        if first is None:
+            raise SpecError(f"{p.name}: no input of the model is a tensor with samples, and slots are chosen by sample")
+        return first
+    wanted = parse_port(f":in.{p.samples}")
+    try:
+        port, _, node = find_input(regions, regions.by_key[""], wanted)
+    except MatchError as error:
+        text = str(error) + did_you_mean(str(wanted), [str(port) for port, _, _ in inputs])
+        raise SpecError(f"{p.name}: samples: {text}", where=p.where) from None
+    if not node.meta["shape"]:
+        found = f"'{port}' is one number when traced, and has no dimension of samples"
+        raise SpecError(f"{p.name}: samples: {found}", where=p.where)
+    return str(port)
 
 
 def joined(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:

@@ -14,6 +14,7 @@ from torch import nn
 from ..errors import TraceError, VerifyError
 from ..ir.pytree import leaves, map_leaves
 from ..ir.traced_module import TracedModule
+from ..quantised import is_packed
 from ..spec.rules import Match, Pass, Rule
 from ..torch_internals.tensors import memory_id
 from .applying import apply
@@ -214,7 +215,7 @@ def _left(
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         kept = isinstance(tensor, nn.Parameter) and written is not None and id(tensor) not in changing
-        return tensor if kept else copies.of(tensor)
+        return tensor if kept or is_packed(tensor) else copies.of(tensor)
 
     tensors = itertools.chain(module.named_parameters(), module.named_buffers())
     changing = {id(t) for name, t in tensors if name in (written or ())}
@@ -222,7 +223,7 @@ def _left(
     generators = [(g, g.get_state()) for g in leaves(call) if isinstance(g, torch.Generator)]
     # nothing goes back through these calls, so what a backward pass would need is not kept: they take an inference's memory
     saving = torch.autograd.graph.saved_tensors_hooks(lambda t: None, _not_kept) if frugal else contextlib.nullcontext()
-    with torch.random.fork_rng(), swapped(module, copied) as state:
+    with torch.random.fork_rng(), swapped(module, copied, values=True) as state:
         torch.manual_seed(0)
         for index, grad in enumerate(way.grads):
             inputs = _Copies()

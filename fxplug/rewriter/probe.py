@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from ..errors import FxplugError, VerifyError
 from ..ir.pytree import leaves
+from ..quantised import WithoutValues, is_own_layer
 
 
 class Unchecked(Exception):
@@ -92,11 +93,17 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def swapped(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Put `make(tensor)` in the place of every weight; gives the new ones by name."""
+def swapped(
+    module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], values: bool = False
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Put `make(tensor)` in the place of every weight; gives the new ones by name. `values` says that they have any."""
     held: list[tuple[dict[str, Any], dict[str, Any]]] = []
     made: dict[int, torch.Tensor] = {}
     by_name: dict[str, torch.Tensor] = {}
+    for parent in [] if values else list(module.modules()):
+        if layers := {k: WithoutValues(m) for k, m in parent._modules.items() if m is not None and is_own_layer(m)}:
+            held.append((parent._modules, dict(parent._modules)))
+            parent._modules.update(layers)
     for path, child in module.named_modules():
         lists = {key: value for key, value in vars(child).items() if type(value) is list}  # an LSTM keeps its weights in one
         held.append((child.__dict__, lists))

@@ -169,7 +169,7 @@ class Draft:
                     owner = f"{module}:{attribute.rpartition('.')[0] or attribute}"
                     _check_allowed(owner, None if allow is None else (*allow, "diffusers"), where, path)
                 _check_options(given["options"], allow, where, path)
-        for key, nothing in (("inputs", {}), ("networks", {}), ("slots", 0), ("parallel", {})):
+        for key, nothing in (("inputs", {}), ("networks", {}), ("slots", 0), ("samples", None), ("parallel", {})):
             data = {**data, key: _fill(data.get(key, nothing), values, used, source, (key,))}
         if not rules and not data["parallel"]:
             raise source.error("every rule is left out: the parameters name no places", "rules")

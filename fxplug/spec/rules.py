@@ -33,6 +33,7 @@ _COUNTS: dict[str, Callable[[int, int], bool]] = {
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
+_INPUT = re.compile(r"[^\W\d]\w*(\[\d+\]|\.[^\W\d]\w*)*")
 _SIZE = re.compile(r"\s*(\d+|[^\W\d]\w*)(\s*\*\s*(\d+|[^\W\d]\w*))*\s*")
 
 
@@ -223,7 +224,9 @@ class Pass:
     """A named list of rules; `params` are the values its parameters got. Raises SpecError.
 
     `lr`, `weight_decay` and `train` say how the parameters of its blocks are trained. Its `name` is the
-    first part of their keys. With `slots` its blocks are banks for that many adapters, which come and go without a new graph.
+    first part of their keys. With `slots` its blocks are banks for that many adapters, which come and go without a new graph;
+    `samples` names the input of the model in whose first dimension the samples are that choose among them, `t` or `x[0]`; None
+    is the first that is a tensor.
 
     A pass with `parallel` has no rules: those are keywords of `parallel_plan`, which finds its places by running the model,
     or of `pipefusion`; `at` is the region whose first input is split in rows.
@@ -241,6 +244,7 @@ class Pass:
     train: bool = True
     where: Where = field(default=NOWHERE, compare=False)
     parallel: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    samples: str | None = None
 
     def __post_init__(self) -> None:
         check_common({key: getattr(self, key) for key in COMMON})
@@ -248,6 +252,11 @@ class Pass:
             raise SpecError(f"must be text, not {shown(self.about)}", path=("about",))
         if not isinstance(self.slots, int) or isinstance(self.slots, bool) or self.slots < 0:
             raise SpecError(f"must be a whole number, 0 or more, not {shown(self.slots)}", path=("slots",))
+        if self.samples is not None and not (isinstance(self.samples, str) and _INPUT.fullmatch(self.samples)):
+            found = f"must be the name of an input of the model, such as 'timestep' or 'x[0]', not {shown(self.samples)}"
+            raise SpecError(found, path=("samples",))
+        if self.samples is not None and not self.slots:
+            raise SpecError("goes with slots: it says which input has the samples that choose among them", path=("samples",))
         held(Plan, self.parallel, "parallel")
         if self.parallel:
             for key in ("rules", "inputs", "networks", "slots", "lr", "weight_decay"):

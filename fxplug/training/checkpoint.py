@@ -21,6 +21,7 @@ from ..files import reading, weight_files
 from ..files.formats import check_format
 from ..files.writing import save_file, written
 from ..limits import DEFAULT, Limits
+from ..quantised import plain
 from .data.seeding import random_state, random_state_kept, seed_all, set_random_state
 
 FORMAT = 1
@@ -129,7 +130,8 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     """A short text that differs between sets of weights: a hash of names, shapes and the first values of each."""
     digest = hashlib.sha256()
     for name, tensor in tensors.items():
-        first = [] if tensor.is_meta else tensor.detach().flatten()[:4].double().tolist()
+        parts = [] if tensor.is_meta else plain(tensor)
+        first = [value for part in parts for value in part.detach().flatten()[:4].double().tolist()]
         digest.update(f"{name} {tuple(tensor.shape)} {first}".encode())
     return digest.hexdigest()[:16]
 

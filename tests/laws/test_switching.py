@@ -9,6 +9,7 @@ import peft
 import pytest
 import timm
 import torch
+import zoo
 from diffusers import UNet2DConditionModel
 from safetensors.torch import save_file
 from torch import nn
@@ -562,3 +563,70 @@ def test_a_rank_that_a_convolution_in_groups_cannot_share_out_is_refused():
     wrong = {f"base_model.model.0.lora_{half}.weight": value for half, value in halves.items()}
     with pytest.raises(fxplug.SpecError, match="has rank 1, and the convolution '.*' 2 groups, each with a part of the rank"):
         new.adapters.load("odd", wrong)
+
+
+@pytest.fixture(scope="module")
+def listed():
+    """A model whose first input is a list with a latent for each sample: the batch is in `t` alone. And its inputs."""
+    case = next(c for c in zoo.cases() if c.name == "diffusers/ZImageTransformer2DModel")
+    model, (args, kwargs) = case.build().eval(), case.inputs(3)
+    return fxplug.trace(model, args, kwargs), kwargs
+
+
+def wired(gm, name, **options):
+    """Slots on the layers of the model of `listed`, with two adapters."""
+    new = fxplug.apply(gm, fxplug.load_pass(name, at="layers.*.attention.to_*", rank=4, slots=2, **options))
+    for adapter_name in ("ink", "film"):
+        layers = [(n, m) for n, m in gm.named_modules() if n.startswith("layers.0.attention.to_") and hasattr(m, "in_features")]
+        state = {f"{n}.lora_A.weight": torch.randn(2, m.in_features) for n, m in layers}
+        state |= {f"{n}.lora_B.weight": torch.randn(m.out_features, 2) for n, m in layers}
+        new.adapters.load(adapter_name, state)
+    return new
+
+
+def test_an_option_names_the_input_that_carries_the_samples(listed, tmp_path):
+    gm, inputs = listed
+    new = wired(gm, "lora", samples="t")
+    fxplug.save(new, tmp_path / "out")
+    with torch.no_grad():
+        for module in (new, fxplug.load(tmp_path / "out")):
+            alone = {}
+            for name in (None, "ink", "film"):
+                module.adapters.use(name)
+                alone[name] = module(**inputs)[0]
+            assert not torch.equal(alone["ink"][0], alone[None][0])
+            module.adapters.use(["ink", None, "film"])
+            for mine, name, i in zip(module(**inputs)[0], ["ink", None, "film"], range(3), strict=True):
+                close(mine, alone[name][i])
+    entry = fxplug.load(tmp_path / "out").meta["passes"][0]
+    assert entry["params"]["samples"] == "t"
+
+
+def test_the_first_tensor_carries_the_samples_where_no_option_names_another(listed):
+    gm, inputs = listed
+    new = wired(gm, "lora")
+    new.adapters.use(["ink", None, "film"])
+    with pytest.raises(RuntimeError, match="one entry per sample"):
+        new(**inputs)
+
+
+@pytest.mark.parametrize("name, text", [
+    ("tt", r"samples: ':in.tt' is no input.*':in.x\[0\]'.*did you mean ':in.t'"),
+    ("x", r"':in.x' is no input .*':in.x\[0\]'"),
+    ("return_dict", r"':in.return_dict' was False when the model was traced"),
+    ("x[*]", r"must be the name of an input of the model, such as 'timestep' or 'x\[0\]', not 'x\[\*\]'"),
+    (3, r"must be the name of an input .* not 3"),
+])  # fmt: skip
+def test_samples_that_no_input_carries_are_told(listed, name, text):
+    with pytest.raises(SpecError, match=text):
+        fxplug.apply(listed[0], fxplug.load_pass("lora", at="layers.**", slots=2, samples=name))
+
+
+def test_samples_go_with_slots_and_have_a_dimension(traced):
+    with pytest.raises(SpecError, match="goes with slots"):
+        fxplug.load_pass("lora", samples="x")
+    case = next(c for c in zoo.cases() if c.name == "diffusers/UNet2DModel")
+    args, kwargs = case.inputs(2)
+    gm = fxplug.trace(case.build().eval(), args, {**kwargs, "timestep": torch.tensor(7)})
+    with pytest.raises(SpecError, match="samples: ':in.timestep' is one number when traced, and has no dimension of samples"):
+        fxplug.apply(gm, fxplug.load_pass("lora", at="mid_block.**", slots=2, samples="timestep"))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import fx, nn
 
+from ... import quantised
 from ...blocks.base import CONVOLUTIONS
 from ...blocks.lora import Lora
 from ...blocks.scale import Scale
@@ -103,12 +104,18 @@ def layer_of(tree: nn.Module, node: fx.Node) -> Layer | None:
     if node.op != "call_function" or node.target not in PRODUCTS:
         return None
     kind, weight_at, bias_at = PRODUCTS[node.target]
+    if quantised.reads_packed(tree, argument(node, weight_at, "weight")):
+        return None
     bias = argument(node, bias_at, "bias") if bias_at > 0 else None
     return Layer(node, kind, None, argument(node, weight_at, "weight"), bias)
 
 
 def _kind(module: nn.Module) -> str:
-    """The kind of a layer of torch.nn that has the forward of its class there, and for a norm a weight; "" for others."""
+    """The kind of a layer of torch.nn that has the forward of its class there, and for a norm a weight; "" for others, as for
+    one that is quantised.
+    """
+    if quantised.is_quantised(module):
+        return ""
     kind = next((k for k, c in LAYERS.items() if isinstance(module, c) and type(module).forward is c.forward), "")
     if kind in CONVOLUTIONS and conv_forward(type(module)) is not conv_forward(CONVOLUTIONS[kind]):
         kind = ""
@@ -129,9 +136,11 @@ def layer_at(tree: nn.Module, node: fx.Node, kinds: tuple[type[nn.Module], ...])
 
 
 def called(tree: nn.Module, node: fx.Node, kinds: tuple[type[nn.Module], ...]) -> Any:
-    """The module that a node calls, if it is of one of these very classes and nobody looks on."""
+    """The module that a node calls, if it is of one of these very classes, nobody looks on, and its weights are numbers."""
     module = tree.get_submodule(str(node.target)) if node.op == "call_module" else None
-    return module if module is not None and type(module) in kinds and not is_hooked(module) else None
+    if module is None or type(module) not in kinds or is_hooked(module) or quantised.is_quantised(module):
+        return None
+    return module
 
 
 def misfit(lora: Lora, node: fx.Node, kind: str, x: Any) -> str | None:

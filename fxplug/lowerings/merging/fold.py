@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from ... import quantised
 from ...blocks.slot_gates import Table
 from ...errors import SpecError, did_you_mean
 from ...ir import ops
@@ -207,7 +208,7 @@ class Plan:
             if made_by is not None and made_by["name"] in self.passes and (added(node) or self.networked(node)):
                 beside = made_by.get("block") in [kind.__name__ for kind in BEHIND]
                 reason = "no layer with a weight stands directly at it" if beside else "it is no function of weights alone"
-                self.refused(node, reason)
+                self.refused(node, quantised.why_not(self.gm, made_by.get("site", "")) or reason)
             elif name in self.passes:
                 self.reasons[name].setdefault("it", f"'{node.name}' reads its weights")
         close(graph, self.gm, self.tree, self.passes)

@@ -10,6 +10,7 @@ from torch import fx, nn
 from ...errors import SpecError, TraceError
 from ...ir.editing import erase, meta_of, replace
 from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
+from ...quantised import is_quantised
 from ...rewriter.graft import Graft, Traces
 from ...torch_internals.modules import is_hooked
 from ..runtime.collectives import Collective
@@ -47,7 +48,7 @@ def _open_all(graph: Graph, tree: nn.Module, traces: Traces, mode: bool, wanted:
 
 def _open(graph: Graph, tree: nn.Module, node: fx.Node, module: nn.Module, traces: Traces, mode: bool) -> list[fx.Node]:
     """Put the code of a layer in the place of its call, and give its nodes; none where that cannot be."""
-    if is_hooked(module):
+    if is_hooked(module) or is_quantised(module):
         return []
     try:
         sub = traces.of(module, list(node.args), dict(node.kwargs), f"'{node.target}', opened,")
