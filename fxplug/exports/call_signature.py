@@ -61,13 +61,13 @@ def describe(program: ExportedProgram, parameters: Mapping[str, inspect.Paramete
         required = parameter.default is inspect.Parameter.empty
         entry: Json = {"name": parameter.name, "kind": parameter.kind.name}
         if not required:
-            entry["default"] = _encoded(parameter.default)
+            entry["default"] = encoded(parameter.default)
         if not required or parameter.name in given:
-            entry["value"] = _encoded(given.get(parameter.name, parameter.default))
+            entry["value"] = encoded(given.get(parameter.name, parameter.default))
         described.append(entry)
     guards, notes = _guards(program, dict(inspect.Signature(list(parameters.values())).bind(*args, **kwargs).arguments))
     ranges = {str(s): [_bound(r.lower), _bound(r.upper)] for s, r in program.range_constraints.items()}
-    result = _encoded(_result(program))
+    result = encoded(_result(program))
     return {"parameters": described, "tensors": tensors, "ranges": ranges, "guards": guards, "result": result}, notes
 
 
@@ -102,7 +102,7 @@ def _guards(program: ExportedProgram, arguments: dict[str, Any]) -> tuple[list[s
     return guards, notes
 
 
-def _encoded(value: Any) -> Json:
+def encoded(value: Any) -> Json:
     """A nested value with marks for its tensors, as JSON."""
     found: Json = encode(_plain(value), explicit=True)
     return found
