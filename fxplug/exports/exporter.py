@@ -31,7 +31,7 @@ from ..ir.editing import insert, replace
 from ..ir.pytree import children, leaves, map_leaves
 from ..ir.traced_module import TracedModule, copy_graph, shell
 from ..turns import held
-from . import onnx_writer
+from . import onnx_trial, onnx_writer
 from .aoti_writer import Refused, Unfit, check_compiler, refusing, write
 
 FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2", "onnx": ".onnx"}
@@ -123,8 +123,9 @@ def export(
                     return write(program, parameters, name, _live(module), facts, options)
                 if to == "onnx":
                     slots = _slots(module, facts)
-                    place = functools.partial(_place, plain)
-                    return onnx_writer.write(program, parameters, name, slots, facts, opset, results, place)
+                    place = functools.partial(_place, module)
+                    said = onnx_writer.write(program, parameters, name, slots, facts, opset, results, place)
+                    return [*said, *onnx_trial.tried(name, program, plain)]
                 _write_out_rounding(program.graph)
                 program.graph_module.recompile()
                 with _quiet(), written(name) as file, refusing():
@@ -140,7 +141,7 @@ def _target(path: Path, to: str) -> Path:
     with reported(_unwritten(path), "cannot be written"):
         if path.is_dir():
             return path / f"model{FORMATS[to]}"
-        ending = Path(FORMATS[to]).suffix
+        ending = f".{FORMATS[to].rpartition('.')[2]}"
         return path if path.suffix == ending else path.with_name(f"{path.name.removesuffix(f'.{to}')}{FORMATS[to]}")
 
 
@@ -284,12 +285,13 @@ def _write_out_rounding(graph: fx.Graph) -> None:
         replace(node, rounded)
 
 
-def _place(module: nn.Module, stack: str) -> str:
+def _place(module: TracedModule, stack: str) -> str:
     """The region that an operation of the exported program is in, by the line of our code that is in its stack."""
-    nodes = {node.name: node for graph in module.graphs.values() for node in graph.nodes}  # type: ignore[operator]
+    nodes = {node.name: node for graph in module.graphs.values() for node in graph.nodes}
     for name in re.findall(r"^\s+(\w+) = ", stack, re.MULTILINE):
-        if name in nodes and (inside := nodes[name].meta.get("nn_module_stack")):
-            return f"'{next(reversed(inside))}'"
+        stack_of = nodes[name].meta.get("nn_module_stack") if name in nodes else None
+        if stack_of and (path := next(reversed(stack_of))):
+            return f"'{path}'"
     return "the model itself"
 
 

@@ -25,6 +25,7 @@ from ..artifacts.value_json import Mark
 from ..blocks.slot_gates import NAME
 from ..errors import FxplugError, shown
 from ..files.writing import written
+from ..ir.editing import change
 from ..ir.pytree import children, rebuilt
 from ..torch_internals.dispatch import OpOverload
 from ..torch_internals.onnx import DEFAULT, OPSETS, translated, untranslated
@@ -36,6 +37,7 @@ from .onnx_file import FORMAT, INSTALL, METADATA, PAGE, data_name, is_data_of, s
 INLINE = 1 << 30  # bytes of weights that a model holds itself: protobuf ends at 2 GB, and what it holds is read at once
 SMALL = 1024  # bytes of a tensor that stays in the model wherever the weights are: shapes and the like
 SHOWN = 5
+SQUEEZES = (torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims)
 NUMBERS: dict[type, torch.dtype] = {torch.SymInt: torch.int64, torch.SymFloat: torch.float64, torch.SymBool: torch.bool}
 
 
@@ -123,6 +125,7 @@ def write(
     """
     signature, notes = describe(program, parameters)
     _check_plain(program)
+    _settle_squeezes(program)
     model = _model(program, opset, place)
     inputs, count = len(signature["tensors"]), len(program.graph_signature.output_specs)
     if (len(model.graph.inputs), len(model.graph.outputs)) != (inputs, count):
@@ -164,6 +167,20 @@ def _check_plain(program: ExportedProgram) -> None:
             value = edge.meta.get("val")
             if isinstance(value, torch.Tensor) and value.is_complex():
                 raise Unfit(f"'{edge.name}' is {value.dtype}, and ONNX has no complex numbers: take torch.view_as_real of it")
+
+
+def _settle_squeezes(program: ExportedProgram) -> None:
+    """Leave out of each squeeze the dimensions that it lets stay, as they are not 1: ONNX would take them for an error."""
+    for node in program.graph.nodes:
+        if node.target in SQUEEZES:
+            shape, dims = node.args[0].meta["val"].shape, node.args[1]
+            ones = [dim for dim in (dims if isinstance(dims, (tuple, list)) else [dims]) if _is_one(shape[dim])]
+            target = torch.ops.aten.squeeze.dims if ones else torch.ops.aten.clone.default
+            change(node, target=target, args=(node.args[0], ones) if ones else node.args[:1])
+
+
+def _is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 1
 
 
 # --- the translation
