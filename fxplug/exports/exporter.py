@@ -106,6 +106,8 @@ def export(
         facts = _facts(module)
     if to == "onnx" and device.type == "meta":
         raise FxplugError("the module is on the meta device, which holds no values: export one that has its weights")
+    if to == "onnx" and module.training:
+        raise FxplugError("the module is in training, and an ONNX model keeps nothing between calls: export module.eval()")
     if to == "aoti":
         check_compiler(device)
         # compiled code reads an input's memory in the order in which the example's lay
@@ -125,7 +127,7 @@ def export(
                     slots = _slots(module, facts)
                     place = functools.partial(_place, module)
                     said = onnx_writer.write(program, parameters, name, slots, facts, opset, results, place)
-                    return [*said, *onnx_trial.tried(name, program, plain)]
+                    return [*said, *onnx_trial.tried(name, program, plain, results.said)]
                 _write_out_rounding(program.graph)
                 program.graph_module.recompile()
                 with _quiet(), written(name) as file, refusing():

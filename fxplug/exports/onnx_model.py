@@ -21,7 +21,7 @@ from .onnx_file import INSTALL, OnnxFile
 from .package import PackageAdapters, _first, _named
 from .package_file import check_slots
 
-ERRORS_ONLY = 3  # of onnxruntime's log: it warns of every initializer that can be overridden, which is what they are for
+NOTHING = 4  # of onnxruntime's log: it warns of each weight that can be given anew, and what it says of errors is in them
 BFLOAT16 = 16  # ONNX's TensorProto.DataType
 
 
@@ -36,7 +36,7 @@ class OnnxModel:
 
     def __init__(self, session: Any, manifest: Json, tensors: dict[str, torch.Tensor], limits: Limits = DEFAULT) -> None:
         self.session, self.manifest, self.tensors = session, manifest, tensors
-        self._signature = Signature(manifest["signature"], torch.device("cpu"), limits)
+        self._signature = Signature(manifest["signature"], torch.device("cpu"), limits, "model was exported")
         self._turns = (Turns(),)
         self._adapters = PackageAdapters(manifest, tensors, self._turns) if manifest["banks"] else None
         # their memory is the tensors' own: what is written there is what the next call reads
@@ -122,7 +122,7 @@ def _session(found: OnnxFile, providers: Sequence[Any], options: Any) -> Any:
     settings = options
     if settings is None:
         settings = onnxruntime.SessionOptions()
-        settings.log_severity_level = ERRORS_ONLY
+        settings.log_severity_level = NOTHING
     settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(found.folder))
     try:
         session = onnxruntime.InferenceSession(found.model, settings, providers=list(providers))
@@ -146,8 +146,8 @@ def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """An array as a tensor, on the same memory where that can be written."""
     try:
         return torch.from_numpy(np.require(array, requirements=["C", "W"]))
-    except TypeError:
-        raise FxplugError(f"an array of {array.dtype} is none of numbers that a tensor has") from None
+    except (TypeError, ValueError):  # texts, objects; numbers in another order of bytes
+        raise FxplugError(f"an array of {array.dtype.str} is none that a tensor can be made of") from None
 
 
 def _given(tensor: torch.Tensor) -> Any:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import OutputKind
 from torch.overrides import TorchFunctionMode
 
 from .. import __version__
@@ -30,7 +29,7 @@ from ..ir.pytree import children, rebuilt
 from ..torch_internals.dispatch import OpOverload
 from ..torch_internals.onnx import DEFAULT, OPSETS, translated, untranslated
 from ..torch_internals.tensors import assert_later
-from .aoti_writer import Refused, Unfit, _quiet, _shared, _state
+from .aoti_writer import Refused, Unfit, _quiet, _shared, _state, hushed
 from .call_signature import Json, describe, encoded
 from .onnx_file import FORMAT, INSTALL, METADATA, PAGE, data_name, is_data_of, sealed
 
@@ -124,7 +123,7 @@ def write(
     Unfit for what no ONNX model does.
     """
     signature, notes = describe(program, parameters)
-    _check_plain(program)
+    _check_edges(program)
     _settle_squeezes(program)
     model = _model(program, opset, place)
     inputs, count = len(signature["tensors"]), len(program.graph_signature.output_specs)
@@ -153,14 +152,10 @@ def write(
     return notes
 
 
-def _check_plain(program: ExportedProgram) -> None:
-    """Raises Unfit for a program that changes its own state, or has complex numbers at its edges."""
-    for spec in program.graph_signature.output_specs:
-        if spec.kind in (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION):
-            raise Unfit(
-                f"a call of this module changes {spec.target}, and an ONNX model keeps nothing between calls: export the "
-                "module in evaluation, module.eval(), or to aoti"
-            )
+def _check_edges(program: ExportedProgram) -> None:
+    """Raises Unfit for a program with complex numbers at its edges, or without results."""
+    if not program.graph_signature.output_specs:
+        raise Unfit("this module gives no tensors, and an ONNX model gives nothing else")
     for node in program.graph.nodes:
         edges = [node] if node.op == "placeholder" else node.all_input_nodes if node.op == "output" else []
         for edge in edges:
@@ -191,7 +186,7 @@ def _model(program: ExportedProgram, opset: int, place: Callable[[str], str]) ->
     from torch.onnx import OnnxExporterError
 
     try:
-        with _quiet(), torch.no_grad():
+        with _quiet(), torch.no_grad(), hushed("onnx_ir"):
             model = translated(program, opset)
     except OnnxExporterError as error:
         lost, reason = untranslated(program, opset, error)
@@ -246,7 +241,8 @@ def _make_live(model: Any, tensors: Mapping[str, torch.Tensor], state: Mapping[s
         del initializers[name]
         value.const_value = None
         model.graph.inputs.append(value)
-    optimize(model)
+    with hushed("onnx_ir"):
+        optimize(model)
     for name, (value, const) in values.items():
         value.const_value = const
         initializers[name] = value
