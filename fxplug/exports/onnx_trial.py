@@ -24,8 +24,8 @@ CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bf
 def tried(file: str, program: ExportedProgram, module: nn.Module, said: list[str]) -> list[str]:
     """Notes on what onnxruntime, where it is installed, makes of a written model with the example inputs.
 
-    `module` is what was exported; it gives its results as a list, and then its conditions, of which `said` tells what they mean:
-    see `Results`. Raises Refused for a model that does not run, Unfit for one that computes something else.
+    `module` is what was exported; it gives its results as a list, and then its conditions, of which `said` tells what they
+    mean: see `Results`. Raises Refused for a model that does not run, Unfit for one that computes something else.
     """
     with torch.random.fork_rng():
         wanted, again = _called(module, program.example_inputs), _called(module, program.example_inputs)
