@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx_ir
 import onnxruntime
 import pytest
 import small
@@ -24,7 +25,7 @@ from torch import nn
 
 import fxplug
 from fxplug.errors import ArtifactError, FxplugError, GuardError, SpecError
-from fxplug.exports import onnx_file, onnx_writer
+from fxplug.exports import exporter, onnx_file, onnx_model, onnx_writer
 from fxplug.exports.onnx_file import METADATA, is_data_of, sealed
 from fxplug.ir.pytree import leaves
 
@@ -421,6 +422,42 @@ def test_what_cannot_be_exported(tmp_path, monkeypatch, made):
     assert not list(tmp_path.iterdir())
 
 
+class Short(nn.Module):
+    def forward(self, x):
+        return x.float().mul(2).to(x.dtype)
+
+
+def test_numbers_that_numpy_does_not_have(tmp_path):
+    x = torch.randn(3, 4).bfloat16()
+    model = fxplug.load_onnx(fxplug.export(fxplug.trace(Short().eval(), x), tmp_path, x, to="onnx").path)
+    assert torch.equal(model(x[:2]), Short()(x[:2]))
+
+
+def test_a_mistake_in_the_translation_is_told(tmp_path, monkeypatch):
+    x = torch.randn(2, 4)
+    gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4)).eval(), x)
+    translated = onnx_writer.translated
+
+    def mistaken(*args):
+        model = translated(*args)
+        (matrix,) = (value for name, value in model.graph.initializers.items() if name.endswith("weight"))
+        matrix.const_value = onnx_ir.tensor(np.zeros((4, 4), np.float32), name=matrix.name)
+        return model
+
+    monkeypatch.setattr(onnx_writer, "translated", mistaken)
+    with pytest.raises(FxplugError, match="the ONNX model differs from the module by .*, in result 0 for the example inputs"):
+        fxplug.export(gm, tmp_path, x, to="onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_example_that_does_not_fit_the_choice_of_adapters(pair, tmp_path):
+    module, _ = pair
+    module.adapters.use(["old", None, "old"])
+    result = fxplug.export(module, tmp_path, inputs(), {"shift": torch.randn(2, 6)}, to="onnx")
+    assert result.notes[-1].startswith("it was not run, as the module itself does not take the example inputs now: adapters")
+    same(fxplug.load_onnx(result.path), module, batch=3)
+
+
 # --- files
 
 
@@ -614,7 +651,7 @@ def test_weights_that_are_not_those_of_the_export(path, tmp_path):
         fxplug.load_onnx(path)
 
 
-def test_an_export_that_ends_in_the_middle_leaves_the_old_model(wide, path, tmp_path, monkeypatch):
+def test_an_export_that_ends_in_the_middle_leaves_the_old_model(path, tmp_path, monkeypatch):
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     replace = os.replace
 
@@ -623,13 +660,26 @@ def test_an_export_that_ends_in_the_middle_leaves_the_old_model(wide, path, tmp_
             raise KeyboardInterrupt
         replace(source, target)
 
+    def put(text):
+        with exporter._beside(path, onnx_writer.put) as name:
+            Path(name).write_text(text)
+            Path(name).with_name(onnx_file.data_name("wide.onnx", text * 16)).write_text(text)
+
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        write_wide(wide, tmp_path, scale=3.0)
+        put("a")
     monkeypatch.setattr(os, "replace", replace)
     after = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     assert {name: after[name] for name in before} == before and len(after) == 3  # the new weights are whole, and nobody's
     fxplug.load_onnx(path)
+    (tmp_path / "wide.onnx.notes.data").touch()
+    put("b")
+    left = {p.name: p.read_text() for p in tmp_path.iterdir()}
+    assert left == {"wide.onnx": "b", f"wide.onnx.{'b' * 16}.data": "b", "wide.onnx.notes.data": ""}
+
+
+def test_a_disk_that_is_full(wide, path, tmp_path):
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, hard))
     try:
@@ -637,10 +687,7 @@ def test_an_export_that_ends_in_the_middle_leaves_the_old_model(wide, path, tmp_
             write_wide(wide, tmp_path, scale=0.5)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == after
-    (tmp_path / "wide.onnx.notes.data").touch()
-    write_wide(wide, tmp_path)
-    assert sum(is_data_of(p.name, "wide.onnx") for p in tmp_path.iterdir()) == 1 and len(list(tmp_path.iterdir())) == 3
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
 def test_a_model_that_is_replaced_while_it_is_loaded(wide, path, tmp_path, monkeypatch):
@@ -656,6 +703,20 @@ def test_a_model_that_is_replaced_while_it_is_loaded(wide, path, tmp_path, monke
     new, x, _ = wide
     torch.testing.assert_close(fxplug.load_onnx(path)(x), new(x).detach(), **CLOSE)
     assert times
+
+
+def test_weights_that_change_after_they_were_checked(path, tmp_path, monkeypatch):
+    (data,) = (p for p in tmp_path.iterdir() if p.suffix == ".data")
+    session = onnx_model._session
+
+    def swapped(*args):
+        (tmp_path / "other").write_bytes(bytes(data.stat().st_size))
+        os.replace(tmp_path / "other", data)
+        return session(*args)
+
+    monkeypatch.setattr(onnx_model, "_session", swapped)
+    with pytest.raises(ArtifactError, match=r"\.data changed while it was read"):
+        fxplug.load_onnx(path)
 
 
 def test_weights_of_the_slots_are_said_to_be_elsewhere(path, tmp_path):

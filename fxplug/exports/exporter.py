@@ -224,7 +224,9 @@ def _program(module: TracedModule) -> tuple[nn.Module, tuple[str, ...]]:
     graph = copy_graph(module.graphs.get(module.training, module.graph))
     notes: list[str] = []
     for node in list(graph.nodes):
-        if node.op == "call_function" and isinstance(node.target, type):
+        if node.op == "call_function" and node.target is torch.Size:
+            replace(node, tuple(node.args[0]))
+        elif node.op == "call_function" and isinstance(node.target, type):
             notes.append(_plain_result(node))
     tree = shell(module)
     traced = TracedModule(tree, {module.training: graph})

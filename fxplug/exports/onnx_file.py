@@ -84,12 +84,23 @@ class OnnxFile:
         self.manifest = check_manifest(parse_json(text, about(f"{path}: its metadata"), limits), raises)
         data = self.manifest["data"]
         if data is None:
+            self._beside: tuple[Path, os.stat_result] | None = None
             self.tensors = self._tensors(inside, raises, limits, None)
             return
         beside = self.folder / data["name"]
-        with opened(beside) as file_beside:
-            check_digest(file_beside, data["sha256"], about(beside))
-            self.tensors = self._tensors(inside, raises, limits, Beside(data["name"], file_beside))
+        with opened(beside) as opened_beside:
+            check_digest(opened_beside, data["sha256"], about(beside))
+            self._beside = beside, os.fstat(opened_beside.fileno())
+            self.tensors = self._tensors(inside, raises, limits, Beside(data["name"], opened_beside))
+
+    def check_unchanged(self) -> None:
+        """Raises ArtifactError where the weights beside are others than those that were checked: who reads them opens anew."""
+        if self._beside is not None:
+            path, before = self._beside
+            with opened(path) as file:
+                now = os.fstat(file.fileno())
+            if not os.path.samestat(before, now) or (before.st_size, before.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
+                raise about(path)("changed while it was read")
 
     def _check_seal(self, raises: Raises) -> None:
         size = len(_seal("0" * 64))

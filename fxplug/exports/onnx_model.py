@@ -105,6 +105,7 @@ def load_onnx(
             try:
                 found = OnnxFile(handle, file, limits)
                 session = _session(found, providers, options)
+                found.check_unchanged()
                 model = OnnxModel(session, found.manifest, found.tensors, limits)
                 if found.manifest["banks"]:
                     check_slots(model.adapters)

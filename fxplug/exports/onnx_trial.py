@@ -11,7 +11,7 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.func import functional_call
 
-from ..errors import FxplugError
+from ..errors import FxplugError, shown
 from ..ir.pytree import leaves, map_leaves
 from .aoti_writer import Refused, Unfit, refusing
 from .onnx_file import INSTALL
@@ -40,7 +40,10 @@ def tried(file: str, program: ExportedProgram, module: nn.Module, said: list[str
     try:
         out = load_onnx(file)(*args, **kwargs)
     except FxplugError as error:
-        raise Refused(str(error).replace(file, "it")) from error
+        what = str(error).replace(file, "it")
+        if "NOT_IMPLEMENTED" in what:  # another of its providers may have what the CPU's lacks
+            return [f"it was not run, as onnxruntime has no form of it for a CPU: {shown(what, 300)[1:-1]}"]
+        raise Refused(what) from error
     found = [value for value in leaves(out) if isinstance(value, torch.Tensor)]
     pairs = list(zip(found, wanted, strict=False))  # the conditions come last, and are no part of the result
     apart = [_apart(a, b) for a, b in pairs]

@@ -29,7 +29,7 @@ from ..ir.pytree import children, rebuilt
 from ..torch_internals.dispatch import OpOverload
 from ..torch_internals.onnx import DEFAULT, OPSETS, translated, untranslated
 from ..torch_internals.tensors import assert_later
-from .aoti_writer import Refused, Unfit, _quiet, _shared, _state, hushed
+from .aoti_writer import Refused, Unfit, _quiet, _shared, _state, hushed, refusing
 from .call_signature import Json, describe, encoded
 from .onnx_file import FORMAT, INSTALL, METADATA, PAGE, data_name, is_data_of, sealed
 
@@ -189,7 +189,8 @@ def _model(program: ExportedProgram, opset: int, place: Callable[[str], str]) ->
         with _quiet(), torch.no_grad(), hushed("onnx_ir"):
             model = translated(program, opset)
     except OnnxExporterError as error:
-        lost, reason = untranslated(program, opset, error)
+        with refusing(), _quiet():
+            lost, reason = untranslated(program, opset, error)
         places: dict[str, list[str]] = {}
         for target, stack in lost:
             found = places.setdefault(str(target), [])
