@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ import torch
 import zoo
 from test_packages import Model, adapter, inputs
 from torch import nn
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import fxplug
 from fxplug.errors import ArtifactError, FxplugError, GuardError, SpecError
@@ -30,6 +32,15 @@ from fxplug.exports.onnx_file import METADATA, is_data_of, sealed
 from fxplug.ir.pytree import leaves
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_registry():
+    """torch makes its table of translations anew for each export, which is half the time of a small one."""
+    make = ONNXRegistry.from_torchlib
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(make)))
+        yield
 
 
 @pytest.fixture(scope="module")
