@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import hashlib
 import json
 import os
+import random
 import resource
 import shutil
 import threading
@@ -492,6 +494,7 @@ BANK = {"path": "lin", "block": "lora.lin.Lora", "kind": "Linear", "slots": 3, "
         ({"format": 2, "fxplug": "9.9"}, "has format 2, written by fxplug 9.9; this version reads up to 1"),
         ({"signature": {"parameters": 3}}, "the signature in the package cannot be read"),
         ({"inputs": ["image"]}, "its metadata and its graph differ in"),
+        ({"inputs": ["image", "image", "ids", "more_scale", "shift"]}, "it has 5 inputs, and its signature 4"),
         ({"inputs": [1, 2]}, "for inputs, which export does not write"),
         ({"outputs": ["add_5"]}, "its metadata and its graph differ in"),
         ({"outputs": []}, "for checks, which export does not write"),
@@ -573,6 +576,56 @@ def test_onnxruntime_does_not_take_it(made, tmp_path):
     (tmp_path / "odd.onnx").write_bytes(sealed(model.SerializeToString()))
     with pytest.raises(ArtifactError, match="odd.onnx is not run by onnxruntime .*Nonsense"):
         fxplug.load_onnx(tmp_path / "odd.onnx")
+
+
+def test_providers_and_options_of_onnxruntime(made):
+    with pytest.raises(FxplugError, match=r"no provider 'CPUExecutionProvidr' here \(did you mean 'CPUExecutionProvider'\?\)"):
+        fxplug.load_onnx(made[1], providers=["CPUExecutionProvidr"])
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    for _ in range(2):
+        model = fxplug.load_onnx(made[1], providers=[("CPUExecutionProvider", {})], options=options)
+        assert model.session.get_session_options().intra_op_num_threads == 1
+
+
+MUTATIONS = [None, -1, 10**18, 1e300, "x", "", [], {}, True, [[]], {"tensor": 0}, {"tensor": 10**9}, "lora", "../x", "\ud800"]
+
+
+def mutated(value, rng, share):
+    if rng.random() < share:
+        return rng.choice(MUTATIONS)
+    if isinstance(value, dict):
+        return {key: mutated(each, rng, share) for key, each in value.items() if rng.random() > share / 4}
+    if isinstance(value, list):
+        return [mutated(each, rng, share) for each in value if rng.random() > share / 4]
+    return value
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_metadata_and_graphs_are_refused_or_run(made, tmp_path, seed):
+    """With a right seal: what is refused is refused by one error, and a call fails by one, or gives a result."""
+    rng, file = random.Random(seed), tmp_path / "odd.onnx"
+    data = made[1].read_bytes()[: -len(sealed(b""))]
+    said = json.loads({e.key: e.value for e in onnx.load_from_string(data).metadata_props}[METADATA])
+    seen = set()
+    for case in range(40):
+        if case % 2:
+            changed(made[1], file, text=json.dumps(mutated(said, rng, rng.choice([0.002, 0.01, 0.03]))))
+        else:
+            broken = bytearray(data)
+            for _ in range(rng.choice([1, 2, 5])):
+                broken[rng.randrange(len(broken))] = rng.randrange(256)
+            file.write_bytes(sealed(bytes(broken[: rng.randrange(len(data))] if case % 10 == 0 else broken)))
+        try:
+            model = fxplug.load_onnx(file)
+        except ArtifactError as error:
+            assert "odd.onnx" in str(error)
+            seen.add("refused")
+            continue
+        with contextlib.suppress(FxplugError, TypeError):
+            model(*inputs(3, 6), shift=torch.randn(3, 6))
+            seen.add("run")
+    assert seen == {"refused", "run"}
 
 
 # --- weights beside

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import ArtifactError, FxplugError, SpecError, shown
+from ..errors import ArtifactError, FxplugError, SpecError, did_you_mean, shown
 from ..files.reading import opened
 from ..ir.pytree import leaves, map_leaves
 from ..limits import DEFAULT, Limits
@@ -37,6 +37,8 @@ class OnnxModel:
     def __init__(self, session: Any, manifest: Json, tensors: dict[str, torch.Tensor], limits: Limits = DEFAULT) -> None:
         self.session, self.manifest, self.tensors = session, manifest, tensors
         self._signature = Signature(manifest["signature"], torch.device("cpu"), limits, "model was exported")
+        if len(manifest["inputs"]) != len(self._signature.tensors):
+            raise ArtifactError(f"it has {len(manifest['inputs'])} inputs, and its signature {len(self._signature.tensors)}")
         self._turns = (Turns(),)
         self._adapters = PackageAdapters(manifest, tensors, self._turns) if manifest["banks"] else None
         # their memory is the tensors' own: what is written there is what the next call reads
@@ -94,8 +96,8 @@ def load_onnx(
     Nothing in it is code: its graph is run by onnxruntime, and all else is read within `limits`. `providers` are
     onnxruntime's, `options` an `onnxruntime.SessionOptions`. The weights of a large model lie in a file beside it.
 
-    Raises FxplugError without onnxruntime, and ArtifactError for a file that is damaged, that is no ONNX file of fxplug's or
-    was changed after it was exported, it or its weights, and for one that onnxruntime does not run.
+    Raises FxplugError without onnxruntime or such a provider, and ArtifactError for a file that is damaged, that is no ONNX
+    file of fxplug's or was changed after it was exported, it or its weights, and for one that onnxruntime does not run.
     """
     if importlib.util.find_spec("onnxruntime") is None:
         raise FxplugError(f"load_onnx needs onnxruntime, which is not installed: {INSTALL}")
@@ -120,17 +122,21 @@ def _session(found: OnnxFile, providers: Sequence[Any], options: Any) -> Any:
     """onnxruntime with the model that was read. Raises ArtifactError where it does not take it."""
     import onnxruntime
 
+    known = onnxruntime.get_available_providers()
+    for name in [each if isinstance(each, str) else each[0] for each in providers]:
+        if name not in known:
+            near = did_you_mean(str(name), known)
+            raise FxplugError(f"onnxruntime has no provider {name!r} here{near}; it has {', '.join(known)}")
     settings = options
     if settings is None:
         settings = onnxruntime.SessionOptions()
         settings.log_severity_level = NOTHING
     settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(found.folder))
     try:
-        session = onnxruntime.InferenceSession(found.model, settings, providers=list(providers))
+        session = onnxruntime.InferenceSession(found.model, settings, providers=list(providers), enable_fallback=0)
     except Exception as error:  # onnxruntime's, of kinds that have no common class
         version = onnxruntime.__version__
         raise ArtifactError(f"{found.path} is not run by onnxruntime {version}: {shown(_first(error), 300)[1:-1]}") from error
-    session.disable_fallback()
     there = {each.name for each in (*session.get_inputs(), *session.get_overridable_initializers())}
     wanted = {*found.manifest["inputs"], *found.manifest["live"]}
     results, named = {each.name for each in session.get_outputs()}, set(found.manifest["outputs"])
