@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..artifacts.atomic_folder import locked
 from ..errors import ArtifactError, FxplugError, SpecError, did_you_mean, shown
-from ..files.reading import opened
+from ..files.reading import about, opened, reported
 from ..ir.pytree import leaves, map_leaves
 from ..limits import DEFAULT, Limits
 from ..turns import Turns, during
@@ -102,20 +103,24 @@ def load_onnx(
     if importlib.util.find_spec("onnxruntime") is None:
         raise FxplugError(f"load_onnx needs onnxruntime, which is not installed: {INSTALL}")
     file = Path(path)
-    while True:
-        with _named(file), opened(file) as handle:
-            try:
-                found = OnnxFile(handle, file, limits)
-                session = _session(found, providers, options)
-                found.check_unchanged()
-                model = OnnxModel(session, found.manifest, found.tensors, limits)
-                if found.manifest["banks"]:
-                    check_slots(model.adapters)
-                return model
-            except ArtifactError:
-                if os.path.samestat(os.fstat(handle.fileno()), os.stat(file)):
-                    raise
-        # another export came in between: its weights lie there now
+    try:
+        return _loaded(file, providers, options, limits)
+    except ArtifactError:
+        with reported(about(file)):
+            folder = Path(os.path.realpath(file)).parent
+        with locked(folder):  # an export may have come between model and weights: none does now
+            return _loaded(file, providers, options, limits)
+
+
+def _loaded(file: Path, providers: Sequence[Any], options: Any, limits: Limits) -> OnnxModel:
+    with _named(file), opened(file) as handle:
+        found = OnnxFile(handle, file, limits)
+        session = _session(found, providers, options)
+        found.check_unchanged()
+        model = OnnxModel(session, found.manifest, found.tensors, limits)
+        if found.manifest["banks"]:
+            check_slots(model.adapters)
+        return model
 
 
 def _session(found: OnnxFile, providers: Sequence[Any], options: Any) -> Any:
