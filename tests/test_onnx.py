@@ -437,13 +437,15 @@ def test_what_cannot_be_exported(tmp_path, monkeypatch, made):
 
 class Short(nn.Module):
     def forward(self, x):
-        return x.float().mul(2).to(x.dtype)
+        return x.float().mul(2).bfloat16()
 
 
 def test_numbers_that_numpy_does_not_have(tmp_path):
     x = torch.randn(3, 4).bfloat16()
     model = fxplug.load_onnx(fxplug.export(fxplug.trace(Short().eval(), x), tmp_path, x, to="onnx").path)
     assert torch.equal(model(x[:2]), Short()(x[:2]))
+    model = fxplug.load_onnx(fxplug.export(fxplug.trace(Short().eval(), x.float()), tmp_path, x.float(), to="onnx").path)
+    assert torch.equal(model(x.float().numpy()), Short()(x))
 
 
 def test_a_mistake_in_the_translation_is_told(tmp_path, monkeypatch):

@@ -55,7 +55,8 @@ class OnnxModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the module, without gradients; result classes are dicts of their fields.
 
-        Arrays may be numpy's or torch's; where all are numpy's, so are the results. Raises what `Signature.flatten` does, and
+        Arrays may be numpy's or torch's; where all are numpy's, so are the results, but for
+        bfloat16, which numpy does not have. Raises what `Signature.flatten` does, and
         FxplugError when the program itself fails.
         """
         given = [value for value in leaves((args, kwargs)) if isinstance(value, (np.ndarray, torch.Tensor))]
@@ -64,7 +65,7 @@ class OnnxModel:
             args, kwargs = map_leaves((args, kwargs), lambda value, _: _tensor(value), kind=np.ndarray)
         flat = self._signature.flatten(args, kwargs)
         out = self._signature.unflatten(during(self._turns, self._run, flat))
-        return map_leaves(out, lambda value, _: value.numpy()) if arrays else out
+        return map_leaves(out, lambda value, _: value if value.dtype == torch.bfloat16 else value.numpy()) if arrays else out
 
     def _run(self, flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         feeds = {name: _given(tensor) for name, tensor in zip(self.manifest["inputs"], flat, strict=True)}
