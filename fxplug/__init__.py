@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from .exports.exporter import export
+    from .exports.onnx_model import OnnxModel, load_onnx
     from .exports.package import Package, load_package
     from .flow import Result, rewrite
     from .ir.text import diff, show
@@ -66,6 +67,7 @@ __all__ = [
     "Limits",
     "Match",
     "MatchError",
+    "OnnxModel",
     "Package",
     "Pass",
     "PipeFusion",
@@ -92,6 +94,7 @@ __all__ = [
     "in_steps",
     "load",
     "load_config",
+    "load_onnx",
     "load_package",
     "load_pass",
     "localize",
@@ -119,6 +122,7 @@ _HOME = {
     "compat.zhijian.blitz": ["blitz"],
     "errors": [name for name in __all__ if name.endswith("Error")],
     "exports.exporter": ["export"],
+    "exports.onnx_model": ["OnnxModel", "load_onnx"],
     "exports.package": ["Package", "load_package"],
     "flow": ["Result", "rewrite"],
     "ir.text": ["diff", "show"],

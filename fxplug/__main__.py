@@ -224,14 +224,15 @@ def schema(debug: Debug = False) -> None:
 @app.command()
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")],
-    to: Annotated[str | None, typer.Option("--to", help="The format: pt2 (else), or aoti for compiled code.")] = None,
+    to: Annotated[str | None, typer.Option("--to", help="The format: pt2 (else), aoti or onnx.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="The file to write; DIR.pt2 otherwise.")] = None,
     device: Annotated[str | None, typer.Option("--device", help="Where compiled code will run: cpu or cuda.")] = None,
     free: Annotated[str | None, typer.Option("--free", help="Which sizes stay free: all (else), batch or none.")] = None,
+    opset: Annotated[int | None, typer.Option("--opset", help="The version of ONNX's operations, for onnx.")] = None,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Export a saved rewrite: a program of torch.export's, or an AOTInductor package whose adapters stay live.
+    """Export a saved rewrite: a program of torch.export's, or a package (aoti) or model (onnx) whose adapters stay live.
 
     What is not given is as the section export of its configuration says.
     """
@@ -241,11 +242,15 @@ def export(
     from .flow import saved_export, saved_inputs
 
     how = saved_export(folder, to=to, free=free, device=device)
+    if opset is not None and how.to != "onnx":
+        raise SpecError(f"--opset is for onnx, and this is an export to {how.to}")
     with progress("load"):
         module = load_saved(str(folder), None, allow, how.device)
         args, kwargs = saved_inputs(folder, module)
     with progress(f"export to {how.to}"):
-        report = run(module, out or folder.parent / f"{folder.name}.{how.to}", args, kwargs, to=how.to, free=how.free)
+        options = None if opset is None else {"opset": opset}
+        path = out or folder.parent / f"{folder.name}.{how.to}"
+        report = run(module, path, args, kwargs, to=how.to, free=how.free, options=options)
     for name, dims in report.dynamic.items():
         print(f"{name}: {'dimensions ' + ', '.join(map(str, dims)) + ' are free' if dims else 'of fixed size'}")
     for note in report.notes:

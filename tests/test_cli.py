@@ -186,6 +186,17 @@ def test_export():
     assert torch.equal(exported(x=x), fxplug.load("out")(x))
 
 
+def test_export_to_onnx():
+    run("rewrite", "c.yaml", "--out", "out", "--no-verify")
+    lines = run("export", "out", "--to", "onnx", "--opset", "18").splitlines()
+    assert lines[-1] == "saved in out.onnx" and re.search("onnxruntime .* differs from the module by .* at most", lines[-2])
+    model, x = fxplug.load_onnx("out.onnx"), torch.randn(3, 8)
+    torch.testing.assert_close(model(x=x), fxplug.load("out")(x).detach(), rtol=1e-5, atol=1e-5)
+    assert model.manifest["opset"] == 18
+    assert "no writer of opset 99" in refused("export", "out", "--to", "onnx", "--opset", "99")
+    assert "--opset is for onnx, and this is an export to pt2" in refused("export", "out", "--opset", "18")
+
+
 def test_export_as_the_configuration_says():
     Path("c.yaml").write_text(CONFIG + "export: {free: batch}")
     run("rewrite", "c.yaml", "--out", "out", "--no-verify")
@@ -200,7 +211,7 @@ def test_an_older_section_export_does_not_stand_in_the_way():
     """It held anything once, and its artifacts are exported still."""
     run("rewrite", "c.yaml", "--out", "out", "--no-verify")
     old = fxplug.load("out")
-    for section, finding in ({"opset": 17}, None), ({"to": 3}, "config.yaml: export.to: must be one of pt2, aoti, not 3"):
+    for section, finding in ({"opset": 17}, None), ({"to": 3}, "config.yaml: export.to: must be one of pt2, aoti, onnx, not 3"):
         fxplug.save(old, "old", config={**saved_config("out"), "export": section})
         if finding:
             assert finding in refused("export", "old")

@@ -23,6 +23,7 @@ from fxplug.torch_internals import (
     modes,
     modules,
     names,
+    onnx,
     packaging,
     pytree,
     symbols,
@@ -30,7 +31,7 @@ from fxplug.torch_internals import (
 )
 
 SUBJECTS = (
-    compiling, dispatch, distributed, fakes, graphs, kernels, modes, modules, names, packaging, pytree, symbols, tensors
+    compiling, dispatch, distributed, fakes, graphs, kernels, modes, modules, names, onnx, packaging, pytree, symbols, tensors
 )
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import rnn
 
-from fxplug.torch_internals import compiling, dispatch, distributed, kernels, packaging, symbols
+from fxplug.torch_internals import compiling, dispatch, distributed, kernels, onnx, packaging, symbols
 
 
 class Doubled(nn.Module):
@@ -236,3 +236,30 @@ def test_a_program_is_compiled_into_an_archive(tmp_path):
     loader = packaging.LOADER(str(file), "model", False, 1, -1)
     assert loader.get_constant_fqns() == [] and loader.get_metadata()["AOTI_DEVICE_KEY"] == "cpu"
     assert callable(loader.load_constants) and loader.boxed_run([torch.ones(2)])[0].tolist() == [2, 2]
+
+
+# --- onnx
+
+
+class Eigen(nn.Module):
+    def forward(self, x):
+        return torch.linalg.eigvalsh(x + x.mT)
+
+
+def test_a_program_is_translated_to_onnx():
+    assert onnx.DEFAULT in onnx.OPSETS
+    program = torch.export.export(Guarded(), (torch.ones(5, 2),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    for opset in (onnx.OPSETS[0], onnx.OPSETS[-1]):
+        model = onnx.translated(program, opset)
+        assert model.graph.opset_imports[""] == opset, "a model would say that it has another opset than was asked for"
+        assert [value.name for value in model.graph.inputs] == ["x"] and len(model.graph.outputs) == 1
+
+
+def test_what_onnx_lacks_is_told_with_its_line():
+    program = torch.export.export(Eigen(), (torch.ones(2, 2),))
+    with pytest.raises(RuntimeError) as caught:
+        onnx.translated(program, onnx.DEFAULT)
+    ((operation, stack),), reason = onnx.untranslated(program, onnx.DEFAULT, caught.value)
+    assert str(operation) == "aten._linalg_eigh.default" and "eigvalsh" in stack and "No ONNX function" in reason, (
+        "an operation that ONNX lacks would be told without its place in the model"
+    )

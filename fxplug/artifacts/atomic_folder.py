@@ -27,7 +27,7 @@ def replaced(target: Path) -> Iterator[Path]:
     What lies in the old folder and is not an artifact's stays. Of several that replace one folder, the last one wins.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.parent):
+    with locked(target.parent):
         _restore(target)
     with folder(f".{target.name}.saving-", target.parent) as work:
         yield work
@@ -38,13 +38,13 @@ def replaced(target: Path) -> Iterator[Path]:
         work.chmod(0o777 & ~_umask())
         for path in (*work.iterdir(), work):
             _sync(path)
-        with _locked(target.parent):
+        with locked(target.parent):
             _keep_others(target, work)
             _swap(work, target)
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold a folder against others who ask for it too, where the system can: on some network file systems it cannot."""
     handle = None
     try:

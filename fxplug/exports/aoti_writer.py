@@ -151,13 +151,19 @@ def _march(options: Mapping[str, Any] | None) -> str | None:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without warnings, and without the log line that torch found no CUDA, which a package for a CPU has no need of."""
-    log = logging.getLogger("torch.utils.cpp_extension")
+    with hushed("torch.utils.cpp_extension"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def hushed(name: str) -> Iterator[None]:
+    """Without the log lines of a library that are no errors."""
+    log = logging.getLogger(name)
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         log.setLevel(level)
 

@@ -61,13 +61,13 @@ def describe(program: ExportedProgram, parameters: Mapping[str, inspect.Paramete
         required = parameter.default is inspect.Parameter.empty
         entry: Json = {"name": parameter.name, "kind": parameter.kind.name}
         if not required:
-            entry["default"] = _encoded(parameter.default)
+            entry["default"] = encoded(parameter.default)
         if not required or parameter.name in given:
-            entry["value"] = _encoded(given.get(parameter.name, parameter.default))
+            entry["value"] = encoded(given.get(parameter.name, parameter.default))
         described.append(entry)
     guards, notes = _guards(program, dict(inspect.Signature(list(parameters.values())).bind(*args, **kwargs).arguments))
     ranges = {str(s): [_bound(r.lower), _bound(r.upper)] for s, r in program.range_constraints.items()}
-    result = _encoded(_result(program))
+    result = encoded(_result(program))
     return {"parameters": described, "tensors": tensors, "ranges": ranges, "guards": guards, "result": result}, notes
 
 
@@ -102,7 +102,7 @@ def _guards(program: ExportedProgram, arguments: dict[str, Any]) -> tuple[list[s
     return guards, notes
 
 
-def _encoded(value: Any) -> Json:
+def encoded(value: Any) -> Json:
     """A nested value with marks for its tensors, as JSON."""
     found: Json = encode(_plain(value), explicit=True)
     return found
@@ -129,10 +129,15 @@ class _Tensor:
 
 
 class Signature:
-    """A signature read from JSON. Raises ArtifactError for data that is none, or that says another number of tensors."""
+    """A signature read from JSON. Raises ArtifactError for data that is none, or that says another number of tensors.
 
-    def __init__(self, data: Json, device: torch.device, limits: Limits = DEFAULT) -> None:
-        self.device = device
+    `made` is what errors of calls say of the program.
+    """
+
+    def __init__(
+        self, data: Json, device: torch.device, limits: Limits = DEFAULT, made: str = "package was compiled"
+    ) -> None:
+        self.device, self.made = device, made
         try:
             self.tensors = [_tensor(entry) for entry in _list(data["tensors"])]
             self.parameters = {entry["name"]: entry for entry in _list(data["parameters"])}
@@ -159,10 +164,10 @@ class Signature:
         flat: list[Any] = [None] * len(self.tensors)
         for name, entry in self.parameters.items():
             if name in bound:
-                _fill(self.values[name], bound[name], name, flat)
+                _fill(self.values[name], bound[name], name, flat, self.made)
             elif "default" in entry and entry["default"] != entry["value"]:
                 raise FxplugError(
-                    f"{name} is not given; this package was compiled with {_text(self.values[name])} for it: give it, or "
+                    f"{name} is not given; this {self.made} with {_text(self.values[name])} for it: give it, or "
                     "export it again with example inputs that leave it out"
                 )
         self._check(flat, bound)
@@ -190,7 +195,7 @@ class Signature:
                 holds = False
             if not holds:
                 raise GuardError(
-                    f"the package was compiled for inputs with {shown(readable(text), 400)[1:-1]}; "
+                    f"the {self.made} for inputs with {shown(readable(text), 400)[1:-1]}; "
                     f"these are {', '.join(f'{self._where(i)} {tuple(t.shape)}' for i, t in enumerate(flat))}"
                 )
         if len(self._seen) < SEEN:
@@ -198,15 +203,16 @@ class Signature:
 
     def _check_tensor(self, tensor: torch.Tensor, expected: _Tensor, where: str, sizes: dict[str, tuple[int, str]]) -> None:
         if tensor.dtype != expected.dtype:
-            raise FxplugError(f"{where} is {tensor.dtype}; this package was compiled for {expected.dtype}")
+            raise FxplugError(f"{where} is {tensor.dtype}; this {self.made} for {expected.dtype}")
         if tensor.device != self.device:
-            raise FxplugError(f"{where} is on {tensor.device}; this package runs on {self.device}: move it there")
+            it = self.made.split()[0]
+            raise FxplugError(f"{where} is on {tensor.device}; this {it} runs on {self.device}: move it there")
         if tensor.dim() != len(expected.shape):
             raise GuardError(f"{where} has {tensor.dim()} dimensions, not {len(expected.shape)}: {tuple(tensor.shape)}")
         for d, (size, name) in enumerate(zip(tensor.shape, expected.shape, strict=True)):
             place = f"{where}, dimension {d}"
             if isinstance(name, int) and size != name:
-                raise GuardError(f"{place}: the size is {size}, and the package was compiled for {name} only")
+                raise GuardError(f"{place}: the size is {size}, and the {self.made} for {name} only")
             if not isinstance(name, str):
                 continue
             known, first = sizes.setdefault(name, (size, place))
@@ -217,7 +223,7 @@ class Signature:
             if (low is not None and low > 2 and size < low) or (high is not None and size > high) or size == 0:
                 limits = f"{low if low is not None and low > 2 else 1} or more"
                 limits += "" if high is None else f" and {high} or less"
-                raise GuardError(f"{place}: the size is {size}, and the package was compiled for {limits}")
+                raise GuardError(f"{place}: the size is {size}, and the {self.made} for {limits}")
 
     def _where(self, index: int) -> str:
         for name, value in self.values.items():
@@ -307,7 +313,7 @@ def _conditions(texts: Any, limits: Limits) -> list[str]:
     return list(texts)
 
 
-def _fill(wanted: Any, value: Any, where: str, flat: list[Any]) -> None:
+def _fill(wanted: Any, value: Any, where: str, flat: list[Any], made: str) -> None:
     """Put the tensors of a value where the program wants them; everything else has to be as it was compiled in."""
     if isinstance(wanted, Mark) and wanted.kind == "tensor":
         if not isinstance(value, torch.Tensor):
@@ -320,7 +326,7 @@ def _fill(wanted: Any, value: Any, where: str, flat: list[Any]) -> None:
         like = isinstance(wanted, Mark)
         if not (repr(value) == wanted.content if like else type(value) is type(wanted) and value == wanted):
             raise FxplugError(
-                f"{where} is {_short(value)}; this package was compiled with {_text(wanted)} for it: "
+                f"{where} is {_short(value)}; this {made} with {_text(wanted)} for it: "
                 "export it again with the other value"
             )
         return
@@ -330,7 +336,7 @@ def _fill(wanted: Any, value: Any, where: str, flat: list[Any]) -> None:
         what = f"with {', '.join(map(str, members))}" if keyed else f"of {len(members)}"
         raise FxplugError(f"{where} has to be a {type(wanted).__name__} {what}, not {_short(value)}")
     for key, member in members.items():
-        _fill(member, given[key], f"{where}[{key!r}]", flat)
+        _fill(member, given[key], f"{where}[{key!r}]", flat, made)
 
 
 def _rebuild(tree: Any, flat: list[Any]) -> Any:

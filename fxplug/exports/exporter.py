@@ -1,12 +1,14 @@
-"""A traced module as one file that runs without Python code of anybody's: torch.export's `.pt2`, or compiled by AOTInductor."""
+"""A traced module as a file that runs without Python code of anybody's: torch.export's, compiled by AOTInductor, or ONNX."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 import operator
 import os
+import re
 import stat
 import time
 import warnings
@@ -30,9 +32,10 @@ from ..ir.editing import insert, replace
 from ..ir.pytree import children, leaves, map_leaves
 from ..ir.traced_module import TracedModule, copy_graph, shell
 from ..turns import held
+from . import onnx_trial, onnx_writer
 from .aoti_writer import Refused, Unfit, check_compiler, refusing, write
 
-FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2"}
+FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2", "onnx": ".onnx"}
 FREE: dict[str, Callable[[torch.Tensor], Any]] = {
     "all": lambda t: dict.fromkeys(range(t.dim()), Dim.AUTO),
     "batch": lambda t: {0: Dim.AUTO} if t.dim() else {},
@@ -66,27 +69,32 @@ def export(
     free: str = "all",
     options: Mapping[str, Any] | None = None,
 ) -> Exported:
-    """Write the graph of the mode in force into one file: an exported program (`to="pt2"`), or compiled code (`to="aoti"`).
+    """Write the graph of the mode in force into a file: a program (`to="pt2"`), compiled code ("aoti"), or a model ("onnx").
 
-    `path` is a file, or a folder, which gets `model.pt2` or `model.aoti.pt2`; what was there stays until the new file is whole.
+    `path` is a file, or a folder, which gets `model.pt2`, `model.aoti.pt2` or `model.onnx`; what was there stays until the new
+    file is whole.
     The first is for `torch.export.load`, which unpickles: fxplug itself never reads such a file, and you should read none that
     you do not trust. The second is for `fxplug.load_package`, is compiled by AOTInductor for the device that the module is on,
-    and keeps what passes added apart from its code, so that adapters can be changed in it. `options` are inductor's, for aoti
-    only; the code is for processors like this one unless they say otherwise (`{"cpp.march": "x86-64-v3", "cpp.simdlen": 256}`).
+    and keeps what passes added apart from its code, so that adapters can be changed in it. `options` are inductor's there; the
+    code is for processors like this one unless they say otherwise (`{"cpp.march": "x86-64-v3", "cpp.simdlen": 256}`).
+
+    The third is for `fxplug.load_onnx`, and for onnxruntime without fxplug: what is in the slots are inputs with values of
+    their own. Above 1 GiB of weights they lie beside it, in `NAME.onnx.HASH.data`. `options` may have its `opset`, 18 to 23.
+    It needs onnxscript, in the extra `fxplug[onnx]`.
 
     Every dimension of the example tensors is free if the program allows it; otherwise the first ones are, and at last none: the
     result says which. `free` is where to start: "all", "batch" or "none"; proving that many dimensions are free can take torch
     minutes. Parameters and buffers keep their names in the program's `state_dict`. A result class becomes a dict of its fields
     that are not None, a NamedTuple a tuple, so that the file needs no library of the model's.
 
-    Raises FxplugError when the program cannot be exported at all, with the reason of each try, for a file that cannot be
-    written, and for aoti where there is no compiler.
+    Raises FxplugError when the program cannot be exported at all, with the reason of each try, for operations that ONNX has no
+    form for, with their places, for a file that cannot be written, and where a compiler or library is missing.
     """
     if to not in FORMATS:
         raise FxplugError(f"there is no export to '{to}'{did_you_mean(to, FORMATS)}; there is {', '.join(FORMATS)}")
     if free not in FREE:
         raise FxplugError(f"free is {free!r}{did_you_mean(free, FREE)}: it is one of {', '.join(FREE)}")
-    if options and to != "aoti":
+    if options and to == "pt2":
         raise FxplugError(f"options are inductor's, and {to} is not compiled: leave them out, or export to aoti")
     if found := _unexportable(module):
         raise FxplugError(f"{found}: quantise the model with torchao, or export it un-quantised")
@@ -95,20 +103,34 @@ def export(
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     named = dict(kwargs or {})
     facts: dict[str, Any] = {}
-    if to == "aoti":
-        check_compiler(_device(module, (args, named)))
+    opset = onnx_writer.check_exporter(options) if to == "onnx" else 0
+    if to != "pt2":
+        device = _device(module, (args, named))
         facts = _facts(module)
+    if to == "onnx" and device.type == "meta":
+        raise FxplugError("the module is on the meta device, which holds no values: export one that has its weights")
+    if to == "onnx" and module.training:
+        raise FxplugError("the module is in training, and an ONNX model keeps nothing between calls: export module.eval()")
+    if to == "aoti":
+        check_compiler(device)
         # compiled code reads an input's memory in the order in which the example's lay
         args, named = map_leaves((args, named), lambda t, _: t.contiguous())
     plain, notes = _program(module)
     parameters = inspect.signature(plain.forward).parameters
+    if to == "onnx":
+        results = onnx_writer.Results(plain)
 
-    with _beside(target) as name:
+    with _beside(target, onnx_writer.put if to == "onnx" else os.replace) as name:
 
         def finish(program: ExportedProgram) -> list[str]:
             with reported(_unwritten(target), "cannot be written"):
                 if to == "aoti":
                     return write(program, parameters, name, _live(module), facts, options)
+                if to == "onnx":
+                    slots = _slots(module, facts)
+                    place = functools.partial(_place, module)
+                    said = onnx_writer.write(program, parameters, name, slots, facts, opset, results, place)
+                    return [*said, *onnx_trial.tried(name, program, plain, results.said)]
                 _write_out_rounding(program.graph)
                 program.graph_module.recompile()
                 with _quiet(), written(name) as file, refusing():
@@ -124,9 +146,11 @@ def _target(path: Path, to: str) -> Path:
     with reported(_unwritten(path), "cannot be written"):
         if path.is_dir():
             return path / f"model{FORMATS[to]}"
-        return path if path.suffix == ".pt2" else path.with_name(f"{path.name.removesuffix(f'.{to}')}{FORMATS[to]}")
+        ending = f".{FORMATS[to].rpartition('.')[2]}"
+        return path if path.suffix == ending else path.with_name(f"{path.name.removesuffix(f'.{to}')}{FORMATS[to]}")
 
 
+TABLE = ("names", "weights", "entries")  # what the gates of a pass are made of
 PLAIN = (torch.Tensor, torch.SymInt, int, float, bool, str, type(None))  # what an exported program may give
 GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
 
@@ -193,6 +217,15 @@ def _facts(module: TracedModule) -> dict[str, Any]:
     return facts
 
 
+def _slots(module: TracedModule, facts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a module's slots, by the names that they have in it."""
+    if "banks" not in facts:
+        return {}
+    adapters = Adapters(module)
+    names = [*facts["where"], *(f"{name}.gates.table.{row}" for name in adapters.banks for row in TABLE)]
+    return {adapters.where.get(name, name): adapters.tensor(name) for name in names}
+
+
 # --- the program
 
 
@@ -201,7 +234,9 @@ def _program(module: TracedModule) -> tuple[nn.Module, tuple[str, ...]]:
     graph = copy_graph(module.graphs.get(module.training, module.graph))
     notes: list[str] = []
     for node in list(graph.nodes):
-        if node.op == "call_function" and isinstance(node.target, type):
+        if node.op == "call_function" and node.target is torch.Size:
+            replace(node, tuple(node.args[0]))
+        elif node.op == "call_function" and isinstance(node.target, type):
             notes.append(_plain_result(node))
     tree = shell(module)
     traced = TracedModule(tree, {module.training: graph})
@@ -264,6 +299,16 @@ def _write_out_rounding(graph: fx.Graph) -> None:
         replace(node, rounded)
 
 
+def _place(module: TracedModule, stack: str) -> str:
+    """The region that an operation of the exported program is in, by the line of our code that is in its stack."""
+    nodes = {node.name: node for graph in module.graphs.values() for node in graph.nodes}
+    for name in re.findall(r"^\s+(\w+) = ", stack, re.MULTILINE):
+        stack_of = nodes[name].meta.get("nn_module_stack") if name in nodes else None
+        if stack_of and (path := next(reversed(stack_of))):
+            return f"'{path}'"
+    return "the model itself"
+
+
 def _call(before: fx.Node, function: Callable[..., Any], *args: Any) -> fx.Node:
     value = function(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
     return insert(before.graph, "call_function", function, args, before=before, meta={"val": value})
@@ -316,10 +361,11 @@ def _unwritten(path: Path) -> Callable[[str], Unwritten]:
 
 
 @contextlib.contextmanager
-def _beside(target: Path) -> Iterator[str]:
+def _beside(target: Path, put: Callable[[str, Path], None] = os.replace) -> Iterator[str]:
     """The name of a file to write beside the target, which takes its place then: a reader sees the old or the whole new one.
 
-    Where the target is a link, the file that it leads to is replaced. Nothing is left when the writing fails.
+    `put` puts it there. Where the target is a link, the file that it leads to is replaced. Nothing is left when the writing
+    fails.
     """
     raises = _unwritten(target)
     with contextlib.ExitStack() as stack:
@@ -333,4 +379,4 @@ def _beside(target: Path) -> Iterator[str]:
         name = work / target.name
         yield str(name)
         with reported(raises, "cannot be written"):
-            os.replace(name, target)
+            put(str(name), target)

@@ -136,7 +136,7 @@ def check_manifest(manifest: Any, raises: Raises) -> Json:
     check(all(type(value) is str for value in full["where"].values()), "where")
     check(full["capability"] is None or _is_shape(full["capability"]) and len(full["capability"]) == 2, "capability")
     check(all(map(_is_constant, full["constants"].values())), "constants")
-    check(all(map(_is_view, full["views"].values())), "views")
+    check(all(map(is_view, full["views"].values())), "views")
     return full
 
 
@@ -145,7 +145,8 @@ def _is_constant(entry: Any) -> bool:
     return right and type(entry["dtype"]) is str and entry["dtype"] in DTYPES and _is_shape(entry["shape"])
 
 
-def _is_view(entry: Any) -> bool:
+def is_view(entry: Any) -> bool:
+    """Whether this says how a tensor is a part of another."""
     right = type(entry) is dict and entry.keys() == {"of", "shape", "stride", "start"} and type(entry["of"]) is str
     right = right and _is_shape(entry["shape"]) and _is_shape(entry["stride"]) and _is_shape([entry["start"]])
     return right and len(entry["shape"]) == len(entry["stride"])

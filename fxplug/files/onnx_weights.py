@@ -1,9 +1,10 @@
-"""The weights of an ONNX file, read from its bytes: of its messages only those that hold weights are looked into."""
+"""The weights and the metadata of an ONNX file, read from its bytes: no other of its messages is looked into."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -22,7 +23,8 @@ DTYPES = {
 }  # fmt: skip
 PACKED = {4: torch.float32, 10: torch.float64}
 VARINTS = {5: (torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool), 7: (torch.int64,)}
-RAW, EXTERNAL = 9, 14
+RAW, PLACE, EXTERNAL = 9, 13, 14
+METADATA = 14  # of a model
 WORD = (1 << 64) - 1
 STEPS = 4  # operations of a pickle that a field takes as long as
 
@@ -56,6 +58,47 @@ def read(path: Path, raises: Raises, *, meta: bool = False, limits: Limits = DEF
     return tensors
 
 
+def metadata(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> dict[str, bytes]:
+    """The metadata of an ONNX model by key, each value at most `limits.json` bytes; of a key that is there twice, the first."""
+    reader = _Reader(file, raises, limits)
+    found: dict[str, bytes] = {}
+    for number, span in reader.fields((0, size_in(file))):
+        if number == METADATA and isinstance(span, tuple):
+            key, value = reader.pair(span)
+            found.setdefault(key, value)
+    return found
+
+
+@dataclass
+class Beside:
+    """The file that a model's weights lie in: its name in the model, and the opened file."""
+
+    name: str
+    file: BinaryIO
+
+
+def initializers(
+    file: BinaryIO, raises: Raises, names: Set[str], beside: Beside | None = None, limits: Limits = DEFAULT
+) -> dict[str, Tensor]:
+    """Some initializers of an ONNX model by name, from its file or the one beside it. Raises what `raises` makes."""
+    reader = _Reader(file, raises, limits, beside)
+    tensors: dict[str, Tensor] = {}
+    for number, span in reader.fields((0, size_in(file))):
+        for part, inner in reader.fields(span) if number == 7 and isinstance(span, tuple) else ():
+            if part == 5 and isinstance(inner, tuple) and (name := reader.name(inner)) in names:
+                if name in tensors:
+                    raise raises(f"cannot be read: it has {shown(name)} twice")
+                tensors[name] = reader.tensor(inner, False)[1]
+    if len(tensors) < len(names):
+        raise raises(f"cannot be read: it has no {shown(min(names - tensors.keys()))}, which its metadata lists")
+    return tensors
+
+
+def size_in(file: BinaryIO) -> int:
+    """The size of what can be read: a file, or bytes in memory."""
+    return file.seek(0, os.SEEK_END)
+
+
 Span = tuple[int, int]  # from this byte of the file to that
 
 
@@ -66,6 +109,7 @@ class _Reader:
     file: BinaryIO
     raises: Raises
     limits: Limits
+    beside: Beside | None = None
     seen: int = field(default=0)
 
     def broken(self) -> Exception:
@@ -105,20 +149,20 @@ class _Reader:
                 raise self.broken()
             yield tag >> 3, value if kind == 0 else (start, at)
 
-    def bytes(self, span: int | Span, limit: int) -> bytes:
+    def data(self, span: int | Span, limit: int) -> bytes:
         if not isinstance(span, tuple) or span[1] - span[0] > limit:
             raise self.raises(f"cannot be read: it has a name or list of more than {limit} bytes; see Limits")
         self.file.seek(span[0])
         return self.file.read(span[1] - span[0])
 
     def text(self, span: int | Span) -> str:
-        return self.bytes(span, self.limits.text).decode("utf-8", "replace")
+        return self.data(span, self.limits.text).decode("utf-8", "replace")
 
     def numbers(self, span: int | Span) -> list[int]:
         """Whole numbers, one or packed; those below zero have 64 bits."""
         if isinstance(span, int):
             return [span - (1 << 64) if span >> 63 else span]
-        data = self.bytes(span, 1 << 16)
+        data = self.data(span, 1 << 16)
         made, value, shift = [], 0, 0
         for byte in data:
             value |= (byte & 127) << shift & WORD
@@ -129,6 +173,20 @@ class _Reader:
             elif shift > 63:
                 raise self.broken()
         return made
+
+    def pair(self, span: Span) -> tuple[str, bytes]:
+        """A key and its value."""
+        key, value = "", b""
+        for number, inner in self.fields(span):
+            if number == 1:
+                key = self.text(inner)
+            elif number == 2:
+                value = self.data(inner, self.limits.json)
+        return key, value
+
+    def name(self, span: Span) -> str:
+        """The name of a TensorProto."""
+        return next((self.text(value) for number, value in self.fields(span) if number == 8), "")
 
     def node(self, span: Span) -> tuple[str, str] | None:
         """For a MatMul with a nameless weight, that weight and what its name would be."""
@@ -150,6 +208,7 @@ class _Reader:
         """The name and the value of a TensorProto."""
         shape: list[int] = []
         name, kind, data, where = "", 0, None, 0
+        place: dict[str, bytes] = {}
         for number, value in self.fields(span):
             if number == 1:
                 shape += self.numbers(value)
@@ -157,7 +216,9 @@ class _Reader:
                 kind = value
             elif number == 8:
                 name = self.text(value)
-            elif number == EXTERNAL:
+            elif number == PLACE and isinstance(value, tuple):
+                place.update([self.pair(value)])
+            elif number == EXTERNAL and self.beside is None:
                 raise self.raises("has its weights in another file: save it as one file, without external data")
             elif number in (RAW, *PACKED, *VARINTS):
                 data, where = value, number if data is None else -1
@@ -173,10 +234,23 @@ class _Reader:
             made = torch.tensor(values, dtype=torch.int64).to(dtype).reshape(shape)
             return name, made.to("meta") if meta else made
         begin, end = data if isinstance(data, tuple) else (0, 0)
+        file = self.file
+        if place and self.beside is not None:
+            file, (begin, end) = self.beside.file, self.outside(place, name)
         if end - begin != count * dtype.itemsize:
             raise self.raises(f"cannot be read: {shown(name)} has {end - begin} bytes, its shape {shown(shape)} takes others")
         made = torch.empty(shape, dtype=dtype, device="meta" if meta else "cpu")
         if count and not meta:
-            self.file.seek(begin)
-            self.file.readinto(made.view(-1).view(torch.uint8).numpy().data)  # type: ignore[attr-defined]
+            file.seek(begin)
+            file.readinto(made.view(-1).view(torch.uint8).numpy().data)  # type: ignore[attr-defined]
         return name, made
+
+    def outside(self, place: dict[str, bytes], name: str) -> Span:
+        """The part of the file beside that a tensor is said to be. Raises for another file, and for what is not in it."""
+        assert self.beside is not None
+        numbers = [place.get(key, b"") for key in ("offset", "length")]
+        if place.get("location") == self.beside.name.encode() and all(n.isdigit() and len(n) < 20 for n in numbers):
+            begin, length = map(int, numbers)
+            if begin + length <= size_in(self.beside.file):
+                return begin, begin + length
+        raise self.raises(f"cannot be read: {shown(name)} is said to lie where no weights of it are")

@@ -48,18 +48,21 @@ def set_member(value: Any, key: int | str, member: Any) -> None:
         object.__setattr__(value, str(key), member)
 
 
-def map_leaves(value: Any, function: Callable[[Any, Keys], Any], keys: Keys = (), in_place: bool = False) -> Any:
+def map_leaves(
+    value: Any, function: Callable[[Any, Keys], Any], keys: Keys = (), in_place: bool = False, kind: Any = torch.Tensor
+) -> Any:
     """`value` with every tensor in it replaced by `function(tensor, keys)`; the same object when no tensor is in it.
 
-    With `in_place` lists, dicts and result classes stay the objects that they are and get other members.
+    With `in_place` lists, dicts and result classes stay the objects that they are and get other members. `kind` is another
+    class than tensors.
     """
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, kind):
         return function(value, keys)
     found = children(value)
     if found is None:
         return value
     old = dict(found)
-    new = {key: map_leaves(member, function, (*keys, key), in_place) for key, member in old.items()}
+    new = {key: map_leaves(member, function, (*keys, key), in_place, kind) for key, member in old.items()}
     changed = [key for key in old if new[key] is not old[key]]
     if not changed:
         return value

@@ -173,7 +173,7 @@ class Buckets(Section):
 class Export(Section):
     """The `export` section: what `fxplug export` does with the saved rewrite where its call does not say."""
 
-    to: Literal["pt2", "aoti"] = "pt2"
+    to: Literal["pt2", "aoti", "onnx"] = "pt2"
     free: Literal["all", "batch", "none"] = "all"
     device: str | None = None
 

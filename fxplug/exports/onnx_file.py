@@ -1,0 +1,167 @@
+"""What an ONNX file of ours holds beside its graph: metadata, the tensors of its slots, and a seal, held to each other.
+
+The seal is the last entry of the model's metadata, the SHA-256 of all bytes before it; the metadata has that of the weights
+that lie beside. They tell a file that was damaged or changed from what was exported, not who exported it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ..blocks.slot_gates import NAME
+from ..errors import shown
+from ..files.formats import check_format
+from ..files.onnx_weights import Beside, initializers, metadata
+from ..files.reading import Raises, about, opened, parse_json, size_of
+from ..limits import DEFAULT, Limits
+from .call_signature import Json
+from .package_file import check_tensors, is_view, place
+
+FORMAT = 1
+METADATA, SEAL = "fxplug", "fxplug.sha256"
+INSTALL = "pip install 'fxplug[onnx]'"
+LARGEST = 1 << 31  # bytes of a model: protobuf's own limit
+PAGE = 4096  # where tensors begin, so that their file can be mapped into memory
+PIECE = 1 << 24
+_HEX = re.compile(r"[0-9a-f]{64}\Z")
+# what the metadata says, and what stands for an entry that is not there
+ENTRIES: dict[str, tuple[type, Any]] = {
+    "inputs": (list, None), "outputs": (list, None), "signature": (dict, None), "checks": (list, []), "live": (list, []),
+    "views": (dict, {}), "names": (dict, {}), "banks": (dict, {}), "where": (dict, {}), "passes": (list, []), "opset": (int, 0),
+    "module": (str, ""), "mode": (str, ""), "torch": (str, ""), "fxplug": (str, ""),
+}  # fmt: skip
+
+
+def sealed(model: bytes) -> bytes:
+    """A model's bytes with the seal behind them: one more entry of its metadata, which protobuf takes at the end."""
+    return model + _seal(hashlib.sha256(model).hexdigest())
+
+
+def _seal(digest: str) -> bytes:
+    key, value = SEAL.encode(), digest.encode()
+    entry = b"\x0a" + bytes([len(key)]) + key + b"\x12" + bytes([len(value)]) + value
+    return b"\x72" + bytes([len(entry)]) + entry  # ModelProto.metadata_props
+
+
+def data_name(model: str, digest: str) -> str:
+    """The name of the file of a model's weights: with what is in it, so that a new one never takes the place of an old one."""
+    return f"{model}.{digest[:16]}.data"
+
+
+def is_data_of(name: str, model: str) -> bool:
+    """Whether a file has such a name."""
+    return re.fullmatch(re.escape(model) + r"\.[0-9a-f]{16}\.data", name) is not None
+
+
+class OnnxFile:
+    """An opened model that is as `export` wrote it: its `manifest`, the `tensors` of its slots by name, and its `model`, bytes.
+
+    `folder` is where its weights lie, where they lie beside. Whatever is damaged, was changed since, or contradicts itself,
+    raises ArtifactError with the file's name.
+    """
+
+    def __init__(self, file: BinaryIO, path: Path, limits: Limits = DEFAULT) -> None:
+        raises = about(path)
+        if size_of(file) > LARGEST:
+            raise raises(f"has {size_of(file)} bytes, and no ONNX model has more than {LARGEST}")
+        self.path, self.folder = path, Path(os.path.realpath(path)).parent
+        self.model = file.read()
+        inside = io.BytesIO(self.model)
+        found = metadata(inside, raises, limits)
+        if METADATA not in found:
+            raise raises(
+                "is no ONNX file of fxplug's: it has no metadata of ours; onnxruntime.InferenceSession runs those of others"
+            )
+        self._check_seal(raises)
+        text = found[METADATA]
+        self.manifest = check_manifest(parse_json(text, about(f"{path}: its metadata"), limits), raises)
+        data = self.manifest["data"]
+        if data is None:
+            self._beside: tuple[Path, os.stat_result] | None = None
+            self.tensors = self._tensors(inside, raises, limits, None)
+            return
+        beside = self.folder / data["name"]
+        with opened(beside) as opened_beside:
+            check_digest(opened_beside, data["sha256"], about(beside))
+            self._beside = beside, os.fstat(opened_beside.fileno())
+            self.tensors = self._tensors(inside, raises, limits, Beside(data["name"], opened_beside))
+
+    def check_unchanged(self) -> None:
+        """Raises ArtifactError where the weights beside are others than those that were checked: who reads them opens anew."""
+        if self._beside is not None:
+            path, before = self._beside
+            with opened(path) as file:
+                now = os.fstat(file.fileno())
+            if not os.path.samestat(before, now) or (before.st_size, before.st_mtime_ns) != (now.st_size, now.st_mtime_ns):
+                raise about(path)("changed while it was read")
+
+    def _check_seal(self, raises: Raises) -> None:
+        size = len(_seal("0" * 64))
+        view = memoryview(self.model)
+        if bytes(view[-size:]) != _seal(hashlib.sha256(view[:-size]).hexdigest()):
+            raise raises("is not as it was exported: it is damaged, or was changed since; export it again")
+
+    def _tensors(self, model: BinaryIO, raises: Raises, limits: Limits, beside: Beside | None) -> dict[str, torch.Tensor]:
+        tensors = initializers(model, raises, set(self.manifest["live"]), beside, limits)
+        for name, texts in self.manifest["names"].items():
+            rows = [list(text.encode().ljust(NAME, b"\0")) for text in texts]
+            tensors[f"{name}.gates.table.names"] = torch.tensor(rows, dtype=torch.uint8)
+        plain = {**self.manifest, "constants": {}}  # everything stays where it is
+        check_tensors(plain, tensors, raises)
+        return place(plain, tensors, torch.device("cpu"))
+
+
+def check_digest(file: BinaryIO, digest: str, raises: Raises) -> None:
+    """Raises what `raises` makes for a file with another SHA-256."""
+    found = hashlib.sha256()
+    file.seek(0)
+    while piece := file.read(PIECE):
+        found.update(piece)
+    if found.hexdigest() != digest:
+        raise raises("is not as it was exported: it is damaged, was changed since, or belongs to another model")
+
+
+def check_manifest(manifest: Any, raises: Raises) -> Json:
+    """Metadata with all its entries, each of the kind that it should be. Raises what `raises` makes."""
+    check_format(manifest, FORMAT, raises)
+    missing = [key for key, (_, default) in ENTRIES.items() if default is None and key not in manifest]
+    if missing:
+        raise raises(f"cannot be read: its metadata says nothing of {', '.join(missing)}")
+    full: Json = {"data": None, **{key: default for key, (_, default) in ENTRIES.items()}, **manifest}
+
+    def check(holds: bool, key: str) -> None:
+        if not holds:
+            raise raises(f"cannot be read: its metadata has {shown(full[key])} for {key}, which export does not write")
+
+    for key, (kind, _) in ENTRIES.items():
+        check(type(full[key]) is kind, key)
+    for key in ("inputs", "outputs", "checks", "live", "passes"):
+        check(_are_texts(full[key]), key)
+    check(len(full["checks"]) <= len(full["outputs"]), "checks")
+    check(all(type(texts) is list and texts and all(map(_is_name, texts)) for texts in full["names"].values()), "names")
+    check(full["names"].keys() == full["banks"].keys(), "names")
+    check(_are_texts(list(full["where"].values())), "where")
+    check(all(map(is_view, full["views"].values())), "views")
+    check(full["data"] is None or _is_data(full["data"]), "data")
+    return full
+
+
+def _are_texts(values: list[Any]) -> bool:
+    return all(type(value) is str for value in values)
+
+
+def _is_name(value: Any) -> bool:
+    return type(value) is str and len(value.encode(errors="replace")) <= NAME and value.isascii() | value.isprintable()
+
+
+def _is_data(value: Any) -> bool:
+    right = type(value) is dict and value.keys() == {"name", "sha256"} and _are_texts(list(value.values()))
+    right = right and _HEX.match(value["sha256"]) is not None
+    return right and re.fullmatch(r"[^/\\\0]{1,255}\.data", value["name"]) is not None

@@ -1,0 +1,173 @@
+"""An ONNX file as a callable, run by onnxruntime: its adapters stay live."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..artifacts.atomic_folder import locked
+from ..errors import ArtifactError, FxplugError, SpecError, did_you_mean, shown
+from ..files.reading import about, opened, reported
+from ..ir.pytree import leaves, map_leaves
+from ..limits import DEFAULT, Limits
+from ..turns import Turns, during
+from .call_signature import Json, Signature
+from .onnx_file import INSTALL, OnnxFile
+from .package import PackageAdapters, _first, _named
+from .package_file import check_slots
+
+NOTHING = 4  # of onnxruntime's log: it warns of each weight that can be given anew, and what it says of errors is in them
+BFLOAT16 = 16  # ONNX's TensorProto.DataType
+
+
+class OnnxModel:
+    """An exported module: called as the module was, for inference only, on the CPU's memory.
+
+    `adapters` are what is in the slots of its passes. `tensors` are those of its slots, by name, live: each call is given them
+    as they are, so a change needs no new session, and calls, changes and threads are as for a `Package`. `session` is
+    onnxruntime's; who calls it himself gives it these tensors, or has the adapters that were in the module when it was
+    exported.
+    """
+
+    def __init__(self, session: Any, manifest: Json, tensors: dict[str, torch.Tensor], limits: Limits = DEFAULT) -> None:
+        self.session, self.manifest, self.tensors = session, manifest, tensors
+        self._signature = Signature(manifest["signature"], torch.device("cpu"), limits, "model was exported")
+        if len(manifest["inputs"]) != len(self._signature.tensors):
+            raise ArtifactError(f"it has {len(manifest['inputs'])} inputs, and its signature {len(self._signature.tensors)}")
+        self._turns = (Turns(),)
+        self._adapters = PackageAdapters(manifest, tensors, self._turns) if manifest["banks"] else None
+        # their memory is the tensors' own: what is written there is what the next call reads
+        self._live = {name: _given(tensors[name]) for name in manifest["live"]}
+
+    @property
+    def adapters(self) -> PackageAdapters:
+        """The adapters in the slots of the passes. Raises SpecError for a module without slots."""
+        if self._adapters is None:
+            raise SpecError("no pass of this model has slots: apply one with them, load_pass('lora', slots=4), then export")
+        return self._adapters
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the module, without gradients; result classes are dicts of their fields.
+
+        Arrays may be numpy's or torch's; where all are numpy's, so are the results, but for
+        bfloat16, which numpy does not have. Raises what `Signature.flatten` does, and
+        FxplugError when the program itself fails.
+        """
+        given = [value for value in leaves((args, kwargs)) if isinstance(value, (np.ndarray, torch.Tensor))]
+        arrays = bool(given) and not any(isinstance(value, torch.Tensor) for value in given)
+        if any(isinstance(value, np.ndarray) for value in given):
+            args, kwargs = map_leaves((args, kwargs), lambda value, _: _tensor(value), kind=np.ndarray)
+        flat = self._signature.flatten(args, kwargs)
+        out = self._signature.unflatten(during(self._turns, self._run, flat))
+        return map_leaves(out, lambda value, _: value if value.dtype == torch.bfloat16 else value.numpy()) if arrays else out
+
+    def _run(self, flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        feeds = {name: _given(tensor) for name, tensor in zip(self.manifest["inputs"], flat, strict=True)}
+        names = self.manifest["outputs"]
+        try:
+            values = self.session.run_with_ort_values(names, {**self._live, **feeds}) if names else []
+        except Exception as error:  # onnxruntime's, of kinds that have no common class
+            raise FxplugError(f"the model failed in this call: {_first(error)}") from error
+        results = [torch.utils.dlpack.from_dlpack(value) for value in values]
+        count = len(results) - len(self.manifest["checks"])
+        for holds, text in zip(results[count:], self.manifest["checks"], strict=True):
+            if not bool(holds.all()):
+                raise FxplugError(f"the model failed in this call: {text}")
+        return results[:count]
+
+    def __repr__(self) -> str:
+        names = ", ".join(self.manifest["passes"]) or "no passes"
+        return f"OnnxModel({self.manifest['module']}, {names}, opset {self.manifest['opset']})"
+
+
+def load_onnx(
+    path: str | os.PathLike[str],
+    *,
+    providers: Sequence[str | tuple[str, Mapping[str, Any]]] = ("CPUExecutionProvider",),
+    options: Any = None,
+    limits: Limits = DEFAULT,
+) -> OnnxModel:
+    """Load a file that `export(..., to="onnx")` wrote, for onnxruntime: `load_onnx("model.onnx")`.
+
+    Nothing in it is code: its graph is run by onnxruntime, and all else is read within `limits`. `providers` are
+    onnxruntime's, `options` an `onnxruntime.SessionOptions`. The weights of a large model lie in a file beside it.
+
+    Raises FxplugError without onnxruntime or such a provider, and ArtifactError for a file that is damaged, that is no ONNX
+    file of fxplug's or was changed after it was exported, it or its weights, and for one that onnxruntime does not run.
+    """
+    if importlib.util.find_spec("onnxruntime") is None:
+        raise FxplugError(f"load_onnx needs onnxruntime, which is not installed: {INSTALL}")
+    file = Path(path)
+    try:
+        return _loaded(file, providers, options, limits)
+    except ArtifactError:
+        with reported(about(file)):
+            folder = Path(os.path.realpath(file)).parent
+        with locked(folder):  # an export may have come between model and weights: none does now
+            return _loaded(file, providers, options, limits)
+
+
+def _loaded(file: Path, providers: Sequence[Any], options: Any, limits: Limits) -> OnnxModel:
+    with _named(file), opened(file) as handle:
+        found = OnnxFile(handle, file, limits)
+        session = _session(found, providers, options)
+        found.check_unchanged()
+        model = OnnxModel(session, found.manifest, found.tensors, limits)
+        if found.manifest["banks"]:
+            check_slots(model.adapters)
+        return model
+
+
+def _session(found: OnnxFile, providers: Sequence[Any], options: Any) -> Any:
+    """onnxruntime with the model that was read. Raises ArtifactError where it does not take it."""
+    import onnxruntime
+
+    known = onnxruntime.get_available_providers()
+    for name in [each if isinstance(each, str) else each[0] for each in providers]:
+        if name not in known:
+            near = did_you_mean(str(name), known)
+            raise FxplugError(f"onnxruntime has no provider {name!r} here{near}; it has {', '.join(known)}")
+    settings = options
+    if settings is None:
+        settings = onnxruntime.SessionOptions()
+        settings.log_severity_level = NOTHING
+    settings.add_session_config_entry("session.model_external_initializers_file_folder_path", str(found.folder))
+    try:
+        session = onnxruntime.InferenceSession(found.model, settings, providers=list(providers), enable_fallback=0)
+    except Exception as error:  # onnxruntime's, of kinds that have no common class
+        version = onnxruntime.__version__
+        raise ArtifactError(f"{found.path} is not run by onnxruntime {version}: {shown(_first(error), 300)[1:-1]}") from error
+    there = {each.name for each in (*session.get_inputs(), *session.get_overridable_initializers())}
+    wanted = {*found.manifest["inputs"], *found.manifest["live"]}
+    results, named = {each.name for each in session.get_outputs()}, set(found.manifest["outputs"])
+    if there != wanted or results != named:
+        odd = min(there ^ wanted | named ^ results)
+        raise ArtifactError(f"{found.path} cannot be read: its metadata and its graph differ in {shown(odd)}")
+    return session
+
+
+# --- arrays
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """An array as a tensor, on the same memory where that can be written."""
+    try:
+        return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+    except (TypeError, ValueError):  # texts, objects; numbers in another order of bytes
+        raise FxplugError(f"an array of {array.dtype.str} is none that a tensor can be made of") from None
+
+
+def _given(tensor: torch.Tensor) -> Any:
+    """A tensor as onnxruntime takes it, on the same memory."""
+    from onnxruntime import OrtValue
+
+    if tensor.dtype == torch.bfloat16:
+        return OrtValue.ortvalue_from_numpy_with_onnx_type(tensor.view(torch.uint16).numpy(), BFLOAT16)
+    return OrtValue.ortvalue_from_numpy(tensor.numpy())
+

@@ -1,0 +1,82 @@
+"""A written ONNX model, run once beside the module that it was made of: torch.onnx makes mistakes."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.func import functional_call
+
+from ..errors import FxplugError, shown
+from ..ir.pytree import leaves, map_leaves
+from .aoti_writer import Refused, Unfit, refusing
+from .onnx_file import INSTALL
+from .onnx_model import load_onnx
+
+# how far a result may be from the module's, in parts of its largest number: more than rounding, less than another weight
+CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+
+
+def tried(file: str, program: ExportedProgram, module: nn.Module, said: list[str]) -> list[str]:
+    """Notes on what onnxruntime, where it is installed, makes of a written model with the example inputs.
+
+    `module` is what was exported; it gives its results as a list, and then its conditions, of which `said` tells what they
+    mean: see `Results`. Raises Refused for a model that does not run, Unfit for one that computes something else.
+    """
+    with torch.random.fork_rng():
+        wanted, again = _called(module, program.example_inputs), _called(module, program.example_inputs)
+    if importlib.util.find_spec("onnxruntime") is None:
+        return [f"it was not run, as onnxruntime is not installed: {INSTALL}"]
+    for holds, text in zip(wanted[len(wanted) - len(said) :], said, strict=True):
+        if not bool(holds):
+            return [f"it was not run, as the module itself does not take the example inputs now: {text}"]
+    import onnxruntime
+
+    args, kwargs = map_leaves(program.example_inputs, lambda t, _: t.cpu())
+    try:
+        out = load_onnx(file)(*args, **kwargs)
+    except FxplugError as error:
+        what = str(error).replace(file, "it")
+        if "NOT_IMPLEMENTED" in what:  # another of its providers may have what the CPU's lacks
+            return [f"it was not run, as onnxruntime has no form of it for a CPU: {shown(what, 300)[1:-1]}"]
+        raise Refused(what) from error
+    found = [value for value in leaves(out) if isinstance(value, torch.Tensor)]
+    pairs = list(zip(found, wanted, strict=False))  # the conditions come last, and are no part of the result
+    apart = [_apart(a, b) for a, b in pairs]
+    drawn = any(_apart(a, b) for a, b in zip(wanted, again, strict=True))
+    allowed = [CLOSE.get(b.dtype, 0.0) * max(1.0, _apart(b, torch.zeros_like(b))) for _, b in pairs]
+    wrong = [i for i, gap in enumerate(apart) if gap > allowed[i]]
+    most = f"{max(apart, default=0.0):.1e}"
+    if wrong and not drawn:
+        raise Unfit(
+            f"the ONNX model differs from the module by {most}, in result {wrong[0]} for the example inputs, which is a "
+            "mistake of torch.onnx: export to aoti or pt2"
+        )
+    random = ", which draws random numbers" if drawn else ""
+    return [f"onnxruntime {onnxruntime.__version__} differs from the module{random} by {most} at most, on the example inputs"]
+
+
+def _called(module: nn.Module, inputs: Any) -> list[torch.Tensor]:
+    """What the module gives. Raises Unfit for one that changes its own state or what it is given, which no ONNX model does."""
+    state = {name: tensor.detach().clone() for name, tensor in module.named_buffers()}
+    given = map_leaves(inputs, lambda t, _: t.detach().clone())
+    with torch.no_grad(), refusing():
+        found: list[torch.Tensor] = functional_call(module, state, *given)
+    before = [*dict(module.named_buffers()).items(), *((f"its input {i}", t) for i, t in enumerate(leaves(inputs)))]
+    for (name, old), new in zip(before, [*state.values(), *leaves(given)], strict=True):
+        if isinstance(old, torch.Tensor) and _apart(old, new):
+            raise Unfit(f"a call of this module changes {name}, and an ONNX model changes nothing: export to aoti or pt2")
+    return found
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The largest difference between two tensors, infinite where they are of other kinds."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return math.inf
+    a, b = a.detach().cpu().double(), b.detach().cpu().double()
+    gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(math.inf)
+    return float(gap.amax()) if gap.numel() else 0.0

@@ -1,0 +1,340 @@
+"""ONNX files, written: a translated program whose slots stay live, sealed, with its weights beside it where they are large."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import inspect
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.overrides import TorchFunctionMode
+
+from .. import __version__
+from ..artifacts.atomic_folder import locked
+from ..artifacts.value_json import Mark
+from ..blocks.slot_gates import NAME
+from ..errors import FxplugError, shown
+from ..files.writing import written
+from ..ir.editing import change
+from ..ir.pytree import children, rebuilt
+from ..torch_internals.dispatch import OpOverload
+from ..torch_internals.onnx import DEFAULT, OPSETS, translated, untranslated
+from ..torch_internals.tensors import assert_later
+from .aoti_writer import Refused, Unfit, _quiet, _shared, _state, hushed, refusing
+from .call_signature import Json, describe, encoded
+from .onnx_file import FORMAT, INSTALL, METADATA, PAGE, data_name, is_data_of, sealed
+
+INLINE = 1 << 30  # bytes of weights that a model holds itself: protobuf ends at 2 GB, and what it holds is read at once
+SMALL = 1024  # bytes of a tensor that stays in the model wherever the weights are: shapes and the like
+SHOWN = 5
+SQUEEZES = (torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims)
+NUMBERS: dict[type, torch.dtype] = {torch.SymInt: torch.int64, torch.SymFloat: torch.float64, torch.SymBool: torch.bool}
+
+
+def check_exporter(options: Mapping[str, Any] | None) -> int:
+    """The opset to write. Raises FxplugError where a library is missing, and for options that there are not."""
+    for name in ("onnx", "onnxscript"):
+        if importlib.util.find_spec(name) is None:
+            raise FxplugError(f"export to onnx needs {name}, which is not installed: {INSTALL}")
+    unknown = sorted((options or {}).keys() - {"opset"})
+    if unknown:
+        raise FxplugError(f"there is no option {unknown[0]!r} for onnx; there is opset")
+    opset = (options or {}).get("opset", DEFAULT)
+    if type(opset) is not int or opset not in OPSETS:
+        raise FxplugError(f"there is no writer of opset {opset!r}; there are those of {OPSETS[0]} to {OPSETS[-1]}")
+    return opset
+
+
+class _Assertions(TorchFunctionMode):
+    """What is asserted of values while this is entered is not, but kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conditions: list[torch.Tensor] = []
+        self.said: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not assert_later:
+            return function(*args, **(kwargs or {}))
+        condition, *text = args
+        self.conditions.append(condition)
+        self.said.append(str(text[0]) if text else "an assertion of the model does not hold")
+        return None
+
+
+class Results:
+    """What a module gives, made a list of tensors: torch.onnx takes no other results, and leaves out what is asserted.
+
+    After a call `tree` is the result with marks for its tensors and numbers, and `said` says what is wrong where one of the
+    conditions, which come last in the list, is false.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        """Changes what the module's `forward` gives."""
+        self.tree: Any = None
+        self.said: list[str] = []
+        kind = type(module)
+        inner: Any = kind.forward
+
+        @functools.wraps(inner)
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+            flat: list[torch.Tensor] = []
+            with _Assertions() as found:
+                self.tree = _marked(inner(module, *args, **kwargs), flat)
+            self.said = found.said
+            return [*flat, *found.conditions]
+
+        module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _marked(value: Any, flat: list[torch.Tensor]) -> Any:
+    """A nested value with marks in the place of its tensors and its sizes, which go into a list."""
+    dtype = NUMBERS.get(type(value))
+    if dtype is not None or isinstance(value, torch.Tensor):
+        flat.append(value if dtype is None else torch.scalar_tensor(value, dtype=dtype))
+        return Mark("tensor" if dtype is None else "number", len(flat) - 1)
+    members = children(value)
+    return value if members is None else rebuilt(value, {key: _marked(member, flat) for key, member in members})
+
+
+def write(
+    program: ExportedProgram,
+    parameters: Mapping[str, inspect.Parameter],
+    file: str,
+    tensors: Mapping[str, torch.Tensor],
+    facts: Mapping[str, Any],
+    opset: int,
+    results: Results,
+    place: Callable[[str], str],
+) -> list[str]:
+    """Write an exported program as the ONNX model `file`, with its weights beside it where they are large; gives notes.
+
+    `parameters` are those of the exported `forward`, `tensors` what stays live, by name, `facts` more for the metadata,
+    `results` those of the module that was exported; `place` gives the place in the model of a line of the exported code. Raises
+    Unfit for what no ONNX model does.
+    """
+    signature, notes = describe(program, parameters)
+    _check_edges(program)
+    _settle_squeezes(program)
+    model = _model(program, opset, place)
+    inputs, count = len(signature["tensors"]), len(program.graph_signature.output_specs)
+    if (len(model.graph.inputs), len(model.graph.outputs)) != (inputs, count):
+        raise Unfit("torch.onnx gave this program other inputs or results than torch.export has")
+    _set_apart(model)
+    live = _make_live(model, tensors, _state(program))
+    _forget_sources(model)
+    data, digest = _spill(model, file)
+    manifest = {
+        "format": FORMAT,
+        "fxplug": __version__,
+        "torch": torch.__version__,
+        "opset": opset,
+        "inputs": [value.name for value in model.graph.inputs[:inputs]],
+        "outputs": [value.name for value in model.graph.outputs],
+        "checks": results.said,
+        "signature": {**signature, "result": encoded(results.tree)},
+        "data": {"name": data, "sha256": digest} if data else None,
+        **live,
+        **facts,
+    }
+    model.metadata_props[METADATA] = json.dumps(manifest, sort_keys=True)
+    with written(file) as sink:
+        sink.write(sealed(_bytes(model)))
+    return notes
+
+
+def _check_edges(program: ExportedProgram) -> None:
+    """Raises Unfit for a program with complex numbers at its edges, or without results."""
+    if not program.graph_signature.output_specs:
+        raise Unfit("this module gives no tensors, and an ONNX model gives nothing else")
+    for node in program.graph.nodes:
+        edges = [node] if node.op == "placeholder" else node.all_input_nodes if node.op == "output" else []
+        for edge in edges:
+            value = edge.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.is_complex():
+                raise Unfit(f"'{edge.name}' is {value.dtype}, and ONNX has no complex numbers: take torch.view_as_real of it")
+
+
+def _settle_squeezes(program: ExportedProgram) -> None:
+    """Leave out of each squeeze the dimensions that it lets stay, as they are not 1: ONNX would take them for an error."""
+    for node in program.graph.nodes:
+        if node.target in SQUEEZES:
+            shape, dims = node.args[0].meta["val"].shape, node.args[1]
+            ones = [dim for dim in (dims if isinstance(dims, (tuple, list)) else [dims]) if _is_one(shape[dim])]
+            target = torch.ops.aten.squeeze.dims if ones else torch.ops.aten.clone.default
+            change(node, target=target, args=(node.args[0], ones) if ones else node.args[:1])
+
+
+def _is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+# --- the translation
+
+
+def _model(program: ExportedProgram, opset: int, place: Callable[[str], str]) -> Any:
+    """The program in ONNX. Raises Unfit where an operation has no form there, with its places; Refused for other reasons."""
+    from torch.onnx import OnnxExporterError
+
+    try:
+        with _quiet(), torch.no_grad(), hushed("onnx_ir"):
+            model = translated(program, opset)
+    except OnnxExporterError as error:
+        with refusing(), _quiet():
+            lost, reason = untranslated(program, opset, error)
+        places: dict[str, list[str]] = {}
+        for target, stack in lost:
+            found = places.setdefault(str(target), [])
+            if (where := place(stack)) not in found:
+                found.append(where)
+        if lost and all(isinstance(target, OpOverload) for target, _ in lost):
+            raise Unfit(_lost(places, opset)) from error
+        what = "; ".join(f"{name} at {', '.join(where[:SHOWN])}" for name, where in list(places.items())[:SHOWN])
+        raise Refused(f"torch.onnx has no form for {what or 'this program'} ({shown(reason, 200)[1:-1]})") from error
+    written_as = model.graph.opset_imports.get("")
+    if written_as != opset:
+        raise Unfit(f"torch.onnx wrote opset {written_as} and not {opset}: take another")
+    return model
+
+
+def _lost(places: Mapping[str, list[str]], opset: int) -> str:
+    lines = []
+    for name, where in places.items():
+        more = f" and {len(where) - SHOWN} more places" if len(where) > SHOWN else ""
+        lines.append(f"{name} at {', '.join(where[:SHOWN])}{more}")
+    own = any(name.startswith("fxplug.") for name in places)
+    out = "what this module was lowered from, module.meta['source']" if own else "to aoti or pt2, which have every operation"
+    return (
+        f"ONNX (opset {opset}) has no form for {'; '.join(lines)}: put something in that place that is made of other "
+        f"operations (a pass with `replace`), or export {out}"
+    )
+
+
+def _make_live(model: Any, tensors: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Json:
+    """Make the slots' tensors inputs with a value of their own, then shorten the graph around them.
+
+    An initializer that is also an input can be overridden at each run and costs nothing where it is not; a session takes no
+    part of it into what it folds or lays out anew.
+    """
+    from onnxscript.optimizer import optimize
+
+    initializers = model.graph.initializers
+    names = {name: tensor for name, tensor in tensors.items() if name.endswith(".gates.table.names")}
+    read = {name: tensor for name, tensor in state.items() if name in initializers and initializers[name].uses()}
+    whole, views = _shared({name: tensor for name, tensor in tensors.items() if name not in names}, read)
+    lost = sorted(name for name in whole if name not in read)
+    if lost:
+        raise Unfit(
+            f"the program does not read {', '.join(lost[:3])}{' ...' if lost[3:] else ''}, so another adapter would have no "
+            "effect there: export the module that this one was lowered from, module.meta['source']"
+        )
+    values = {name: (initializers[name], initializers[name].const_value) for name in sorted(whole)}
+    for name, (value, _) in values.items():
+        del initializers[name]
+        value.const_value = None
+        model.graph.inputs.append(value)
+    with hushed("onnx_ir"):
+        optimize(model)
+    for name, (value, const) in values.items():
+        value.const_value = const
+        initializers[name] = value
+    loaded = {name.removesuffix(".gates.table.names"): _texts(tensor) for name, tensor in names.items()}
+    return {"live": list(values), "views": views, "names": loaded}
+
+
+def _texts(names: torch.Tensor) -> list[str]:
+    assert names.shape[1] == NAME
+    return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in names.tolist()]
+
+
+def _set_apart(model: Any) -> None:
+    """A name of its own for each result: one that is an input, a weight or another result is given by a copy."""
+    import onnx_ir
+
+    seen: set[str] = set()
+    taken = {value.name for value in (*model.graph.inputs, *model.graph.initializers.values())}
+    for i, value in enumerate(model.graph.outputs):
+        if value.name in seen or value.name in taken:
+            name = next(f"{value.name}_{n}" for n in range(1, 1 << 30) if f"{value.name}_{n}" not in seen | taken)
+            copy = onnx_ir.Value(name=name, shape=value.shape, type=value.type)
+            model.graph.append(onnx_ir.Node("", "Identity", [value], outputs=[copy]))
+            model.graph.outputs[i] = copy
+        seen.add(model.graph.outputs[i].name)
+
+
+def _forget_sources(model: Any) -> None:
+    """Leave out what torch notes at each node: names of files and lines of the machine that it was exported on."""
+    graphs = [model.graph, *model.functions.values()]
+    for graph in graphs:
+        for node in graph.all_nodes():
+            node.metadata_props.clear()
+            node.doc_string = None
+            for value in node.outputs:
+                value.metadata_props.clear()
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        value.metadata_props.clear()
+    for holder in (model, *graphs):
+        holder.metadata_props.clear()
+
+
+# --- the files
+
+
+def _spill(model: Any, file: str) -> tuple[str, str]:
+    """Write large weights into a file beside, of which every tensor knows its part; its name and SHA-256, empty for none."""
+    import onnx_ir
+
+    values = [value for value in model.graph.initializers.values() if value.const_value is not None]
+    if sum(value.const_value.nbytes for value in values) <= INLINE:
+        return "", ""
+    beside, digest, at = Path(file).with_name("data"), hashlib.sha256(), 0
+    places: list[tuple[Any, int, int]] = []
+    with written(beside) as sink:
+        for value in values:
+            if value.const_value.nbytes < SMALL:
+                continue
+            data = value.const_value.tobytes()
+            padding = bytes(-at % PAGE)
+            for part in (padding, data):
+                sink.write(part)
+                digest.update(part)
+            places.append((value, at + len(padding), len(data)))
+            at += len(padding) + len(data)
+    name = data_name(Path(file).name, digest.hexdigest())
+    os.rename(beside, beside.with_name(name))
+    for value, start, length in places:
+        const = value.const_value
+        value.const_value = onnx_ir.ExternalTensor(
+            name, start, length, const.dtype, shape=const.shape, name=value.name, base_dir=""
+        )
+    return name, digest.hexdigest()
+
+
+def _bytes(model: Any) -> bytes:
+    import onnx_ir
+
+    data: bytes = onnx_ir.serde.serialize_model(model).SerializeToString()
+    return data
+
+
+def put(name: str, target: Path) -> None:
+    """Put a written model in its place, its data first: at no moment does a model lie there whose data does not."""
+    work = Path(name)
+    with locked(target.parent):
+        kept = [path.name for path in work.parent.iterdir() if path != work]
+        for each in kept:
+            os.replace(work.with_name(each), target.with_name(each))
+        os.replace(work, target)
+        for path in list(target.parent.iterdir()):
+            if is_data_of(path.name, target.name) and path.name not in kept and path.is_file() and not path.is_symlink():
+                with contextlib.suppress(OSError):
+                    path.unlink()

@@ -1,0 +1,806 @@
+"""ONNX models: they compute what the module does, their adapters are live, and a file that was changed since is told."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir
+import onnxruntime
+import pytest
+import small
+import torch
+import zoo
+from test_packages import Model, adapter, inputs
+from torch import nn
+from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+import fxplug
+from fxplug.errors import ArtifactError, FxplugError, GuardError, SpecError
+from fxplug.exports import exporter, onnx_file, onnx_model, onnx_writer
+from fxplug.exports.onnx_file import METADATA, is_data_of, sealed
+from fxplug.ir.pytree import leaves
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_registry():
+    """torch makes its table of translations anew for each export, which is half the time of a small one."""
+    make = ONNXRegistry.from_torchlib
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ONNXRegistry, "from_torchlib", staticmethod(functools.cache(make)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A rewritten model with an adapter in use, and its ONNX file."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("onnx")
+    gm = fxplug.trace(Model().eval(), inputs(), {"shift": torch.randn(2, 6)})
+    new = fxplug.apply(gm, fxplug.load_pass("lora", rank=2, slots=3))
+    new.adapters.load("old", adapter(folder / "old.safetensors", 1))
+    new.adapters.use({"old": 0.5})
+    (folder / "model").mkdir()
+    result = fxplug.export(new, folder / "model", inputs(), {"shift": torch.randn(2, 6)}, to="onnx")
+    assert result.path == folder / "model" / "model.onnx" and result.kept == "all"
+    assert result.dynamic == {"image": [0, 2, 3], "ids": [0], "more_scale": [0], "shift": [0]}
+    assert [note.partition(" by ")[0].split()[-4:] for note in result.notes] == [["differs", "from", "the", "module"]]
+    assert [p.name for p in result.path.parent.iterdir()] == ["model.onnx"]
+    return new, result.path
+
+
+@pytest.fixture
+def pair(made):
+    """The module and its model, both as they were exported."""
+    module, path = made
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    yield module, fxplug.load_onnx(path)
+    module.load_state_dict(state)
+
+
+def same(model, module, batch=3, side=6):
+    args, shift = inputs(batch, side), torch.randn(batch, 6)
+    out, wanted = model(*args, shift=shift), module(*args, shift=shift)
+    torch.testing.assert_close(out["y"], wanted["y"].detach(), **CLOSE)
+    return out
+
+
+def arrays(value):
+    return {key: arrays(each) for key, each in value.items()} if isinstance(value, dict) else value.numpy()
+
+
+# --- calls
+
+
+def test_sizes_and_structures(pair):
+    module, model = pair
+    for batch, side in ((1, 8), (2, 6), (5, 10)):
+        out = same(model, module, batch, side)
+    assert out["none"] is None and out["three"] == 3 and type(out["pair"]) is tuple
+    assert torch.equal(out["pair"][1][0], out["y"] + 1)
+    (image, ids, more), shift = inputs(2, 8), torch.randn(2, 6)
+    wanted = model(image, ids, more, shift=shift)
+    for other in (image.to(memory_format=torch.channels_last), image.mT.contiguous().mT, image.clone().requires_grad_()):
+        assert torch.equal(model(other, ids, more, shift=shift)["y"], wanted["y"])  # whatever way it lies in memory
+    wanted["pair"][0].zero_()
+    assert more["scale"].all() and not wanted["y"].requires_grad  # a result has memory of its own
+
+
+def test_arrays_of_numpy(pair):
+    _, model = pair
+    (image, ids, more), shift = inputs(2, 8), torch.randn(2, 6)
+    wanted = model(image, ids, more, shift=shift)["y"]
+    given = [image.numpy(), ids.numpy(), arrays(more)]
+    out = model(*given, shift=shift.numpy())
+    assert type(out["y"]) is type(out["pair"][1][0]) is np.ndarray and np.array_equal(out["y"], wanted.numpy())
+    assert type(model(*given, shift=shift)["y"]) is torch.Tensor  # some of torch's
+    turned = np.flip(np.flip(given[0], -1).copy(), -1)
+    turned.flags.writeable = False
+    assert np.array_equal(model(turned, *given[1:], shift=shift.numpy())["y"], wanted.numpy())
+    for odd in (image.numpy().astype(">f4"), np.array([["a"]]), np.array([object()])):
+        with pytest.raises(FxplugError, match="an array of .* is none that a tensor can be made of"):
+            model(odd, *given[1:], shift=shift.numpy())
+
+
+def test_wrong_calls(pair):
+    _, model = pair
+    (image, ids, more), shift = inputs(), torch.randn(2, 6)
+    right = {"image": image, "ids": ids, "more": more, "shift": shift}
+    for error, message, given in [
+        (TypeError, "missing a required argument: 'more'", {"image": image, "ids": ids}),
+        (FxplugError, "shift is not given; this model was exported with a tensor", {"image": image, "ids": ids, "more": more}),
+        (FxplugError, "flag is False; this model was exported with True", {**right, "flag": False}),
+        (FxplugError, r"image is torch.float64; this model was exported for torch.float32", {**right, "image": image.double()}),
+        (FxplugError, "is on meta; this model runs on cpu", {**right, "shift": shift.to("meta")}),
+        (GuardError, "dimension 1: the size is 2, and the model was exported for 3 only", {**right, "image": image[:, :2]}),
+        (GuardError, "size is 3, and image, dimension 0 has 2; the two must be equal", {**right, "shift": torch.ones(3, 6)}),
+        (GuardError, r"the model was exported for inputs with \(image.shape\[3\] % 2\)", {**right, "image": inputs(2, 7)[0]}),
+        (FxplugError, "the model failed in this call: .*out of data bounds, idx=9", {**right, "ids": ids * 0 + 9}),
+    ]:
+        with pytest.raises(error, match=message):
+            model(**given)
+    with pytest.raises(FxplugError, match="an array of float32 is|image is torch.float64"):
+        model(image.double().numpy(), ids.numpy(), arrays(more), shift=shift.numpy())
+
+
+# --- adapters
+
+
+def test_adapters_come_and_go_in_one_session(pair, tmp_path):
+    module, model = pair
+    session = model.session
+    ink, film = adapter(tmp_path / "ink.safetensors", 2), adapter(tmp_path / "film.safetensors", 1, ("lin",))
+    assert model.adapters.names == ["old"] and model.adapters.active == {"old": 0.5} == module.adapters.active
+    same(model, module)
+    outputs = []
+    for adapters in (module.adapters, model.adapters):
+        adapters.load("ink", ink)
+        adapters.load("film", film)
+        assert adapters.names == ["old", "ink", "film"]
+    for what in (None, "ink", {"ink": 0.8, "film": 0.3}, ["ink", None, "old"], "film"):
+        for adapters in (module.adapters, model.adapters):
+            adapters.use(what)
+        assert model.adapters.active == module.adapters.active
+        torch.manual_seed(2)
+        outputs.append(same(model, module)["y"])
+    assert all(not torch.allclose(a, b) for i, a in enumerate(outputs) for b in outputs[:i])
+    with pytest.raises(SpecError, match="all 3 slots of pass 'lora' are taken"):
+        model.adapters.load("more", ink)
+    for adapters in (module.adapters, model.adapters):
+        adapters.unload("film")
+    torch.manual_seed(2)
+    torch.testing.assert_close(same(model, module)["y"], outputs[0])
+    with pytest.raises(SpecError, match=r"no adapter 'inc' \(did you mean 'ink'\?\)"):
+        model.adapters.use("inc")
+    with pytest.raises(SpecError, match="rank_max=3"):
+        model.adapters.load("ink", adapter(tmp_path / "d.safetensors", 3), replace=True)
+    assert model.session is session and model.adapters.names == ["old", "ink"]
+    with model.adapters.hold():
+        same(model, module)
+
+
+def test_entries_for_another_batch_are_told(pair):
+    module, model = pair
+    for adapters in (module.adapters, model.adapters):
+        adapters.use(["old", None, {"old": 2.0}])
+    same(model, module, batch=3)
+    with pytest.raises(FxplugError, match="the model failed in this call: adapters.use was given one entry per sample, and"):
+        model(*inputs(2), shift=torch.randn(2, 6))
+    model.adapters.use(None)
+    module.adapters.use(None)
+    same(model, module, batch=2)
+
+
+def test_a_session_without_fxplug_has_the_adapters_of_the_export_or_those_it_is_given(made, pair):
+    module, model = pair
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(made[1], options, providers=["CPUExecutionProvider"])
+    (image, ids, more), shift = inputs(3), torch.randn(3, 6)
+    feeds = dict(zip(model.manifest["inputs"], arrays({1: image, 2: ids, 3: more["scale"], 4: shift}).values(), strict=True))
+    assert [each.name for each in session.get_inputs()] == model.manifest["inputs"]
+    for weights in (None, {"old": -1.5}):
+        if weights:
+            for adapters in (module.adapters, model.adapters):
+                adapters.use(weights)
+            feeds["lora.gates.table.weights"] = model.tensors["lora.gates.table.weights"].numpy()
+        wanted = module(image, ids, more, shift=shift)["y"].detach()
+        torch.testing.assert_close(torch.from_numpy(session.run(None, feeds)[0]), wanted, **CLOSE)
+
+
+def test_calls_and_changes_from_threads(pair):
+    module, model = pair
+    args, shift = inputs(3), torch.randn(3, 6)
+    choices = [None, "old", {"old": -1.0}, ["old", None, {"old": 2.0}]]
+    wanted = []
+    for what in choices:
+        module.adapters.use(what)
+        wanted.append(module(*args, shift=shift)["y"].detach())
+    found, ends = [], []
+
+    def calls():
+        while not ends:
+            found.append(model(*args, shift=shift)["y"])
+
+    threads = [threading.Thread(target=calls) for _ in range(3)]
+    model.adapters.use(None)
+    for thread in threads:
+        thread.start()
+    for i in range(200):
+        model.adapters.use(choices[i % len(choices)])
+    ends.append(1)
+    for thread in threads:
+        thread.join()
+    near = [[torch.allclose(out, one, **CLOSE) for one in wanted] for out in found]
+    assert all(any(row) for row in near) and len({row.index(True) for row in near}) > 1
+
+
+# --- models
+
+
+def adapter_of(module, seed):
+    """A small adapter for every layer that has slots."""
+    torch.manual_seed(seed)
+    banks = [bank for banks in module.adapters.banks.values() for bank in banks]
+    sizes = [(bank.path, (("A", (3, bank.shape[1])), ("B", (bank.shape[0], 3)))) for bank in banks]
+    return {f"{path}.lora_{half}.weight": torch.randn(size) * 0.1 for path, both in sizes for half, size in both}
+
+
+def check_model(gm, example, others, path, close=CLOSE):
+    """An exported model beside its module: other sizes, and adapters that come, are mixed, are chosen by sample, and go."""
+    args, kwargs = example
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="re:.*attn.*(qkv|to_[qkv])$", rank=4, slots=2))
+    result = fxplug.export(new, path, args, kwargs, to="onnx")
+    model = fxplug.load_onnx(result.path)
+    for adapters in (new.adapters, model.adapters):
+        adapters.load("ink", adapter_of(new, 1))
+        adapters.load("film", adapter_of(new, 2))
+    seen = []
+    for args, kwargs in others:
+        batch = next(t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)).shape[0]
+        mixed = [["ink", None, {"ink": 0.5, "film": -1.0}, "film"][i % 4] for i in range(batch)]
+        for what in (None, "ink", {"ink": 0.8, "film": 0.3}, mixed):
+            for adapters in (new.adapters, model.adapters):
+                adapters.use(what)
+            with torch.no_grad():
+                wanted = new(*args, **kwargs)
+            out = model(*args, **kwargs)
+            (out,), (wanted,) = leaves(out), leaves(wanted)
+            torch.testing.assert_close(out, wanted, **close)
+            seen.append(out)
+        assert not any(torch.allclose(a, b, atol=1e-4) for i, a in enumerate(seen[-4:]) for b in seen[-4:][:i])
+    return result
+
+
+@pytest.mark.slow
+def test_vit(tmp_path):
+    gm, args, kwargs = small.plain_vit()
+    check_model(gm, (args, kwargs), [((torch.randn(n, 3, 32, 32),), {}) for n in (3, 5)], tmp_path / "vit")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, size",
+    [
+        ("UNet2DConditionModel-sd15", 1),
+        ("DiTTransformer2DModel", 0),
+        ("FluxTransformer2DModel", 1),
+        ("PixArtTransformer2DModel", 0),  # its trace is for one size
+    ],
+)
+def test_diffusers(tmp_path, name, size):
+    case = next(case for case in zoo.cases() if case.name == f"diffusers/{name}")
+    example = case.inputs(batch=2)
+    gm = fxplug.trace(case.build(), *example)
+    result = check_model(gm, example, [case.inputs(batch=3), case.inputs(batch=4, size=size)], tmp_path / "model")
+    assert result.kept == "all"
+
+
+@pytest.mark.slow
+def test_half_precision(tmp_path):
+    _, args, _ = small.plain_vit()
+    gm = fxplug.trace(copy.deepcopy(small.plain_vit().model).half(), args[0].half())
+    others = [((torch.randn(3, 3, 32, 32).half(),), {})]
+    check_model(gm, ((args[0].half(),), {}), others, tmp_path / "half", {"rtol": 0.02, "atol": 0.02})
+
+
+# --- what is exported
+
+
+@dataclasses.dataclass
+class Out:
+    a: torch.Tensor
+    rest: dict
+    none: torch.Tensor | None = None
+
+
+class Odd(nn.Module):
+    """Two kinds of layers, numbers and flags among the inputs, and results of every kind, some of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.out, self.free = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.table = nn.Embedding(7, 8)
+
+    def forward(self, x, ids, timestep=0.5, *, mask=None, steps: int = 2):
+        y = self.lin(x).squeeze(0) * timestep + self.table(ids).sum(1)
+        for _ in range(steps):
+            y = self.out(y)
+        y = y if mask is None else torch.where(mask[:, None], y, 0.0)
+        more = {"twice": (y, y), "ids": ids, "free": self.free, "big": y > 0, "half": y.half(), "i8": y.to(torch.int8)}
+        return Out(y, {**more, "count": x.shape[0], "share": x.shape[0] * 0.5, "flag": True, "text": "t", "d": y.double()})
+
+
+def odd_inputs(batch=2):
+    return (torch.randn(batch, 8), torch.randint(0, 7, (batch, 3))), {"mask": torch.rand(batch) > 0.5, "steps": 3}
+
+
+def test_odd_inputs_and_results_and_two_passes_with_slots(tmp_path):
+    torch.manual_seed(0)
+    args, kwargs = odd_inputs()
+    gm = fxplug.trace(Odd().eval(), args, kwargs)
+    passes = [fxplug.load_pass("lora", at="lin", rank=2, slots=2), fxplug.load_pass("lora_weight", at="out", rank=2, slots=2)]
+    new = fxplug.apply(gm, *passes)
+    result = fxplug.export(new, tmp_path / "odd.onnx", args, kwargs, to="onnx", options={"opset": 18})
+    model = fxplug.load_onnx(result.path)
+    assert model.manifest["opset"] == 18 and result.notes[0] == "the result is a dict instead of a Out"
+    sizes = [(f"{name}.lora_{half}.weight", size) for name in ("lin", "out") for half, size in (("A", (1, 8)), ("B", (8, 1)))]
+    halves = {name: torch.randn(size) for name, size in sizes}
+    for adapters in (new.adapters, model.adapters):
+        adapters.load("ink", halves)
+    for what in (None, "ink", {"ink": -0.3}):
+        for adapters in (new.adapters, model.adapters):
+            adapters.use(what)
+        args, kwargs = odd_inputs(5)
+        out, wanted = model(*args, **kwargs), new(*args, **kwargs)
+        torch.testing.assert_close(out["a"], wanted.a.detach(), **CLOSE)
+        rest = out["rest"]
+        dtypes = {"ids": torch.int64, "free": torch.float32, "big": torch.bool, "half": torch.float16, "i8": torch.int8}
+        assert all(rest[name].dtype == dtype for name, dtype in dtypes.items()) and rest["d"].dtype == torch.float64
+        assert (rest["count"], rest["share"], rest["flag"], rest["text"]) == (5, 2.5, True, "t") and "none" not in out
+        assert torch.equal(rest["twice"][0], rest["twice"][1]) and torch.equal(rest["ids"], args[1])
+        assert rest["ids"].data_ptr() != args[1].data_ptr()
+    with pytest.raises(SpecError, match="lora_weight.* change weights .* which all samples of a batch share"):
+        model.adapters.use(["ink", None])
+    with pytest.raises(FxplugError, match="timestep is 7; this model was exported with 0.5 for it: export it again"):
+        model(*args, 7, **kwargs)
+    with pytest.raises(FxplugError, match="steps is 2; this model was exported with 3"):
+        model(*args, **{**kwargs, "steps": 2})
+
+
+class Eigen(nn.Module):
+    def forward(self, x):
+        return torch.linalg.eigvalsh(x @ x.mT)
+
+
+def test_an_operation_that_onnx_lacks_is_told_with_its_place(tmp_path):
+    x = torch.randn(2, 4, 4)
+    gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Eigen()), nn.Linear(4, 4)).eval(), x)
+    (tmp_path / "old.onnx").write_bytes(b"as it was")
+    said = r"ONNX \(opset 20\) has no form for aten._linalg_eigh.default at '1.0': put .*to aoti or pt2"
+    with pytest.raises(FxplugError, match=said):
+        fxplug.export(gm, tmp_path / "old.onnx", x, to="onnx")
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("old.onnx", b"as it was")]
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return x + self.count
+
+
+class Spectrum(nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(x)
+
+
+class Nothing(nn.Module):
+    def forward(self, x):
+        return {"three": 3}
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (Counting(), "a call of this module changes count, and an ONNX model changes nothing"),
+        (Spectrum(), "is torch.complex64, and ONNX has no complex numbers"),
+        (Nothing(), "this module gives no tensors"),
+    ],
+)
+def test_what_no_onnx_model_does(tmp_path, model, message):
+    x = torch.randn(2, 4)
+    gm = fxplug.trace(model.eval(), x)
+    with pytest.raises(FxplugError, match=message):
+        fxplug.export(gm, tmp_path, x, to="onnx")
+    assert not list(tmp_path.iterdir()) and not dict(gm.named_buffers()).get("count", torch.zeros(1)).any()
+
+
+def test_what_cannot_be_exported(tmp_path, monkeypatch, made):
+    x = torch.randn(2, 4)
+    gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4)).eval(), x)
+    for options, message in [({"opset": 17}, "no writer of opset 17; .* 18 to 23"), ({"opsets": 18}, "no option 'opsets'")]:
+        with pytest.raises(FxplugError, match=message):
+            fxplug.export(gm, tmp_path, x, to="onnx", options=options)
+    with pytest.raises(FxplugError, match="the module is in training, .* export module.eval()"):
+        fxplug.export(fxplug.trace(nn.Linear(4, 4).train(), x), tmp_path, x, to="onnx")
+    with torch.device("meta"):
+        meta = fxplug.trace(nn.Linear(4, 4).eval(), torch.randn(2, 4))
+    with pytest.raises(FxplugError, match="on the meta device, which holds no values"):
+        fxplug.export(meta, tmp_path, torch.randn(2, 4, device="meta"), to="onnx")
+    with pytest.raises(FxplugError, match="adapters merged into its weights.* export what it was lowered from"):
+        fxplug.export(fxplug.lower(made[0], merge="live"), tmp_path, inputs(), {"shift": torch.randn(2, 6)}, to="onnx")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(FxplugError, match=r"export to onnx needs onnx, which is not installed: pip install 'fxplug\[onnx\]'"):
+        fxplug.export(gm, tmp_path, x, to="onnx")
+    with pytest.raises(FxplugError, match=r"load_onnx needs onnxruntime, which is not installed: pip install 'fxplug\[onnx\]'"):
+        fxplug.load_onnx(made[1])
+    assert not list(tmp_path.iterdir())
+
+
+class Short(nn.Module):
+    def forward(self, x):
+        return x.float().mul(2).bfloat16()
+
+
+def test_numbers_that_numpy_does_not_have(tmp_path):
+    x = torch.randn(3, 4).bfloat16()
+    model = fxplug.load_onnx(fxplug.export(fxplug.trace(Short().eval(), x), tmp_path, x, to="onnx").path)
+    assert torch.equal(model(x[:2]), Short()(x[:2]))
+    model = fxplug.load_onnx(fxplug.export(fxplug.trace(Short().eval(), x.float()), tmp_path, x.float(), to="onnx").path)
+    assert torch.equal(model(x.float().numpy()), Short()(x))
+
+
+def test_a_mistake_in_the_translation_is_told(tmp_path, monkeypatch):
+    x = torch.randn(2, 4)
+    gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4)).eval(), x)
+    translated = onnx_writer.translated
+
+    def mistaken(*args):
+        model = translated(*args)
+        (matrix,) = (value for name, value in model.graph.initializers.items() if name.endswith("weight"))
+        matrix.const_value = onnx_ir.tensor(np.zeros((4, 4), np.float32), name=matrix.name)
+        return model
+
+    monkeypatch.setattr(onnx_writer, "translated", mistaken)
+    with pytest.raises(FxplugError, match="the ONNX model differs from the module by .*, in result 0 for the example inputs"):
+        fxplug.export(gm, tmp_path, x, to="onnx")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_example_that_does_not_fit_the_choice_of_adapters(pair, tmp_path):
+    module, _ = pair
+    module.adapters.use(["old", None, "old"])
+    result = fxplug.export(module, tmp_path, inputs(), {"shift": torch.randn(2, 6)}, to="onnx")
+    assert result.notes[-1].startswith("it was not run, as the module itself does not take the example inputs now: adapters")
+    same(fxplug.load_onnx(result.path), module, batch=3)
+
+
+# --- files
+
+
+def changed(path, target, **facts):
+    """The model again with other metadata and a right seal, as somebody would make it who means harm."""
+    model = onnx.load(path)
+    kept = {entry.key: entry.value for entry in model.metadata_props}
+    text = facts.pop("text", None) or json.dumps({**json.loads(kept[METADATA]), **facts})
+    del model.metadata_props[:]
+    model.metadata_props.add(key=METADATA, value=text)
+    target.write_bytes(sealed(model.SerializeToString()))
+    return target
+
+
+BANK = {"path": "lin", "block": "lora.lin.Lora", "kind": "Linear", "slots": 3, "rank": 2, "groups": 1, "shape": [6, 4]}
+
+
+@pytest.mark.parametrize(
+    "facts, message",
+    [
+        ({"format": 2, "fxplug": "9.9"}, "has format 2, written by fxplug 9.9; this version reads up to 1"),
+        ({"signature": {"parameters": 3}}, "the signature in the package cannot be read"),
+        ({"inputs": ["image"]}, "its metadata and its graph differ in"),
+        ({"inputs": ["image", "image", "ids", "more_scale", "shift"]}, "it has 5 inputs, and its signature 4"),
+        ({"inputs": [1, 2]}, "for inputs, which export does not write"),
+        ({"outputs": ["add_5"]}, "its metadata and its graph differ in"),
+        ({"outputs": []}, "for checks, which export does not write"),
+        ({"live": ["conv.weight"]}, "its metadata and its graph differ in|is at 'lora"),
+        ({"live": ["nowhere"]}, "it has no 'nowhere', which its metadata lists"),
+        ({"names": {}}, "for names, which export does not write"),
+        ({"names": {"lora": ["a"]}}, "the table of 'lora' has not"),
+        ({"names": {"lora": ["a" * 129, "", ""]}}, "for names, which export does not write"),
+        ({"names": {"lora": ["\ud800", "", ""]}}, "for names, which export does not write"),
+        ({"banks": {"lora": [BANK | {"slots": 10**12}]}}, "the slots in the package cannot be read"),
+        ({"banks": {"lora": [BANK | {"block": "../x"}]}}, "the slots in the package cannot be read"),
+        ({"banks": {"lora": [{"path": "x"}]}}, "the slots in the package cannot be read"),
+        ({"where": {"lora.lin.Lora.up.weight": "gone"}}, "is at 'gone', which is not among its tensors"),
+        ({"views": {"x": {"of": "gone", "shape": [2], "stride": [1], "start": 0}}}, "'x' is no part of 'gone'"),
+        ({"data": {"name": "../../secret.data", "sha256": "0" * 64}}, "for data, which export does not write"),
+        ({"data": {"name": "model.data", "sha256": "0" * 64}}, "model.data does not exist"),
+        ({"text": "[" * 100_000}, "is no JSON, or nested more than 64 deep"),
+        ({"text": '{"format": 1, "format": 1}'}, "has the key 'format' twice"),
+        ({"text": "{}"}, "has the format .*, which is no version"),
+        ({"text": '{"format": NaN}'}, "holds NaN, which is no JSON"),
+    ],
+)
+def test_hostile_metadata(made, tmp_path, facts, message):
+    with pytest.raises(ArtifactError, match=message) as caught:
+        fxplug.load_onnx(changed(made[1], tmp_path / "other.onnx", **facts))
+    assert "other.onnx" in str(caught.value) or "model.data" in str(caught.value)
+
+
+def test_metadata_that_is_huge(made, tmp_path):
+    file = changed(made[1], tmp_path / "huge.onnx", text=" " * (1 << 20))
+    with pytest.raises(ArtifactError, match="more than 65536 bytes; see Limits"):
+        fxplug.load_onnx(file, limits=fxplug.Limits(json=1 << 16))
+
+
+def test_a_file_that_is_not_as_it_was_exported(made, tmp_path):
+    data, file = made[1].read_bytes(), tmp_path / "other.onnx"
+    rng = np.random.default_rng(0)
+    for at in (0, 1, 8, len(data) - 1, len(data) - 70, *rng.integers(0, len(data), 40)):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << int(rng.integers(0, 8))
+        file.write_bytes(flipped)
+        with pytest.raises(ArtifactError, match="other.onnx"):
+            fxplug.load_onnx(file)
+    for end in (0, 1, 100, len(data) // 2, len(data) - 83, len(data) - 1):
+        file.write_bytes(data[:end])
+        with pytest.raises(ArtifactError, match="other.onnx"):
+            fxplug.load_onnx(file)
+    file.write_bytes(data + b"\0")
+    with pytest.raises(ArtifactError, match="other.onnx"):
+        fxplug.load_onnx(file)
+    model = onnx.load(made[1])
+    (bias,) = (each for each in model.graph.initializer if each.name == "lin.bias")
+    bias.raw_data = bytes(len(bias.raw_data))
+    onnx.save(model, file)
+    with pytest.raises(ArtifactError, match="is not as it was exported: it is damaged, or was changed since; export it again"):
+        fxplug.load_onnx(file)
+    del model.metadata_props[:]
+    onnx.save(model, file)
+    with pytest.raises(ArtifactError, match="it has no metadata of ours; onnxruntime.InferenceSession runs those of others"):
+        fxplug.load_onnx(file)
+
+
+def test_files_that_cannot_be_read(made, tmp_path):
+    os.mkfifo(tmp_path / "pipe.onnx")
+    (tmp_path / "empty.onnx").touch()
+    (tmp_path / "text.onnx").write_text("hello" * 99)
+    for name in ("pipe.onnx", "empty.onnx", "text.onnx", "gone/x.onnx", "a\0b.onnx", "x" * 300, "gone.onnx"):
+        with pytest.raises(ArtifactError) as caught:
+            fxplug.load_onnx(tmp_path / name)
+        assert str(caught.value).startswith(str(FxplugError(tmp_path / name)))
+
+
+def test_onnxruntime_does_not_take_it(made, tmp_path):
+    model = onnx.load(made[1])
+    model.graph.node[0].op_type = "Nonsense"
+    kept = next(entry.value for entry in model.metadata_props if entry.key == METADATA)
+    del model.metadata_props[:]
+    model.metadata_props.add(key=METADATA, value=kept)
+    (tmp_path / "odd.onnx").write_bytes(sealed(model.SerializeToString()))
+    with pytest.raises(ArtifactError, match="odd.onnx is not run by onnxruntime .*Nonsense"):
+        fxplug.load_onnx(tmp_path / "odd.onnx")
+
+
+def test_providers_and_options_of_onnxruntime(made):
+    with pytest.raises(FxplugError, match=r"no provider 'CPUExecutionProvidr' here \(did you mean 'CPUExecutionProvider'\?\)"):
+        fxplug.load_onnx(made[1], providers=["CPUExecutionProvidr"])
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level, options.intra_op_num_threads = 4, 1
+    for _ in range(2):
+        model = fxplug.load_onnx(made[1], providers=[("CPUExecutionProvider", {})], options=options)
+        assert model.session.get_session_options().intra_op_num_threads == 1
+
+
+MUTATIONS = [None, -1, 10**18, 1e300, "x", "", [], {}, True, [[]], {"tensor": 0}, {"tensor": 10**9}, "lora", "../x", "\ud800"]
+
+
+def mutated(value, rng, share):
+    if rng.random() < share:
+        return rng.choice(MUTATIONS)
+    if isinstance(value, dict):
+        return {key: mutated(each, rng, share) for key, each in value.items() if rng.random() > share / 4}
+    if isinstance(value, list):
+        return [mutated(each, rng, share) for each in value if rng.random() > share / 4]
+    return value
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_metadata_and_graphs_are_refused_or_run(made, tmp_path, seed):
+    """With a right seal: what is refused is refused by one error, and a call fails by one, or gives a result."""
+    rng, file = random.Random(seed), tmp_path / "odd.onnx"
+    data = made[1].read_bytes()[: -len(sealed(b""))]
+    said = json.loads({e.key: e.value for e in onnx.load_from_string(data).metadata_props}[METADATA])
+    seen = set()
+    for case in range(40):
+        if case % 2:
+            changed(made[1], file, text=json.dumps(mutated(said, rng, rng.choice([0.002, 0.01, 0.03]))))
+        else:
+            broken = bytearray(data)
+            for _ in range(rng.choice([1, 2, 5])):
+                broken[rng.randrange(len(broken))] = rng.randrange(256)
+            file.write_bytes(sealed(bytes(broken[: rng.randrange(len(data))] if case % 10 == 0 else broken)))
+        try:
+            model = fxplug.load_onnx(file)
+        except ArtifactError as error:
+            assert "odd.onnx" in str(error)
+            seen.add("refused")
+            continue
+        with contextlib.suppress(FxplugError, TypeError):
+            model(*inputs(3, 6), shift=torch.randn(3, 6))
+            seen.add("run")
+    assert seen == {"refused", "run"}
+
+
+# --- weights beside
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return self.two(self.one(x).relu())
+
+
+@pytest.fixture(scope="module")
+def wide_module():
+    torch.manual_seed(0)
+    x = torch.randn(2, 32)
+    new = fxplug.apply(fxplug.trace(Wide().eval(), x), fxplug.load_pass("lora", rank=8, slots=3))
+    return new, x, {"one.lora_A.weight": torch.randn(4, 32) * 0.1, "one.lora_B.weight": torch.randn(64, 4) * 0.1}
+
+
+@pytest.fixture
+def wide(wide_module):
+    return copy.deepcopy(wide_module)
+
+
+def write_wide(wide, folder, scale=1.0):
+    new, x, _ = wide
+    with torch.no_grad():
+        new.one.weight.mul_(scale)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onnx_writer, "INLINE", 0)
+        return fxplug.export(new, folder / "wide.onnx", x, to="onnx").path
+
+
+@pytest.fixture(scope="module")
+def written(wide_module, tmp_path_factory):
+    return write_wide(wide_module, tmp_path_factory.mktemp("wide"))
+
+
+@pytest.fixture
+def path(written, tmp_path):
+    """A model with its weights beside it."""
+    shutil.copytree(written.parent, tmp_path, dirs_exist_ok=True)
+    return tmp_path / written.name
+
+
+def test_weights_beside_the_model(wide, path, tmp_path, monkeypatch):
+    new, x, ink = wide
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert len(names) == 2 and names[0] == "wide.onnx" == path.name and is_data_of(names[1], "wide.onnx")
+    onnx.checker.check_model(str(path), full_check=True)
+    model = fxplug.load_onnx(path)
+    for adapters in (new.adapters, model.adapters):
+        adapters.load("ink", ink)
+        adapters.use(["ink", None, "ink"])
+    x = torch.randn(3, 32)
+    torch.testing.assert_close(model(x), new(x).detach(), **CLOSE)
+    new.adapters.use(None)
+    new.adapters.unload("ink")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "l.onnx").symlink_to(path)
+    torch.testing.assert_close(fxplug.load_onnx(tmp_path / "link" / "l.onnx")(x), new(x).detach(), **CLOSE)
+    monkeypatch.chdir(tmp_path)
+    torch.testing.assert_close(fxplug.load_onnx("wide.onnx")(x), new(x).detach(), **CLOSE)
+    # another export leaves nothing of the first, and what was loaded goes on
+    write_wide(wide, tmp_path, scale=2.0)
+    again = sorted(p.name for p in tmp_path.iterdir() if p.is_file())
+    assert len(again) == 2 and again[1] != names[1]
+    torch.testing.assert_close(fxplug.load_onnx(path)(x), new(x).detach(), **CLOSE)
+    assert model(x).isfinite().all()
+
+
+def test_weights_that_are_not_those_of_the_export(path, tmp_path):
+    (data,) = (p for p in tmp_path.iterdir() if p.suffix == ".data")
+    whole = data.read_bytes()
+    for other in (whole[:-1], whole + b"\0", b"", bytes([whole[0] ^ 1]) + whole[1:], whole[:-1] + bytes([whole[-1] ^ 128])):
+        data.write_bytes(other)
+        with pytest.raises(ArtifactError, match=r"\.data is not as it was exported: it is damaged, was changed"):
+            fxplug.load_onnx(path)
+    data.rename(tmp_path / "renamed.data")
+    with pytest.raises(ArtifactError, match=r"wide.onnx.*\.data does not exist: no such file"):
+        fxplug.load_onnx(path)
+    data.mkdir()
+    with pytest.raises(ArtifactError, match=r"\.data cannot be read: it is a folder"):
+        fxplug.load_onnx(path)
+
+
+def test_an_export_that_ends_in_the_middle_leaves_the_old_model(path, tmp_path, monkeypatch):
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    replace = os.replace
+
+    def killed(source, target):
+        if str(target).endswith("wide.onnx"):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    def put(text):
+        with exporter._beside(path, onnx_writer.put) as name:
+            Path(name).write_text(text)
+            Path(name).with_name(onnx_file.data_name("wide.onnx", text * 16)).write_text(text)
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        put("a")
+    monkeypatch.setattr(os, "replace", replace)
+    after = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    assert {name: after[name] for name in before} == before and len(after) == 3  # the new weights are whole, and nobody's
+    fxplug.load_onnx(path)
+    (tmp_path / "wide.onnx.notes.data").touch()
+    put("b")
+    left = {p.name: p.read_text() for p in tmp_path.iterdir()}
+    assert left == {"wide.onnx": "b", f"wide.onnx.{'b' * 16}.data": "b", "wide.onnx.notes.data": ""}
+
+
+def test_a_disk_that_is_full(wide, path, tmp_path):
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, hard))
+    try:
+        with pytest.raises(FxplugError, match="wide.onnx cannot be written: the file would be too large"):
+            write_wide(wide, tmp_path, scale=0.5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+def test_a_model_that_is_replaced_while_it_is_loaded(wide, path, tmp_path, monkeypatch):
+    check, times = onnx_file.check_manifest, []
+
+    def replaced(*args):
+        if not times:
+            times.append(1)
+            write_wide(wide, tmp_path, scale=0.9)
+        return check(*args)
+
+    monkeypatch.setattr(onnx_file, "check_manifest", replaced)
+    new, x, _ = wide
+    torch.testing.assert_close(fxplug.load_onnx(path)(x), new(x).detach(), **CLOSE)
+    assert times
+
+
+def test_weights_that_change_after_they_were_checked(path, tmp_path, monkeypatch):
+    (data,) = (p for p in tmp_path.iterdir() if p.suffix == ".data")
+    session = onnx_model._session
+
+    def swapped(*args):
+        shutil.copy(data, tmp_path / "other")
+        os.replace(tmp_path / "other", data)
+        return session(*args)
+
+    monkeypatch.setattr(onnx_model, "_session", swapped)
+    with pytest.raises(ArtifactError, match=r"\.data changed while it was read"):
+        fxplug.load_onnx(path)
+
+
+def test_weights_of_the_slots_are_said_to_be_elsewhere(path, tmp_path):
+    lies = [("offset", "99999999"), ("offset", "-1"), ("offset", "1" * 30), ("length", "4"), ("location", "../x.data")]
+    for key, value in lies:
+        model = onnx.load(path, load_external_data=False)
+        each = next(e for e in model.graph.initializer if e.name.startswith("lora.") and e.external_data)
+        next(entry for entry in each.external_data if entry.key == key).value = value
+        kept = next(entry.value for entry in model.metadata_props if entry.key == METADATA)
+        del model.metadata_props[:]
+        model.metadata_props.add(key=METADATA, value=kept)
+        (tmp_path / "other.onnx").write_bytes(sealed(model.SerializeToString()))
+        with pytest.raises(ArtifactError, match="other.onnx cannot be read: 'lora"):
+            fxplug.load_onnx(tmp_path / "other.onnx")
+
+
+def test_the_seal_is_metadata_for_every_reader_of_onnx(made):
+    data = made[1].read_bytes()
+    entries = {entry.key: entry.value for entry in onnx.load_from_string(data).metadata_props}
+    assert entries["fxplug.sha256"] == hashlib.sha256(data[: -len(sealed(b""))]).hexdigest() and METADATA in entries
+    assert str(Path(fxplug.__file__).parent.parent) not in data.decode("latin1")  # nothing of the machine
