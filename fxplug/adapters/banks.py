@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..low_rank import in_slot
+from .slot_memory import LOST, SAID, lost, said, scaled
 from .updates import Entry
 
 # the dimensions of a parameter that are ranks; a bank is padded there and nowhere else
@@ -21,6 +22,12 @@ RANKS = {
     "lokr_w1": (), "lokr_w2": (), "lokr_w1_a": (1,), "lokr_w1_b": (0,), "lokr_w2_a": (1,), "lokr_w2_b": (0,), "lokr_t2": (0, 1),
 }  # fmt: skip
 SCALED = ("up", "hada_w2_b", "lokr_w2", "lokr_w2_b")  # which of a bank's parameters takes the adapter's scale
+
+
+def scaled_factor(names: Iterable[str]) -> str:
+    """The one of an update's factors that takes its scale."""
+    known = set(names)
+    return next(name for name in SCALED if name in known)
 
 
 @dataclass(frozen=True)
@@ -54,19 +61,25 @@ class Bank:
         return {key: f"{self.block}.{key}" for key in self.parameters}
 
     @property
+    def memory(self) -> dict[str, str]:
+        """The names of what it keeps of the files, see `slot_memory`; a package of an earlier version has none of them."""
+        return {key: f"{self.block}.{key}" for key in (SAID, LOST)}
+
+    @property
     def maps(self) -> bool:
         """Whether it maps the weight itself, so that its parameters have the slots as their first dimension."""
         return self.kind in ("LoraWeight", "Loha", "Lokr")
 
     def views(self, name: str, tensor: Tensor, slot: int) -> Tensor:
         """One slot of one of the bank's tensors: a view, in groups (groups, rank, ...) for a convolution's `down`."""
-        if self.maps:
+        if self.maps or name == SAID:
             return tensor[slot]
+        name = scaled_factor(self.parameters) if name == LOST else name
         turned = name == "up" or self.kind == "Embedding"
         return in_slot(tensor, slot, self.slots, 0 if turned else self.groups)
 
     def fitted(self, key: str, tensor: Tensor, value: Tensor, entry: Entry) -> Tensor:
-        """Values for a slot of `tensor`, one of the bank's, in its dtype. Raises SpecError where they do not fit."""
+        """Values for a slot of `tensor`, one of the bank's, scaled, in its dtype. Raises SpecError where they do not fit."""
         target = self.views(key, tensor, 0)
         loose = RANKS[key] if self.maps else (1,)
         fits = target.dim() == value.dim() and all(
@@ -77,23 +90,30 @@ class Bank:
                 f"'{entry.name}' has a {key} of {list(value.shape)}, and the bank at '{self.path}' takes {list(target.shape)}: "
                 "apply the pass with the factors that the adapter was made with"
             )
-        made = value.to(tensor.dtype)
+        takes = key == scaled_factor(self.parameters)
+        made = scaled(value, entry.scale, tensor.dtype) if takes else value.to(tensor.dtype)
         if not made.is_meta and not torch.isfinite(made).all():
             raise SpecError(f"'{entry.name}': its {key} has numbers beyond {tensor.dtype}, which the slots hold")
         return made
 
+    def remembered(self, entry: Entry, rank: int, value: Tensor, held: Tensor) -> dict[str, Tensor]:
+        """What is kept of an entry beside its values: `value` is the factor that takes the scale, `held` what a slot has of it."""
+        rank = entry.rank if self.kind in ("Loha", "Lokr") else rank
+        steps = torch.zeros(held.shape, dtype=torch.int8) if value.is_meta else lost(value.cpu(), held.cpu(), entry.scale)
+        return {SAID: said(entry.scale, rank, value.dtype), LOST: steps}
+
 
 def values_for(bank: Bank, entry: Entry) -> tuple[int, dict[str, Tensor]]:
-    """An entry's rank and its tensors as a bank holds them, scaled, in float32. Raises SpecError for another kind."""
+    """An entry's rank and its tensors as a bank holds them, not scaled yet. Raises SpecError for another kind."""
     if bank.kind in ("Loha", "Lokr"):
         if entry.kind != bank.kind.lower():
             raise SpecError(f"'{entry.name}' is {entry.kind}, and the slots at '{bank.path}' are for {bank.kind.lower()}")
-        tensors = {key: value.float() for key, value in entry.tensors.items()}
+        tensors = dict(entry.tensors)
         rank = max((tensors[key].shape[dim] for key in tensors for dim in RANKS[key]), default=0)
         for whole in ("lokr_w1", "lokr_w2"):
             split = whole in bank.names and f"{whole}_a" in tensors and "lokr_t2" not in tensors
             if split and (shape := _whole(bank, entry, whole)):
-                tensors[whole] = (tensors.pop(f"{whole}_a") @ tensors.pop(f"{whole}_b")).reshape(shape)
+                tensors[whole] = (tensors.pop(f"{whole}_a").float() @ tensors.pop(f"{whole}_b").float()).reshape(shape)
         if tensors.keys() != bank.names.keys():
             raise SpecError(
                 f"'{entry.name}' has {', '.join(sorted(tensors))}, and the slots at '{bank.path}' are for "
@@ -108,7 +128,7 @@ def values_for(bank: Bank, entry: Entry) -> tuple[int, dict[str, Tensor]]:
         return rank, {}
     else:
         entry = entry.as_lora(bank.shape)
-        down, up = (half.float() for half in entry.pair("Linear" if bank.maps else bank.kind))
+        down, up = entry.pair("Linear" if bank.maps else bank.kind)
         rank = up.shape[1]
         if not bank.maps and bank.kind != "Embedding":
             if len(down) % bank.groups:
@@ -118,8 +138,6 @@ def values_for(bank: Bank, entry: Entry) -> tuple[int, dict[str, Tensor]]:
                 )
             down = torch.unflatten(down, 0, (bank.groups, -1))
         tensors = {"down": down, "up": up}
-    key = next(key for key in SCALED if key in tensors)
-    tensors[key] = tensors[key] * entry.scale
     return rank, tensors
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from ..errors import SpecError, did_you_mean
 from ..limits import DEFAULT, Limits
 from ..turns import Turns, change, hold, turns_of
-from .banks import Bank, values_for
+from .banks import Bank, scaled_factor, values_for
 from .files import AdapterFile, Entry, Fit, fit, read
+from .slot_memory import SAID
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
 Weights = Mapping[str, float]
@@ -59,13 +60,17 @@ class Adapters:
 
     def tensor(self, name: str) -> Tensor:
         """A parameter or buffer by its name in the state dict; it is written in place."""
+        found = self.there(name)
+        assert found is not None, name
+        return found
+
+    def there(self, name: str) -> Tensor | None:
+        """The same; None where there is none of that name."""
         *owners, last = self.where.get(name, name).split(".")
         module: Any = self.module
         for owner in owners:  # get_submodule asks hasattr at each level, which is most of the time of a load
             module = module._modules[owner]
-        found: Tensor | None = (module._parameters if last in module._parameters else module._buffers).get(last)
-        assert found is not None, name
-        return found
+        return (module._parameters if last in module._parameters else module._buffers).get(last)
 
     def shapes(self) -> dict[str, Sequence[int]]:
         """The weights of the whole model, by layer."""
@@ -286,9 +291,15 @@ class Adapters:
             if rank > bank.rank:
                 high.append((path, rank, bank, p))
                 continue
+            of_bank = ready.setdefault(p, [])
             for key, value in values.items():
                 name = bank.names[key]
-                ready.setdefault(p, []).append((bank, key, name, bank.fitted(key, self.tensor(name), value, entry)))
+                of_bank.append((bank, key, name, bank.fitted(key, self.tensor(name), value, entry)))
+            factor = scaled_factor(values)
+            held = next(row[3] for row in of_bank[-len(values) :] if row[1] == factor)
+            if self.there(bank.memory[SAID]) is not None:
+                kept = bank.remembered(entry, rank, values[factor], held)
+                of_bank += [(bank, key, bank.memory[key], value) for key, value in kept.items()]
         if high:
             path, rank, bank, p = max(high, key=lambda row: row[1])
             raise SpecError(
@@ -312,8 +323,9 @@ class Adapters:
             write(self._table(p, "weights")[:, slot], 0)
             write(self._table(p, "names")[slot], 0)
             for bank in banks:
-                for key, tensor_name in bank.names.items():
-                    write(bank.views(key, self.tensor(tensor_name), slot), 0)
+                for key, tensor_name in (bank.names | bank.memory).items():
+                    if (tensor := self.there(tensor_name)) is not None:
+                        write(bank.views(key, tensor, slot), 0)
 
     # --- use
 

@@ -43,8 +43,8 @@ class PackageAdapters(Adapters):
         self.banks, self.where = _banks(manifest)
         self.tensors, self.turns = tensors, turns
 
-    def tensor(self, name: str) -> torch.Tensor:
-        return self.tensors[self.where.get(name, name)]
+    def there(self, name: str) -> torch.Tensor | None:
+        return self.tensors.get(self.where.get(name, name))
 
     def shapes(self) -> dict[str, Any]:
         """The weights of the whole model are the program's own."""
