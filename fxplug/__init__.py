@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .adapters.slots import Adapters
+    from .adapters.writing import save_adapter
     from .artifacts.artifact import load, save
     from .capture.tracer import trace
     from .compat.zhijian.blitz import blitz
@@ -102,6 +103,7 @@ __all__ = [
     "pipefusion",
     "rewrite",
     "save",
+    "save_adapter",
     "show",
     "stale_sequence",
     "trace",
@@ -114,6 +116,7 @@ __all__ = [
 
 _HOME = {
     "adapters.slots": ["Adapters"],
+    "adapters.writing": ["save_adapter"],
     "artifacts.artifact": ["load", "save"],
     "capture.tracer": ["trace"],
     "compat.zhijian.blitz": ["blitz"],

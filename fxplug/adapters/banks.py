@@ -97,7 +97,7 @@ class Bank:
         return made
 
     def remembered(self, entry: Entry, rank: int, value: Tensor, held: Tensor) -> dict[str, Tensor]:
-        """What is kept of an entry beside its values: `value` is the factor that takes the scale, `held` what a slot has of it."""
+        """What is kept of an entry beside its values: `value` is the factor that takes the scale, `held` what a slot has."""
         rank = entry.rank if self.kind in ("Loha", "Lokr") else rank
         steps = torch.zeros(held.shape, dtype=torch.int8) if value.is_meta else lost(value.cpu(), held.cpu(), entry.scale)
         return {SAID: said(entry.scale, rank, value.dtype), LOST: steps}

@@ -16,7 +16,9 @@ from ..limits import DEFAULT, Limits
 from ..turns import Turns, change, hold, turns_of
 from .banks import Bank, scaled_factor, values_for
 from .files import AdapterFile, Entry, Fit, fit, read
+from .held import in_slots
 from .slot_memory import SAID
+from .writing import About, Saved, about_of, content, write
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
 Weights = Mapping[str, float]
@@ -70,7 +72,8 @@ class Adapters:
         module: Any = self.module
         for owner in owners:  # get_submodule asks hasattr at each level, which is most of the time of a load
             module = module._modules[owner]
-        return (module._parameters if last in module._parameters else module._buffers).get(last)
+        found: Tensor | None = (module._parameters if last in module._parameters else module._buffers).get(last)
+        return found
 
     def shapes(self) -> dict[str, Sequence[int]]:
         """The weights of the whole model, by layer."""
@@ -190,6 +193,10 @@ class Adapters:
         if table.is_meta:
             raise SpecError("the slots are on the meta device, which holds no values: move the module to a device that does")
         return table
+
+    def names_of(self, p: str) -> list[str]:
+        """The adapters in the slots of one pass, each an empty text where a slot is free."""
+        return self._names(p)
 
     def _names(self, p: str) -> list[str]:
         return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in self._table(p, "names").tolist()]
@@ -326,6 +333,32 @@ class Adapters:
                 for key, tensor_name in (bank.names | bank.memory).items():
                     if (tensor := self.there(tensor_name)) is not None:
                         write(bank.views(key, tensor, slot), 0)
+
+    # --- saving
+
+    def save(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        as_: str = "peft",
+        part: str | None = None,
+        partial: bool = False,
+        dtype: torch.dtype | None = None,
+        about: Mapping[str, str] | None = None,
+    ) -> Saved:
+        """Write an adapter as a tool reads it, see `writing.save_adapter`: what was loaded comes back to the last bit.
+
+        The slots may be used meanwhile. Raises SpecError for a name that is not loaded, and what `save_adapter` does.
+        """
+        with hold(self.turns):
+            held = in_slots(self, self._check_known(name))
+        made = content(held, as_, self._model(), name=name, part=part, partial=partial, dtype=dtype, said=about)
+        return write(made, path, as_)
+
+    def _model(self) -> About:
+        """What is known of the model."""
+        return about_of(self.module)
 
     # --- use
 

@@ -1,0 +1,323 @@
+"""Adapter files that we write: the tools read them, with equal outputs, and what was loaded comes back to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import threading
+from functools import cache
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import unets
+from lycoris import create_lycoris_from_weights
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from small import seeded, traced
+from test_adapter_files import Net, randomised
+from torch import nn
+
+import fxplug
+from fxplug.adapters.layer_names import first_names
+from fxplug.errors import ArtifactError, SpecError
+
+LINEAR = r"re:blocks\..\.(to_q|ff)$|re:conv|re:point"
+INDICES = torch.arange(6).view(1, 2, 3)
+
+
+@cache
+def net():
+    return traced(seeded(Net).eval(), INDICES)
+
+
+def tuned(name, at="**", **options):
+    """A pass on a small net, with other numbers than it begins with."""
+    new = fxplug.apply(net().gm, fxplug.load_pass(name, at=at, **{"rank": 3, "alpha": 2.0, "name": "style", **options}))
+    torch.manual_seed(1)
+    randomised(new.style, "down", "up", "hada_", "lokr_")
+    with torch.no_grad():
+        for parameter in new.style.parameters():
+            parameter.mul_(0.3)  # or the net's numbers grow so large that their rounding does
+    return new
+
+
+def metadata(file):
+    with safe_open(file, "pt") as opened:
+        return opened.metadata()
+
+
+def near(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+# --- what passes learned, read by the tools
+
+LAYERS = ["blocks.*.to_q", "blocks.*.ff", "conv", "point"]
+WAYS = {
+    "lora": ("lora", "**", {}),
+    "lora of biases": ("lora", LAYERS, {"bias": True}),
+    "rslora": ("lora", LAYERS, {"rslora": True}),
+    "lora on weights": ("lora_weight", "**", {}),
+    "dora": ("dora", LAYERS, {}),
+    "loha": ("loha", LAYERS, {}),
+    "lokr": ("lokr", LAYERS, {"rank": 1}),
+    "lokr of both": ("lokr", ["blocks.*.ff", "conv"], {"rank": 1, "decompose_both": True}),
+    "lokr of full matrices": ("lokr", LAYERS, {"full_matrix": True}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's advice on its own options
+def test_peft_reads_what_a_pass_learned(way, tmp_path):
+    name, at, options = WAYS[way]
+    new = tuned(name, at, **options)
+    done = fxplug.save_adapter(new, tmp_path / "peft", as_="peft")
+    assert sorted(os.listdir(tmp_path / "peft")) == ["adapter_config.json", "adapter_model.safetensors"]
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(net().model), tmp_path / "peft").eval()
+    near(new(INDICES), model(INDICES))
+    assert not torch.allclose(new(INDICES), net().model(INDICES), atol=1e-3)
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    if way == "lora":
+        assert config["target_modules"] == sorted(done.layers) and len(done.layers) == 7
+        assert (config["r"], config["lora_alpha"], config["rank_pattern"]) == (3, 2.0, {})
+    assert config.get("use_rslora", False) is (way == "rslora") and config.get("lora_bias", False) is (way == "lora of biases")
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "lora of biases"])
+def test_lycoris_reads_what_a_pass_learned(way, tmp_path, capsys):
+    name, at, options = WAYS[way]
+    new = tuned(name, LAYERS if at == "**" else at, **options)
+    fxplug.save_adapter(new, tmp_path / "a", as_="lycoris")
+    model = copy.deepcopy(net().model)
+    network, _ = create_lycoris_from_weights(1.0, str(tmp_path / "a.safetensors"), model)
+    assert len(network.loras) == len(load_keys(tmp_path / "a.safetensors"))
+    network.apply_to()
+    near(new(INDICES), model(INDICES))
+    assert metadata(tmp_path / "a.safetensors")["ss_network_module"] == "lycoris.kohya"
+
+
+def load_keys(file):
+    return {key.partition(".")[0] for key in load_file(file)}
+
+
+# --- what was loaded comes back
+
+
+def pairs(shapes, rank=4, dtype=torch.float16, alpha=3.0, form="lora_unet_{}"):
+    """A file of kohya's for layers by name."""
+    made = {}
+    for name, (out, inner, *kernel) in shapes.items():
+        key = form.format(name.replace(".", "_"))
+        made[f"{key}.lora_down.weight"] = 0.3 * torch.randn(rank, inner, *kernel).to(dtype)
+        made[f"{key}.lora_up.weight"] = 0.3 * torch.randn(out, rank, *[1] * len(kernel)).to(dtype)
+        made[f"{key}.alpha"] = torch.tensor(alpha, dtype=dtype)
+    return made
+
+
+def same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
+
+
+@cache
+def banked(name="lora", **options):
+    at = "**" if name.startswith("lora") else LAYERS
+    return fxplug.apply(net().gm, fxplug.load_pass(name, at=at, **{"rank": 5, "slots": 3, "name": "style", **options}))
+
+
+SHAPES = {n: tuple(m.weight.shape) for n, m in Net().named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("alpha", [4.0, 3.0, 0.7, 1e-3])
+def test_a_kohya_file_comes_back_from_a_slot(alpha, dtype, tmp_path):
+    new = copy.deepcopy(banked())
+    state = pairs(SHAPES, 4, dtype, torch.tensor(alpha, dtype=dtype).item(), "lycoris_{}")
+    new.adapters.load("ink", state)
+    new.adapters.save("ink", tmp_path / "a", as_="lycoris")
+    same(load_file(tmp_path / "a.safetensors"), state)
+    fxplug.save(new, tmp_path / "module")
+    fxplug.load(tmp_path / "module").adapters.save("ink", tmp_path / "b", as_="lycoris")
+    same(load_file(tmp_path / "b.safetensors"), state)
+
+
+@pytest.mark.parametrize("ranks", [{}, {"blocks.0.to_q": 3, "words": 5}], ids=["even", "uneven"])
+def test_a_folder_of_peft_comes_back_from_a_slot(ranks, tmp_path):
+    config = peft.LoraConfig(target_modules=list(SHAPES) + ["words"], r=4, lora_alpha=9, rank_pattern=ranks)
+    model = peft.get_peft_model(copy.deepcopy(net().model), config)
+    randomised(model, "lora_")
+    model.save_pretrained(tmp_path / "theirs")
+    new = copy.deepcopy(banked())
+    new.adapters.load("ink", tmp_path / "theirs")
+    done = new.adapters.save("ink", tmp_path / "ours")
+    same(load_file(tmp_path / "ours/adapter_model.safetensors"), load_file(tmp_path / "theirs/adapter_model.safetensors"))
+    assert len(done.layers) == 7 and len(repr(done)) < 200
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(net().model), tmp_path / "ours")
+    assert torch.equal(again(INDICES), model(INDICES))
+
+
+@pytest.mark.parametrize("name", ["loha", "lokr", "lora_weight"])
+def test_products_come_back_from_slots_that_map_weights(name, tmp_path):
+    learned = tuned(name, LAYERS, rank=2 if name != "lokr" else 1, alpha=0.7)
+    fxplug.save_adapter(learned, tmp_path / "a", as_="lycoris")
+    new = copy.deepcopy(banked(name, rank=2 if name != "lokr" else 1))
+    new.adapters.load("ink", tmp_path / "a.safetensors")
+    new.adapters.save("ink", tmp_path / "b", as_="lycoris")
+    same(load_file(tmp_path / "b.safetensors"), load_file(tmp_path / "a.safetensors"))
+
+
+def test_what_was_written_over_in_a_slot_is_saved_as_it_is(tmp_path):
+    """As an optimizer does: neither the dtype of the file nor what was kept of it stands in the way."""
+    new = copy.deepcopy(banked())
+    new.adapters.load("ink", pairs(SHAPES, 2, form="lycoris_{}"))
+    new.adapters.use("ink")
+    with torch.no_grad(), new.adapters.change():
+        up = new.get_submodule("style.blocks.0.to_q.Lora").up.weight
+        up[:, :5] += torch.rand(8, 5)  # in what pads the rank, too
+        new.get_submodule("style.blocks.0.to_q.Lora").down.weight[:5] += torch.rand(5, 8)
+    new.adapters.save("ink", tmp_path / "a", as_="lycoris")
+    other = copy.deepcopy(banked())
+    other.adapters.load("ink", tmp_path / "a.safetensors")
+    other.adapters.use("ink")
+    near(other(INDICES), new(INDICES))
+    assert load_file(tmp_path / "a.safetensors")["lycoris_blocks_0_to_q.lora_up.weight"].shape == (8, 5)
+
+
+def test_slots_of_16_bits_give_a_file_of_16_bits_back(tmp_path):
+    new = copy.deepcopy(banked()).to(torch.bfloat16)
+    state = pairs(SHAPES, 4, torch.bfloat16, 0.7, "lycoris_{}")
+    new.adapters.load("ink", state)
+    new.adapters.save("ink", tmp_path / "a", as_="lycoris")
+    same(load_file(tmp_path / "a.safetensors"), state)
+
+
+# --- first names
+
+
+@cache
+def flux():
+    from diffusers import FluxTransformer2DModel
+
+    options = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2, "in_channels": 8}
+    conditions = {"joint_attention_dim": 12, "pooled_projection_dim": 6, "guidance_embeds": False, "axes_dims_rope": (2, 2, 4)}
+    model = seeded(lambda: FluxTransformer2DModel(**options, **conditions)).eval()
+    call = {
+        "hidden_states": torch.randn(1, 4, 8), "encoder_hidden_states": torch.randn(1, 3, 12), "timestep": torch.ones(1),
+        "pooled_projections": torch.randn(1, 6), "img_ids": torch.zeros(4, 3), "txt_ids": torch.zeros(3, 3),
+        "return_dict": False,
+    }  # fmt: skip
+    return traced(model, **call)
+
+
+def weights(model):
+    return {n: tuple(m.weight.shape) for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+
+
+def of_diffusers(model, state, alphas=None, name="unet"):
+    """What a model computes with a state dict that diffusers' loaders made."""
+    other = copy.deepcopy(model)
+    other.load_lora_adapter(state, prefix=name, network_alphas=alphas, adapter_name="ink")
+    return other
+
+
+@cache
+def small_sdxl():
+    """With two levels, and what tells an SDXL from earlier ones: its embedding of sizes."""
+    model = seeded(lambda: unets.sd15_model(
+        addition_embed_type="text_time", addition_time_embed_dim=4, projection_class_embeddings_input_dim=32,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    ))  # fmt: skip
+    return traced(model, **seeded(lambda: unets.inputs(model)))
+
+
+def test_kohya_names_of_sdxl_are_read_by_diffusers(tmp_path):
+    from diffusers import StableDiffusionXLPipeline
+
+    base = small_sdxl()
+    new = fxplug.apply(base.gm, fxplug.load_pass("lora", at="re:.*attentions.*(to_[qkv]|proj_in)$", rank=3, slots=2))
+    names = {path: name for name, (path,) in first_names(weights(base.model)).items()}
+    shapes = {names[path]: shape for path, shape in weights(base.model).items() if path.endswith(("to_q", "to_v", "proj_in"))}
+    shapes = {name: shape for name, shape in shapes.items() if "_blocks." in name or "middle" in name}
+    state = pairs(shapes, 3)
+    new.adapters.load("ink", state)
+    done = new.adapters.save("ink", tmp_path / "ink", as_="kohya")
+    same(load_file(done.path), state)
+    about = metadata(done.path)
+    assert about["modelspec.architecture"] == "UNet2DConditionModel/lora"  # none of the known, as its text is narrower
+    assert about["modelspec.resolution"] == "128x128"
+    assert (about["ss_network_dim"], about["ss_network_alpha"], about["ss_network_module"]) == ("3", "3", "networks.lora")
+    converted, alphas = StableDiffusionXLPipeline.lora_state_dict(str(done.path), unet_config=base.model.config)
+    other = of_diffusers(base.model, converted, alphas)
+    new.adapters.use("ink")
+    near(new(**base.kwargs)[0], other(**base.kwargs)[0])
+    assert not torch.allclose(new(**base.kwargs)[0], base.model(**base.kwargs)[0], atol=1e-4)
+    comfy = new.adapters.save("ink", tmp_path / "comfy", as_="comfy")
+    assert load_file(comfy.path).keys() == {
+        f"diffusion_model.{name}.{end}" for name in shapes for end in ("lora_down.weight", "lora_up.weight", "alpha")
+    }
+    again = copy.deepcopy(new)
+    again.adapters.load("comfy", comfy.path)
+    again.adapters.use("comfy")
+    near(again(**base.kwargs)[0], new(**base.kwargs)[0])
+
+
+@pytest.mark.parametrize("as_", ["kohya", "comfy"])
+@pytest.mark.parametrize("some", ["all of q, k, v", "q alone", "q and v of other ranks and scales"])
+def test_fused_layers_of_flux_are_read_by_diffusers(some, as_, tmp_path):
+    from diffusers import FluxPipeline
+
+    base = flux()
+    new = fxplug.apply(base.gm, fxplug.load_pass("lora", at="re:.*transformer_blocks.*", rank=12, slots=2))
+    if some.startswith("all"):
+        fused = {"double_blocks.0.img_attn.qkv": (48, 16), "single_blocks.0.linear1": (112, 16), "double_blocks.0.txt_mlp.2": (16, 64)}
+        state = pairs(fused, 3)
+        new.adapters.load("ink", state)
+    else:
+        ranks = {"attn.to_q": 2} if "alone" in some else {"attn.to_q": 2, "attn.to_v": 5}
+        state = {}
+        for end, rank in ranks.items():
+            state |= pairs({f"transformer_blocks.0.{end}": (16, 16)}, rank, torch.float32, rank + 1.0, "lycoris_{}")
+        new.adapters.load("ink", state)
+    done = new.adapters.save("ink", tmp_path / "ink", as_=as_)
+    if some.startswith("all") and as_ == "kohya":
+        same(load_file(done.path), state)
+    if "other" in some:
+        key = "lora_unet_double_blocks_0_img_attn_qkv" if as_ == "kohya" else "diffusion_model.double_blocks.0.img_attn.qkv"
+        assert load_file(done.path)[f"{key}.lora_up.weight"].shape == (48, 7)
+    new.adapters.use("ink")
+    again = copy.deepcopy(new)
+    again.adapters.load("back", done.path)
+    again.adapters.use("back")
+    near(again(**base.kwargs)[0], new(**base.kwargs)[0])
+    if not some.startswith("all"):  # of linear1 theirs takes the full width only
+        converted = FluxPipeline.lora_state_dict(str(done.path))
+        other = of_diffusers(base.model, converted, name="transformer")
+        near(new(**base.kwargs)[0], other(**base.kwargs)[0])
+
+
+# --- diffusers' own
+
+
+@pytest.mark.parametrize("way", ["lora", "dora", "lokr", "biases"])
+def test_diffusers_loads_the_folder_of_a_unet(way, tmp_path):
+    base = unets.sd15()
+    options = {"lora": {}, "dora": {}, "lokr": {"rank": 1}, "biases": {"bias": True}}[way]
+    name = "lora" if way == "biases" else way
+    new = fxplug.apply(base.gm, fxplug.load_pass(name, at="re:.*(attn.*to_[qkv]|conv1)$", **{"rank": 3, "alpha": 2.0, **options}))
+    randomised(new.get_submodule(name), "up", "down", "lokr_")
+    with torch.no_grad():
+        for parameter in new.get_submodule(name).parameters():
+            parameter.mul_(0.2)
+    done = fxplug.save_adapter(new, tmp_path / "ink", as_="diffusers")
+    assert os.listdir(done.path) == ["pytorch_lora_weights.safetensors"]
+    keys = load_file(done.path / "pytorch_lora_weights.safetensors")
+    assert all(key.startswith("unet.") for key in keys)
+    other = copy.deepcopy(base.model)
+    other.load_lora_adapter(done.path, prefix="unet", use_safetensors=True)
+    near(new(**base.kwargs)[0], other(**base.kwargs)[0])
+    back = fxplug.adapters.files.fit(fxplug.adapters.files.read(done.path), weights(base.model)).check()
+    assert set(back.placed) == set(done.layers)
