@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         TrainError,
         VerifyError,
     )
+    from .exports.checkpoints import save_checkpoint
     from .exports.exporter import export
     from .exports.package import Package, load_package
     from .flow import Result, rewrite
@@ -104,6 +105,7 @@ __all__ = [
     "rewrite",
     "save",
     "save_adapter",
+    "save_checkpoint",
     "show",
     "stale_sequence",
     "trace",
@@ -121,6 +123,7 @@ _HOME = {
     "capture.tracer": ["trace"],
     "compat.zhijian.blitz": ["blitz"],
     "errors": [name for name in __all__ if name.endswith("Error")],
+    "exports.checkpoints": ["save_checkpoint"],
     "exports.exporter": ["export"],
     "exports.package": ["Package", "load_package"],
     "flow": ["Result", "rewrite"],

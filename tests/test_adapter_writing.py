@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-import threading
 from functools import cache
-from pathlib import Path
 
 import peft
 import pytest
@@ -15,14 +13,13 @@ import torch
 import unets
 from lycoris import create_lycoris_from_weights
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from small import seeded, traced
 from test_adapter_files import Net, randomised
 from torch import nn
 
 import fxplug
 from fxplug.adapters.layer_names import first_names
-from fxplug.errors import ArtifactError, SpecError
 
 LINEAR = r"re:blocks\..\.(to_q|ff)$|re:conv|re:point"
 INDICES = torch.arange(6).view(1, 2, 3)
@@ -273,8 +270,8 @@ def test_fused_layers_of_flux_are_read_by_diffusers(some, as_, tmp_path):
     base = flux()
     new = fxplug.apply(base.gm, fxplug.load_pass("lora", at="re:.*transformer_blocks.*", rank=12, slots=2))
     if some.startswith("all"):
-        fused = {"double_blocks.0.img_attn.qkv": (48, 16), "single_blocks.0.linear1": (112, 16), "double_blocks.0.txt_mlp.2": (16, 64)}
-        state = pairs(fused, 3)
+        fused = {"double_blocks.0.img_attn.qkv": (48, 16), "single_blocks.0.linear1": (112, 16)}
+        state = pairs(fused | {"double_blocks.0.txt_mlp.2": (16, 64)}, 3)
         new.adapters.load("ink", state)
     else:
         ranks = {"attn.to_q": 2} if "alone" in some else {"attn.to_q": 2, "attn.to_v": 5}
@@ -303,11 +300,13 @@ def test_fused_layers_of_flux_are_read_by_diffusers(some, as_, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["lora", "dora", "lokr", "biases"])
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's advice on merging
 def test_diffusers_loads_the_folder_of_a_unet(way, tmp_path):
     base = unets.sd15()
     options = {"lora": {}, "dora": {}, "lokr": {"rank": 1}, "biases": {"bias": True}}[way]
     name = "lora" if way == "biases" else way
-    new = fxplug.apply(base.gm, fxplug.load_pass(name, at="re:.*(attn.*to_[qkv]|conv1)$", **{"rank": 3, "alpha": 2.0, **options}))
+    options = {"rank": 3, "alpha": 2.0, **options}
+    new = fxplug.apply(base.gm, fxplug.load_pass(name, at="re:.*(attn.*to_[qkv]|conv1)$", **options))
     randomised(new.get_submodule(name), "up", "down", "lokr_")
     with torch.no_grad():
         for parameter in new.get_submodule(name).parameters():

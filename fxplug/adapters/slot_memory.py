@@ -2,9 +2,9 @@
 
 A bank holds an update with its scale in one of its factors. Beside it are two tensors that no graph reads: `said`, int64
 (slots, 3), has the bits of the scale as a float64, the rank, and the number of the file's dtype in `DTYPES`; `lost`, int8 of
-the shape of the scaled factor, says by how many steps from one number of the file's dtype to the next the quotient of what is held
-and the scale misses the number of the file. Of 16-bit files in float32 slots, and of scales that are powers of two, it never
-does; of other float32 files it does for about a sixth of the numbers, by one.
+the shape of the scaled factor, says by how many steps from one number of the file's dtype to the next the quotient of what is
+held and the scale misses the number of the file. Of 16-bit files in float32 slots, and of scales that are powers of two, it
+never does; of other float32 files it does for some numbers, by one.
 """
 
 from __future__ import annotations

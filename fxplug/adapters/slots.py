@@ -395,6 +395,14 @@ class Adapters:
                 write(weights if single else weights[: len(table)], table)
                 write(self._table(p, "entries"), entries)
 
+    def strengths(self, weights: Weights) -> dict[str, Tensor]:
+        """What a whole batch would take of each slot of each pass, float32 (slots,), if these adapters were used.
+
+        Raises SpecError as `use` does; nothing is changed.
+        """
+        row = self._weights(weights)
+        return {p: torch.tensor([row.get(name, 0.0) if name else 0.0 for name in self._names(p)]) for p in self.banks}
+
     def _entries(self, what: Any) -> Iterator[tuple[int, Any]]:
         if isinstance(what, Tensor):
             if what.dim() != 1 or what.is_floating_point() or what.dtype == torch.bool:
