@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .adapters.extracting import extract
     from .adapters.slots import Adapters
     from .adapters.writing import save_adapter
     from .artifacts.artifact import load, save
@@ -89,6 +90,7 @@ __all__ = [
     "blitz",
     "diff",
     "export",
+    "extract",
     "find",
     "fuse",
     "in_steps",
@@ -117,6 +119,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "adapters.extracting": ["extract"],
     "adapters.slots": ["Adapters"],
     "adapters.writing": ["save_adapter"],
     "artifacts.artifact": ["load", "save"],
