@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import threading
 from functools import cache
 
 import peft
@@ -17,9 +18,12 @@ from safetensors.torch import load_file
 from small import seeded, traced
 from test_adapter_files import Net, randomised
 from torch import nn
+from typer.testing import CliRunner
 
 import fxplug
+from fxplug.__main__ import app
 from fxplug.adapters.layer_names import first_names
+from fxplug.errors import ArtifactError, SpecError
 
 LINEAR = r"re:blocks\..\.(to_q|ff)$|re:conv|re:point"
 INDICES = torch.arange(6).view(1, 2, 3)
@@ -320,3 +324,225 @@ def test_diffusers_loads_the_folder_of_a_unet(way, tmp_path):
     near(new(**base.kwargs)[0], other(**base.kwargs)[0])
     back = fxplug.adapters.files.fit(fxplug.adapters.files.read(done.path), weights(base.model)).check()
     assert set(back.placed) == set(done.layers)
+
+
+@pytest.mark.parametrize("as_", ["diffusers", "kohya"])
+def test_a_pipeline_of_flux_loads_it(as_, tmp_path):
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+
+    base = flux()
+    new = fxplug.apply(base.gm, fxplug.load_pass("lora", at="re:transformer_blocks.*(to_[qkv]|ff.net.2)$", rank=3, alpha=1.5))
+    new = fxplug.apply(new, fxplug.load_pass("loha", at="x_embedder", rank=2))
+    randomised(new.lora, "up")
+    done = fxplug.save_adapter(new, tmp_path / "ink", as_=as_, passes=["lora"])
+    parts = dict.fromkeys(["vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"])
+    pipe = FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=copy.deepcopy(base.model), **parts)
+    pipe.load_lora_weights(str(done.path), weight_name=None if as_ == "kohya" else "pytorch_lora_weights.safetensors")
+    near(pipe.transformer(**base.kwargs)[0], new(**base.kwargs)[0])
+    assert not torch.allclose(base.model(**base.kwargs)[0], new(**base.kwargs)[0], atol=1e-4)
+
+
+# --- the verb
+
+
+def run(*args, code=0):
+    done = CliRunner().invoke(app, list(map(str, args)), prog_name="fxplug")
+    assert done.exit_code == code and "Traceback" not in done.output, done.output
+    return done.stderr if code else done.stdout
+
+
+def test_export_writes_what_a_pass_learned(tmp_path):
+    fxplug.save(tuned("lora"), tmp_path / "saved", config={"model": "net", "train": {"steps": 7}, "passes": [{"lora": {}}]})
+    text = run("export", tmp_path / "saved", "--to", "peft", "--out", tmp_path / "peft")
+    assert text == f"7 layers\nsaved in {tmp_path / 'peft'}\n"
+    text = run("export", tmp_path / "saved", "--to", "kohya", "--out", tmp_path / "ink.safetensors", code=1)
+    assert "kohya cannot hold 1 of 7 layers: 'words' is an embedding, for whose lora kohya has no form" in text
+    text = run("export", tmp_path / "saved", "--to", "kohya", "--out", tmp_path / "ink.safetensors", "--partial")
+    assert text.splitlines()[:2] == ["6 layers", "left out: 'words' is an embedding, for whose lora kohya has no form"]
+    assert json.loads(metadata(tmp_path / "ink.safetensors")["fxplug.config"])["train"] == {"steps": 7}
+    assert sorted(os.listdir(tmp_path)) == ["ink.safetensors", "peft", "saved"]
+
+
+def test_export_writes_an_adapter_of_a_slot(tmp_path):
+    new = copy.deepcopy(banked())
+    for name in ("ink", "film"):
+        new.adapters.load(name, pairs(SHAPES, 2, form="lycoris_{}"))
+    fxplug.save(new, tmp_path / "saved")
+    out = tmp_path / "a.safetensors"
+    text = run("export", tmp_path / "saved", "--to", "lycoris", "--out", out, code=1)
+    assert "--adapter names the one of its slots to write; there is ink, film" in text
+    run("export", tmp_path / "saved", "--to", "lycoris", "--out", out, "--adapter", "ink")
+    assert metadata(out)["modelspec.title"] == "ink" and len(load_keys(out)) == 6
+    assert "did you mean 'ink'?" in run("export", tmp_path / "saved", "--to", "peft", "--out", out, "--adapter", "inc", code=1)
+    assert "--out says where" in run("export", tmp_path / "saved", "--to", "peft", "--adapter", "ink", code=1)
+    assert "--adapter is for --to peft" in run("export", tmp_path / "saved", "--adapter", "ink", code=1)
+    for to, merge, finding in (
+        ("peft", "ink", "for which peft has no form"), ("timm", "ink=x", "is a number, such as ink=0.8"),
+        ("timm", "ink,ink", "is there twice"), ("timm", "=1", "names no adapter"),
+    ):  # fmt: skip
+        assert finding in run("export", tmp_path / "saved", "--to", to, "--out", out, "--merge", merge, code=1)
+
+
+# --- what a format has no form for
+
+
+def test_a_format_says_what_it_cannot_hold(tmp_path):
+    new = fxplug.apply(net().gm, fxplug.load_pass("lora", at="conv", name="a"), fxplug.load_pass("loha", at="point", name="b"))
+    new = fxplug.apply(new, fxplug.load_pass("ssf", at="blocks.0.to_q"))
+    with pytest.raises(ArtifactError, match="peft cannot hold 2 of 3 layers: 'blocks.0.to_q' ssf has a Ssf there.*'point' has"):
+        fxplug.save_adapter(new, tmp_path / "a")
+    done = fxplug.save_adapter(new, tmp_path / "a", partial=True)
+    assert done.layers == ("conv",) and set(done.left_out) == {"blocks.0.to_q", "point"} and "left out: " in repr(done)
+    with pytest.raises(ArtifactError, match="nothing of this adapter can be written as diffusers: 'point' has loha, for which"):
+        fxplug.save_adapter(new, tmp_path / "b", as_="diffusers", passes=["b"], partial=True)
+    with pytest.raises(SpecError, match=r"no adapter format 'kohia' \(did you mean 'kohya'\?\)"):
+        fxplug.save_adapter(new, tmp_path / "b", as_="kohia")
+    with pytest.raises(SpecError, match=r"no pass 'c' is applied here.*; there are a, b, ssf"):
+        fxplug.save_adapter(new, tmp_path / "b", passes=["c"])
+    with pytest.raises(SpecError, match="ssf holds no low-rank updates"):
+        fxplug.save_adapter(new, tmp_path / "b", passes=["ssf"])
+    with pytest.raises(SpecError, match=r"not a text: write \['a'\]"):
+        fxplug.save_adapter(new, tmp_path / "b", passes="a")
+    with pytest.raises(SpecError, match="the pass 'style' has slots: name the adapter in them"):
+        fxplug.save_adapter(banked(), tmp_path / "b", passes=["style"])
+    with pytest.raises(SpecError, match="no pass here holds no low-rank updates"):
+        fxplug.save_adapter(net().gm, tmp_path / "b")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_two_updates_of_one_layer_are_not_mixed(tmp_path):
+    new = fxplug.apply(net().gm, *(fxplug.load_pass("lora", at="conv", name=name) for name in "ab"))
+    with pytest.raises(ArtifactError, match="'conv' b has a second update there: choose the passes"):
+        fxplug.save_adapter(new, tmp_path / "a")
+    assert fxplug.save_adapter(new, tmp_path / "a", passes=["b"]).layers == ("conv",)
+
+
+class Odd(nn.Module):
+    """Grouped and one-dimensional convolutions, and names that underscores do not tell apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.grouped, self.line = nn.Conv2d(8, 8, 3, groups=4), nn.Conv1d(9, 6, 3)
+        self.a = nn.ModuleDict({"b_c": nn.Linear(6, 6)})
+        self.a_b = nn.ModuleDict({"c": nn.Linear(6, 6)})
+        self.tail = nn.ModuleDict({"net (old)": nn.Linear(6, 6), "a_b": nn.ModuleDict({"c": nn.Linear(6, 6)})})
+
+    def forward(self, x):
+        x = self.line(self.grouped(x).flatten(2)[:, :1].expand(-1, 9, -1)).mean(-1)
+        return self.tail["net (old)"](self.tail["a_b"]["c"](self.a_b["c"](self.a["b_c"](x))))
+
+
+@cache
+def odd():
+    return traced(seeded(Odd).eval(), torch.randn(2, 8, 5, 5))
+
+
+@pytest.mark.parametrize("name", ["lora", "loha"])
+def test_odd_layers_and_names(name, tmp_path):
+    new = fxplug.apply(odd().gm, fxplug.load_pass(name, at="**", rank=2))
+    randomised(new.get_submodule(name), "up", "hada")
+    with pytest.raises(ArtifactError, match="'a_b.c' with underscores for dots its name is that of 'a.b_c'"):
+        fxplug.save_adapter(new, tmp_path / "a", as_="kohya")
+    if name == "lora":
+        with pytest.raises(ArtifactError, match="'grouped' is a convolution in 4 groups, for whose low-rank updates"):
+            fxplug.save_adapter(new, tmp_path / "a")
+    new = fxplug.apply(odd().gm, fxplug.load_pass(name, at=["line", "a*.**", "tail.**"], rank=2))
+    randomised(new.get_submodule(name), "up", "hada")
+    done = fxplug.save_adapter(new, tmp_path / "peft")
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(odd().model), done.path)
+    near(model(*odd().args), new(*odd().args))
+
+
+def test_a_path_that_ends_as_another_is_told_apart_from_it(tmp_path):
+    new = fxplug.apply(odd().gm, fxplug.load_pass("lora", at="a_b.c", rank=2))
+    randomised(new.lora, "up")
+    done = fxplug.save_adapter(new, tmp_path / "peft")
+    assert json.loads((done.path / "adapter_config.json").read_text())["target_modules"] == r"^(?:a_b\.c)$"
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(odd().model), done.path)
+    assert sum("lora_A" in key for key in model.state_dict()) == 1
+    near(model(*odd().args), new(*odd().args))
+
+
+def test_our_own_format_holds_all_of_it(tmp_path):
+    new = fxplug.apply(odd().gm, fxplug.load_pass("lora", at="**", rank=2, slots=2))
+    learned = fxplug.apply(odd().gm, fxplug.load_pass("lora", at="**", rank=2, alpha=0.7))
+    randomised(learned.lora, "up")
+    done = fxplug.save_adapter(learned, tmp_path / "own", as_="fxplug")
+    assert len(done.layers) == 6
+    new.adapters.load("ink", done.path)
+    new.adapters.use("ink")
+    near(new(*odd().args), learned(*odd().args))
+    again = new.adapters.save("ink", tmp_path / "again", as_="fxplug")
+    same(load_file(again.path), load_file(done.path))
+
+
+# --- places, dtypes, threads
+
+
+def test_places_that_are_taken_or_cannot_be_written(tmp_path):
+    new = tuned("lora", at="conv")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ArtifactError, match="full exists and is not empty: name a new folder"):
+        fxplug.save_adapter(new, tmp_path / "full")
+    with pytest.raises(ArtifactError, match="file exists and is not a folder"):
+        fxplug.save_adapter(new, tmp_path / "file")
+    with pytest.raises(ArtifactError, match="cannot be written: "):
+        fxplug.save_adapter(new, tmp_path / "file/below", as_="kohya")
+    with pytest.raises(ArtifactError, match="cannot be written: the name is too long"):
+        fxplug.save_adapter(new, tmp_path / ("x" * 300), as_="kohya")
+    with pytest.raises(ArtifactError, match="no file can have this name"):
+        fxplug.save_adapter(new, tmp_path / "a\0b", as_="kohya")
+    (tmp_path / "folder.safetensors").mkdir()
+    with pytest.raises(ArtifactError, match="is a folder, and no file is written over it"):
+        fxplug.save_adapter(new, tmp_path / "folder.safetensors", as_="kohya")
+    assert fxplug.save_adapter(new, tmp_path / "full", as_="kohya").path == tmp_path / "full/full.safetensors"
+    (tmp_path / "link.safetensors").symlink_to(tmp_path / "full/full.safetensors")
+    fxplug.save_adapter(tuned("lora", at="point"), tmp_path / "link.safetensors", as_="kohya")
+    assert load_keys(tmp_path / "full/full.safetensors") == {"lora_unet_point"} and (tmp_path / "link.safetensors").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder.safetensors", "full", "link.safetensors"]
+
+
+def test_a_dtype_that_has_no_room_says_so(tmp_path):
+    new = tuned("lora", at="conv")
+    fxplug.save_adapter(new, tmp_path / "half", as_="kohya", dtype=torch.float16)
+    assert {value.dtype for value in load_file(tmp_path / "half.safetensors").values()} == {torch.float16}
+    with torch.no_grad():
+        new.get_submodule("style.conv.Lora").up.weight.mul_(1e5)
+    with pytest.raises(ArtifactError, match="'conv': its up has numbers beyond torch.float16: write it in another dtype"):
+        fxplug.save_adapter(new, tmp_path / "more", as_="kohya", dtype=torch.float16)
+
+
+def test_it_is_saved_whole_while_others_call_and_change(tmp_path):
+    """A save sees one adapter, never half of the old and half of the new one."""
+    new = copy.deepcopy(banked())
+    states = [{key: torch.full_like(v, n) for key, v in pairs(SHAPES, 2, form="lycoris_{}").items()} for n in (1.0, 2.0)]
+    new.adapters.load("ink", states[0])
+    new.adapters.use("ink")
+    stop, failed = threading.Event(), []
+
+    def change():
+        try:
+            while not stop.is_set():
+                for state in states:
+                    new.adapters.load("ink", state, replace=True)
+        except Exception as error:
+            failed.append(error)
+
+    def call():
+        while not stop.is_set():
+            new(INDICES)
+
+    threads = [threading.Thread(target=target) for target in (change, call)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(6):
+            done = new.adapters.save("ink", tmp_path / "a", as_="lycoris")
+            assert len({value.max().item() for value in load_file(done.path).values()}) == 1
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not failed

@@ -77,7 +77,7 @@ def extract(
     shapes. `rank` is a whole number, or a share between 0 and 1: each layer then gets the lowest rank that keeps this share of
     its difference's energy (the sum of the squares of the singular values; Eckart and Young 1936). `at` says which layers, as
     in a pass. Of a convolution (out, in, *kernel) the difference is taken as (out, in * kernel). Updates have the dtype of the
-    tuned weight, and what that rounds counts in the error. Safetensors files are read layer by layer. `progress` is told each layer.
+    tuned weight, and what that rounds counts in the error. Safetensors files are read layer by layer; `progress` is told each.
 
     Raises SpecError for a rank or pattern that is none, and where nothing differs; ArtifactError for a file that cannot be
     read, weights of other shapes, and numbers that are not finite.
