@@ -509,7 +509,8 @@ def test_a_dtype_that_has_no_room_says_so(tmp_path):
     fxplug.save_adapter(new, tmp_path / "half", as_="kohya", dtype=torch.float16)
     assert {value.dtype for value in load_file(tmp_path / "half.safetensors").values()} == {torch.float16}
     with torch.no_grad():
-        new.get_submodule("style.conv.Lora").up.weight.mul_(1e5)
+        new.get_submodule("style.conv.Lora").up.weight.mul_(1e6)
+        new.get_submodule("style.conv.Lora").down.weight.mul_(1e-4)
     with pytest.raises(ArtifactError, match="'conv': its up has numbers beyond torch.float16: write it in another dtype"):
         fxplug.save_adapter(new, tmp_path / "more", as_="kohya", dtype=torch.float16)
 
@@ -546,3 +547,51 @@ def test_it_is_saved_whole_while_others_call_and_change(tmp_path):
         for thread in threads:
             thread.join()
     assert not failed
+
+
+def test_cores_of_lower_rank_have_room_in_slots(tmp_path):
+    learned = fxplug.apply(net().gm, fxplug.load_pass("loha", at="conv", rank=2, alpha=0.7, tucker=True))
+    randomised(learned.loha, "hada_")
+    done = fxplug.save_adapter(learned, tmp_path / "a", as_="lycoris")
+    new = fxplug.apply(net().gm, fxplug.load_pass("loha", at="conv", rank=4, tucker=True, slots=2))
+    new.adapters.load("ink", done.path)
+    new.adapters.use("ink")
+    near(new(INDICES), learned(INDICES))
+    again = new.adapters.save("ink", tmp_path / "b", as_="lycoris")
+    same(load_file(again.path), load_file(done.path))
+
+
+def test_an_adapter_that_an_earlier_version_loaded(tmp_path):
+    """Its slots do not say which file it came from: the product is the same, its halves are what the slots hold."""
+    new = copy.deepcopy(banked())
+    new.adapters.load("ink", pairs(SHAPES, 2, form="lycoris_{}"))
+    for name, buffer in new.named_buffers():
+        if name.endswith((".said", ".lost")):
+            buffer.zero_()
+    done = new.adapters.save("ink", tmp_path / "a", as_="lycoris")
+    assert load_file(done.path)["lycoris_conv.lora_up.weight"].shape == (6, 2, 1, 1)
+    new.adapters.load("again", done.path)
+    new.adapters.use("ink")
+    wanted = new(INDICES)
+    new.adapters.use("again")
+    near(new(INDICES), wanted)
+
+
+@pytest.mark.parametrize("how", ["fuse", "pack", "outline", "live", "remerge"])
+def test_lowered_forms_keep_it_as_well(how, tmp_path):
+    new = copy.deepcopy(banked())
+    options = {"merge": how} if how.endswith(("live", "remerge")) else {how: True if how == "pack" else "auto"}
+    low = fxplug.lower(new, **options)
+    state = pairs(SHAPES, 4, torch.float32, form="lycoris_{}")
+    low.adapters.load("ink", state)
+    same(load_file(low.adapters.save("ink", tmp_path / "a", as_="lycoris").path), state)
+
+
+@pytest.mark.parametrize(("options", "finding"), [
+    ({"part": "unett"}, r"no part 'unett' of a pipeline \(did you mean 'unet'\?\)"),
+    ({"dtype": torch.int8}, "dtype is torch.float16, for example, not torch.int8"),
+    ({"about": {"a": 1}}, "metadata are texts by name, and 'a' is not"),
+])  # fmt: skip
+def test_options_that_are_none(options, finding, tmp_path):
+    with pytest.raises(SpecError, match=finding):
+        fxplug.save_adapter(tuned("lora", at="conv"), tmp_path / "a", **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,14 @@ RANKS = {
     "lokr_w1": (), "lokr_w2": (), "lokr_w1_a": (1,), "lokr_w1_b": (0,), "lokr_w2_a": (1,), "lokr_w2_b": (0,), "lokr_t2": (0, 1),
 }  # fmt: skip
 SCALED = ("up", "hada_w2_b", "lokr_w2", "lokr_w2_b")  # which of a bank's parameters takes the adapter's scale
+
+
+CORES = {"hada_w1_a": "hada_t1", "hada_w2_a": "hada_t2", "lokr_w2_a": "lokr_t2"}
+
+
+def rank_dims(key: str, names: Container[str]) -> tuple[int, ...]:
+    """The dimensions of one of an update's tensors that are ranks; `names` are those of all: before a core it is the first."""
+    return (0,) if CORES.get(key) in names else RANKS[key]
 
 
 def scaled_factor(names: Iterable[str]) -> str:
@@ -81,7 +89,7 @@ class Bank:
     def fitted(self, key: str, tensor: Tensor, value: Tensor, entry: Entry) -> Tensor:
         """Values for a slot of `tensor`, one of the bank's, scaled, in its dtype. Raises SpecError where they do not fit."""
         target = self.views(key, tensor, 0)
-        loose = RANKS[key] if self.maps else (1,)
+        loose = rank_dims(key, self.parameters) if self.maps else (1,)
         fits = target.dim() == value.dim() and all(
             n == m or (d in loose and n < m) for d, (n, m) in enumerate(zip(value.shape, target.shape, strict=True))
         )
@@ -109,7 +117,7 @@ def values_for(bank: Bank, entry: Entry) -> tuple[int, dict[str, Tensor]]:
         if entry.kind != bank.kind.lower():
             raise SpecError(f"'{entry.name}' is {entry.kind}, and the slots at '{bank.path}' are for {bank.kind.lower()}")
         tensors = dict(entry.tensors)
-        rank = max((tensors[key].shape[dim] for key in tensors for dim in RANKS[key]), default=0)
+        rank = max((tensors[key].shape[dim] for key in tensors for dim in rank_dims(key, tensors)), default=0)
         for whole in ("lokr_w1", "lokr_w2"):
             split = whole in bank.names and f"{whole}_a" in tensors and "lokr_t2" not in tensors
             if split and (shape := _whole(bank, entry, whole)):

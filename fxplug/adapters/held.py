@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError, did_you_mean
-from .banks import RANKS, Bank, scaled_factor
+from .banks import Bank, rank_dims, scaled_factor
 from .files import read
 from .slot_memory import read_said, scaled, unscaled
-from .updates import Entry, without_padding
+from .updates import Entry, rank_of
 
 if TYPE_CHECKING:
     from .slots import Adapters
@@ -76,12 +76,11 @@ def _in_slot(adapters: Adapters, bank: Bank, slot: int, p: str) -> Entry | None:
     scale, rank, dtype = known or (1.0, 0, next(iter(own.values())).dtype)
     if known is None and not all(value.any() for value in own.values()):
         return None  # a layer that the adapter has nothing for
-    if not any("_t" in key for key in own):
-        loose = {key: RANKS[key] if bank.maps else (1,) for key in own}
-        rank = max([rank, *(_reach(own[key], dim) for key in own for dim in loose[key])])
-        own = {key: _cut(value, loose[key], rank) for key, value in own.items()}
+    loose = {key: rank_dims(key, own) if bank.maps else (1,) for key in own}
+    rank = max([rank, *(_reach(own[key], dim) for key in own for dim in loose[key])])
+    own = {key: _cut(value, loose[key], rank) for key, value in own.items()}
     factor = scaled_factor(own)
-    steps = None if steps is None else _cut(steps, RANKS[factor] if bank.maps else (1,), rank) if rank else steps
+    steps = None if steps is None else _cut(steps, loose[factor], rank)
     values = {key: value.to(dtype) for key, value in own.items()}
     values[factor] = unscaled(own[factor], steps, scale, dtype)
     exact = torch.equal(scaled(values[factor], scale, own[factor].dtype), own[factor]) or not scale
@@ -96,10 +95,8 @@ def _entry(bank: Bank, values: dict[str, Tensor], scale: float, rank: int, p: st
     embedding = bank.kind == "Embedding"
     if kind == "lora" and not bank.maps:
         values["down"] = values["down"].T if embedding else values["down"].flatten(0, 1)
-    if not rank:  # of an earlier version's: what only pads the rank is nobody's
-        values = without_padding(values) or values
-    made = Entry(bank.path, bank.path, p, kind, {k: v.contiguous() for k, v in values.items()}, scale, rank, embedding)
-    return replace(made, rank=rank or made.product_rank())
+    rank = rank_of(values)
+    return Entry(bank.path, bank.path, p, kind, {k: v.contiguous() for k, v in values.items()}, scale, rank, embedding)
 
 
 def _reach(value: Tensor, dim: int) -> int:
@@ -141,7 +138,9 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
                 continue
             done.add(block)
             made = module.get_submodule(block)
-            if type(made).__name__ not in BLOCKS:
+            if site["place"] != ("after" if type(made).__name__ == "Lora" else "param"):
+                left[path] = f"{name} has a {type(made).__name__} there that is not beside the layer, but {site['place']}"
+            elif type(made).__name__ not in BLOCKS:
                 left[path] = f"{name} has a {type(made).__name__} there, which adapter files have no form for"
             elif path in entries:
                 left[path] = f"{name} has a second update there: choose the passes"

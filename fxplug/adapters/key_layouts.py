@@ -35,6 +35,8 @@ def refused(entry: Entry, as_: str, layer: Layer | None) -> str:
     """Why a format cannot hold an update; an empty text where it can."""
     if layer is None:
         return "is no layer with a weight"
+    if not entry.fits(layer.shape) and not (layer.kind == "Embedding" and entry.fits(layer.shape[::-1])):
+        return f"has an update of another parameter than its weight, which is {list(layer.shape)}"
     if as_ == "fxplug":
         return ""
     if layer.kind == "Embedding" and (as_ not in CONFIGURED or entry.kind != "lora"):

@@ -21,6 +21,7 @@ from ..files.reading import reported
 from ..files.writing import save_file
 from .held import Held, Layer, layers_of, trained
 from .key_layouts import CONFIGURED, FORMATS, alpha_of, config, configured, ours, refused, unlike, with_alpha
+from .layer_matching import PARTS
 from .named import named, part_of
 from .updates import Entry
 
@@ -129,6 +130,12 @@ def content(
     if as_ not in FORMATS:
         raise SpecError(f"there is no adapter format '{as_}'{did_you_mean(as_, FORMATS)}; there is {', '.join(FORMATS)}")
     part = part_of(model.classes) if part is None else part
+    if part not in PARTS:
+        raise SpecError(f"there is no part '{part}' of a pipeline{did_you_mean(part, PARTS)}; there is {', '.join(PARTS)}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise SpecError(f"an adapter's tensors are floating point: dtype is torch.float16, for example, not {dtype!r}")
+    if odd := next((key for key, value in (said or {}).items() if not (isinstance(key, str) and isinstance(value, str))), None):
+        raise SpecError(f"metadata are texts by name, and {odd!r} is not")
     left = dict(held.left_out)
     entries = []
     for entry in held.entries:
@@ -161,6 +168,8 @@ def content(
             tensors |= configured(key, entry, layer, biased)
         else:
             tensors |= ours(entry, layer) if as_ == "fxplug" else with_alpha(key, entry, layer)
+    if empty := next((key for key, value in tensors.items() if value.is_meta), None):
+        raise ArtifactError(f"'{empty}' is on the meta device, which holds no values")
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
     made: dict[str, Any] = {}
     if as_ in CONFIGURED:
