@@ -595,3 +595,57 @@ def test_lowered_forms_keep_it_as_well(how, tmp_path):
 def test_options_that_are_none(options, finding, tmp_path):
     with pytest.raises(SpecError, match=finding):
         fxplug.save_adapter(tuned("lora", at="conv"), tmp_path / "a", **options)
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, and one whose weight has another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.shared, self.lin = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.shared(self.shared(self.lin(self.attn(x, x, x, need_weights=False)[0])))
+
+
+def test_what_is_not_beside_each_call_of_a_layer_is_left_out(tmp_path):
+    x = torch.randn(2, 3, 8)
+    model = Twice().eval()
+    gm = fxplug.trace(model, (x,))
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="shared"))
+    randomised(new.lora, "up")
+    near(peft.PeftModel.from_pretrained(copy.deepcopy(model), fxplug.save_adapter(new, tmp_path / "a").path)(x), new(x))
+    other = fxplug.Pass("odd", rules=[fxplug.Rule(fxplug.Match(path="lin"), use="fxplug.blocks:Lora", args=["y", "y"])])
+    for given in (fxplug.load_pass("lora", at="shared@1"), other):
+        with pytest.raises(SpecError, match="that is not beside each call of the layer, on its input"):
+            fxplug.save_adapter(fxplug.apply(gm, given), tmp_path / "b")
+    weights_ = fxplug.apply(gm, fxplug.load_pass("lora_weight", at=["attn", "lin"], param="*weight"))
+    with pytest.raises(ArtifactError, match="peft cannot hold 1 of 2 layers: 'attn' is no layer with a weight"):
+        fxplug.save_adapter(weights_, tmp_path / "b")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_weights_without_values_are_not_written(tmp_path):
+    with torch.device("meta"):
+        gm = fxplug.trace(Net(), (torch.zeros(1, 2, 3, dtype=torch.int64),))
+    with pytest.raises(ArtifactError, match="the update of 'conv' is on the meta device, which holds no values"):
+        fxplug.save_adapter(fxplug.apply(gm, fxplug.load_pass("lora", at="conv")), tmp_path / "a")
+
+
+def test_ranks_and_alphas_that_differ_by_layer_go_to_peft_and_diffusers(tmp_path):
+    base = unets.sd15()
+    new = fxplug.apply(base.gm, fxplug.load_pass("lora", at="re:.*(attn.*to_[qkv]|conv1)$", rank=8, slots=1))
+    state = {}
+    for number, (path, shape) in enumerate(weights(base.model).items()):
+        if path.endswith(("to_q", "to_v", "conv1")):
+            state |= pairs({path: shape}, 1 + number % 7, torch.float32, 0.3 + number % 3, "lycoris_{}")
+    new.adapters.load("ink", state)
+    new.adapters.use("ink")
+    wanted = new(**base.kwargs)[0]
+    other = copy.deepcopy(base.model)
+    done = new.adapters.save("ink", tmp_path / "diffusers", as_="diffusers")
+    other.load_lora_adapter(done.path, prefix="unet", use_safetensors=True)
+    near(other(**base.kwargs)[0], wanted)
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(base.model), new.adapters.save("ink", tmp_path / "peft").path)
+    near(model(**base.kwargs)[0], wanted)

@@ -169,3 +169,11 @@ def test_a_base_of_no_library(tmp_path):
     assert load_file(done.path).keys() == {"0.weight", "0.bias"}
     with pytest.raises(FxplugError, match="2 of 2 tensors have no first name that is known here: '0.weight', '0.bias'"):
         fxplug.save_checkpoint(gm, tmp_path / "b", to="safetensors", first=True)
+
+
+def test_marks_for_a_step_cache_are_nothing_to_merge(tmp_path):
+    marked = fxplug.apply(unets.sd15().gm, fxplug.load_pass("deepcache"))
+    done = fxplug.save_checkpoint(marked, tmp_path / "a", to="safetensors")
+    assert done.passes == () and done.tensors == len(unets.sd15().model.state_dict())
+    new = fxplug.apply(marked, fxplug.load_pass("lora", at="re:.*to_q$"))
+    assert fxplug.save_checkpoint(new, tmp_path / "a", to="safetensors").passes == ("lora",)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError, did_you_mean
+from ..errors import ArtifactError, SpecError, did_you_mean
 from .banks import Bank, rank_dims, scaled_factor
 from .files import read
 from .slot_memory import read_said, scaled, unscaled
@@ -138,7 +138,9 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
                 continue
             done.add(block)
             made = module.get_submodule(block)
-            if site["place"] != ("after" if type(made).__name__ == "Lora" else "param"):
+            if site.get("apart"):
+                left[path] = f"{name} has a block there that is not beside each call of the layer, on its input"
+            elif site["place"] != ("after" if type(made).__name__ == "Lora" else "param"):
                 left[path] = f"{name} has a {type(made).__name__} there that is not beside the layer, but {site['place']}"
             elif type(made).__name__ not in BLOCKS:
                 left[path] = f"{name} has a {type(made).__name__} there, which adapter files have no form for"
@@ -157,6 +159,8 @@ def _of_block(block: Any, path: str, name: str) -> Entry:
     """The update of one block."""
     kind = type(block).__name__
     found = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    if any(value.is_meta for value in found.values()):
+        raise ArtifactError(f"the update of '{path}' is on the meta device, which holds no values")
     state = {f"{name}.{path}.{kind}.{key}": value.detach().cpu().clone() for key, value in found.items()}
     (entry,) = read(state).entries
     embedding = getattr(block, "kind", "") == "Embedding"

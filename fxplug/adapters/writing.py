@@ -168,8 +168,6 @@ def content(
             tensors |= configured(key, entry, layer, biased)
         else:
             tensors |= ours(entry, layer) if as_ == "fxplug" else with_alpha(key, entry, layer)
-    if empty := next((key for key, value in tensors.items() if value.is_meta), None):
-        raise ArtifactError(f"'{empty}' is on the meta device, which holds no values")
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
     made: dict[str, Any] = {}
     if as_ in CONFIGURED:

@@ -19,6 +19,7 @@ from ..files.placing import check_new, new_file, new_folder
 from ..files.reading import reported
 from ..files.writing import save_file
 from ..ir.traced_module import TracedModule
+from ..lowerings.merging.fold import is_mark
 from ..lowerings.merging.fold import merge as fold
 from ..lowerings.merging.live import unlowered
 from ..turns import held
@@ -111,8 +112,8 @@ def merged_state(
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """The base model's state with passes merged into it, on the CPU, and the names of what was; see `save_checkpoint`."""
     applied = {entry["name"]: entry for entry in module.meta.get("passes", [])}
-    made, names = module, tuple(applied)
-    if merge is None and applied:
+    made, names = module, tuple(name for name, entry in applied.items() if not is_mark(module, entry))
+    if merge is None and names:
         made = fold(module)
     elif merge is not None:
         slotted = [name for name, entry in applied.items() if entry.get("slots")]

@@ -102,15 +102,16 @@ def _named(gm: TracedModule, passes: Sequence[str] | None) -> list[str]:
         raise SpecError(f"passes is empty: name some of {', '.join(known)}")
     if passes is not None:
         return list(passes)
-    marks = {entry["name"] for entry in gm.meta["passes"] if entry["sites"] and all(_is_mark(gm, s) for s in entry["sites"])}
+    marks = {entry["name"] for entry in gm.meta["passes"] if is_mark(gm, entry)}
     if marks == set(known):
         raise SpecError(f"{', '.join(known)} only marks where the graph may be cut: there is nothing to merge")
     return [name for name in known if name not in marks]
 
 
-def _is_mark(gm: TracedModule, site: Mapping[str, Any]) -> bool:
-    """Whether the block of a site only says where a graph may be cut."""
-    return bool(site["block"]) and getattr(gm.get_submodule(site["block"]), "is_mark", False) is True
+def is_mark(gm: TracedModule, entry: Mapping[str, Any]) -> bool:
+    """Whether the blocks of an applied pass only say where a graph may be cut; `entry` is what is remembered of it."""
+    blocks = [site["block"] for site in entry["sites"]]
+    return bool(blocks) and all(block and getattr(gm.get_submodule(block), "is_mark", False) is True for block in blocks)
 
 
 def slotted(gm: TracedModule) -> list[str]:
