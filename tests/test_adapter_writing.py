@@ -112,8 +112,8 @@ def pairs(shapes, rank=4, dtype=torch.float16, alpha=3.0, form="lora_unet_{}"):
     made = {}
     for name, (out, inner, *kernel) in shapes.items():
         key = form.format(name.replace(".", "_"))
-        made[f"{key}.lora_down.weight"] = 0.3 * torch.randn(rank, inner, *kernel).to(dtype)
-        made[f"{key}.lora_up.weight"] = 0.3 * torch.randn(out, rank, *[1] * len(kernel)).to(dtype)
+        made[f"{key}.lora_down.weight"] = (0.3 * torch.randn(rank, inner, *kernel)).to(dtype)
+        made[f"{key}.lora_up.weight"] = (0.3 * torch.randn(out, rank, *[1] * len(kernel))).to(dtype)
         made[f"{key}.alpha"] = torch.tensor(alpha, dtype=dtype)
     return made
 

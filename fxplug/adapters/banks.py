@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,11 +104,25 @@ class Bank:
             raise SpecError(f"'{entry.name}': its {key} has numbers beyond {tensor.dtype}, which the slots hold")
         return made
 
-    def remembered(self, entry: Entry, rank: int, value: Tensor, held: Tensor) -> dict[str, Tensor]:
-        """What is kept of an entry beside its values: `value` is the factor that takes the scale, `held` what a slot has."""
-        rank = entry.rank if self.kind in ("Loha", "Lokr") else rank
-        steps = torch.zeros(held.shape, dtype=torch.int8) if value.is_meta else lost(value.cpu(), held.cpu(), entry.scale)
-        return {SAID: said(entry.scale, rank, value.dtype), LOST: steps}
+    def rows(
+        self, entry: Entry, rank: int, values: Mapping[str, Tensor], there: Callable[[str], Tensor | None]
+    ) -> Iterator[tuple[str, str, Tensor]]:
+        """What to write for an entry, of that rank and with these values: what it is, the tensor's name, and the value.
+
+        `there` gives the tensors of the module. Raises SpecError for values that do not fit.
+        """
+        factor = scaled_factor(values)
+        for key, value in values.items():
+            tensor = there(self.names[key])
+            assert tensor is not None, key
+            held = self.fitted(key, tensor, value, entry)
+            yield key, self.names[key], held
+            if key == factor and there(self.memory[SAID]) is not None:
+                rank = entry.rank if self.kind in ("Loha", "Lokr") else rank
+                meta = value.is_meta or held.is_meta
+                steps = torch.zeros(held.shape, dtype=torch.int8) if meta else lost(value.cpu(), held.cpu(), entry.scale)
+                yield SAID, self.memory[SAID], said(entry.scale, rank, value.dtype)
+                yield LOST, self.memory[LOST], steps
 
 
 def values_for(bank: Bank, entry: Entry) -> tuple[int, dict[str, Tensor]]:

@@ -138,12 +138,12 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
                 continue
             done.add(block)
             made = module.get_submodule(block)
-            if site.get("apart"):
+            if type(made).__name__ not in BLOCKS:
+                left[path] = f"{name} has a {type(made).__name__} there, which adapter files have no form for"
+            elif site.get("apart"):
                 left[path] = f"{name} has a block there that is not beside each call of the layer, on its input"
             elif site["place"] != ("after" if type(made).__name__ == "Lora" else "param"):
                 left[path] = f"{name} has a {type(made).__name__} there that is not beside the layer, but {site['place']}"
-            elif type(made).__name__ not in BLOCKS:
-                left[path] = f"{name} has a {type(made).__name__} there, which adapter files have no form for"
             elif path in entries:
                 left[path] = f"{name} has a second update there: choose the passes"
             else:

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from ..errors import SpecError, did_you_mean
 from ..limits import DEFAULT, Limits
 from ..turns import Turns, change, hold, turns_of
-from .banks import Bank, scaled_factor, values_for
+from .banks import Bank, values_for
 from .files import AdapterFile, Entry, Fit, fit, read
-from .held import in_slots
-from .slot_memory import SAID
-from .writing import About, Saved, about_of, content, write
+from .slot_saving import save
+from .writing import About, about_of
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
 Weights = Mapping[str, float]
@@ -63,7 +62,8 @@ class Adapters:
     def tensor(self, name: str) -> Tensor:
         """A parameter or buffer by its name in the state dict; it is written in place."""
         found = self.there(name)
-        assert found is not None, name
+        if found is None:
+            raise KeyError(name)
         return found
 
     def there(self, name: str) -> Tensor | None:
@@ -160,7 +160,7 @@ class Adapters:
     def names(self) -> list[str]:
         """The adapters that are loaded, in the order of their slots."""
         with hold(self.turns):
-            return list(dict.fromkeys(name for p in self.banks for name in self._names(p) if name))
+            return list(dict.fromkeys(name for p in self.banks for name in self.names_of(p) if name))
 
     @property
     def slots(self) -> int:
@@ -172,7 +172,7 @@ class Adapters:
         """What is used: the weight of each adapter that takes part, or that for each sample."""
         with hold(self.turns):
             tables = {p: (self._table(p, "weights"), int(self._table(p, "entries"))) for p in self.banks}
-            named = {p: self._names(p) for p in self.banks}
+            named = {p: self.names_of(p) for p in self.banks}
         count = max(entries for _, entries in tables.values())
 
         def row(index: int) -> dict[str, float]:
@@ -196,12 +196,10 @@ class Adapters:
 
     def names_of(self, p: str) -> list[str]:
         """The adapters in the slots of one pass, each an empty text where a slot is free."""
-        return self._names(p)
-
-    def _names(self, p: str) -> list[str]:
         return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in self._table(p, "names").tolist()]
 
-    def _check_known(self, name: Any) -> str:
+    def check_known(self, name: Any) -> str:
+        """The name, if an adapter of that name is loaded. Raises SpecError."""
         known = self.names
         if name not in known:
             listed = f"; there are {', '.join(known)}" if known else "; none is loaded yet"
@@ -244,7 +242,7 @@ class Adapters:
         with self._changing() as write:
             known = self._check_new(name, replace)
             slots = {p: self._free(p, name) for p in ready}
-            homes = {p: self._names(p).index(name) for p in self.banks if name in self._names(p)}
+            homes = {p: self.names_of(p).index(name) for p in self.banks if name in self.names_of(p)}
             used = {p: self._table(p, "weights")[:, slot].clone() for p, slot in homes.items()}
             if known:
                 self._clear(name, write)
@@ -272,7 +270,7 @@ class Adapters:
         return False
 
     def _free(self, p: str, name: str) -> int:
-        names = self._names(p)
+        names = self.names_of(p)
         if name in names:
             return names.index(name)
         if "" not in names:
@@ -298,15 +296,8 @@ class Adapters:
             if rank > bank.rank:
                 high.append((path, rank, bank, p))
                 continue
-            of_bank = ready.setdefault(p, [])
-            for key, value in values.items():
-                name = bank.names[key]
-                of_bank.append((bank, key, name, bank.fitted(key, self.tensor(name), value, entry)))
-            factor = scaled_factor(values)
-            held = next(row[3] for row in of_bank[-len(values) :] if row[1] == factor)
-            if self.there(bank.memory[SAID]) is not None:
-                kept = bank.remembered(entry, rank, values[factor], held)
-                of_bank += [(bank, key, bank.memory[key], value) for key, value in kept.items()]
+            rows_of = bank.rows(entry, rank, values, self.there)
+            ready.setdefault(p, []).extend((bank, key, name, value) for key, name, value in rows_of)
         if high:
             path, rank, bank, p = max(high, key=lambda row: row[1])
             raise SpecError(
@@ -319,12 +310,12 @@ class Adapters:
     def unload(self, name: str) -> None:
         """Free an adapter's slot; it is used no longer. Raises SpecError for a name that is not loaded."""
         with self._changing() as write:
-            self._clear(self._check_known(name), write)
+            self._clear(self.check_known(name), write)
 
     def _clear(self, name: str, write: Callable[[Tensor, Any], None]) -> None:
         """Free an adapter's slots."""
         for p, banks in self.banks.items():
-            if name not in (names := self._names(p)):
+            if name not in (names := self.names_of(p)):
                 continue
             slot = names.index(name)
             write(self._table(p, "weights")[:, slot], 0)
@@ -334,29 +325,9 @@ class Adapters:
                     if (tensor := self.there(tensor_name)) is not None:
                         write(bank.views(key, tensor, slot), 0)
 
-    # --- saving
+    save = save
 
-    def save(
-        self,
-        name: str,
-        path: str | os.PathLike[str],
-        *,
-        as_: str = "peft",
-        part: str | None = None,
-        partial: bool = False,
-        dtype: torch.dtype | None = None,
-        about: Mapping[str, str] | None = None,
-    ) -> Saved:
-        """Write an adapter as a tool reads it, see `writing.save_adapter`: what was loaded comes back to the last bit.
-
-        The slots may be used meanwhile. Raises SpecError for a name that is not loaded, and what `save_adapter` does.
-        """
-        with hold(self.turns):
-            held = in_slots(self, self._check_known(name))
-        made = content(held, as_, self._model(), name=name, part=part, partial=partial, dtype=dtype, said=about)
-        return write(made, path, as_)
-
-    def _model(self) -> About:
+    def about(self) -> About:
         """What is known of the model."""
         return about_of(self.module)
 
@@ -377,7 +348,7 @@ class Adapters:
             made: dict[str, tuple[Tensor, int]] = {}
             for p in self.banks:
                 weights = self._table(p, "weights")
-                names = self._names(p)
+                names = self.names_of(p)
                 if not single and len(rows) > weights.shape[0]:
                     raise SpecError(f"a batch can have entries for up to {weights.shape[0]} samples, not {len(rows)}")
                 table = torch.tensor([[row.get(name, 0.0) if name else 0.0 for name in names] for row in rows])
@@ -401,7 +372,7 @@ class Adapters:
         Raises SpecError as `use` does; nothing is changed.
         """
         row = self._weights(weights)
-        return {p: torch.tensor([row.get(name, 0.0) if name else 0.0 for name in self._names(p)]) for p in self.banks}
+        return {p: torch.tensor([row.get(name, 0.0) if name else 0.0 for name in self.names_of(p)]) for p in self.banks}
 
     def _entries(self, what: Any) -> Iterator[tuple[int, Any]]:
         if isinstance(what, Tensor):
@@ -427,7 +398,7 @@ class Adapters:
         if not isinstance(entry, Mapping):
             raise SpecError(f"{where}an adapter is given by name, names with weights, or None, not {entry!r}")
         try:
-            weights = {self._check_known(name): value for name, value in entry.items()}
+            weights = {self.check_known(name): value for name, value in entry.items()}
         except SpecError as error:
             raise SpecError(f"{where}{error.finding}") from None
         for name, value in weights.items():

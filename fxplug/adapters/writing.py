@@ -155,10 +155,9 @@ def content(
     if not rows:
         raise ArtifactError(f"nothing of this adapter can be written as {as_}: {told(left) or 'it has no layers'}")
     if left and not partial:
-        raise ArtifactError(
-            f"{as_} cannot hold {len(left)} of {len(left) + len(entries)} layers: {told(left)}; partial=True (--partial) "
-            "leaves them out"
-        )
+        of = len({*left, *(entry.path for entry in held.entries)})
+        way = "partial=True (--partial) leaves them out"
+        raise ArtifactError(f"{as_} cannot hold {len(left)} of {of} layers: {told(left)}; {way}")
     kept = tuple(entry.path for entry in entries if entry.path not in left)
     tensors: dict[str, Tensor] = {}
     biased = any("bias" in entry.kind for _, entry in rows)

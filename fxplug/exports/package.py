@@ -52,7 +52,7 @@ class PackageAdapters(Adapters):
         """The weights of the whole model are the program's own."""
         return {}
 
-    def _model(self) -> About:
+    def about(self) -> About:
         rows = [bank for banks in self.banks.values() for bank in banks]
         layers = {bank.path: Layer("" if bank.maps else bank.kind, bank.shape, bank.groups) for bank in rows}
         return About(layers, (self.kind,))
