@@ -254,9 +254,13 @@ def export(
         return
     if given := next((name for name, value in tools.items() if value), None):
         raise SpecError(f"--{given.replace('_', '-').replace('passes', 'pass')} is for --to {', '.join(TO_TOOLS)}")
+    from .exports.exporter import FORMATS
     from .exports.exporter import export as run
     from .flow import saved_export, saved_inputs
 
+    if to is not None and to not in FORMATS:
+        known = (*FORMATS, *TO_TOOLS)
+        raise SpecError(f"there is no export to '{to}'{did_you_mean(to, known)}; there is {', '.join(known)}")
     how = saved_export(folder, to=to, free=free, device=device)
     with progress("load"):
         module = load_saved(str(folder), None, allow, how.device)

@@ -375,6 +375,7 @@ def test_export_writes_an_adapter_of_a_slot(tmp_path):
     assert metadata(out)["modelspec.title"] == "ink" and len(load_keys(out)) == 6
     assert "did you mean 'ink'?" in run("export", tmp_path / "saved", "--to", "peft", "--out", out, "--adapter", "inc", code=1)
     assert "--out says where" in run("export", tmp_path / "saved", "--to", "peft", "--adapter", "ink", code=1)
+    assert "no export to 'kohia' (did you mean 'kohya'?)" in run("export", tmp_path / "saved", "--to", "kohia", code=1)
     assert "--adapter is for --to peft" in run("export", tmp_path / "saved", "--adapter", "ink", code=1)
     for to, merge, finding in (
         ("peft", "ink", "for which peft has no form"), ("timm", "ink=x", "is a number, such as ink=0.8"),
@@ -649,3 +650,18 @@ def test_ranks_and_alphas_that_differ_by_layer_go_to_peft_and_diffusers(tmp_path
     near(other(**base.kwargs)[0], wanted)
     model = peft.PeftModel.from_pretrained(copy.deepcopy(base.model), new.adapters.save("ink", tmp_path / "peft").path)
     near(model(**base.kwargs)[0], wanted)
+
+
+def test_numbers_that_are_none_are_not_written(tmp_path):
+    new = tuned("lora", at="conv")
+    with torch.no_grad():
+        new.get_submodule("style.conv.Lora").up.weight[0] = torch.nan
+    with pytest.raises(ArtifactError, match="'style.conv.Lora.up.weight' has numbers that are not finite"):
+        fxplug.save_adapter(new, tmp_path / "a")
+    slots = copy.deepcopy(banked())
+    slots.adapters.load("ink", pairs(SHAPES, 2, form="lycoris_{}"))
+    with torch.no_grad(), slots.adapters.change():
+        slots.get_submodule("style.conv.Lora").up.weight[0, 0] = torch.nan
+    with pytest.raises(ArtifactError, match="'lycoris_conv.lora_up.weight' has numbers that are not finite"):
+        slots.adapters.save("ink", tmp_path / "a", as_="lycoris")
+    assert os.listdir(tmp_path) == []

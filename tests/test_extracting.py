@@ -77,6 +77,13 @@ def test_updates_have_the_dtype_of_the_tuned_weights():
     assert 1e-4 < found.errors["conv"] < 2e-2  # what rounding takes counts
 
 
+def test_checkpoints_of_other_dtypes_are_compared_in_float32():
+    base, tuned = pair()
+    state = {key: value.to(torch.float8_e4m3fn) for key, value in tuned.state_dict().items()}
+    found = fxplug.extract(base.to(torch.float16), state, rank=2)
+    assert found.file.entries[0].tensors["up"].dtype == torch.float8_e4m3fn
+
+
 def test_folders_of_diffusers_with_shards(tmp_path):
     base = unets.sd15().model
     tuned = copy.deepcopy(base)

@@ -106,8 +106,8 @@ class Bank:
 
     def rows(
         self, entry: Entry, rank: int, values: Mapping[str, Tensor], there: Callable[[str], Tensor | None]
-    ) -> Iterator[tuple[str, str, Tensor]]:
-        """What to write for an entry, of that rank and with these values: what it is, the tensor's name, and the value.
+    ) -> Iterator[tuple[Bank, str, str, Tensor]]:
+        """What to write for an entry, of that rank and with these values: this, what it is, the tensor's name, and the value.
 
         `there` gives the tensors of the module. Raises SpecError for values that do not fit.
         """
@@ -116,13 +116,20 @@ class Bank:
             tensor = there(self.names[key])
             assert tensor is not None, key
             held = self.fitted(key, tensor, value, entry)
-            yield key, self.names[key], held
+            yield self, key, self.names[key], held
             if key == factor and there(self.memory[SAID]) is not None:
                 rank = entry.rank if self.kind in ("Loha", "Lokr") else rank
                 meta = value.is_meta or held.is_meta
                 steps = torch.zeros(held.shape, dtype=torch.int8) if meta else lost(value.cpu(), held.cpu(), entry.scale)
-                yield SAID, self.memory[SAID], said(entry.scale, rank, value.dtype)
-                yield LOST, self.memory[LOST], steps
+                yield self, SAID, self.memory[SAID], said(entry.scale, rank, value.dtype)
+                yield self, LOST, self.memory[LOST], steps
+
+
+def check_name(name: Any, room: int) -> None:
+    """Raises SpecError unless a name for an adapter is a text of at most so many bytes."""
+    raw = name.encode(errors="ignore") if isinstance(name, str) else b""
+    if not raw.strip() or b"\0" in raw or raw.decode() != name or len(raw) > room:
+        raise SpecError(f"an adapter's name is a text of at most {room} bytes, not {name!r}")
 
 
 def values_for(bank: Bank, entry: Entry) -> tuple[int, dict[str, Tensor]]:

@@ -112,7 +112,8 @@ def extract(
                 continue
             progress(key)
             value = second.tensor(key)
-            delta = value.to(torch.promote_types(value.dtype, torch.float32)) - first.tensor(key)
+            wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+            delta = value.to(wide) - first.tensor(key).to(wide)
             if not delta.isfinite().all():
                 raise ArtifactError(f"'{key}' has numbers that are not finite in {first.where} or {second.where}")
             if not delta.any():

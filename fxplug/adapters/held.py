@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArtifactError, SpecError, did_you_mean
+from ..limits import DEFAULT
 from .banks import Bank, rank_dims, scaled_factor
 from .files import read
 from .slot_memory import read_said, scaled, unscaled
@@ -18,6 +19,7 @@ from .updates import Entry, rank_of
 if TYPE_CHECKING:
     from .slots import Adapters
 
+OURS = replace(DEFAULT, update=float("inf"))  # what was learned here may be as large as it is
 BLOCKS = ("Lora", "LoraWeight", "Dora", "Loha", "Lokr")  # whose updates files have a form for
 
 
@@ -162,7 +164,7 @@ def _of_block(block: Any, path: str, name: str) -> Entry:
     if any(value.is_meta for value in found.values()):
         raise ArtifactError(f"the update of '{path}' is on the meta device, which holds no values")
     state = {f"{name}.{path}.{kind}.{key}": value.detach().cpu().clone() for key, value in found.items()}
-    (entry,) = read(state).entries
+    (entry,) = read(state, limits=OURS).entries
     embedding = getattr(block, "kind", "") == "Embedding"
     tensors = dict(entry.tensors)
     if embedding and not entry.embedding:  # a square one, whose shapes did not tell

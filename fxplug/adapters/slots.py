@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..errors import SpecError, did_you_mean
 from ..limits import DEFAULT, Limits
 from ..turns import Turns, change, hold, turns_of
-from .banks import Bank, values_for
+from .banks import Bank, check_name, values_for
 from .files import AdapterFile, Entry, Fit, fit, read
 from .slot_saving import save
 from .writing import About, about_of
@@ -259,10 +259,7 @@ class Adapters:
 
     def _check_new(self, name: Any, replace: bool) -> bool:
         """Whether an adapter of this name is loaded. Raises SpecError for a name that cannot be taken."""
-        room = self._table(next(iter(self.banks)), "names").shape[1]
-        raw = name.encode(errors="ignore") if isinstance(name, str) else b""
-        if not raw.strip() or b"\0" in raw or raw.decode() != name or len(raw) > room:
-            raise SpecError(f"an adapter's name is a text of at most {room} bytes, not {name!r}")
+        check_name(name, self._table(next(iter(self.banks)), "names").shape[1])
         if name in self.names:
             if not replace:
                 raise SpecError(f"an adapter '{name}' is loaded already: unload it first, or load with replace=True")
@@ -296,8 +293,7 @@ class Adapters:
             if rank > bank.rank:
                 high.append((path, rank, bank, p))
                 continue
-            rows_of = bank.rows(entry, rank, values, self.there)
-            ready.setdefault(p, []).extend((bank, key, name, value) for key, name, value in rows_of)
+            ready.setdefault(p, []).extend(bank.rows(entry, rank, values, self.there))
         if high:
             path, rank, bank, p = max(high, key=lambda row: row[1])
             raise SpecError(
@@ -367,12 +363,9 @@ class Adapters:
                 write(self._table(p, "entries"), entries)
 
     def strengths(self, weights: Weights) -> dict[str, Tensor]:
-        """What a whole batch would take of each slot of each pass, float32 (slots,), if these adapters were used.
-
-        Raises SpecError as `use` does; nothing is changed.
-        """
-        row = self._weights(weights)
-        return {p: torch.tensor([row.get(name, 0.0) if name else 0.0 for name in self.names_of(p)]) for p in self.banks}
+        """What a batch would take of each pass's slots, float32 (slots,), if these were used. Raises SpecError as `use`."""
+        row = {"": 0.0, **self._weights(weights)}
+        return {p: torch.tensor([row.get(name, 0.0) for name in self.names_of(p)]) for p in self.banks}
 
     def _entries(self, what: Any) -> Iterator[tuple[int, Any]]:
         if isinstance(what, Tensor):

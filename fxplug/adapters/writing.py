@@ -168,6 +168,8 @@ def content(
         else:
             tensors |= ours(entry, layer) if as_ == "fxplug" else with_alpha(key, entry, layer)
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+    if odd := next((key for key, value in tensors.items() if not value.float().isfinite().all()), None):
+        raise ArtifactError(f"'{odd}' has numbers that are not finite (NaN or infinity)")
     made: dict[str, Any] = {}
     if as_ in CONFIGURED:
         made = config([(entry.path, entry) for _, entry in rows], model.layers, held.rslora)

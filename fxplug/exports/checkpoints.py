@@ -135,6 +135,11 @@ def merged_state(
     state = {key: value.detach() for key, value in made.state_dict().items() if not key.startswith(own)}
     if new := sorted(state.keys() - before):
         raise SpecError(f"merged, the model would have {len(new)} tensors that it has not by itself: '{new[0]}'")
+    for key, value in state.items():
+        if not value.is_meta and value.is_floating_point() and not value.isfinite().all():
+            old = module.state_dict()[key]
+            if old is not value and old.isfinite().all():
+                raise FxplugError(f"merged so, '{key}' has numbers beyond {value.dtype}: take less of the adapters")
     if empty := [key for key, value in state.items() if value.is_meta]:
         raise FxplugError(f"'{empty[0]}' is on the meta device, which holds no values: load the module on a device that does")
     return _apart(state), names
