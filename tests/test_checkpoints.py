@@ -162,6 +162,8 @@ def test_passes_that_are_no_functions_of_weights_are_refused(tmp_path):
 
 
 def test_a_base_of_no_library(tmp_path):
+    with pytest.raises(FxplugError, match="made of a traced module, not of a Linear"):
+        fxplug.save_checkpoint(nn.Linear(2, 2), tmp_path / "a")
     gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4))
     for to in ("diffusers", "timm"):
         with pytest.raises(FxplugError, match=f"Sequential, .*no model class of {to}"):

@@ -151,9 +151,11 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
             else:
                 entries[path] = _of_block(made, path, name)
                 rslora.add(bool(made.rslora))
+    if not entries and not wanted:
+        other = ": of one with slots, name the adapter in them, module.adapters.save(name, ...)" if applied else ""
+        raise SpecError(f"no pass without slots is applied here, so nothing was learned{other}")
     if not entries:
-        has = f": {next(iter(left.values()))}" if left else f"; applied are {', '.join(applied)}" if applied else ""
-        raise SpecError(f"{' and '.join(wanted) or 'no pass here'} holds no low-rank updates{has}")
+        raise SpecError(f"{' and '.join(wanted)}: no low-rank updates{''.join(f': {why}' for why in list(left.values())[:1])}")
     return Held(tuple(entries.values()), left, rslora == {True})
 
 

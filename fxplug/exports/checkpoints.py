@@ -83,6 +83,8 @@ def save_checkpoint(
             check_new(target, raises)
         elif target.suffix != ".safetensors":
             target = target / "model.safetensors" if target.is_dir() else Path(f"{target}.safetensors")
+    if not isinstance(module, TracedModule):
+        raise FxplugError(f"a checkpoint is made of a traced module, not of a {type(module).__name__}")
     module = unlowered(module)
     kind = next(iter(module.classes), "")
     config = _diffusers_config(module, kind) if to == "diffusers" else None
