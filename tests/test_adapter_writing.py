@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import threading
+from dataclasses import replace
 from functools import cache
 
 import peft
@@ -16,13 +18,16 @@ from lycoris import create_lycoris_from_weights
 from safetensors import safe_open
 from safetensors.torch import load_file
 from small import seeded, traced
-from test_adapter_files import Net, randomised
+from test_adapter_files import ASSETS, Net, randomised, real
 from torch import nn
 from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
+from fxplug.adapters import files
+from fxplug.adapters.held import Held, layers_of
 from fxplug.adapters.layer_names import first_names
+from fxplug.adapters.writing import About, content
 from fxplug.errors import ArtifactError, SpecError
 
 LINEAR = r"re:blocks\..\.(to_q|ff)$|re:conv|re:point"
@@ -322,7 +327,7 @@ def test_diffusers_loads_the_folder_of_a_unet(way, tmp_path):
     other = copy.deepcopy(base.model)
     other.load_lora_adapter(done.path, prefix="unet", use_safetensors=True)
     near(new(**base.kwargs)[0], other(**base.kwargs)[0])
-    back = fxplug.adapters.files.fit(fxplug.adapters.files.read(done.path), weights(base.model)).check()
+    back = files.fit(files.read(done.path), weights(base.model)).check()
     assert set(back.placed) == set(done.layers)
 
 
@@ -665,3 +670,38 @@ def test_numbers_that_are_none_are_not_written(tmp_path):
     with pytest.raises(ArtifactError, match="'lycoris_conv.lora_up.weight' has numbers that are not finite"):
         slots.adapters.save("ink", tmp_path / "a", as_="lycoris")
     assert os.listdir(tmp_path) == []
+
+
+# --- files that people share
+
+
+def again(state, model, as_):
+    """What a file becomes that is placed on a model's layers and written again: the tensors of the model's part."""
+    layers = layers_of(model)
+    shapes = {path: layer.shape for path, layer in layers.items()}
+    placed = files.fit(files.read(state), shapes, model=lambda: shapes).check().placed
+    held = Held(tuple(replace(entry, path=path) for path, entry in placed.items()))
+    return content(held, as_, About(layers, (type(model).__name__,))).tensors
+
+
+@real
+def test_a_lokr_that_is_shared_comes_back():
+    from diffusers import UNet2DConditionModel
+
+    with torch.device("meta"):
+        model = UNet2DConditionModel(cross_attention_dim=768)
+    state = load_file(ASSETS / "kohya_lycoris" / "smart_falcon_4_lokr.safetensors")
+    same(again(state, model, "kohya"), {key: value for key, value in state.items() if key.startswith("lora_unet_")})
+
+
+@real
+@pytest.mark.parametrize(("name", "as_"), [("kohya", "kohya"), ("diffusers", "diffusers"), ("diffusers_base_model", "peft")])
+def test_names_of_a_flux_file_come_back(name, as_):
+    from diffusers import FluxTransformer2DModel
+
+    with torch.device("meta"):
+        model = FluxTransformer2DModel(guidance_embeds=True)
+    shapes = json.loads((ASSETS / "key_lists" / f"flux_lora_{name}_format.json").read_text())["state_dict_keys"]
+    some = {key: shape for key, shape in shapes.items() if re.search(r"blocks[_.]1?0[_.]|time|guidance", key)}
+    state = {key: (torch.randn(shape) if shape else torch.tensor(8.0)).to(torch.bfloat16) for key, shape in some.items()}
+    same(again(state, model, as_), state)

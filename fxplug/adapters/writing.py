@@ -227,7 +227,7 @@ def _metadata(
     rank, alpha = Counter(flat or spatial).most_common(1)[0][0]
     kinds = sorted({entry.kind.replace("dora", "locon").replace("lora", "locon") for _, entry in rows})
     said = {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
-    if as_ == "kohya" and all(entry.kind == "lora" for _, entry in rows):
+    if as_ != "lycoris" and all(entry.kind == "lora" for _, entry in rows):
         said["ss_network_module"] = "networks.lora"
         args = {}
     else:
