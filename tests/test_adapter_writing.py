@@ -705,3 +705,30 @@ def test_names_of_a_flux_file_come_back(name, as_):
     some = {key: shape for key, shape in shapes.items() if re.search(r"blocks[_.]1?0[_.]|time|guidance", key)}
     state = {key: (torch.randn(shape) if shape else torch.tensor(8.0)).to(torch.bfloat16) for key, shape in some.items()}
     same(again(state, model, as_), state)
+
+
+def test_a_part_of_a_model_in_one_of_several_processes_is_not_written(tmp_path):
+    new, slots = tuned("lora", at="conv"), copy.deepcopy(banked())
+    slots.adapters.load("ink", pairs(SHAPES, 2, form="lycoris_{}"))
+    for module in (new, slots):
+        module.meta["parts"] = ["conv.weight"]
+    for save in (
+        lambda: fxplug.save_adapter(new, tmp_path / "a"), lambda: slots.adapters.save("ink", tmp_path / "a"),
+        lambda: fxplug.save_checkpoint(new, tmp_path / "a", to="safetensors"),
+    ):  # fmt: skip
+        with pytest.raises(ArtifactError, match="only its part of 1 weights, 'conv.weight' the first"):
+            save()
+    assert os.listdir(tmp_path) == []
+
+
+def test_layers_and_ranks_of_zeros_come_back_too(tmp_path):
+    """A layer that learned nothing is none that the file did not have."""
+    new = copy.deepcopy(banked())
+    state = pairs(SHAPES, 3, torch.float32, form="lycoris_{}")
+    state["lycoris_conv.lora_up.weight"].zero_()
+    state["lycoris_point.lora_up.weight"][:, 2] = -0.0
+    state = {key: value for key, value in state.items() if not key.startswith("lycoris_blocks_0_ff")}
+    new.adapters.load("ink", state)
+    done = new.adapters.save("ink", tmp_path / "a", as_="lycoris")
+    same(load_file(done.path), state)
+    assert torch.signbit(load_file(done.path)["lycoris_point.lora_up.weight"][:, 2]).all()

@@ -70,7 +70,12 @@ class Content:
 
 
 def about_of(module: Any) -> About:
-    """What a traced module says of the model that it was traced from."""
+    """What a traced module says of the model that it was traced from. Raises ArtifactError for one of which this is a part."""
+    if parts := getattr(module, "meta", {}).get("parts"):
+        raise ArtifactError(
+            f"this process keeps only its part of {len(parts)} weights, '{parts[0]}' the first: write what parallelize gives "
+            "where there are no processes, with the weights that whole_state gathers"
+        )
     config = getattr(module, "config", None)
     known = config if isinstance(config, Mapping) else {}
     return About(layers_of(module), tuple(getattr(module, "classes", ()) or (type(module).__name__,)), known)

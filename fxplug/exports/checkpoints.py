@@ -14,6 +14,7 @@ from torch import Tensor
 from ..adapters.layer_names import SWAPPED, first_names
 from ..adapters.named import part_of
 from ..adapters.slots import Adapters
+from ..adapters.writing import about_of
 from ..errors import FxplugError, SpecError, did_you_mean
 from ..files.placing import check_new, new_file, new_folder
 from ..files.reading import reported
@@ -86,7 +87,7 @@ def save_checkpoint(
     if not isinstance(module, TracedModule):
         raise FxplugError(f"a checkpoint is made of a traced module, not of a {type(module).__name__}")
     module = unlowered(module)
-    kind = next(iter(module.classes), "")
+    kind = next(iter(about_of(module).classes), "")
     config = _diffusers_config(module, kind) if to == "diffusers" else None
     if to == "timm":
         _check_timm(kind)
