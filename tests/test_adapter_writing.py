@@ -732,3 +732,27 @@ def test_layers_and_ranks_of_zeros_come_back_too(tmp_path):
     done = new.adapters.save("ink", tmp_path / "a", as_="lycoris")
     same(load_file(done.path), state)
     assert torch.signbit(load_file(done.path)["lycoris_point.lora_up.weight"][:, 2]).all()
+
+
+def test_a_text_encoder_has_the_names_that_kohyas_tools_have(tmp_path):
+    from diffusers import StableDiffusionPipeline
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ends = {"max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 2}
+    model = CLIPTextModel(CLIPTextConfig(**sizes, **ends)).eval()
+    call = {"input_ids": torch.arange(3, 11).view(1, 8), "return_dict": False}
+    gm = fxplug.trace(model, (), call)
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="re:.*fc[12]$", rank=2))
+    randomised(new.lora, "up")
+    done = fxplug.save_adapter(new, tmp_path / "ink", as_="kohya")
+    assert load_keys(done.path) == {f"lora_te_text_model_encoder_layers_0_mlp_{name}" for name in ("fc1", "fc2")}
+    slots = fxplug.apply(gm, fxplug.load_pass("lora", at="re:.*fc[12]$", rank=2, slots=1))
+    slots.adapters.load("ink", done.path)
+    slots.adapters.use("ink")
+    near(slots(**call)[0], new(**call)[0])
+    state, alphas = StableDiffusionPipeline.lora_state_dict(str(done.path))
+    other = copy.deepcopy(model)
+    StableDiffusionPipeline.load_lora_into_text_encoder(state, alphas, other, prefix="text_encoder", adapter_name="ink")
+    near(other(**call)[0], new(**call)[0])
+    assert not torch.allclose(model(**call)[0], new(**call)[0], atol=1e-3)

@@ -41,6 +41,8 @@ def named(
     # kohya's tools have diffusers' names for the UNets of Stable Diffusion 1 and 2, and the first names for all later models
     early = part == "unet" and "add_embedding.linear_1" not in layers
     rows, left = ([(e.path, e) for e in entries], {}) if as_ == "kohya" and early else _first(entries, layers)
+    if part.startswith("text_encoder"):  # of CLIP's, whose outer module newer versions of transformers have no more
+        rows = [(f"text_model.{name}" if name.startswith("encoder.layers.") else name, entry) for name, entry in rows]
     if as_ == "comfy":
         return [(f"{COMFY.get(part, part)}.{name}", entry) for name, entry in rows], left
     made, same = _flat(rows, f"lora_{KOHYA.get(part, part)}_")
