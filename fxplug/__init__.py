@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from .adapters.extracting import extract
     from .adapters.slots import Adapters
+    from .adapters.writing import save_adapter
     from .artifacts.artifact import load, save
     from .capture.tracer import trace
     from .compat.zhijian.blitz import blitz
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
         TrainError,
         VerifyError,
     )
+    from .exports.checkpoints import save_checkpoint
     from .exports.exporter import export
     from .exports.onnx_model import OnnxModel, load_onnx
     from .exports.package import Package, load_package
@@ -89,6 +92,7 @@ __all__ = [
     "blitz",
     "diff",
     "export",
+    "extract",
     "find",
     "fuse",
     "in_steps",
@@ -105,6 +109,8 @@ __all__ = [
     "pipefusion",
     "rewrite",
     "save",
+    "save_adapter",
+    "save_checkpoint",
     "show",
     "stale_sequence",
     "trace",
@@ -116,11 +122,14 @@ __all__ = [
 ]
 
 _HOME = {
+    "adapters.extracting": ["extract"],
     "adapters.slots": ["Adapters"],
+    "adapters.writing": ["save_adapter"],
     "artifacts.artifact": ["load", "save"],
     "capture.tracer": ["trace"],
     "compat.zhijian.blitz": ["blitz"],
     "errors": [name for name in __all__ if name.endswith("Error")],
+    "exports.checkpoints": ["save_checkpoint"],
     "exports.exporter": ["export"],
     "exports.onnx_model": ["OnnxModel", "load_onnx"],
     "exports.package": ["Package", "load_package"],

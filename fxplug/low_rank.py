@@ -164,3 +164,15 @@ def sides(own: Mapping[str, Tensor], name: str, core: str) -> tuple[int, tuple[i
         return own[name].shape[0], tuple(own[name].shape[1:])
     a, b = own[f"{name}_a"], own[f"{name}_b"]
     return (a.shape[1], (b.shape[1], *own[core].shape[2:])) if core in own else (a.shape[0], tuple(b.shape[1:]))
+
+
+def factorization(size: int, factor: int = -1) -> tuple[int, int]:
+    """`size` as a product (m, n), m <= n, as LyCORIS splits it: `factor` and the rest where it divides, else the pair nearest
+    to a square whose smaller part is at most `factor`; -1 sets no bound.
+    """
+    if factor > 0 and size % factor == 0:
+        pair = sorted((factor, size // factor))
+        return pair[0], pair[1]
+    limit = size if factor < 0 else factor
+    small = max(d for d in range(1, math.isqrt(size) + 1) if size % d == 0 and d <= limit)
+    return small, size // small

@@ -16,7 +16,7 @@ import hostile_packages
 import pytest
 import small
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fxplug
@@ -204,6 +204,10 @@ def test_adapters_come_and_go(pair, tmp_path):
         adapters.load("ink", ink)
         adapters.load("film", film)
         assert adapters.names == ["ink", "film"]
+    for name, adapters in (("module", module.adapters), ("package", package.adapters)):  # the file comes back
+        folder = adapters.save("ink", tmp_path / name).path
+        saved, wanted = load_file(folder / "adapter_model.safetensors"), load_file(ink)
+        assert saved.keys() == wanted.keys() and all(torch.equal(saved[key], wanted[key]) for key in wanted)
     outputs = []
     for what in (None, "ink", {"ink": 0.8, "film": 0.3}, ["ink", None, "film"], "film"):
         for adapters in (module.adapters, package.adapters):

@@ -57,6 +57,8 @@ COMMANDS = {
     "use": ["adapters", "use", "taken/out", "ink=0.5"],
     "unload": ["adapters", "unload", "taken/out", "ink"],
     "pages": ["passes", "--pages", "taken/pages"],
+    "adapter": ["export", "taken/out", "--to", "peft", "--adapter", "ink", "--out", "taken/peft"],
+    "checkpoint": ["export", "taken/out", "--to", "safetensors", "--merge", "ink", "--out", "taken/merged"],
     "train": ["train", "t.yaml", "--out", "taken/run", "--quiet"],
 }
 

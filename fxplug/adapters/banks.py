@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import SpecError
 from ..low_rank import in_slot
+from .slot_memory import LOST, SAID, lost, said, scaled
 from .updates import Entry
 
 # the dimensions of a parameter that are ranks; a bank is padded there and nowhere else
@@ -21,6 +22,20 @@ RANKS = {
     "lokr_w1": (), "lokr_w2": (), "lokr_w1_a": (1,), "lokr_w1_b": (0,), "lokr_w2_a": (1,), "lokr_w2_b": (0,), "lokr_t2": (0, 1),
 }  # fmt: skip
 SCALED = ("up", "hada_w2_b", "lokr_w2", "lokr_w2_b")  # which of a bank's parameters takes the adapter's scale
+
+
+CORES = {"hada_w1_a": "hada_t1", "hada_w2_a": "hada_t2", "lokr_w2_a": "lokr_t2"}
+
+
+def rank_dims(key: str, names: Container[str]) -> tuple[int, ...]:
+    """The dimensions of one of an update's tensors that are ranks; `names` are those of all: before a core it is the first."""
+    return (0,) if CORES.get(key) in names else RANKS[key]
+
+
+def scaled_factor(names: Iterable[str]) -> str:
+    """The one of an update's factors that takes its scale."""
+    known = set(names)
+    return next(name for name in SCALED if name in known)
 
 
 @dataclass(frozen=True)
@@ -54,21 +69,27 @@ class Bank:
         return {key: f"{self.block}.{key}" for key in self.parameters}
 
     @property
+    def memory(self) -> dict[str, str]:
+        """The names of what it keeps of the files, see `slot_memory`; a package of an earlier version has none of them."""
+        return {key: f"{self.block}.{key}" for key in (SAID, LOST)}
+
+    @property
     def maps(self) -> bool:
         """Whether it maps the weight itself, so that its parameters have the slots as their first dimension."""
         return self.kind in ("LoraWeight", "Loha", "Lokr")
 
     def views(self, name: str, tensor: Tensor, slot: int) -> Tensor:
         """One slot of one of the bank's tensors: a view, in groups (groups, rank, ...) for a convolution's `down`."""
-        if self.maps:
+        if self.maps or name == SAID:
             return tensor[slot]
+        name = scaled_factor(self.parameters) if name == LOST else name
         turned = name == "up" or self.kind == "Embedding"
         return in_slot(tensor, slot, self.slots, 0 if turned else self.groups)
 
     def fitted(self, key: str, tensor: Tensor, value: Tensor, entry: Entry) -> Tensor:
-        """Values for a slot of `tensor`, one of the bank's, in its dtype. Raises SpecError where they do not fit."""
+        """Values for a slot of `tensor`, one of the bank's, scaled, in its dtype. Raises SpecError where they do not fit."""
         target = self.views(key, tensor, 0)
-        loose = RANKS[key] if self.maps else (1,)
+        loose = rank_dims(key, self.parameters) if self.maps else (1,)
         fits = target.dim() == value.dim() and all(
             n == m or (d in loose and n < m) for d, (n, m) in enumerate(zip(value.shape, target.shape, strict=True))
         )
@@ -77,23 +98,51 @@ class Bank:
                 f"'{entry.name}' has a {key} of {list(value.shape)}, and the bank at '{self.path}' takes {list(target.shape)}: "
                 "apply the pass with the factors that the adapter was made with"
             )
-        made = value.to(tensor.dtype)
+        takes = key == scaled_factor(self.parameters)
+        made = scaled(value, entry.scale, tensor.dtype) if takes else value.to(tensor.dtype)
         if not made.is_meta and not torch.isfinite(made).all():
             raise SpecError(f"'{entry.name}': its {key} has numbers beyond {tensor.dtype}, which the slots hold")
         return made
 
+    def rows(
+        self, entry: Entry, rank: int, values: Mapping[str, Tensor], there: Callable[[str], Tensor | None]
+    ) -> Iterator[tuple[Bank, str, str, Tensor]]:
+        """What to write for an entry, of that rank and with these values: this, what it is, the tensor's name, and the value.
+
+        `there` gives the tensors of the module. Raises SpecError for values that do not fit.
+        """
+        factor = scaled_factor(values)
+        for key, value in values.items():
+            tensor = there(self.names[key])
+            assert tensor is not None, key
+            held = self.fitted(key, tensor, value, entry)
+            yield self, key, self.names[key], held
+            if key == factor and there(self.memory[SAID]) is not None:
+                rank = entry.rank if self.kind in ("Loha", "Lokr") else rank
+                meta = value.is_meta or held.is_meta
+                steps = torch.zeros(held.shape, dtype=torch.int8) if meta else lost(value.cpu(), held.cpu(), entry.scale)
+                yield self, SAID, self.memory[SAID], said(entry.scale, rank, value.dtype)
+                yield self, LOST, self.memory[LOST], steps
+
+
+def check_name(name: Any, room: int) -> None:
+    """Raises SpecError unless a name for an adapter is a text of at most so many bytes."""
+    raw = name.encode(errors="ignore") if isinstance(name, str) else b""
+    if not raw.strip() or b"\0" in raw or raw.decode() != name or len(raw) > room:
+        raise SpecError(f"an adapter's name is a text of at most {room} bytes, not {name!r}")
+
 
 def values_for(bank: Bank, entry: Entry) -> tuple[int, dict[str, Tensor]]:
-    """An entry's rank and its tensors as a bank holds them, scaled, in float32. Raises SpecError for another kind."""
+    """An entry's rank and its tensors as a bank holds them, not scaled yet. Raises SpecError for another kind."""
     if bank.kind in ("Loha", "Lokr"):
         if entry.kind != bank.kind.lower():
             raise SpecError(f"'{entry.name}' is {entry.kind}, and the slots at '{bank.path}' are for {bank.kind.lower()}")
-        tensors = {key: value.float() for key, value in entry.tensors.items()}
-        rank = max((tensors[key].shape[dim] for key in tensors for dim in RANKS[key]), default=0)
+        tensors = dict(entry.tensors)
+        rank = max((tensors[key].shape[dim] for key in tensors for dim in rank_dims(key, tensors)), default=0)
         for whole in ("lokr_w1", "lokr_w2"):
             split = whole in bank.names and f"{whole}_a" in tensors and "lokr_t2" not in tensors
             if split and (shape := _whole(bank, entry, whole)):
-                tensors[whole] = (tensors.pop(f"{whole}_a") @ tensors.pop(f"{whole}_b")).reshape(shape)
+                tensors[whole] = (tensors.pop(f"{whole}_a").float() @ tensors.pop(f"{whole}_b").float()).reshape(shape)
         if tensors.keys() != bank.names.keys():
             raise SpecError(
                 f"'{entry.name}' has {', '.join(sorted(tensors))}, and the slots at '{bank.path}' are for "
@@ -108,7 +157,7 @@ def values_for(bank: Bank, entry: Entry) -> tuple[int, dict[str, Tensor]]:
         return rank, {}
     else:
         entry = entry.as_lora(bank.shape)
-        down, up = (half.float() for half in entry.pair("Linear" if bank.maps else bank.kind))
+        down, up = entry.pair("Linear" if bank.maps else bank.kind)
         rank = up.shape[1]
         if not bank.maps and bank.kind != "Embedding":
             groups = len(down) // rank
@@ -119,9 +168,35 @@ def values_for(bank: Bank, entry: Entry) -> tuple[int, dict[str, Tensor]]:
                 )
             down = torch.unflatten(down, 0, (groups, -1)).expand(bank.groups, *[-1] * down.dim())
         tensors = {"down": down, "up": up}
-    key = next(key for key in SCALED if key in tensors)
-    tensors[key] = tensors[key] * entry.scale
     return rank, tensors
+
+
+def rows_for(
+    all_banks: Mapping[str, Sequence[Bank]], placed: Mapping[str, Entry], there: Callable[[str], Tensor | None]
+) -> dict[str, list[tuple[Bank, str, str, Tensor]]]:
+    """What is to be written, by pass: bank, parameter, its name, values. Raises SpecError for what does not fit."""
+    ready: dict[str, list[tuple[Bank, str, str, Tensor]]] = {}
+    homes: dict[str, list[tuple[str, Bank]]] = {}
+    for p, banks in all_banks.items():
+        for bank in banks:
+            homes.setdefault(bank.path, []).append((p, bank))
+    high: list[tuple[str, int, Bank, str]] = []
+    for path, entry in placed.items():
+        rows = homes[path]
+        same = [(p, bank) for p, bank in rows if bank.kind.lower() == entry.kind]
+        p, bank = (same or rows)[0]
+        rank, values = values_for(bank, entry)
+        if rank > bank.rank:
+            high.append((path, rank, bank, p))
+            continue
+        ready.setdefault(p, []).extend(bank.rows(entry, rank, values, there))
+    if high:
+        path, rank, bank, p = max(high, key=lambda row: row[1])
+        raise SpecError(
+            f"{len(high)} layers of the adapter have a rank above rank_max={bank.rank}, the highest is {rank} at '{path}': "
+            f"apply pass '{p}' with rank_max={rank}"
+        )
+    return ready
 
 
 def _whole(bank: Bank, entry: Entry, name: str) -> list[int]:

@@ -27,7 +27,9 @@ from .updates import PRODUCT, AdapterFile, Entry, base_of, largest, needs, rank_
 
 __all__ = ["AdapterFile", "Entry", "Fit", "fit", "read"]
 LARGE = 1e30  # no number of an adapter's is larger
-_GATES = re.compile(r"^(?P<owner>.+)\.gates\.table\.(?P<name>weights|entries|names)$")
+_GATES = re.compile(
+    r"^(?P<owner>.+)\.(?:gates\.table\.(?P<name>weights|entries|names)|(?:Lora|LoraWeight|Loha|Lokr)(?:_\d+)?\.(?:said|lost))$"
+)
 _SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
 # how many dimensions a tensor has, where it is not 2
 _DIMS = dict.fromkeys(("down", "up", "mid", "lokr_w2"), (2, 5)) | dict.fromkeys(("hada_t1", "hada_t2", "lokr_t2"), (3, 5))

@@ -15,8 +15,10 @@ from ..errors import SpecError, did_you_mean
 from ..limits import DEFAULT, Limits
 from ..quantised import weight_shape
 from ..turns import Turns, change, hold, turns_of
-from .banks import Bank, values_for
-from .files import AdapterFile, Entry, Fit, fit, read
+from .banks import Bank, check_name, rows_for
+from .files import AdapterFile, Fit, fit, read
+from .slot_saving import save
+from .writing import About, about_of
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
 Weights = Mapping[str, float]
@@ -60,12 +62,18 @@ class Adapters:
 
     def tensor(self, name: str) -> Tensor:
         """A parameter or buffer by its name in the state dict; it is written in place."""
+        found = self.there(name)
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def there(self, name: str) -> Tensor | None:
+        """The same; None where there is none of that name."""
         *owners, last = self.where.get(name, name).split(".")
         module: Any = self.module
         for owner in owners:  # get_submodule asks hasattr at each level, which is most of the time of a load
             module = module._modules[owner]
         found: Tensor | None = (module._parameters if last in module._parameters else module._buffers).get(last)
-        assert found is not None, name
         return found
 
     def shapes(self) -> dict[str, Sequence[int]]:
@@ -153,7 +161,7 @@ class Adapters:
     def names(self) -> list[str]:
         """The adapters that are loaded, in the order of their slots."""
         with hold(self.turns):
-            return list(dict.fromkeys(name for p in self.banks for name in self._names(p) if name))
+            return list(dict.fromkeys(name for p in self.banks for name in self.names_of(p) if name))
 
     @property
     def slots(self) -> int:
@@ -165,7 +173,7 @@ class Adapters:
         """What is used: the weight of each adapter that takes part, or that for each sample."""
         with hold(self.turns):
             tables = {p: (self._table(p, "weights"), int(self._table(p, "entries"))) for p in self.banks}
-            named = {p: self._names(p) for p in self.banks}
+            named = {p: self.names_of(p) for p in self.banks}
         count = max(entries for _, entries in tables.values())
 
         def row(index: int) -> dict[str, float]:
@@ -187,10 +195,12 @@ class Adapters:
             raise SpecError("the slots are on the meta device, which holds no values: move the module to a device that does")
         return table
 
-    def _names(self, p: str) -> list[str]:
+    def names_of(self, p: str) -> list[str]:
+        """The adapters in the slots of one pass, each an empty text where a slot is free."""
         return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in self._table(p, "names").tolist()]
 
-    def _check_known(self, name: Any) -> str:
+    def check_known(self, name: Any) -> str:
+        """The name, if an adapter of that name is loaded. Raises SpecError."""
         known = self.names
         if name not in known:
             listed = f"; there are {', '.join(known)}" if known else "; none is loaded yet"
@@ -232,11 +242,11 @@ class Adapters:
         found = fit(file, shapes, part, self.shapes, guess)
         if not (partial and found.placed):
             found.check()
-        ready = self._ready(found.placed)
+        ready = rows_for(self.banks, found.placed, self.there)
         with self._changing() as write:
             known = self._check_new(name, replace)
             slots = {p: self._free(p, name) for p in ready}
-            homes = {p: self._names(p).index(name) for p in self.banks if name in self._names(p)}
+            homes = {p: self.names_of(p).index(name) for p in self.banks if name in self.names_of(p)}
             used = {p: self._table(p, "weights")[:, slot].clone() for p, slot in homes.items()}
             if known:
                 self._clear(name, write)
@@ -255,10 +265,7 @@ class Adapters:
 
     def _check_new(self, name: Any, replace: bool) -> bool:
         """Whether an adapter of this name is loaded. Raises SpecError for a name that cannot be taken."""
-        room = self._table(next(iter(self.banks)), "names").shape[1]
-        raw = name.encode(errors="ignore") if isinstance(name, str) else b""
-        if not raw.strip() or b"\0" in raw or raw.decode() != name or len(raw) > room:
-            raise SpecError(f"an adapter's name is a text of at most {room} bytes, not {name!r}")
+        check_name(name, self._table(next(iter(self.banks)), "names").shape[1])
         if name in self.names:
             if not replace:
                 raise SpecError(f"an adapter '{name}' is loaded already: unload it first, or load with replace=True")
@@ -266,7 +273,7 @@ class Adapters:
         return False
 
     def _free(self, p: str, name: str) -> int:
-        names = self._names(p)
+        names = self.names_of(p)
         if name in names:
             return names.index(name)
         if "" not in names:
@@ -276,43 +283,16 @@ class Adapters:
             )
         return names.index("")
 
-    def _ready(self, placed: Mapping[str, Entry]) -> dict[str, list[tuple[Bank, str, str, Tensor]]]:
-        """What is to be written, by pass: bank, parameter, its name, values. Raises SpecError for what does not fit."""
-        ready: dict[str, list[tuple[Bank, str, str, Tensor]]] = {}
-        homes: dict[str, list[tuple[str, Bank]]] = {}
-        for p, banks in self.banks.items():
-            for bank in banks:
-                homes.setdefault(bank.path, []).append((p, bank))
-        high: list[tuple[str, int, Bank, str]] = []
-        for path, entry in placed.items():
-            rows = homes[path]
-            same = [(p, bank) for p, bank in rows if bank.kind.lower() == entry.kind]
-            p, bank = (same or rows)[0]
-            rank, values = values_for(bank, entry)
-            if rank > bank.rank:
-                high.append((path, rank, bank, p))
-                continue
-            for key, value in values.items():
-                name = bank.names[key]
-                ready.setdefault(p, []).append((bank, key, name, bank.fitted(key, self.tensor(name), value, entry)))
-        if high:
-            path, rank, bank, p = max(high, key=lambda row: row[1])
-            raise SpecError(
-                f"{len(high)} layers of the adapter have a rank above rank_max={bank.rank}, the highest is {rank} at '{path}': "
-                f"apply pass '{p}' with rank_max={rank}"
-            )
-        return ready
-
     @torch.no_grad()
     def unload(self, name: str) -> None:
         """Free an adapter's slot; it is used no longer. Raises SpecError for a name that is not loaded."""
         with self._changing() as write:
-            self._clear(self._check_known(name), write)
+            self._clear(self.check_known(name), write)
 
     def _clear(self, name: str, write: Callable[[Tensor, Any], None]) -> None:
         """Free an adapter's slots."""
         for p in self.banks:
-            if name not in (names := self._names(p)):
+            if name not in (names := self.names_of(p)):
                 continue
             slot = names.index(name)
             write(self._table(p, "weights")[:, slot], 0)
@@ -324,10 +304,18 @@ class Adapters:
     ) -> None:
         """Zero what lies in a slot, `but` tensors that are written whole: training may have written into a free one."""
         for bank in self.banks[p]:
-            for key, tensor_name in bank.names.items():
-                view = bank.views(key, self.tensor(tensor_name), slot)
+            for key, tensor_name in (bank.names | bank.memory).items():
+                if (tensor := self.there(tensor_name)) is None:
+                    continue
+                view = bank.views(key, tensor, slot)
                 if view.shape != (but or {}).get(tensor_name) and view.any():
                     write(view, 0)
+
+    save = save
+
+    def about(self) -> About:
+        """What is known of the model."""
+        return about_of(self.module)
 
     # --- use
 
@@ -346,7 +334,7 @@ class Adapters:
             made: dict[str, tuple[Tensor, int]] = {}
             for p in self.banks:
                 weights = self._table(p, "weights")
-                names = self._names(p)
+                names = self.names_of(p)
                 if not single and len(rows) > weights.shape[0]:
                     raise SpecError(f"a batch can have entries for up to {weights.shape[0]} samples, not {len(rows)}")
                 table = torch.tensor([[row.get(name, 0.0) if name else 0.0 for name in names] for row in rows])
@@ -363,6 +351,11 @@ class Adapters:
                 weights = self._table(p, "weights")
                 write(weights if single else weights[: len(table)], table)
                 write(self._table(p, "entries"), entries)
+
+    def strengths(self, weights: Weights) -> dict[str, Tensor]:
+        """What a batch would take of each pass's slots, float32 (slots,), if these were used. Raises SpecError as `use`."""
+        row = {"": 0.0, **self._weights(weights)}
+        return {p: torch.tensor([row.get(name, 0.0) for name in self.names_of(p)]) for p in self.banks}
 
     def _entries(self, what: Any) -> Iterator[tuple[int, Any]]:
         if isinstance(what, Tensor):
@@ -388,7 +381,7 @@ class Adapters:
         if not isinstance(entry, Mapping):
             raise SpecError(f"{where}an adapter is given by name, names with weights, or None, not {entry!r}")
         try:
-            weights = {self._check_known(name): value for name, value in entry.items()}
+            weights = {self.check_known(name): value for name, value in entry.items()}
         except SpecError as error:
             raise SpecError(f"{where}{error.finding}") from None
         for name, value in weights.items():

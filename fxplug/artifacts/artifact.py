@@ -15,6 +15,8 @@ import yaml
 from torch import nn
 
 from .. import __version__
+from ..adapters.slot_memory import SAID
+from ..blocks.base import LowRank
 from ..errors import ArtifactError, shown
 from ..files.reading import Raises, reported
 from ..files.writing import linked, save_file
@@ -287,6 +289,9 @@ def _build(
     tree = modules[""]
     assert isinstance(tree, Container)
     vars(tree)["classes"] = tuple(str(c) for c in document["classes"])  # a child may have that name
+    older = [m for path, m in tree.named_modules() if isinstance(m, LowRank) and m.slots and f"{path}.{SAID}" not in records]
+    for bank in older:
+        bank.forgets()
     names = [name for name, _, _ in state_of(tree)]
     if names != list(records):
         odd = sorted(set(names) ^ set(records)) or names
@@ -294,6 +299,8 @@ def _build(
     graphs = _read_graphs(document, modules, allow, files.limits)
     values = read_tensors(files, records, device, allow)
     fill(tree, values.__getitem__, lambda name: records[name].get("persistent", True) is not False)
+    for bank in older:
+        bank.remembers()
     extras = {str(k): decode(v, None, files.limits) for k, v in document["extras"].items()}
     module = TracedModule(tree, graphs, None, extras)
     _check_paths(module, graphs)

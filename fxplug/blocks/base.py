@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..adapters.banks import scaled_factor
+from ..adapters.slot_memory import LOST, SAID
 from ..errors import SpecError, did_you_mean
 from ..ir import channel_dim as channels
 from ..low_rank import scaling
@@ -63,6 +65,21 @@ class LowRank(Block):
         if not slots:
             factor = scaling(rank, alpha, rslora, alpha_auto_scale)
             self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
+
+    def remembers(self) -> None:
+        """Give a bank what it keeps of the files that its adapters came from: read by nothing but `adapters.save`.
+
+        See `adapters.slot_memory`. It is no larger than the bank's own tensors, whatever a file says of its slots.
+        """
+        named = {name.removesuffix(".weight"): value for name, value in self.named_parameters()}
+        factor = named[scaled_factor(named)]
+        rows = min(self.slots, factor.numel())
+        self.register_buffer(SAID, torch.zeros(rows, 3, dtype=torch.int64, device=factor.device))
+        self.register_buffer(LOST, torch.zeros(factor.shape, dtype=torch.int8, device=factor.device))
+
+    def forgets(self) -> None:
+        """Take that away again: artifacts of earlier versions have none, and a module that is read from one gets it later."""
+        del self._buffers[SAID], self._buffers[LOST]
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, " + (f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}")

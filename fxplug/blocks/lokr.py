@@ -10,20 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from ..low_rank import factor, kronecker
+from ..low_rank import factor, factorization, kronecker
 from .weight_update import Update, divisors
-
-
-def factorization(size: int, factor: int = -1) -> tuple[int, int]:
-    """`size` as a product (m, n), m <= n, as LyCORIS splits it: `factor` and the rest where it divides, else the pair nearest
-    to a square whose smaller part is at most `factor`; -1 sets no bound.
-    """
-    if factor > 0 and size % factor == 0:
-        pair = sorted((factor, size // factor))
-        return pair[0], pair[1]
-    limit = size if factor < 0 else factor
-    small = max(d for d in range(1, math.isqrt(size) + 1) if size % d == 0 and d <= limit)
-    return small, size // small
 
 
 class Lokr(Update):

@@ -1,4 +1,4 @@
-"""The verbs `fxplug adapters list | load | use | unload`, which change a saved rewrite with slots."""
+"""The verbs `fxplug adapters list | load | use | unload`, which change a saved rewrite with slots, and `extract`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import SpecError
-from .verbs import HELP, Allow, Debug, Verbs, load_saved
+from .verbs import HELP, Allow, Debug, Verbs, load_saved, progress
 
 if TYPE_CHECKING:
     from ..ir.traced_module import TracedModule
 
 adapters = typer.Typer(
-    cls=Verbs, no_args_is_help=True, help="Load, use and unload the adapters in the slots of a saved rewrite.",
-    context_settings=HELP,
+    cls=Verbs, no_args_is_help=True, context_settings=HELP,
+    help="Load, use and unload the adapters in the slots of a saved rewrite; extract some of checkpoints.",
 )  # fmt: skip
 Saved = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")]
 Named = Annotated[str, typer.Argument(metavar="NAME", help="What the adapter is called.")]
@@ -80,6 +80,38 @@ def unload_adapter(folder: Saved, name: Named, allow: Allow = None, debug: Debug
     with _changed(folder, allow) as module:
         module.adapters.unload(name)
     print(f"{name} is unloaded")
+
+
+@adapters.command("extract")
+def extract_adapter(
+    base: Annotated[Path, typer.Argument(metavar="BASE", help="The checkpoint that was tuned: a file, or a model's folder.")],
+    tuned: Annotated[Path, typer.Argument(metavar="TUNED", help="What it became.")],
+    out: Annotated[Path, typer.Option("--out", help="The adapter to write.")],
+    rank: Annotated[str, typer.Option("--rank", help="A rank, or the share of each difference to keep: 0.98.")] = "16",
+    at: Annotated[str, typer.Option("--at", help="Which layers: a pattern, as in a pass.")] = "**",
+    as_: Annotated[str, typer.Option("--as", help="The format: peft, diffusers, kohya, comfy, lycoris or fxplug.")] = "kohya",
+    part: Annotated[str | None, typer.Option("--part", help="The part of a pipeline that this model is.")] = None,
+    partial: Annotated[bool, typer.Option("--partial", help="Leave out what the format cannot hold.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Make an adapter of what a tuned checkpoint has and its base has not."""
+    from ..adapters.extracting import extract
+
+    with progress("extract"):
+        found = extract(base, tuned, rank=_rank(rank), at=at)
+    done = found.save(out, as_=as_, part=part, partial=partial, name=out.stem)
+    for path, lacks in found.errors.items():
+        print(f"{path}  {lacks:.1%} of the difference is missing")
+    for path, why in (*found.left_out.items(), *done.left_out.items()):
+        print(f"left out: '{path}' {why}")
+    print(f"{len(done.layers)} layers, {found.same} are the same\nsaved in {done.path}")
+
+
+def _rank(text: str) -> int | float:
+    try:
+        return int(text) if text.isdigit() else float(text)
+    except ValueError:
+        raise SpecError(f"--rank is a whole number, or a share such as 0.98, not '{text}'") from None
 
 
 @contextmanager

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from ..adapters.files import AdapterFile, read
+from ..adapters.held import Layer
 from ..adapters.layer_matching import Fit
 from ..adapters.slots import Adapters, Source
+from ..adapters.writing import About
 from ..errors import ArtifactError, FxplugError, SpecError, did_you_mean, shown
 from ..files import weight_files
 from ..files.reading import about, opened, reported
@@ -41,14 +43,19 @@ class PackageAdapters(Adapters):
 
     def __init__(self, manifest: Json, tensors: dict[str, torch.Tensor], turns: tuple[Turns, ...]) -> None:
         self.banks, self.where = _banks(manifest)
-        self.tensors, self.turns = tensors, turns
+        self.tensors, self.turns, self.kind = tensors, turns, str(manifest.get("module", ""))
 
-    def tensor(self, name: str) -> torch.Tensor:
-        return self.tensors[self.where.get(name, name)]
+    def there(self, name: str) -> torch.Tensor | None:
+        return self.tensors.get(self.where.get(name, name))
 
     def shapes(self) -> dict[str, Any]:
         """The weights of the whole model are the program's own."""
         return {}
+
+    def about(self) -> About:
+        rows = [bank for banks in self.banks.values() for bank in banks]
+        layers = {bank.path: Layer("" if bank.maps else bank.kind, bank.shape, bank.groups) for bank in rows}
+        return About(layers, (self.kind,))
 
     def load(self, name: str, source: Source, *, adapter: str | None = None, **options: Any) -> Fit:
         file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter)  # type: ignore[arg-type]

@@ -73,10 +73,10 @@ def check_folder(folder: Path, raises: Callable[[str], Exception]) -> None:
         raise raises(f"'{folder}' cannot be written: '{there}' is not open to you")
 
 
-def save_file(tensors: dict[str, Tensor], path: str | os.PathLike[str]) -> None:
-    """Write a safetensors file. Raises OSError where that failed, which safetensors tells as text."""
+def save_file(tensors: dict[str, Tensor], path: str | os.PathLike[str], about: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, `about` its metadata. Raises OSError where that failed, which safetensors tells as text."""
     try:
-        safetensors.save_file(tensors, path)
+        safetensors.save_file(tensors, path, about)
     except SafetensorError as error:
         number = re.search(r"os error (\d+)", str(error))
         if number is None:

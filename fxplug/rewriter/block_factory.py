@@ -132,12 +132,21 @@ def record(
         "train": p.train,
         "neutral": made_new and all(getattr(block, "neutral", False) for _, (_, block) in named),
         "sites": [
-            {"path": s.node or s.path, "place": s.rule.place, "block": name, **_bank(block)} for s, (name, block) in named
+            {"path": s.node or s.path, "place": s.rule.place, "block": name, **_apart(s), **_bank(block)}
+            for s, (name, block) in named
         ],
         "slots": p.slots,
         "inputs": [input_name(gm, p, name) for name in own_inputs(gm, p)],
         "networks": list(p.networks),
     }
+
+
+def _apart(site: Site) -> dict[str, Any]:
+    """Whether a block is beside one call of several only, or reads something else than its region does: no adapter file says
+    so."""
+    one = any("@" in pattern for pattern in site.rule.match.patterns)
+    other = site.rule.place == "after" and tuple(site.rule.args[:2]) != ("x", "y")
+    return {"apart": True} if one or other else {}
 
 
 def _bank(block: nn.Module | None) -> dict[str, Any]:

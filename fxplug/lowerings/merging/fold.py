@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ... import quantised
+from ...adapters.slots import Adapters
 from ...blocks.slot_gates import Table
 from ...errors import SpecError, did_you_mean
 from ...ir import ops
@@ -26,7 +27,9 @@ from .updates import Step, Use, accumulator, changed, mapped
 
 
 @held
-def merge(gm: TracedModule, passes: Sequence[str] | None = None) -> TracedModule:
+def merge(
+    gm: TracedModule, passes: Sequence[str] | None = None, adapters: Mapping[str, float] | None = None
+) -> TracedModule:
     """The module with passes folded into a copy of the weights; `gm`, and every tensor of it, stays as it is.
 
     Folded are low-rank updates and scales beside a layer, and all blocks that map a parameter; with slots, the adapters in
@@ -35,12 +38,16 @@ def merge(gm: TracedModule, passes: Sequence[str] | None = None) -> TracedModule
     which `unmerge` gives back; deleting that key frees it. A layer that is tied to another is so no more where only one of
     them was changed. Dropout and power iterations, which act in training, are left out.
 
-    `passes` names those to fold, None is all but marks for a step cache. Raises SpecError for a name that is no pass here and,
-    with the reasons, for passes that are not functions of weights.
+    `passes` names those to fold, None is all but marks for a step cache. `adapters` says which of the slots' adapters are
+    folded and how much of each, instead of those in use, which stay as they are. Raises SpecError for a name that is no pass
+    or adapter here, a strength that is no finite number and, with the reasons, for passes that are not functions of weights.
     """
     check_unlowered(gm, "merge")
     wanted = _named(gm, passes)
-    gates = {name: uniform(gm, name) for name in slotted(gm) if name in wanted}
+    if adapters is None:
+        gates = {name: uniform(gm, name) for name in slotted(gm) if name in wanted}
+    else:
+        gates = Adapters(gm).strengths(adapters)
     plan = Plan(gm, set(wanted))
     plan.check()
     new = plan.module(plan.values(gates))
@@ -96,15 +103,16 @@ def _named(gm: TracedModule, passes: Sequence[str] | None) -> list[str]:
         raise SpecError(f"passes is empty: name some of {', '.join(known)}")
     if passes is not None:
         return list(passes)
-    marks = {entry["name"] for entry in gm.meta["passes"] if entry["sites"] and all(_is_mark(gm, s) for s in entry["sites"])}
+    marks = {entry["name"] for entry in gm.meta["passes"] if is_mark(gm, entry)}
     if marks == set(known):
         raise SpecError(f"{', '.join(known)} only marks where the graph may be cut: there is nothing to merge")
     return [name for name in known if name not in marks]
 
 
-def _is_mark(gm: TracedModule, site: Mapping[str, Any]) -> bool:
-    """Whether the block of a site only says where a graph may be cut."""
-    return bool(site["block"]) and getattr(gm.get_submodule(site["block"]), "is_mark", False) is True
+def is_mark(gm: TracedModule, entry: Mapping[str, Any]) -> bool:
+    """Whether the blocks of an applied pass only say where a graph may be cut; `entry` is what is remembered of it."""
+    blocks = [site["block"] for site in entry["sites"]]
+    return bool(blocks) and all(block and getattr(gm.get_submodule(block), "is_mark", False) is True for block in blocks)
 
 
 def slotted(gm: TracedModule) -> list[str]:

@@ -1,0 +1,238 @@
+"""Adapters of a difference: what a fine-tuned checkpoint has that its base has not, as low-rank updates."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArtifactError, SpecError, did_you_mean
+from ..files import reading, weight_files
+from ..limits import DEFAULT, Limits
+from ..spec.addresses import select
+from .find_tensors import kind_of, object_of
+from .held import Held, Layer
+from .updates import AdapterFile, Entry
+from .writing import About, Saved, about_of, content, told, write
+
+WHOLE = "model.diffusion_model."  # what a single-file checkpoint puts before the denoiser's names, among others' weights
+Given = str | os.PathLike[str] | nn.Module | Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """An adapter that was extracted: its updates, and how much of each layer's difference it lacks.
+
+    `errors` has by layer the Frobenius norm of what is left of the difference, relative to the difference's own; `left_out`
+    what differs and no low-rank update holds, with the reason; `same` the number of layers that do not differ. `file` is what
+    `adapters.load` takes.
+    """
+
+    file: AdapterFile
+    errors: Mapping[str, float]
+    left_out: Mapping[str, str]
+    same: int
+    model: About = field(repr=False)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        as_: str = "kohya",
+        part: str | None = None,
+        partial: bool = False,
+        name: str = "",
+        dtype: torch.dtype | None = None,
+    ) -> Saved:
+        """Write it as a tool reads it, see `writing.save_adapter`."""
+        made = content(Held(self.file.entries), as_, self.model, name=name, part=part, partial=partial, dtype=dtype)
+        return write(made, path, as_)
+
+    def __repr__(self) -> str:
+        worst = max(self.errors, key=lambda path: self.errors[path])
+        left = f"; not held: {told(self.left_out)}" if self.left_out else ""
+        most = f"at most {self.errors[worst]:.1%} of a difference is missing, at '{worst}'"
+        return f"Extracted({len(self.errors)} layers, {self.same} are the same; {most}{left})"
+
+
+@torch.no_grad()
+def extract(
+    base: Given,
+    tuned: Given,
+    *,
+    rank: int | float = 16,
+    at: str = "**",
+    limits: Limits = DEFAULT,
+    progress: Callable[[str], object] = str,
+) -> Extracted:
+    """Make an adapter of the difference of two checkpoints of one model: the best one of its rank, by singular values.
+
+    `base` and `tuned` are files of weights, folders with a model of diffusers, modules or state dicts, with the same names and
+    shapes. `rank` is a whole number, or a share between 0 and 1: each layer then gets the lowest rank that keeps this share of
+    its difference's energy (the sum of the squares of the singular values; Eckart and Young 1936). `at` says which layers, as
+    in a pass. Of a convolution (out, in, *kernel) the difference is taken as (out, in * kernel). Updates have the dtype of the
+    tuned weight, and what that rounds counts in the error. Safetensors files are read layer by layer; `progress` is told each.
+
+    Raises SpecError for a rank or pattern that is none, and where nothing differs; ArtifactError for a file that cannot be
+    read, weights of other shapes, and numbers that are not finite.
+    """
+    number = isinstance(rank, (int, float)) and not isinstance(rank, bool)
+    if not number or not (rank >= 1 if isinstance(rank, int) else 0 < rank < 1):
+        raise SpecError(f"rank is a whole number, 1 or more, or a share between 0 and 1, not {rank!r}")
+    with contextlib.ExitStack() as stack:
+        first, second = (stack.enter_context(_opened(given, limits)) for given in (base, tuned))
+        model = second.model if second.model.layers else first.model
+        shared = [key for key in second.shapes if key in first.shapes]
+        if not shared:
+            some = next(iter(second.shapes), "")
+            raise ArtifactError(f"{first.where} and {second.where} share no names{did_you_mean(some, first.shapes)}")
+        paths = {key.removesuffix(".weight"): key for key in shared if key.endswith(".weight") and len(second.shapes[key]) > 1}
+        chosen = select(at, paths)
+        if not chosen:
+            raise SpecError(f"'{at}' is no layer of both{did_you_mean(at, paths)}")
+        left = _alone(first, second)
+        entries: list[Entry] = []
+        errors: dict[str, float] = {}
+        layers: dict[str, Layer] = {}
+        same = 0
+        for key in shared:
+            a, b = first.shapes[key], second.shapes[key]
+            path = key.removesuffix(".weight")
+            if a != b:
+                raise ArtifactError(f"'{key}' is {list(a)} in {first.where} and {list(b)} in {second.where}")
+            if path in chosen:
+                layers[path] = model.layers.get(path) or _layer(b)
+            if not second.floating(key) or (path in paths and path not in chosen):
+                continue
+            progress(key)
+            value = second.tensor(key)
+            wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+            delta = value.to(wide) - first.tensor(key).to(wide)
+            if not delta.isfinite().all():
+                raise ArtifactError(f"'{key}' has numbers that are not finite in {first.where} or {second.where}")
+            if not delta.any():
+                same += path in chosen
+            elif path not in chosen:
+                left[key] = f"differs by up to {delta.abs().max():.3g}, and is no weight that a low-rank update changes"
+            else:
+                entry, errors[path] = _low_rank(path, delta, value.dtype, rank)
+                entries.append(entry)
+        if not entries:
+            others = f"; what differs is no layer's weight: {told(left)}" if left else ""
+            raise SpecError(f"no layer at '{at}' differs between {first.where} and {second.where}{others}")
+        whole = About(layers, model.classes, model.config)
+        return Extracted(AdapterFile(second.where, tuple(entries)), errors, left, same, whole)
+
+
+def _low_rank(path: str, delta: Tensor, dtype: torch.dtype, rank: int | float) -> tuple[Entry, float]:
+    """The update of a layer, and the share of the difference that it lacks."""
+    flat = delta.flatten(1)
+    u, s, v = torch.linalg.svd(flat, full_matrices=False)
+    if isinstance(rank, float):
+        energy = s.double().square().cumsum(0)
+        number = int((energy < rank * energy[-1]).sum()) + 1
+    else:
+        number = rank
+    number = min(number, int((s > 0).sum()) or 1)
+    root = s[:number].sqrt()
+    up, down = (u[:, :number] * root).to(dtype), (root[:, None] * v[:number]).to(dtype)
+    lacks = torch.linalg.vector_norm(flat - up.to(flat.dtype) @ down.to(flat.dtype)) / torch.linalg.vector_norm(flat)
+    tensors = {"down": down.reshape(number, *delta.shape[1:]), "up": up.reshape(-1, number, *[1] * (delta.dim() - 2))}
+    return Entry(path, path, "", "lora", tensors, 1.0, number), lacks.item()
+
+
+def _alone(first: _Weights, second: _Weights) -> dict[str, str]:
+    """What only one of them has."""
+    made = {key: f"is only in {second.where}" for key in second.shapes if key not in first.shapes}
+    return made | {key: f"is only in {first.where}" for key in first.shapes if key not in second.shapes}
+
+
+def _layer(shape: tuple[int, ...]) -> Layer:
+    """A layer as far as its weight tells: one input a channel is a convolution in as many groups."""
+    kind = "Linear" if len(shape) == 2 else f"Conv{len(shape) - 2}d"
+    return Layer(kind, shape, shape[0] if len(shape) > 2 and shape[1] == 1 < shape[0] else 1)
+
+
+# --- weights, one after the other
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A checkpoint: the shapes and dtypes of its tensors by name, and each tensor when it is asked for."""
+
+    where: str
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    tensor: Callable[[str], Tensor]
+    model: About
+
+    def floating(self, key: str) -> bool:
+        return self.dtypes[key].is_floating_point
+
+
+@contextlib.contextmanager
+def _opened(given: Given, limits: Limits) -> Iterator[_Weights]:
+    if isinstance(given, nn.Module):
+        yield _in_memory(f"the {type(given).__name__}", given.state_dict(), about_of(given))
+    elif isinstance(given, Mapping):
+        yield _in_memory("the state dict", given, About({}))
+    else:
+        with contextlib.ExitStack() as stack:
+            yield _in_files(Path(given), stack, limits)
+
+
+def _in_memory(where: str, state: Mapping[str, Tensor], model: About) -> _Weights:
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            raise ArtifactError(f"{where}: '{key}' is a {type(value).__name__}, not a tensor")
+        if value.is_meta:
+            raise ArtifactError(f"{where}: '{key}' is on the meta device, which holds no values")
+    shapes = {key: tuple(value.shape) for key, value in state.items()}
+    dtypes = {key: value.dtype for key, value in state.items()}
+    return _Weights(where, shapes, dtypes, lambda key: state[key].detach().cpu(), model)
+
+
+def _in_files(path: Path, stack: contextlib.ExitStack, limits: Limits) -> _Weights:
+    """The weights of a file, or of all that lie in a folder."""
+    model, files = About({}), [path]
+    if kind_of(path) == "folder":
+        with reading.reported(reading.about(path)):
+            files = sorted(each for each in path.iterdir() if each.suffix == ".safetensors")
+        if not files:
+            raise ArtifactError(f"the folder '{path}' has no .safetensors: name a file of weights, or a model's folder")
+        if kind_of(path / "config.json") == "file":
+            config = object_of(reading.read_json(path / "config.json", limits=limits), str(path / "config.json"))
+            model = About({}, (str(config.get("_class_name", "")),), config)
+    if path.suffix != ".safetensors" and len(files) == 1 and files[0] == path:
+        found, _ = weight_files.read(path, limits=limits)
+        found = found.get("state_dict", found) if isinstance(found, Mapping) else found
+        if not isinstance(found, Mapping):
+            raise ArtifactError(f"{path} is a {type(found).__name__} and names no tensors")
+        return _in_memory(str(path), {str(key): value for key, value in found.items()}, model)
+    records: dict[str, tuple[Any, weight_files.Record]] = {}
+    for file in files:
+        handle = stack.enter_context(reading.opened(file))
+        for key, record in weight_files.header(handle, reading.about(file), limits).records.items():
+            if key in records:
+                raise ArtifactError(f"'{key}' is in two files of '{path}': name one of them")
+            records[key] = handle, record
+    whole = any(key.startswith(WHOLE) for key in records)  # of a pipeline in one file, the denoiser
+    names = {key.removeprefix(WHOLE): key for key in records if key.startswith(WHOLE) or not whole}
+
+    def tensor(name: str) -> Tensor:
+        handle, record = records[names[name]]
+        handle.seek(record.offset)
+        head = weight_files.Header({name: record}, {}, b"")
+        return dict(weight_files.tensors(handle, head, reading.about(path)))[name]
+
+    if whole and not model.classes:
+        model = About({}, ("UNet2DConditionModel" if any("input_blocks." in name for name in names) else "",))
+    shapes = {name: records[key][1].shape for name, key in names.items()}
+    dtypes = {name: records[key][1].dtype for name, key in names.items()}
+    return _Weights(str(path), shapes, dtypes, tensor, model)

@@ -1,0 +1,174 @@
+"""The adapters that a module holds, as the entries of a file: those of a slot, and those of passes that were trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArtifactError, SpecError, did_you_mean
+from ..limits import DEFAULT
+from .banks import Bank, rank_dims, scaled_factor
+from .files import read
+from .slot_memory import read_said, scaled, unscaled
+from .updates import Entry, rank_of
+
+if TYPE_CHECKING:
+    from .slots import Adapters
+
+OURS = replace(DEFAULT, update=float("inf"))  # what was learned here may be as large as it is
+BLOCKS = ("Lora", "LoraWeight", "Dora", "Loha", "Lokr")  # whose updates files have a form for
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a model: its class, the shape of its weight, and its groups."""
+
+    kind: str
+    shape: tuple[int, ...]
+    groups: int = 1
+
+
+@dataclass(frozen=True)
+class Held:
+    """What is to be written: the updates by layer, and what of the module no adapter file holds, by place, with the reason.
+
+    `rslora` says that each scale is alpha / sqrt(rank) by its pass's own word.
+    """
+
+    entries: tuple[Entry, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    rslora: bool = False
+
+
+def layers_of(module: nn.Module) -> dict[str, Layer]:
+    """The layers of a module that have a weight of two or more dimensions, by path."""
+    found = {}
+    for path, layer in module.named_modules():
+        weight = getattr(layer, "weight", None)
+        if path and isinstance(weight, nn.Parameter) and weight.dim() > 1:
+            kind = next((c.__name__ for c in type(layer).__mro__ if c.__module__.startswith("torch.nn.")), "")
+            found[path] = Layer(kind, tuple(weight.shape), int(getattr(layer, "groups", 1)))
+    return found
+
+
+# --- slots
+
+
+def in_slots(adapters: Adapters, name: str) -> Held:
+    """An adapter in the slots of a module, as its file had it; the caller holds the slots meanwhile."""
+    entries: list[Entry] = []
+    for p, banks in adapters.banks.items():
+        names = adapters.names_of(p)
+        for bank in banks if name in names else ():
+            entry = _in_slot(adapters, bank, names.index(name), p)
+            entries += [] if entry is None else [entry]
+    return Held(tuple(entries))
+
+
+def _in_slot(adapters: Adapters, bank: Bank, slot: int, p: str) -> Entry | None:
+    """What one bank has in a slot; None where it has nothing."""
+    own = {key: bank.views(key, adapters.tensor(name), slot).detach().cpu().clone() for key, name in bank.names.items()}
+    beside = {key: adapters.there(name) for key, name in bank.memory.items()}
+    row, steps = (None if t is None else bank.views(key, t, slot).cpu() for key, t in beside.items())
+    known = None if row is None else read_said(row)
+    scale, rank, dtype = known or (1.0, 0, next(iter(own.values())).dtype)
+    if known is None and not all(value.any() for value in own.values()):
+        return None  # a layer that the adapter has nothing for
+    loose = {key: rank_dims(key, own) if bank.maps else (1,) for key in own}
+    rank = max([rank, *(_reach(own[key], dim) for key in own for dim in loose[key])])
+    own = {key: _cut(value, loose[key], rank) for key, value in own.items()}
+    factor = scaled_factor(own)
+    steps = None if steps is None else _cut(steps, loose[factor], rank)
+    values = {key: value.to(dtype) for key, value in own.items()}
+    values[factor] = unscaled(own[factor], steps, scale, dtype)
+    exact = torch.equal(scaled(values[factor], scale, own[factor].dtype), own[factor]) or not scale
+    if not exact or not all(torch.equal(values[key].to(own[key].dtype), own[key]) for key in own if key != factor):
+        # written over since it was loaded, by an optimizer for example: the file's dtype has no room for that
+        values = {**own, factor: unscaled(own[factor], None, scale, own[factor].dtype)}
+    return _entry(bank, values, scale, rank, p)
+
+
+def _entry(bank: Bank, values: dict[str, Tensor], scale: float, rank: int, p: str) -> Entry:
+    kind = bank.kind.lower() if bank.kind in ("Loha", "Lokr") else "lora"
+    embedding = bank.kind == "Embedding"
+    if kind == "lora" and not bank.maps:
+        values["down"] = values["down"].T if embedding else values["down"].flatten(0, 1)
+    rank = rank_of(values)
+    return Entry(bank.path, bank.path, p, kind, {k: v.contiguous() for k, v in values.items()}, scale, rank, embedding)
+
+
+def _reach(value: Tensor, dim: int) -> int:
+    """How far along a dimension there is anything but zeros."""
+    used = value.movedim(dim, 0).flatten(1).any(1).nonzero()
+    return int(used.max()) + 1 if len(used) else 0
+
+
+def _cut(value: Tensor, dims: Iterable[int], rank: int) -> Tensor:
+    for dim in dims:
+        value = value.narrow(dim, 0, min(rank, value.shape[dim]))
+    return value
+
+
+# --- passes
+
+
+def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
+    """The updates that passes without slots hold; `passes` names some of them, None is all that have any.
+
+    Raises SpecError for a name that is no pass here, for one with slots, and where there is none.
+    """
+    applied = {entry["name"]: entry for entry in getattr(module, "meta", {}).get("passes", [])}
+    wanted = list(passes) if passes is not None else [name for name, entry in applied.items() if not entry.get("slots")]
+    for name in wanted:
+        if name not in applied:
+            listed = f"; there are {', '.join(applied)}" if applied else "; none is applied"
+            raise SpecError(f"no pass '{name}' is applied here{did_you_mean(name, applied)}{listed}")
+        if applied[name].get("slots"):
+            raise SpecError(f"the pass '{name}' has slots: name the adapter in them, of module.adapters.names")
+    entries: dict[str, Entry] = {}
+    left: dict[str, str] = {}
+    rslora: set[bool] = set()
+    done: set[str] = set()
+    for name in wanted:
+        for site in applied[name]["sites"]:
+            block, path = site["block"], site["path"].partition("@")[0]
+            if not block or block in done:
+                continue
+            done.add(block)
+            made = module.get_submodule(block)
+            if type(made).__name__ not in BLOCKS:
+                left[path] = f"{name} has a {type(made).__name__} there, which adapter files have no form for"
+            elif site.get("apart"):
+                left[path] = f"{name} has a block there that is not beside each call of the layer, on its input"
+            elif site["place"] != ("after" if type(made).__name__ == "Lora" else "param"):
+                left[path] = f"{name} has a {type(made).__name__} there that is not beside the layer, but {site['place']}"
+            elif path in entries:
+                left[path] = f"{name} has a second update there: choose the passes"
+            else:
+                entries[path] = _of_block(made, path, name)
+                rslora.add(bool(made.rslora))
+    if not entries and not wanted:
+        other = ": of one with slots, name the adapter in them, module.adapters.save(name, ...)" if applied else ""
+        raise SpecError(f"no pass without slots is applied here, so nothing was learned{other}")
+    if not entries:
+        raise SpecError(f"{' and '.join(wanted)}: no low-rank updates{''.join(f': {why}' for why in list(left.values())[:1])}")
+    return Held(tuple(entries.values()), left, rslora == {True})
+
+
+def _of_block(block: Any, path: str, name: str) -> Entry:
+    """The update of one block."""
+    kind = type(block).__name__
+    found = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    if any(value.is_meta for value in found.values()):
+        raise ArtifactError(f"the update of '{path}' is on the meta device, which holds no values")
+    state = {f"{name}.{path}.{kind}.{key}": value.detach().cpu().clone() for key, value in found.items()}
+    (entry,) = read(state, limits=OURS).entries
+    embedding = getattr(block, "kind", "") == "Embedding"
+    tensors = dict(entry.tensors)
+    if embedding and not entry.embedding:  # a square one, whose shapes did not tell
+        tensors["down"] = tensors["down"].T.contiguous()
+    return replace(entry, name=path, path=path, part=name, tensors=tensors, embedding=embedding)

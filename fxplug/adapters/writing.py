@@ -1,0 +1,265 @@
+"""Adapter files, written as the tools have them: PEFT, diffusers, kohya's, ComfyUI, LyCORIS, and fxplug's own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import torch as safetensors
+from torch import Tensor
+
+from ..errors import ArtifactError, SpecError, did_you_mean
+from ..files.placing import new_file, new_folder
+from ..files.reading import reported
+from ..files.writing import save_file
+from .held import Held, Layer, layers_of, trained
+from .key_layouts import CONFIGURED, FORMATS, alpha_of, config, configured, ours, refused, unlike, with_alpha
+from .layer_matching import PARTS
+from .named import named, part_of
+from .updates import Entry
+
+FILES = {"peft": "adapter_model.safetensors", "diffusers": "pytorch_lora_weights.safetensors"}
+SHOWN = 3  # so many layers are named in a message
+# what modelspec and kohya's metadata call a model, by its class; of a UNet the width of the text tells which one it is
+ARCHITECTURES = {
+    "FluxTransformer2DModel": ("flux-1-dev", "flux1"), "SD3Transformer2DModel": ("stable-diffusion-3", "sd3"),
+    768: ("stable-diffusion-v1", "sd_v1"), 1024: ("stable-diffusion-v2-768-v", "sd_v2"),
+    2048: ("stable-diffusion-xl-v1-base", "sdxl_base_v1-0"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class About:
+    """What is known of the model that an adapter is for: its layers, the names of its classes, and its configuration."""
+
+    layers: Mapping[str, Layer]
+    classes: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What was written: the place, the format, the layers, and what the format could not hold, by layer, with the reason."""
+
+    path: Path
+    as_: str
+    layers: tuple[str, ...]
+    left_out: Mapping[str, str]
+
+    def __repr__(self) -> str:
+        left = f"; left out: {told(self.left_out)}" if self.left_out else ""
+        return f"Saved({str(self.path)!r}, {self.as_}, {len(self.layers)} layers{left})"
+
+
+@dataclass(frozen=True)
+class Content:
+    """An adapter in a format: its tensors, the metadata of its file, and PEFT's configuration where the format has one."""
+
+    tensors: dict[str, Tensor]
+    about: dict[str, str]
+    config: dict[str, Any]
+    layers: tuple[str, ...]
+    left_out: Mapping[str, str]
+
+
+def about_of(module: Any) -> About:
+    """What a traced module says of the model that it was traced from. Raises ArtifactError for one of which this is a part."""
+    if parts := getattr(module, "meta", {}).get("parts"):
+        raise ArtifactError(
+            f"this process keeps only its part of {len(parts)} weights, '{parts[0]}' the first: write what parallelize gives "
+            "where there are no processes, with the weights that whole_state gathers"
+        )
+    config = getattr(module, "config", None)
+    known = config if isinstance(config, Mapping) else {}
+    return About(layers_of(module), tuple(getattr(module, "classes", ()) or (type(module).__name__,)), known)
+
+
+def save_adapter(
+    module: Any,
+    path: str | os.PathLike[str],
+    *,
+    as_: str = "peft",
+    passes: Sequence[str] | None = None,
+    name: str = "",
+    part: str | None = None,
+    partial: bool = False,
+    dtype: torch.dtype | None = None,
+    about: Mapping[str, str] | None = None,
+) -> Saved:
+    """Write what passes without slots learned as an adapter file of another tool.
+
+    `as_` is "peft" (a folder with `adapter_model.safetensors` and `adapter_config.json`), "diffusers" (a folder with
+    `pytorch_lora_weights.safetensors`, or a file where `path` ends so), or "kohya", "comfy", "lycoris", "fxplug" (a file). A
+    folder has to be new; a file that is there is replaced once the new one is whole. `passes` names some of the module's passes
+    of lora, lora_weight, loha, lokr and dora; None is all. `part` is the part of a pipeline that the model is ("unet",
+    "transformer", "text_encoder", ...), told by its class otherwise. `dtype` is that of the tensors, as they are otherwise;
+    `name` the title in the metadata, to which `about` adds.
+
+    kohya's tools and ComfyUI have the first names of layers, of which one may be several layers here: their updates are joined
+    without a loss. What a format has no form for is an error that names it, or is left out with `partial`, as the result says.
+
+    Raises ArtifactError for that, and for a place that cannot be written; SpecError for a format or pass that is not there.
+    """
+    if isinstance(passes, str):
+        raise SpecError(f"passes is a list of names, not a text: write ['{passes}']")
+    held = trained(module, passes)
+    made = content(held, as_, about_of(module), name=name, part=part, partial=partial, dtype=dtype, said=about)
+    return write(made, path, as_)
+
+
+def told(left: Mapping[str, str], number: int = SHOWN) -> str:
+    """What was left out, the first of it by name."""
+    some = [f"'{path}' {why}" for path, why in list(left.items())[:number]]
+    return "; ".join([*some, *([f"and {len(left) - number} more"] if len(left) > number else [])])
+
+
+def content(
+    held: Held,
+    as_: str,
+    model: About,
+    *,
+    name: str = "",
+    part: str | None = None,
+    partial: bool = False,
+    dtype: torch.dtype | None = None,
+    said: Mapping[str, str] | None = None,
+) -> Content:
+    """The updates that are held in the form that a tool reads; see `save`. Nothing is written."""
+    if as_ not in FORMATS:
+        raise SpecError(f"there is no adapter format '{as_}'{did_you_mean(as_, FORMATS)}; there is {', '.join(FORMATS)}")
+    part = part_of(model.classes) if part is None else part
+    if part not in PARTS:
+        raise SpecError(f"there is no part '{part}' of a pipeline{did_you_mean(part, PARTS)}; there is {', '.join(PARTS)}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise SpecError(f"an adapter's tensors are floating point: dtype is torch.float16, for example, not {dtype!r}")
+    if odd := next((key for key, value in (said or {}).items() if not (isinstance(key, str) and isinstance(value, str))), None):
+        raise SpecError(f"metadata are texts by name, and {odd!r} is not")
+    left = dict(held.left_out)
+    entries = []
+    for entry in held.entries:
+        layer = model.layers.get(entry.path)
+        if why := refused(entry, as_, layer):
+            left[entry.path] = why
+        else:
+            entries.append(_in_dtype(entry, dtype))
+    if as_ in CONFIGURED:
+        left |= unlike([(entry.path, entry) for entry in entries], model.layers)
+        entries = [entry for entry in entries if entry.path not in left]
+    if as_ == "fxplug":
+        rows = [(entry.path, entry) for entry in entries]
+    else:
+        rows, more = named(entries, as_, model.layers, part)
+        left |= more
+    if not rows:
+        raise ArtifactError(f"nothing of this adapter can be written as {as_}: {told(left) or 'it has no layers'}")
+    if left and not partial:
+        of = len({*left, *(entry.path for entry in held.entries)})
+        way = "partial=True (--partial) leaves them out"
+        raise ArtifactError(f"{as_} cannot hold {len(left)} of {of} layers: {told(left)}; {way}")
+    kept = tuple(entry.path for entry in entries if entry.path not in left)
+    tensors: dict[str, Tensor] = {}
+    biased = any("bias" in entry.kind for _, entry in rows)
+    for key, entry in rows:
+        layer = model.layers[entry.path] if entry.path in model.layers else Layer("", tuple(entry.sizes()[1]))
+        if as_ in CONFIGURED:
+            tensors |= configured(key, entry, layer, biased)
+        else:
+            tensors |= ours(entry, layer) if as_ == "fxplug" else with_alpha(key, entry, layer)
+    tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+    if odd := next((key for key, value in tensors.items() if not value.float().isfinite().all()), None):
+        raise ArtifactError(f"'{odd}' has numbers that are not finite (NaN or infinity)")
+    made: dict[str, Any] = {}
+    if as_ in CONFIGURED:
+        made = config([(entry.path, entry) for _, entry in rows], model.layers, held.rslora)
+    about = {"format": "pt", **_metadata(as_, rows, model, name, tensors), **(said or {})}
+    if as_ == "diffusers":
+        packed = {f"{part}.{key}": value for key, value in made.items()}
+        about["lora_adapter_metadata"] = json.dumps(packed, indent=2, sort_keys=True)
+    return Content(tensors, about, made if as_ == "peft" else {}, kept, left)
+
+
+def write(made: Content, path: str | os.PathLike[str], as_: str) -> Saved:
+    """Put an adapter in its place: a folder for PEFT and diffusers, or a file for the others and where the name says so.
+
+    Raises ArtifactError where that cannot be written, or something stands that would be lost.
+    """
+    target = Path(path)
+
+    def raises(finding: str) -> ArtifactError:
+        return ArtifactError(f"{target} {finding}")
+
+    with reported(raises, "cannot be written"):
+        is_folder = as_ in FILES and (as_ == "peft" or target.suffix != ".safetensors")
+        if not is_folder and target.suffix != ".safetensors":
+            target = target / f"{target.name or 'adapter'}.safetensors" if target.is_dir() else Path(f"{target}.safetensors")
+        if is_folder:
+            with new_folder(target, raises) as work:
+                save_file(made.tensors, work / FILES[as_], made.about)
+                if made.config:
+                    text = json.dumps(made.config, indent=2, sort_keys=True) + "\n"
+                    (work / "adapter_config.json").write_text(text, "utf-8")
+        else:
+            with new_file(target, raises) as file:
+                save_file(made.tensors, file, made.about)
+    return Saved(target, as_, made.layers, made.left_out)
+
+
+def _in_dtype(entry: Entry, dtype: torch.dtype | None) -> Entry:
+    if dtype is None:
+        return entry
+    made = {name: value.to(dtype) for name, value in entry.tensors.items()}
+    odd = next((name for name, value in made.items() if not value.float().isfinite().all()), None)
+    if odd is not None:
+        raise ArtifactError(f"'{entry.path}': its {odd} has numbers beyond {dtype}: write it in another dtype")
+    return Entry(**{**vars(entry), "tensors": made})
+
+
+def _metadata(
+    as_: str, rows: Sequence[tuple[str, Entry]], model: About, name: str, tensors: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """What kohya's tools say of their files, and the fields of modelspec 1.0.0 (github.com/Stability-AI/ModelSpec)."""
+    if as_ in (*CONFIGURED, "fxplug"):
+        return {}
+    flat = [(e.rank, alpha_of(e)) for _, e in rows if len(model.layers[e.path].shape) == 2]
+    spatial = [(e.rank, alpha_of(e)) for _, e in rows if len(model.layers[e.path].shape) > 2]
+    rank, alpha = Counter(flat or spatial).most_common(1)[0][0]
+    kinds = sorted({entry.kind.replace("dora", "locon").replace("lora", "locon") for _, entry in rows})
+    said = {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
+    if as_ != "lycoris" and all(entry.kind == "lora" for _, entry in rows):
+        said["ss_network_module"] = "networks.lora"
+        args = {}
+    else:
+        said["ss_network_module"] = "lycoris.kohya"
+        args = {"algo": kinds[0] if len(kinds) == 1 else "full"}
+        args |= {"dora_wd": "True"} if any("dora" in entry.kind for _, entry in rows) else {}
+    if spatial and flat:
+        conv_rank, conv_alpha = Counter(spatial).most_common(1)[0][0]
+        args |= {"conv_dim": str(conv_rank), "conv_alpha": f"{conv_alpha:g}"}
+    if args:
+        said["ss_network_args"] = json.dumps(args)
+    kind = next(iter(model.classes), "")
+    width = model.config.get("cross_attention_dim") if "UNet" in kind else kind
+    architecture, version = ARCHITECTURES.get(width, ("", "")) if isinstance(width, (int, str)) else ("", "")
+    if version:
+        said["ss_base_model_version"] = version
+    size = model.config.get("sample_size")
+    if isinstance(size, int) and "UNet" in kind:
+        said["modelspec.resolution"] = f"{8 * size}x{8 * size}"
+    said |= {
+        "modelspec.sai_model_spec": "1.0.0", "modelspec.implementation": "diffusers",
+        "modelspec.architecture": f"{architecture or kind or 'unknown'}/lora", "modelspec.title": name or "adapter",
+        "modelspec.hash_sha256": f"0x{_digest(tensors)}",
+    }  # fmt: skip
+    return said
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """The sha256 of the tensors as a file without metadata has them."""
+    return hashlib.sha256(safetensors.save(dict(tensors))).hexdigest()

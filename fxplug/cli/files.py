@@ -1,0 +1,83 @@
+"""What `fxplug export` writes for other tools: adapter files, and checkpoints of the merged model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ..errors import SpecError, shown
+from .verbs import load_saved, progress
+
+ADAPTERS = ("peft", "diffusers", "kohya", "comfy", "lycoris", "fxplug")
+CHECKPOINTS = ("diffusers", "timm", "safetensors")
+TO_TOOLS = tuple(dict.fromkeys((*ADAPTERS, *CHECKPOINTS)))
+
+
+def export_to_tool(
+    folder: Path,
+    to: str,
+    out: Path | None,
+    *,
+    allow: list[str] | None,
+    adapter: str | None,
+    passes: list[str] | None,
+    partial: bool,
+    part: str | None,
+    merge: str | None,
+    first_names: bool,
+) -> None:
+    """Write an adapter of a saved rewrite, or with `merge`, and to timm and safetensors, its model, and print what was."""
+    if out is None:
+        raise SpecError(f"--out says where to write what {to} reads")
+    whole = merge is not None or to not in ADAPTERS
+    if whole and to not in CHECKPOINTS:
+        raise SpecError(f"--merge gives a whole model, for which {to} has no form: --to {', '.join(CHECKPOINTS)}")
+    if odd := ("--adapter" if adapter else "--pass" if passes else "--partial" if partial else "") if whole else "":
+        raise SpecError(f"{odd} is about an adapter file, and this writes a whole model: --merge names what goes into it")
+    if first_names and not whole:
+        raise SpecError("--first-names is about a whole model: an adapter's format says what its layers are called")
+    with progress("load"):
+        module = load_saved(str(folder), None, allow)
+    if whole:
+        from ..exports.checkpoints import save_checkpoint
+
+        with progress(f"write for {to}"):
+            strengths = _strengths(merge) if merge is not None else None
+            done = save_checkpoint(module, out, to=to, merge=strengths, first=first_names)
+        print(f"{done}\nsaved in {done.path}")
+        return
+    from ..adapters.writing import save_adapter
+    from ..flow import saved_config
+
+    config = saved_config(folder) or {}
+    kept = {key: config[key] for key in ("passes", "train", "data", "seed") if key in config}
+    about = {"fxplug.config": json.dumps(kept, sort_keys=True, default=str)} if kept else {}
+    slotted = [entry["name"] for entry in module.meta.get("passes", []) if entry.get("slots")]
+    if adapter is None and slotted and not passes and len(module.adapters.names) == 1:
+        (adapter,) = module.adapters.names
+    if adapter is not None:
+        saved = module.adapters.save(adapter, out, as_=to, part=part, partial=partial, about=about)
+    elif slotted and not passes and len(slotted) == len(module.meta["passes"]):
+        there = ", ".join(module.adapters.names) or "none"
+        raise SpecError(f"--adapter names the one of its slots to write; there is {there}")
+    else:
+        saved = save_adapter(module, out, as_=to, passes=passes, name=folder.name, part=part, partial=partial, about=about)
+    print(f"{len(saved.layers)} layers")
+    for path, why in saved.left_out.items():
+        print(f"left out: '{path}' {why}")
+    print(f"saved in {saved.path}")
+
+
+def _strengths(text: str) -> dict[str, float]:
+    """`ink=0.8,film=0.3` as numbers by name. Raises SpecError for what is none."""
+    made: dict[str, float] = {}
+    for each in text.split(","):
+        name, mark, weight = each.strip().rpartition("=") if "=" in each else (each.strip(), "", "1")
+        try:
+            value = float(weight)
+        except ValueError:
+            raise SpecError(f"--merge: {shown(each)}: the strength of '{name}' is a number, such as {name}=0.8") from None
+        if not name or name in made:
+            raise SpecError(f"--merge: {shown(each)} {'is there twice' if name else 'names no adapter'}")
+        made[name] = value
+    return made

@@ -1,0 +1,239 @@
+"""A rewritten model as a checkpoint of the base model's own: the passes merged into its weights, under its own names."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..adapters.layer_names import SWAPPED, first_names
+from ..adapters.named import part_of
+from ..adapters.slots import Adapters
+from ..adapters.writing import about_of
+from ..errors import FxplugError, SpecError, did_you_mean
+from ..files.placing import check_new, new_file, new_folder
+from ..files.reading import reported
+from ..files.writing import save_file
+from ..ir.traced_module import TracedModule
+from ..lowerings.merging.fold import is_mark
+from ..lowerings.merging.fold import merge as fold
+from ..lowerings.merging.live import unlowered
+from ..turns import held
+
+FORMATS = ("diffusers", "timm", "safetensors")
+STEM = "diffusion_pytorch_model"
+SHOWN = 3  # so many keys are named in a message
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written: the place, its files, how many tensors and bytes, and the passes that are merged into them."""
+
+    path: Path
+    files: tuple[str, ...]
+    tensors: int
+    size: int
+    passes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        merged = f", with {', '.join(self.passes)} merged" if self.passes else ""
+        return f"{self.tensors} tensors of {self.size / 1e6:.1f} MB in {', '.join(self.files)}{merged}"
+
+
+def save_checkpoint(
+    module: TracedModule,
+    path: str | os.PathLike[str],
+    *,
+    to: str = "diffusers",
+    merge: Mapping[str, float] | None = None,
+    first: bool = False,
+    largest: int = 10 * 10**9,
+) -> Written:
+    """Write the model that a rewrite began with, its passes merged into the weights, as its own library reads it.
+
+    `to` is "diffusers" (a new folder with `config.json` and `diffusion_pytorch_model.safetensors`, in shards of at most
+    `largest` bytes with an index, for `Model.from_pretrained`), "timm" (a file for `timm.create_model(name,
+    checkpoint_path=...)`) or "safetensors" (a file with the base model's own names; with `first` the names of the first code
+    base, below `model.diffusion_model.` for a UNet, as single-file checkpoints have them).
+
+    `merge` names adapters in slots, and passes without slots, with how much of each is merged (of a pass 1, all of it); what it
+    does not name stays out. None is all that is there, and of adapters what is in use. The module stays as it is.
+
+    Raises SpecError for a name that is not here, a strength that is no finite number, passes that are no functions of
+    weights; FxplugError for a base that is no model of that library, weights without values, layers without a first name, and
+    a place that is taken or cannot be written.
+    """
+    target = Path(path)
+
+    def raises(finding: str) -> FxplugError:
+        return FxplugError(f"{target} {finding}")
+
+    if to not in FORMATS:
+        raise FxplugError(f"there is no checkpoint of '{to}'{did_you_mean(to, FORMATS)}; there is {', '.join(FORMATS)}")
+    if first and to != "safetensors":
+        raise FxplugError(f"first names are those of a single file, and {to} has its own: to='safetensors'")
+    if not isinstance(largest, int) or isinstance(largest, bool) or largest < 1:
+        raise FxplugError(f"the largest size of a file is a whole number of bytes, not {largest!r}")
+    with reported(raises, "cannot be written"):
+        if to == "diffusers":
+            check_new(target, raises)
+        elif target.suffix != ".safetensors":
+            target = target / "model.safetensors" if target.is_dir() else Path(f"{target}.safetensors")
+    if not isinstance(module, TracedModule):
+        raise FxplugError(f"a checkpoint is made of a traced module, not of a {type(module).__name__}")
+    module = unlowered(module)
+    kind = next(iter(about_of(module).classes), "")
+    config = _diffusers_config(module, kind) if to == "diffusers" else None
+    if to == "timm":
+        _check_timm(kind)
+    state, passes = merged_state(module, merge)
+    if config is not None:
+        _check_same(state, config[1], kind)
+    if first:
+        state = _first(module, state)
+    with reported(raises, "cannot be written"):
+        if config is not None:
+            with new_folder(target, raises) as work:
+                (work / "config.json").write_text(config[0], "utf-8")
+                _write_shards(state, work, largest)
+                files = tuple(sorted(os.listdir(work)))
+        else:
+            with new_file(target, raises) as file:
+                save_file(state, file, {"format": "pt"})
+            files = (target.name,)
+    return Written(target, files, len(state), sum(t.nbytes for t in state.values()), passes)
+
+
+@held
+def merged_state(
+    module: TracedModule, merge: Mapping[str, float] | None = None
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The base model's state with passes merged into it, on the CPU, and the names of what was; see `save_checkpoint`."""
+    applied = {entry["name"]: entry for entry in module.meta.get("passes", [])}
+    made, names = module, tuple(name for name, entry in applied.items() if not is_mark(module, entry))
+    if merge is None and names:
+        made = fold(module)
+    elif merge is not None:
+        slotted = [name for name, entry in applied.items() if entry.get("slots")]
+        chosen = {name: value for name, value in merge.items() if name not in applied}
+        if chosen and not slotted:
+            name, known = next(iter(chosen)), ", ".join(applied) or "none"
+            raise SpecError(f"no pass '{name}' is applied here{did_you_mean(name, applied)}; there is {known}")
+        for name, value in merge.items():
+            if name in applied and (name in slotted or isinstance(value, bool) or value != 1):
+                whole = f"is merged as it is, not by {value!r}: {name}=1"
+                raise SpecError(f"the pass '{name}' {'has slots: name the adapters in them' if name in slotted else whole}")
+        if slotted:
+            Adapters(module).strengths(chosen)  # which says what is wrong
+        passes = [*(slotted if chosen else ()), *(name for name in merge if name in applied)]
+        made = fold(module, passes, chosen or None) if passes else module
+        names = tuple(merge)
+    own = tuple(f"{name}." for name in applied)
+    before = {key for key in module.state_dict() if not key.startswith(own)}
+    state = {key: value.detach() for key, value in made.state_dict().items() if not key.startswith(own)}
+    if new := sorted(state.keys() - before):
+        raise SpecError(f"merged, the model would have {len(new)} tensors that it has not by itself: '{new[0]}'")
+    for key, value in state.items():
+        if not value.is_meta and value.is_floating_point() and not value.isfinite().all():
+            old = module.state_dict()[key]
+            if old is not value and old.isfinite().all():
+                raise FxplugError(f"merged so, '{key}' has numbers beyond {value.dtype}: take less of the adapters")
+    if empty := [key for key, value in state.items() if value.is_meta]:
+        raise FxplugError(f"'{empty[0]}' is on the meta device, which holds no values: load the module on a device that does")
+    return _apart(state), names
+
+
+def _apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, each in memory of its own, as a file has them."""
+    made: dict[str, Tensor] = {}
+    taken: set[int] = set()
+    for key, value in state.items():
+        value = value.cpu().contiguous()
+        storage = value.untyped_storage()
+        if storage.data_ptr() in taken or storage.nbytes() != value.nbytes:
+            value = value.clone()
+        taken.add(value.untyped_storage().data_ptr())
+        made[key] = value
+    return made
+
+
+# --- libraries
+
+
+def _diffusers_config(module: TracedModule, kind: str) -> tuple[str, dict[str, Tensor]]:
+    """The text of `config.json`, and the state that diffusers makes of it, without values."""
+    import diffusers
+
+    cls = getattr(diffusers, kind, None)
+    config = getattr(module, "config", None)
+    if not (isinstance(cls, type) and issubclass(cls, diffusers.ModelMixin)) or not isinstance(config, Mapping):
+        raise FxplugError(f"the base of this rewrite is a {kind}, no model class of diffusers: write it to safetensors")
+    given = {key: value for key, value in config.items() if not key.startswith("_")}
+    try:
+        with torch.device("meta"):
+            model = cls.from_config(given)  # type: ignore[attr-defined]
+    except Exception as error:  # a constructor of diffusers
+        raise FxplugError(f"diffusers cannot make a {kind} of this configuration: {type(error).__name__}: {error}") from error
+    return model.to_json_string(), model.state_dict()
+
+
+def _check_timm(kind: str) -> None:
+    import timm
+
+    if not hasattr(timm.models, kind):
+        raise FxplugError(f"the base of this rewrite is a {kind}, which is no model class of timm: write it to safetensors")
+
+
+def _check_same(state: Mapping[str, Tensor], wanted: Mapping[str, Tensor], kind: str) -> None:
+    """Raises FxplugError where the state is not the one that the library's model has."""
+    odd = [key for key in (*state, *wanted) if key not in wanted or key not in state or state[key].shape != wanted[key].shape]
+    if odd:
+        some = ", ".join(f"'{key}'" for key in odd[:SHOWN])
+        raise FxplugError(f"{len(odd)} tensors are not as diffusers' {kind} has them: {some}")
+
+
+def _write_shards(state: dict[str, Tensor], folder: Path, largest: int) -> None:
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    pattern = f"{STEM}{{suffix}}.safetensors"
+    split = split_torch_state_dict_into_shards(state, filename_pattern=pattern, max_shard_size=largest)
+    for name, keys in split.filename_to_tensors.items():
+        save_file({key: state[key] for key in keys}, folder / name, {"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / f"{STEM}.safetensors.index.json").write_text(text, "utf-8")
+
+
+# --- the first names
+
+
+def _first(module: TracedModule, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state under the names of the first code base. Raises FxplugError for what has none."""
+    layers = dict.fromkeys(key.rpartition(".")[0] for key in state)
+    start = "model.diffusion_model." if part_of(module.classes) == "unet" else ""
+    made: dict[str, Tensor] = {}
+    used: set[str] = set()
+    for name, paths in first_names(layers).items():
+        for end in ("weight", "bias"):
+            keys = [f"{path.removesuffix(SWAPPED)}.{end}" for path in paths]
+            if not all(key in state for key in keys):
+                continue
+            pairs = zip(keys, paths, strict=True)
+            parts = [_swapped(state[key]) if path.endswith(SWAPPED) else state[key] for key, path in pairs]
+            made[f"{start}{name}.{end}"] = torch.cat(parts) if len(parts) > 1 else parts[0]
+            used.update(keys)
+    if left := [key for key in state if key not in used]:
+        some = ", ".join(f"'{key}'" for key in left[:SHOWN])
+        raise FxplugError(f"{len(left)} of {len(state)} tensors have no first name that is known here: {some}")
+    return made
+
+
+def _swapped(value: Tensor) -> Tensor:
+    return torch.cat(list(reversed(value.chunk(2))))
+

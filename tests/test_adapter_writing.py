@@ -1,0 +1,758 @@
+"""Adapter files that we write: the tools read them, with equal outputs, and what was loaded comes back to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import threading
+from dataclasses import replace
+from functools import cache
+
+import peft
+import pytest
+import torch
+import unets
+from lycoris import create_lycoris_from_weights
+from safetensors import safe_open
+from safetensors.torch import load_file
+from small import seeded, traced
+from test_adapter_files import ASSETS, Net, randomised, real
+from torch import nn
+from typer.testing import CliRunner
+
+import fxplug
+from fxplug.__main__ import app
+from fxplug.adapters import files
+from fxplug.adapters.held import Held, layers_of
+from fxplug.adapters.layer_names import first_names
+from fxplug.adapters.writing import About, content
+from fxplug.errors import ArtifactError, SpecError
+
+LINEAR = r"re:blocks\..\.(to_q|ff)$|re:conv|re:point"
+INDICES = torch.arange(6).view(1, 2, 3)
+
+
+@cache
+def net():
+    return traced(seeded(Net).eval(), INDICES)
+
+
+def tuned(name, at="**", **options):
+    """A pass on a small net, with other numbers than it begins with."""
+    new = fxplug.apply(net().gm, fxplug.load_pass(name, at=at, **{"rank": 3, "alpha": 2.0, "name": "style", **options}))
+    torch.manual_seed(1)
+    randomised(new.style, "down", "up", "hada_", "lokr_")
+    with torch.no_grad():
+        for parameter in new.style.parameters():
+            parameter.mul_(0.3)  # or the net's numbers grow so large that their rounding does
+    return new
+
+
+def metadata(file):
+    with safe_open(file, "pt") as opened:
+        return opened.metadata()
+
+
+def near(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+# --- what passes learned, read by the tools
+
+LAYERS = ["blocks.*.to_q", "blocks.*.ff", "conv", "point"]
+WAYS = {
+    "lora": ("lora", "**", {}),
+    "lora of biases": ("lora", LAYERS, {"bias": True}),
+    "rslora": ("lora", LAYERS, {"rslora": True}),
+    "lora on weights": ("lora_weight", "**", {}),
+    "dora": ("dora", LAYERS, {}),
+    "loha": ("loha", LAYERS, {}),
+    "lokr": ("lokr", LAYERS, {"rank": 1}),
+    "lokr of both": ("lokr", ["blocks.*.ff", "conv"], {"rank": 1, "decompose_both": True}),
+    "lokr of full matrices": ("lokr", LAYERS, {"full_matrix": True}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's advice on its own options
+def test_peft_reads_what_a_pass_learned(way, tmp_path):
+    name, at, options = WAYS[way]
+    new = tuned(name, at, **options)
+    done = fxplug.save_adapter(new, tmp_path / "peft", as_="peft")
+    assert sorted(os.listdir(tmp_path / "peft")) == ["adapter_config.json", "adapter_model.safetensors"]
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(net().model), tmp_path / "peft").eval()
+    near(new(INDICES), model(INDICES))
+    assert not torch.allclose(new(INDICES), net().model(INDICES), atol=1e-3)
+    config = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    if way == "lora":
+        assert config["target_modules"] == sorted(done.layers) and len(done.layers) == 7
+        assert (config["r"], config["lora_alpha"], config["rank_pattern"]) == (3, 2.0, {})
+    assert config.get("use_rslora", False) is (way == "rslora") and config.get("lora_bias", False) is (way == "lora of biases")
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "lora of biases"])
+def test_lycoris_reads_what_a_pass_learned(way, tmp_path, capsys):
+    name, at, options = WAYS[way]
+    new = tuned(name, LAYERS if at == "**" else at, **options)
+    fxplug.save_adapter(new, tmp_path / "a", as_="lycoris")
+    model = copy.deepcopy(net().model)
+    network, _ = create_lycoris_from_weights(1.0, str(tmp_path / "a.safetensors"), model)
+    assert len(network.loras) == len(load_keys(tmp_path / "a.safetensors"))
+    network.apply_to()
+    near(new(INDICES), model(INDICES))
+    assert metadata(tmp_path / "a.safetensors")["ss_network_module"] == "lycoris.kohya"
+
+
+def load_keys(file):
+    return {key.partition(".")[0] for key in load_file(file)}
+
+
+# --- what was loaded comes back
+
+
+def pairs(shapes, rank=4, dtype=torch.float16, alpha=3.0, form="lora_unet_{}"):
+    """A file of kohya's for layers by name."""
+    made = {}
+    for name, (out, inner, *kernel) in shapes.items():
+        key = form.format(name.replace(".", "_"))
+        made[f"{key}.lora_down.weight"] = (0.3 * torch.randn(rank, inner, *kernel)).to(dtype)
+        made[f"{key}.lora_up.weight"] = (0.3 * torch.randn(out, rank, *[1] * len(kernel))).to(dtype)
+        made[f"{key}.alpha"] = torch.tensor(alpha, dtype=dtype)
+    return made
+
+
+def same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
+
+
+@cache
+def banked(name="lora", **options):
+    at = "**" if name.startswith("lora") else LAYERS
+    return fxplug.apply(net().gm, fxplug.load_pass(name, at=at, **{"rank": 5, "slots": 3, "name": "style", **options}))
+
+
+SHAPES = {n: tuple(m.weight.shape) for n, m in Net().named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("alpha", [4.0, 3.0, 0.7, 1e-3])
+def test_a_kohya_file_comes_back_from_a_slot(alpha, dtype, tmp_path):
+    new = copy.deepcopy(banked())
+    state = pairs(SHAPES, 4, dtype, torch.tensor(alpha, dtype=dtype).item(), "lycoris_{}")
+    new.adapters.load("ink", state)
+    new.adapters.save("ink", tmp_path / "a", as_="lycoris")
+    same(load_file(tmp_path / "a.safetensors"), state)
+    fxplug.save(new, tmp_path / "module")
+    fxplug.load(tmp_path / "module").adapters.save("ink", tmp_path / "b", as_="lycoris")
+    same(load_file(tmp_path / "b.safetensors"), state)
+
+
+@pytest.mark.parametrize("ranks", [{}, {"blocks.0.to_q": 3, "words": 5}], ids=["even", "uneven"])
+def test_a_folder_of_peft_comes_back_from_a_slot(ranks, tmp_path):
+    config = peft.LoraConfig(target_modules=list(SHAPES) + ["words"], r=4, lora_alpha=9, rank_pattern=ranks)
+    model = peft.get_peft_model(copy.deepcopy(net().model), config)
+    randomised(model, "lora_")
+    model.save_pretrained(tmp_path / "theirs")
+    new = copy.deepcopy(banked())
+    new.adapters.load("ink", tmp_path / "theirs")
+    done = new.adapters.save("ink", tmp_path / "ours")
+    same(load_file(tmp_path / "ours/adapter_model.safetensors"), load_file(tmp_path / "theirs/adapter_model.safetensors"))
+    assert len(done.layers) == 7 and len(repr(done)) < 200
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(net().model), tmp_path / "ours")
+    assert torch.equal(again(INDICES), model(INDICES))
+
+
+@pytest.mark.parametrize("name", ["loha", "lokr", "lora_weight"])
+def test_products_come_back_from_slots_that_map_weights(name, tmp_path):
+    learned = tuned(name, LAYERS, rank=2 if name != "lokr" else 1, alpha=0.7)
+    fxplug.save_adapter(learned, tmp_path / "a", as_="lycoris")
+    new = copy.deepcopy(banked(name, rank=2 if name != "lokr" else 1))
+    new.adapters.load("ink", tmp_path / "a.safetensors")
+    new.adapters.save("ink", tmp_path / "b", as_="lycoris")
+    same(load_file(tmp_path / "b.safetensors"), load_file(tmp_path / "a.safetensors"))
+
+
+def test_what_was_written_over_in_a_slot_is_saved_as_it_is(tmp_path):
+    """As an optimizer does: neither the dtype of the file nor what was kept of it stands in the way."""
+    new = copy.deepcopy(banked())
+    new.adapters.load("ink", pairs(SHAPES, 2, form="lycoris_{}"))
+    new.adapters.use("ink")
+    with torch.no_grad(), new.adapters.change():
+        up = new.get_submodule("style.blocks.0.to_q.Lora").up.weight
+        up[:, :5] += torch.rand(8, 5)  # in what pads the rank, too
+        new.get_submodule("style.blocks.0.to_q.Lora").down.weight[:5] += torch.rand(5, 8)
+    new.adapters.save("ink", tmp_path / "a", as_="lycoris")
+    other = copy.deepcopy(banked())
+    other.adapters.load("ink", tmp_path / "a.safetensors")
+    other.adapters.use("ink")
+    near(other(INDICES), new(INDICES))
+    assert load_file(tmp_path / "a.safetensors")["lycoris_blocks_0_to_q.lora_up.weight"].shape == (8, 5)
+
+
+def test_slots_of_16_bits_give_a_file_of_16_bits_back(tmp_path):
+    new = copy.deepcopy(banked()).to(torch.bfloat16)
+    state = pairs(SHAPES, 4, torch.bfloat16, 0.7, "lycoris_{}")
+    new.adapters.load("ink", state)
+    new.adapters.save("ink", tmp_path / "a", as_="lycoris")
+    same(load_file(tmp_path / "a.safetensors"), state)
+
+
+# --- first names
+
+
+@cache
+def flux():
+    from diffusers import FluxTransformer2DModel
+
+    options = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8, "num_attention_heads": 2, "in_channels": 8}
+    conditions = {"joint_attention_dim": 12, "pooled_projection_dim": 6, "guidance_embeds": False, "axes_dims_rope": (2, 2, 4)}
+    model = seeded(lambda: FluxTransformer2DModel(**options, **conditions)).eval()
+    call = {
+        "hidden_states": torch.randn(1, 4, 8), "encoder_hidden_states": torch.randn(1, 3, 12), "timestep": torch.ones(1),
+        "pooled_projections": torch.randn(1, 6), "img_ids": torch.zeros(4, 3), "txt_ids": torch.zeros(3, 3),
+        "return_dict": False,
+    }  # fmt: skip
+    return traced(model, **call)
+
+
+def weights(model):
+    return {n: tuple(m.weight.shape) for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+
+
+def of_diffusers(model, state, alphas=None, name="unet"):
+    """What a model computes with a state dict that diffusers' loaders made."""
+    other = copy.deepcopy(model)
+    other.load_lora_adapter(state, prefix=name, network_alphas=alphas, adapter_name="ink")
+    return other
+
+
+@cache
+def small_sdxl():
+    """With two levels, and what tells an SDXL from earlier ones: its embedding of sizes."""
+    model = seeded(lambda: unets.sd15_model(
+        addition_embed_type="text_time", addition_time_embed_dim=4, projection_class_embeddings_input_dim=32,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    ))  # fmt: skip
+    return traced(model, **seeded(lambda: unets.inputs(model)))
+
+
+def test_kohya_names_of_sdxl_are_read_by_diffusers(tmp_path):
+    from diffusers import StableDiffusionXLPipeline
+
+    base = small_sdxl()
+    new = fxplug.apply(base.gm, fxplug.load_pass("lora", at="re:.*attentions.*(to_[qkv]|proj_in)$", rank=3, slots=2))
+    names = {path: name for name, (path,) in first_names(weights(base.model)).items()}
+    shapes = {names[path]: shape for path, shape in weights(base.model).items() if path.endswith(("to_q", "to_v", "proj_in"))}
+    shapes = {name: shape for name, shape in shapes.items() if "_blocks." in name or "middle" in name}
+    state = pairs(shapes, 3)
+    new.adapters.load("ink", state)
+    done = new.adapters.save("ink", tmp_path / "ink", as_="kohya")
+    same(load_file(done.path), state)
+    about = metadata(done.path)
+    assert about["modelspec.architecture"] == "UNet2DConditionModel/lora"  # none of the known, as its text is narrower
+    assert about["modelspec.resolution"] == "128x128"
+    assert (about["ss_network_dim"], about["ss_network_alpha"], about["ss_network_module"]) == ("3", "3", "networks.lora")
+    converted, alphas = StableDiffusionXLPipeline.lora_state_dict(str(done.path), unet_config=base.model.config)
+    other = of_diffusers(base.model, converted, alphas)
+    new.adapters.use("ink")
+    near(new(**base.kwargs)[0], other(**base.kwargs)[0])
+    assert not torch.allclose(new(**base.kwargs)[0], base.model(**base.kwargs)[0], atol=1e-4)
+    comfy = new.adapters.save("ink", tmp_path / "comfy", as_="comfy")
+    assert load_file(comfy.path).keys() == {
+        f"diffusion_model.{name}.{end}" for name in shapes for end in ("lora_down.weight", "lora_up.weight", "alpha")
+    }
+    again = copy.deepcopy(new)
+    again.adapters.load("comfy", comfy.path)
+    again.adapters.use("comfy")
+    near(again(**base.kwargs)[0], new(**base.kwargs)[0])
+
+
+@pytest.mark.parametrize("as_", ["kohya", "comfy"])
+@pytest.mark.parametrize("some", ["all of q, k, v", "q alone", "q and v of other ranks and scales"])
+def test_fused_layers_of_flux_are_read_by_diffusers(some, as_, tmp_path):
+    from diffusers import FluxPipeline
+
+    base = flux()
+    new = fxplug.apply(base.gm, fxplug.load_pass("lora", at="re:.*transformer_blocks.*", rank=12, slots=2))
+    if some.startswith("all"):
+        fused = {"double_blocks.0.img_attn.qkv": (48, 16), "single_blocks.0.linear1": (112, 16)}
+        state = pairs(fused | {"double_blocks.0.txt_mlp.2": (16, 64)}, 3)
+        new.adapters.load("ink", state)
+    else:
+        ranks = {"attn.to_q": 2} if "alone" in some else {"attn.to_q": 2, "attn.to_v": 5}
+        state = {}
+        for end, rank in ranks.items():
+            state |= pairs({f"transformer_blocks.0.{end}": (16, 16)}, rank, torch.float32, rank + 1.0, "lycoris_{}")
+        new.adapters.load("ink", state)
+    done = new.adapters.save("ink", tmp_path / "ink", as_=as_)
+    if some.startswith("all") and as_ == "kohya":
+        same(load_file(done.path), state)
+    if "other" in some:
+        key = "lora_unet_double_blocks_0_img_attn_qkv" if as_ == "kohya" else "diffusion_model.double_blocks.0.img_attn.qkv"
+        assert load_file(done.path)[f"{key}.lora_up.weight"].shape == (48, 7)
+    new.adapters.use("ink")
+    again = copy.deepcopy(new)
+    again.adapters.load("back", done.path)
+    again.adapters.use("back")
+    near(again(**base.kwargs)[0], new(**base.kwargs)[0])
+    if not some.startswith("all"):  # of linear1 theirs takes the full width only
+        converted = FluxPipeline.lora_state_dict(str(done.path))
+        other = of_diffusers(base.model, converted, name="transformer")
+        near(new(**base.kwargs)[0], other(**base.kwargs)[0])
+
+
+# --- diffusers' own
+
+
+@pytest.mark.parametrize("way", ["lora", "dora", "lokr", "biases"])
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's advice on merging
+def test_diffusers_loads_the_folder_of_a_unet(way, tmp_path):
+    base = unets.sd15()
+    options = {"lora": {}, "dora": {}, "lokr": {"rank": 1}, "biases": {"bias": True}}[way]
+    name = "lora" if way == "biases" else way
+    options = {"rank": 3, "alpha": 2.0, **options}
+    new = fxplug.apply(base.gm, fxplug.load_pass(name, at="re:.*(attn.*to_[qkv]|conv1)$", **options))
+    randomised(new.get_submodule(name), "up", "down", "lokr_")
+    with torch.no_grad():
+        for parameter in new.get_submodule(name).parameters():
+            parameter.mul_(0.2)
+    done = fxplug.save_adapter(new, tmp_path / "ink", as_="diffusers")
+    assert os.listdir(done.path) == ["pytorch_lora_weights.safetensors"]
+    keys = load_file(done.path / "pytorch_lora_weights.safetensors")
+    assert all(key.startswith("unet.") for key in keys)
+    other = copy.deepcopy(base.model)
+    other.load_lora_adapter(done.path, prefix="unet", use_safetensors=True)
+    near(new(**base.kwargs)[0], other(**base.kwargs)[0])
+    back = files.fit(files.read(done.path), weights(base.model)).check()
+    assert set(back.placed) == set(done.layers)
+
+
+@pytest.mark.parametrize("as_", ["diffusers", "kohya"])
+def test_a_pipeline_of_flux_loads_it(as_, tmp_path):
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+
+    base = flux()
+    new = fxplug.apply(base.gm, fxplug.load_pass("lora", at="re:transformer_blocks.*(to_[qkv]|ff.net.2)$", rank=3, alpha=1.5))
+    new = fxplug.apply(new, fxplug.load_pass("loha", at="x_embedder", rank=2))
+    randomised(new.lora, "up")
+    done = fxplug.save_adapter(new, tmp_path / "ink", as_=as_, passes=["lora"])
+    parts = dict.fromkeys(["vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"])
+    pipe = FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=copy.deepcopy(base.model), **parts)
+    pipe.load_lora_weights(str(done.path), weight_name=None if as_ == "kohya" else "pytorch_lora_weights.safetensors")
+    near(pipe.transformer(**base.kwargs)[0], new(**base.kwargs)[0])
+    assert not torch.allclose(base.model(**base.kwargs)[0], new(**base.kwargs)[0], atol=1e-4)
+
+
+# --- the verb
+
+
+def run(*args, code=0):
+    done = CliRunner().invoke(app, list(map(str, args)), prog_name="fxplug")
+    assert done.exit_code == code and "Traceback" not in done.output, done.output
+    return done.stderr if code else done.stdout
+
+
+def test_export_writes_what_a_pass_learned(tmp_path):
+    fxplug.save(tuned("lora"), tmp_path / "saved", config={"model": "net", "train": {"steps": 7}, "passes": [{"lora": {}}]})
+    text = run("export", tmp_path / "saved", "--to", "peft", "--out", tmp_path / "peft")
+    assert text == f"7 layers\nsaved in {tmp_path / 'peft'}\n"
+    text = run("export", tmp_path / "saved", "--to", "kohya", "--out", tmp_path / "ink.safetensors", code=1)
+    assert "kohya cannot hold 1 of 7 layers: 'words' is an embedding, for whose lora kohya has no form" in text
+    text = run("export", tmp_path / "saved", "--to", "kohya", "--out", tmp_path / "ink.safetensors", "--partial")
+    assert text.splitlines()[:2] == ["6 layers", "left out: 'words' is an embedding, for whose lora kohya has no form"]
+    assert json.loads(metadata(tmp_path / "ink.safetensors")["fxplug.config"])["train"] == {"steps": 7}
+    assert sorted(os.listdir(tmp_path)) == ["ink.safetensors", "peft", "saved"]
+
+
+def test_export_writes_an_adapter_of_a_slot(tmp_path):
+    new = copy.deepcopy(banked())
+    for name in ("ink", "film"):
+        new.adapters.load(name, pairs(SHAPES, 2, form="lycoris_{}"))
+    fxplug.save(new, tmp_path / "saved")
+    out = tmp_path / "a.safetensors"
+    text = run("export", tmp_path / "saved", "--to", "lycoris", "--out", out, code=1)
+    assert "--adapter names the one of its slots to write; there is ink, film" in text
+    run("export", tmp_path / "saved", "--to", "lycoris", "--out", out, "--adapter", "ink")
+    assert metadata(out)["modelspec.title"] == "ink" and len(load_keys(out)) == 6
+    assert "did you mean 'ink'?" in run("export", tmp_path / "saved", "--to", "peft", "--out", out, "--adapter", "inc", code=1)
+    assert "--out says where" in run("export", tmp_path / "saved", "--to", "peft", "--adapter", "ink", code=1)
+    assert "no export to 'kohia' (did you mean 'kohya'?)" in run("export", tmp_path / "saved", "--to", "kohia", code=1)
+    assert "--adapter is for --to peft" in run("export", tmp_path / "saved", "--adapter", "ink", code=1)
+    for to, merge, finding in (
+        ("peft", "ink", "for which peft has no form"), ("timm", "ink=x", "is a number, such as ink=0.8"),
+        ("timm", "ink,ink", "is there twice"), ("timm", "=1", "names no adapter"),
+    ):  # fmt: skip
+        assert finding in run("export", tmp_path / "saved", "--to", to, "--out", out, "--merge", merge, code=1)
+
+
+# --- what a format has no form for
+
+
+def test_a_format_says_what_it_cannot_hold(tmp_path):
+    new = fxplug.apply(net().gm, fxplug.load_pass("lora", at="conv", name="a"), fxplug.load_pass("loha", at="point", name="b"))
+    new = fxplug.apply(new, fxplug.load_pass("ssf", at="blocks.0.to_q"))
+    with pytest.raises(ArtifactError, match="peft cannot hold 2 of 3 layers: 'blocks.0.to_q' ssf has a Ssf there.*'point' has"):
+        fxplug.save_adapter(new, tmp_path / "a")
+    done = fxplug.save_adapter(new, tmp_path / "a", partial=True)
+    assert done.layers == ("conv",) and set(done.left_out) == {"blocks.0.to_q", "point"} and "left out: " in repr(done)
+    with pytest.raises(ArtifactError, match="nothing of this adapter can be written as diffusers: 'point' has loha, for which"):
+        fxplug.save_adapter(new, tmp_path / "b", as_="diffusers", passes=["b"], partial=True)
+    with pytest.raises(SpecError, match=r"no adapter format 'kohia' \(did you mean 'kohya'\?\)"):
+        fxplug.save_adapter(new, tmp_path / "b", as_="kohia")
+    with pytest.raises(SpecError, match=r"no pass 'c' is applied here.*; there are a, b, ssf"):
+        fxplug.save_adapter(new, tmp_path / "b", passes=["c"])
+    with pytest.raises(SpecError, match="ssf: no low-rank updates: ssf has a Ssf there"):
+        fxplug.save_adapter(new, tmp_path / "b", passes=["ssf"])
+    with pytest.raises(SpecError, match=r"not a text: write \['a'\]"):
+        fxplug.save_adapter(new, tmp_path / "b", passes="a")
+    with pytest.raises(SpecError, match="the pass 'style' has slots: name the adapter in them"):
+        fxplug.save_adapter(banked(), tmp_path / "b", passes=["style"])
+    with pytest.raises(SpecError, match="no pass without slots is applied here"):
+        fxplug.save_adapter(net().gm, tmp_path / "b")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_two_updates_of_one_layer_are_not_mixed(tmp_path):
+    new = fxplug.apply(net().gm, *(fxplug.load_pass("lora", at="conv", name=name) for name in "ab"))
+    with pytest.raises(ArtifactError, match="'conv' b has a second update there: choose the passes"):
+        fxplug.save_adapter(new, tmp_path / "a")
+    assert fxplug.save_adapter(new, tmp_path / "a", passes=["b"]).layers == ("conv",)
+
+
+class Odd(nn.Module):
+    """Grouped and one-dimensional convolutions, and names that underscores do not tell apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.grouped, self.line = nn.Conv2d(8, 8, 3, groups=4), nn.Conv1d(9, 6, 3)
+        self.a = nn.ModuleDict({"b_c": nn.Linear(6, 6)})
+        self.a_b = nn.ModuleDict({"c": nn.Linear(6, 6)})
+        self.tail = nn.ModuleDict({"net (old)": nn.Linear(6, 6), "a_b": nn.ModuleDict({"c": nn.Linear(6, 6)})})
+
+    def forward(self, x):
+        x = self.line(self.grouped(x).flatten(2)[:, :1].expand(-1, 9, -1)).mean(-1)
+        return self.tail["net (old)"](self.tail["a_b"]["c"](self.a_b["c"](self.a["b_c"](x))))
+
+
+@cache
+def odd():
+    return traced(seeded(Odd).eval(), torch.randn(2, 8, 5, 5))
+
+
+@pytest.mark.parametrize("name", ["lora", "loha"])
+def test_odd_layers_and_names(name, tmp_path):
+    new = fxplug.apply(odd().gm, fxplug.load_pass(name, at="**", rank=2))
+    randomised(new.get_submodule(name), "up", "hada")
+    with pytest.raises(ArtifactError, match="'a_b.c' with underscores for dots its name is that of 'a.b_c'"):
+        fxplug.save_adapter(new, tmp_path / "a", as_="kohya")
+    if name == "lora":
+        with pytest.raises(ArtifactError, match="'grouped' is a convolution in 4 groups, for whose low-rank updates"):
+            fxplug.save_adapter(new, tmp_path / "a")
+    new = fxplug.apply(odd().gm, fxplug.load_pass(name, at=["line", "a*.**", "tail.**"], rank=2))
+    randomised(new.get_submodule(name), "up", "hada")
+    done = fxplug.save_adapter(new, tmp_path / "peft")
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(odd().model), done.path)
+    near(model(*odd().args), new(*odd().args))
+
+
+def test_a_path_that_ends_as_another_is_told_apart_from_it(tmp_path):
+    new = fxplug.apply(odd().gm, fxplug.load_pass("lora", at="a_b.c", rank=2))
+    randomised(new.lora, "up")
+    done = fxplug.save_adapter(new, tmp_path / "peft")
+    assert json.loads((done.path / "adapter_config.json").read_text())["target_modules"] == r"^(?:a_b\.c)$"
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(odd().model), done.path)
+    assert sum("lora_A" in key for key in model.state_dict()) == 1
+    near(model(*odd().args), new(*odd().args))
+
+
+def test_our_own_format_holds_all_of_it(tmp_path):
+    new = fxplug.apply(odd().gm, fxplug.load_pass("lora", at="**", rank=2, slots=2))
+    learned = fxplug.apply(odd().gm, fxplug.load_pass("lora", at="**", rank=2, alpha=0.7))
+    randomised(learned.lora, "up")
+    done = fxplug.save_adapter(learned, tmp_path / "own", as_="fxplug")
+    assert len(done.layers) == 6
+    new.adapters.load("ink", done.path)
+    new.adapters.use("ink")
+    near(new(*odd().args), learned(*odd().args))
+    again = new.adapters.save("ink", tmp_path / "again", as_="fxplug")
+    same(load_file(again.path), load_file(done.path))
+
+
+# --- places, dtypes, threads
+
+
+def test_places_that_are_taken_or_cannot_be_written(tmp_path):
+    new = tuned("lora", at="conv")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ArtifactError, match="full exists and is not empty: name a new folder"):
+        fxplug.save_adapter(new, tmp_path / "full")
+    with pytest.raises(ArtifactError, match="file exists and is not a folder"):
+        fxplug.save_adapter(new, tmp_path / "file")
+    with pytest.raises(ArtifactError, match="cannot be written: "):
+        fxplug.save_adapter(new, tmp_path / "file/below", as_="kohya")
+    with pytest.raises(ArtifactError, match="cannot be written: the name is too long"):
+        fxplug.save_adapter(new, tmp_path / ("x" * 300), as_="kohya")
+    with pytest.raises(ArtifactError, match="no file can have this name"):
+        fxplug.save_adapter(new, tmp_path / "a\0b", as_="kohya")
+    (tmp_path / "folder.safetensors").mkdir()
+    with pytest.raises(ArtifactError, match="is a folder, and no file is written over it"):
+        fxplug.save_adapter(new, tmp_path / "folder.safetensors", as_="kohya")
+    assert fxplug.save_adapter(new, tmp_path / "full", as_="kohya").path == tmp_path / "full/full.safetensors"
+    (tmp_path / "link.safetensors").symlink_to(tmp_path / "full/full.safetensors")
+    fxplug.save_adapter(tuned("lora", at="point"), tmp_path / "link.safetensors", as_="kohya")
+    assert load_keys(tmp_path / "full/full.safetensors") == {"lora_unet_point"} and (tmp_path / "link.safetensors").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder.safetensors", "full", "link.safetensors"]
+
+
+def test_a_dtype_that_has_no_room_says_so(tmp_path):
+    new = tuned("lora", at="conv")
+    fxplug.save_adapter(new, tmp_path / "half", as_="kohya", dtype=torch.float16)
+    assert {value.dtype for value in load_file(tmp_path / "half.safetensors").values()} == {torch.float16}
+    with torch.no_grad():
+        new.get_submodule("style.conv.Lora").up.weight.mul_(1e6)
+        new.get_submodule("style.conv.Lora").down.weight.mul_(1e-4)
+    with pytest.raises(ArtifactError, match="'conv': its up has numbers beyond torch.float16: write it in another dtype"):
+        fxplug.save_adapter(new, tmp_path / "more", as_="kohya", dtype=torch.float16)
+
+
+def test_it_is_saved_whole_while_others_call_and_change(tmp_path):
+    """A save sees one adapter, never half of the old and half of the new one."""
+    new = copy.deepcopy(banked())
+    states = [{key: torch.full_like(v, n) for key, v in pairs(SHAPES, 2, form="lycoris_{}").items()} for n in (1.0, 2.0)]
+    new.adapters.load("ink", states[0])
+    new.adapters.use("ink")
+    stop, failed = threading.Event(), []
+
+    def change():
+        try:
+            while not stop.is_set():
+                for state in states:
+                    new.adapters.load("ink", state, replace=True)
+        except Exception as error:
+            failed.append(error)
+
+    def call():
+        while not stop.is_set():
+            new(INDICES)
+
+    threads = [threading.Thread(target=target) for target in (change, call)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(6):
+            done = new.adapters.save("ink", tmp_path / "a", as_="lycoris")
+            assert len({value.max().item() for value in load_file(done.path).values()}) == 1
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not failed
+
+
+def test_cores_of_lower_rank_have_room_in_slots(tmp_path):
+    learned = fxplug.apply(net().gm, fxplug.load_pass("loha", at="conv", rank=2, alpha=0.7, tucker=True))
+    randomised(learned.loha, "hada_")
+    done = fxplug.save_adapter(learned, tmp_path / "a", as_="lycoris")
+    new = fxplug.apply(net().gm, fxplug.load_pass("loha", at="conv", rank=4, tucker=True, slots=2))
+    new.adapters.load("ink", done.path)
+    new.adapters.use("ink")
+    near(new(INDICES), learned(INDICES))
+    again = new.adapters.save("ink", tmp_path / "b", as_="lycoris")
+    same(load_file(again.path), load_file(done.path))
+
+
+def test_an_adapter_that_an_earlier_version_loaded(tmp_path):
+    """Its slots do not say which file it came from: the product is the same, its halves are what the slots hold."""
+    new = copy.deepcopy(banked())
+    new.adapters.load("ink", pairs(SHAPES, 2, form="lycoris_{}"))
+    for name, buffer in new.named_buffers():
+        if name.endswith((".said", ".lost")):
+            buffer.zero_()
+    done = new.adapters.save("ink", tmp_path / "a", as_="lycoris")
+    assert load_file(done.path)["lycoris_conv.lora_up.weight"].shape == (6, 2, 1, 1)
+    new.adapters.load("again", done.path)
+    new.adapters.use("ink")
+    wanted = new(INDICES)
+    new.adapters.use("again")
+    near(new(INDICES), wanted)
+
+
+@pytest.mark.parametrize("how", ["fuse", "pack", "outline", "live", "remerge"])
+def test_lowered_forms_keep_it_as_well(how, tmp_path):
+    new = copy.deepcopy(banked())
+    options = {"merge": how} if how.endswith(("live", "remerge")) else {how: True if how == "pack" else "auto"}
+    low = fxplug.lower(new, **options)
+    state = pairs(SHAPES, 4, torch.float32, form="lycoris_{}")
+    low.adapters.load("ink", state)
+    same(load_file(low.adapters.save("ink", tmp_path / "a", as_="lycoris").path), state)
+
+
+@pytest.mark.parametrize(("options", "finding"), [
+    ({"part": "unett"}, r"no part 'unett' of a pipeline \(did you mean 'unet'\?\)"),
+    ({"dtype": torch.int8}, "dtype is torch.float16, for example, not torch.int8"),
+    ({"about": {"a": 1}}, "metadata are texts by name, and 'a' is not"),
+])  # fmt: skip
+def test_options_that_are_none(options, finding, tmp_path):
+    with pytest.raises(SpecError, match=finding):
+        fxplug.save_adapter(tuned("lora", at="conv"), tmp_path / "a", **options)
+
+
+class Twice(nn.Module):
+    """A layer that is called twice, and one whose weight has another name."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.shared, self.lin = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.shared(self.shared(self.lin(self.attn(x, x, x, need_weights=False)[0])))
+
+
+def test_what_is_not_beside_each_call_of_a_layer_is_left_out(tmp_path):
+    x = torch.randn(2, 3, 8)
+    model = Twice().eval()
+    gm = fxplug.trace(model, (x,))
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="shared"))
+    randomised(new.lora, "up")
+    near(peft.PeftModel.from_pretrained(copy.deepcopy(model), fxplug.save_adapter(new, tmp_path / "a").path)(x), new(x))
+    other = fxplug.Pass("odd", rules=[fxplug.Rule(fxplug.Match(path="lin"), use="fxplug.blocks:Lora", args=["y", "y"])])
+    for given in (fxplug.load_pass("lora", at="shared@1"), other):
+        with pytest.raises(SpecError, match="that is not beside each call of the layer, on its input"):
+            fxplug.save_adapter(fxplug.apply(gm, given), tmp_path / "b")
+    weights_ = fxplug.apply(gm, fxplug.load_pass("lora_weight", at=["attn", "lin"], param="*weight"))
+    with pytest.raises(ArtifactError, match="peft cannot hold 1 of 2 layers: 'attn' is no layer with a weight"):
+        fxplug.save_adapter(weights_, tmp_path / "b")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_weights_without_values_are_not_written(tmp_path):
+    with torch.device("meta"):
+        gm = fxplug.trace(Net(), (torch.zeros(1, 2, 3, dtype=torch.int64),))
+    with pytest.raises(ArtifactError, match="the update of 'conv' is on the meta device, which holds no values"):
+        fxplug.save_adapter(fxplug.apply(gm, fxplug.load_pass("lora", at="conv")), tmp_path / "a")
+
+
+def test_ranks_and_alphas_that_differ_by_layer_go_to_peft_and_diffusers(tmp_path):
+    base = unets.sd15()
+    new = fxplug.apply(base.gm, fxplug.load_pass("lora", at="re:.*(attn.*to_[qkv]|conv1)$", rank=8, slots=1))
+    state = {}
+    for number, (path, shape) in enumerate(weights(base.model).items()):
+        if path.endswith(("to_q", "to_v", "conv1")):
+            state |= pairs({path: shape}, 1 + number % 7, torch.float32, 0.3 + number % 3, "lycoris_{}")
+    new.adapters.load("ink", state)
+    new.adapters.use("ink")
+    wanted = new(**base.kwargs)[0]
+    other = copy.deepcopy(base.model)
+    done = new.adapters.save("ink", tmp_path / "diffusers", as_="diffusers")
+    other.load_lora_adapter(done.path, prefix="unet", use_safetensors=True)
+    near(other(**base.kwargs)[0], wanted)
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(base.model), new.adapters.save("ink", tmp_path / "peft").path)
+    near(model(**base.kwargs)[0], wanted)
+
+
+def test_numbers_that_are_none_are_not_written(tmp_path):
+    new = tuned("lora", at="conv")
+    with torch.no_grad():
+        new.get_submodule("style.conv.Lora").up.weight[0] = torch.nan
+    with pytest.raises(ArtifactError, match="'style.conv.Lora.up.weight' has numbers that are not finite"):
+        fxplug.save_adapter(new, tmp_path / "a")
+    slots = copy.deepcopy(banked())
+    slots.adapters.load("ink", pairs(SHAPES, 2, form="lycoris_{}"))
+    with torch.no_grad(), slots.adapters.change():
+        slots.get_submodule("style.conv.Lora").up.weight[0, 0] = torch.nan
+    with pytest.raises(ArtifactError, match="'lycoris_conv.lora_up.weight' has numbers that are not finite"):
+        slots.adapters.save("ink", tmp_path / "a", as_="lycoris")
+    assert os.listdir(tmp_path) == []
+
+
+# --- files that people share
+
+
+def again(state, model, as_):
+    """What a file becomes that is placed on a model's layers and written again: the tensors of the model's part."""
+    layers = layers_of(model)
+    shapes = {path: layer.shape for path, layer in layers.items()}
+    placed = files.fit(files.read(state), shapes, model=lambda: shapes).check().placed
+    held = Held(tuple(replace(entry, path=path) for path, entry in placed.items()))
+    return content(held, as_, About(layers, (type(model).__name__,))).tensors
+
+
+@real
+def test_a_lokr_that_is_shared_comes_back():
+    from diffusers import UNet2DConditionModel
+
+    with torch.device("meta"):
+        model = UNet2DConditionModel(cross_attention_dim=768)
+    state = load_file(ASSETS / "kohya_lycoris" / "smart_falcon_4_lokr.safetensors")
+    same(again(state, model, "kohya"), {key: value for key, value in state.items() if key.startswith("lora_unet_")})
+
+
+@real
+@pytest.mark.parametrize(("name", "as_"), [("kohya", "kohya"), ("diffusers", "diffusers"), ("diffusers_base_model", "peft")])
+def test_names_of_a_flux_file_come_back(name, as_):
+    from diffusers import FluxTransformer2DModel
+
+    with torch.device("meta"):
+        model = FluxTransformer2DModel(guidance_embeds=True)
+    shapes = json.loads((ASSETS / "key_lists" / f"flux_lora_{name}_format.json").read_text())["state_dict_keys"]
+    some = {key: shape for key, shape in shapes.items() if re.search(r"blocks[_.]1?0[_.]|time|guidance", key)}
+    state = {key: (torch.randn(shape) if shape else torch.tensor(8.0)).to(torch.bfloat16) for key, shape in some.items()}
+    same(again(state, model, as_), state)
+
+
+def test_a_part_of_a_model_in_one_of_several_processes_is_not_written(tmp_path):
+    new, slots = tuned("lora", at="conv"), copy.deepcopy(banked())
+    slots.adapters.load("ink", pairs(SHAPES, 2, form="lycoris_{}"))
+    for module in (new, slots):
+        module.meta["parts"] = ["conv.weight"]
+    for save in (
+        lambda: fxplug.save_adapter(new, tmp_path / "a"), lambda: slots.adapters.save("ink", tmp_path / "a"),
+        lambda: fxplug.save_checkpoint(new, tmp_path / "a", to="safetensors"),
+    ):  # fmt: skip
+        with pytest.raises(ArtifactError, match="only its part of 1 weights, 'conv.weight' the first"):
+            save()
+    assert os.listdir(tmp_path) == []
+
+
+def test_layers_and_ranks_of_zeros_come_back_too(tmp_path):
+    """A layer that learned nothing is none that the file did not have."""
+    new = copy.deepcopy(banked())
+    state = pairs(SHAPES, 3, torch.float32, form="lycoris_{}")
+    state["lycoris_conv.lora_up.weight"].zero_()
+    state["lycoris_point.lora_up.weight"][:, 2] = -0.0
+    state = {key: value for key, value in state.items() if not key.startswith("lycoris_blocks_0_ff")}
+    new.adapters.load("ink", state)
+    done = new.adapters.save("ink", tmp_path / "a", as_="lycoris")
+    same(load_file(done.path), state)
+    assert torch.signbit(load_file(done.path)["lycoris_point.lora_up.weight"][:, 2]).all()
+
+
+def test_a_text_encoder_has_the_names_that_kohyas_tools_have(tmp_path):
+    from diffusers import StableDiffusionPipeline
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ends = {"max_position_embeddings": 8, "bos_token_id": 0, "eos_token_id": 2}
+    model = CLIPTextModel(CLIPTextConfig(**sizes, **ends)).eval()
+    call = {"input_ids": torch.arange(3, 11).view(1, 8), "return_dict": False}
+    gm = fxplug.trace(model, (), call)
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="re:.*fc[12]$", rank=2))
+    randomised(new.lora, "up")
+    done = fxplug.save_adapter(new, tmp_path / "ink", as_="kohya")
+    assert load_keys(done.path) == {f"lora_te_text_model_encoder_layers_0_mlp_{name}" for name in ("fc1", "fc2")}
+    slots = fxplug.apply(gm, fxplug.load_pass("lora", at="re:.*fc[12]$", rank=2, slots=1))
+    slots.adapters.load("ink", done.path)
+    slots.adapters.use("ink")
+    near(slots(**call)[0], new(**call)[0])
+    state, alphas = StableDiffusionPipeline.lora_state_dict(str(done.path))
+    other = copy.deepcopy(model)
+    StableDiffusionPipeline.load_lora_into_text_encoder(state, alphas, other, prefix="text_encoder", adapter_name="ink")
+    near(other(**call)[0], new(**call)[0])
+    assert not torch.allclose(model(**call)[0], new(**call)[0], atol=1e-3)
