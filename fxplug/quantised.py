@@ -56,8 +56,10 @@ def plain(tensor: Tensor) -> list[Tensor]:
 
 def is_own_layer(module: nn.Module) -> bool:
     """Whether a module is a linear layer of bitsandbytes, with the forward that it has there."""
+    if not isinstance(module, nn.Linear):
+        return False
     forward: Any = type(module).forward
-    return isinstance(module, nn.Linear) and forward.__module__.partition(".")[0] == "bitsandbytes"
+    return str(getattr(forward, "__module__", "")).partition(".")[0] == "bitsandbytes"
 
 
 def weight_shape(layer: nn.Module, weight: Tensor) -> tuple[int, ...]:

@@ -302,7 +302,7 @@ def test_inserted_nodes_know_where_they_come_from(net):
     assert {k: told[k] for k in ("name", "site", "place", "block")} == {
         "name": "lora", "site": "head", "place": "after", "block": "Lora",
     }  # fmt: skip
-    assert told["where"].endswith("lora.yaml:15")
+    assert told["where"].endswith("lora.yaml:17")
     assert isinstance(new.get_submodule(node.target), Lora)
 
 

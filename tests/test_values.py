@@ -30,7 +30,7 @@ WRITTEN = (
 
 
 def test_what_packages_say_stays():
-    assert json.dumps(signatures._encoded(VALUE)) == WRITTEN
+    assert json.dumps(signatures.encoded(VALUE)) == WRITTEN
 
 
 def test_it_is_read_again_and_held_to_a_call():
@@ -39,7 +39,7 @@ def test_it_is_read_again_and_held_to_a_call():
     right = {"a": [x, (2, "x", None)], "b": Out(True, torch.float16)}
     for given in (right, {"a": (x, [2, "x", None]), "b": vars(VALUE["b"])}):
         flat: list[object] = [None, None]
-        signatures._fill(read, given, "y", flat)
+        signatures._fill(read, given, "y", flat, "package was compiled")
         assert flat == [None, x]
     for wrong, said in [
         ({"a": [x, (2, "x", None)]}, "y has to be a dict with a, b"),
@@ -50,7 +50,7 @@ def test_it_is_read_again_and_held_to_a_call():
         ({"a": [x, (2, "x", None)], "b": Out(True, torch.float32)}, "compiled with torch.float16 for it"),
     ]:
         with pytest.raises(FxplugError, match=said):
-            signatures._fill(read, wrong, "y", [None, None])
+            signatures._fill(read, wrong, "y", [None, None], "package was compiled")
     result = signatures._decoded({"tuple": [{"tensor": 0}, {"list": [{"number": 1}, {"is": 3}]}]}, ("tensor", "number"))
     assert signatures._rebuild(result, [x, torch.tensor(7)]) == (x, [7, 3])
 
