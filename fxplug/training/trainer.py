@@ -93,7 +93,10 @@ class Trainer:
         before = {name: p.dtype for name, p in module.named_parameters()}
         self.groups = choose(module, self.settings, others=self.task.trains)
         self.dtypes = {name: before[name] for group in self.groups for name in group["names"]}
-        module.to(self.accelerator.device)
+        place = self.accelerator.device
+        tensors = itertools.chain(module.parameters(), module.buffers())
+        if any((t.device.type, t.device.index or 0) != (place.type, place.index or 0) for t in tensors):
+            module.to(place)  # which torch refuses for packed weights that compiled code looks at, even where nothing moves
         self.rank, self.world = share(self.accelerator, self.settings)
         common: dict[str, Any] = {"batch": self.settings.batch, "seed": seed, "rank": self.rank, "world": self.world}
         self.data = loader_of(data, train=True, hooks=self.plugins if self.plugins.transforms else None, **common)
