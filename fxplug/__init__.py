@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .adapters.extracting import extract
+    from .adapters.inspecting import inspect_adapter
     from .adapters.slots import Adapters
     from .adapters.writing import save_adapter
     from .artifacts.artifact import load, save
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from .parallel.pipelines.entry import in_steps, pipefusion, stale_sequence
     from .parallel.pipelines.pipeline import PipeFusion
     from .parallel.plan import Plan, parallel_plan, parallelize
+    from .rewriter.adapter_passes import pass_for
     from .rewriter.applying import apply
     from .rewriter.matcher import find
     from .rewriter.sites import Site
@@ -96,6 +98,7 @@ __all__ = [
     "find",
     "fuse",
     "in_steps",
+    "inspect_adapter",
     "load",
     "load_config",
     "load_onnx",
@@ -106,6 +109,7 @@ __all__ = [
     "merge",
     "parallel_plan",
     "parallelize",
+    "pass_for",
     "pipefusion",
     "rewrite",
     "save",
@@ -123,6 +127,7 @@ __all__ = [
 
 _HOME = {
     "adapters.extracting": ["extract"],
+    "adapters.inspecting": ["inspect_adapter"],
     "adapters.slots": ["Adapters"],
     "adapters.writing": ["save_adapter"],
     "artifacts.artifact": ["load", "save"],
@@ -144,6 +149,7 @@ _HOME = {
     "parallel.pipelines.entry": ["in_steps", "pipefusion", "stale_sequence"],
     "parallel.pipelines.pipeline": ["PipeFusion"],
     "parallel.plan": ["Plan", "parallel_plan", "parallelize"],
+    "rewriter.adapter_passes": ["pass_for"],
     "rewriter.applying": ["apply"],
     "rewriter.matcher": ["find"],
     "rewriter.sites": ["Site"],

@@ -176,3 +176,37 @@ def factorization(size: int, factor: int = -1) -> tuple[int, int]:
     limit = size if factor < 0 else factor
     small = max(d for d in range(1, math.isqrt(size) + 1) if size % d == 0 and d <= limit)
     return small, size // small
+
+
+def lokr_shapes(
+    shape: Sequence[int],
+    rank: int,
+    factor: int = -1,
+    both: bool = False,
+    cores: bool = False,
+    full: bool = False,
+    first: Sequence[int] | None = None,
+    split: Sequence[bool] | None = None,
+) -> dict[str, tuple[int, ...]]:
+    """The matrices of a Kronecker product for a weight (out, in, *kernel), by LyCORIS' names, as LyCORIS and PEFT choose them.
+
+    The first is (a, c), the second (b, d, *kernel); a * b is out and c * d is in, split as `factorization` does, or with a, c
+    the numbers of `first`, where c * d may be in times the kernel. The second is decomposed where the rank is below half of its
+    longer side, with `cores` through a core where there is a kernel; the first with `both`, by the same rule; none with `full`.
+    `split` says whether the first is, and the second, whatever the rank.
+    """
+    out, inner, *kernel = shape
+    (a, b), (c, d) = factorization(out, factor), factorization(inner, factor)
+    if first is not None:
+        a, c = first
+        if inner % c:
+            inner, kernel = inner * math.prod(kernel), []
+        b, d = out // a, inner // c
+    by_rule = (both and rank < max(a, c) / 2 and not full, rank < max(b, d) / 2 and not full)
+    split_1, split_2 = by_rule if split is None else split
+    made: dict[str, tuple[int, ...]] = {"lokr_w1_a": (a, rank), "lokr_w1_b": (rank, c)} if split_1 else {"lokr_w1": (a, c)}
+    if not split_2:
+        return made | {"lokr_w2": (b, d, *kernel)}
+    if cores and math.prod(kernel) > 1:
+        return made | {"lokr_t2": (rank, rank, *kernel), "lokr_w2_a": (rank, b), "lokr_w2_b": (rank, d)}
+    return made | {"lokr_w2_a": (b, rank), "lokr_w2_b": (rank, d * math.prod(kernel))}

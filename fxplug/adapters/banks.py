@@ -182,14 +182,12 @@ def rows_for(
             homes.setdefault(bank.path, []).append((p, bank))
     high: list[tuple[str, int, Bank, str]] = []
     for path, entry in placed.items():
-        rows = homes[path]
-        same = [(p, bank) for p, bank in rows if bank.kind.lower() == entry.kind]
-        p, bank = (same or rows)[0]
-        rank, values = values_for(bank, entry)
-        if rank > bank.rank:
-            high.append((path, rank, bank, p))
-            continue
-        ready.setdefault(p, []).extend(bank.rows(entry, rank, values, there))
+        found = _first_fitting(sorted(homes[path], key=lambda row: row[1].kind.lower() != entry.kind), entry, there)
+        if isinstance(found, int):
+            p, bank = homes[path][0]
+            high.append((path, found, bank, p))
+        else:
+            ready.setdefault(found[0], []).extend(found[1])
     if high:
         path, rank, bank, p = max(high, key=lambda row: row[1])
         raise SpecError(
@@ -197,6 +195,28 @@ def rows_for(
             f"apply pass '{p}' with rank_max={rank}"
         )
     return ready
+
+
+def _first_fitting(
+    banks: Sequence[tuple[str, Bank]], entry: Entry, there: Callable[[str], Tensor | None]
+) -> tuple[str, list[tuple[Bank, str, str, Tensor]]] | int:
+    """The first of a layer's banks that an entry fits, with what is to be written; its rank, where that is above theirs.
+
+    Raises SpecError as the first bank does, where none takes it.
+    """
+    failed: SpecError | None = None
+    high = 0
+    for p, bank in banks:
+        try:
+            rank, values = values_for(bank, entry)
+            if rank <= bank.rank:
+                return p, list(bank.rows(entry, rank, values, there))
+            high = high or rank
+        except SpecError as error:
+            failed = failed or error
+    if failed:
+        raise failed
+    return high
 
 
 def _whole(bank: Bank, entry: Entry, name: str) -> list[int]:

@@ -6,6 +6,7 @@ gives what each layer of the file gets, under the names that fxplug's blocks hav
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ from .layer_matching import PARTS, Fit, fit, split_part
 from .updates import PRODUCT, AdapterFile, Entry, base_of, largest, needs, rank_of, without_padding
 
 __all__ = ["AdapterFile", "Entry", "Fit", "fit", "read"]
+Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
 LARGE = 1e30  # no number of an adapter's is larger
 _GATES = re.compile(
     r"^(?P<owner>.+)\.(?:gates\.table\.(?P<name>weights|entries|names)|(?:Lora|LoraWeight|Loha|Lokr)(?:_\d+)?\.(?:said|lost))$"
@@ -38,29 +40,33 @@ _EXTRA = {"down": ("mid",), "hada_w1_a": ("hada_t1", "hada_t2"), "lokr_w2_a": ("
 
 
 def read(
-    source: str | Path | Mapping[str, Any],
+    source: Source,
     *,
     adapter: str | None = None,
     config: Mapping[str, Any] | None = None,
+    meta: bool = False,
     limits: Limits = DEFAULT,
 ) -> AdapterFile:
-    """Read an adapter: a file (.safetensors; .bin, .pt, .pth as plain tensors), a folder, or a state dict.
+    """Read an adapter: a file (.safetensors; .bin, .pt, .pth as plain tensors), a folder, or a state dict; or what was read.
 
     A folder is one that PEFT, diffusers or `fxplug.save` wrote. `adapter` names one of several in a file (PEFT's adapter names,
     or slots). `config` is PEFT's `adapter_config.json` for a source that has none beside it: it says alpha and rank; without
     it, and without `.alpha` in the file, the scale is taken to be 1, as all tools do, and `Fit.assumed` names the layers. A
-    state dict may hold `.alpha` as numbers. A file is data: nothing in it is run, and it is read within `limits`.
+    state dict may hold `.alpha` as numbers. A file is data: nothing in it is run, and it is read within `limits`. With `meta`
+    only its smallest tensors are, which alphas are among; the others are on the meta device.
 
     Raises ArtifactError for what is no adapter, half pairs, numbers that are not finite or not floating point, saying the key,
     and for a configuration under which the tensors mean something else (see `peft_config`).
     """
+    if isinstance(source, AdapterFile):
+        return source
     if isinstance(source, Mapping):
         where, folder, state = "the state dict", None, dict(source)
         about: Mapping[str, Any] = {}
     else:
         file = find(Path(source))
         where, folder = str(file), file.parent
-        state, about = load(file, limits)
+        state, about = load(file, limits, meta)
         beside = file.parent / "adapter_config.json"
         if config is None and "lora_adapter_metadata" not in about and kind_of(beside) == "file":
             config = object_of(reading.read_json(beside, limits=limits), str(beside))
@@ -109,7 +115,7 @@ class _Reader:
             raise ArtifactError(f"{self.where} {self.none()}")
         self.read_patterns(layers.values())
         entries = [entry for layer in layers.values() if (entry := self.entry(layer)) is not None]
-        return AdapterFile(self.where, tuple(entries), rest, self.configs.get("") or self.about)
+        return AdapterFile(self.where, tuple(entries), rest, {**self.about, **self.configs.get("", {})})
 
     def read_patterns(self, layers: Iterable[Layer]) -> None:
         """Look up what PEFT's configurations say of single layers, all at once."""

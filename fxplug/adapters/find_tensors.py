@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from ..files import reading, weight_files
 from ..limits import Limits
 
 SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth", ".ckpt")
+SMALL = 8192  # bytes: alphas, and the names of slots, are no larger
 
 
 def kind_of(path: Path) -> str:
@@ -49,11 +51,11 @@ def find(path: Path) -> Path:
     return path / files[0]
 
 
-def load(file: Path, limits: Limits) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The tensors of a file on the CPU, and what it says of itself."""
+def load(file: Path, limits: Limits, meta: bool = False) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """The tensors of a file on the CPU, with `meta` those of up to SMALL bytes, and what it says of itself."""
     if file.suffix not in (*SAFE, *PICKLED):
         raise ArtifactError(f"{file}: an adapter is a file that ends in {', '.join((*SAFE, *PICKLED))}, or a folder")
-    found, about = weight_files.read(file, limits=limits)
+    found, about = weight_files.read(file, most=SMALL if meta else math.inf, limits=limits)
     for _ in range(limits.depth):
         if not (isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping)):
             break

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import ArtifactError, SpecError, did_you_mean
 from ..limits import DEFAULT
+from ..quantised import weight_shape
 from .banks import Bank, rank_dims, scaled_factor
 from .files import read
 from .slot_memory import read_said, scaled, unscaled
@@ -45,13 +46,14 @@ class Held:
 
 
 def layers_of(module: nn.Module) -> dict[str, Layer]:
-    """The layers of a module that have a weight of two or more dimensions, by path."""
+    """The layers of a module that have a weight of two or more dimensions, by path; not those that passes put in."""
     found = {}
+    added = {entry["name"] for entry in getattr(module, "meta", {}).get("passes", [])}
     for path, layer in module.named_modules():
-        weight = getattr(layer, "weight", None)
-        if path and isinstance(weight, nn.Parameter) and weight.dim() > 1:
+        weight = layer._parameters.get("weight")
+        if path and weight is not None and weight.dim() > 1 and path.partition(".")[0] not in added:
             kind = next((c.__name__ for c in type(layer).__mro__ if c.__module__.startswith("torch.nn.")), "")
-            found[path] = Layer(kind, tuple(weight.shape), int(getattr(layer, "groups", 1)))
+            found[path] = Layer(kind, weight_shape(layer, weight), int(getattr(layer, "groups", 1)))
     return found
 
 

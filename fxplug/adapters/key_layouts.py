@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..low_rank import factorization
+from ..low_rank import lokr_shapes
 from .held import Layer
 from .updates import Entry
 
@@ -208,16 +208,7 @@ def _factor(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, Layer]) -> i
 def _lokr_shapes(entry: Entry, layer: Layer, factor: int, both: bool, cores: bool) -> dict[str, tuple[int, ...]]:
     """The factors that PEFT makes for a layer, by its rule (peft.tuners.lokr)."""
     rank = whole_rank(entry) if "lokr_w2" in entry.tensors else entry.rank
-    out, inner, *kernel = layer.shape
-    (a, b), (c, d) = factorization(out, factor), factorization(inner, factor)
-    made: dict[str, tuple[int, ...]] = {"lokr_w1": (a, c)}
-    if both and rank < max(a, c) / 2:
-        made = {"lokr_w1_a": (a, rank), "lokr_w1_b": (rank, c)}
-    if rank >= max(b, d) / 2:
-        return made | {"lokr_w2": (b, d, *kernel)}
-    if cores and math.prod(kernel) > 1:
-        return made | {"lokr_t2": (rank, rank, *kernel), "lokr_w2_a": (rank, b), "lokr_w2_b": (rank, d)}
-    return made | {"lokr_w2_a": (b, rank), "lokr_w2_b": (rank, d * math.prod(kernel))}
+    return lokr_shapes(layer.shape, rank, factor, both, cores)
 
 
 def _exactly(path: str) -> str:

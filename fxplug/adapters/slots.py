@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +15,10 @@ from ..limits import DEFAULT, Limits
 from ..quantised import weight_shape
 from ..turns import Turns, change, hold, turns_of
 from .banks import Bank, check_name, rows_for
-from .files import AdapterFile, Fit, fit, read
+from .files import Fit, Source, fit, read
 from .slot_saving import save
 from .writing import About, about_of
 
-Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
 Weights = Mapping[str, float]
 
 
@@ -237,7 +235,7 @@ class Adapters:
         taken, full slots, a rank above theirs, or an update of another kind than they hold. Nothing is changed then.
         """
         self._check_new(name, replace)  # before a file is read
-        file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter, config=config, limits=limits)  # type: ignore[arg-type]
+        file = read(source, adapter=adapter, config=config, limits=limits)
         shapes = {bank.path: bank.shape for banks in self.banks.values() for bank in banks}
         found = fit(file, shapes, part, self.shapes, guess)
         if not (partial and found.placed):

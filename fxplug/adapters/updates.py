@@ -204,8 +204,10 @@ def rank_of(tensors: Mapping[str, Tensor]) -> int:
 
 
 def without_padding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What lies in a slot without what only pads its rank; nothing if nothing was loaded into it."""
+    """What lies in a slot without what only pads its rank, on meta with it; nothing if nothing was loaded into it."""
     made = dict(tensors)
+    if any(tensor.is_meta for tensor in made.values()):
+        return made
     if not all(tensor.any() for tensor in made.values()):
         return {}
     if any("_t" in name for name in made):

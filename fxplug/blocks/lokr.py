@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
-from ..low_rank import factor, factorization, kronecker
+from ..low_rank import factor, kronecker, lokr_shapes
 from .weight_update import Update, divisors
 
 
@@ -44,31 +44,28 @@ class Lokr(Update):
         rslora: bool = False,
         alpha_auto_scale: bool = True,
         slots: int = 0,
+        first: Sequence[int] | None = None,
+        split: Sequence[bool] | None = None,
     ) -> None:
-        """`shape` is that of the parameter, two or more dimensions. `full_matrix` decomposes nothing, whatever the rank.
+        """`shape` is that of the parameter, two or more dimensions. `full_matrix` decomposes nothing, whatever the rank;
+        `first` has the rows and columns of the first matrix, which `factor` says otherwise, and `split` whether the first and
+        the second are decomposed, which the rank does.
 
-        Raises SpecError for a rank below 1, for a factor that is no number above 0 or -1 or that divides neither width, and
-        as `scaling` does.
+        Raises SpecError for a rank below 1, for a factor that is no number above 0 or -1 or that divides neither width, for
+        sizes of `first` that do not divide them, and as `scaling` does.
         """
         super().__init__(shape, rank, alpha, rslora, alpha_auto_scale, slots)
         self.factor, self.decompose_both, self.tucker, self.full_matrix = factor, decompose_both, tucker, full_matrix
-        out, inner, *kernel = self.shape
-        check_factor(factor, out, inner)
-        (a, b), (c, d) = factorization(out, factor), factorization(inner, factor)
-        split_1 = decompose_both and rank < max(a, c) / 2 and not full_matrix
-        split_2 = rank < max(b, d) / 2 and not full_matrix
-        self.core = split_2 and tucker and math.prod(kernel) > 1
-        shapes: dict[str, tuple[int, ...]] = {"w1_a": (a, rank), "w1_b": (rank, c)} if split_1 else {"w1": (a, c)}
-        if self.core:
-            shapes |= {"t2": (rank, rank, *kernel), "w2_a": (rank, b), "w2_b": (rank, d)}
-        elif split_2:
-            shapes |= {"w2_a": (b, rank), "w2_b": (rank, d * math.prod(kernel))}
-        else:
-            shapes |= {"w2": (b, d, *kernel)}
+        self.split = None if split is None else check_split(split)
+        self.first = None if first is None else check_first(first, self.shape)
+        if first is None:
+            check_factor(factor, *self.shape[:2])
+        shapes = lokr_shapes(self.shape, rank, factor, decompose_both, tucker, full_matrix, self.first, self.split)
+        split_1, split_2, self.core = "lokr_w1_a" in shapes, "lokr_w2_a" in shapes, "lokr_t2" in shapes
         for name, size in shapes.items():
             parameter = nn.Parameter(torch.empty(size))
             nn.init.kaiming_uniform_(parameter, a=math.sqrt(5))
-            self.register_parameter(f"lokr_{name}", parameter)
+            self.register_parameter(name, parameter)
         nn.init.zeros_(self.lokr_w2_b if split_2 else self.lokr_w2)
         self.split_1, self.split_2 = split_1, split_2
         if not split_1 and not split_2 and not slots:
@@ -93,3 +90,19 @@ def check_factor(factor: Any, out: int, inner: int) -> None:
             f"factor {factor} divides neither the {out} outputs nor the {inner} inputs; "
             f"{out} has the divisors {divisors(out)}, {inner} has {divisors(inner)}"
         )
+
+
+def check_first(first: Any, shape: Sequence[int]) -> list[int]:
+    """Raise SpecError unless `first` is two numbers, of which the one divides the outputs and the other the inputs."""
+    out, inner = shape[0], math.prod(shape[1:])
+    numbers = isinstance(first, (list, tuple)) and len(first) == 2 and all(type(n) is int and n > 0 for n in first)
+    if not numbers or out % first[0] or inner % first[1]:
+        raise SpecError(f"first must be two numbers that divide {out} outputs and {inner} inputs, not {first!r}")
+    return list(first)
+
+
+def check_split(split: Any) -> list[bool]:
+    """Raise SpecError unless `split` is two truth values."""
+    if not isinstance(split, (list, tuple)) or len(split) != 2 or not all(isinstance(one, bool) for one in split):
+        raise SpecError(f"split must be two of true and false, for the first matrix and the second, not {split!r}")
+    return list(split)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,16 +29,18 @@ class Table(Block):
     entries: Tensor
     names: Tensor
 
-    def __init__(self, slots: int, rank: int) -> None:
+    def __init__(self, slots: int, rank: int, others: Sequence[int] = ()) -> None:
+        """`others` are ranks of further banks, which have rows of their own."""
         super().__init__()
-        self.slots, self.rank = slots, rank
+        self.slots, self.rank, self.others = slots, rank, list(others)
         self.turns = Turns()  # shells share it as they share the tensors, and a copy has its own
         self.register_buffer("weights", torch.zeros(ROWS, slots, dtype=torch.float32))
         self.register_buffer("entries", torch.zeros((), dtype=torch.int64))
         self.register_buffer("names", torch.zeros(slots, NAME, dtype=torch.uint8))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives (batch, slots * rank), each slot's weight for each of its inner channels, and (slots,), what all samples take.
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Gives (batch, slots * rank), each slot's weight for each of its inner channels, and (slots,), what all samples take;
+        then what the first is for each of the other ranks.
 
         x has the samples in its first dimension. The second result is NaN where samples differ. Where entries were given for
         another number of samples, a CPU raises RuntimeError; on a GPU, which no error may leave unusable, all is NaN.
@@ -49,20 +52,20 @@ class Table(Block):
             assert_later(fits, "adapters.use was given one entry per sample, and the batch has another size")
         rows = torch.where(fits, rows, torch.nan)
         uniform = torch.where((rows == self.weights[0]).all(), self.weights[0].float(), torch.nan)
-        return rows.repeat_interleave(self.rank, 1), uniform
+        return rows.repeat_interleave(self.rank, 1), uniform, *(rows.repeat_interleave(rank, 1) for rank in self.others)
 
 
 class Gates(nn.Module):
     """The table of a pass's slots, as a network of the pass: what it gives goes to each of the pass's blocks."""
 
-    def __init__(self, slots: int, rank: int) -> None:
+    def __init__(self, slots: int, rank: int, others: Sequence[int] = ()) -> None:
         super().__init__()
-        self.table = Table(slots, rank)
+        self.table = Table(slots, rank, others)
 
     @classmethod
-    def of(cls, model: Any, slots: int, rank: int) -> Gates:
-        """Gates for a model with banks of so many slots, up to this rank."""
-        return cls(slots, rank)
+    def of(cls, model: Any, slots: int, rank: int, others: Sequence[int] = ()) -> Gates:
+        """Gates for a model with banks of so many slots, of this rank, or of one of the others."""
+        return cls(slots, rank, others)
 
     def forward(self, x: Tensor) -> Any:
         return self.table(x)

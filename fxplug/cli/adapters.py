@@ -1,4 +1,4 @@
-"""The verbs `fxplug adapters list | load | use | unload`, which change a saved rewrite with slots, and `extract`."""
+"""The verbs `fxplug adapters list | load | use | unload`, which change a saved rewrite with slots, `inspect` and `extract`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import SpecError
-from .verbs import HELP, Allow, Debug, Verbs, load_saved, progress
+from .verbs import HELP, Allow, Debug, Set, Verbs, load_saved, progress, read_config
 
 if TYPE_CHECKING:
     from ..ir.traced_module import TracedModule
 
 adapters = typer.Typer(
     cls=Verbs, no_args_is_help=True, context_settings=HELP,
-    help="Load, use and unload the adapters in the slots of a saved rewrite; extract some of checkpoints.",
+    help="Load, use and unload the adapters in the slots of a saved rewrite; inspect files; extract some of checkpoints.",
 )  # fmt: skip
 Saved = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")]
 Named = Annotated[str, typer.Argument(metavar="NAME", help="What the adapter is called.")]
@@ -80,6 +80,40 @@ def unload_adapter(folder: Saved, name: Named, allow: Allow = None, debug: Debug
     with _changed(folder, allow) as module:
         module.adapters.unload(name)
     print(f"{name} is unloaded")
+
+
+@adapters.command("inspect")
+def inspect(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The adapter: a file, or a folder.")],
+    model: Annotated[
+        str | None, typer.Argument(metavar="[CONFIG_OR_DIR]", help="What it is to fit: a configuration, or a saved rewrite.")
+    ] = None,
+    adapter: Annotated[str | None, typer.Option("--adapter", help="Which of several in the file.")] = None,
+    part: Annotated[str | None, typer.Option("--part", help="The part of a pipeline that the model is.")] = None,
+    guess: Annotated[bool, typer.Option("--guess", help="Take layers by shape and order, where no name tells them.")] = False,
+    set: Set = None,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Say what an adapter file is, what of it fits a model, and which pass would hold it; its weights are not read."""
+    from ..adapters.inspecting import inspect_adapter
+
+    print(inspect_adapter(file, _model(model, set, allow), adapter=adapter, part=part, guess=guess))
+
+
+def _model(subject: str | None, set_: list[str] | None, allow: list[str] | None) -> object:
+    """A saved rewrite, or the model of a configuration or of a folder of diffusers without its weights; None for none."""
+    if subject is None:
+        return None
+    if (Path(subject) / "manifest.json").exists():
+        return load_saved(subject, set_, allow)
+    from ..models.factory import build
+    from ..spec.run_config import load_config
+
+    folder = Path(subject).is_dir()
+    config = load_config({"model": str(Path(subject).absolute())}, set_ or []) if folder else read_config(subject, set_)
+    with progress("build the model"):
+        return build(config, device="meta")
 
 
 @adapters.command("extract")

@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
-from ..adapters.files import AdapterFile, read
 from ..adapters.held import Layer
-from ..adapters.layer_matching import Fit
-from ..adapters.slots import Adapters, Source
+from ..adapters.slots import Adapters
 from ..adapters.writing import About
 from ..errors import ArtifactError, FxplugError, SpecError, did_you_mean, shown
 from ..files import weight_files
@@ -56,10 +54,6 @@ class PackageAdapters(Adapters):
         rows = [bank for banks in self.banks.values() for bank in banks]
         layers = {bank.path: Layer("" if bank.maps else bank.kind, bank.shape, bank.groups) for bank in rows}
         return About(layers, (self.kind,))
-
-    def load(self, name: str, source: Source, *, adapter: str | None = None, **options: Any) -> Fit:
-        file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter)  # type: ignore[arg-type]
-        return super().load(name, file, **options)
 
 
 class Package:

@@ -32,23 +32,23 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).valu
 KEYS = (str, int, float, bool, type(None))  # what may be a key; a tuple of tuples can take forever to hash
 
 
-def load(file: BinaryIO, raises: Raises, *, meta: bool = False, limits: Limits = DEFAULT) -> Any:
+def load(file: BinaryIO, raises: Raises, *, most: float = math.inf, limits: Limits = DEFAULT) -> Any:
     """The value of a file of `torch.save`: tensors on the CPU in dicts, lists, tuples, and plain values.
 
-    With `meta` they are meta tensors of the same shapes, and no weights are read. Raises what `raises` makes for a file that is
-    damaged, holds anything else, or is beyond `limits`.
+    Those in a memory of more than `most` bytes are meta tensors of the same shapes, and their weights are not read. Raises what
+    `raises` makes for a file that is damaged, holds anything else, or is beyond `limits`.
     """
     file.seek(0)
     start = file.read(4)
     file.seek(0)
     if start == b"PK\x03\x04":
-        return _load_archive(file, raises, meta, limits)
+        return _load_archive(file, raises, most, limits)
     if start[:1] != b"\x80":
         raise raises("cannot be read: it is no file of torch.save" if start else "cannot be read: it is empty")
-    return _load_stream(file, raises, meta, limits)
+    return _load_stream(file, raises, most, limits)
 
 
-def _load_archive(file: BinaryIO, raises: Raises, meta: bool, limits: Limits) -> Any:
+def _load_archive(file: BinaryIO, raises: Raises, most: float, limits: Limits) -> Any:
     held = Archive(file, raises, limits).members
     roots = [name.removesuffix("data.pkl") for name in held if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(roots) != 1:
@@ -62,7 +62,7 @@ def _load_archive(file: BinaryIO, raises: Raises, meta: bool, limits: Limits) ->
             raise raises("was written on a machine with another order of bytes")
     program = held[f"{root}data.pkl"]
     file.seek(program.start)
-    made = _Interpreter(file, raises, meta, limits, program.start + program.size)
+    made = _Interpreter(file, raises, most, limits, program.start + program.size)
     value = made.run()
     for key, storage in made.storages.items():
         member = held.get(f"{root}data/{key}")
@@ -70,9 +70,9 @@ def _load_archive(file: BinaryIO, raises: Raises, meta: bool, limits: Limits) ->
     return value
 
 
-def _load_stream(file: BinaryIO, raises: Raises, meta: bool, limits: Limits) -> Any:
+def _load_stream(file: BinaryIO, raises: Raises, most: float, limits: Limits) -> Any:
     """The older form: numbers, then the value, then the names of its storages, then their bytes."""
-    made = _Interpreter(file, raises, meta, limits, size_of(file))
+    made = _Interpreter(file, raises, most, limits, size_of(file))
     if made.run() != MAGIC:
         raise raises("is a pickle, and no file of torch.save")
     version, system = made.run(), made.run()
@@ -128,8 +128,8 @@ _LENGTHS = {b"X": 4, b"T": 4, b"U": 1, b"\x8c": 1}  # text and how long the fiel
 class _Interpreter:
     """Runs pickles one after the other, up to the byte `end` of a file."""
 
-    def __init__(self, file: BinaryIO, raises: Raises, meta: bool, limits: Limits, end: int) -> None:
-        self.file, self.raises, self.meta, self.limits, self.end = file, raises, meta, limits, end
+    def __init__(self, file: BinaryIO, raises: Raises, most: float, limits: Limits, end: int) -> None:
+        self.file, self.raises, self.most, self.limits, self.end = file, raises, most, limits, end
         self.storages: dict[str, _Storage] = {}
         self.total = size_of(file)
         self.steps = self.stored = self.shown = self.tensors = 0
@@ -249,7 +249,7 @@ class _Interpreter:
             self.stored += size
             if self.stored > self.total:
                 raise self.raises("is truncated or damaged: its tensors are larger than the file")
-            self.storages[key] = _Storage(dtype, size, None if self.meta else torch.empty(size, dtype=torch.uint8))
+            self.storages[key] = _Storage(dtype, size, None if size > self.most else torch.empty(size, dtype=torch.uint8))
         found = self.storages[key]
         if found.size != count * dtype.itemsize:
             raise TypeError
@@ -296,7 +296,7 @@ class _Interpreter:
         if self.shown > 2 * self.total + (16 << 20) or self.tensors > self.limits.tensors:
             raise self.raises("has tensors of more elements than there are in the file, or too many of them; see Limits")
         if not count:
-            return torch.empty(size, dtype=dtype, device="meta" if self.meta else "cpu")
+            return torch.empty(size, dtype=dtype, device="meta" if self.most < 0 else "cpu")
         if storage.memory is None:
             return torch.empty_strided(size, stride, dtype=dtype, device="meta")
         return torch.empty(0, dtype=dtype).set_(storage.memory.untyped_storage(), offset, size, stride)

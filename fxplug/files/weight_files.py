@@ -57,12 +57,13 @@ class Header:
 
 
 def read(
-    path: str | PathLike[str], *, raises: Raises | None = None, meta: bool = False, limits: Limits = DEFAULT
+    path: str | PathLike[str], *, raises: Raises | None = None, most: float = math.inf, limits: Limits = DEFAULT
 ) -> tuple[Any, dict[str, str]]:
     """The value of a file of weights on the CPU, and its metadata: tensors by name for safetensors, any value of `torch.save`.
 
-    With `meta` they are meta tensors of the same shapes, and no weights are read. Raises what `raises` makes (an ArtifactError
-    that names the path) for a file that cannot be read, is damaged or something else, or is beyond `limits`.
+    Tensors of more than `most` bytes are meta tensors of the same shapes, and not read; with -1 all are. Raises what `raises`
+    makes (an ArtifactError that names the path) for a file that cannot be read, is damaged or something else, or is beyond
+    `limits`.
     """
     raises = raises or about(path)
     with opened(path, raises=raises) as file:
@@ -71,7 +72,7 @@ def read(
         if start[:1] == b"\x80" or start[:4] == b"PK\x03\x04":
             if suffix == "safetensors":
                 raise raises("is no safetensors file, it was written by torch.save: let its name end in .pt")
-            return torch_pickles.load(file, raises, meta=meta, limits=limits), {}
+            return torch_pickles.load(file, raises, most=most, limits=limits), {}
         if not start:
             raise raises("cannot be read: it is empty")
         if what := begins(start):
@@ -79,10 +80,7 @@ def read(
         if suffix != "safetensors" and start[8:9] != b"{":
             raise raises("cannot be read: it is neither a file of torch.save nor a safetensors file")
         head = header(file, raises, limits)
-        if meta:
-            found = {name: torch.empty(r.shape, dtype=r.dtype, device="meta") for name, r in head.records.items()}
-        else:
-            found = dict(tensors(file, head, raises))
+        found = dict(tensors(file, head, raises, most=most))
         return {name: found[name] for name in head.records}, dict(head.about)
 
 
@@ -122,13 +120,19 @@ def header(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> Header:
 
 
 def tensors(
-    file: BinaryIO, head: Header, raises: Raises, seen: Callable[[memoryview], object] = len
+    file: BinaryIO, head: Header, raises: Raises, seen: Callable[[memoryview], object] = len, most: float = math.inf
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a safetensors file that `header` read, in the order of their bytes, on the CPU and in memory of their own.
 
-    `seen` is called with all that is read, piece by piece. Raises what `raises` makes for a file that became shorter.
+    Those of more than `most` bytes are meta tensors, and not read. `seen` is called with all that is read, piece by piece.
+    Raises what `raises` makes for a file that became shorter.
     """
     for name, record in head.in_file():
+        if record.size > most:
+            yield name, torch.empty(record.shape, dtype=record.dtype, device="meta")
+            continue
+        if most < math.inf:
+            file.seek(record.offset)
         memory = torch.empty(record.size, dtype=torch.uint8)
         view = memory.numpy().data
         done = 0

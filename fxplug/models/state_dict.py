@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def read_weights(file: Path, meta: bool = False, limits: Limits = DEFAULT) -> St
         return onnx_weights.read(file, raises, meta=meta, limits=limits)
     if file.suffix not in SUFFIXES:
         raise raises(f"is none of {', '.join(SUFFIXES)}")
-    return _unwrapped(weight_files.read(file, raises=raises, meta=meta, limits=limits)[0], file.name)
+    return _unwrapped(weight_files.read(file, raises=raises, most=-1 if meta else math.inf, limits=limits)[0], file.name)
 
 
 def _unwrapped(read: Any, name: str) -> State:

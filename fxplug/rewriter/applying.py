@@ -13,6 +13,7 @@ from ..errors import ClashError, SpecError, shown
 from ..ir.containers import CodeInGraph, Container
 from ..ir.traced_module import Graph, TracedModule, class_names, copy_graph, shell
 from ..spec.rules import Pass
+from .adapter_passes import fill
 from .block_factory import block_class, make_block, record
 from .editor import Editor
 from .graft import Traces
@@ -54,7 +55,7 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
             f"pass '{p.name}' is already applied here; give the second one a name of its own (name: {p.name}_2) "
             "if both are wanted"
         )
-    if p.name in dict(gm.named_children()) or hasattr(TracedModule, p.name):
+    if p.name in dict(gm.named_children()) or hasattr(TracedModule, p.name) or (p.slots and p.name == "adapters"):
         raise ClashError(f"the model has a module or method '{p.name}' of its own; give the pass another name (name: ...)")
     sites = given if isinstance(given, Sites) else find(gm, given)
     gm, p = sites.joined, sites.p
@@ -72,7 +73,10 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
         except BothModes:  # what is put in tells training from evaluation, which the model itself does not
             one = next(iter(modes.values()))
             graphs = _edited({True: one, False: one}, tree, gm, p, traces, sites, blocks)
-    return gm.derived(tree, graphs, passes=[*applied, record(gm, p, sites, blocks)])
+    new = gm.derived(tree, graphs, passes=[*applied, record(gm, p, sites, blocks)])
+    if p.loads:
+        fill(new, p)
+    return new
 
 
 @contextmanager

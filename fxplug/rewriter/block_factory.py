@@ -130,7 +130,7 @@ def record(
         "lr": p.lr,
         "weight_decay": p.weight_decay,
         "train": p.train,
-        "neutral": made_new and all(getattr(block, "neutral", False) for _, (_, block) in named),
+        "neutral": made_new and not p.loads and all(getattr(block, "neutral", False) for _, (_, block) in named),
         "sites": [
             {"path": s.node or s.path, "place": s.rule.place, "block": name, **_apart(s), **_bank(block)}
             for s, (name, block) in named

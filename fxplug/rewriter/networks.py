@@ -23,6 +23,7 @@ from ..ir.regions import Regions, each, find_input, members, source
 from ..ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ..spec.addresses import WHOLE, Port, is_pattern, parse_port, select
 from ..spec.rules import Pass
+from .adapter_passes import with_rules
 from .graft import Graft, head, traced
 from .input_sizes import factors, how_deep, input_name, named_sizes, own_inputs, size_of, size_tries
 from .network_sources import network_module
@@ -41,21 +42,22 @@ def check_traced(gm: Any) -> None:
 def _with_gates(gm: TracedModule, p: Pass) -> Pass:
     """A pass with slots as one whose network `gates` says what each sample takes of them; each block gets its result.
 
-    Raises SpecError where the pass's banks differ in their rank, or the model has no input with samples.
+    Raises SpecError for a rank that is none, or where the model has no input with samples.
     """
     if not p.slots or GATES in p.networks:
         return p
-    ranks = {rule.options.get("rank_max") or rule.options.get("rank", 8) for rule in p.rules}
-    if len(ranks) > 1:
-        raise SpecError(f"the rules of a pass with slots have one rank, not {sorted(ranks)}", where=p.where)
-    rank = ranks.pop()
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise SpecError(f"{p.name}: rank_max must be a whole number, 1 or more, not {rank!r}", where=p.where)
-    options = {"slots": p.slots, "rank": rank}
+    of = [rule.options.get("rank_max") or rule.options.get("rank", 8) for rule in p.rules]
+    for rank in of:
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise SpecError(f"{p.name}: rank_max must be a whole number, 1 or more, not {rank!r}", where=p.where)
+    beside = [rank for rank, rule in zip(of, p.rules, strict=True) if rule.place != "param"]  # others read no rows
+    first, *others = dict.fromkeys(beside or of[:1])
+    results = {first: 0, **{rank: 2 + n for n, rank in enumerate(others)}}  # which result of `Table` has the rows of a rank
+    options = {"slots": p.slots, "rank": first, **({"others": others} if others else {})}
     gates = {"use": "fxplug.blocks:Gates.of", "options": options, "args": [_samples(gm, p)], "neutral": True}
     rules = []
-    for rule in p.rules:
-        part = 1 if rule.place == "param" else 0
+    for rank, rule in zip(of, p.rules, strict=True):
+        part = 1 if rule.place == "param" else results[rank]
         rules.append(replace(rule, args=(*rule.args, f"{GATES}:out[{part}]")))
     return replace(p, networks={**p.networks, GATES: gates}, rules=rules)
 
@@ -93,7 +95,7 @@ def joined(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
             f"{p.name}: its places are found by running the model: plan = fxplug.parallel_plan(gm, args, kwargs{given}), "
             "then fxplug.parallelize(gm, plan), after the last other pass"
         )
-    p = _with_gates(gm, p)
+    p = _with_gates(gm, with_rules(gm, p))
     if not p.inputs and not p.networks:
         return gm, p
     modules = {name: network_module(gm, p, name, spec) for name, spec in p.networks.items()}

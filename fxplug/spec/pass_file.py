@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -49,7 +50,7 @@ def load_pass(
         return replace(source, **common)
     draft = open_pass(source, base=base)
     if draft.maker:
-        return draft.made({**params, **common}, allow)
+        return draft.made({**params, **common}, allow, base)
     try:
         values = draft.bind(params)
     except SpecError as error:
@@ -67,7 +68,7 @@ def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None
     else:
         raise SpecError(f"a pass is a name, a path, a mapping or a Pass, not {shown(source)}")
     data = read.data if isinstance(read.data, Mapping) else {}
-    known = ["about", "params"] if "make" in data else [f.name for f in fields(Pass) if f.name != "where"]
+    known = ["about", "params"] if "make" in data else [f.name for f in fields(Pass) if f.name not in ("where", "loads")]
     ruled = not {"make", "parallel"} & data.keys()
     read.keys([*known, "make", *PAGE_KEYS], ["rules"] if ruled else [])
     rules = read.data.get("rules", [])
@@ -106,15 +107,17 @@ class Draft:
         """The import path of the function that makes the pass, where no rules are written; else an empty text."""
         return str(self.source.data.get("make", ""))
 
-    def made(self, given: Any, allow: Sequence[str] | None = None) -> Pass:
+    def made(self, given: Any, allow: Sequence[str] | None = None, base: str | Path | None = None) -> Pass:
         """What `maker` makes of `given`, all that stands below the name of the pass: parameters and common settings.
 
-        Raises SpecError, as the maker does: its path or key is of `given`.
+        A maker that takes `base` gets the folder that paths are relative to. Raises SpecError, as the maker does: its path or
+        key is of `given`.
         """
         at = self.source.where("make")
         _check_allowed(self.maker, allow, at, ("make",))
         maker: Any = import_target(self.maker, at)
-        made = maker({"name": self.name, **given} if isinstance(given, Mapping) else given)
+        located = {"base": base} if "base" in inspect.signature(maker).parameters else {}
+        made = maker({"name": self.name, **given} if isinstance(given, Mapping) else given, **located)
         if not isinstance(made, Pass):
             raise SpecError(f"'{self.maker}' gave {shown(made)}, no Pass", where=at)
         for index, rule in enumerate(made.rules):

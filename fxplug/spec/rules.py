@@ -230,6 +230,9 @@ class Pass:
 
     A pass with `parallel` has no rules: those are keywords of `parallel_plan`, which finds its places by running the model,
     or of `pipefusion`; `at` is the region whose first input is split in rows.
+
+    A pass with `loads` has slots, gets its rules when it meets a model, from the adapter files that it lists, and has them
+    loaded and in use when it is applied: see `rewriter.adapter_passes`.
     """
 
     name: str
@@ -245,6 +248,7 @@ class Pass:
     where: Where = field(default=NOWHERE, compare=False)
     parallel: Mapping[str, Any] = field(default_factory=dict, hash=False)
     samples: str | None = None
+    loads: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         check_common({key: getattr(self, key) for key in COMMON})
@@ -262,7 +266,7 @@ class Pass:
             for key in ("rules", "inputs", "networks", "slots", "lr", "weight_decay"):
                 if getattr(self, key):
                     raise SpecError(f"a parallel pass has no '{key}'", path=(key,))
-        if not isinstance(self.rules, (list, tuple)) or not (self.rules or self.parallel):
+        if not isinstance(self.rules, (list, tuple)) or not (self.rules or self.parallel or self.loads):
             found = "an empty list" if self.rules in ([], ()) else shown(self.rules)
             raise SpecError(f"must be a list of rules, not {found}", path=("rules",))
         for index, rule in enumerate(self.rules):

@@ -58,7 +58,7 @@ def _pass(item: Any, base: Path, path: tuple[str | int, ...]) -> Pass:
         raise SpecError(str(error), path=path) from None
     if draft.maker:
         try:
-            return draft.made(given)
+            return draft.made(given, base=base)
         except SpecError as error:
             raise SpecError(error.finding, path=(*path, source, *error.path), key=error.key) from None
     given = {} if given is None else given

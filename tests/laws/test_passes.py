@@ -70,7 +70,7 @@ CASES = {
         ("vit", {}),
         ("layers", {"at": ["conv*", "grouped", "out"]}),
     ],
-    "adapter": [
+    "bottleneck": [
         ("vit", {"bottleneck": 4}),
     ],
     "parallel_adapter": [
@@ -124,7 +124,7 @@ NO_PARAMETERS = {"spectral_norm", "freeu", "tome", "deepcache", "first_block_cac
 # what is expected of each, so that no pass comes round the comparison by calling itself loud
 LOUD = {"vpt", "freeu", "tome", "replace", "spectral_norm"}
 NEUTRAL = set(
-    "lora lora_weight dora loha lokr oft boft bitfit weight_norm ssf adapter parallel_adapter scale skip ia3".split()
+    "lora lora_weight dora loha lokr oft boft bitfit weight_norm ssf bottleneck parallel_adapter scale skip ia3".split()
 )
 
 

@@ -19,11 +19,11 @@ import fxplug
 from fxplug.blocks.bitfit import Delta
 from fxplug.blocks.dora import Dora, norm_except, over_norm
 from fxplug.blocks.loha import Loha
-from fxplug.blocks.lokr import Lokr, factorization
+from fxplug.blocks.lokr import Lokr
 from fxplug.blocks.lora_weight import LoraWeight
 from fxplug.blocks.orthogonal import Boft, Oft, butterfly, cayley, neumann, skew, turned
 from fxplug.blocks.weight_norms import SpectralNorm, WeightNorm
-from fxplug.low_rank import kronecker
+from fxplug.low_rank import factorization, kronecker
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 MAPS = {  # blocks that map a weight and leave it as it is when new
@@ -454,9 +454,9 @@ REFUSED = [
     ("weight_norm", {"dim": 2}, r"dim 2 is no dimension of a parameter of shape \[5, 6\]; it has 0 to 1"),
     ("spectral_norm", {"steps": 0}, "steps must be a whole number, 1 or more, not 0"),
     ("ssf", {"dim": 3}, "has no dimension 3"),
-    ("adapter", {"bottleneck": 0}, "bottleneck must be a whole number, 1 or more, not 0"),
-    ("adapter", {"act": "Gelu"}, "torch.nn has no module class 'Gelu'.*GELU"),
-    ("adapter", {"dropout": 1}, "dropout must be at least 0 and below 1, not 1"),
+    ("bottleneck", {"bottleneck": 0}, "bottleneck must be a whole number, 1 or more, not 0"),
+    ("bottleneck", {"act": "Gelu"}, "torch.nn has no module class 'Gelu'.*GELU"),
+    ("bottleneck", {"dropout": 1}, "dropout must be at least 0 and below 1, not 1"),
     ("parallel_adapter", {"at": "table"}, "only the widths .* may differ"),
     ("vpt", {"from": "layer", "until": "norm"}, "has no 'num_prefix_tokens'.*; give it: prefix: 1"),
     ("vpt", {"from": "layer", "until": "norm", "prefix": -1}, "prefix must be a whole number, 0 or more, not -1"),

@@ -1,0 +1,248 @@
+"""What an adapter file is, and what of it fits a model: read from its header, without its weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ArtifactError, printable, shown
+from ..limits import DEFAULT, Limits
+from .files import AdapterFile, Source, read
+from .forms import Plan, plan_for
+from .held import layers_of
+from .layer_matching import Fit, fit
+from .layer_names import looks_like
+from .slots import Adapters
+
+SHOWN = 5  # so many of a kind are listed
+# keys of metadata by which a tool is known, and what its files are called; a value that begins so, and its tool
+MARKS: Sequence[tuple[str, str, str]] = (
+    ("fxplug.config", "", "fxplug"),
+    ("ot_branch", "", "OneTrainer"), ("ot_revision", "", "OneTrainer"),
+    ("ss_network_module", "lycoris", "LyCORIS in kohya's sd-scripts"),
+    ("ss_network_module", "networks.lora_", "kohya's scripts or musubi-tuner"),
+    ("ss_network_module", "", "kohya's sd-scripts"),
+    ("lora_adapter_metadata", "", "diffusers"),
+    ("peft_type", "", "PEFT"),
+)  # fmt: skip
+# how the names of layers begin in the layout of a tool
+LAYOUTS = (
+    ("base_model.model.", "PEFT"), ("lora_unet_", "kohya's sd-scripts"), ("lora_te", "kohya's sd-scripts"),
+    ("lycoris_", "LyCORIS"), ("diffusion_model.", "ComfyUI"), ("unet.", "diffusers"), ("transformer.", "diffusers"),
+    ("text_encoder.", "diffusers"), (":", "numbered layers"),
+)  # fmt: skip
+TRAINED = ("ss_network_dim", "ss_network_alpha", "ss_network_args", "ss_steps", "ss_epoch", "ss_learning_rate", "ss_optimizer")
+BASES = ("base_model_name_or_path", "ss_sd_model_name", "ss_base_model_version", "modelspec.architecture", "baseModel")
+TITLES = ("modelspec.title", "ss_output_name", "name", "title")
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """An adapter file without its weights: the `file`, and for a model its `plan`, or `why` it has none.
+
+    `layers` is how many layers of the model have a weight; `slots` where the file goes in the slots that the model has
+    already. `str` is the whole report.
+    """
+
+    file: AdapterFile
+    plan: Plan | None = None
+    why: str = ""
+    layers: int = 0
+    slots: Fit | None = None
+
+    @property
+    def kinds(self) -> Mapping[str, int]:
+        """How many layers have an update of which kind."""
+        return Counter(entry.kind for entry in self.file.entries)
+
+    @property
+    def ranks(self) -> Mapping[int, int]:
+        """How many layers have an update of which rank."""
+        return Counter(entry.rank for entry in self.file.entries)
+
+    @property
+    def alphas(self) -> Mapping[float, int]:
+        """How many layers have which alpha, of those whose scale something says."""
+        return Counter(float(f"{e.scale * e.rank:.6g}") for e in self.file.entries if not e.assumed)
+
+    @property
+    def dtypes(self) -> Mapping[str, int]:
+        """How many tensors have which dtype."""
+        found = (t.dtype for entry in self.file.entries for t in entry.tensors.values())
+        return Counter(str(dtype).removeprefix("torch.") for dtype in found)
+
+    @property
+    def size(self) -> int:
+        """The bytes of the updates' tensors."""
+        return sum(t.numel() * t.itemsize for entry in self.file.entries for t in entry.tensors.values())
+
+    @property
+    def tool(self) -> str:
+        """What wrote the file, as far as it says so; else whose names it has."""
+        about = self.file.about
+        software = about.get("software")
+        if isinstance(software, str) and software:
+            try:
+                said = json.loads(software)
+            except ValueError:
+                said = software
+            name = said.get("name") if isinstance(said, dict) else said
+            if isinstance(name, str) and name:
+                version = said.get("version") if isinstance(said, dict) else None
+                return printable(f"{name} {version}" if version else name)[:80]
+        for key, start, tool in MARKS:
+            if str(about.get(key, "\0")).startswith(start) and key in about:
+                return tool
+        names = [entry.name for entry in self.file.entries]
+        known = Counter(tool for name in names for start, tool in LAYOUTS if name.startswith(start))
+        return f"unknown, with names as {known.most_common(1)[0][0]} has them" if known else "unknown"
+
+    @property
+    def family(self) -> str:
+        """The models whose own layers have such names, where that can be told; else an empty text."""
+        return looks_like(entry.path for entry in self.file.entries)
+
+    def __str__(self) -> str:
+        lines = [f"{self.file.source}", *(f"  {key:<11} {text}" for key, text in self._rows())]
+        return "\n".join(lines)
+
+    def _rows(self) -> list[tuple[str, str]]:
+        file, about = self.file, self.file.about
+        count = sum(len(entry.tensors) for entry in file.entries)
+        rows = [
+            ("kind", _counted(self.kinds)),
+            ("size", f"{_bytes(self.size)} in {count} tensors: {_counted(self.dtypes)}"),
+            ("written by", self.tool),
+            *((label, found) for label, keys in (("base model", BASES), ("title", TITLES)) if (found := _said(about, keys))),
+            ("ranks", _counted(self.ranks)),
+            ("alphas", _counted({f"{a:g}": n for a, n in self.alphas.items()}) or "none is said, the scale is taken as 1"),
+        ]
+        if trained := _said(about, TRAINED, all_=True):
+            rows.append(("trained", trained))
+        for part in file.parts:
+            some = [entry for entry in file.entries if entry.part == part]
+            rows.append(("part", f"{part or '(no name)'}: {len(some)} layers, such as {shown(some[0].name)}"))
+        if family := self.family:
+            rows.append(("names", f"those of {family}"))
+        if file.rest:
+            rows.append(("beside", f"{len(file.rest)} tensors are no update: {_listed([shown(key) for key in file.rest])}"))
+        return rows + self._fit_rows()
+
+    def _fit_rows(self) -> list[tuple[str, str]]:
+        if self.plan is None:
+            return [("fits", self.why)] if self.why else []
+        rows: list[tuple[str, str]] = []
+        for found in self.plan.fits:
+            others = sum(len(entries) for entries in found.others.values())
+            own = len(found.file.entries) - others
+            gone = own - len(found.missing) - len({*found.mismatched}) - len(found.outside)
+            rows.append(("fits", f"{gone} of {own} layers, {_share(gone, own)}"))
+            share = _share(len(found.placed), self.layers)
+            rows.append(("covers", f"{len(found.placed)} of the model's {self.layers} layers, {share}"))
+            for part, entries in found.others.items():
+                rows.append(("other part", f"{len(entries)} layers are for {part or '(no name)'}"))
+            rows += [("not here", printable(text)) for text in _misfits(found)]
+            if found.assumed:
+                rows.append(("assumed", f"nothing says the scale of {len(found.assumed)} layers, it is taken as 1"))
+        if self.slots is not None:
+            found, gone = self.slots, len({e.name for e in self.slots.placed.values()})
+            lacks = f", {len(found.outside)} layers have none: {_listed([*found.outside])}" if found.outside else ""
+            rows.append(("slots", f"{gone} updates have slots here{lacks}"))
+        for path, why in list(self.plan.unheld.items())[:SHOWN]:
+            rows.append(("no slot", printable(f"'{path}' {why}")))
+        if len(self.plan.unheld) > SHOWN:
+            rows.append(("no slot", f"and {len(self.plan.unheld) - SHOWN} more"))
+        for name in dict.fromkeys(form.name for form in self.plan.forms):
+            ranks = Counter[int]()
+            for form, paths in self.plan.forms.items():
+                ranks[form.rank] += len(paths) if form.name == name else 0
+            ranks = +ranks
+            rows.append(("pass", f"{name} at {sum(ranks.values())} layers, of rank {_counted(ranks)}"))
+        if self.plan.forms:
+            rows.append(("in a file", f"- adapter: {{file: {self.file.source}}}"))
+        return rows
+
+
+def inspect_adapter(
+    source: Source,
+    model: Any = None,
+    *,
+    adapter: str | None = None,
+    part: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    guess: bool = False,
+    limits: Limits = DEFAULT,
+) -> Inspection:
+    """What an adapter file is, and with a `model` (any module, on the meta device too) what of it fits, and the pass for it.
+
+    The source and the other arguments are those of `adapters.load`. The weights of a file are not read, so that a large one
+    takes as long as a small one, and numbers that are not finite are not seen.
+
+    Raises ArtifactError for a file that cannot be read, or is of no kind that is known.
+    """
+    file = read(source, adapter=adapter, config=config, meta=True, limits=limits)
+    if model is None:
+        return Inspection(file)
+    layers = len(layers_of(model))
+    try:
+        plan = plan_for([(file, {"part": part, "partial": True, "guess": guess})], model)
+    except ArtifactError as error:
+        return Inspection(file, why=f"it does not: {error}", layers=layers)
+    return Inspection(file, plan, layers=layers, slots=_in_slots(file, model, part, guess))
+
+
+def _in_slots(file: AdapterFile, model: Any, part: str | None, guess: bool) -> Fit | None:
+    if not any(entry.get("slots") for entry in getattr(model, "meta", {}).get("passes", [])):
+        return None
+    held = Adapters(model)
+    return fit(file, {bank.path: bank.shape for banks in held.banks.values() for bank in banks}, part, held.shapes, guess)
+
+
+def _misfits(found: Fit) -> list[str]:
+    """What of a file has no place in a model, a line each."""
+    lines = []
+    if found.missing:
+        like = looks_like(entry.path for entry in found.missing)
+        some = _listed([shown(entry.name) for entry in found.missing])
+        lines.append(f"{len(found.missing)} layers: {some}{like and f'; names of {like}'}")
+    lines += [f"'{path}' {text}" for path, text in list(found.mismatched.items())[:SHOWN]]
+    if found.guessed:
+        pairs = [f"'{name}' for '{path}'" for name, path in found.guessed.items()]
+        lines.append(f"by shape and order, with guess: {_listed(pairs)}")
+    if found.rest:
+        lines.append(f"{len(found.rest)} tensors that are no update: {_listed([shown(key) for key in found.rest])}")
+    return lines
+
+
+def _said(about: Mapping[str, Any], keys: Sequence[str], all_: bool = False) -> str:
+    """What a file says under some keys: the first that is there, or all with their names."""
+    found = {key: about[key] for key in keys if about.get(key) not in (None, "", "None", "{}")}
+    if all_:
+        return ", ".join(f"{key.removeprefix('ss_')} {shown(value)}" for key, value in found.items())
+    return ", ".join(f"{shown(value)} ({key})" for key, value in found.items())
+
+
+def _counted(counts: Mapping[Any, int]) -> str:
+    """The most frequent first: `16 (160 layers), 8 (32)`; only the value where there is one."""
+    if len(counts) == 1:
+        return str(next(iter(counts)))
+    rows = sorted(counts.items(), key=lambda row: -row[1])
+    return _listed([f"{value} ({n})" for value, n in rows], 8)
+
+
+def _listed(texts: Sequence[str], most: int = SHOWN) -> str:
+    return ", ".join(texts[:most]) + (f", and {len(texts) - most} more" if len(texts) > most else "")
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "none"
+
+
+def _bytes(size: int) -> str:
+    power = min(int(math.log(max(size, 1), 1000)), 3)
+    return f"{size / 1000**power:.3g} {('B', 'kB', 'MB', 'GB')[power]}"
+

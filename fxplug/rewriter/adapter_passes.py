@@ -1,0 +1,148 @@
+"""Passes out of adapter files: their rules are made where their model is, and their adapters are put into its slots."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..adapters.files import Source, read
+from ..adapters.forms import plan_for
+from ..adapters.slots import Adapters
+from ..errors import ClashError, SpecError, did_you_mean, shown
+from ..ir.regions import Regions
+from ..ir.traced_module import TracedModule
+from ..limits import DEFAULT, Limits
+from ..spec.pass_file import load_pass, open_pass
+from ..spec.rules import COMMON, Pass
+
+FILE_KEYS = ("file", "strength", "adapter", "part", "partial", "guess")
+KEYS = ("files", "slots", "samples", *FILE_KEYS)
+
+
+def _called(module: TracedModule) -> set[str]:
+    """The layers that are called, rather than read by another."""
+    return {region.path for graph in module.graphs.values() for region in Regions(graph, module).by_key.values()}
+
+
+def pass_for(
+    files: Source | Sequence[Source],
+    gm: TracedModule,
+    /,
+    *,
+    slots: int | None = None,
+    name: str = "adapter",
+    adapter: str | None = None,
+    part: str | None = None,
+    partial: bool = False,
+    guess: bool = False,
+    samples: str | None = None,
+    limits: Limits = DEFAULT,
+) -> Pass:
+    """The pass with slots that holds the adapters of a file, or of several: their layers, each in its form and of its rank.
+
+    A file is what `adapters.load` takes; of a file on the disk no weights are read, and `gm` may be on the meta device. LoRA
+    becomes `lora`, LoHa and LoKr keep their factors. `slots` is how many
+    adapters there is room for, None for as many as files. `adapter`, `part`, `partial` and `guess` are those of
+    `adapters.load`. Nothing is loaded yet: `new = apply(gm, p)`, then `new.adapters.load("ink", file)`.
+
+    Raises ArtifactError for a file that cannot be read, that does not fit, or whose updates have no place in slots.
+    """
+    many: list[Source] = list(files) if isinstance(files, (list, tuple)) else [files]  # type: ignore[list-item]
+    if not many:
+        raise SpecError("pass_for needs a file, or several")
+    ways = {"part": part, "partial": partial, "guess": guess}
+    plan = plan_for([(read(one, adapter=adapter, meta=True, limits=limits), ways) for one in many], gm, _called(gm))
+    return plan.as_pass(len(many) if slots is None else slots, name, samples)
+
+
+# --- a pass that says which files it is for
+
+
+def adapter_pass(given: Any, base: str | os.PathLike[str] | None = None) -> Pass:
+    """A pass out of what stands below `adapter:`, whose rules are made when its model is there.
+
+    `file` (with `strength`, `adapter`, `part`, `partial`, `guess`) or `files`, these by name; `slots`, `samples` and the common
+    settings. Raises SpecError whose path or key is below the entry.
+    """
+    if not isinstance(given, Mapping):
+        given = {"file": given}
+    if not {"file", "files"} & given.keys() and {*given} - {"name"} <= {*COMMON, *open_pass("bottleneck").params}:
+        return load_pass("bottleneck", **given)  # which had this name
+    common = {key: value for key, value in given.items() if key in COMMON}
+    for key in given:
+        if key not in (*KEYS, *COMMON):
+            near = did_you_mean(str(key), (*KEYS, *COMMON))
+            raise SpecError(f"no parameter '{key}'{near}; it has {', '.join(KEYS)}", key=key)
+    single = {key: given[key] for key in FILE_KEYS if key in given}
+    if ("files" in given) == ("file" in given) or (single and "files" in given):
+        raise SpecError("give 'file', or 'files' with a name for each")
+    files = given.get("files", {})
+    if "file" in given:
+        files = {_stem(given["file"]): single}
+    if not isinstance(files, Mapping) or not files:
+        raise SpecError(f"must be files by the adapters' names, not {shown(files)}", path=("files",))
+    loads = [_load(name, one, base, "file" in given) for name, one in files.items()]
+    slots = given.get("slots", len(loads))
+    if not isinstance(slots, int) or isinstance(slots, bool) or slots < len(loads):
+        raise SpecError(f"must be a whole number, {len(loads)} or more, not {shown(slots)}", path=("slots",))
+    params = {key: value for key, value in given.items() if key not in COMMON}
+    about = f"The adapters {', '.join(load['name'] for load in loads)}."
+    settings: dict[str, Any] = {"name": "adapter", "about": about, "params": params, "samples": given.get("samples"), **common}
+    return Pass(rules=(), loads=loads, slots=slots, **settings)
+
+
+def _stem(file: Any) -> str:
+    return Path(str(file)).stem or "adapter"
+
+
+def _load(name: Any, given: Any, base: Any, single: bool) -> dict[str, Any]:
+    """One file's entry, checked."""
+    path: tuple[str, ...] = () if single else ("files", str(name))
+    made = dict(given) if isinstance(given, Mapping) else {"file": given}
+    for key in made:
+        if key not in FILE_KEYS:
+            raise SpecError(f"no key '{key}'{did_you_mean(str(key), FILE_KEYS)}; there are {', '.join(FILE_KEYS)}", path=path)
+    file, strength = made.get("file"), made.get("strength", 1.0)
+    if not isinstance(file, (str, os.PathLike)) or not str(file):
+        raise SpecError(f"must be a file or folder, not {shown(file)}", path=(*path, "file"))
+    number = isinstance(strength, (int, float)) and not isinstance(strength, bool)
+    if not number or not math.isfinite(strength):
+        raise SpecError(f"must be a finite number, not {shown(strength)}", path=(*path, "strength"))
+    for key in ("partial", "guess"):
+        if not isinstance(made.get(key, False), bool):
+            raise SpecError(f"must be true or false, not {shown(made[key])}", path=(*path, key))
+    for key in ("adapter", "part"):
+        if not isinstance(made.get(key), (str, type(None))):
+            raise SpecError(f"must be text, not {shown(made[key])}", path=(*path, key))
+    return {"partial": False, "guess": False, "adapter": None, "part": None, **made, "name": str(name),
+            "file": str(Path(base or "") / file), "strength": float(strength)}  # fmt: skip
+
+
+def with_rules(gm: TracedModule, p: Pass) -> Pass:
+    """A pass of files with the rules that they need in a model; another one as it is. Raises ArtifactError, or SpecError."""
+    if not p.loads or p.rules:
+        return p
+    files = [(read(load["file"], adapter=load["adapter"], meta=True), load) for load in p.loads]
+    return replace(p, rules=plan_for(files, gm, _called(gm)).as_pass(p.slots, p.name).rules)
+
+
+def fill(module: TracedModule, p: Pass) -> None:
+    """Put the adapters of a pass of files into its slots, and use them; nothing on the meta device, which holds no values.
+
+    Raises ClashError for the name of an adapter that another pass has, and as `adapters.load` does.
+    """
+    held = Adapters(module)
+    if any(held.tensor(f"{owner}.gates.table.names").is_meta for owner in held.banks):
+        return
+    taken = [load["name"] for load in p.loads if load["name"] in held.names]
+    if taken:
+        raise ClashError(f"{p.name}: an adapter '{taken[0]}' is loaded already, give this one another name, by 'files'")
+    held.banks = {p.name: held.banks[p.name]}
+    for load in p.loads:
+        settings = {key: load[key] for key in ("adapter", "part", "partial", "guess")}
+        held.load(load["name"], load["file"], **settings)
+    held.use({load["name"]: load["strength"] for load in p.loads})
