@@ -852,3 +852,13 @@ def test_peft_folders():
     assert len(file.entries) == 48 and {e.scale for e in file.entries} == {1.0}
     with pytest.raises(ArtifactError, match="its peft_type is 'IA3'; read are LORA, LOHA, LOKR"):
         files.read(ASSETS / "peft_text" / "peft_opt350m_ia3")
+
+
+def test_a_core_whose_product_is_too_large_for_its_dtype_is_told():
+    state = {
+        "conv.lora_down.weight": torch.full((2, 12, 1, 1), 3e4).half(),
+        "conv.lora_mid.weight": torch.full((2, 2, 3, 3), 3e4).half(),
+        "conv.lora_up.weight": torch.ones(6, 2, 1, 1).half(),
+    }
+    with pytest.raises(ArtifactError, match="has numbers beyond torch.float16"):
+        files.read(state)

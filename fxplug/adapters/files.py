@@ -177,6 +177,8 @@ class _Reader:
         if "mid" in tensors:  # a core between the two halves is the same as a larger down
             mid, low = tensors.pop("mid"), tensors["down"]
             tensors["down"] = low_rank.cored(mid.float(), low.flatten(1).float()).to(low.dtype)
+            if not low.is_meta and not tensors["down"].isfinite().all():
+                raise ArtifactError(f"{self.where}: '{keys['mid']}' times '{keys['down']}' has numbers beyond {low.dtype}")
         rank = rank_of(tensors)
         part_path = (layer.group, layer.name.partition(".")[2]) if layer.own else split_part(layer.name)[1:]
         kind = base

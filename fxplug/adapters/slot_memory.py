@@ -40,6 +40,8 @@ def scaled(value: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 def lost(value: Tensor, held: Tensor, scale: float) -> Tensor:
     """What `unscaled` needs to know, int8, of the number of a file and what is held of it; 0 where that is too far away."""
+    if scale == 1 and value.dtype == held.dtype != torch.float64:
+        return torch.zeros(held.shape, dtype=torch.int8)
     steps = _bits(value).long() - _bits(_quotient(held, scale, value.dtype)).long()
     return torch.where(steps.abs() < 128, steps, 0).to(torch.int8)
 

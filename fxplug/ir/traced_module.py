@@ -301,6 +301,8 @@ class TracedModule(fx.GraphModule):
         if isinstance(found, property) and found.fget is not None:
             return found.fget(self)
         if name == "adapters" and found is None:  # not a property: a model may have a module of that name
+            if (known := self.__dict__.get("_adapters")) is not None:
+                return known
             try:
                 return self.__dict__.setdefault("_adapters", Adapters(self))
             except SpecError as error:
