@@ -20,10 +20,12 @@ RANKS = {
     "down": (0,), "up": (1,),
     "hada_w1_a": (1,), "hada_w1_b": (0,), "hada_w2_a": (1,), "hada_w2_b": (0,), "hada_t1": (0, 1), "hada_t2": (0, 1),
     "lokr_w1": (), "lokr_w2": (), "lokr_w1_a": (1,), "lokr_w1_b": (0,), "lokr_w2_a": (1,), "lokr_w2_b": (0,), "lokr_t2": (0, 1),
+    "magnitude": (), "delta": (),
 }  # fmt: skip
-SCALED = ("up", "hada_w2_b", "lokr_w2", "lokr_w2_b")  # which of a bank's parameters takes the adapter's scale
+SCALED = ("up", "hada_w2_b", "lokr_w2", "lokr_w2_b", "delta")  # which of a bank's parameters takes the adapter's scale
 
 
+MAPS = ("LoraWeight", "Dora", "Loha", "Lokr", "Delta")  # the classes of blocks that map a parameter
 CORES = {"hada_w1_a": "hada_t1", "hada_w2_a": "hada_t2", "lokr_w2_a": "lokr_t2"}
 
 
@@ -54,6 +56,8 @@ class Bank:
     shape: tuple[int, ...]
     groups: int = 1
     parameters: tuple[str, ...] = ("down", "up")
+    param: str = "weight"
+    dim: int = 0
 
     @classmethod
     def of(cls, site: Mapping[str, Any]) -> Bank:
@@ -76,7 +80,7 @@ class Bank:
     @property
     def maps(self) -> bool:
         """Whether it maps the weight itself, so that its parameters have the slots as their first dimension."""
-        return self.kind in ("LoraWeight", "Loha", "Lokr")
+        return self.kind in MAPS
 
     def views(self, name: str, tensor: Tensor, slot: int) -> Tensor:
         """One slot of one of the bank's tensors: a view, in groups (groups, rank, ...) for a convolution's `down`."""

@@ -132,7 +132,7 @@ def record(
         "train": p.train,
         "neutral": made_new and all(getattr(block, "neutral", False) for _, (_, block) in named),
         "sites": [
-            {"path": s.node or s.path, "place": s.rule.place, "block": name, **_apart(s), **_bank(block)}
+            {"path": s.node or s.path, "place": s.rule.place, "block": name, **_apart(s), **_param(s), **_bank(s, block)}
             for s, (name, block) in named
         ],
         "slots": p.slots,
@@ -149,9 +149,15 @@ def _apart(site: Site) -> dict[str, Any]:
     return {"apart": True} if one or other else {}
 
 
-def _bank(block: nn.Module | None) -> dict[str, Any]:
+def _param(site: Site) -> dict[str, Any]:
+    """Which parameter a block maps, where that is not the weight."""
+    name = str(site.port.keys[0]) if site.port.side == "param" else "weight"
+    return {} if name == "weight" else {"param": name}
+
+
+def _bank(site: Site, block: nn.Module | None) -> dict[str, Any]:
     found: Any = block
-    return {"bank": found.bank()} if getattr(block, "slots", 0) else {}
+    return {"bank": {**found.bank(), **_param(site)}} if getattr(block, "slots", 0) else {}
 
 
 def _plain(value: Any) -> Any:
