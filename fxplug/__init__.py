@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .adapters.extracting import extract
+    from .adapters.loading import load_adapter
     from .adapters.slots import Adapters
     from .adapters.writing import save_adapter
     from .artifacts.artifact import load, save
@@ -97,6 +98,7 @@ __all__ = [
     "fuse",
     "in_steps",
     "load",
+    "load_adapter",
     "load_config",
     "load_onnx",
     "load_package",
@@ -123,6 +125,7 @@ __all__ = [
 
 _HOME = {
     "adapters.extracting": ["extract"],
+    "adapters.loading": ["load_adapter"],
     "adapters.slots": ["Adapters"],
     "adapters.writing": ["save_adapter"],
     "artifacts.artifact": ["load", "save"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +21,16 @@ from ..files import reading
 from ..limits import DEFAULT, Limits
 from ..spec.addresses import by_ending
 from . import peft_config
-from .file_keys import Layer, place
+from .file_keys import SHARED, Layer, place, whole
 from .find_tensors import find, kind_of, load, object_of
 from .layer_matching import PARTS, Fit, fit, split_part
+from .other_kinds import INTEGERS, Row, Said, parameters_of, rows_of
 from .updates import PRODUCT, AdapterFile, Entry, base_of, largest, needs, rank_of, without_padding
 
 __all__ = ["AdapterFile", "Entry", "Fit", "fit", "read"]
 LARGE = 1e30  # no number of an adapter's is larger
 _GATES = re.compile(
-    r"^(?P<owner>.+)\.(?:gates\.table\.(?P<name>weights|entries|names)|(?:Lora|LoraWeight|Loha|Lokr)(?:_\d+)?\.(?:said|lost))$"
+    r"^(?P<owner>.+)\.(?:gates\.table\.(?P<name>weights|entries|names)|(?:Lora|LoraWeight|Dora|Loha|Lokr|Delta)(?:_\d+)?\.(?:said|lost))$"
 )
 _SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
 # how many dimensions a tensor has, where it is not 2
@@ -78,6 +80,7 @@ class _Reader:
             peft_config.check(one, f"{where}: its configuration{part and f' of {part}'}")
         self.chosen: dict[tuple[str, str], Mapping[str, Any]] = {}  # part, key of its configuration -> values by layer
         self.state: dict[str, Any] = {}
+        self.shared: dict[str, str] = {}  # tensors that belong to all layers
         self.slots: dict[str, tuple[int, int]] = {}  # pass -> which of how many slots
         self.kinds: dict[str, str | None] | None = None  # of our blocks, by path
 
@@ -88,7 +91,12 @@ class _Reader:
         self.state = joined_sam(self.state, self.where)
         gates = {m["owner"]: key for key in self.state if (m := _GATES.match(key)) and m["name"] == "names"}
         adapters: set[str] = set()
-        placed = {key: place(key, self.state, adapter, adapters) for key in self.state if not _GATES.match(key)}
+        common_of = {key: m for key in self.state if (m := SHARED.match(key))}
+        self.shared = {m["name"]: key for key, m in common_of.items() if m["adapter"] in (None, adapter, "default")}
+        common = {*common_of, *(key for key in self.state if _GATES.match(key))}
+        placed = {key: place(key, self.state, adapter, adapters) for key in self.state if key not in common}
+        said = self.configs.get("", {})
+        placed |= {key: whole(key, said) for key, found in placed.items() if found is None} if said else {}
         if adapter is None and len(adapters) > 1:
             raise ArtifactError(f"{self.where} has several adapters: give adapter= one of {', '.join(sorted(adapters))}")
         layers: dict[str, Layer] = {}
@@ -100,6 +108,7 @@ class _Reader:
                 if layer.keys.setdefault(role, at) != at:
                     raise ArtifactError(f"{self.where}: '{layer.keys[role]}' and '{at}' are the same of one layer")
         rest = {key: self.state[key] for key, found in placed.items() if found is None}
+        peft_config.check_layout(rest, self.where)
         if gates:
             self.choose(gates, adapter)
         elif adapter is not None and adapter not in adapters:
@@ -108,7 +117,7 @@ class _Reader:
         if not layers:
             raise ArtifactError(f"{self.where} {self.none()}")
         self.read_patterns(layers.values())
-        entries = [entry for layer in layers.values() if (entry := self.entry(layer)) is not None]
+        entries = [entry for layer in layers.values() for entry in self.entries(layer)]
         return AdapterFile(self.where, tuple(entries), rest, self.configs.get("") or self.about)
 
     def read_patterns(self, layers: Iterable[Layer]) -> None:
@@ -117,7 +126,7 @@ class _Reader:
         tables: dict[tuple[str, str], Mapping[str, Any]] = {}
         for part, config in self.configs.items():
             for key in ("alpha_pattern", "rank_pattern"):
-                tables[part, key] = config.get(key) or {}
+                tables[part, key] = config.get(key) or {} if config.get("peft_type") in peft_config.PRODUCTS else {}
                 if not isinstance(tables[part, key], Mapping) or not all(isinstance(p, str) for p in tables[part, key]):
                     raise ArtifactError(f"{self.where}: '{key}' of its configuration must be values by pattern")
         about = reading.about(f"{self.where}: its configuration")
@@ -127,9 +136,8 @@ class _Reader:
         """Why nothing was found."""
         keys = [str(key) for key in self.state]
         kind = str(self.configs.get("", {}).get("peft_type", ""))
-        kind = next((k for k in ("IA3", "OFT", "BOFT", "VERA") if f"{k.lower()}_" in (keys or [""])[0]), kind)
         found = f"its keys are like '{keys[0]}'" if keys else "it is empty"
-        return f"has no layer of LoRA, DoRA, LoHa or LoKr{f' (it is {kind})' if kind else ''}: {found}"
+        return f"has no layer of an adapter{f' (it is {kind})' if kind else ''}: {found}"
 
     def choose(self, gates: Mapping[str, str], adapter: str | None) -> None:
         """Which slot of each pass to read."""
@@ -144,6 +152,40 @@ class _Reader:
                 what = "holds no adapter" if not known else f"has the adapters {', '.join(known)}: give adapter= one of them"
                 raise ArtifactError(f"{self.where}: the pass '{owner}' {what}{did_you_mean(wanted, known) if wanted else ''}")
             self.slots[owner] = (names.index(wanted), len(names))
+
+    def entries(self, layer: Layer) -> list[Entry]:
+        """What a layer gets, a parameter each."""
+        keys = {role: key for role, key in layer.keys.items() if role not in ("alpha", "scale")}
+        part = layer.group if layer.own else split_part(layer.name)[1]
+        if layer.own or not keys or not keys.keys() - {"down", "up", "mid", "bias", "magnitude"}:
+            return [entry for entry in [self.entry(layer)] if entry is not None]
+        tensors = {role: self.tensor(key) for role, key in keys.items()}
+        asked = tensors.pop("reshape_weight", None)
+        rows = parameters_of(layer.name, tensors)
+        alpha = self.number(layer.keys["alpha"]) if "alpha" in layer.keys else None
+        config = self.configs.get(part) or self.configs.get("")
+        shared = {name: self.tensor(key) for name, key in self.shared.items()} if tensors else {}
+        said = Said(self.where, layer.name, config, alpha, shared)
+        made: list[Entry] = []
+        if tensors and (found := rows_of(tensors, said)) is not None:
+            rows += found
+        elif tensors:
+            numbers = {role: key for role, key in layer.keys.items() if role in tensors or role in ("alpha", "scale")}
+            entry = self.entry(replace(layer, keys=numbers))
+            made = [] if entry is None else [entry]
+        made += [self.row(layer, row) for row in rows]
+        if asked is not None and (wrong := next((e for e in made if not e.fits([int(n) for n in asked.tolist()])), None)):
+            text = f"'{wrong.name}' is not for a weight of {asked.tolist()}, as its reshape_weight says"
+            raise ArtifactError(f"{self.where}: {text}")
+        return made
+
+    def row(self, layer: Layer, row: Row) -> Entry:
+        name, flat = layer.name, "." not in layer.name
+        _, part, path = split_part(name)
+        if "delta" in row.tensors and largest(row.tensors, 1.0) > self.limits.update:
+            raise ArtifactError(f"{self.where}: '{name}' changes a {row.param} by more than {self.limits.update:g}; see Limits")
+        more = {"param": row.param, "method": row.method, "options": row.options, "optional": row.optional}
+        return Entry(name, path, part, row.kind, row.tensors, row.scale, row.rank, False, flat, **more)  # type: ignore[arg-type]
 
     def entry(self, layer: Layer) -> Entry | None:
         """One layer whole; None for one that a slot has nothing for."""
@@ -211,6 +253,8 @@ class _Reader:
         value = self.state[key]
         if not isinstance(value, Tensor):
             raise ArtifactError(f"{self.where}: '{key}' is a {type(value).__name__}, not a tensor")
+        if not value.is_floating_point() and key.endswith(INTEGERS) and value.dtype != torch.bool and not value.is_complex():
+            return value.detach()
         if not value.is_floating_point():
             raise ArtifactError(f"{self.where}: '{key}' holds {value.dtype}; an adapter's weights are floating point")
         value, wide = value.detach(), torch.float64 if value.dtype == torch.float64 else torch.float32

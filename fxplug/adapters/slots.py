@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,11 +15,11 @@ from ..limits import DEFAULT, Limits
 from ..quantised import weight_shape
 from ..turns import Turns, change, hold, turns_of
 from .banks import Bank, check_name, rows_for
-from .files import AdapterFile, Fit, fit, read
+from .files import AdapterFile, Fit, read
+from .loading import Source, fit_to
 from .slot_saving import save
 from .writing import About, about_of
 
-Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
 Weights = Mapping[str, float]
 
 
@@ -238,8 +237,7 @@ class Adapters:
         """
         self._check_new(name, replace)  # before a file is read
         file = source if isinstance(source, AdapterFile) else read(source, adapter=adapter, config=config, limits=limits)  # type: ignore[arg-type]
-        shapes = {bank.path: bank.shape for banks in self.banks.values() for bank in banks}
-        found = fit(file, shapes, part, self.shapes, guess)
+        found = fit_to(file, self.banks, getattr(self, "module", None), self.shapes, part, guess)
         if not (partial and found.placed):
             found.check()
         ready = rows_for(self.banks, found.placed, self.there)

@@ -15,7 +15,8 @@ import torch
 from ..adapters.files import AdapterFile, read
 from ..adapters.held import Layer
 from ..adapters.layer_matching import Fit
-from ..adapters.slots import Adapters, Source
+from ..adapters.loading import Source
+from ..adapters.slots import Adapters
 from ..adapters.writing import About
 from ..errors import ArtifactError, FxplugError, SpecError, did_you_mean, shown
 from ..files import weight_files

@@ -145,7 +145,7 @@ def _apart(site: Site) -> dict[str, Any]:
     """Whether a block is beside one call of several only, or reads something else than its region does: no adapter file says
     so."""
     one = any("@" in pattern for pattern in site.rule.match.patterns)
-    other = site.rule.place == "after" and tuple(site.rule.args[:2]) != ("x", "y")
+    other = site.rule.place == "after" and tuple(site.rule.args[:2]) not in (("x", "y"), ("y",))
     return {"apart": True} if one or other else {}
 
 
