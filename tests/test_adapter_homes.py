@@ -8,11 +8,12 @@ import peft
 import pytest
 import small
 import torch
-from lycoris import LycorisNetwork, create_lycoris
-from safetensors.torch import save_file
+from lycoris import LycorisNetwork, create_lycoris, create_lycoris_from_weights
+from safetensors.torch import load_file, save_file
 
 import fxplug
 from fxplug.adapters import files
+from fxplug.errors import ArtifactError, SpecError
 
 NEAR = {"rtol": 1e-5, "atol": 1e-5}
 AT = ["attn.qkv", "mlp.fc2"]
@@ -175,3 +176,154 @@ def test_what_lycoris_wrote_does_the_same_here(kind, tmp_path, capsys):
     slots.adapters.load("it", tmp_path / "it.safetensors")
     slots.adapters.use("it")
     torch.testing.assert_close(slots(x), wanted, **NEAR)
+
+
+# --- DoRA
+
+
+def doras(tmp_path, **options):
+    """Two DoRA's of PEFT in folders, with what each makes of a ViT."""
+    gm, (x,), _ = small.plain_vit()
+    made = {}
+    for n, name in enumerate(["ink", "film"]):
+        config = peft.LoraConfig(r=2 + n, lora_alpha=6, use_dora=True, target_modules=set(AT))
+        model = peft.get_peft_model(copy.deepcopy(small.plain_vit().model), config)
+        shaken(model)
+        if n:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1 if not parameter.requires_grad else 1.1)
+        model.eval().save_pretrained(tmp_path / name)
+        with torch.no_grad():
+            made[name] = model(x)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_doras_in_slots_are_each_pefts_and_add_up(tmp_path):
+    gm, (x,), _ = small.plain_vit()
+    wanted = doras(tmp_path)
+    new = fxplug.apply(gm, fxplug.load_pass("dora", at=EVERY, rank=4, slots=3))
+    assert torch.equal(new(x), gm(x))
+    for name in wanted:
+        new.adapters.load(name, tmp_path / name)
+    for name in wanted:
+        new.adapters.use(name)
+        torch.testing.assert_close(new(x), wanted[name], **NEAR)
+    one, other = (fxplug.merge(new, adapters={name: 1.0}) for name in wanted)
+    both = fxplug.merge(new, adapters={"ink": 0.6, "film": 0.3})
+    for path in ("blocks.0.attn.qkv", "blocks.1.mlp.fc2"):
+        base, a, b, c = (module.get_submodule(path).weight for module in (gm, one, other, both))
+        torch.testing.assert_close(c, base + 0.6 * (a - base) + 0.3 * (b - base), **NEAR)
+    new.adapters.use({"film": 0.3, "ink": 0.6})
+    torch.testing.assert_close(new(x), both(x), **NEAR)
+    live = fxplug.lower(new, merge="live")
+    torch.testing.assert_close(live(x), both(x), **NEAR)
+    fxplug.save(new, tmp_path / "saved")
+    assert torch.equal(fxplug.load(tmp_path / "saved")(x), new(x))
+    again = files.read(tmp_path / "saved", adapter="film")
+    assert {entry.kind for entry in again.entries} == {"dora"}
+    new.adapters.use(None)
+    assert torch.equal(new(x), gm(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_doras_come_back_from_slots(tmp_path):
+    gm, (x,), _ = small.plain_vit()
+    wanted = doras(tmp_path)
+    new = fxplug.apply(gm, fxplug.load_pass("dora", at=EVERY, rank=4, slots=1))
+    new.adapters.load("ink", tmp_path / "ink")
+    new.adapters.save("ink", tmp_path / "back", as_="peft")
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(small.plain_vit().model), tmp_path / "back").eval()
+    with torch.no_grad():
+        assert torch.equal(model(x), wanted["ink"])
+
+
+def test_a_dora_by_input_goes_where_magnitudes_are_the_inputs(tmp_path):
+    gm, (x,), _ = small.plain_vit()
+    model = copy.deepcopy(small.plain_vit().model)
+    lycoris_file(model, tmp_path / "it.safetensors", algo="locon", dora_wd=True, wd_on_output=False)
+    with torch.no_grad():
+        wanted = model(x)
+    at = r"re:blocks\.\d+\.(attn|mlp)\..*(qkv|proj|fc1|fc2)$"
+    new = fxplug.apply(gm, fxplug.load_pass("dora", at=at, rank=4, slots=1, by="input"))
+    new.adapters.load("it", tmp_path / "it.safetensors")
+    new.adapters.use("it")
+    torch.testing.assert_close(new(x), wanted, **NEAR)
+    new.adapters.save("it", tmp_path / "back.safetensors", as_="comfy")
+    again = fxplug.apply(gm, fxplug.load_pass("dora", at=at, rank=4, by="input"))
+    fxplug.load_adapter(again, tmp_path / "back.safetensors")
+    torch.testing.assert_close(again(x), wanted, **NEAR)
+    outputs = fxplug.apply(gm, fxplug.load_pass("dora", at=at, rank=4, slots=1))
+    with pytest.raises(SpecError, match="is dora by input, .*here holds dora: it has a home in the pass dora with by=input"):
+        outputs.adapters.load("it", tmp_path / "it.safetensors")
+    with pytest.raises(ArtifactError, match="has dora by input, for which kohya has no form"):
+        new.adapters.save("it", tmp_path / "no.safetensors", as_="kohya")
+
+
+# --- the way back
+
+
+@pytest.mark.parametrize("kind", ["full", "norms"])
+@pytest.mark.filterwarnings("ignore")
+def test_whole_changes_come_back_and_lycoris_reads_them(kind, tmp_path, capsys):
+    gm, (x,), _ = small.plain_vit()
+    model = copy.deepcopy(small.plain_vit().model)
+    _, state = lycoris_file(model, tmp_path / "it.safetensors", **LYCORIS[kind])
+    with torch.no_grad():
+        wanted = model(x)
+    new = fxplug.apply(
+        gm, fxplug.load_pass("lora", at="blocks.**", rank=4, slots=1), fxplug.load_pass("delta", at="re:.*", slots=1)
+    )
+    new.adapters.load("it", tmp_path / "it.safetensors")
+    saved = new.adapters.save("it", tmp_path / "back.safetensors", as_="lycoris")
+    back = load_file(saved.path)
+    assert back.keys() == state.keys() and all(torch.equal(back[key], state[key].to(back[key])) for key in state)
+    plain = copy.deepcopy(small.plain_vit().model)
+    network, _ = create_lycoris_from_weights(1.0, str(saved.path), plain)
+    network.apply_to()
+    with torch.no_grad():
+        torch.testing.assert_close(plain(x), wanted, **NEAR)
+    for as_ in ("comfy", "fxplug"):
+        saved = new.adapters.save("it", tmp_path / f"{as_}.safetensors", as_=as_)
+        new.adapters.load("it", saved.path, replace=True)
+        new.adapters.use("it")
+        torch.testing.assert_close(new(x), wanted, **NEAR)
+    with pytest.raises(ArtifactError, match="whole, for which peft has no form"):
+        new.adapters.save("it", tmp_path / "peft", as_="peft")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_biases_go_back_to_peft_and_are_not_given_to_who_leaves_them_out(tmp_path):
+    gm, (x,), _ = small.plain_vit()
+    model = tuned(PEFT["lora with a bias"][0])
+    model.save_pretrained(tmp_path / "it")
+    new = both()
+    new.adapters.load("it", tmp_path / "it")
+    new.adapters.save("it", tmp_path / "back", as_="peft")
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(small.plain_vit().model), tmp_path / "back").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(x), model(x), **NEAR)
+    with pytest.raises(ArtifactError, match="a change of a bias without one of the whole weight, which the tools for lycoris"):
+        new.adapters.save("it", tmp_path / "no.safetensors", as_="lycoris")
+    saved = new.adapters.save("it", tmp_path / "comfy.safetensors", as_="comfy")
+    assert {key.rpartition(".")[2] for key in load_file(saved.path)} == {"weight", "alpha", "diff_b"}
+    new.adapters.load("again", saved.path)
+    new.adapters.use("again")
+    with torch.no_grad():
+        torch.testing.assert_close(new(x), model(x), **NEAR)
+
+
+def test_what_blocks_learned_is_saved_with_its_biases(tmp_path):
+    gm, (x,), _ = small.plain_vit()
+    new = fxplug.apply(gm, fxplug.load_pass("bitfit", at="blocks.**"), fxplug.load_pass("delta", at="norm"))
+    with torch.no_grad():
+        for name, parameter in new.named_parameters():
+            if name.startswith(("bitfit", "delta")):
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    saved = fxplug.save_adapter(new, tmp_path / "it.safetensors", as_="comfy")
+    assert not saved.left_out
+    again = fxplug.apply(gm, fxplug.load_pass("delta", at="re:.*", slots=1))
+    again.adapters.load("it", saved.path)
+    again.adapters.use("it")
+    torch.testing.assert_close(again(x), new(x), **NEAR)
