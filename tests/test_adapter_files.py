@@ -611,6 +611,13 @@ def test_files_that_are_none(tmp_path):
         files.read(tmp_path)
 
 
+def test_a_header_of_any_length_is_one(tmp_path):
+    state = pairs("blocks.0.to_q")
+    for length in range(0, 264, 8):  # headers are padded to 8 bytes, and their length begins the file
+        save_file(state, tmp_path / "a.safetensors", {"of": "x" * length})
+        assert len(files.read(tmp_path / "a.safetensors").entries) == 1
+
+
 @pytest.mark.parametrize(
     ("key", "message"),
     [

@@ -327,3 +327,152 @@ def test_what_blocks_learned_is_saved_with_its_biases(tmp_path):
     again.adapters.load("it", saved.path)
     again.adapters.use("it")
     torch.testing.assert_close(again(x), new(x), **NEAR)
+
+
+# --- convolutions
+
+
+CONVOLUTIONS = {
+    "full": {}, "diag-oft": {"constraint": 0.001, "rescaled": True}, "glora": {}, "ia3": {"train_on_input": True},
+    "locon": {"dora_wd": True, "wd_on_output": False, "train_norm": True}, "loha": {"dora_wd": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("algo", CONVOLUTIONS)
+@pytest.mark.filterwarnings("ignore")
+def test_what_lycoris_made_of_a_unet(algo, tmp_path, capsys):
+    gm, args, kwargs = small.unet()
+    model = copy.deepcopy(small.unet().model)
+    options = {"conv_dim": 4, "conv_alpha": 2, **CONVOLUTIONS[algo]}
+    lycoris_file(model, tmp_path / "it.safetensors", algo=algo, **options)
+    with torch.no_grad():
+        wanted = model(*args, **kwargs).sample
+        new = fxplug.apply(gm, fxplug.load_pass("delta", at="re:.+", slots=1))
+        fit = new.adapters.load("it", tmp_path / "it.safetensors")
+        assert any(len(fit.layers[path]) == 4 for path in fit.placed if path in fit.layers)
+        new.adapters.use("it")
+        torch.testing.assert_close(new(*args, **kwargs).sample, wanted, **NEAR)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.IA3Config(feedforward_modules=["conv2"]), peft.OFTConfig(oft_block_size=8), peft.BOFTConfig(boft_block_size=8),
+        peft.LoraConfig(r=2, use_dora=True),
+    ],
+    ids=lambda config: config.peft_type.value,
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore")
+def test_what_peft_made_of_convolutions(config, tmp_path):
+    gm, args, kwargs = small.unet()
+    config.target_modules = {"conv1", "conv2"}
+    model = peft.get_peft_model(copy.deepcopy(small.unet().model), config).eval()
+    shaken(model)
+    model.save_pretrained(tmp_path)
+    merged = model.merge_and_unload()  # PEFT's own OFT of a convolution leaves out its padding, but where it is merged
+    with torch.no_grad():
+        wanted = merged(*args, **kwargs).sample
+        new = fxplug.apply(gm, fxplug.load_pass("delta", at=r"re:.*\.conv[12]$", slots=1))
+        new.adapters.load("it", tmp_path)
+        new.adapters.use("it")
+        torch.testing.assert_close(new(*args, **kwargs).sample, wanted, **NEAR)
+
+
+# --- other tools' keys, and what does not fit
+
+
+def test_comfys_words_for_whole_weights(tmp_path):
+    gm, (x,), _ = small.plain_vit()
+    base = gm.get_submodule("blocks.0.attn.qkv")
+    state = {
+        "blocks.0.attn.qkv.set_weight": base.weight.detach() * 2, "blocks.0.attn.qkv.diff_b": torch.ones(288),
+        "blocks.1.attn.qkv.lora_up.weight": torch.randn(288, 2), "blocks.1.attn.qkv.lora_down.weight": torch.randn(2, 96),
+        "blocks.1.attn.qkv.reshape_weight": torch.tensor([288, 96]),
+    }  # fmt: skip
+    new = both()
+    new.adapters.load("it", state)
+    merged = fxplug.merge(new, adapters={"it": 1.0})
+    torch.testing.assert_close(merged.get_submodule("blocks.0.attn.qkv").weight, base.weight * 2, **NEAR)
+    torch.testing.assert_close(merged.get_submodule("blocks.0.attn.qkv").bias, base.bias + 1, **NEAR)
+    update = state["blocks.1.attn.qkv.lora_up.weight"] @ state["blocks.1.attn.qkv.lora_down.weight"]
+    changed = merged.get_submodule("blocks.1.attn.qkv").weight - gm.get_submodule("blocks.1.attn.qkv").weight
+    torch.testing.assert_close(changed, update, rtol=1e-4, atol=1e-5)
+    state["blocks.1.attn.qkv.reshape_weight"] = torch.tensor([288, 128])
+    with pytest.raises(ArtifactError, match=r"is not for a weight of \[288, 128\], as its reshape_weight says"):
+        files.read(state)
+
+
+def test_trained_tokens_are_rows_of_the_table():
+    gm, (words,), _ = small.layers()
+    rows = torch.randn(2, 12)
+    state = {"base_model.model.table.token_adapter.trainable_tokens_delta": rows}
+    config = {"peft_type": "LORA", "r": 2, "trainable_token_indices": {"table": [3, 7]}}
+    new = fxplug.apply(gm, fxplug.load_pass("delta", at="table", slots=1))
+    new.adapters.load("it", state, config=config)
+    table = fxplug.merge(new, adapters={"it": 1.0}).table.weight
+    torch.testing.assert_close(table[[3, 7]], rows, **NEAR)
+    assert torch.equal(table[[0, 1, 2, 4, 5, 6, 8, 9, 10]], gm.table.weight[[0, 1, 2, 4, 5, 6, 8, 9, 10]])
+    for wrong in ([3], [3, 3], [3, -1], ["3", "7"], None):
+        with pytest.raises(ArtifactError, match="has 2 trained tokens, and no configuration says"):
+            files.read(state, config={**config, "trainable_token_indices": wrong})
+    with pytest.raises(ArtifactError, match="1 layers have other shapes"):
+        new.adapters.load("far", state, config={**config, "trainable_token_indices": [3, 11]})
+
+
+def test_what_has_no_home_names_the_pass_that_has():
+    gm = small.plain_vit().gm
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at=EVERY, rank=4, slots=1))
+    with pytest.raises(SpecError, match="is a change of 'blocks.0.attn.qkv', .*holds lora: it has a home in the pass delta"):
+        new.adapters.load("it", {"blocks.0.attn.qkv.diff": torch.ones(288, 96)})
+    with pytest.raises(ArtifactError, match=r"norm1.bias' \(the pass delta with at: 'blocks.\*.norm1' and param: bias"):
+        new.adapters.load("it", {"blocks.0.norm1.b_norm": torch.ones(96)})
+    with pytest.raises(SpecError, match=r"delta \(hra\), which is more than a low-rank update"):
+        new.adapters.load("it", {"blocks.0.attn.qkv.hra_u": torch.ones(96, 2)}, config={"apply_GS": False})
+    assert new.adapters.names == []
+    with pytest.raises(ArtifactError, match="of T-LoRA, which has no place here: how much of it acts depends on the step"):
+        files.read({"lora_unet_a.lambda_layer": torch.ones(2), "lora_unet_b.lora_up.weight": torch.ones(2, 2)})
+    with pytest.raises(ArtifactError, match="needs PEFT's configuration, which says its apply_GS"):
+        files.read({"blocks.0.attn.qkv.hra_u": torch.ones(96, 2)})
+
+
+def test_a_lokr_in_slots_of_plain_products_says_what_it_costs():
+    gm = small.plain_vit().gm
+    state = {"blocks.0.attn.qkv.lokr_w1": torch.randn(8, 8), "blocks.0.attn.qkv.lokr_w2": torch.randn(36, 12)}
+    plain = fxplug.apply(gm, fxplug.load_pass("lora", at=EVERY, rank=4, slots=1))
+    with pytest.raises(SpecError, match="rank_max=96, or pass lokr, which holds their 496 .* products they are 36,864"):
+        plain.adapters.load("it", state)
+    options = {"at": "blocks.0.attn.qkv", "slots": 1, "full_matrix": True, "factor": 8}
+    lokr = fxplug.apply(gm, fxplug.load_pass("lokr", **options))
+    lokr.adapters.load("it", state)
+    bank = lokr.adapters.banks["lokr"][0]
+    assert sum(lokr.adapters.tensor(name).numel() for name in bank.names.values()) == 496
+
+
+def test_a_load_into_blocks_is_all_or_nothing(tmp_path):
+    gm = small.plain_vit().gm
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at=EVERY, rank=4), fxplug.load_pass("delta", at="blocks.*.norm1"))
+    with torch.no_grad():
+        for name, parameter in new.named_parameters():
+            if name.startswith(("lora", "delta")):
+                parameter.add_(1)
+    before = {name: value.clone() for name, value in new.state_dict().items()}
+    good = {f"blocks.{n}.attn.qkv.lora_{half}.weight": torch.randn(*size) for n in (0, 1) for half, size in
+            (("up", (288, 2)), ("down", (2, 96)))}  # fmt: skip
+    for more, error in [
+        ({"blocks.0.mlp.fc1.diff": torch.ones(384, 96)}, ArtifactError),
+        ({f"blocks.1.mlp.fc2.lora_{half}.weight": torch.ones(*s) for half, s in (("B", (96, 9)), ("A", (9, 384)))}, SpecError),
+        ({"blocks.1.norm1.w_norm": torch.full((96,), torch.nan)}, ArtifactError),
+        ({"blocks.1.norm1.w_norm": torch.ones(95)}, ArtifactError),
+        ({"blocks.1.norm1.w_norm": torch.ones(96), "blocks.1.norm1.set_weight": torch.ones(96)}, ArtifactError),
+    ]:
+        with pytest.raises(error):
+            fxplug.load_adapter(new, {**good, **more})
+        assert all(torch.equal(value, before[name]) for name, value in new.state_dict().items())
+    fxplug.load_adapter(new, {**good, "blocks.1.norm1.w_norm": torch.ones(96)})
+    assert torch.equal(new.get_parameter("delta.blocks.1.norm1.Delta.delta"), torch.ones(96))
+    assert not new.get_parameter("delta.blocks.0.norm1.Delta.delta").any(), "what the file has nothing for is as new"
+    assert not new.get_parameter("lora.blocks.0.mlp.fc2.Lora.up.weight").any()
+    with pytest.raises(SpecError, match="did you mean 'lora'"):
+        fxplug.load_adapter(new, good, passes=["lora_"])
+    with pytest.raises(SpecError, match="no pass here has blocks that an adapter file can be loaded into"):
+        fxplug.load_adapter(gm, good)
