@@ -476,3 +476,69 @@ def test_a_load_into_blocks_is_all_or_nothing(tmp_path):
         fxplug.load_adapter(new, good, passes=["lora_"])
     with pytest.raises(SpecError, match="no pass here has blocks that an adapter file can be loaded into"):
         fxplug.load_adapter(gm, good)
+
+
+# --- damaged
+
+
+class Two(torch.nn.Module):
+    """Two layers of different sizes and a normalisation."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.norm1 = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16), torch.nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.norm1(self.b(self.a(x)))
+
+
+SPOILT = {
+    "left out": lambda t: None, "turned": lambda t: t.mT if t.dim() > 1 else t[None], "flat": lambda t: t.flatten(),
+    "cut": lambda t: t[: len(t) // 2] if t.dim() else t, "longer": lambda t: torch.cat([t, t]) if t.dim() else t,
+    "one": lambda t: t.flatten()[:1], "empty": lambda t: t[:0] if t.dim() else t, "wide": lambda t: t[..., None],
+    "of NaN": lambda t: torch.full_like(t, torch.nan) if t.is_floating_point() else -t - 1,
+    "of another type": lambda t: t.long() if t.is_floating_point() else t.bool(), "no tensor": lambda t: "x",
+    "huge": lambda t: t + 10**6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PEFT if kind not in ("whole modules", "biases")])
+@pytest.mark.filterwarnings("ignore")
+def test_a_damaged_file_is_refused_or_finite(kind):
+    config = PEFT[kind][0]()
+    config.target_modules = {"norm1"} if kind == "norms" else {"a", "b"}
+    if kind == "ia3":
+        config.feedforward_modules = ["b"]
+    if kind.startswith("oft"):
+        config.oft_block_size = 4
+    with torch.random.fork_rng():
+        model = peft.get_peft_model(Two(), config)
+        shaken(model)
+    weights = {"a": (32, 16), "b": (16, 32), "norm1": (16,)}
+    state = peft.get_peft_model_state_dict(model)
+    said = config.to_dict()
+    beside = {f"{path}.bias": shape[:1] for path, shape in weights.items()}
+    values = {name: torch.randn(shape) for name, shape in {**weights, **beside}.items()}
+
+    def made(given, about):
+        fit = files.fit(files.read(given, config=about), weights, beside=beside).check()
+        return {path: entry.changed(values[path]) for path, entry in fit.placed.items()}
+
+    good = made(state, said)
+    assert good and all(value.shape == values[path].shape for path, value in good.items())
+    for key, tensor in state.items():
+        for spoil in SPOILT.values():
+            other = spoil(tensor.detach().clone())
+            given = {**state, key: other} if other is not None else {k: v for k, v in state.items() if k != key}
+            try:
+                found = made(given, said)
+            except ArtifactError:
+                continue
+            assert all(value.shape == values[path].shape and value.isfinite().all() for path, value in found.items())
+    for name in said.keys() - {"peft_type", "peft_version", "task_type", "base_model_name_or_path", "revision"}:
+        for wrong in ("x", -1, 0, 10**9, [], {}, float("nan"), None):
+            try:
+                found = made(state, {**said, name: wrong})
+            except ArtifactError:
+                continue
+            assert all(value.shape == values[path].shape for path, value in found.items())

@@ -161,11 +161,11 @@ class _Reader:
             return [entry for entry in [self.entry(layer)] if entry is not None]
         tensors = {role: self.tensor(key) for role, key in keys.items()}
         asked = tensors.pop("reshape_weight", None)
-        rows = parameters_of(layer.name, tensors)
         alpha = self.number(layer.keys["alpha"]) if "alpha" in layer.keys else None
         config = self.configs.get(part) or self.configs.get("")
         shared = {name: self.tensor(key) for name, key in self.shared.items()} if tensors else {}
         said = Said(self.where, layer.name, config, alpha, shared)
+        rows = parameters_of(said, tensors)
         made: list[Entry] = []
         if tensors and (found := rows_of(tensors, said)) is not None:
             rows += found
@@ -221,6 +221,11 @@ class _Reader:
             if keys["magnitude"].endswith("dora_scale") and tensors["magnitude"].shape[0] == 1 < tensors["magnitude"].numel():
                 kind = f"{kind} by input"  # LyCORIS has both
             tensors["magnitude"] = tensors["magnitude"].flatten()
+            out, inner = Entry(layer.name, "", "", base, tensors, 1.0, rank, embedding).sizes()
+            own = (out, inner[0]) if layer.own else (inner[0],) if kind.endswith("by input") else (out,)
+            if tensors["magnitude"].numel() not in own:
+                shape = f"'{keys['magnitude']}' has {tensors['magnitude'].numel()} magnitudes"
+                raise ArtifactError(f"{self.where}: {shape}, and '{layer.name}' is for {out} outputs and {inner[0]} inputs")
         kind = f"{kind}+bias" if "bias" in tensors else kind
         scale = self.scale(layer, tensors, rank, part_path[0], slot is not None)
         assumed, scale = scale is None, 1.0 if scale is None else scale

@@ -223,7 +223,8 @@ def _road(w: Tensor, t: Tensors, o: Options) -> Tensor:
 
 
 def _road_fits(t: Tensors, o: Options, shape: Sequence[int]) -> bool:
-    return bool(shape) and t["theta"].numel() * {"road_1": 2, "road_2": 1, "road_4": 0.5}[o["variant"]] == shape[0]
+    each = {"road_1": 2, "road_2": 1, "road_4": 0.5}[o["variant"]]
+    return bool(shape) and shape[0] % o["group"] == 0 and t["theta"].numel() * each == shape[0]
 
 
 def _delora(w: Tensor, t: Tensors, o: Options) -> Tensor:

@@ -19,6 +19,7 @@ Tensors = Mapping[str, Tensor]
 # changes of a parameter, and what is read in its place
 WHOLE = {"diff": "weight", "w_norm": "weight", "diff_b": "bias", "b_norm": "bias", "beft_bias": "bias"}
 SET = {"set_weight": "weight", "whole_weight": "weight", "whole_bias": "bias"}
+TERMS = 64  # the most of a series: later ones are nothing where it has a sum at all
 INTEGERS = ("shira_indices", "on_input", "reshape_weight", "vblora_logits_A_topk_indices", "vblora_logits_B_topk_indices")
 
 
@@ -60,9 +61,12 @@ class Said:
         return ArtifactError(f"{self.where}: '{self.layer}' {finding}")
 
 
-def parameters_of(name: str, tensors: dict[str, Tensor]) -> list[Row]:
-    """The whole changes among a layer's tensors, which are taken out."""
+def parameters_of(said: Said, tensors: dict[str, Tensor]) -> list[Row]:
+    """The whole changes among a layer's tensors, which are taken out. Raises ArtifactError for one of nothing."""
     rows = []
+    for role in tensors.keys() & (WHOLE.keys() | SET.keys()):
+        if not tensors[role].numel() or not 1 <= tensors[role].dim() <= 5:
+            raise said.error(f"has a {role} of {list(tensors[role].shape)}, which is no parameter's")
     for role in [role for role in tensors if role in WHOLE]:
         value = tensors.pop(role)
         rows.append(Row("delta", "diff", {"delta": value.flatten() if role == "beft_bias" else value}, param=WHOLE[role]))
@@ -154,20 +158,23 @@ def _vblora(t: Tensors, said: Said) -> list[Row]:
     bank, topk = said.shared["vblora_vector_bank"].float(), said.get("topk", int)
 
     def made(half: str) -> Tensor:
-        if f"{half}_topk_indices" in t:
+        if {f"{half}_topk_indices", f"{half}_topk_weights"} <= t.keys():
             at, weights = t[f"{half}_topk_indices"].long(), t[f"{half}_topk_weights"].float()
             weights = torch.cat([weights, 1 - weights.sum(-1, keepdim=True)], -1)
         elif half in t:
-            logits, at = t[half].float().topk(min(topk, t[half].shape[-1]), dim=-1)
+            logits, at = t[half].float().topk(min(max(topk, 1), t[half].shape[-1]), dim=-1)
             weights = torch.softmax(logits, -1)
         else:
             raise said.error(f"is half an update: it has no {half}")
-        if at.shape != weights.shape or at.dim() != 3 or int(at.max()) >= len(bank) or int(at.min()) < 0:
+        good = bank.dim() == 2 and at.shape == weights.shape and at.dim() == 3 and at.numel() > 0
+        if not good or int(at.max()) >= len(bank) or int(at.min()) < 0:
             raise said.error(f"has {half} that do not go with the bank of {len(bank)} vectors")
         return (weights.unsqueeze(-1) * bank[at]).sum(-2)
 
     a, b = made("vblora_logits_A"), made("vblora_logits_B")
     down, up = a.flatten(1), b.transpose(1, 2).flatten(0, 1)
+    if up.shape[1] != len(down):
+        raise said.error(f"has logits for ranks of {len(down)} and {up.shape[1]}")
     return [Row("lora", "", {"down": down, "up": up}, rank=len(down))]
 
 
@@ -191,9 +198,11 @@ def _oft(t: Tensors, said: Said) -> list[Row]:
     if size * (size - 1) // 2 != rotation.shape[1]:
         raise said.error(f"has an oft_R of {list(rotation.shape)}, which is above no square's diagonal")
     share = said.get("block_share", bool, False)
+    if share and len(rotation) != 1:
+        raise said.error(f"has an oft_R of {len(rotation)} blocks, and a configuration with block_share, which is one for all")
     terms = said.get("num_cayley_neumann_terms", int, 5) if said.get("use_cayley_neumann", bool, False) else 0
-    if terms in (1, 2):
-        raise said.error(f"has a configuration with num_cayley_neumann_terms: {terms}, which turns nothing; 3 are the least")
+    if terms and not 3 <= terms <= TERMS:
+        raise said.error(f"has a configuration with num_cayley_neumann_terms: {terms}; 3 to {TERMS} are read")
     if said.get("coft", bool, False):  # as PEFT bounds them when it reads them
         most = said.get("eps", (int, float), 6e-5) / math.sqrt(len(rotation))
         norms = rotation.float().norm(dim=1, keepdim=True) * math.sqrt(2)
@@ -255,10 +264,12 @@ def _randlora(t: Tensors, said: Said) -> list[Row]:
         raise said.error("needs randlora_A and randlora_B, which PEFT draws anew in 16 bits: save it with save_projection=True")
     lam, gamma = t["randlora_lambda"], t["randlora_gamma"]
     a, b = bases["A"], bases["B"]
-    if a.dim() != 3 or b.dim() != 3 or not len(a) == len(lam) == b.shape[2] or lam.shape[1] != len(gamma) > b.shape[1]:  # type: ignore[union-attr,arg-type]
+    assert a is not None and b is not None
+    good = a.dim() == b.dim() == 3 and a.shape[1] == 1 and len(a) == len(lam) == b.shape[2]
+    if not good or lam.shape[1] != len(gamma) or len(gamma) > b.shape[1]:
         raise said.error("has randlora_lambda and randlora_gamma that do not go with the file's projections")
     options = {"scale": said.get("randlora_alpha", (int, float)) / len(lam)}
-    return [Row("delta", "randlora", {"lambda": lam, "gamma": gamma, **bases}, options, rank=len(lam))]  # type: ignore[dict-item]
+    return [Row("delta", "randlora", {"lambda": lam, "gamma": gamma, "A": a, "B": b}, options, rank=len(lam))]
 
 
 def _hira(t: Tensors, said: Said) -> list[Row]:
@@ -279,6 +290,7 @@ def _road(t: Tensors, said: Said) -> list[Row]:
 
 def _delora(t: Tensors, said: Said) -> list[Row]:
     own = {name.removeprefix("delora_"): tensor for name, tensor in t.items()}
+    own |= {name: own[name].flatten() for name in ("lambda", "w_norm")}
     if len(own["A"]) != own["B"].shape[1] or own["w_norm"].numel() != own["A"].shape[1] or own["lambda"].numel() != 1:
         raise said.error("has delora_A, delora_B, delora_lambda and delora_w_norm that do not go together")
     return [Row("delta", "delora", own, rank=len(own["A"]))]
@@ -290,6 +302,10 @@ def _gralora(t: Tensors, said: Said) -> list[Row]:
     k, hybrid = len(own["A"]), own.keys() & {"A_general", "B_general"}
     if (k, rank) != tuple(own["B"].shape[:2]) or rank % k or len(hybrid) == 1:
         raise said.error("has gralora_A and gralora_B that do not go together")
+    if hybrid:
+        a, b, (_, inner, _), (_, _, out) = own["A_general"], own["B_general"], own["A"].shape, own["B"].shape
+        if a.dim() != 2 or b.dim() != 2 or (a.shape[1], len(b)) != (k * inner, k * out) or len(a) != b.shape[1]:
+            raise said.error("has gralora_A_general and gralora_B_general that do not go together")
     options = {"scale": said.get("alpha", (int, float)) / (rank + len(own.get("A_general", ())))}
     return [Row("delta", "gralora", own, options, rank=rank)]
 

@@ -95,6 +95,7 @@ def check(config: Mapping[str, Any], where: str) -> None:
     `lora_bias` say what the file must have. The names are those of PEFT 0.21's configurations.
     """
     kind = config.get("peft_type")
+    kind = str.__str__(kind) if isinstance(kind, str) else kind  # PEFT's own are members of an enum
     if isinstance(kind, str) and kind in HOMELESS:
         way = "; merge it with PEFT (merge_and_unload) and take the difference with fxplug.extract" if kind in WEIGHTS else ""
         raise ArtifactError(f"{where}: its peft_type is {kind}, which has no place here: {HOMELESS[kind]}{way}")
