@@ -323,6 +323,10 @@ def test_what_blocks_learned_is_saved_with_its_biases(tmp_path):
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     saved = fxplug.save_adapter(new, tmp_path / "it.safetensors", as_="comfy")
     assert not saved.left_out
+    fxplug.save(new, tmp_path / "folder")
+    assert torch.equal(fxplug.load(tmp_path / "folder")(x), new(x))
+    with pytest.raises(ArtifactError, match="does not say of which parameters: write them with adapters.save"):
+        files.read(tmp_path / "folder" / "delta.safetensors")
     again = fxplug.apply(gm, fxplug.load_pass("delta", at="re:.*", slots=1))
     again.adapters.load("it", saved.path)
     again.adapters.use("it")

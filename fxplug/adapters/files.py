@@ -136,6 +136,8 @@ class _Reader:
         """Why nothing was found."""
         keys = [str(key) for key in self.state]
         kind = str(self.configs.get("", {}).get("peft_type", ""))
+        if any(re.search(r"\.Delta(_\d+)?\.delta$", key) for key in keys):
+            return "has whole changes, and does not say of which parameters: write them with adapters.save(..., as_='fxplug')"
         found = f"its keys are like '{keys[0]}'" if keys else "it is empty"
         return f"has no layer of an adapter{f' (it is {kind})' if kind else ''}: {found}"
 
