@@ -1,9 +1,9 @@
 """Which adapter files are read, and how exactly: `make formats`, which prints the tables of docs/formats.md.
 
-By family: of each model of diffusers in the zoo that has names of its first code base, a LoRA of all layers that these name, under
-the prefixes of the tools, and how many of them find their layer. By kind: adapters with random weights that PEFT and LyCORIS make
-for a small ViT and a small UNet, what holds them here, and how far the module is from the tool's own. `--write` puts the tables
-into the docs. Exit code 1 where an outcome differs by more than 1e-5, relative to the largest number of the result.
+By family: of each model of diffusers in the zoo that has names of its first code base, a LoRA of all layers that these name,
+under the prefixes of the tools, and how many of them find their layer. By kind: adapters with random weights that PEFT and
+LyCORIS make for a small ViT and a small UNet, what holds them here, and how far the module is from the tool's own. `--write`
+puts the tables into the docs. Exit code 1 where an outcome differs by more than 1e-5, relative to the result's largest number.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ PREFIXES = {
     "LyCORIS": ("lycoris_", True),
 }  # fmt: skip
 NEAR = 1e-5
+Made = tuple[Any, torch.nn.Module, tuple[Any, ...], Callable[[], Any]]
 
 
 # --- by family
@@ -115,7 +116,7 @@ def randomised(model: torch.nn.Module, names: Callable[[str], bool], size: float
                 parameter.add_(torch.randn_like(parameter) * size)
 
 
-def of_peft(kind: str, options: dict[str, Any]) -> Iterator[tuple[str, Any, torch.nn.Module, tuple[Any, ...], Callable[[], Any]]]:
+def of_peft(kind: str, options: dict[str, Any]) -> Iterator[Made]:
     """An adapter of PEFT's on each model: where it was saved, the plain model, its inputs, and what PEFT's gives."""
     import peft
 
@@ -127,18 +128,18 @@ def of_peft(kind: str, options: dict[str, Any]) -> Iterator[tuple[str, Any, torc
         if kind == "IA3Config":
             given["feedforward_modules"] = []
         wrapped = peft.get_peft_model(model, getattr(peft, kind)(**given))
-        before = {key for key, _ in plain.named_parameters()}
-        randomised(wrapped, lambda key, before=before: key.replace("base_model.model.", "") not in before and ".base_layer." not in key)
+        own = {f"base_model.model.{key}" for key, _ in plain.named_parameters()}
+        randomised(wrapped, lambda key, own=own: key not in own and ".base_layer." not in key)
         folder = Path(tempfile.mkdtemp())
         wrapped.save_pretrained(folder)
-        yield name, folder, plain, args, lambda wrapped=wrapped, args=args: wrapped.eval()(*args)
+        yield folder, plain, args, lambda wrapped=wrapped, args=args: wrapped.eval()(*args)
 
 
-def of_lycoris(options: dict[str, Any]) -> Iterator[tuple[str, Any, torch.nn.Module, tuple[Any, ...], Callable[[], Any]]]:
+def of_lycoris(options: dict[str, Any]) -> Iterator[Made]:
     """The same of LyCORIS."""
     from lycoris import LycorisNetwork, create_lycoris
 
-    for name, (make, _) in MODELS.items():
+    for make, _ in MODELS.values():
         model, args = make()
         plain = copy.deepcopy(model)
         LycorisNetwork.apply_preset({"target_module": ["Linear", "Conv2d"], "target_name": []})
@@ -147,7 +148,7 @@ def of_lycoris(options: dict[str, Any]) -> Iterator[tuple[str, Any, torch.nn.Mod
         randomised(network, lambda key: True, 0.05)
         file = Path(tempfile.mkdtemp()) / "network.safetensors"
         network.save_weights(str(file), torch.float32, {})
-        yield name, file, plain, args, lambda model=model, args=args: model(*args)
+        yield file, plain, args, lambda model=model, args=args: model(*args)
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -174,7 +175,8 @@ ALGOS: dict[str, dict[str, Any]] = {
     "LyCORIS LoRA": {"algo": "lora"}, "LyCORIS LoCon, core": {"algo": "lora", "use_tucker": True},
     "LyCORIS LoHa": {"algo": "loha"}, "LyCORIS LoHa, core": {"algo": "loha", "use_tucker": True},
     "LyCORIS LoKr": {"algo": "lokr", "factor": 4}, "LyCORIS LoKr, whole": {"algo": "lokr", "full_matrix": True, "factor": 4},
-    "LyCORIS DoRA": {"algo": "lora", "dora_wd": True}, "LyCORIS DoRA by input": {"algo": "lora", "dora_wd": True, "wd_on_output": False},
+    "LyCORIS DoRA": {"algo": "lora", "dora_wd": True},
+    "LyCORIS DoRA by input": {"algo": "lora", "dora_wd": True, "wd_on_output": False},
     "LyCORIS LoHa, DoRA": {"algo": "loha", "dora_wd": True},
     "LyCORIS (IA)3": {"algo": "ia3"}, "LyCORIS full": {"algo": "full"}, "LyCORIS DyLoRA": {"algo": "dylora", "block_size": 1},
     "LyCORIS GLoRA": {"algo": "glora"}, "LyCORIS diag-OFT": {"algo": "diag-oft", "linear_alpha": 0.1, "conv_alpha": 0.1},
@@ -207,7 +209,7 @@ def compared(kind: str, made: Callable[[], Any]) -> tuple[list[str], float]:
     """The row of a kind: what holds it, and how far each model's result is from the tool's."""
     worst, holders, cells = 0.0, [], []
     try:
-        for name, source, plain, args, theirs in made():
+        for source, plain, args, theirs in made():
             holder, new = held(source, plain, args)
             holders.append(holder)
             if new is None:

@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .adapters.extracting import extract
     from .adapters.inspecting import inspect_adapter
+    from .adapters.loading import load_adapter
     from .adapters.slots import Adapters
     from .adapters.writing import save_adapter
     from .artifacts.artifact import load, save
@@ -100,6 +101,7 @@ __all__ = [
     "in_steps",
     "inspect_adapter",
     "load",
+    "load_adapter",
     "load_config",
     "load_onnx",
     "load_package",
@@ -128,6 +130,7 @@ __all__ = [
 _HOME = {
     "adapters.extracting": ["extract"],
     "adapters.inspecting": ["inspect_adapter"],
+    "adapters.loading": ["load_adapter"],
     "adapters.slots": ["Adapters"],
     "adapters.writing": ["save_adapter"],
     "artifacts.artifact": ["load", "save"],

@@ -210,3 +210,25 @@ def lokr_shapes(
     if cores and math.prod(kernel) > 1:
         return made | {"lokr_t2": (rank, rank, *kernel), "lokr_w2_a": (rank, b), "lokr_w2_b": (rank, d)}
     return made | {"lokr_w2_a": (b, rank), "lokr_w2_b": (rank, d * math.prod(kernel))}
+
+
+# --- magnitude and direction
+
+
+def norm_except(value: Tensor, dim: int) -> Tensor:
+    """The Euclidean norm of each slice along `dim`, which stays, the others of size 1; -1 is the norm of all."""
+    others = [d for d in range(value.dim()) if d != dim]
+    norm: Tensor = torch.linalg.vector_norm(value, dim=others, keepdim=True)
+    return norm
+
+
+def over_norm(magnitude: Tensor, norm: Tensor) -> Tensor:
+    """magnitude / norm, and 1 where the norm is zero: such a slice has no direction yet."""
+    nothing = norm == 0
+    return torch.where(nothing, 1.0, magnitude / torch.where(nothing, 1.0, norm))
+
+
+def decomposed(changed: Tensor, magnitude: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A weight with `magnitude` as the norms of its channels along `dim`; these are read in `dtype`, and get no gradient."""
+    norm = norm_except(changed.detach().to(changed.dtype if dtype is None else dtype), dim)
+    return changed * over_norm(magnitude.reshape(norm.shape), norm)

@@ -250,14 +250,35 @@ def test_names_that_look_like_patterns_are_names():
     assert [site.path for site in fxplug.find(gm, p)] == ["a[0]*"]
 
 
-def test_what_no_slot_holds_is_told():
+@pytest.mark.parametrize("slots", [1, 0])
+def test_what_is_more_than_a_product_has_its_form_beside_the_others(slots):
+    """DoRA, a bias beside a LoRA, a norm and a whole bias in one file."""
     base = small.vit()
-    state = lora(base.model, {"qkv": 2})
-    state["base_model.model.blocks.0.attn.qkv.lora_magnitude_vector"] = torch.rand(base.model.blocks[0].attn.qkv.out_features)
-    with pytest.raises(ArtifactError, match=r"'blocks\.0\.attn\.qkv' is dora, which no pass with slots holds"):
-        fxplug.pass_for(state, base.gm)
-    p = fxplug.pass_for(state, base.gm, partial=True)
-    assert "blocks.0.attn.qkv" not in {path for rule in p.rules for path in rule.match.patterns} and p.rules
+    state = lora(base.model, {"qkv": 2, "fc1": 3})
+    start, width = "base_model.model.blocks.0", base.model.blocks[0].attn.qkv.out_features
+    state[f"{start}.attn.qkv.lora_magnitude_vector"] = 1 + torch.rand(width)
+    state[f"{start}.mlp.fc1.lora_B.bias"] = torch.randn(base.model.blocks[0].mlp.fc1.out_features)
+    state[f"{start}.norm1.diff"] = torch.randn(base.model.blocks[0].norm1.weight.shape)
+    state[f"{start}.mlp.fc2.diff_b"] = torch.randn(base.model.blocks[0].mlp.fc2.bias.shape)
+    p = fxplug.pass_for(state, base.gm, slots=slots)
+    used = {str(rule.use).rpartition(":")[2] for rule in p.rules}
+    assert used == {"Lora", "Dora", "Delta"}
+    new = fxplug.apply(base.gm, p)
+    if slots:
+        new.adapters.load("ink", state)
+        new.adapters.use("ink")
+    else:
+        fxplug.load_adapter(new, state)
+    model = copy.deepcopy(base.model)
+    with torch.no_grad():
+        for path, update in merged(state).items():
+            model.get_submodule(path).weight += update
+        weight = model.blocks[0].attn.qkv.weight
+        weight *= (state[f"{start}.attn.qkv.lora_magnitude_vector"] / weight.norm(dim=1))[:, None]
+        model.blocks[0].mlp.fc1.bias += state[f"{start}.mlp.fc1.lora_B.bias"]
+        model.blocks[0].norm1.weight += state[f"{start}.norm1.diff"]
+        model.blocks[0].mlp.fc2.bias += state[f"{start}.mlp.fc2.diff_b"]
+        torch.testing.assert_close(new.eval()(*base.args), model(*base.args), **NEAR)
 
 
 def test_a_file_of_another_model_is_told():
@@ -317,6 +338,14 @@ def test_it_is_saved_with_what_was_in_the_file(own, tmp_path):
     assert torch.equal(again(x), saved.module(x)) and again.adapters.active == {"ink": 1.0}
 
 
+def test_without_slots_it_is_trained_on(own):
+    new = rewritten([{"adapter": {"file": "ink.safetensors", "slots": 0}}], own).module
+    one = rewritten([{"adapter": "ink.safetensors"}], own)
+    x = one.inputs[1]["x"]
+    torch.testing.assert_close(new(x), one.module(x), **NEAR)
+    assert any(p.requires_grad and p.any() for name, p in new.named_parameters() if name.startswith("adapter."))
+
+
 def test_a_dry_run_fits_it_without_weights(own):
     result = fxplug.rewrite(fxplug.load_config({**CONFIG, "passes": [{"adapter": "ink.safetensors"}]}, base=own), dry_run=True)
     assert len(result.sites["adapter"]) == len(merged(lora_of(own / "ink.safetensors")))
@@ -330,7 +359,9 @@ def test_a_dry_run_fits_it_without_weights(own):
         ({"file": "ink.safetensors", "strenght": 1}, r"no parameter 'strenght' \(did you mean 'strength'\?\)"),
         ({"file": "ink.safetensors", "strength": math.nan}, "strength: must be a finite number, not nan"),
         ({"file": "ink.safetensors", "strength": "much"}, "must be a finite number, not 'much'"),
-        ({"file": "ink.safetensors", "slots": 0}, "slots: must be a whole number, 1 or more, not 0"),
+        ({"file": "ink.safetensors", "slots": -1}, "slots: must be 0, or a whole number of 1 or more, not -1"),
+        ({"file": "ink.safetensors", "slots": 0, "strength": 0.5}, "slots: without slots there is one file, in full"),
+        ({"files": {"a": "ink.safetensors", "b": "film.safetensors"}, "slots": 1}, "must be 0, or a whole number of 2 or more"),
         ({"file": 3}, "file: must be a file or folder, not 3"),
         ({"files": {"ink": {"file": "ink.safetensors", "part_": 1}}}, r"files\.ink.*no key 'part_' \(did you mean 'part'"),
         ({"files": {}}, "files: must be files by the adapters' names"),

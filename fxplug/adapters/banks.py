@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,10 +20,13 @@ RANKS = {
     "down": (0,), "up": (1,),
     "hada_w1_a": (1,), "hada_w1_b": (0,), "hada_w2_a": (1,), "hada_w2_b": (0,), "hada_t1": (0, 1), "hada_t2": (0, 1),
     "lokr_w1": (), "lokr_w2": (), "lokr_w1_a": (1,), "lokr_w1_b": (0,), "lokr_w2_a": (1,), "lokr_w2_b": (0,), "lokr_t2": (0, 1),
+    "magnitude": (), "delta": (), "rotation": (), "weight": (),
 }  # fmt: skip
-SCALED = ("up", "hada_w2_b", "lokr_w2", "lokr_w2_b")  # which of a bank's parameters takes the adapter's scale
+SCALED = ("up", "hada_w2_b", "lokr_w2", "lokr_w2_b", "delta")  # which of a bank's parameters takes the adapter's scale
 
 
+OTHERS = ("Oft", "Boft", "Scale")  # those of blocks without slots that hold what a file has for a layer
+MAPS = ("LoraWeight", "Dora", "Loha", "Lokr", "Delta")  # the classes of blocks that map a parameter
 CORES = {"hada_w1_a": "hada_t1", "hada_w2_a": "hada_t2", "lokr_w2_a": "lokr_t2"}
 
 
@@ -43,7 +46,8 @@ class Bank:
     """The slots at one layer: what `apply` keeps of a block with slots, plain values all.
 
     `path` is the layer, `block` the module that holds the bank, `kind` the kind of layer beside which a low-rank update runs
-    (Linear, Conv2d, Embedding), or the class of block that maps the weight (LoraWeight, Loha, Lokr); `shape` is the weight's.
+    (Linear, Conv2d, Embedding), or the class of block that maps the parameter `param`, one of `MAPS`; `shape` is the
+    parameter's, `dim` that of the channels that have magnitudes.
     """
 
     path: str
@@ -54,6 +58,9 @@ class Bank:
     shape: tuple[int, ...]
     groups: int = 1
     parameters: tuple[str, ...] = ("down", "up")
+    param: str = "weight"
+    dim: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)  # of a block without slots: what the tensors mean there
 
     @classmethod
     def of(cls, site: Mapping[str, Any]) -> Bank:
@@ -61,12 +68,24 @@ class Bank:
         said: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in site["bank"].items()}
         return cls(site["path"].partition("@")[0], site["block"], **said)
 
+    def plainly(self) -> dict[str, Any]:
+        """Its fields, as plain values."""
+        return {key: value for key, value in vars(self).items() if key != "options"}
+
     @property
     def names(self) -> dict[str, str]:
         """The names of its parameters in the state dict."""
+        if self.kind in OTHERS:
+            return {key: f"{self.block}.{key}" for key in self.parameters}
         if not self.maps:
-            return {"down": f"{self.block}.down.weight", "up": f"{self.block}.up.weight"}
+            more = {"bias": f"{self.block}.up.bias"} if self.biased else {}
+            return {"down": f"{self.block}.down.weight", "up": f"{self.block}.up.weight", **more}
         return {key: f"{self.block}.{key}" for key in self.parameters}
+
+    @property
+    def key(self) -> str:
+        """What the place is called: the layer's path, with the parameter's name where that is another than the weight."""
+        return f"{self.path}.{self.param}" if self.kind == "Delta" and self.param != "weight" else self.path
 
     @property
     def memory(self) -> dict[str, str]:
@@ -74,22 +93,44 @@ class Bank:
         return {key: f"{self.block}.{key}" for key in (SAID, LOST)}
 
     @property
+    def plain(self) -> bool:
+        """Whether it has plain low-rank products."""
+        return self.kind == "LoraWeight" or (not self.maps and self.kind not in OTHERS)
+
+    @property
+    def biased(self) -> bool:
+        """Whether its update has a bias."""
+        return "bias" in self.parameters
+
+    @property
+    def what(self) -> str:
+        """The word for what it holds."""
+        return "lora" if self.plain else {"Scale": "ia3"}.get(self.kind, self.kind.lower())
+
+    def by_input(self, entry: Entry) -> bool:
+        """Whether its magnitudes are those of the inputs of an entry's layer."""
+        return self.dim != int(bool(entry.embedding))
+
+    @property
     def maps(self) -> bool:
         """Whether it maps the weight itself, so that its parameters have the slots as their first dimension."""
-        return self.kind in ("LoraWeight", "Loha", "Lokr")
+        return self.kind in MAPS
 
     def views(self, name: str, tensor: Tensor, slot: int) -> Tensor:
         """One slot of one of the bank's tensors: a view, in groups (groups, rank, ...) for a convolution's `down`."""
+        if not self.slots and (self.maps or self.kind in OTHERS or name == "bias"):
+            return tensor
         if self.maps or name == SAID:
             return tensor[slot]
         name = scaled_factor(self.parameters) if name == LOST else name
         turned = name == "up" or self.kind == "Embedding"
-        return in_slot(tensor, slot, self.slots, 0 if turned else self.groups)
+        return in_slot(tensor, slot, max(self.slots, 1), 0 if turned else self.groups)
 
     def fitted(self, key: str, tensor: Tensor, value: Tensor, entry: Entry) -> Tensor:
         """Values for a slot of `tensor`, one of the bank's, scaled, in its dtype. Raises SpecError where they do not fit."""
         target = self.views(key, tensor, 0)
-        loose = rank_dims(key, self.parameters) if self.maps else (1,)
+        flat = self.maps or self.kind in OTHERS or key == "bias"
+        loose = rank_dims(key, self.parameters) if flat and key != "bias" else () if flat else (1,)
         fits = target.dim() == value.dim() and all(
             n == m or (d in loose and n < m) for d, (n, m) in enumerate(zip(value.shape, target.shape, strict=True))
         )
@@ -98,7 +139,7 @@ class Bank:
                 f"'{entry.name}' has a {key} of {list(value.shape)}, and the bank at '{self.path}' takes {list(target.shape)}: "
                 "apply the pass with the factors that the adapter was made with"
             )
-        takes = key == scaled_factor(self.parameters)
+        takes = bool(self.slots) and key == scaled_factor(self.parameters)
         if value.dtype == tensor.dtype != torch.float64 and (not takes or entry.scale == 1):
             return value  # whose reader has seen that its numbers are finite
         made = scaled(value, entry.scale, tensor.dtype) if takes else value.to(tensor.dtype)
@@ -113,7 +154,8 @@ class Bank:
 
         `there` gives the tensors of the module. Raises SpecError for values that do not fit.
         """
-        factor = scaled_factor(values)
+        factor = scaled_factor(values) if self.slots else ""
+        entry = replace(entry, scale=1.0) if self.kind == "Delta" else entry
         for key, value in values.items():
             tensor = there(self.names[key])
             assert tensor is not None, key
@@ -134,11 +176,16 @@ def check_name(name: Any, room: int) -> None:
         raise SpecError(f"an adapter's name is a text of at most {room} bytes, not {name!r}")
 
 
-def values_for(bank: Bank, entry: Entry) -> tuple[int, dict[str, Tensor]]:
-    """An entry's rank and its tensors as a bank holds them, not scaled yet. Raises SpecError for another kind."""
+def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict[str, Tensor]]:
+    """An entry's rank and its tensors as a bank holds them, not scaled yet. Raises SpecError for another kind.
+
+    `base` are the values of the parameter, if they are at hand.
+    """
+    if bank.kind in OTHERS:
+        return 0, _as_is(bank, entry)
+    if bank.kind == "Delta":
+        return 1, {"delta": _change(bank, entry, base)}
     if bank.kind in ("Loha", "Lokr"):
-        if entry.kind != bank.kind.lower():
-            raise SpecError(f"'{entry.name}' is {entry.kind}, and the slots at '{bank.path}' are for {bank.kind.lower()}")
         tensors = dict(entry.tensors)
         rank = max((tensors[key].shape[dim] for key in tensors for dim in rank_dims(key, tensors)), default=0)
         for whole in ("lokr_w1", "lokr_w2"):
@@ -150,27 +197,108 @@ def values_for(bank: Bank, entry: Entry) -> tuple[int, dict[str, Tensor]]:
                 f"'{entry.name}' has {', '.join(sorted(tensors))}, and the slots at '{bank.path}' are for "
                 f"{', '.join(sorted(bank.names))}: apply the pass with the factors that the adapter was made with"
             )
-    elif entry.kind not in ("lora", "loha", "lokr"):
-        raise SpecError(
-            f"'{entry.name}' is {entry.kind}, which is more than a low-rank update: it has no place in slots; apply it as a "
-            "pass of its own"
-        )
-    elif (rank := entry.product_rank()) > bank.rank:
+        return rank, tensors
+    if (rank := entry.rank if bank.kind == "Dora" else entry.product_rank()) > bank.rank:
         return rank, {}
-    else:
-        entry = entry.as_lora(bank.shape)
-        down, up = entry.pair("Linear" if bank.maps else bank.kind)
-        rank = up.shape[1]
-        if not bank.maps and bank.kind != "Embedding":
-            groups = len(down) // rank
-            if groups not in (1, bank.groups):
-                raise SpecError(
-                    f"'{entry.name}' is for a convolution of {groups} groups, and '{bank.path}' has {bank.groups}: it is made "
-                    "for another layer"
-                )
-            down = torch.unflatten(down, 0, (groups, -1)).expand(bank.groups, *[-1] * down.dim())
-        tensors = {"down": down, "up": up}
-    return rank, tensors
+    magnitude = entry.tensors.get("magnitude")
+    entry = entry if bank.kind == "Dora" or entry.kind == "lora+bias" else entry.as_lora(bank.shape)
+    down, up = entry.pair("Linear" if bank.maps else bank.kind)
+    rank = up.shape[1]
+    if not bank.maps and bank.kind != "Embedding":
+        groups = len(down) // rank
+        if groups not in (1, bank.groups):
+            raise SpecError(
+                f"'{entry.name}' is for a convolution of {groups} groups, and '{bank.path}' has {bank.groups}: it is made "
+                "for another layer"
+            )
+        down = torch.unflatten(down, 0, (groups, -1)).expand(bank.groups, *[-1] * down.dim())
+    if bank.biased:
+        bias = entry.tensors.get("bias")
+        return rank, {"down": down, "up": up, "bias": torch.zeros(up.shape[0]) if bias is None else bias}
+    if magnitude is None:
+        return rank, {"down": down, "up": up}
+    if not magnitude.is_meta and not magnitude.any():
+        raise SpecError(f"'{entry.name}': its magnitudes are all zero, which means an empty slot here")
+    return rank, {"down": down, "up": up, "magnitude": magnitude}
+
+
+def _as_is(bank: Bank, entry: Entry) -> dict[str, Tensor]:
+    """The tensors of an entry for a block of its own method. Raises SpecError where that was made with other options."""
+    wrong = {key: entry.options[key] for key, value in bank.options.items() if entry.options.get(key, value) != value}
+    if wrong:
+        said = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
+        raise SpecError(
+            f"'{entry.name}' is {entry.kind} with {said}, and the block at '{bank.path}' has "
+            f"{', '.join(f'{key}={bank.options[key]!r}' for key in wrong)}: apply the pass as the adapter was made"
+        )
+    return {"weight": entry.tensors["gate"]} if bank.kind == "Scale" else dict(entry.tensors)
+
+
+def _change(bank: Bank, entry: Entry, base: Tensor | None) -> Tensor:
+    """What an entry of any kind adds to a parameter: as the file has it, or in float32 by the parameter's own values."""
+    if entry.method == "diff":
+        return entry.tensors["delta"].reshape(bank.shape)
+    where = f"'{entry.name}' is {entry.method or entry.kind}, a function of the weight of '{bank.path}'"
+    if base is None:
+        raise SpecError(f"{where}, which is not at hand here: load it into the module that this was made from")
+    if base.is_meta:
+        raise SpecError(f"{where}, which is on the meta device and holds no values: move the module to a device that does")
+    if not base.is_floating_point():
+        raise SpecError(f"{where}, which is quantised: load it into slots on the base's own weights")
+    made = entry.changed(base.detach()) - base.detach().float()
+    if not made.isfinite().all():
+        raise SpecError(f"{where}, and makes numbers of it that are not finite (NaN or infinity)")
+    return made
+
+
+def homes_of(entry: Entry, banks: Sequence[Bank]) -> list[int]:
+    """Which of several homes at a place an entry may go to: those of its own kind first, then those that have room for it.
+
+    Any low-rank product goes where a plain one does, and everything into a change of the whole.
+    """
+    base, *more = entry.kind.split("+")
+    beside = "bias" in more
+    ways: list[Callable[[Bank], bool]] = []
+    if base in ("lora", "loha", "lokr") and "dora" not in more:
+        ways = [lambda bank: bank.kind.lower() == base and not beside, lambda bank: bank.plain and (bank.biased or not beside)]
+    elif not more:
+        word, _, side = base.partition(" ")
+        own = {"ia3": "scale"}.get(word, word)
+        ways = [lambda bank: bank.kind.lower() == own and (word != "dora" or bool(side) == bank.by_input(entry))]
+    if not beside:
+        ways.append(lambda bank: bank.kind == "Delta")
+    return list(dict.fromkeys(n for way in ways for n, bank in enumerate(banks) if way(bank)))
+
+
+def parted(placed: Mapping[str, Entry], homes: Mapping[str, Sequence[Bank]]) -> dict[str, Entry]:
+    """Entries by place: a bias that the home of its update has no room for is one of its own, and a gate's is the gate's."""
+    made: dict[str, Entry] = {}
+    for path, entry in placed.items():
+        if entry.optional and any(bank.kind == "Scale" for bank in homes.get(path.removesuffix(f".{entry.param}"), ())):
+            continue
+        if "+bias" in entry.kind and not homes_of(entry, homes.get(path, ())):
+            tensors = dict(entry.tensors)
+            delta = tensors.pop("bias").float() * entry.scale
+            made[path] = replace(entry, kind=entry.kind.replace("+bias", ""), tensors=tensors)
+            more = {"kind": "delta", "method": "diff", "param": "bias", "tensors": {"delta": delta}, "scale": 1.0}
+            path, entry = f"{path}.bias", replace(entry, **more)  # type: ignore[arg-type]
+        made[path] = entry
+    return made
+
+
+def no_home(entry: Entry, key: str, banks: Sequence[Bank]) -> SpecError:
+    """What is said of an entry that nothing here has room for: the pass that has it."""
+    word, _, side = entry.kind.partition("+")[0].partition(" ")
+    own = word if word in ("dora", "oft", "boft", "ia3") and "+dora" not in entry.kind else ""
+    here = f"what is here holds {' and '.join(sorted({bank.what for bank in banks}))}" if banks else "no pass here has it"
+    path = key.removesuffix(f".{entry.param}") if entry.param != "weight" else key
+    way = f"{own}{' with by=input' if side else ''}{' (which has no slots)' if own not in ('', 'dora') else ''} or delta"
+    what = f"a change of '{key}'" if entry.method in ("diff", "whole") else entry.kind
+    what += f" ({entry.method})" if entry.kind == "delta" and entry.method not in ("diff", "whole") else ""
+    return SpecError(
+        f"'{entry.name}' is {what}, which is more than a low-rank update, and {here}: it has a home in the pass "
+        f"{way if own else 'delta'}, at='{path}', param='{entry.param}'"
+    )
 
 
 def rows_for(
@@ -178,47 +306,67 @@ def rows_for(
 ) -> dict[str, list[tuple[Bank, str, str, Tensor]]]:
     """What is to be written, by pass: bank, parameter, its name, values. Raises SpecError for what does not fit."""
     ready: dict[str, list[tuple[Bank, str, str, Tensor]]] = {}
-    homes: dict[str, list[tuple[str, Bank]]] = {}
+    homes: dict[str, list[Bank]] = {}
+    owner: dict[str, str] = {}
     for p, banks in all_banks.items():
         for bank in banks:
-            homes.setdefault(bank.path, []).append((p, bank))
+            homes.setdefault(bank.key, []).append(bank)
+            owner[bank.block] = p
     high: list[tuple[str, int, Bank, str]] = []
-    for path, entry in placed.items():
-        found = _first_fitting(sorted(homes[path], key=lambda row: row[1].kind.lower() != entry.kind), entry, there)
+    for path, entry in parted(placed, homes).items():
+        here = homes.get(path, [])
+        at = homes_of(entry, here)
+        if not at:
+            base = there(path if entry.param != "weight" else f"{path}.weight")
+            if entry.method == "whole" and base is not None and torch.equal(entry.changed(base), base.float()):
+                continue  # it is what is there
+            raise no_home(entry, path, here)
+        found = _first_fitting([here[n] for n in at], entry, there)
         if isinstance(found, int):
-            p, bank = homes[path][0]
-            high.append((path, found, bank, p))
+            high.append((path, found, here[at[0]], owner[here[at[0]].block]))
         else:
-            ready.setdefault(found[0], []).extend(found[1])
+            ready.setdefault(owner[found[0][0].block], []).extend(found)
     if high:
         path, rank, bank, p = max(high, key=lambda row: row[1])
+        word = "rank_max" if bank.slots else "rank"
         raise SpecError(
-            f"{len(high)} layers of the adapter have a rank above rank_max={bank.rank}, the highest is {rank} at '{path}': "
-            f"apply pass '{p}' with rank_max={rank}"
+            f"{len(high)} layers of the adapter have a rank above {word}={bank.rank}, the highest is {rank} at '{path}': "
+            f"apply pass '{p}' with {word}={rank}{_cost(placed, [row[0] for row in high], bank)}"
         )
     return ready
 
 
 def _first_fitting(
-    banks: Sequence[tuple[str, Bank]], entry: Entry, there: Callable[[str], Tensor | None]
-) -> tuple[str, list[tuple[Bank, str, str, Tensor]]] | int:
-    """The first of a layer's banks that an entry fits, with what is to be written; its rank, where that is above theirs.
+    banks: Sequence[Bank], entry: Entry, there: Callable[[str], Tensor | None]
+) -> list[tuple[Bank, str, str, Tensor]] | int:
+    """What is to be written into the first of some homes that an entry fits; its rank, where that is above theirs.
 
-    Raises SpecError as the first bank does, where none takes it.
+    Raises SpecError as the first one does, where none takes it.
     """
     failed: SpecError | None = None
     high = 0
-    for p, bank in banks:
+    for bank in banks:
         try:
-            rank, values = values_for(bank, entry)
+            rank, values = values_for(bank, entry, there(f"{bank.path}.{bank.param}"))
             if rank <= bank.rank:
-                return p, list(bank.rows(entry, rank, values, there))
+                return list(bank.rows(entry, rank, values, there))
             high = high or rank
         except SpecError as error:
             failed = failed or error
     if failed:
         raise failed
     return high
+
+
+def _cost(placed: Mapping[str, Entry], paths: Sequence[str], bank: Bank) -> str:
+    """What products of another kind cost as plain ones, if much."""
+    entries = [placed[path] for path in paths if path in placed and placed[path].kind in ("loha", "lokr")]
+    if not entries:
+        return ""
+    own = sum(tensor.numel() for entry in entries for tensor in entry.tensors.values())
+    plain = sum(entry.product_rank() * (entry.sizes()[0] + math.prod(entry.sizes()[1])) for entry in entries)
+    kind = entries[0].kind
+    return f", or pass {kind}, which holds their {own:,} numbers as they are; as plain products they are {plain:,} a slot"
 
 
 def _whole(bank: Bank, entry: Entry, name: str) -> list[int]:

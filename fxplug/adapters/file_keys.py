@@ -12,6 +12,15 @@ from .layer_names import new_name
 # how a key ends -> what the tensor is; {a} may be an adapter's name
 _ADAPTER = r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?"
 _BEHIND = r"(?<=processor\.qkv_lora)|(?<=processor\.proj_lora)|(?<=_lora1)|(?<=_lora2)"
+# of methods that are no low-rank product, see other_kinds
+_NAMES = (
+    "diff|diff_b|w_norm|b_norm|set_weight|reshape_weight|oft_blocks|rescale|on_input|lora_E|ranknum|vera_lambda_[bd]|"
+    "randlora_(?:lambda|gamma|A|B)|vblora_logits_[AB](?:_topk_(?:indices|weights))?|fourierft_spectrum|c3a_kernel|"
+    "shira_(?:weight|indices)|hra_u|miss_block|bone_block|oft_R|boft_[Rs]|ia3_l|hira_[AB]|road_(?:theta|alpha)|"
+    "delora_(?:A|B|lambda|w_norm)|gralora_[AB](?:_general)?|beft_bias|trainable_tokens_delta"
+)
+_GLORA = ("a1", "a2", "b1", "b2", "bm")
+SHARED = re.compile(r"^(?:base_model\.)?(?P<name>vera_[AB]|randlora_[AB]|vblora_vector_bank)(?:\.(?P<adapter>[^.]+))?$")
 _FORMS = [
     (re.compile(form.replace("{a}", _ADAPTER)), role)
     for form, role in [
@@ -24,6 +33,8 @@ _FORMS = [
         (r"(?:\.lora|\.lora_linear_layer|(?P<old>_lora))\.(?P<half>down|up)\.(?P<what>weight|bias)$", ""),
         (r"\.(?P<name>hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)){a}$", "factor"),
         (r"\.dora_scale$", "magnitude"),
+        (r"(?:\.token_adapter)?\.(?P<name>" + _NAMES + r"){a}(?:\.weight)?$", "other"),
+        (r"\.lora_(?P<half>A|B){a}$", ""),  # AdaLoRA's
         (r"\.alpha$", "alpha"),
     ]
 ]
@@ -82,4 +93,32 @@ def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set
                 return Layer(layer, {"bias": key}) if half == "up" else None
             return Layer(layer, {half: key}, embedding=role == "embedding")
         return Layer(layer, {parts.get("name") or role: key})
+    owner, _, last = key.rpartition(".")
+    path, _, name = owner.rpartition(".")
+    if last == "weight" and f"{owner}.on_input" in state:  # LyCORIS' (IA)3
+        return Layer(owner, {last: key})
+    if last == "weight" and name in _GLORA and {f"{path}.{one}.weight" for one in _GLORA[:4]} <= state.keys():
+        return Layer(path, {name: key})
     return None
+
+
+def whole(key: str, config: Mapping[str, Any]) -> Layer | None:
+    """The layer of a parameter that PEFT saved whole, as its configuration says; None for another key.
+
+    Those are what `modules_to_save` names, biases with `bias`, normalisations of LN tuning, and the base's own embedding.
+    """
+    path, _, param = key.removeprefix("base_model.model.").rpartition(".")
+    if param not in ("weight", "bias"):
+        return None
+    owners = path.split(".")
+    saved, bias = config.get("modules_to_save"), config.get("bias")
+    ends = {".".join(owners[start:stop]) for stop in range(1, len(owners) + 1) for start in range(stop)}
+    found = (
+        (isinstance(saved, (list, tuple)) and not ends.isdisjoint(one for one in saved if isinstance(one, str)))
+        or (param == "bias" and isinstance(bias, str) and bias != "none")
+        or owners[-1] in ("ln_tuning_layers", "base_layer")
+    )
+    if not found:
+        return None
+    inner = ".".join(owners[:-1] if owners[-1] in ("ln_tuning_layers", "base_layer") else owners)
+    return Layer(f"base_model.model.{inner}", {f"whole_{param}": key})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,18 @@ from ..files import reading
 from ..limits import DEFAULT, Limits
 from ..spec.addresses import by_ending
 from . import peft_config
-from .file_keys import Layer, place
-from .find_tensors import find, kind_of, load, object_of
+from .file_keys import SHARED, Layer, place, whole
+from .find_tensors import find, joined_sam, kind_of, load, object_of
 from .layer_matching import PARTS, Fit, fit, split_part
+from .other_kinds import INTEGERS, Row, Said, parameters_of, rows_of
 from .updates import PRODUCT, AdapterFile, Entry, base_of, largest, needs, rank_of, without_padding
 
 __all__ = ["AdapterFile", "Entry", "Fit", "fit", "read"]
 Source = str | os.PathLike[str] | Mapping[str, Any] | AdapterFile
 LARGE = 1e30  # no number of an adapter's is larger
 _GATES = re.compile(
-    r"^(?P<owner>.+)\.(?:gates\.table\.(?P<name>weights|entries|names)|(?:Lora|LoraWeight|Loha|Lokr)(?:_\d+)?\.(?:said|lost))$"
+    r"^(?P<owner>.+)\.(?:gates\.table\.(?P<name>weights|entries|names)|(?:Lora|LoraWeight|Dora|Loha|Lokr|Delta)(?:_\d+)?\.(?:said|lost))$"
 )
-_SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
 # how many dimensions a tensor has, where it is not 2
 _DIMS = dict.fromkeys(("down", "up", "mid", "lokr_w2"), (2, 5)) | dict.fromkeys(("hada_t1", "hada_t2", "lokr_t2"), (3, 5))
 # what else an update with these may have
@@ -84,6 +85,7 @@ class _Reader:
             peft_config.check(one, f"{where}: its configuration{part and f' of {part}'}")
         self.chosen: dict[tuple[str, str], Mapping[str, Any]] = {}  # part, key of its configuration -> values by layer
         self.state: dict[str, Any] = {}
+        self.shared: dict[str, str] = {}  # tensors that belong to all layers
         self.slots: dict[str, tuple[int, int]] = {}  # pass -> which of how many slots
         self.kinds: dict[str, str | None] | None = None  # of our blocks, by path
 
@@ -94,7 +96,12 @@ class _Reader:
         self.state = joined_sam(self.state, self.where)
         gates = {m["owner"]: key for key in self.state if (m := _GATES.match(key)) and m["name"] == "names"}
         adapters: set[str] = set()
-        placed = {key: place(key, self.state, adapter, adapters) for key in self.state if not _GATES.match(key)}
+        common_of = {key: m for key in self.state if (m := SHARED.match(key))}
+        self.shared = {m["name"]: key for key, m in common_of.items() if m["adapter"] in (None, adapter, "default")}
+        common = {*common_of, *(key for key in self.state if _GATES.match(key))}
+        placed = {key: place(key, self.state, adapter, adapters) for key in self.state if key not in common}
+        said = self.configs.get("", {})
+        placed |= {key: whole(key, said) for key, found in placed.items() if found is None} if said else {}
         if adapter is None and len(adapters) > 1:
             raise ArtifactError(f"{self.where} has several adapters: give adapter= one of {', '.join(sorted(adapters))}")
         layers: dict[str, Layer] = {}
@@ -106,6 +113,7 @@ class _Reader:
                 if layer.keys.setdefault(role, at) != at:
                     raise ArtifactError(f"{self.where}: '{layer.keys[role]}' and '{at}' are the same of one layer")
         rest = {key: self.state[key] for key, found in placed.items() if found is None}
+        peft_config.check_layout(rest, self.where)
         if gates:
             self.choose(gates, adapter)
         elif adapter is not None and adapter not in adapters:
@@ -114,7 +122,7 @@ class _Reader:
         if not layers:
             raise ArtifactError(f"{self.where} {self.none()}")
         self.read_patterns(layers.values())
-        entries = [entry for layer in layers.values() if (entry := self.entry(layer)) is not None]
+        entries = [entry for layer in layers.values() for entry in self.entries(layer)]
         return AdapterFile(self.where, tuple(entries), rest, {**self.about, **self.configs.get("", {})})
 
     def read_patterns(self, layers: Iterable[Layer]) -> None:
@@ -123,7 +131,7 @@ class _Reader:
         tables: dict[tuple[str, str], Mapping[str, Any]] = {}
         for part, config in self.configs.items():
             for key in ("alpha_pattern", "rank_pattern"):
-                tables[part, key] = config.get(key) or {}
+                tables[part, key] = config.get(key) or {} if config.get("peft_type") in peft_config.PRODUCTS else {}
                 if not isinstance(tables[part, key], Mapping) or not all(isinstance(p, str) for p in tables[part, key]):
                     raise ArtifactError(f"{self.where}: '{key}' of its configuration must be values by pattern")
         about = reading.about(f"{self.where}: its configuration")
@@ -133,9 +141,10 @@ class _Reader:
         """Why nothing was found."""
         keys = [str(key) for key in self.state]
         kind = str(self.configs.get("", {}).get("peft_type", ""))
-        kind = next((k for k in ("IA3", "OFT", "BOFT", "VERA") if f"{k.lower()}_" in (keys or [""])[0]), kind)
+        if any(re.search(r"\.Delta(_\d+)?\.delta$", key) for key in keys):
+            return "has whole changes, and does not say of which parameters: write them with adapters.save(..., as_='fxplug')"
         found = f"its keys are like '{keys[0]}'" if keys else "it is empty"
-        return f"has no layer of LoRA, DoRA, LoHa or LoKr{f' (it is {kind})' if kind else ''}: {found}"
+        return f"has no layer of an adapter{f' (it is {kind})' if kind else ''}: {found}"
 
     def choose(self, gates: Mapping[str, str], adapter: str | None) -> None:
         """Which slot of each pass to read."""
@@ -150,6 +159,40 @@ class _Reader:
                 what = "holds no adapter" if not known else f"has the adapters {', '.join(known)}: give adapter= one of them"
                 raise ArtifactError(f"{self.where}: the pass '{owner}' {what}{did_you_mean(wanted, known) if wanted else ''}")
             self.slots[owner] = (names.index(wanted), len(names))
+
+    def entries(self, layer: Layer) -> list[Entry]:
+        """What a layer gets, a parameter each."""
+        keys = {role: key for role, key in layer.keys.items() if role not in ("alpha", "scale")}
+        part = layer.group if layer.own else split_part(layer.name)[1]
+        if layer.own or not keys or not keys.keys() - {"down", "up", "mid", "bias", "magnitude"}:
+            return [entry for entry in [self.entry(layer)] if entry is not None]
+        tensors = {role: self.tensor(key) for role, key in keys.items()}
+        asked = tensors.pop("reshape_weight", None)
+        alpha = self.number(layer.keys["alpha"]) if "alpha" in layer.keys else None
+        config = self.configs.get(part) or self.configs.get("")
+        shared = {name: self.tensor(key) for name, key in self.shared.items()} if tensors else {}
+        said = Said(self.where, layer.name, config, alpha, shared)
+        rows = parameters_of(said, tensors)
+        made: list[Entry] = []
+        if tensors and (found := rows_of(tensors, said)) is not None:
+            rows += found
+        elif tensors:
+            numbers = {role: key for role, key in layer.keys.items() if role in tensors or role in ("alpha", "scale")}
+            entry = self.entry(replace(layer, keys=numbers))
+            made = [] if entry is None else [entry]
+        made += [self.row(layer, row) for row in rows]
+        if asked is not None and (wrong := next((e for e in made if not e.fits([int(n) for n in asked.tolist()])), None)):
+            text = f"'{wrong.name}' is not for a weight of {asked.tolist()}, as its reshape_weight says"
+            raise ArtifactError(f"{self.where}: {text}")
+        return made
+
+    def row(self, layer: Layer, row: Row) -> Entry:
+        name, flat = layer.name, "." not in layer.name
+        _, part, path = split_part(name)
+        if "delta" in row.tensors and largest(row.tensors, 1.0) > self.limits.update:
+            raise ArtifactError(f"{self.where}: '{name}' changes a {row.param} by more than {self.limits.update:g}; see Limits")
+        more = {"param": row.param, "method": row.method, "options": row.options, "optional": row.optional}
+        return Entry(name, path, part, row.kind, row.tensors, row.scale, row.rank, False, flat, **more)  # type: ignore[arg-type]
 
     def entry(self, layer: Layer) -> Entry | None:
         """One layer whole; None for one that a slot has nothing for."""
@@ -187,6 +230,11 @@ class _Reader:
             if keys["magnitude"].endswith("dora_scale") and tensors["magnitude"].shape[0] == 1 < tensors["magnitude"].numel():
                 kind = f"{kind} by input"  # LyCORIS has both
             tensors["magnitude"] = tensors["magnitude"].flatten()
+            out, inner = Entry(layer.name, "", "", base, tensors, 1.0, rank, embedding).sizes()
+            own = (out, inner[0]) if layer.own else (inner[0],) if kind.endswith("by input") else (out,)
+            if tensors["magnitude"].numel() not in own:
+                shape = f"'{keys['magnitude']}' has {tensors['magnitude'].numel()} magnitudes"
+                raise ArtifactError(f"{self.where}: {shape}, and '{layer.name}' is for {out} outputs and {inner[0]} inputs")
         kind = f"{kind}+bias" if "bias" in tensors else kind
         scale = self.scale(layer, tensors, rank, part_path[0], slot is not None)
         assumed, scale = scale is None, 1.0 if scale is None else scale
@@ -219,6 +267,8 @@ class _Reader:
         value = self.state[key]
         if not isinstance(value, Tensor):
             raise ArtifactError(f"{self.where}: '{key}' is a {type(value).__name__}, not a tensor")
+        if not value.is_floating_point() and key.endswith(INTEGERS) and value.dtype != torch.bool and not value.is_complex():
+            return value.detach()
         if not value.is_floating_point():
             raise ArtifactError(f"{self.where}: '{key}' holds {value.dtype}; an adapter's weights are floating point")
         value, wide = value.detach(), torch.float64 if value.dtype == torch.float64 else torch.float32
@@ -318,30 +368,6 @@ class _Reader:
         """The value of the first of PEFT's patterns that a layer's name matches."""
         found = self.chosen[part, key]
         return next((found[name] for name in _peft_names(layer.name) if name in found), default)
-
-
-def joined_sam(state: dict[str, Any], where: str) -> dict[str, Any]:
-    """Sam_LoRA's numbered pairs as one update for each layer: its outputs begin with the query (even numbers), end with value.
-
-    https://github.com/JamesQFreeman/Sam_LoRA. Another state is given as it is. Raises ArtifactError for half pairs.
-    """
-    found = {key: m for key in state if (m := _SAM.match(key))}
-    if not found or not all(isinstance(state[key], Tensor) and state[key].dim() == 2 for key in found):
-        return state
-    pairs = {(m["half"], int(m["number"])): state[key] for key, m in found.items()}
-    made = {key: value for key, value in state.items() if key not in found}
-    for n in range(0, max(n for _, n in pairs) + 1, 2):
-        try:
-            (down_q, up_q), (down_v, up_v) = ((pairs["a", n + i], pairs["b", n + i]) for i in (0, 1))
-        except KeyError as error:
-            raise ArtifactError(f"{where}: 'w_{error.args[0][0]}_{error.args[0][1]:03}' is missing") from None
-        if up_q.shape != up_v.shape or len(down_q) != up_q.shape[1] or down_q.shape != down_v.shape:
-            raise ArtifactError(f"{where}: 'w_a_{n:03}' and what belongs to it do not go together")
-        width, rank = up_q.shape
-        up = up_q.new_zeros(3 * width, 2 * rank)
-        up[:width, :rank], up[-width:, rank:] = up_q, up_v
-        made |= {f":{n // 2}:down": torch.cat([down_q, down_v]), f":{n // 2}:up": up}
-    return made
 
 
 def _peft_names(name: str) -> tuple[str, str]:

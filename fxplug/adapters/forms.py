@@ -28,23 +28,32 @@ class Form:
     rest: tuple[tuple[str, Any], ...] = ()
 
 
-def form_of(entry: Entry, layer: Layer, called: bool) -> Form | str:
-    """The pass with slots that holds an update as it is, or why there is none; `called` says that the layer is."""
+def forms_of(entry: Entry, layer: Layer | None, called: bool, slots: bool) -> list[Form] | str:
+    """The passes that hold an update as it is, or why there are none; `called` says that its layer is.
+
+    What is no low-rank product of a layer's weight is a change of the whole parameter, as the bias beside a LoRA is in slots.
+    """
     if not called:
-        return "is never called, the module around it reads its weight: no slot can stand there"
-    if layer.kind not in LAYERS:
-        return f"is a {layer.kind or 'layer of its own class'}, and slots stand at {', '.join(LAYERS)}"
-    if entry.kind == "lora":
-        return Form("lora", entry.rank)
-    if entry.kind == "loha":
-        return Form("loha", entry.tensors["hada_w1_b"].shape[0], (("tucker", "hada_t1" in entry.tensors),))
-    if entry.kind == "lokr":
-        return _lokr(entry, layer)
-    return f"is {entry.kind}, which no pass with slots holds"
+        return "is never called, the module around it reads its weight: no pass reaches that"
+    kind, *more = entry.kind.split("+")
+    if entry.param != "weight" or layer is None or layer.kind not in LAYERS or "dora" in more:
+        return [Form("delta", 0, (("param", entry.param),))]
+    if kind == "lora":
+        if "bias" not in more:
+            return [Form("lora", entry.rank)]
+        plain, bias = Form("lora", entry.rank), Form("delta", 0, (("param", "bias"),))
+        return [plain, bias] if slots else [Form("lora", entry.rank, (("bias", True),))]
+    if kind in ("dora", "dora by input"):
+        return [Form("dora", entry.rank, (("by", kind.rpartition(" ")[2] if " " in kind else "output"),))]
+    if kind == "loha":
+        return [Form("loha", entry.tensors["hada_w1_b"].shape[0], (("tucker", "hada_t1" in entry.tensors),))]
+    if kind == "lokr":
+        return [_lokr(entry, layer) or Form("delta", 0, (("param", "weight"),))]
+    return [Form("delta", 0, (("param", entry.param),))]
 
 
-def _lokr(entry: Entry, layer: Layer) -> Form | str:
-    """LoKr with the factors of a file: by the `factor` that splits both widths so, else by the sizes of the first."""
+def _lokr(entry: Entry, layer: Layer) -> Form | None:
+    """LoKr with the factors of a file, by the `factor` that splits widths so, or the sizes of the first; None where none is."""
     there = {name: tuple(t.shape) for name, t in entry.tensors.items()}
     both, tucker, full = "lokr_w1_a" in there, "lokr_t2" in there, {"lokr_w1", "lokr_w2"} <= there.keys()
     a, c = there["lokr_w1"] if "lokr_w1" in there else (there["lokr_w1_a"][0], there["lokr_w1_b"][1])
@@ -55,8 +64,7 @@ def _lokr(entry: Entry, layer: Layer) -> Form | str:
         if lokr_shapes(layer.shape, entry.rank, **way, both=both, cores=tucker, full=full) == there:
             rest = {**way, "decompose_both": both, "tucker": tucker, "full_matrix": full}
             return Form("lokr", entry.rank, tuple(rest.items()))
-    some = ", ".join(f"{name} {list(shape)}" for name, shape in sorted(there.items()))
-    return f"has the factors {some}, which are none that a rank of {entry.rank} gives"
+    return None
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,9 @@ class Plan:
         for form, paths in self.forms.items():
             at = [f"re:{_escaped(path)}" if PATTERN & {*path} else path for path in paths]
             rest: Any = {key: list(value) if isinstance(value, tuple) else value for key, value in form.rest}
-            made = load_pass(form.name, at=at, slots=slots, rank=form.rank, **rest)
+            if form.rank:
+                rest["rank"] = form.rank
+            made = load_pass(form.name, at=at, slots=slots, **rest)
             rules += made.rules
         about = f"Slots for the adapters of {', '.join(Path(found.file.source).name for found in self.fits)}."
         return Pass(name, rules, about, slots=slots, samples=samples)
@@ -87,34 +97,49 @@ def _escaped(path: str) -> str:
     return "".join(f"\\{c}" if not (c.isalnum() or c == "_") else c for c in path)
 
 
+def parameters_of(module: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of a module's parameters by name, without those that passes put in."""
+    added = {entry["name"] for entry in getattr(module, "meta", {}).get("passes", [])}
+    return {name: tuple(p.shape) for name, p in module.named_parameters() if name.partition(".")[0] not in added}
+
+
 def plan_for(
-    files: Iterable[tuple[AdapterFile, Mapping[str, Any]]], module: Any, called: Container[str] | None = None
+    files: Iterable[tuple[AdapterFile, Mapping[str, Any]]],
+    module: Any,
+    called: Container[str] | None = None,
+    slots: bool = True,
 ) -> Plan:
     """Where the adapters of some files go in a module, and as what; beside each file its `part`, `partial` and `guess`.
 
-    `called` are the layers that are called, rather than read by another; None is all.
+    `called` are the layers that are called, rather than read by another; None is all. `slots` says that the passes will have
+    some.
 
     Raises ArtifactError for layers that are not here and for updates that no pass with slots holds, but with `partial`.
     """
     layers = layers_of(module)
-    shapes = {path: layer.shape for path, layer in layers.items()}
+    named = parameters_of(module)
+    weights = {name.removesuffix(".weight"): shape for name, shape in named.items() if name.endswith(".weight")}
+    weights |= {path: layer.shape for path, layer in layers.items()}
+    others = {name: shape for name, shape in named.items() if not name.endswith(".weight")}
     ranks: dict[tuple[str, str, tuple[tuple[str, Any], ...]], int] = {}
     fits: list[Fit] = []
     unheld: dict[str, str] = {}
     for file, ways in files:
-        found = fit(file, shapes, ways.get("part"), guess=bool(ways.get("guess")))
+        found = fit(file, weights, ways.get("part"), None, bool(ways.get("guess")), others, set(named))
         if not ways.get("partial"):
             found.check()
         fits.append(found)
-        for path, entry in found.placed.items():
-            form = form_of(entry, layers[path], called is None or path in called)
-            if isinstance(form, str):
-                unheld[path] = form
+        for key, entry in found.placed.items():
+            path = key if entry.param == "weight" else key.removesuffix(entry.param).removesuffix(".")
+            made = forms_of(entry, layers.get(path), called is None or path in called, slots)
+            if isinstance(made, str):
+                unheld[key] = made
                 if not ways.get("partial"):
-                    raise ArtifactError(f"{file.source}: '{path}' {form} (partial leaves it out)")
+                    raise ArtifactError(f"{file.source}: '{key}' {made} (partial leaves it out)")
                 continue
-            key = (form.name, path, form.rest)
-            ranks[key] = max(form.rank, ranks.get(key, 0))
+            for form in made:
+                at = (form.name, path, form.rest)
+                ranks[at] = max(form.rank, ranks.get(at, 0))
     forms: dict[Form, list[str]] = {}
     for (name, path, rest), rank in ranks.items():
         forms.setdefault(Form(name, rank, rest), []).append(path)

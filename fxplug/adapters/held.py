@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .slots import Adapters
 
 OURS = replace(DEFAULT, update=float("inf"))  # what was learned here may be as large as it is
-BLOCKS = ("Lora", "LoraWeight", "Dora", "Loha", "Lokr")  # whose updates files have a form for
+BLOCKS = ("Lora", "LoraWeight", "Dora", "Loha", "Lokr", "Delta")  # whose updates files have a form for
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,17 @@ def layers_of(module: nn.Module) -> dict[str, Layer]:
 def in_slots(adapters: Adapters, name: str) -> Held:
     """An adapter in the slots of a module, as its file had it; the caller holds the slots meanwhile."""
     entries: list[Entry] = []
+    layers = adapters.about().layers
     for p, banks in adapters.banks.items():
         names = adapters.names_of(p)
         for bank in banks if name in names else ():
-            entry = _in_slot(adapters, bank, names.index(name), p)
+            known = layers.get(bank.path)
+            entry = _in_slot(adapters, bank, names.index(name), p, known is not None and known.kind == "Embedding")
             entries += [] if entry is None else [entry]
     return Held(tuple(entries))
 
 
-def _in_slot(adapters: Adapters, bank: Bank, slot: int, p: str) -> Entry | None:
+def _in_slot(adapters: Adapters, bank: Bank, slot: int, p: str, table: bool) -> Entry | None:
     """What one bank has in a slot; None where it has nothing."""
     own = {key: bank.views(key, adapters.tensor(name), slot).detach().cpu().clone() for key, name in bank.names.items()}
     beside = {key: adapters.there(name) for key, name in bank.memory.items()}
@@ -91,16 +93,30 @@ def _in_slot(adapters: Adapters, bank: Bank, slot: int, p: str) -> Entry | None:
     if not exact or not all(torch.equal(values[key].to(own[key].dtype), own[key]) for key in own if key != factor):
         # written over since it was loaded, by an optimizer for example: the file's dtype has no room for that
         values = {**own, factor: unscaled(own[factor], None, scale, own[factor].dtype)}
-    return _entry(bank, values, scale, rank, p)
+    return _entry(bank, values, scale, rank, p, table)
 
 
-def _entry(bank: Bank, values: dict[str, Tensor], scale: float, rank: int, p: str) -> Entry:
-    kind = bank.kind.lower() if bank.kind in ("Loha", "Lokr") else "lora"
+def _entry(bank: Bank, values: dict[str, Tensor], scale: float, rank: int, p: str, table: bool) -> Entry:
+    if bank.kind == "Delta":
+        return changed(bank.path, p, values["delta"], bank.param)
+    kind = bank.kind.lower() if bank.kind in ("Loha", "Lokr", "Dora") else "lora"
+    if kind == "dora":
+        kind, values["magnitude"] = _by(kind, bank.dim, table), values["magnitude"].flatten()
     embedding = bank.kind == "Embedding"
     if kind == "lora" and not bank.maps:
         values["down"] = values["down"].T if embedding else values["down"].flatten(0, 1)
     rank = rank_of(values)
     return Entry(bank.path, bank.path, p, kind, {k: v.contiguous() for k, v in values.items()}, scale, rank, embedding)
+
+
+def changed(path: str, p: str, delta: Tensor, param: str) -> Entry:
+    """A parameter's change as an entry."""
+    return Entry(path, path, p, "delta", {"delta": delta.contiguous()}, 1.0, 0, param=param, method="diff")
+
+
+def _by(kind: str, dim: int, table: bool) -> str:
+    """A kind with magnitudes by what these are of; a table's outputs are its second dimension."""
+    return f"{kind} by input" if dim != int(table) else kind
 
 
 def _reach(value: Tensor, dim: int) -> int:
@@ -148,6 +164,12 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
                 left[path] = f"{name} has a block there that is not beside each call of the layer, on its input"
             elif site["place"] != ("after" if type(made).__name__ == "Lora" else "param"):
                 left[path] = f"{name} has a {type(made).__name__} there that is not beside the layer, but {site['place']}"
+            elif type(made).__name__ == "Delta":
+                entry = changed(path, name, made.delta.detach().cpu().clone(), site.get("param", "weight"))
+                if entry.tensors["delta"].is_meta:
+                    raise ArtifactError(f"the change of '{path}' is on the meta device, which holds no values")
+                if entry.tensors["delta"].any():
+                    entries[entry.key(path)] = entry
             elif path in entries:
                 left[path] = f"{name} has a second update there: choose the passes"
             else:
@@ -173,4 +195,5 @@ def _of_block(block: Any, path: str, name: str) -> Entry:
     tensors = dict(entry.tensors)
     if embedding and not entry.embedding:  # a square one, whose shapes did not tell
         tensors["down"] = tensors["down"].T.contiguous()
-    return replace(entry, name=path, path=path, part=name, tensors=tensors, embedding=embedding)
+    own = _by("dora", block.dim, embedding or "Embedding" in kind) if kind == "Dora" else entry.kind
+    return replace(entry, name=path, path=path, part=name, tensors=tensors, embedding=embedding, kind=own)

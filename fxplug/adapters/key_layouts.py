@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,16 +24,19 @@ CONFIGURED = ("peft", "diffusers")
 FORMATS = (*CONFIGURED, "kohya", "comfy", "lycoris", "fxplug")
 OWN = {"lora": "Lora", "loha": "Loha", "lokr": "Lokr", "dora": "Dora"}
 # the kinds that a format has a form for
+_WITH_ALPHA = ("lora", "dora", "loha", "lokr", "delta")
 KINDS = {
-    "peft": ("lora", "lora+bias", "dora", "loha", "lokr"),
-    "diffusers": ("lora", "lora+bias", "dora", "lokr"),
-    "kohya": ("lora", "dora", "loha", "lokr"), "comfy": ("lora", "dora", "loha", "lokr"),
-    "lycoris": ("lora", "dora", "loha", "lokr"), "fxplug": ("lora", "lora+bias", "dora", "loha", "lokr"),
+    "peft": ("lora", "lora+bias", "dora", "dora+bias", "loha", "lokr"),
+    "diffusers": ("lora", "lora+bias", "dora", "dora+bias", "lokr"),
+    "kohya": _WITH_ALPHA, "lycoris": _WITH_ALPHA, "comfy": (*_WITH_ALPHA, "dora by input"),
+    "fxplug": ("lora", "lora+bias", "dora", "dora by input", "loha", "lokr", "delta"),
 }  # fmt: skip
 
 
 def refused(entry: Entry, as_: str, layer: Layer | None) -> str:
     """Why a format cannot hold an update; an empty text where it can."""
+    if entry.method == "diff":
+        return "" if entry.kind in KINDS[as_] else f"has a change of its {entry.param}, whole, for which {as_} has no form"
     if layer is None:
         return "is no layer with a weight"
     if not entry.fits(layer.shape) and not (layer.kind == "Embedding" and entry.fits(layer.shape[::-1])):
@@ -83,12 +87,44 @@ def configured(key: str, entry: Entry, layer: Layer, biased: bool = False) -> di
     return made
 
 
+# a change of a parameter, and whether its layer is a normalisation
+_CHANGES = {("weight", False): "diff", ("bias", False): "diff_b", ("weight", True): "w_norm", ("bias", True): "b_norm"}
+
+
+def alone(entries: Sequence[Entry], as_: str) -> dict[str, str]:
+    """The changes of biases that LyCORIS would not read, as it has none beside another update, by place, with the reason."""
+    whole = {entry.path for entry in entries if entry.method == "diff" and entry.param == "weight"}
+    changes = [e for e in entries if e.method == "diff" and e.param != "weight"]
+    why = f"has a change of a bias without one of the whole weight, which the tools for {as_} files leave out; comfy has it"
+    left = {e.key(e.path): why for e in changes if as_ in ("kohya", "lycoris") and e.path not in whole}
+    odd = "has a change of another parameter than weight and bias, for which no format has a form"
+    other = {e.key(e.path): odd for e in changes if e.param != "bias"}
+    return left | other
+
+
+def joined_biases(entries: Sequence[Entry]) -> list[Entry]:
+    """A bias beside a low-rank update as the update's own, which PEFT scales with it."""
+    own = {e.path: e for e in entries if e.kind in ("lora", "dora") and e.scale}
+    biases = {e.path: e for e in entries if e.method == "diff" and e.param == "bias" and e.path in own}
+    made = []
+    for entry in entries:
+        if own.get(entry.path) is entry and entry.path in biases:
+            bias = (biases[entry.path].tensors["delta"].float() / entry.scale).to(entry.tensors["up"].dtype)
+            entry = replace(entry, kind=f"{entry.kind}+bias", tensors={**entry.tensors, "bias": bias})
+        if biases.get(entry.path) is not entry:
+            made.append(entry)
+    return made
+
+
 def with_alpha(key: str, entry: Entry, layer: Layer) -> dict[str, Tensor]:
     """A layer's tensors as kohya's tools, ComfyUI and LyCORIS have them."""
     made: dict[str, Tensor] = {}
+    if entry.method == "diff":
+        return {f"{key}.{_CHANGES[entry.param, len(layer.shape) < 2]}": entry.tensors["delta"]}
     for name, value in entry.tensors.items():
         if name == "magnitude":
-            made[f"{key}.dora_scale"] = value.reshape(-1, *[1] * (len(layer.shape) - 1))
+            around = [1] * (len(layer.shape) - 2)
+            made[f"{key}.dora_scale"] = value.reshape(*((1, -1) if entry.kind.endswith("by input") else (-1, 1)), *around)
         else:
             made[f"{key}.lora_{name}.weight" if name in ("down", "up") else f"{key}.{name}"] = value
     return {**made, f"{key}.alpha": _alpha(entry)}
@@ -106,7 +142,9 @@ def _alpha(entry: Entry) -> Tensor:
 
 
 def ours(entry: Entry, layer: Layer | None) -> dict[str, Tensor]:
-    """A layer's tensors under the names that the blocks of a pass have."""
+    """A layer's tensors under the names that the blocks of a pass have, or LyCORIS', which say more."""
+    if entry.method == "diff" or entry.kind.endswith("by input"):
+        return with_alpha(entry.path, entry, layer or Layer("", entry.tensors["delta"].shape))
     kind = OWN[entry.kind.partition("+")[0]]
     t = dict(entry.tensors)
     embedding = layer is not None and layer.kind == "Embedding"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from ..errors import ArtifactError, did_you_mean
 from .layer_names import SWAPPED, first_names, looks_like
-from .updates import AdapterFile, Entry
+from .updates import AdapterFile, Entry, with_projections
 
 # the parts of a pipeline by how their layers' names begin: dotted, or with kohya's underscores
 PARTS = ("unet", "transformer", "transformer_2", "diffusion_model", "prior", "text_encoder", "text_encoder_2", "text_encoder_3")
@@ -42,7 +42,8 @@ class Fit:
     `missing` are entries without a layer, `mismatched` says by layer path what does not agree, `others` are the entries for
     other parts of a pipeline (text encoders), `layers` all that could have been met, and `outside` says by entry's name which
     layers of the model could not. `guessed` has, where no name fits, the layer of each entry's name by shape and order, if
-    these tell: `guess=True` takes them.
+    these tell: `guess=True` takes them. `homeless` has by its name in the model each parameter other than a weight that the
+    file changes, and that has no home, with the name of the entry.
     """
 
     file: AdapterFile
@@ -53,6 +54,7 @@ class Fit:
     others: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
     outside: Mapping[str, str] = field(default_factory=dict)
     guessed: Mapping[str, str] = field(default_factory=dict)
+    homeless: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def assumed(self) -> list[str]:
@@ -78,11 +80,18 @@ class Fit:
                 text += f" (guess=True takes them by shape and order: {_listed(some, len(self.guessed))})"
             found.append(text)
         if self.outside:
-            kinds = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", path) for path in self.outside))
+            kinds = list(dict.fromkeys(_alike(path) for path in self.outside))
             at = f"at: {_listed([repr(kind) for kind in kinds[:3]], len(kinds))}"
             some = [f"'{path}'" for path in list(self.outside)[:3]]
             named = _listed(some, len(self.outside))
             found.append(f"{len(self.outside)} layers have no slots here: {named} (give the pass {at} too)")
+        if self.homeless:
+            layers = list(dict.fromkeys(_alike(key.rpartition(".")[0]) for key in self.homeless))
+            params = sorted({key.rpartition(".")[2] for key in self.homeless})
+            named = _listed([f"'{key}'" for key in list(self.homeless)[:3]], len(self.homeless))
+            at = _listed([repr(kind) for kind in layers[:3]], len(layers))
+            way = f"the pass delta with at: {at} and param: {' or '.join(params)}"
+            found.append(f"{len(self.homeless)} changes of parameters have no home here: {named} ({way} holds them)")
         if self.mismatched:
             some = [f"'{path}' {text}" for path, text in list(self.mismatched.items())[:3]]
             found.append(f"{len(self.mismatched)} layers have other shapes: {_listed(some, len(self.mismatched))}")
@@ -97,9 +106,13 @@ class Fit:
         return (path.replace(".", "_") for path in self.layers) if entry.flat else self.layers
 
 
+def _alike(path: str) -> str:
+    """A path with a star for each number."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+
+
 def _listed(some: Sequence[str], number: int) -> str:
     return ", ".join(some) + (", ..." if number > len(some) else "")
-
 
 
 def fit(
@@ -108,6 +121,8 @@ def fit(
     part: str | None = None,
     model: Callable[[], Mapping[str, Sequence[int]]] | None = None,
     guess: bool = False,
+    beside: Mapping[str, Sequence[int]] | None = None,
+    here: Container[str] = (),
 ) -> Fit:
     """Find the layer of each entry among `layers`, which has the weight's shape by path.
 
@@ -116,7 +131,8 @@ def fit(
     components at its beginning, or with more. Parts of which nothing fits are others', once another part fits. `part` names
     the one to take. `model` gives all weights of the model by path, where `layers` are only some: families are told by them,
     and an entry for a layer that is not among `layers` is said to be that. `guess` takes the layers by shape and order where
-    no name fits any (see `by_order`).
+    no name fits any (see `by_order`). `beside` has the shapes of parameters other than weights that have a home, such as
+    `blocks.0.norm1.bias`, and `here` the names of all that the model has; None takes them without looking.
 
     Raises ArtifactError for a part that the file has not, and where more than one layer or entry could be meant.
     """
@@ -154,15 +170,22 @@ def fit(
                 continue
             found |= {p: hits} if guess else {}
             guessed |= {e.name: home[0] for e, home in zip(groups[p], hits.homes, strict=True) if home}
+    for p in taken:
+        groups[p] = with_projections(groups[p], [finder.whole(home) if home else None for home in found[p].homes])
     placed: dict[str, Entry] = {}
     missing: list[Entry] = []
     mismatched: dict[str, str] = {}
     outside: dict[str, str] = {}
     owner: dict[str, Entry] = {}
+    more: dict[str, Entry] = {}
+    homeless: dict[str, str] = {}
     for p in taken:
         for entry, home in zip(groups[p], found[p].homes, strict=True):
             if not home:
                 missing.append(entry)
+            elif entry.param != "weight":
+                for path, piece in finder.pieces(entry, home):
+                    more[piece.key(path)] = piece
             elif not entry.fits(shape := finder.whole(home)):
                 path = home[0].removesuffix(SWAPPED)
                 mismatched[path] = f"is {list(shape)}, and '{entry.name}' is for {_for(entry)}"
@@ -177,8 +200,18 @@ def fit(
                         raise ArtifactError(f"{file.source}: {both}{choose}")
                     owner[path] = entry
                     placed[path] = piece.shaped(shapes[path])
+    for key, entry in more.items():
+        if beside is None:
+            placed |= {} if entry.optional else {key: entry}
+        elif key not in beside:
+            if key in here or not entry.optional:
+                homeless[key] = entry.name
+        elif not entry.fits(beside[key]):
+            mismatched[key] = f"is {list(beside[key])}, and '{entry.name}' is for {_for(entry)}"
+        else:
+            placed[key] = entry
     others = {p: tuple(entries) for p, entries in groups.items() if p not in taken}
-    return Fit(file, shapes, placed, tuple(missing), mismatched, others, outside, guessed)
+    return Fit(file, shapes, placed, tuple(missing), mismatched, others, outside, guessed, homeless)
 
 
 def by_order(entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]], source: str) -> _Hits:
@@ -211,6 +244,9 @@ def by_number(name: str) -> list[tuple[int, int, str]]:
 
 
 def _for(entry: Entry) -> str:
+    if entry.method:
+        name, tensor = next(iter(entry.tensors.items()))
+        return f"another, by its {name} of {list(tensor.shape)}"
     out, inner = entry.sizes()
     return str([*inner, out] if entry.embedding else [out, *inner])
 

@@ -15,7 +15,8 @@ from ..limits import DEFAULT, Limits
 from ..quantised import weight_shape
 from ..turns import Turns, change, hold, turns_of
 from .banks import Bank, check_name, rows_for
-from .files import Fit, Source, fit, read
+from .files import Fit, Source, read
+from .loading import fit_to
 from .slot_saving import save
 from .writing import About, about_of
 
@@ -236,8 +237,7 @@ class Adapters:
         """
         self._check_new(name, replace)  # before a file is read
         file = read(source, adapter=adapter, config=config, limits=limits)
-        shapes = {bank.path: bank.shape for banks in self.banks.values() for bank in banks}
-        found = fit(file, shapes, part, self.shapes, guess)
+        found = fit_to(file, self.banks, getattr(self, "module", None), self.shapes, part, guess)
         if not (partial and found.placed):
             found.check()
         ready = rows_for(self.banks, found.placed, self.there)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import low_rank
 from ..errors import ArtifactError
+from .methods import METHODS, projections, trimmed
 
 BY_OUTPUT = ("up", "bias", "magnitude")
 FACTORS = {"loha": "hada_", "lokr": "lokr_"}
@@ -28,6 +29,8 @@ class Entry:
     - "lokr": `lokr_w1` or `lokr_w1_a`, `lokr_w1_b`; `lokr_w2` or `lokr_w2_a`, `lokr_w2_b` and maybe `lokr_t2`.
     - "lora+bias", "loha+dora", "lokr+dora", ...: with a `bias` of `up`, or a `magnitude`, that a plain block cannot hold;
       "dora by input" where the magnitudes are the inputs'.
+    - "oft", "boft", "ia3", "delta": what a row of `methods.METHODS`, named by `method`, makes of the parameter `param` with
+      these tensors and `options`. The first three have passes of their own; all can be had as the change of the whole.
 
     The update of the layer's weight is `scale` times the product; `embedding` says that `down` reads indices (None: not to be
     told from the shapes), so that the weight is the product's transpose.
@@ -43,9 +46,25 @@ class Entry:
     embedding: bool | None = False
     flat: bool = False  # kohya's names: underscores where the path has dots
     assumed: bool = False  # nothing says the scale
+    param: str = "weight"  # which parameter of the layer
+    method: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    optional: bool = False  # nothing where the layer has no such parameter
+
+    def key(self, path: str) -> str:
+        """What a place at a layer is called: the layer's path for its weight, with the parameter's name for another."""
+        return path if self.param == "weight" else f"{path}.{self.param}"
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether this is an update of a weight of that shape; sizes of 1 at the end do not count."""
+        if self.method in METHODS:
+            return METHODS[self.method].fits(self.tensors, self.options, shape)
+        if self.method == "miss":
+            out = self.tensors["block"].shape[1]
+            return len(shape) == 2 and shape[0] % out == 0 and (bool(self.options["mini"]) or shape[0] == out)
+        if self.method == "vera":
+            a, b = self.tensors.get("A"), self.tensors["lambda_b"]
+            return len(shape) == 2 and len(b) == shape[0] and (a is None or a.shape[1] >= shape[1])
         if self.embedding is not False:
             size = self.tensors["down"].shape[0 if self.embedding is None else 1], self.tensors["up"].shape[0]
             if tuple(shape) == size:
@@ -53,10 +72,23 @@ class Entry:
             if self.embedding:
                 return False
         out, inner = self.sizes()
-        return bool(shape) and out == shape[0] and inner in (_trimmed(shape[1:]), (math.prod(shape[1:]),))
+        return bool(shape) and out == shape[0] and inner in (trimmed(shape[1:]), (math.prod(shape[1:]),))
 
     def shaped(self, shape: Sequence[int]) -> Entry:
-        """The same with the number of dimensions of a weight that it fits: a linear layer may be a 1x1 convolution."""
+        """The same with the number of dimensions of a weight that it fits: a linear layer may be a 1x1 convolution.
+
+        A low-rank product of which the file has no halves gets them.
+        """
+        if self.method in METHODS or (self.method == "vera" and "A" not in self.tensors):
+            return self
+        if self.method == "miss":
+            block, rank = self.tensors["block"].float(), self.rank
+            down = torch.eye(rank)[:, torch.arange(shape[1]) % rank]
+            return replace(self, method="", tensors={"down": down, "up": block.T.repeat(shape[0] // block.shape[1], 1)})
+        if self.method == "vera":
+            t = {name: tensor.float() for name, tensor in self.tensors.items()}
+            down, up = t["lambda_d"][:, None] * t["A"][:, : shape[1]], t["lambda_b"][:, None] * t["B"][: shape[0]]
+            return replace(self, method="", tensors={"down": down, "up": up})
         made = dict(self.tensors)
         if "down" in made and made["down"].dim() != len(shape) and not self.embedding:
             made["down"] = made["down"].reshape(-1, *shape[1:])
@@ -90,6 +122,27 @@ class Entry:
             made = low_rank.grouped_product(up, down, groups)
         return self.scale * made.reshape(*shape)
 
+    def changed(self, value: Tensor) -> Tensor:
+        """What is read in the place of a parameter with these values, in float32."""
+        value = value.float()
+        if self.method in METHODS:
+            t = {name: tensor.to(value.device) for name, tensor in self.tensors.items()}
+            t = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in t.items()}
+            return METHODS[self.method].changed(value, t, self.options)
+        bare = {name: tensor for name, tensor in self.tensors.items() if name not in ("magnitude", "bias")}
+        kind = base_of(bare)
+        if kind == "lora":
+            update = replace(self, kind=kind, tensors=bare).update(value.shape).to(value.device)
+        else:
+            t = {name: tensor.float().to(value.device) for name, tensor in bare.items()}
+            first, second = (low_rank.factor(t, f"{FACTORS[kind]}w{n}", f"{FACTORS[kind]}t{n}") for n in (1, 2))
+            made = first * second if kind == "loha" else low_rank.kronecker(first, second.flatten(1))
+            update = self.scale * made.reshape(value.shape)
+        if "magnitude" not in self.tensors:
+            return value + update
+        dim = int(self.kind.endswith("by input")) ^ int(bool(self.embedding))
+        return low_rank.decomposed(value + update, self.tensors["magnitude"].float().to(value.device), dim)
+
     def as_lora(self, shape: Sequence[int]) -> Entry:
         """The same update of a weight of that shape as one of kind "lora", in float32, exact but for rounding.
 
@@ -115,35 +168,56 @@ class Entry:
 
     def product_rank(self) -> int:
         """The rank of the update as one low-rank product (`as_lora`), without making it."""
-        if self.kind == "lora":
+        if "up" in self.tensors or self.method:
             return self.rank
         prefix = FACTORS[self.kind.partition("+")[0]]
         return math.prod(low_rank.inner_rank(self.tensors, f"{prefix}w{n}", f"{prefix}t{n}") for n in (1, 2))
 
     def outputs(self, start: int, number: int) -> Entry:
-        """The same for some of the layer's outputs: that of a product that is not a plain LoRA becomes one."""
+        """The same for some of the layer's outputs: that of a product that is not a plain LoRA becomes one.
+
+        Raises ArtifactError for what mixes them.
+        """
+        if self.method or self.kind.endswith("by input"):
+            names = self._cut()
+            cut = {n: t[start : start + number] if n in names else t for n, t in self.tensors.items()}
+            return replace(self, tensors=cut)
         entry = self if "down" in self.tensors else self.as_lora((self.sizes()[0], math.prod(self.sizes()[1])))
         cut = {n: t[start : start + number] if n in BY_OUTPUT else t for n, t in entry.tensors.items()}
         return replace(entry, tensors=cut)
 
     def swapped(self) -> Entry:
         """The same with the first half of the outputs behind the second."""
-        half = self.sizes()[0] // 2
+        names = self._cut() if self.method else BY_OUTPUT
+        half = (len(self.tensors[names[0]]) if self.method and names else self.sizes()[0] if not self.method else 0) // 2
         first, second = self.outputs(0, half), self.outputs(half, half)
-        both = {n: torch.cat([second.tensors[n], t]) if n in BY_OUTPUT else t for n, t in first.tensors.items()}
+        both = {n: torch.cat([second.tensors[n], t]) if n in names else t for n, t in first.tensors.items()}
         return replace(first, tensors=both)
+
+    def _cut(self) -> tuple[str, ...]:
+        """The tensors of a method whose first dimension is the layer's outputs. Raises ArtifactError where it mixes them."""
+        if self.method == "gate":
+            return ("gate",) if self.options["side"] == "output" else ()
+        found = METHODS[self.method].cut if self.method in METHODS else None
+        if found is None:
+            what = self.method or self.kind
+            raise ArtifactError(
+                f"'{self.name}' is several layers here, and {what} mixes the outputs of all of them: merge it where they are "
+                "one layer, and take the difference with fxplug.extract"
+            )
+        return found
 
     def sizes(self) -> tuple[int, tuple[int, ...]]:
         """The output width, and the weight's other sizes: (in, *kernel), or their product alone where only that is known."""
         t = self.tensors
         if "down" in t:
-            return t["up"].shape[0], _trimmed(t["down"].shape[1:])
+            return t["up"].shape[0], trimmed(t["down"].shape[1:])
         prefix = FACTORS[self.kind.partition("+")[0]]
-        parts = [(out, _trimmed(rest)) for out, rest in (low_rank.sides(t, f"{prefix}w{n}", f"{prefix}t{n}") for n in (1, 2))]
+        parts = [(out, trimmed(rest)) for out, rest in (low_rank.sides(t, f"{prefix}w{n}", f"{prefix}t{n}") for n in (1, 2))]
         if prefix == "hada_":
             return parts[0]
         (a, (c, *_)), (b, (d, *kernel)) = parts
-        return a * b, _trimmed((c * d, *kernel))
+        return a * b, trimmed((c * d, *kernel))
 
 
 @dataclass(frozen=True)
@@ -223,9 +297,18 @@ def without_padding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
-def _trimmed(sizes: Sequence[int]) -> tuple[int, ...]:
-    """(in, *kernel) without the sizes of 1 at its end: a linear layer and a 1x1 convolution have the same."""
-    made = [int(n) for n in sizes]
-    while len(made) > 1 and made[-1] == 1:
-        made.pop()
-    return tuple(made)
+def with_projections(entries: Sequence[Entry], shapes: Sequence[Sequence[int] | None]) -> list[Entry]:
+    """VeRA's entries whose file has no projections with those that its key draws for layers of these shapes.
+
+    They are drawn for the widest of all the layers, so that nothing is done where one has none.
+    """
+    late = [(n, e) for n, e in enumerate(entries) if e.method == "vera" and "A" not in e.tensors]
+    of = [shapes[n] for n, _ in late]
+    if not late or any(shape is None or len(shape) != 2 for shape in of):
+        return list(entries)
+    wide = [max(shape[dim] for shape in of if shape is not None) for dim in (1, 0)]
+    made = list(entries)
+    for n, entry in late:
+        a, b = projections(entry.options["key"], entry.rank, *wide)
+        made[n] = replace(entry, tensors={**entry.tensors, "A": a, "B": b})
+    return made

@@ -19,6 +19,7 @@ from ..errors import ArtifactError, SpecError, did_you_mean
 from ..files.placing import new_file, new_folder
 from ..files.reading import reported
 from ..files.writing import save_file
+from . import key_layouts
 from .held import Held, Layer, layers_of, trained
 from .key_layouts import CONFIGURED, FORMATS, alpha_of, config, configured, ours, refused, unlike, with_alpha
 from .layer_matching import PARTS
@@ -143,10 +144,11 @@ def content(
         raise SpecError(f"metadata are texts by name, and {odd!r} is not")
     left = dict(held.left_out)
     entries = []
-    for entry in held.entries:
+    single = key_layouts.alone(held.entries, as_)
+    for entry in key_layouts.joined_biases(held.entries) if as_ in CONFIGURED else held.entries:
         layer = model.layers.get(entry.path)
-        if why := refused(entry, as_, layer):
-            left[entry.path] = why
+        if why := single.get(entry.key(entry.path), "") or refused(entry, as_, layer):
+            left[entry.key(entry.path)] = why
         else:
             entries.append(_in_dtype(entry, dtype))
     if as_ in CONFIGURED:
@@ -155,19 +157,24 @@ def content(
     if as_ == "fxplug":
         rows = [(entry.path, entry) for entry in entries]
     else:
-        rows, more = named(entries, as_, model.layers, part)
-        left |= more
+        rows = []
+        for whole in (False, True):  # a layer may have a change of its weight, and one of its bias
+            for param in dict.fromkeys(entry.param for entry in entries if (entry.method == "diff") is whole):
+                some = [entry for entry in entries if (entry.method == "diff") is whole and entry.param == param]
+                found, more = named(some, as_, model.layers, part)
+                rows += found
+                left |= more
     if not rows:
         raise ArtifactError(f"nothing of this adapter can be written as {as_}: {told(left) or 'it has no layers'}")
     if left and not partial:
-        of = len({*left, *(entry.path for entry in held.entries)})
+        of = len({*left, *(entry.key(entry.path) for entry in held.entries)})
         way = "partial=True (--partial) leaves them out"
         raise ArtifactError(f"{as_} cannot hold {len(left)} of {of} layers: {told(left)}; {way}")
-    kept = tuple(entry.path for entry in entries if entry.path not in left)
+    kept = tuple(entry.key(entry.path) for entry in entries if entry.key(entry.path) not in left)
     tensors: dict[str, Tensor] = {}
     biased = any("bias" in entry.kind for _, entry in rows)
     for key, entry in rows:
-        layer = model.layers[entry.path] if entry.path in model.layers else Layer("", tuple(entry.sizes()[1]))
+        layer = model.layers.get(entry.path) or Layer("", (1,) if entry.method else tuple(entry.sizes()[1]))
         if as_ in CONFIGURED:
             tensors |= configured(key, entry, layer, biased)
         else:
@@ -227,10 +234,12 @@ def _metadata(
     """What kohya's tools say of their files, and the fields of modelspec 1.0.0 (github.com/Stability-AI/ModelSpec)."""
     if as_ in (*CONFIGURED, "fxplug"):
         return {}
-    flat = [(e.rank, alpha_of(e)) for _, e in rows if len(model.layers[e.path].shape) == 2]
-    spatial = [(e.rank, alpha_of(e)) for _, e in rows if len(model.layers[e.path].shape) > 2]
-    rank, alpha = Counter(flat or spatial).most_common(1)[0][0]
-    kinds = sorted({entry.kind.replace("dora", "locon").replace("lora", "locon") for _, entry in rows})
+    low = [(len(model.layers[e.path].shape), e) for _, e in rows if not e.method]
+    flat = [(e.rank, alpha_of(e)) for dims, e in low if dims == 2]
+    spatial = [(e.rank, alpha_of(e)) for dims, e in low if dims > 2]
+    rank, alpha = Counter(flat or spatial or [(1, 1.0)]).most_common(1)[0][0]
+    words = {"lora": "locon", "dora": "locon", "dora by input": "locon", "delta": "full"}
+    kinds = sorted({words.get(entry.kind, entry.kind) for _, entry in rows})
     said = {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
     if as_ != "lycoris" and all(entry.kind == "lora" for _, entry in rows):
         said["ss_network_module"] = "networks.lora"

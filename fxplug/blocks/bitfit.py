@@ -1,37 +1,46 @@
-"""BitFit: a difference of a parameter that trains (Ben Zaken et al. 2022, arXiv 2106.10199)."""
+"""A parameter's change as a parameter of its own: BitFit on biases (Ben Zaken et al. 2022, arXiv 2106.10199)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from .base import Block
-from .weight_update import in_place_of, weight_at
+from .weight_update import Update, weight_at
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site
 
 
-class Delta(Block):
+class Delta(Update):
     """value + delta: a parameter's change as a parameter of its own, zero when new, while the base stays as it is.
 
-    On biases it is BitFit (Ben Zaken et al. 2021, arXiv 2106.10199).
+    On biases it is BitFit (Ben Zaken et al. 2021, arXiv 2106.10199). With `slots` it holds what an adapter changes whole: a
+    bias, a norm, a weight of any kind.
     """
 
-    neutral = True
+    asks = "a change"
+    delta: Tensor
 
-    def __init__(self, shape: Sequence[int]) -> None:
-        super().__init__()
-        self.shape = list(shape)
+    def __init__(self, shape: Sequence[int], slots: int = 0) -> None:
+        """`shape` is the parameter's."""
+        super().__init__(shape, 1, None, False, True, slots)
+        self._buffers.pop("scale", None)  # it is not scaled
         self.delta = nn.Parameter(torch.zeros(self.shape))
+        self.banked()
 
     @classmethod
-    def at(cls, site: Site) -> Delta:
+    def at(cls, site: Site, slots: int = 0) -> Delta:  # type: ignore[override]  # it has no rank
         """A change for any floating-point parameter."""
-        return cls(weight_at(site, "a change", 0).shape)
+        return cls(weight_at(site, cls.asks, 0).shape, slots)
 
-    def forward(self, value: Tensor) -> Tensor:
-        return in_place_of(value + self.delta, value)
+    def updated(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
+        return value + self.delta if uniform is None else super().updated(value, uniform)
+
+    def update(self, own: Mapping[str, Tensor]) -> Tensor:
+        return own["delta"]
+
+    def extra_repr(self) -> str:
+        return f"{self.shape}" + (f", slots={self.slots}" if self.slots else "")

@@ -10,46 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError
+from ..rotations import butterfly, cayley, neumann, skew, turned
 from .base import Block
 from .weight_update import divisors, in_place_of, weight_at
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site
-
-
-def skew(upper: Tensor, size: int) -> Tensor:
-    """Skew-symmetric matrices (n, size, size) from what is above their diagonals, row by row: (n, size * (size - 1) / 2)."""
-    rows, columns = torch.triu_indices(size, size, 1, device=upper.device)
-    filled = upper.new_zeros(size, size, upper.shape[0]).index_put((rows, columns), upper.T)
-    return filled.permute(2, 0, 1) - filled.permute(2, 1, 0)
-
-
-def cayley(matrices: Tensor) -> Tensor:
-    """(I - Q)(I + Q)^-1 of skew-symmetric matrices Q (n, size, size): orthogonal, and exactly I where Q is zero."""
-    q = matrices.float()  # there is no solver for half precision
-    one = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device).expand_as(q)
-    solved: Tensor = torch.linalg.solve(one + q, one - q, left=False)
-    return solved.to(matrices.dtype)
-
-
-def neumann(matrices: Tensor, terms: int) -> Tensor:
-    """The first `terms` of I + 2Q + 2Q^2 + ..., the series of (I + Q)(I - Q)^-1; three or more, the last one is taken once.
-
-    Orthogonal for small Q only. As in OFTv2 (Qiu et al. 2025, arXiv 2506.19847) and PEFT, with Q of the other sign than in
-    `cayley`. (PEFT takes 3 terms for 4.)
-    """
-    one = torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device).expand_as(matrices)
-    result, power = one + 2 * matrices, matrices
-    for _ in range(2, terms - 1):
-        power = power @ matrices
-        result = result + 2 * power
-    return result + power @ matrices
-
-
-def turned(value: Tensor, rotations: Tensor) -> Tensor:
-    """A weight (out, in) times the transpose of the matrix that has `rotations` (n, size, size) along its diagonal."""
-    parts = value.reshape(value.shape[0], -1, rotations.shape[-1])
-    return torch.einsum("ork,rjk->orj", parts, rotations.expand(parts.shape[1], -1, -1)).flatten(1)
 
 
 def split(width: int, block_size: Any, blocks: Any) -> tuple[int, int]:
@@ -102,16 +68,6 @@ class Oft(Block):
 
     def extra_repr(self) -> str:
         return f"{self.shape}, {self.rotation.shape[0]} of size {self.size}{', shared' if self.share else ''}"
-
-
-def butterfly(width: int, size: int, level: int) -> Tensor:
-    """The order of the inputs at one level of a butterfly: in each group of 2^level blocks the even half blocks, then the odd.
-
-    Level 0 leaves the order. (BOFT, section 4, with half a block as the unit.)
-    """
-    group, half = size * 2**level, size // 2
-    order = torch.arange(width)
-    return order.view(width // group, -1, 2, half).transpose(1, 2).flatten() if half else order
 
 
 class Boft(Block):

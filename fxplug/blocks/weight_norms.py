@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import SpecError
+from ..low_rank import norm_except, over_norm
 from .base import Block
-from .dora import norm_except, over_norm
 from .weight_update import in_place_of, weight_at
 
 if TYPE_CHECKING:

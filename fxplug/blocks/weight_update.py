@@ -103,12 +103,17 @@ class Update(LowRank):
         """The parameter with the update added, or with those of all slots."""
         if uniform is None:
             return value + self.scale * self.update(dict(self.named_parameters()))
+        total = value
         for slot in range(self.slots):
-            value = value + uniform[slot] * self.update({name: bank[slot] for name, bank in self.named_parameters()})
-        return value
+            total = total + uniform[slot] * self.change(value, {name: bank[slot] for name, bank in self.named_parameters()})
+        return total
 
     def extra_repr(self) -> str:
         return f"{self.shape}, {super().extra_repr()}"
+
+    def change(self, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
+        """What a slot with these parameters adds to the parameter `value`, whose own strength it is multiplied by."""
+        return self.update(own)
 
     def update(self, own: Mapping[str, Tensor]) -> Tensor:
         """What parameters of these names make together, in the shape of the parameter that is updated, not scaled yet."""

@@ -13,7 +13,7 @@ import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +211,7 @@ def _facts(module: TracedModule) -> dict[str, Any]:
                 "this module has its adapters merged into its weights, which a package cannot do anew when they change: export "
                 "what it was lowered from, module.meta['source']"
             )
-        facts["banks"] = {name: [asdict(bank) for bank in banks] for name, banks in adapters.banks.items()}
+        facts["banks"] = {name: [bank.plainly() for bank in banks] for name, banks in adapters.banks.items()}
         names = [name for banks in adapters.banks.values() for bank in banks for name in bank.names.values()]
         facts["where"] = {name: adapters.where.get(name, name) for name in names}
     return facts

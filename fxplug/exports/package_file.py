@@ -39,6 +39,7 @@ ENTRIES: dict[str, tuple[type, Any]] = {
     "banks": (dict, {}), "where": (dict, {}), "module": (str, ""), "mode": (str, ""), "fxplug": (str, ""),
 }  # fmt: skip
 BANK = {"path": str, "block": str, "kind": str, "slots": int, "rank": int, "groups": int, "shape": tuple, "parameters": tuple}
+BANK |= {"param": str, "dim": int}
 LARGEST = 1 << 62
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..adapters.files import Source, read
 from ..adapters.forms import plan_for
+from ..adapters.loading import load_adapter
 from ..adapters.slots import Adapters
 from ..errors import ClashError, SpecError, did_you_mean, shown
 from ..ir.regions import Regions
@@ -42,21 +43,23 @@ def pass_for(
     samples: str | None = None,
     limits: Limits = DEFAULT,
 ) -> Pass:
-    """The pass with slots that holds the adapters of a file, or of several: their layers, each in its form and of its rank.
+    """The pass that holds the adapters of a file, or of several: their layers, each in its form and of its rank.
 
     A file is what `adapters.load` takes; of a file on the disk no weights are read, and `gm` may be on the meta device. LoRA
-    becomes `lora`, LoHa and LoKr keep their factors. `slots` is how many
-    adapters there is room for, None for as many as files. `adapter`, `part`, `partial` and `guess` are those of
-    `adapters.load`. Nothing is loaded yet: `new = apply(gm, p)`, then `new.adapters.load("ink", file)`.
+    becomes `lora`, DoRA, LoHa and LoKr keep their factors, what is none of these becomes `delta`. `slots` is how many
+    adapters there is room for, None for as many as files; with 0 the pass is one that can be trained. `adapter`, `part`,
+    `partial` and `guess` are those of `adapters.load`. Nothing is loaded yet: `new = apply(gm, p)`, then
+    `new.adapters.load("ink", file)`, or without slots `load_adapter(new, file)`.
 
-    Raises ArtifactError for a file that cannot be read, that does not fit, or whose updates have no place in slots.
+    Raises ArtifactError for a file that cannot be read, that does not fit, or whose updates have no place.
     """
     many: list[Source] = list(files) if isinstance(files, (list, tuple)) else [files]  # type: ignore[list-item]
     if not many:
         raise SpecError("pass_for needs a file, or several")
     ways = {"part": part, "partial": partial, "guess": guess}
-    plan = plan_for([(read(one, adapter=adapter, meta=True, limits=limits), ways) for one in many], gm, _called(gm))
-    return plan.as_pass(len(many) if slots is None else slots, name, samples)
+    slots = len(many) if slots is None else slots
+    given = [(read(one, adapter=adapter, meta=True, limits=limits), ways) for one in many]
+    return plan_for(given, gm, _called(gm), slots=slots != 0).as_pass(slots, name, samples)
 
 
 # --- a pass that says which files it is for
@@ -87,8 +90,10 @@ def adapter_pass(given: Any, base: str | os.PathLike[str] | None = None) -> Pass
         raise SpecError(f"must be files by the adapters' names, not {shown(files)}", path=("files",))
     loads = [_load(name, one, base, "file" in given) for name, one in files.items()]
     slots = given.get("slots", len(loads))
-    if not isinstance(slots, int) or isinstance(slots, bool) or slots < len(loads):
-        raise SpecError(f"must be a whole number, {len(loads)} or more, not {shown(slots)}", path=("slots",))
+    if not isinstance(slots, int) or isinstance(slots, bool) or (slots < len(loads) and slots != 0):
+        raise SpecError(f"must be 0, or a whole number of {len(loads)} or more, not {shown(slots)}", path=("slots",))
+    if not slots and (len(loads) > 1 or loads[0]["strength"] != 1 or given.get("samples")):
+        raise SpecError("without slots there is one file, in full, and no samples", path=("slots",))
     params = {key: value for key, value in given.items() if key not in COMMON}
     about = f"The adapters {', '.join(load['name'] for load in loads)}."
     settings: dict[str, Any] = {"name": "adapter", "about": about, "params": params, "samples": given.get("samples"), **common}
@@ -127,14 +132,20 @@ def with_rules(gm: TracedModule, p: Pass) -> Pass:
     if not p.loads or p.rules:
         return p
     files = [(read(load["file"], adapter=load["adapter"], meta=True), load) for load in p.loads]
-    return replace(p, rules=plan_for(files, gm, _called(gm)).as_pass(p.slots, p.name).rules)
+    return replace(p, rules=plan_for(files, gm, _called(gm), slots=p.slots > 0).as_pass(p.slots, p.name).rules)
 
 
 def fill(module: TracedModule, p: Pass) -> None:
-    """Put the adapters of a pass of files into its slots, and use them; nothing on the meta device, which holds no values.
+    """Put the adapters of a pass of files into its slots, and use them, or into its blocks where it has none.
 
-    Raises ClashError for the name of an adapter that another pass has, and as `adapters.load` does.
+    Nothing is put anywhere on the meta device, which holds no values. Raises ClashError for the name of an adapter that another
+    pass has, and as `adapters.load` does.
     """
+    ways = [{key: load[key] for key in ("adapter", "part", "partial", "guess")} for load in p.loads]
+    if not p.slots:
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            load_adapter(module, p.loads[0]["file"], passes=[p.name], **ways[0])
+        return
     held = Adapters(module)
     if any(held.tensor(f"{owner}.gates.table.names").is_meta for owner in held.banks):
         return
@@ -142,7 +153,6 @@ def fill(module: TracedModule, p: Pass) -> None:
     if taken:
         raise ClashError(f"{p.name}: an adapter '{taken[0]}' is loaded already, give this one another name, by 'files'")
     held.banks = {p.name: held.banks[p.name]}
-    for load in p.loads:
-        settings = {key: load[key] for key in ("adapter", "part", "partial", "guess")}
-        held.load(load["name"], load["file"], **settings)
+    for load, way in zip(p.loads, ways, strict=True):
+        held.load(load["name"], load["file"], **way)
     held.use({load["name"]: load["strength"] for load in p.loads})

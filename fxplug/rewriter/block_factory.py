@@ -132,7 +132,7 @@ def record(
         "train": p.train,
         "neutral": made_new and not p.loads and all(getattr(block, "neutral", False) for _, (_, block) in named),
         "sites": [
-            {"path": s.node or s.path, "place": s.rule.place, "block": name, **_apart(s), **_bank(block)}
+            {"path": s.node or s.path, "place": s.rule.place, "block": name, **_apart(s), **_param(s), **_bank(s, block)}
             for s, (name, block) in named
         ],
         "slots": p.slots,
@@ -145,13 +145,19 @@ def _apart(site: Site) -> dict[str, Any]:
     """Whether a block is beside one call of several only, or reads something else than its region does: no adapter file says
     so."""
     one = any("@" in pattern for pattern in site.rule.match.patterns)
-    other = site.rule.place == "after" and tuple(site.rule.args[:2]) != ("x", "y")
+    other = site.rule.place == "after" and tuple(site.rule.args[:2]) not in (("x", "y"), ("y",))
     return {"apart": True} if one or other else {}
 
 
-def _bank(block: nn.Module | None) -> dict[str, Any]:
+def _param(site: Site) -> dict[str, Any]:
+    """Which parameter a block maps, where that is not the weight."""
+    name = str(site.port.keys[0]) if site.port.side == "param" else "weight"
+    return {} if name == "weight" else {"param": name}
+
+
+def _bank(site: Site, block: nn.Module | None) -> dict[str, Any]:
     found: Any = block
-    return {"bank": found.bank()} if getattr(block, "slots", 0) else {}
+    return {"bank": {**found.bank(), **_param(site)}} if getattr(block, "slots", 0) else {}
 
 
 def _plain(value: Any) -> Any:

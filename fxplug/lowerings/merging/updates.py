@@ -109,11 +109,12 @@ def mapped(value: Tensor, block: nn.Module, gates: Tensor) -> Tensor:
     """A parameter in its accumulator's dtype with what a bank that maps it adds: of the slots in use alone."""
     assert isinstance(block, Update)
     banks = dict(block.named_parameters())
+    total = value
     for slot, gate in enumerate(gates.tolist()):
         if gate:
             own = {name: bank[slot].detach().to(value.dtype) for name, bank in banks.items()}
-            value = value + gate * block.update(own)
-    return value
+            total = total + gate * block.change(value, own)
+    return total
 
 
 def _columns(weight: Tensor, scale: nn.Module) -> Tensor:

@@ -1,0 +1,181 @@
+"""Adapter files put into what passes without slots train: the same reading, placing and fitting as for slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SpecError, did_you_mean
+from ..limits import DEFAULT, Limits
+from ..low_rank import norm_except
+from ..turns import change, turns_of
+from .banks import Bank, rows_for
+from .files import AdapterFile, Fit, Source, fit, read
+
+# the block's class -> the parameter that is zero, or one, in a new one, which then changes nothing
+ZERO = {
+    "Lora": ("up",), "LoraWeight": ("up",), "Dora": ("up",), "Loha": ("hada_w2_b",), "Lokr": ("lokr_w2", "lokr_w2_b"),
+    "Delta": ("delta",), "Oft": ("rotation",), "Boft": ("rotation",), "Scale": (),
+}  # fmt: skip
+ONE = {"Boft": "magnitude", "Scale": "weight"}
+
+
+@torch.no_grad()
+def load_adapter(
+    module: nn.Module,
+    source: Source,
+    *,
+    passes: Sequence[str] | None = None,
+    adapter: str | None = None,
+    part: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    partial: bool = False,
+    guess: bool = False,
+    limits: Limits = DEFAULT,
+) -> Fit:
+    """Write an adapter into the blocks of passes without slots, in the place of what these hold; to be trained on, or merged.
+
+    `source` and the options are those of `Adapters.load`. `passes` names some of the module's passes of lora, lora_weight,
+    loha, lokr, dora, oft, boft, ia3, delta and bitfit; None is all without slots. Each layer goes into a block of its kind, a
+    product of a rank below the block's too, and what has no block of its own into one of `delta`. Blocks that the adapter has
+    nothing for are as new ones: they change nothing. All of it is written, or nothing.
+
+    Raises ArtifactError for a file that cannot be read or has layers that are not here; SpecError for a pass that is not, and
+    for what no block here holds, which names the pass that would.
+    """
+    banks = blocks_of(module, passes)
+    file = read(source, adapter=adapter, config=config, limits=limits)
+    found = fit_to(file, banks, module, lambda: weights_of(module), part, guess)
+    if not (partial and found.placed):
+        found.check()
+
+    def there(name: str) -> Tensor | None:
+        owner, _, last = name.rpartition(".")
+        try:
+            home = module.get_submodule(owner)
+        except AttributeError:
+            return None
+        return home._parameters.get(last, home._buffers.get(last))
+
+    ready = [row for rows in rows_for(banks, found.placed, there).values() for row in rows]
+    scales = {row[0].block: found.placed[row[0].key].scale for row in ready if row[0].key in found.placed}
+    writes: list[tuple[Tensor, Tensor]] = []
+    for rows in banks.values():
+        for bank in rows:
+            writes += _new(bank, there)
+    for bank, key, name, value in ready:
+        target = there(name)
+        assert target is not None
+        whole = torch.zeros_like(target)
+        bank.views(key, whole, 0)[tuple(slice(n) for n in value.shape)] = value
+        writes.append((target, whole))
+        if (scale := there(f"{bank.block}.scale")) is not None and bank.kind != "Scale":
+            writes.append((scale, torch.full_like(scale, scales[bank.block])))
+    before = [(target, target.clone()) for target, _ in writes]
+    with change(turns_of(module)):
+        try:
+            for target, value in writes:
+                target.copy_(value)
+        except BaseException:  # an interrupt, too: all is put back
+            for target, old in reversed(before):
+                target.copy_(old)
+            raise
+    return found
+
+
+def blocks_of(module: Any, passes: Sequence[str] | None) -> dict[str, list[Bank]]:
+    """What the blocks of passes without slots hold, by pass. Raises SpecError for another name, and where there is none."""
+    if isinstance(passes, str):
+        raise SpecError(f"passes is a list of names, not a text: write ['{passes}']")
+    applied = {entry["name"]: entry for entry in getattr(module, "meta", {}).get("passes", [])}
+    for name in passes or ():
+        if name not in applied:
+            raise SpecError(f"no pass '{name}' is applied here{did_you_mean(name, applied)}; there are {', '.join(applied)}")
+        if applied[name].get("slots"):
+            raise SpecError(f"the pass '{name}' has slots: load the adapter into one, module.adapters.load(name, source)")
+    made: dict[str, list[Bank]] = {}
+    for name, entry in applied.items():
+        if entry.get("slots") or (passes is not None and name not in passes):
+            continue
+        sites = {site["block"]: site for site in entry["sites"] if site["block"] and not site.get("apart")}
+        banks = [bank for site in sites.values() if (bank := _bank(module, site)) is not None]
+        if banks:
+            made[name] = banks
+    if not made:
+        slots = ": those with slots take adapters by module.adapters.load" if applied else ""
+        raise SpecError(f"no pass here has blocks that an adapter file can be loaded into{slots}")
+    return made
+
+
+def _bank(module: nn.Module, site: Mapping[str, Any]) -> Bank | None:
+    """The block of a site as a bank of one; None for a block that no adapter file has."""
+    block: Any = module.get_submodule(site["block"])
+    kind, path = type(block).__name__, site["path"].partition("@")[0]
+    own = tuple(name for name, _ in block.named_parameters())
+    if kind not in ZERO or not type(block).__module__.startswith("fxplug.blocks"):
+        return None
+    if kind == "Lora":
+        said = {key: value for key, value in block.bank().items() if key != "slots"}
+        more = ("bias",) if block.bias else ()
+        return Bank(path, site["block"], slots=0, parameters=("down", "up", *more), **{**said, "shape": tuple(said["shape"])})
+    shape = tuple(getattr(block, "shape", (block.width,) if kind == "Scale" else ()))
+    options: dict[str, Any] = {}
+    if kind == "Oft":
+        options = {"size": block.size, "share": block.share, "terms": block.terms}
+    if kind == "Scale":
+        options = {"side": "output" if site["place"] == "after" else "input"}
+        weight = getattr(_module(module, path), "weight", None)
+        shape = tuple(weight.shape) if isinstance(weight, Tensor) else shape
+    rank, dim, param = getattr(block, "rank", 1), getattr(block, "dim", 0), site.get("param", "weight")
+    return Bank(path, site["block"], kind, 0, rank, shape, 1, own, param, dim, options)
+
+
+def _new(bank: Bank, there: Callable[[str], Tensor | None]) -> list[tuple[Tensor, Tensor]]:
+    """What makes a block change nothing: its tensors, and what is written into them."""
+    kind = bank.kind if bank.maps or bank.kind in ZERO else "Lora"
+    names = bank.names
+    made = [(t, torch.zeros_like(t)) for key in (*ZERO[kind], "bias") if key in names and (t := there(names[key])) is not None]
+    if kind in ONE and (t := there(names[ONE[kind]])) is not None:
+        made.append((t, torch.ones_like(t)))
+    base = there(f"{bank.path}.{bank.param}")
+    if kind == "Dora" and (t := there(names["magnitude"])) is not None and base is not None:
+        made.append((t, norm_except(base.detach(), bank.dim).reshape(t.shape).to(t)))
+    return made
+
+
+def _module(module: nn.Module, path: str) -> nn.Module | None:
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+# --- what a module has, for fitting
+
+
+def weights_of(module: nn.Module) -> dict[str, Sequence[int]]:
+    """The weights of a module's layers, by path."""
+    rows = [(path, m._parameters.get("weight")) for path, m in module.named_modules()]
+    return {path: weight.shape for path, weight in rows if weight is not None}
+
+
+def fit_to(
+    file: AdapterFile,
+    banks: Mapping[str, Sequence[Bank]],
+    module: nn.Module | None,
+    weights: Callable[[], Mapping[str, Sequence[int]]],
+    part: str | None,
+    guess: bool,
+) -> Fit:
+    """Where the entries of a file go among a module's homes: those of weights by layer, of other parameters by their names."""
+    homes = [bank for rows in banks.values() for bank in rows]
+    shapes = {bank.key: bank.shape for bank in homes if bank.key == bank.path}
+    beside = {bank.key: bank.shape for bank in homes if bank.key != bank.path}
+    beside |= {f"{bank.path}.bias": bank.shape[:1] for bank in homes if bank.kind == "Scale"}  # it scales both
+    if not any(entry.param != "weight" or "+bias" in entry.kind for entry in file.entries):
+        return fit(file, shapes, part, weights, guess, beside)
+    here = {name for name, _ in module.named_parameters()} if module is not None else set()
+    return fit(file, shapes, part, weights, guess, beside, here)

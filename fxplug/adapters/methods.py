@@ -1,0 +1,303 @@
+"""What methods of adaptation that are no low-rank product make of a weight: a table, a row a method.
+
+Each is a pure function of a parameter (out, in, *kernel), or of a bias (out), in float32, of the tensors that a file has for
+the layer, and of the numbers that the file or its configuration says. Formulas are those of LyCORIS 4.1 and PEFT 0.21.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import low_rank
+from ..rotations import butterfly, cayley, neumann, skew, turned
+
+Tensors = Mapping[str, Tensor]
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Method:
+    """`changed` gives what is read in a parameter's place; `fits` says whether it is for a parameter of a shape.
+
+    `cut` names the tensors whose first dimension is the layer's outputs, so that it can be had for some of them; None where the
+    outputs are mixed.
+    """
+
+    changed: Callable[[Tensor, Tensors, Options], Tensor]
+    fits: Callable[[Tensors, Options, Sequence[int]], bool]
+    cut: tuple[str, ...] | None = None
+
+
+def trimmed(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Sizes without those of 1 at their end: a linear layer and a 1x1 convolution have the same."""
+    made = [int(n) for n in sizes]
+    while len(made) > 1 and made[-1] == 1:
+        made.pop()
+    return tuple(made)
+
+
+def _inner(shape: Sequence[int]) -> int:
+    return math.prod(shape[1:])
+
+
+def _same(name: str) -> Callable[[Tensors, Options, Sequence[int]], bool]:
+    return lambda t, o, shape: trimmed(t[name].shape) == trimmed(shape)
+
+
+def _flat(out: Callable[[Tensors], int] | None, inner: Callable[[Tensors], int] | None) -> Callable[..., bool]:
+    """For a parameter of so many outputs and inputs * kernel; None is any number."""
+    return lambda t, o, shape: bool(shape) and all(
+        size is None or size(t) == n for size, n in ((out, shape[0]), (inner, _inner(shape)))
+    )
+
+
+def _matrix(function: Callable[[Tensor, Tensors, Options], Tensor]) -> Callable[[Tensor, Tensors, Options], Tensor]:
+    """A function of a matrix (out, in * kernel) as one of a parameter."""
+    return lambda w, t, o: function(w.flatten(1), t, o).reshape(w.shape)
+
+
+def _blocks(t: Tensors, o: Options, shape: Sequence[int]) -> int:
+    """How many blocks turn the inputs of a parameter."""
+    return _inner(shape) // int(o["size"]) if o["share"] else len(t["rotation"])
+
+
+# --- LyCORIS
+
+
+def _normed(blocks: Tensor, constraint: float) -> Tensor:
+    """The skew-symmetric matrices of LyCORIS' blocks, as a whole at most `constraint` long; 0 sets no bound."""
+    q = blocks - blocks.mT
+    norm = q.norm() + 1e-8
+    return q * constraint / norm if 0 < constraint < norm else q
+
+
+def _diag_oft(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    """Outputs turned in blocks, then rescaled."""
+    turns = cayley(_normed(t["oft_blocks"], o["constraint"] * w.shape[0]))  # (I - Q)(I + Q)^-1 is LyCORIS' transpose
+    made = torch.bmm(turns, w.reshape(len(turns), turns.shape[-1], -1)).reshape(w.shape)
+    return made * t["rescale"].reshape(-1, *[1] * (w.dim() - 1)) if "rescale" in t else made
+
+
+def _butterflies(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    """Outputs turned in butterflies of blocks, then rescaled."""
+    q = _normed(t["oft_blocks"], o["constraint"] * w.shape[0])
+    levels, _, size, _ = q.shape
+    turns = cayley(-q.flatten(0, 1)).reshape(q.shape)
+    made = w.flatten(1)
+    for level in range(levels):
+        order = torch.arange(len(made)).view(-1, 2, 2**level * size // 2).transpose(1, 2).flatten()
+        made = torch.bmm(turns[level], made[order].reshape(-1, size, made.shape[1])).reshape(made.shape)
+        made = made[torch.argsort(order)]
+    made = made.reshape(w.shape)
+    return made * t["rescale"].reshape(-1, *[1] * (w.dim() - 1)) if "rescale" in t else made
+
+
+def _glora(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    """W + scale * (W a1 a2 + b1 b2)."""
+    a = t["a1"].flatten(1) @ t["a2"].flatten(1)
+    wa = torch.einsum("oi...,ij->oj...", w, a)
+    b2 = low_rank.cored(t["bm"], t["b2"].flatten(1)) if "bm" in t else t["b2"]
+    made: Tensor = w + o["scale"] * (wa + low_rank.product(t["b1"], b2, w.shape))
+    return made
+
+
+def _gated(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    """Outputs or inputs times a gate each."""
+    return w * t["gate"].reshape(-1, *[1] * (w.dim() - 1) if o["side"] == "output" else [1] * (w.dim() - 2))
+
+
+def _gate_fits(t: Tensors, o: Options, shape: Sequence[int]) -> bool:
+    at = int(o["side"] == "input")
+    return len(shape) > at and shape[at] == t["gate"].numel()
+
+
+# --- PEFT
+
+
+def _oft(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    q = skew(t["rotation"], o["size"])
+    return turned(w, neumann(q, o["terms"]) if o["terms"] else cayley(q))
+
+
+def _boft(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    q = (t["rotation"] - t["rotation"].mT).flatten(0, 1) * 0.5
+    turns = cayley(q).reshape(t["rotation"].shape)
+    for n, level in enumerate(turns):
+        order = butterfly(w.shape[1], level.shape[-1], n)
+        w = turned(w[:, torch.argsort(order)], level)[:, order]
+    return w * t["magnitude"].reshape(-1, 1)
+
+
+def _hra(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    """W times Householder reflections; with `gs` of the vectors as Gram and Schmidt make them orthogonal, all at once."""
+    vectors: list[Tensor] = []
+    for u in t["u"].T:
+        if o["gs"]:
+            for v in vectors:
+                u = u - (v @ u) * v
+        vectors.append(u / u.norm())
+    if o["gs"]:
+        basis = torch.stack(vectors, 1)
+        return w - 2 * (w @ basis) @ basis.T
+    for u in vectors:
+        w = w - 2 * torch.outer(w @ u, u)
+    return w
+
+
+def _bat(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    """W + W B + B in squares of the rank (Bone with Bat); B is (out / r, r, r) beside all squares of a row."""
+    block = t["block"]
+    r = block.shape[-1]
+    parts = w.reshape(w.shape[0] // r, r, w.shape[1] // r, r).permute(2, 0, 1, 3)
+    return w + (parts @ block + block).permute(1, 2, 0, 3).reshape(w.shape)
+
+
+def _circulant(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    """Block-circulant convolution (C3A)."""
+    kernel = t["kernel"]
+    size = kernel.shape[-1]
+    at = (torch.arange(size)[None, :] - torch.arange(size)[:, None]) % size
+    return w + kernel[..., at].permute(0, 2, 1, 3).reshape(w.shape) / w.shape[1]
+
+
+def _fourier(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    """A few frequencies, drawn by a seed (FourierFT)."""
+    generator = torch.Generator().manual_seed(o["seed"])
+    at = torch.randperm(w.numel(), generator=generator)[: len(t["spectrum"])]
+    spectrum = torch.zeros(w.numel()).index_put((at,), t["spectrum"]).reshape(w.shape)
+    made: Tensor = w + torch.fft.ifft2(spectrum).real * o["scale"]
+    return made
+
+
+def _sparse(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    """Single elements (SHiRA)."""
+    rows, columns = t["at"].long()
+    return w.index_put((rows, columns), t["values"] * o["scale"], accumulate=True)
+
+
+def _sparse_fits(t: Tensors, o: Options, shape: Sequence[int]) -> bool:
+    most = t["at"].long().amax(1).tolist()
+    return len(trimmed(shape)) <= 2 and len(shape) > 1 and most[0] < shape[0] and most[1] < shape[1]
+
+
+def _randlora(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    """Fixed random bases, scaled on both sides (RandLoRA)."""
+    small, large = sorted(w.shape)
+    lam, gamma = t["lambda"], t["gamma"]
+    a = (t["A"][:, : gamma.shape[0], :small] * lam[:, :, None] * gamma[None]).flatten(0, 1)  # (rank * bases, small)
+    b = t["B"][:large, : gamma.shape[0]].flatten(1)  # (large, bases * rank)
+    b = torch.unflatten(b, 1, (gamma.shape[0], -1)).flatten(1)
+    made = b @ a
+    changed: Tensor = w + o["scale"] * (made if small == w.shape[1] else made.T)
+    return changed
+
+
+def _hira(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    """W + W * (B A), elementwise."""
+    return w + w * (t["B"] @ t["A"])
+
+
+def _road(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    """Outputs turned and scaled in pairs (RoAd); a bias too."""
+    half = o["group"] // 2
+    theta, alpha = t["theta"], t["alpha"]
+    if o["variant"] == "road_1":
+        theta, alpha = (one.reshape(-1, half).repeat_interleave(2, dim=0).flatten() for one in (theta, alpha))
+    if o["variant"] == "road_4":
+        theta, theta_2 = theta.reshape(-1, 2, o["group"]).transpose(0, 1).flatten(1)
+        alpha, alpha_2 = alpha.reshape(-1, 2, o["group"]).transpose(0, 1).flatten(1)
+    else:
+        theta_2, alpha_2 = theta, alpha
+    first, second = alpha * theta.cos(), alpha_2 * theta_2.sin()
+    rows = w.reshape(len(first), -1)
+    a, b = torch.unflatten(rows, 0, (-1, 2, half)).unbind(1)
+    across = torch.stack((-b, a), 1).reshape(rows.shape)
+    made: Tensor = rows * first[:, None] + across * second[:, None]
+    return made.reshape(w.shape)
+
+
+def _road_fits(t: Tensors, o: Options, shape: Sequence[int]) -> bool:
+    each = {"road_1": 2, "road_2": 1, "road_4": 0.5}[o["variant"]]
+    return bool(shape) and shape[0] % o["group"] == 0 and t["theta"].numel() * each == shape[0]
+
+
+def _delora(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    """B and A of unit length, their product bounded by lambda and scaled by the norms of W's columns (DeLoRA)."""
+    a, b = t["A"].norm(dim=1).clamp(min=1e-4), t["B"].norm(dim=0).clamp(min=1e-4)
+    made: Tensor = w + (t["B"] * (t["lambda"] / len(a) / (a * b))) @ t["A"] * t["w_norm"]
+    return made
+
+
+def _gralora(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    """Low-rank updates of k * k blocks, whose halves are exchanged between rows and columns (GraLoRA)."""
+    a, b = t["A"], t["B"]  # (k, in / k, rank), (k, rank, out / k)
+    k = len(a)
+    parts = torch.einsum("cirs,rcso->roci", torch.unflatten(a, 2, (k, -1)), torch.unflatten(b, 1, (k, -1)))
+    made = parts.reshape(w.shape)
+    if "A_general" in t:
+        made = made + t["B_general"] @ t["A_general"]
+    changed: Tensor = w + made * o["scale"]
+    return changed
+
+
+def _rows(w: Tensor, t: Tensors, o: Options) -> Tensor:
+    return w.index_copy(0, torch.tensor(o["rows"], device=w.device), t["rows"])
+
+
+METHODS = {
+    "diff": Method(lambda w, t, o: w + t["delta"].reshape(w.shape), _same("delta"), ("delta",)),
+    "whole": Method(lambda w, t, o: t["whole"].reshape(w.shape), _same("whole"), ("whole",)),
+    "tokens": Method(_rows, lambda t, o, s: len(s) == 2 and s[1] == t["rows"].shape[1] and s[0] > max(o["rows"])),
+    "glora": Method(
+        _glora, lambda t, o, s: tuple(s[:2]) == (len(t["b1"]), t["b2"].shape[1]) and s[1] == len(t["a1"]), ("b1",)
+    ),
+    "diag-oft": Method(_diag_oft, _flat(lambda t: math.prod(t["oft_blocks"].shape[:2]), None)),
+    "butterfly oft": Method(_butterflies, _flat(lambda t: math.prod(t["oft_blocks"].shape[1:3]), None)),
+    "gate": Method(_gated, _gate_fits, ("gate",)),
+    "oft": Method(_matrix(_oft), lambda t, o, s: _inner(s) == o["size"] * _blocks(t, o, s), ()),
+    "boft": Method(
+        _matrix(_boft), _flat(lambda t: len(t["magnitude"]), lambda t: math.prod(t["rotation"].shape[1:3])), ("magnitude",)
+    ),
+    "hra": Method(_matrix(_hra), _flat(None, lambda t: len(t["u"])), ()),
+    "bat": Method(
+        _matrix(_bat), lambda t, o, s: s[0] == math.prod(t["block"].shape[:2]) and _inner(s) % t["block"].shape[-1] == 0
+    ),
+    "c3a": Method(
+        _matrix(_circulant),
+        lambda t, o, s: [s[0], _inner(s)] == [n * t["kernel"].shape[2] for n in t["kernel"].shape[:2]],
+    ),
+    "fourierft": Method(_matrix(_fourier), lambda t, o, s: len(s) > 1 and len(t["spectrum"]) <= math.prod(s)),
+    "shira": Method(_matrix(_sparse), _sparse_fits),
+    "randlora": Method(
+        _matrix(_randlora),
+        lambda t, o, s: len(s) > 1
+        and min(s[0], _inner(s)) == t["gamma"].shape[1] <= t["A"].shape[-1]
+        and max(s[0], _inner(s)) <= len(t["B"]),
+    ),
+    "hira": Method(_matrix(_hira), _flat(lambda t: len(t["B"]), lambda t: t["A"].shape[1]), ("B",)),
+    "road": Method(_road, _road_fits),
+    "delora": Method(_matrix(_delora), _flat(lambda t: len(t["B"]), lambda t: t["A"].shape[1])),
+    "gralora": Method(
+        _matrix(_gralora),
+        _flat(lambda t: len(t["B"]) * t["B"].shape[2], lambda t: math.prod(t["A"].shape[:2])),
+    ),
+}  # fmt: skip
+
+
+# --- VeRA's projections, drawn by a key
+
+
+def projections(key: int, rank: int, inner: int, out: int) -> tuple[Tensor, Tensor]:
+    """VeRA's two fixed matrices (rank, inner), (out, rank) for the widest of its layers, as PEFT draws them on a CPU."""
+    generator = torch.Generator().manual_seed(key)
+    made = [torch.empty(rank, inner), torch.empty(out, rank)]
+    for matrix in made:
+        bound = math.sqrt(3.0) * math.sqrt(2) / math.sqrt(matrix.shape[1])
+        matrix.uniform_(-bound, bound, generator=generator)
+    return made[0], made[1]
