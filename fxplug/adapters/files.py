@@ -22,7 +22,7 @@ from ..limits import DEFAULT, Limits
 from ..spec.addresses import by_ending
 from . import peft_config
 from .file_keys import SHARED, Layer, place, whole
-from .find_tensors import find, kind_of, load, object_of
+from .find_tensors import find, joined_sam, kind_of, load, object_of
 from .layer_matching import PARTS, Fit, fit, split_part
 from .other_kinds import INTEGERS, Row, Said, parameters_of, rows_of
 from .updates import PRODUCT, AdapterFile, Entry, base_of, largest, needs, rank_of, without_padding
@@ -32,7 +32,6 @@ LARGE = 1e30  # no number of an adapter's is larger
 _GATES = re.compile(
     r"^(?P<owner>.+)\.(?:gates\.table\.(?P<name>weights|entries|names)|(?:Lora|LoraWeight|Dora|Loha|Lokr|Delta)(?:_\d+)?\.(?:said|lost))$"
 )
-_SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
 # how many dimensions a tensor has, where it is not 2
 _DIMS = dict.fromkeys(("down", "up", "mid", "lokr_w2"), (2, 5)) | dict.fromkeys(("hada_t1", "hada_t2", "lokr_t2"), (3, 5))
 # what else an update with these may have
@@ -223,11 +222,6 @@ class _Reader:
             if keys["magnitude"].endswith("dora_scale") and tensors["magnitude"].shape[0] == 1 < tensors["magnitude"].numel():
                 kind = f"{kind} by input"  # LyCORIS has both
             tensors["magnitude"] = tensors["magnitude"].flatten()
-            out, inner = Entry(layer.name, "", "", base, tensors, 1.0, rank, embedding).sizes()
-            own = (out, inner[0]) if layer.own else (inner[0],) if kind.endswith("by input") else (out,)
-            if tensors["magnitude"].numel() not in own:
-                shape = f"'{keys['magnitude']}' has {tensors['magnitude'].numel()} magnitudes"
-                raise ArtifactError(f"{self.where}: {shape}, and '{layer.name}' is for {out} outputs and {inner[0]} inputs")
         kind = f"{kind}+bias" if "bias" in tensors else kind
         scale = self.scale(layer, tensors, rank, part_path[0], slot is not None)
         assumed, scale = scale is None, 1.0 if scale is None else scale
@@ -361,30 +355,6 @@ class _Reader:
         """The value of the first of PEFT's patterns that a layer's name matches."""
         found = self.chosen[part, key]
         return next((found[name] for name in _peft_names(layer.name) if name in found), default)
-
-
-def joined_sam(state: dict[str, Any], where: str) -> dict[str, Any]:
-    """Sam_LoRA's numbered pairs as one update for each layer: its outputs begin with the query (even numbers), end with value.
-
-    https://github.com/JamesQFreeman/Sam_LoRA. Another state is given as it is. Raises ArtifactError for half pairs.
-    """
-    found = {key: m for key in state if (m := _SAM.match(key))}
-    if not found or not all(isinstance(state[key], Tensor) and state[key].dim() == 2 for key in found):
-        return state
-    pairs = {(m["half"], int(m["number"])): state[key] for key, m in found.items()}
-    made = {key: value for key, value in state.items() if key not in found}
-    for n in range(0, max(n for _, n in pairs) + 1, 2):
-        try:
-            (down_q, up_q), (down_v, up_v) = ((pairs["a", n + i], pairs["b", n + i]) for i in (0, 1))
-        except KeyError as error:
-            raise ArtifactError(f"{where}: 'w_{error.args[0][0]}_{error.args[0][1]:03}' is missing") from None
-        if up_q.shape != up_v.shape or len(down_q) != up_q.shape[1] or down_q.shape != down_v.shape:
-            raise ArtifactError(f"{where}: 'w_a_{n:03}' and what belongs to it do not go together")
-        width, rank = up_q.shape
-        up = up_q.new_zeros(3 * width, 2 * rank)
-        up[:width, :rank], up[-width:, rank:] = up_q, up_v
-        made |= {f":{n // 2}:down": torch.cat([down_q, down_v]), f":{n // 2}:up": up}
-    return made
 
 
 def _peft_names(name: str) -> tuple[str, str]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import ArtifactError, did_you_mean
 from ..files import reading, weight_files
 from ..limits import Limits
 
+_SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
 SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -70,3 +73,27 @@ def object_of(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ArtifactError(f"{where} is no JSON object")
     return value
+
+
+def joined_sam(state: dict[str, Any], where: str) -> dict[str, Any]:
+    """Sam_LoRA's numbered pairs as one update for each layer: its outputs begin with the query (even numbers), end with value.
+
+    https://github.com/JamesQFreeman/Sam_LoRA. Another state is given as it is. Raises ArtifactError for half pairs.
+    """
+    found = {key: m for key in state if (m := _SAM.match(key))}
+    if not found or not all(isinstance(state[key], Tensor) and state[key].dim() == 2 for key in found):
+        return state
+    pairs = {(m["half"], int(m["number"])): state[key] for key, m in found.items()}
+    made = {key: value for key, value in state.items() if key not in found}
+    for n in range(0, max(n for _, n in pairs) + 1, 2):
+        try:
+            (down_q, up_q), (down_v, up_v) = ((pairs["a", n + i], pairs["b", n + i]) for i in (0, 1))
+        except KeyError as error:
+            raise ArtifactError(f"{where}: 'w_{error.args[0][0]}_{error.args[0][1]:03}' is missing") from None
+        if up_q.shape != up_v.shape or len(down_q) != up_q.shape[1] or down_q.shape != down_v.shape:
+            raise ArtifactError(f"{where}: 'w_a_{n:03}' and what belongs to it do not go together")
+        width, rank = up_q.shape
+        up = up_q.new_zeros(3 * width, 2 * rank)
+        up[:width, :rank], up[-width:, rank:] = up_q, up_v
+        made |= {f":{n // 2}:down": torch.cat([down_q, down_v]), f":{n // 2}:up": up}
+    return made
