@@ -342,7 +342,10 @@ CONVOLUTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("algo", CONVOLUTIONS)
+QUICK = ("diag-oft", "locon")
+
+
+@pytest.mark.parametrize("algo", [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in CONVOLUTIONS])
 @pytest.mark.filterwarnings("ignore")
 def test_what_lycoris_made_of_a_unet(algo, tmp_path, capsys):
     gm, args, kwargs = small.unet()

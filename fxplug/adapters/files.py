@@ -230,11 +230,6 @@ class _Reader:
             if keys["magnitude"].endswith("dora_scale") and tensors["magnitude"].shape[0] == 1 < tensors["magnitude"].numel():
                 kind = f"{kind} by input"  # LyCORIS has both
             tensors["magnitude"] = tensors["magnitude"].flatten()
-            out, inner = Entry(layer.name, "", "", base, tensors, 1.0, rank, embedding).sizes()
-            own = (out, inner[0]) if layer.own else (inner[0],) if kind.endswith("by input") else (out,)
-            if tensors["magnitude"].numel() not in own:
-                shape = f"'{keys['magnitude']}' has {tensors['magnitude'].numel()} magnitudes"
-                raise ArtifactError(f"{self.where}: {shape}, and '{layer.name}' is for {out} outputs and {inner[0]} inputs")
         kind = f"{kind}+bias" if "bias" in tensors else kind
         scale = self.scale(layer, tensors, rank, part_path[0], slot is not None)
         assumed, scale = scale is None, 1.0 if scale is None else scale

@@ -16,6 +16,7 @@ from ..errors import ArtifactError, did_you_mean
 from ..files import reading, weight_files
 from ..limits import Limits
 
+_SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
 SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth", ".ckpt")
 _SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
 SMALL = 8192  # bytes: alphas, and the names of slots, are no larger

@@ -123,7 +123,10 @@ class Entry:
         return self.scale * made.reshape(*shape)
 
     def changed(self, value: Tensor) -> Tensor:
-        """What is read in the place of a parameter with these values, in float32."""
+        """What is read in the place of a parameter with these values, in float32.
+
+        Raises ArtifactError for magnitudes of other channels than it has.
+        """
         value = value.float()
         if self.method in METHODS:
             t = {name: tensor.to(value.device) for name, tensor in self.tensors.items()}
@@ -141,6 +144,8 @@ class Entry:
         if "magnitude" not in self.tensors:
             return value + update
         dim = int(self.kind.endswith("by input")) ^ int(bool(self.embedding))
+        if (number := self.tensors["magnitude"].numel()) != value.shape[dim]:
+            raise ArtifactError(f"'{self.name}' has {number} magnitudes, and its layer {value.shape[dim]} such channels")
         return low_rank.decomposed(value + update, self.tensors["magnitude"].float().to(value.device), dim)
 
     def as_lora(self, shape: Sequence[int]) -> Entry:
