@@ -6,7 +6,7 @@ SEED := 0
 SEEDS := seeds
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-gpu lint fuzz pages zoo parallel-table seeds bench clean
+.PHONY: help install demo test test-slow test-gpu lint fuzz pages zoo parallel-table seeds formats bench clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -56,6 +56,10 @@ parallel-table: install  ## print xDiT's table of models and parallel ways, each
 
 seeds: install  ## hold the files and plugins of HCP-Diffusion, EveryDream2trainer and ZhiJian in SEEDS=folder to their own code
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python benchmarks/seeds.py $(SEEDS)
+
+formats: export HF_HUB_OFFLINE = 1
+formats: install  ## print which adapter files are read and how exactly, beside PEFT and LyCORIS, and write docs/formats.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/formats.py --write
 
 bench: install  ## measure tracing, ControlNet in one graph, training steps, and adapters at run time
 	$(BIN)/python benchmarks/trace.py
