@@ -189,6 +189,7 @@ WRONG = {
     "nothing": ({"multiply.txt": "0"}, "multiply must be a number above 0"),
     "a share above 1": ({"cond_dropout.txt": "20"}, "cond_dropout must be a number from 0 to 1, not '20'"),
     "no number": ({"loss_scale.txt": "nan"}, "loss_scale must be a number of any size"),
+    "more than an epoch can hold": ({"multiply.txt": "1e9"}, "data.images: an epoch has 1e+09 samples"),
     "broken YAML": ({"local.yaml": "tags: ["}, "local.yaml:1: not valid YAML"),
     "a list": ({"a.yaml": ["a"]}, "a.yaml: must be a mapping or a caption"),
     "a wrong kind": ({"a.yaml": {"shuffle_tags": "yes, please"}}, "a.yaml: 'shuffle_tags' must be bool"),
@@ -203,6 +204,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, case):
     with pytest.raises(SpecError, match=".*") as caught:
         items(make(tmp_path, {"a.png": None, "a.txt": "a", **files}))
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 9, "9" * 190])
+def test_a_folder_that_repeats_its_images_without_end_is_refused(tmp_path, number):
+    top = make(tmp_path, {"9_cat/a.png": None})
+    (top / "9_cat").rename(top / f"{number}_cat")
+    with pytest.raises(SpecError, match=r"an epoch has 1e\+\d+ samples, of which '\d+_cat.*a.png'"):
+        items(top, repeats="folders")
 
 
 def test_text_that_is_no_text_is_named(tmp_path):
