@@ -137,6 +137,20 @@ def test_nothing_is_written_before_the_first_step_and_what_cannot_be_is_told(tmp
     assert "of which nothing is kept as it cannot be written: " in note and note.endswith("there is no checkpoint")
 
 
+def test_a_module_that_cannot_be_written_does_not_deny_the_checkpoint(tmp_path, whole, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fxplug.training.resuming.save", full)
+    with pytest.raises(fxplug.TrainError, match="the trained module could not be written, the disk is full") as caught:
+        run(tmp_path, **changed())
+    last = tmp_path / "checkpoints" / "step-00000008"
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"the run ended after step 8: what it learnt is in '{last}' (--resume); there is no module, as it")
+    monkeypatch.undo()
+    assert same(trained(run(tmp_path, resume=True, **changed()).module), trained(whole["runs:Digits"].module))
+
+
 def test_a_scheduler_that_ends_before_the_run_costs_no_step(tmp_path):
     short = {"OneCycleLR": {"max_lr": 0.01, "total_steps": 4}}
     with pytest.raises(fxplug.TrainError, match="scheduler OneCycleLR raised after step 5: ValueError: ") as caught:
