@@ -17,6 +17,7 @@ class Limits:
     entries: int = 10_000  # values of one YAML file, aliases followed
     lines: int = 1 << 30  # of one metadata.jsonl
     caption: int = 1 << 20  # of one caption beside an image
+    samples: int = 50_000_000  # of one epoch, repeats counted
     values: int = 2_000_000  # objects, lists and members of one JSON file
     depth: int = 64  # how deep values, modules or archives nest
     nodes: int = 65_536  # of one graph

@@ -162,6 +162,37 @@ def test_a_list_of_files(tmp_path):
     assert found[0]["image"].size == (4, 4)
 
 
+def test_a_list_of_paths_alone_has_the_captions_beside_the_files(tmp_path):
+    make(tmp_path / "in", {"a.png": None, "a.txt": "a cat", "multiply.txt": "2"})
+    (tmp_path / "list.json").write_text(json.dumps(["in/a.png"]))
+    found = items(tmp_path, images="list.json")
+    assert texts(found) == {"in/a.png": "a cat"} and found.repeats == [2]
+
+
+SUBSET = "[[datasets]]\n[[datasets.subsets]]\nimage_dir = '.'\n"
+BAD_TOML = {
+    "a number": ("datasets = 3", "'datasets' must be a list of tables, [[datasets]], not 3"),
+    "a table": ("[datasets]\nx = 1", "'datasets' must be a list of tables, [[datasets]], not {'x': 1}"),
+    "numbers": ("[[datasets]]\nsubsets = [1]", "'subsets' must be a list of tables, [[subsets]], not [1]"),
+    "general": ("general = 1", "'general' must be [general], not 1"),
+    "less than nothing": (f"{SUBSET}num_repeats = -2", "multiply must be a number above 0"),
+    "no share": (f"{SUBSET}caption_dropout_rate = 5", "cond_dropout must be a number from 0"),
+    "a misspelt key": (f"{SUBSET}num_repeat = 2", "num_repeat (did you mean 'num_repeats'?)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TOML)
+def test_a_toml_of_another_structure_is_told(tmp_path, case):
+    text, told = BAD_TOML[case]
+    make(tmp_path, {"a.png": None})
+    (tmp_path / "set.toml").write_text(text)
+    try:
+        (found,) = items(tmp_path, images="set.toml", captions="none").notes
+    except SpecError as error:
+        found = str(error)
+    assert found.startswith(str(tmp_path / "set.toml")) and told in found
+
+
 def test_several_folders(tmp_path):
     make(tmp_path, {"x/a.png": None, "x/a.txt": "a", "y/b.png": None, "y/b.txt": "b", "y/multiply.txt": "2"})
     make(tmp_path, {"global.yaml": {"tags": ["of neither"]}})
@@ -189,6 +220,7 @@ WRONG = {
     "nothing": ({"multiply.txt": "0"}, "multiply must be a number above 0"),
     "a share above 1": ({"cond_dropout.txt": "20"}, "cond_dropout must be a number from 0 to 1, not '20'"),
     "no number": ({"loss_scale.txt": "nan"}, "loss_scale must be a number of any size"),
+    "more than an epoch can hold": ({"multiply.txt": "1e9"}, "data.images: an epoch has 1e+09 samples"),
     "broken YAML": ({"local.yaml": "tags: ["}, "local.yaml:1: not valid YAML"),
     "a list": ({"a.yaml": ["a"]}, "a.yaml: must be a mapping or a caption"),
     "a wrong kind": ({"a.yaml": {"shuffle_tags": "yes, please"}}, "a.yaml: 'shuffle_tags' must be bool"),
@@ -203,6 +235,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, case):
     with pytest.raises(SpecError, match=".*") as caught:
         items(make(tmp_path, {"a.png": None, "a.txt": "a", **files}))
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 9, "9" * 190])
+def test_a_folder_that_repeats_its_images_without_end_is_refused(tmp_path, number):
+    top = make(tmp_path, {"9_cat/a.png": None})
+    (top / "9_cat").rename(top / f"{number}_cat")
+    with pytest.raises(SpecError, match=r"an epoch has 1e\+\d+ samples, of which '\d+_cat.*a.png'"):
+        items(top, repeats="folders")
 
 
 def test_text_that_is_no_text_is_named(tmp_path):

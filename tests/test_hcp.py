@@ -219,7 +219,7 @@ def test_lora_block(net, tmp_path):
 def test_the_guides_lora_on_attention_needs_wrap_model(unet, tmp_path):
     """As the guide writes it the plugin is put on the attention itself, which its own __init__ refuses."""
     text = LORA.format(wrap="", first=r"re:.*\.attn.?$", second=r"re:.*\.ff$")
-    with pytest.raises(NotImplementedError, match="No lora for"):
+    with pytest.raises(SpecError, match="attn1: making LoraBlock failed: NotImplementedError: No lora for"):
         fxplug.apply(unet.gm, *passes(tmp_path, text))
 
 

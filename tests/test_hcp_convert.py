@@ -213,6 +213,7 @@ def test_unequal_lists_show_both():
         ("{_target_: hcpdiff.models.dreamartist.Other, layers: [a]}", "no equal among fxplug's passes"),
         ("{_target_: hcpdiff.models.text_emb_ex.EmbeddingPTHook, layers: [a]}", "words.word_vectors makes the pass"),
         ("{_target_: hcpdiff.models.controlnet.ControlNetPlugin, from_layers: [a], to_layers: [b]}", "is wired for ["),
+        ("{_target_: hcp_guide.LoraBlock, rank: 1, layers: [a], lr: fast}", "plugin_unet.a.lr: must be a number, not 'fast'"),
         ("{layers: [a]}", "must be the path of a class"),
         ("3", "must be a mapping with '_target_'"),
     ],
@@ -246,6 +247,20 @@ def test_other_sections_are_told():
     assert "--part TE" in refused(entry, "plugin_TE:\n")
     with pytest.raises(SpecError, match="no part 'te'"):
         convert("plugin.yaml", part="te")
+
+
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ("alpha: .nan", "alpha: must be a number, not nan"),
+        ("alpha: full", "alpha: must be a number, not 'full'"),
+        ("dropout: 1", "dropout: must be 0 or more and below 1, not 1"),
+        ("lr: -1", "lr: must be 0 or more, not -1"),
+        ("lr: true", "lr: must be a number, not true"),
+    ],
+)
+def test_a_number_that_a_low_rank_update_cannot_have_is_told_with_its_place(wrong, message):
+    assert f"lora_unet[0].{message}" in refused(f"  - {{layers: [a], rank: 2, {wrong}}}\n", "lora_unet:\n")
 
 
 def test_lora_unet_is_fxplugs_lora():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -67,10 +68,6 @@ def gm():
     return fxplug.trace(Model().eval(), torch.randn(2, 4))
 
 
-def write(host, root):
-    with torch.no_grad():
-        host.weight.mul_(2)
-
 
 CHANGES = {
     "eps": lambda host, root: setattr(host, "eps", 0.5),
@@ -83,6 +80,17 @@ CHANGES = {
     "forward": lambda host, root: setattr(host, "forward", lambda x: x),
     "training": lambda host, root: host.train(),
     "elementwise_affine": lambda host, root: delattr(host, "elementwise_affine"),
+    "__class__": lambda host, root: setattr(host, "__class__", type("Other", (nn.LayerNorm,), {})),
+}
+WRITES = {
+    "in place": torch.no_grad()(lambda host, root: host.weight.mul_(2)),
+    "behind autograd": lambda host, root: host.weight.data.zero_(),
+    "through a view": lambda host, root: host.weight.detach()[1:3].fill_(7),
+    "from an initialiser": lambda host, root: nn.init.normal_(host.weight),
+    "of another dtype": lambda host, root: host.half(),
+    "elsewhere": lambda host, root: setattr(host.weight, "data", torch.ones(4)),
+    "frozen": lambda host, root: host.weight.requires_grad_(False),
+    "a hook": lambda host, root: host.weight.register_hook(lambda grad: grad * 0),
 }
 
 
@@ -96,14 +104,46 @@ def test_a_block_that_changes_its_host_is_refused_and_nothing_stays_of_it(gm, na
     assert put(gm, "norm", lambda host, root: None) is not None
 
 
+@pytest.mark.parametrize("name", WRITES)
+def test_weights_that_a_block_writes_are_refused_and_are_as_they_were(gm, name):
+    x, weight = torch.randn(3, 4), gm.norm.weight
+    want, place = gm(x), weight.data_ptr()
+    with pytest.raises(fxplug.SpecError, match="Doing at 'norm' changes .*: weight"):
+        put(gm, "norm", WRITES[name])
+    assert torch.equal(gm(x), want) and gm.norm.weight is weight and weight.data_ptr() == place
+    gm(x).sum().backward()
+    assert weight.grad.count_nonzero()
+
+
+def test_what_a_block_writes_of_its_own_stays(gm):
+    class Own(Host):
+        def __init__(self, host, root):
+            super().__init__(host, root)
+            self.like = nn.Parameter(host.weight.detach().clone().mul_(3))
+            self.kept = nn.Parameter(torch.from_numpy(np.ones(4, "f4")).mul_(5))
+
+        def forward(self, x, y):
+            return y * self.like + self.kept
+
+    x = torch.randn(3, 4)
+    new = fxplug.apply(gm, fxplug.Pass("p", rules=[fxplug.Rule(fxplug.Match(path="norm"), use=Own)]))
+    assert torch.equal(new.p.norm.Own.kept, torch.full((4,), 5.0)) and torch.equal(new.p.norm.Own.like, torch.full((4,), 3.0))
+    assert torch.equal(new(x), gm.attn.proj(gm.norm(x) * 3 + 5) * 2)
+
+
+def test_what_lies_deeper_in_a_host_is_seen_as_well(gm):
+    with pytest.raises(fxplug.SpecError, match="changes .*: marks of ''"):
+        put(gm, "norm", lambda host, root: root.marks["a"].append(2))
+    assert gm.marks == {"a": [1]}
+
+
 def test_a_block_that_changes_another_part_or_fails_meanwhile_is_refused_as_well(gm):
     with pytest.raises(fxplug.SpecError, match="Doing at 'norm' changes .*: heads of 'attn'; "):
         put(gm, "norm", lambda host, root: setattr(root.attn, "heads", 7))
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(fxplug.SpecError, match="p: norm: Doing.at made no block: ZeroDivisionError: ") as caught:
         put(gm, "norm", lambda host, root: (setattr(host, "eps", 0.5), 1 / 0))
+    assert type(caught.value.__cause__) is ZeroDivisionError
     assert gm.norm.eps == 1e-5 and gm.attn.heads == 2
-    with pytest.raises(fxplug.SpecError, match="changes .*: weight of 'norm'"):
-        put(gm, "norm", write)
 
 
 class Lazy(nn.Module):

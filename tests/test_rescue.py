@@ -135,3 +135,51 @@ def test_nothing_is_written_before_the_first_step_and_what_cannot_be_is_told(tmp
         run(tmp_path / "b", **changed())
     (note,) = caught.value.__notes__
     assert "of which nothing is kept as it cannot be written: " in note and note.endswith("there is no checkpoint")
+
+
+def test_a_module_that_cannot_be_written_does_not_deny_the_checkpoint(tmp_path, whole, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fxplug.training.resuming.save", full)
+    with pytest.raises(fxplug.TrainError, match="the trained module could not be written, the disk is full") as caught:
+        run(tmp_path, **changed())
+    last = tmp_path / "checkpoints" / "step-00000008"
+    (note,) = caught.value.__notes__
+    assert note.startswith(f"the run ended after step 8: what it learnt is in '{last}' (--resume); there is no module, as it")
+    monkeypatch.undo()
+    assert same(trained(run(tmp_path, resume=True, **changed()).module), trained(whole["runs:Digits"].module))
+
+
+def test_a_scheduler_that_ends_before_the_run_costs_no_step(tmp_path):
+    short = {"OneCycleLR": {"max_lr": 0.01, "total_steps": 4}}
+    with pytest.raises(fxplug.TrainError, match="scheduler OneCycleLR raised after step 5: ValueError: ") as caught:
+        run(tmp_path, **changed(train__scheduler=short))
+    assert "the run ended after step 5: what it learnt is in" in caught.value.__notes__[-1]
+    assert [path.name for path in found(tmp_path / "checkpoints")] == ["step-00000005"]
+    assert fxplug.load(tmp_path / "module").get_parameter("head.weight").isfinite().all()
+
+
+@pytest.mark.parametrize("moment, at", [("Ema.update", 5), ("Ema._fill", 1), ("Stepper.skipped", 9), ("Stepper.skipped", 10)])
+def test_a_checkpoint_has_the_weights_of_its_own_step_whenever_a_run_ends(tmp_path, monkeypatch, moment, at):
+    from fxplug.training import ema, stepping
+
+    averaged = {"train__ema": 0.9, "train__save": {"every": 3, "keep": 9}}
+    goal = run(tmp_path / "whole", **changed(**averaged))
+    name, _, method = moment.partition(".")
+    kind = getattr(ema if name == "Ema" else stepping, name)
+    real, calls = vars(kind)[method], []
+
+    def interrupted(self, *args):
+        calls.append(args)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return (real.fget if isinstance(real, property) else real)(self, *args)
+
+    monkeypatch.setattr(kind, method, property(interrupted) if isinstance(real, property) else interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "a", **changed(**averaged))
+    monkeypatch.undo()
+    again = run(tmp_path / "a", resume=True, **changed(**averaged))
+    assert [one["loss"] for one in again.history] == [one["loss"] for one in goal.history]
+    assert same(trained(again.module), trained(goal.module))

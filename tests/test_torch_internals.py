@@ -202,6 +202,17 @@ def test_writes_are_counted():
     y.backward()  # which raises where autograd counts otherwise
 
 
+def test_hooks_of_a_gradient_are_seen_and_taken_away():
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda grad: grad * 2)
+    before = tensors.gradient_hooks(x)
+    x.register_hook(lambda grad: grad * 5)
+    assert len(before) == 1 and len(tensors.gradient_hooks(x)) == 2, "a block could change a model's gradients unseen"
+    tensors.set_gradient_hooks(x, before)
+    x.sum().backward()
+    assert tensors.gradient_hooks(x) == before and torch.equal(x.grad, torch.full((2,), 2.0))
+
+
 def test_memory_is_told_apart_where_there_is_none():
     x = torch.ones(4, device="meta")
     one, same, other = (tensors.memory_id(t.untyped_storage()) for t in (x, x[1:].detach(), torch.ones(4, device="meta")))

@@ -89,7 +89,8 @@ def _looked_at(gm: TracedModule, p: Pass, sites: list[Site]) -> Iterator[None]:
     before = Unchanged(gm)
     changed: dict[str, list[str]] = {}
     try:
-        yield
+        with before:
+            yield
     except Exception as error:  # a block's, which may be the user's
         if (called := _called(error)) is None:
             raise

@@ -49,10 +49,10 @@ def make_block(
         block = _make(kind, site, weight, beside).train(tree.training)
     except FxplugError as error:
         text = getattr(error, "finding", str(error))
-        raise SpecError(f"{p.name}: {site.node or site.path or 'the model'}: {text}", where=rule.where) from None
+        raise SpecError(f"{p.name}: {site.node or site.path or 'the model'}: {text}", where=rule.where) from error.__cause__
     except Exception as error:  # the block's, which may be the user's
-        error.add_note(f"while {kind.__name__}.at made a block for '{site.path}' ({str(rule.where) or p.name})")
-        raise
+        made = f"{kind.__name__}.at made no block: {type(error).__name__}: {error}"
+        raise SpecError(f"{p.name}: {site.node or site.path or 'the model'}: {made}", where=rule.where) from error
     owner = tree
     *parents, last = name.split(".")
     for part in parents:

@@ -4,57 +4,103 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import OrderedDict
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from ..capture.memory_journal import Journal, storage_of
 from ..ir.traced_module import OWN_STATE
-from ..torch_internals.tensors import version
+from ..torch_internals.tensors import gradient_hooks, memory_id, set_gradient_hooks
 
-TABLES = (dict, list, set)  # with their subclasses: hooks, parameters, children, and what users keep
+Rows = list[tuple[Any, Any]]
+TABLES = (OrderedDict, dict, list, set)  # with their subclasses: hooks, parameters, children, and what users keep
 
 
-class Unchanged:
-    """The attributes, hooks, children and tensors of all modules of a model as they are when this is made."""
+class Unchanged(Journal):  # type: ignore[no-untyped-call]
+    """The classes, attributes, hooks, children and tensors of all modules of a model as they are when this is made.
+
+    What is written into the tensors' memory is seen while this is entered, whichever alias it is written through.
+    """
 
     def __init__(self, root: nn.Module) -> None:
+        super().__init__()
         self.root = root
-        self.before = {path: (module, _state(module, skipped=OWN_STATE if module is root else frozenset()))
-                       for path, module in root.named_modules()}  # fmt: skip
-        self.versions = {name: (tensor, version(tensor)) for name, tensor in _tensors(root)}
+        held = [(path, module, vars(module)) for path, module in root.named_modules()]
+        held += [("", root, vars(root).get("_extras", {}))]
+        self.before = [(path, module, type(module), now, self._state(now)) for path, module, now in held]
+        rows = [*root.named_parameters(), *root.named_buffers()]
+        self.tensors = {name: (tensor, tensor.detach(), tensor.requires_grad, gradient_hooks(tensor)) for name, tensor in rows}
+        self.memory = {memory_id(s): name for name, row in self.tensors.items() if (s := storage_of(row[1])) is not None}
+
+    def _state(self, now: dict[str, Any]) -> dict[str, tuple[Any, Rows]]:
+        skipped = OWN_STATE if now is vars(self.root) else ()
+        return {key: (value, _tables(value)) for key, value in now.items() if key not in skipped}
+
+    def keep(self, value: Any) -> None:
+        """Copy the memory of a tensor, once, if it is the model's."""
+        storage = storage_of(value)
+        if storage is not None and memory_id(storage) in self.memory:
+            super().keep(value)
 
     def undo(self) -> dict[str, list[str]]:
-        """Take back what was done since; the names of what was changed, by the path of the module.
-
-        A tensor that was written stays as it is, and is among the names.
-        """
+        """Take back what was done since; the names of what was changed, by the path of the module."""
         found: dict[str, list[str]] = {}
-        for path, (module, state) in self.before.items():
-            now = vars(module)
-            for key in [k for k in now if k not in state and not (module is self.root and k in OWN_STATE)]:
+        for path, module, kind, now, state in self.before:
+            if type(module) is not kind:
+                found.setdefault(path, []).append("__class__")
+                module.__class__ = kind
+            for key in [key for key in self._state(now) if key not in state]:
                 if not isinstance(inspect.getattr_static(type(module), key, None), functools.cached_property):
                     found.setdefault(path, []).append(key)
                 del now[key]
             for key, (value, members) in state.items():
-                if now.get(key, self) is not value or (members is not None and not _alike(value, members)):
+                changed = [row for row in members if not _alike(*row)]
+                if now.get(key, self) is not value or changed:
                     found.setdefault(path, []).append(key)
                     now[key] = value
-                    if members is not None:
-                        _refill(value, members)
-        for name, (tensor, before) in self.versions.items():
-            if version(tensor) != before:
+                    for row in changed:
+                        _refill(*row)
+        written = {self.memory[key] for key in self.kept}
+        self.put_back()
+        for name, (tensor, before, trains, hooks) in self.tensors.items():
+            moved = not _same_place(tensor, before)
+            if moved:
+                tensor.data = before
+            if moved or name in written or (tensor.requires_grad, gradient_hooks(tensor)) != (trains, hooks):
+                tensor.requires_grad_(trains)
+                set_gradient_hooks(tensor, hooks)
                 path, _, last = name.rpartition(".")
                 found.setdefault(path, []).append(last)
         return found
 
 
-def _state(module: nn.Module, skipped: Any) -> dict[str, tuple[Any, Any]]:
-    return {k: (v, v.copy() if isinstance(v, TABLES) else None) for k, v in vars(module).items() if k not in skipped}
+def _same_place(tensor: Tensor, before: Tensor) -> bool:
+    """Whether a tensor is the numbers that it was: of this dtype, in this memory, in this order."""
+    shapes = [(t.dtype, t.device, tuple(t.shape), t.layout) for t in (tensor, before)]
+    if shapes[0] != shapes[1] or tensor.layout is not torch.strided:
+        return shapes[0] == shapes[1]
+    places = [(t.stride(), t.storage_offset(), s and memory_id(s)) for t in (tensor, before) for s in [storage_of(t)]]
+    return places[0] == places[1]
 
 
-def _tensors(root: nn.Module) -> list[tuple[str, Tensor]]:
-    rows = [*root.named_parameters(), *root.named_buffers()]
-    return [(name, tensor) for name, tensor in rows if not tensor.is_inference()]
+def _tables(value: Any) -> Rows:
+    """The dicts, lists and sets in a value, to the last of them, each with a copy."""
+    found: dict[int, tuple[Any, Any]] = {}
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, TABLES) and id(one) not in found:
+            found[id(one)] = one, _kind(one)(one)
+            waiting += one.values() if isinstance(one, dict) else one
+        elif isinstance(one, tuple):
+            waiting += one
+    return list(found.values())
+
+
+def _kind(table: Any) -> Any:
+    return next(kind for kind in TABLES if isinstance(table, kind))
 
 
 def _alike(value: Any, members: Any) -> bool:
@@ -66,8 +112,6 @@ def _alike(value: Any, members: Any) -> bool:
 
 
 def _refill(value: Any, members: Any) -> None:
-    value.clear()
-    if isinstance(value, list):
-        value.extend(members)
-    else:
-        value.update(members)
+    kind = _kind(value)  # whose methods a subclass may forbid, as FrozenDict of diffusers does
+    kind.clear(value)
+    (kind.extend if kind is list else kind.update)(value, members)

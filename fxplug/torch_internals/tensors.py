@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["as_parameter", "assert_later", "check", "lerp_all", "memory_id", "set_version", "version"]
+__all__ = [
+    *("as_parameter", "assert_later", "check", "gradient_hooks", "lerp_all", "memory_id", "set_gradient_hooks"),
+    *("set_version", "version"),
+]
 
 # how often a tensor's memory was written; we need that operations in place count, and promise no number. Not in inference mode
 version: Callable[[torch.Tensor], int] = attrgetter("_version")
@@ -20,6 +23,17 @@ check: Callable[..., None] = torch._check
 assert_later: Callable[[torch.Tensor, str], None] = torch._assert_async
 # every tensor of a list moves towards that of another by a weight, in few kernels
 lerp_all: Any = torch._foreach_lerp_
+
+
+def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
+    """What `register_hook` has put on a tensor, by number; we need them all, and no order."""
+    return dict(tensor._backward_hooks or {})
+
+
+def set_gradient_hooks(tensor: torch.Tensor, hooks: dict[int, Any]) -> None:
+    """Leave a tensor these of its hooks."""
+    for number in [number for number in tensor._backward_hooks or {} if number not in hooks]:
+        del tensor._backward_hooks[number]  # type: ignore[union-attr]
 
 
 def set_version(tensor: torch.Tensor, number: int) -> None:

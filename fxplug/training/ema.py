@@ -33,8 +33,8 @@ class Ema:
     def applied(self) -> Iterator[None]:
         """The parameters hold the average inside, and their own values again after."""
         kept = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self._fill(self.average)
         try:
+            self._fill(self.average)
             yield
         finally:
             self._fill(kept)

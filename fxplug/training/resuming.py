@@ -77,7 +77,7 @@ def rescue(trainer: Trainer, error: BaseException) -> None:
     step, stepper = trainer.progress.step, trainer.take_step
     if trainer.out is None or not trainer.first or step == 0 or trainer.saved:
         return
-    lost = None
+    lost, whole = None, False
     if trainer.sharded is not None:
         lost = "its weights are parts on several processes"
     elif not stepper.whole:
@@ -90,11 +90,14 @@ def rescue(trainer: Trainer, error: BaseException) -> None:
             if not kept or kept[-1].name != f"{PREFIX}{step:08}":
                 made = _snapshot(trainer, [plain_random_state(trainer.drawn)])
                 kept.append(write(trainer.out / "checkpoints", made, trainer.settings.save.keep))
+            whole = True
             _write_modules(trainer)
         except Exception as other:  # the system's or torch's; the first error is the one that counts
             lost = f"it cannot be written: {other}"
     if lost is None:
         text = f"the run ended after step {step}: what it learnt is in '{kept[-1]}' (--resume) and '{trainer.out / 'module'}'"
+    elif whole:
+        text = f"the run ended after step {step}: what it learnt is in '{kept[-1]}' (--resume); there is no module, as {lost}"
     else:
         last = f"the newest checkpoint is '{kept[-1]}'" if kept else "there is no checkpoint"
         text = f"the run ended after step {step}, of which nothing is kept as {lost}; {last}"

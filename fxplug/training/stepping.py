@@ -54,7 +54,7 @@ class Stepper:
         self.trained = {name: p for group in groups for name, p in zip(group["names"], group["params"], strict=True)}
         self.frozen = {name for name, _ in module.named_parameters()} - self.trained.keys()
         self.checked, self.overflows = False, 0
-        self.whole = True  # whether no step of the optimizer has been left half taken
+        self.whole = True  # whether all of a step is done; the trainer says so when it has counted it
 
     def __call__(self, batches: Sequence[Batch], step: int, place: dict[str, int]) -> dict[str, float]:
         """Step number `step` (the first is 1) on its micro batches, which are on the device already. Gives loss, grad_norm and
@@ -84,10 +84,10 @@ class Stepper:
             if not last:
                 record = {"loss": reports[-1]["loss"], "lr": self.optimizer.param_groups[0]["lr"]}
                 self.plugins.call("on_step_end", **record, seconds=time.perf_counter() - began, **here)
-        norm = self._finished(step, batches)
         keys = sorted({key for report in reports for key in report})
         own = [[report[key] for report in reports if key in report] for key in keys]
         *means, asked = mean(self.accelerator, [*(sum(v) / len(v) for v in own), float(self.asked())])
+        norm = self._finished(step, batches)
         self.stop = asked > 0
         skipped = {"skipped": 1.0} if self.skipped else {}
         return {**dict(zip(keys, means, strict=True)), "grad_norm": norm, **skipped}
@@ -139,7 +139,6 @@ class Stepper:
             self.overflows = 0
         self.whole = False
         self.optimizer.step()
-        self.whole = True
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 

@@ -300,15 +300,16 @@ class Trainer:
         self.drawn = random_state()
         lr = self.optimizer.param_groups[0]["lr"]
         report = self.take_step(batches, progress.step + 1, place)
+        progress.step += 1
+        progress.done += len(batches)
+        progress.total += report["loss"] * len(batches)
+        self.drawn = None
         if not self.take_step.skipped:
             if self.ema:
                 self.ema.update()
             if not self.by_epoch:
                 self._schedule(report["loss"])
-        progress.step += 1
-        progress.done += len(batches)
-        progress.total += report["loss"] * len(batches)
-        self.drawn = None
+        self.take_step.whole = True
         return {"step": progress.step, "epoch": progress.epoch, "loss": report.pop("loss"), "lr": lr, **report}
 
     def _close(self) -> None:
@@ -322,10 +323,13 @@ class Trainer:
         self.watch.close(self.history)
 
     def _schedule(self, loss: float) -> None:
-        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self.scheduler.step(loss)
-        else:
-            self.scheduler.step()
+        by_loss = isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        try:
+            self.scheduler.step(*[loss] * by_loss)
+        except Exception as error:  # the scheduler's, which may be the user's
+            self.take_step.whole = True  # but for the learning rate, which nothing goes on with
+            name, step = type(self.scheduler).__name__, self.progress.step
+            raise TrainError(f"scheduler {name} raised after step {step}: {type(error).__name__}: {error}") from error
 
     def _after(self, record: dict[str, Any], batch: Batch) -> None:
         """What follows a step: its record, the plugins, pictures, a checkpoint."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import SpecError, did_you_mean
 from ...spec.yaml_source import shown
-from .hosts import OPTIONS, Host, at_key, common_of, patterns, taken
+from .hosts import OPTIONS, Host, at_key, common_of, number, patterns, taken
 from .layer_patterns import read_layers
 
 LORA = re.compile(
@@ -94,7 +94,7 @@ def _low_rank(
     given.pop("inplace", None)  # where a sum is stored, which a graph decides itself
     if given.pop("svd_init", False):
         raise SpecError("the low-rank update of fxplug has no 'svd_init'", path=("svd_init",))
-    options = {"rank": _rank(given.pop("rank", 1)), "alpha": given.pop("alpha", 1.0)}
+    options = {"rank": _rank(given.pop("rank", 1)), "alpha": number(given.pop("alpha", 1.0), ("alpha",))}
     if not given.pop("alpha_auto_scale", True):
         options["alpha_auto_scale"] = False
     if sort == "loha":
@@ -139,7 +139,7 @@ def _rank(rank: Any) -> Any:
 def _lora(
     common: Mapping[str, Any], given: dict[str, Any], options: dict[str, Any], notes: list[str], dropout: float
 ) -> dict[str, Any]:
-    options["dropout"] = given.pop("dropout", dropout)
+    options["dropout"] = number(given.pop("dropout", dropout), ("dropout",), least=0.0, below=1.0)
     if options["dropout"]:
         notes.append(f"{common['name']}: dropout is of what goes into the update; in HCP-Diffusion it is of its result")
     if given.pop("bias", False):

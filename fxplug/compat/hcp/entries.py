@@ -205,10 +205,10 @@ def _hook_param(kind: Any, given: Mapping[str, Any], found: Sequence[Place] | No
             place = {"name": given["name"], "host": layer, "host_model": host.model or nn.Sequential(layer)}
             try:
                 return make(kind, SinglePluginBlock, place, options, bool(given.get("wrap"))).target  # type: ignore[no-any-return]
-            except SpecError:
-                raise
-            except Exception:  # a plugin for another sort of layer; when it is applied, its driver says what it changes
-                continue
+            except SpecError as error:
+                if error.__cause__ is None:
+                    raise
+                # its constructor's: it is for another sort of layer; when it is applied, its driver says what it changes
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from torch import nn
 
 from ...errors import SpecError, did_you_mean
 from ...spec.addresses import identifier, select
+from ...spec.yaml_source import shown
 from .layer_patterns import Layer, Place, places
 
 PARTS = {"unet": ("plugin_unet", "lora_unet"), "TE": ("plugin_TE", "lora_text_encoder")}  # a model: its two sections
@@ -50,10 +52,21 @@ class Host:
 
 def common_of(name: str, entry: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
     """The keys that every pass has, from an entry: `name`, `lr`, and `train` where it is given."""
-    common: dict[str, Any] = {"name": pass_name(name, notes), "lr": entry.get("lr", RATE)}
+    rate = entry.get("lr", RATE)
+    common: dict[str, Any] = {"name": pass_name(name, notes), "lr": None if rate is None else number(rate, ("lr",), least=0.0)}
     if "train" in entry:
         common["train"] = entry["train"]
     return common
+
+
+def number(value: Any, path: tuple[str | int, ...], least: float = -math.inf, below: float = math.inf) -> float:
+    """A number of a file. Raises SpecError, with `path`, for what is none, is not finite, or is out of its bounds."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        raise SpecError(f"must be a number, not {shown(value)}", path=path)
+    if not least <= value < below:
+        bounds = f"{least:g} or more" + (f" and below {below:g}" if below < math.inf else "")
+        raise SpecError(f"must be {bounds}, not {shown(value)}", path=path)
+    return float(value)
 
 
 def taken(given: dict[str, Any], key: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +12,7 @@ from ...spec.yaml_source import Source, shown
 from .builtin_plugins import half_of
 from .config_files import References, near, read_files
 from .entries import plugins_of
-from .hosts import PARTS, Host, pass_name
+from .hosts import PARTS, Host, number, pass_name
 from .layer_patterns import read_layers
 
 GROUP = ("type", "base_model_alpha", "lora", "part", "plugin")
@@ -100,8 +99,8 @@ def _read_group(
         if "alpha" not in item:
             raise SpecError("missing key 'alpha', the strength of the part", path=path)
         found.parts.append(
-            {"file": item["path"], "alpha": _number(item["alpha"], (*path, "alpha")), **_chosen(item, path), **more,
-             "base": 0.0 if share is None else _number(share, ("base_model_alpha",))}
+            {"file": item["path"], "alpha": number(item["alpha"], (*path, "alpha")), **_chosen(item, path), **more,
+             "base": 0.0 if share is None else number(share, ("base_model_alpha",))}
         )  # fmt: skip
     for index, item in enumerate(_items(group, "lora")):
         path = ("lora", index)
@@ -109,7 +108,7 @@ def _read_group(
         if item.get("dropout"):
             notes.append(f"merge.{name}: a dropout of {item['dropout']} is left out, as nothing drops out when a model is used")
         given = {"name": pass_name(f"{name}_lora_{index}", notes), "file": item["path"]}
-        given["alpha"] = _number(item.get("alpha", 1.0), (*path, "alpha"))
+        given["alpha"] = number(item.get("alpha", 1.0), (*path, "alpha"))
         given.update(_chosen(item, path), **more)
         if half_at(item.get("mask"), path) is not None:
             given["mask"] = list(item["mask"])
@@ -145,12 +144,6 @@ def _check(item: Any, sort: str, path: tuple[str | int, ...]) -> None:
     if not isinstance(item.get("path"), str) or not item["path"]:
         found = f"must be a file, not {shown(item['path'])}" if "path" in item else "missing key 'path'"
         raise SpecError(found, path=(*path, "path") if "path" in item else path)
-
-
-def _number(value: Any, path: tuple[str | int, ...]) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise SpecError(f"must be a number, not {shown(value)}", path=path)
-    return float(value)
 
 
 def _chosen(item: Mapping[str, Any], path: tuple[str | int, ...]) -> dict[str, Any]:

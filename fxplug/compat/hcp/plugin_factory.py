@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ...errors import SpecError, TraceError, did_you_mean, shown
+from ...errors import FxplugError, SpecError, TraceError, did_you_mean, shown
 from ...spec.addresses import searched
 from ...spec.import_path import import_target
 from ...spec.options import check_options, taken
@@ -53,7 +53,10 @@ def patches(
 def make(
     plugin: str | type, base: type[nn.Module], given: Mapping[str, Any], options: Mapping[str, Any] | None, wrap: bool = False
 ) -> Any:
-    """A plugin, made with what HCP-Diffusion gives it (`given`) and its own `options`. Raises SpecError."""
+    """A plugin, made with what HCP-Diffusion gives it (`given`) and its own `options`.
+
+    Raises SpecError, whose cause is what the plugin's constructor raised, if it did.
+    """
     kind = plugin_class(plugin)
     if not issubclass(kind, base):
         raise SpecError(f"{kind.__name__} is a {kind_of(kind)}, and this pass is for a {base.__name__}")
@@ -72,7 +75,12 @@ def make(
         function, host_given = _with(kind.wrap_layer, name, host), host_given  # type: ignore[attr-defined]
     else:
         check_options(kind, options, kind.__name__, leave=host_given, says="takes no")
-    made = function(**host_given, **options)
+    try:
+        made = function(**host_given, **options)
+    except FxplugError:
+        raise
+    except Exception as error:  # the plugin's constructor
+        raise SpecError(f"making {kind.__name__} failed: {type(error).__name__}: {error}") from error
     if not isinstance(made, base):
         raise SpecError(f"{kind.__name__} gave a {type(made).__name__}, no {base.__name__}")
     if kind.get_trainable_parameters is not BasePluginBlock.get_trainable_parameters:

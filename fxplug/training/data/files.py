@@ -13,6 +13,7 @@ from typing import Any
 from PIL import Image
 
 from ...errors import SpecError, did_you_mean
+from ...limits import DEFAULT
 from ...spec.train_section import Data
 from .image_files import read_image, read_size
 from .image_lists import Listed, from_json, from_toml
@@ -84,12 +85,19 @@ def open_images(spec: Data, base: Path) -> FileItems:
     captions(names, values, spec.captions)
     numbers(values, said, spec.flip)
     found = same_stems(top, names, conditions) if conditions else None
-    return FileItems(top, names, values, spec.channels, classes, found, _repeats(said), sidecars.notes)
+    return FileItems(top, names, values, spec.channels, classes, found, _repeats(said, names), sidecars.notes)
 
 
-def _repeats(said: Sequence[Settings]) -> list[float] | None:
-    """How often an epoch has each image; None where it has each once."""
+def _repeats(said: Sequence[Settings], names: Sequence[str]) -> list[float] | None:
+    """How often an epoch has each image; None where it has each once. Raises SpecError for more than an epoch can hold."""
     repeats = [settings.multiply or 1.0 for settings in said]
+    if sum(repeats) > DEFAULT.samples:
+        most, name = max(zip(repeats, names, strict=True))
+        raise SpecError(
+            f"an epoch has {sum(repeats):g} samples, of which '{name}' is {most:g}; it can have {DEFAULT.samples:g}: a smaller "
+            "multiply, num_repeats or number in a folder's name",
+            path=("images",),
+        )
     return repeats if {*repeats} != {1.0} else None
 
 
@@ -163,7 +171,7 @@ def open_classes(spec: Data, base: Path) -> FileItems:
     values, sidecars = [{"label": number[c]} for c in of], Sidecars([top])
     said = [sidecars.of(top / name, alone=True) for name in names]
     numbers(values, said, spec.flip)
-    return FileItems(top, names, values, spec.channels, classes, found, _repeats(said), sidecars.notes)
+    return FileItems(top, names, values, spec.channels, classes, found, _repeats(said, names), sidecars.notes)
 
 
 def existing(folder: Path, key: str) -> Path:

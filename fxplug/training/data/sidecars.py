@@ -152,7 +152,7 @@ class Sidecars:
         for key in IGNORED:
             if data.get(key) is not None:
                 self._note(f"{where}: '{key}' is not gone by")
-        own: dict[str, Any] = {key: _number(data[key], key, where) for key in NUMBERS if data.get(key) is not None}
+        own: dict[str, Any] = {key: read_number(data[key], key, where) for key in NUMBERS if data.get(key) is not None}
         for key, kind in (("max_caption_length", int), ("shuffle_tags", bool)):
             if data.get(key) is not None:
                 own[key] = _of(kind, data[key], key, where)
@@ -174,7 +174,7 @@ class Sidecars:
         for key in NUMBERS:
             if f"{key}.txt" in names:
                 file = folder / f"{key}.txt"
-                own: dict[str, Any] = {key: _number(_text(file), key, Where(str(file)))}
+                own: dict[str, Any] = {key: read_number(_text(file), key, Where(str(file)))}
                 here = replace(here, **own)
         for name in ("local.yaml", "local.yml"):
             if name in names:
@@ -200,7 +200,8 @@ def _text(file: Path) -> str:
     return reading.text(file, DEFAULT.caption, lambda finding: SpecError(finding, where=Where(str(file)))).strip()
 
 
-def _number(value: Any, key: str, where: Where) -> float:
+def read_number(value: Any, key: str, where: Where) -> float:
+    """A number that a sidecar or a list has for one of NUMBERS. Raises SpecError for one that the key cannot be."""
     try:
         number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -221,7 +222,7 @@ def _of(kind: type[Any], value: Any, key: str, where: Where) -> Any:
 def _tag(value: Any, where: Where) -> tuple[str, float]:
     if isinstance(value, Mapping) and value.get("tag") is not None:
         weight = value.get("weight")
-        return str(value["tag"]), 1.0 if weight is None else _number(weight, "loss_scale", where)
+        return str(value["tag"]), 1.0 if weight is None else read_number(weight, "loss_scale", where)
     if not isinstance(value, (str, int, float)):
         raise SpecError(f"a tag must be text, or a mapping of 'tag' and 'weight', not {shown(value)}", where=where)
     return str(value), 1.0
