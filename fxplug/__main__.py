@@ -74,7 +74,7 @@ def rewrite(
         print("dry run: nothing written")
         return
     for name, sites in result.sites.items():
-        print(f"{name}: {len(sites)} site{'s' * (len(sites) != 1)}")
+        print(f"{name}: {sites.summary}")
     print(result.report or f"{parameters(result)}\nnot verified")
     print(f"saved in {out}" if out else "not saved: --out DIR saves it")
 

@@ -83,7 +83,11 @@ def shown(value: object, length: int = 80) -> str:
         return f"a number of about {value.bit_length() * 3 // 10} digits"
     if isinstance(value, (str, bytes)) and len(value) > length:
         value = value[:length]
-    text = printable(repr(value))
+    return cut(printable(repr(value)), length)
+
+
+def cut(text: str, length: int) -> str:
+    """A text of at most so many characters, with `...` where its end is left out."""
     return text if len(text) <= length else text[: length - 3] + "..."
 
 

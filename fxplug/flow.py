@@ -242,7 +242,8 @@ def _site_lines(result: Result) -> Iterator[str]:
         added = dict(result.module.named_modules()).get(name)
         blocks = [entry["block"] for entry in _entry(result.module, name)["sites"]]
         count = sum(p.numel() for p in added.parameters()) if added is not None else 0
-        yield f"{name}: {len(sites)} site{'s' * (len(sites) != 1)}, {count:,} parameters"
+        head, _, left = sites.summary.partition("; ")
+        yield f"{name}: {head}, {count:,} parameters"
         for network in _entry(result.module, name)["networks"]:
             module = result.module.get_submodule(f"{name}.{network}")
             yield f"  network {network}  {class_names(module)[0]}  +{sum(p.numel() for p in module.parameters()):,}"
@@ -252,6 +253,8 @@ def _site_lines(result: Result) -> Iterator[str]:
                 module = result.module.get_submodule(block)
                 what = f"  {block.rpartition('.')[2]} +{sum(p.numel() for p in module.parameters()):,}"
             yield f"  {site}{what}"
+        if left:
+            yield f"{name}: {left}"
 
 
 def _entry(module: TracedModule, name: str) -> dict[str, Any]:

@@ -386,7 +386,7 @@ def test_resolved_can_be_loaded_again():
     again = load_config(json.loads(json.dumps(first)), base=config.base)
     assert resolved(again) == first and again.passes == config.passes and again.inputs == config.inputs
     assert first["passes"][2]["./own/gate.yaml"] == {
-        "at": "**", "name": "gate", "lr": None, "weight_decay": None, "train": True
+        "at": "**", "name": "gate", "lr": None, "weight_decay": None, "train": True, "expect": None
     }  # fmt: skip
     assert first["seed"] == 3 and first["verify"] is True and str(Path.cwd()) not in json.dumps(first)
 

@@ -12,13 +12,14 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ..errors import SpecError, did_you_mean
-from .addresses import check_expression, parse_relative
+from .addresses import parse_relative
+from .expressions import check_expression
 from .sections import Section, checked, held, number, whole
-from .yaml_source import NOWHERE, shown
+from .yaml_source import NOWHERE, braces, shown
 from .yaml_source import Where as Where
 
 PLACES = ("before", "after", "replace", "param")
-COMMON = ("name", "lr", "weight_decay", "train")  # settings that every pass takes beside its own parameters
+COMMON = ("name", "lr", "weight_decay", "train", "expect")  # settings that every pass takes beside its own parameters
 COMBINE = ("sum", "chain")
 WAYS = ("ulysses", "ring", "batch", "rows", "tensor")  # numbers of processes that a parallel pass gives
 STEP_KEYS = ("stages", "patches", "stale", "warmup", "correct", "steps", "clock")  # of what is run a step late
@@ -218,13 +219,19 @@ class Rule:
         """Whether `expect` allows this many sites."""
         return _COUNTS[self.expect[0]](count, self.expect[1])
 
+    @property
+    def counted(self) -> bool:
+        """Whether `expect` says how many sites there are, and not only that there are some, or need be none."""
+        return self.expect not in ((">=", 0), (">=", 1))
+
 
 @dataclass(frozen=True)
 class Pass:
     """A named list of rules; `params` are the values its parameters got. Raises SpecError.
 
     `lr`, `weight_decay` and `train` say how the parameters of its blocks are trained. Its `name` is the
-    first part of their keys. With `slots` its blocks are banks for that many adapters, which come and go without a new graph;
+    first part of their keys. `expect` is how many places all its rules together must find, as a rule's own; None leaves
+    that to the rules. With `slots` its blocks are banks for that many adapters, which come and go without a new graph;
     `samples` names the input of the model in whose first dimension the samples are that choose among them, `t` or `x[0]`; None
     is the first that is a tensor.
 
@@ -245,6 +252,7 @@ class Pass:
     where: Where = field(default=NOWHERE, compare=False)
     parallel: Mapping[str, Any] = field(default_factory=dict, hash=False)
     samples: str | None = None
+    expect: str | int | None = None
 
     def __post_init__(self) -> None:
         check_common({key: getattr(self, key) for key in COMMON})
@@ -259,9 +267,11 @@ class Pass:
             raise SpecError("goes with slots: it says which input has the samples that choose among them", path=("samples",))
         held(Plan, self.parallel, "parallel")
         if self.parallel:
-            for key in ("rules", "inputs", "networks", "slots", "lr", "weight_decay"):
+            for key in ("rules", "inputs", "networks", "slots", "lr", "weight_decay", "expect"):
                 if getattr(self, key):
                     raise SpecError(f"a parallel pass has no '{key}'", path=(key,))
+        if self.expect is not None:
+            _set(self, expect="".join(map(str, _check_expect(self.expect))))
         if not isinstance(self.rules, (list, tuple)) or not (self.rules or self.parallel):
             found = "an empty list" if self.rules in ([], ()) else shown(self.rules)
             raise SpecError(f"must be a list of rules, not {found}", path=("rules",))
@@ -284,8 +294,14 @@ class Pass:
             held(_Network, spec, "networks", name)
 
 
+    def admits(self, count: int) -> bool:
+        """Whether `expect` of the pass allows this many sites of all its rules together; its rules have their own."""
+        sign, number = _check_expect(">=0" if self.expect is None else self.expect)
+        return _COUNTS[sign](count, number)
+
+
 def check_common(settings: Mapping[str, Any]) -> None:
-    """Check those of `name`, `lr`, `weight_decay` and `train` that are given; SpecError names the key."""
+    """Check those of `name`, `lr`, `weight_decay`, `train` and `expect` that are given; SpecError names the key."""
     if "name" in settings:
         check_name(settings["name"], "name")
         if iskeyword(settings["name"]):
@@ -297,6 +313,8 @@ def check_common(settings: Mapping[str, Any]) -> None:
             raise SpecError(f"must be a number, 0 or more, not {shown(value)}", path=(key,))
     if not isinstance(settings.get("train", True), bool):
         raise SpecError(f"must be true or false, not {shown(settings['train'])}", path=("train",))
+    if settings.get("expect") is not None:
+        _check_expect(settings["expect"])
 
 
 def _set(self: object, **values: Any) -> None:
@@ -312,7 +330,7 @@ def _many(value: Any, key: str, what: str, also: Any = ()) -> list[Any]:
         raise SpecError(f"must be {what} or a list of them, not {shown(value)}", path=(key,))
     for index, item in enumerate(items):
         if not (isinstance(item, str) or (also and isinstance(item, also))):
-            raise SpecError(f"must be {what}, not {shown(item)}", path=(key, index))
+            raise SpecError(f"must be {what}, not {shown(item)}{braces(item)}", path=(key, index))
     return list(items)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ from .rules import COMMON, Pass, check_common
 from .sections import Section, fields, findings
 from .shipped import find_file, shipped
 from .train_section import Data, Export, Train
-from .yaml_source import Source, Where, parse_yaml, read_yaml, shown
+from .yaml_source import QUOTES, Source, Where, parse_yaml, read_yaml, shown
 
 FREE = ("inputs", "train", "data", "export")  # sections that --set makes where none is
 
@@ -205,7 +206,9 @@ def _assign(source: Source, item: str) -> None:
     try:
         data = parse_yaml(value).data
     except SpecError as error:
-        raise SpecError(error.finding, where=here) from None
+        quoted = f"; as text it stands in quotes: --set '{text}={json.dumps(value, ensure_ascii=False)}'"
+        finding = error.finding if value.startswith("[") else error.finding.removesuffix(QUOTES) + quoted
+        raise SpecError(finding, where=here) from None
     node: Any = source.data
     path: tuple[str | int, ...] = ()
     while True:

@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from fxplug import Limits
 from fxplug.errors import ArtifactError, SpecError, did_you_mean
 from fxplug.files import reading, weight_files
-from fxplug.spec.addresses import searched, select
+from fxplug.spec.addresses import select
+from fxplug.spec.expressions import searched
 from fxplug.spec.yaml_source import parse_yaml
 
 

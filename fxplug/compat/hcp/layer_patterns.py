@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...errors import SpecError, did_you_mean
-from ...spec.addresses import check_expression, select
+from ...spec.addresses import select
+from ...spec.expressions import check_expression
 
 PREFIXES = ("re", "pre_hook", "prehook", "cls(Name)")
 SHOWN = 8  # so many paths are listed in a message
