@@ -70,12 +70,12 @@ def rewrite(
     verify = False if no_verify else None
     result = rewritten(config, set, out=out, dry_run=dry_run, verify=verify)
     if dry_run:
-        print(result)
+        print(result.listing)
         print("dry run: nothing written")
         return
     for name, sites in result.sites.items():
         print(f"{name}: {sites.summary}")
-    print(result.report or f"{parameters(result)}\nnot verified")
+    print(result.report.listing if result.report else f"{parameters(result)}\nnot verified")
     print(f"saved in {out}" if out else "not saved: --out DIR saves it")
 
 
@@ -107,7 +107,7 @@ def train(
 @app.command()
 def sites(config: ConfigArg, set: Set = None, debug: Debug = False) -> None:
     """List where the passes of a configuration act, with shapes and the parameters they add."""
-    print(rewritten(config, set, dry_run=True, verify=False))
+    print(rewritten(config, set, dry_run=True, verify=False).listing)
 
 
 @app.command()
@@ -177,7 +177,7 @@ def tune(
         args, kwargs = example_inputs(read_config(subject, set), module)
     with progress("measure"):
         done = run(module, args, kwargs, compiled=compiled, turns=turns)
-    print(done)
+    print(done.listing)
 
 
 @app.command()

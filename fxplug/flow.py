@@ -14,7 +14,7 @@ import torch
 from .artifacts.artifact import save
 from .capture.fake_tensors import lacks_values
 from .capture.tracer import trace
-from .errors import ArtifactError, FxplugError, SpecError
+from .errors import LONGEST, ArtifactError, FxplugError, SpecError, brief_fields, outline
 from .files.writing import check_folder
 from .ir.text import diff, parameters
 from .ir.traced_module import TracedModule, class_names
@@ -33,6 +33,7 @@ from .spec.yaml_source import read_yaml
 from .verifier import Report
 from .verifier import verify as run_checks
 
+SHOWN = 30  # so many sites are listed in the text of a result
 Step = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -52,11 +53,21 @@ class Result:
     plan: Plan | None = None
     stepped: PipeFusion | None = None
 
-    def __str__(self) -> str:
-        """Every site with its shapes, and the parameters that each pass adds."""
-        plan = [str(self.plan)] if self.plan is not None else []
+    __repr__ = brief_fields
+
+    @property
+    def listing(self) -> str:
+        """Every site with its shapes, and the parameters that each pass adds: as long as there are sites."""
+        plan = [self.plan.listing] if self.plan is not None else []
         plan += [self.stepped.extra_repr()] if self.stepped is not None else []
         return "\n".join([*_site_lines(self), *plan, parameters(self.module)])
+
+    def __str__(self) -> str:
+        """The listing where that is short, else how many sites each pass has, what it left, and the parameters."""
+        if sum(map(len, self.sites.values())) <= SHOWN and len(text := self.listing) <= LONGEST:
+            return text
+        rows = (f"{name}: {sites.summary}" for name, sites in self.sites.items())
+        return outline("\n".join([*rows, parameters(self.module)]))
 
 
 def rewrite(

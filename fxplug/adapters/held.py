@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArtifactError, SpecError, did_you_mean
+from ..errors import ArtifactError, SpecError, brief_fields, did_you_mean
 from ..limits import DEFAULT
 from .banks import Bank, rank_dims, scaled_factor
 from .files import read
@@ -42,6 +42,8 @@ class Held:
     entries: tuple[Entry, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
     rslora: bool = False
+
+    __repr__ = brief_fields
 
 
 def layers_of(module: nn.Module) -> dict[str, Layer]:

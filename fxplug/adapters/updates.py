@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import low_rank
-from ..errors import ArtifactError
+from ..errors import ArtifactError, brief_fields
 
 BY_OUTPUT = ("up", "bias", "magnitude")
 FACTORS = {"loha": "hada_", "lokr": "lokr_"}
@@ -43,6 +43,8 @@ class Entry:
     embedding: bool | None = False
     flat: bool = False  # kohya's names: underscores where the path has dots
     assumed: bool = False  # nothing says the scale
+
+    __repr__ = brief_fields
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether this is an update of a weight of that shape; sizes of 1 at the end do not count."""
@@ -154,6 +156,8 @@ class AdapterFile:
     entries: tuple[Entry, ...]
     rest: Mapping[str, Tensor] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)  # what the file or its configuration says of itself
+
+    __repr__ = brief_fields
 
     @property
     def parts(self) -> tuple[str, ...]:

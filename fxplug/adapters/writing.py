@@ -15,7 +15,7 @@ import torch
 from safetensors import torch as safetensors
 from torch import Tensor
 
-from ..errors import ArtifactError, SpecError, did_you_mean
+from ..errors import ArtifactError, SpecError, brief_fields, did_you_mean, shown
 from ..files.placing import new_file, new_folder
 from ..files.reading import reported
 from ..files.writing import save_file
@@ -43,6 +43,8 @@ class About:
     classes: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
 
+    __repr__ = brief_fields
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -67,6 +69,8 @@ class Content:
     config: dict[str, Any]
     layers: tuple[str, ...]
     left_out: Mapping[str, str]
+
+    __repr__ = brief_fields
 
 
 def about_of(module: Any) -> About:
@@ -138,7 +142,7 @@ def content(
     if part not in PARTS:
         raise SpecError(f"there is no part '{part}' of a pipeline{did_you_mean(part, PARTS)}; there is {', '.join(PARTS)}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise SpecError(f"an adapter's tensors are floating point: dtype is torch.float16, for example, not {dtype!r}")
+        raise SpecError(f"an adapter's tensors are floating point: dtype is torch.float16, for example, not {shown(dtype)}")
     if odd := next((key for key, value in (said or {}).items() if not (isinstance(key, str) and isinstance(value, str))), None):
         raise SpecError(f"metadata are texts by name, and {odd!r} is not")
     left = dict(held.left_out)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..errors import SpecError, shown
 from ..low_rank import factor, factorization, kronecker
 from .weight_update import Update, divisors
 
@@ -87,7 +87,7 @@ class Lokr(Update):
 def check_factor(factor: Any, out: int, inner: int) -> None:
     """Raise SpecError unless `factor` is -1, or divides one of the widths."""
     if not isinstance(factor, int) or isinstance(factor, bool) or (factor < 1 and factor != -1):
-        raise SpecError(f"factor must be -1 (as near to a square as can be) or a whole number above 0, not {factor!r}")
+        raise SpecError(f"factor must be -1 (as near to a square as can be) or a whole number above 0, not {shown(factor)}")
     if factor > 0 and out % factor and inner % factor:
         raise SpecError(
             f"factor {factor} divides neither the {out} outputs nor the {inner} inputs; "

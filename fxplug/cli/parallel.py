@@ -186,7 +186,8 @@ def _planned(subject: str, ways: Mapping[str, int], dry: bool, set: list[str] | 
     if not dry:
         inputs = {**default_inputs(config, result.base), **added_inputs(config, result.module)[1]}
         saved = {**resolved(config), "inputs": inputs}
-    said = result.plan or (result.stepped and result.stepped.extra_repr()) or "one process: all ways are 1"
+    said = result.plan.listing if result.plan else result.stepped.extra_repr() if result.stepped else ""
+    said = said or "one process: all ways are 1"
     return result.module, said, result.inputs, saved
 
 
@@ -217,7 +218,7 @@ def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> A
     with progress("plan"):
         settings: dict[str, Any] = dict(ways)
         plan = parallel_plan(module, *call, **settings, check=False)
-    return parallelize(module, plan), plan, call, config
+    return parallelize(module, plan), plan.listing, call, config
 
 
 def passes_of(ways: Mapping[str, int]) -> list[dict[str, Any]]:

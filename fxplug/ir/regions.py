@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..errors import MatchError, did_you_mean
+from ..errors import MatchError, brief_fields, did_you_mean
 from ..spec.addresses import EACH, NAMED, Port
 from . import ops
 from .traced_module import class_names
@@ -30,6 +30,8 @@ class Region:
     inputs: list[tuple[Port, int, fx.Node]] = field(default_factory=list)
     outputs: list[tuple[Port, fx.Node]] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
+
+    __repr__ = brief_fields
 
     @property
     def path(self) -> str:

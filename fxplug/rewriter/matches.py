@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from ..errors import brief_fields
 from ..ir import functions
 from ..ir.regions import Region, Regions
 from ..spec.addresses import Port, chosen, is_pattern, parse_port
@@ -23,6 +24,8 @@ class Hit:
     caught: dict[str, str]
     port: Port
     pattern: int
+
+    __repr__ = brief_fields
 
 
 def hits(regions: Regions, match: Match) -> list[Hit]:

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from ..capture.fake_tensors import quiet
-from ..errors import ClashError, MatchError, SpecError, TraceError, did_you_mean
+from ..errors import ClashError, MatchError, SpecError, TraceError, did_you_mean, shown
 from ..ir import ops
 from ..ir.containers import Container
 from ..ir.editing import insert
@@ -50,7 +50,7 @@ def _with_gates(gm: TracedModule, p: Pass) -> Pass:
         raise SpecError(f"the rules of a pass with slots have one rank, not {sorted(ranks)}", where=p.where)
     rank = ranks.pop()
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise SpecError(f"{p.name}: rank_max must be a whole number, 1 or more, not {rank!r}", where=p.where)
+        raise SpecError(f"{p.name}: rank_max must be a whole number, 1 or more, not {shown(rank)}", where=p.where)
     options = {"slots": p.slots, "rank": rank}
     gates = {"use": "fxplug.blocks:Gates.of", "options": options, "args": [_samples(gm, p)], "neutral": True}
     rules = []

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import fx, nn
 
-from ..errors import SpecError, cut
+from ..errors import SpecError, brief_fields, cut
 from ..ir.regions import Regions
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass, Rule
@@ -37,6 +37,8 @@ class Value:
     node: fx.Node | None = field(default=None, repr=False, compare=False)
     port: Port | None = field(default=None, repr=False)
     kind: Literal["port", "changed", "operand", "kept"] = field(default="port", repr=False)
+
+    __repr__ = brief_fields
 
     @property
     def path(self) -> str:
@@ -70,6 +72,8 @@ class Site:
     node: str = ""  # the node, where the rule matches an operation
     root: nn.Module = field(repr=False, compare=False, default_factory=nn.Module)
     stacked: bool = False
+
+    __repr__ = brief_fields
 
     @property
     def name(self) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import ValidationInfo, model_validator
 
-from ..errors import SpecError, did_you_mean
+from ..errors import SpecError, brief_fields, did_you_mean
 from .rules import check_target
 from .sections import Section, checked, held, located, number
 from .yaml_source import NOWHERE, Where, no_such_file, shown
@@ -36,6 +36,8 @@ class ModelSpec:
     options: dict[str, Any]
     where: Where = NOWHERE
 
+    __repr__ = brief_fields
+
 
 @dataclass(frozen=True)
 class WeightsSpec:
@@ -54,6 +56,8 @@ class WeightsSpec:
     ignore: tuple[str, ...] = ()
     base: Path = Path()
     where: Where = NOWHERE
+
+    __repr__ = brief_fields
 
     def find(self) -> Path:
         """The path of the file. SpecError when there is none, or more than one."""
@@ -89,12 +93,16 @@ class TensorSpec:
     high: int | None = None
     fill: float | int | bool | None = None
 
+    __repr__ = brief_fields
+
 
 @dataclass(frozen=True)
 class Value:
     """A plain constant among the inputs."""
 
     value: Any
+
+    __repr__ = brief_fields
 
 
 InputSpec: TypeAlias = TensorSpec | Value | dict[str, Any] | list[Any]  # Any: an InputSpec again

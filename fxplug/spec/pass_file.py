@@ -9,7 +9,7 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
-from ..errors import SpecError, did_you_mean
+from ..errors import SpecError, brief_fields, did_you_mean
 from .import_path import import_target
 from .rules import COMMON, Match, Pass, Rule, check_common, check_name, is_target
 from .shipped import find_file
@@ -96,6 +96,8 @@ class Draft:
 
     source: Source
     name: str
+
+    __repr__ = brief_fields
 
     @property
     def params(self) -> dict[str, Any]:

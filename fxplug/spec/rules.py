@@ -7,14 +7,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from keyword import iskeyword
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from ..errors import SpecError, did_you_mean
+from ..errors import SpecError, brief_fields, did_you_mean
 from .addresses import parse_relative
 from .expressions import check_expression
-from .sections import Section, checked, held, number, whole
+from .pass_parts import Input, Network, Plan
+from .sections import held
 from .yaml_source import NOWHERE, braces, shown
 from .yaml_source import Where as Where
 
@@ -35,72 +34,6 @@ _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 _INPUT = re.compile(r"[^\W\d]\w*(\[\d+\]|\.[^\W\d]\w*)*")
-_SIZE = re.compile(r"\s*(\d+|[^\W\d]\w*)(\s*\*\s*(\d+|[^\W\d]\w*))*\s*")
-
-
-def _sizes(value: Any) -> list[int | str] | None:
-    if value is not None and not isinstance(value, (list, tuple)):
-        raise SpecError(f"must be a list of sizes and names, not {shown(value)}")
-    for size in value or ():
-        if isinstance(size, bool) or not (isinstance(size, int) or (isinstance(size, str) and _SIZE.fullmatch(size))):
-            raise SpecError(f"must be a number, a name, or numbers and names with '*', such as 8*h; not {shown(size)}")
-    return value  # type: ignore[return-value]
-
-
-def _tries(value: Any) -> dict[str, list[int]]:
-    value = value or {}
-    if not isinstance(value, Mapping) or not all(isinstance(sizes, (list, tuple)) for sizes in value.values()):
-        raise SpecError(f"must be a mapping of names to lists of sizes, not {shown(value)}")
-    return {name: list(sizes) for name, sizes in value.items()}
-
-
-def _used(value: Any) -> Any:
-    if value is None:
-        raise SpecError("a network is a module, a folder, or 'package.module:function'")
-    return value
-
-
-def _arguments(value: Any) -> Any:
-    if not isinstance(value, (Mapping, list, tuple)):
-        raise SpecError(f"must be a mapping or a list, not {shown(value)}")
-    return value
-
-
-class _Input(Section):
-    """A new input of the model: its sizes, and what it is where it is not given."""
-
-    shape: Annotated[Any, checked(_sizes)] = None
-    dtype: Any = None
-    default: Annotated[Any, checked(number)] = None
-    tries: Annotated[Any, checked(_tries)] = Field(default={}, alias="try")
-
-
-class _Network(Section):
-    """A network that is traced into the graph."""
-
-    use: Annotated[Any, checked(_used)] = Field(description="a module, a folder, or 'package.module:function'")
-    args: Annotated[Any, checked(_arguments)] = {}
-    options: Any = None
-    neutral: Any = None
-
-
-class Plan(Section):
-    """The keywords of a plan, as far as they can be checked without a model."""
-
-    ulysses: Annotated[int, whole(1)] = 1
-    ring: Annotated[int, whole(1)] = 1
-    batch: Annotated[int, whole(1)] = 1
-    rows: Annotated[int, whole(1)] = 1
-    tensor: Annotated[int, whole(1)] = 1
-    split: dict[str, int] | None = None
-    at: str | None = Field(default=None, description="the path of a region")
-    stages: Annotated[int | None, whole(1, None)] = None
-    patches: Annotated[int | None, whole(1, None)] = None
-    stale: bool = False
-    warmup: Annotated[int | None, whole(1, None)] = None
-    correct: Annotated[int | None, whole(0, None)] = None
-    steps: Annotated[int | None, whole(1, None)] = None
-    clock: str | None = Field(default=None, description="the name of an input")
 
 
 @dataclass(frozen=True, init=False)
@@ -116,6 +49,8 @@ class Match:
     module: tuple[str | type, ...] = ()
     op: tuple[str | Callable[..., Any], ...] | None = None
     within: tuple[str | type, ...] = ()
+
+    __repr__ = brief_fields
 
     def __init__(
         self,
@@ -166,6 +101,8 @@ class Rule:
     name: str | None
     combine: str | None
     where: Where = field(compare=False)
+
+    __repr__ = brief_fields
 
     def __init__(
         self,
@@ -254,6 +191,8 @@ class Pass:
     samples: str | None = None
     expect: str | int | None = None
 
+    __repr__ = brief_fields
+
     def __post_init__(self) -> None:
         check_common({key: getattr(self, key) for key in COMMON})
         if not isinstance(self.about, str):
@@ -288,10 +227,10 @@ class Pass:
             for name in value:
                 check_name(name, key)
             _set(self, **{key: dict(value)})
-        read = {name: held(_Input, {} if spec is None else spec, "inputs", name) for name, spec in self.inputs.items()}
+        read = {name: held(Input, {} if spec is None else spec, "inputs", name) for name, spec in self.inputs.items()}
         _set(self, inputs={name: spec.model_dump(by_alias=True) for name, spec in read.items()})
         for name, spec in self.networks.items():
-            held(_Network, spec, "networks", name)
+            held(Network, spec, "networks", name)
 
 
     def admits(self, count: int) -> bool:

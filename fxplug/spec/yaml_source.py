@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from .. import errors
-from ..errors import SpecError, did_you_mean
+from ..errors import SpecError, brief_fields, did_you_mean
 from ..files import reading
 from ..limits import DEFAULT, Limits
 
@@ -50,6 +50,8 @@ class Source:
     data: Any
     file: str = ""
     lines: dict[tuple[str | int, ...], Where] = field(default_factory=dict)
+
+    __repr__ = brief_fields
 
     def where(self, *path: str | int) -> Where:
         """The place of the value at `path`, or of the nearest one around it."""
