@@ -208,18 +208,25 @@ def passes(
         for each, path in shipped("passes").items():
             print(f"{each:18} {open_pass(path).source.data.get('about', '')}")
         return
+    from .spec.json_schema import parameters as explained
+
     draft = open_pass(name)
     print(draft.source.data.get("about", draft.name))
-    for key, default in draft.params.items():
-        print(f"  {key:10}{'required' if default == REQUIRED else json.dumps(default)}")
+    told = {key: "required" if default == REQUIRED else json.dumps(default) for key, default, _, _ in explained(draft)}
+    rows = [(key, told[key], text) for key, _, text, _ in explained(draft)]
+    keys, defaults = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for key, default, said in rows:
+        print(f"  {key:{keys}}  {default:{min(defaults, 40)}}  {said}".rstrip())
 
 
 @app.command()
-def schema(debug: Debug = False) -> None:
-    """Print the JSON Schema of a configuration, for editors."""
-    from .spec.run_config import schema as make
+def schema(
+    page: Annotated[bool, typer.Option("--page", help="Every key as Markdown instead.")] = False, debug: Debug = False
+) -> None:
+    """Print the JSON Schema of a configuration, for editors, or its keys as a page."""
+    from .spec import json_schema
 
-    print(json.dumps(make(), indent=2))
+    print(json_schema.page() if page else json.dumps(json_schema.schema(), indent=2), end="" if page else "\n")
 
 
 @app.command()

@@ -108,7 +108,9 @@ class Value:
 InputSpec: TypeAlias = TensorSpec | Value | dict[str, Any] | list[Any]  # Any: an InputSpec again
 
 
-class _Model(Section):
+class ModelKeys(Section):
+    """The keys of `model`, of which one says where the model comes from."""
+
     timm: Any = None
     diffusers: Any = None
     call: Any = None
@@ -134,7 +136,9 @@ def _texts(value: Any, empty: bool = False) -> bool:
     return isinstance(value, list) and (empty or bool(value)) and all(isinstance(item, str) for item in value)
 
 
-class _Weights(Section):
+class WeightKeys(Section):
+    """The keys of `weights`."""
+
     package: str | None = None
     file: str
     order: bool = False
@@ -142,7 +146,7 @@ class _Weights(Section):
     ignore: Annotated[Any, checked(_ignored)] = ()
 
     @model_validator(mode="after")
-    def _one_way(self) -> _Weights:
+    def _one_way(self) -> WeightKeys:
         if self.order and self.keys:
             raise located(SpecError("'order' and 'keys' exclude each other"))
         return self
@@ -166,7 +170,9 @@ def _shape(value: Any, path: tuple[str | int, ...] = ()) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-class _Tensor(Section):
+class Tensor(Section):
+    """The keys of an example input that is a tensor."""
+
     shape: Annotated[Any, checked(_shape)]
     dtype: Annotated[Any, checked(_dtype)] = None
     low: int | None = None
@@ -174,7 +180,7 @@ class _Tensor(Section):
     fill: Annotated[Any, checked(number)] = None
 
     @model_validator(mode="after")
-    def _one_filling(self) -> _Tensor:
+    def _one_filling(self) -> Tensor:
         if self.fill is not None and (self.low is not None or self.high is not None):
             raise located(SpecError("'fill' and 'low' or 'high' exclude each other"))
         if self.high is not None and self.high <= (self.low or 0):
@@ -182,7 +188,9 @@ class _Tensor(Section):
         return self
 
 
-class _Constant(Section):
+class Constant(Section):
+    """The key of an example input that is a constant."""
+
     value: Any
 
 
@@ -204,7 +212,7 @@ def read_model(value: Any, info: ValidationInfo) -> ModelSpec:
         value = {kind: value}
     if not isinstance(value, Mapping):
         raise SpecError(f"must be text or a mapping, not {shown(value)}", path=("model",))
-    read = held(_Model, value, "model")
+    read = held(ModelKeys, value, "model")
     kinds = [kind for kind in KINDS if kind in value]
     if len(kinds) != 1:
         found = " and ".join(f"'{kind}'" for kind in kinds) or "none"
@@ -234,7 +242,7 @@ def read_weights(value: Any, info: ValidationInfo) -> WeightsSpec | None:
         return WeightsSpec(path=value, base=base, where=where)
     if not isinstance(value, Mapping):
         raise SpecError(f"must be a path or a mapping, not {shown(value)}", path=("weights",))
-    read = held(_Weights, value, "weights")
+    read = held(WeightKeys, value, "weights")
     place = {"path": read.file} if read.package is None else {"package": read.package, "file": read.file}
     ignore = (read.ignore,) if isinstance(read.ignore, str) else tuple(read.ignore)
     return WeightsSpec(**place, order=read.order, keys=dict(read.keys), ignore=ignore, base=base, where=where)
@@ -255,11 +263,11 @@ def _input(value: Any, path: tuple[str | int, ...]) -> InputSpec:
     if not isinstance(value, Mapping):
         return Value(value)
     if "value" in value:
-        return Value(held(_Constant, value, *path).value)
+        return Value(held(Constant, value, *path).value)
     others = ("dtype", "low", "high", "fill")
     if "shape" not in value:
         if any(key in value and not isinstance(value[key], (list, Mapping)) for key in others):
             near = next((f" (found '{key}')" for key in value if did_you_mean("shape", [key])), "")
             raise SpecError(f"missing key 'shape'{near}; a constant mapping is {{value: ...}}", path=path)
         return {str(key): _input(item, (*path, key)) for key, item in value.items()}
-    return TensorSpec(**dict(held(_Tensor, value, *path)))
+    return TensorSpec(**dict(held(Tensor, value, *path)))
