@@ -48,7 +48,7 @@ class Regions:
     """The regions of one graph in the order they ran, found in one walk."""
 
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
-        self.root = root
+        self.root, self.graph = root, graph
         self._classes: dict[str, tuple[str, ...]] = {}
         self._passes = {entry["name"] for entry in getattr(root, "meta", {}).get("passes", [])}
         self.replaced = dict(_replaced(root))
@@ -146,6 +146,16 @@ class Regions:
     def _named(self, pattern: str) -> str | None:
         head = re.match(r"(?:re:)?\^?(\w+)", pattern)
         return head[1] if head and head[1] in self._passes else None
+
+    @cached_property
+    def resized(self) -> dict[str, str]:
+        """The layers to which a pass gave another size, with its name: each trains as a whole, and nothing goes beside it."""
+        found = {}
+        for entry in getattr(self.root, "meta", {}).get("passes", []):
+            for site in entry["sites"]:
+                if site["block"] and getattr(self.root.get_submodule(site["block"]), "resizes", False):
+                    found[site["path"].partition("@")[0]] = entry["name"]
+        return found
 
     @cached_property
     def _uncalled(self) -> dict[str, list[str]]:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ..errors import brief_fields
+from ..errors import MatchError, brief_fields
 from ..ir import functions
 from ..ir.regions import Region, Regions
 from ..spec.addresses import Port, chosen, is_pattern, parse_port
 from ..spec.rules import Match
+from .last_layer import LAST, last_layer
 
 ALL_LINEAR = "all-linear"
 
@@ -44,8 +45,11 @@ def hits(regions: Regions, match: Match) -> list[Hit]:
         if port.path:
             containers = {} if by_call else regions.containers(port.path)
             known = dict.fromkeys([*names.values(), *containers])
-            every = port.path.lower() == ALL_LINEAR and port.path not in known
-            caught = all_linear(regions, known) if every else chosen(port.path, known)
+            if port.path.lower() == ALL_LINEAR and port.path not in known:
+                caught = all_linear(regions, known)
+            else:
+                last = port.path == LAST and LAST not in known
+                caught = chosen(last_layer(regions) if last else port.path, known)
         else:
             names, caught, containers = {"": "", **names}, {"": {}}, {}
         rows = {k: caught[name] for k, name in names.items() if name in caught}
@@ -56,6 +60,10 @@ def hits(regions: Regions, match: Match) -> list[Hit]:
             rows = {**{k: inner[name] for k, name in names.items() if name in inner}, **rows}
         rows = {k: rows[k] for k, name in names.items() if k in rows and is_a(regions, name, match.module)}
         for key, groups in rows.items():
+            if (by := regions.resized.get(regions.by_key[key].path)) is not None:
+                if port.path in (key, LAST):
+                    raise MatchError(f"'{key}' has another size since pass '{by}', which trains all of it: leave it out")
+                continue
             found.setdefault((key, port), Hit(key, groups, replace(port, path=key), number))
     return list(found.values())
 
