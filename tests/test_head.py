@@ -9,7 +9,7 @@ import small
 import timm
 import torch
 import unets
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fxplug
@@ -103,8 +103,8 @@ def test_a_layer_that_is_named_gets_another_size():
 @pytest.mark.parametrize(
     "given, says",
     [
-        ({}, "needs one of 'classes' and 'size'; found neither"),
-        ({"classes": 3, "size": 4}, "needs one of 'classes' and 'size'; found both"),
+        ({}, "needs one of 'classes' and 'size', or 'weights'; found none"),
+        ({"classes": 3, "size": 4}, "needs one of 'classes' and 'size', or 'weights'; found classes and size"),
         ({"classes": 0}, "classes must be a whole number, 1 or more, not 0"),
         ({"classes": "37"}, "classes must be a whole number, 1 or more, not '37'"),
         ({"size": True}, "size must be a whole number, 1 or more, not True"),
@@ -203,3 +203,53 @@ def test_a_configuration_trains_it_and_plain_timm_takes_the_result(tmp_path):
     ).eval()
     x = torch.randn(2, 3, 32, 32)
     torch.testing.assert_close(plain(x), run.module.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # peft's advice on its own options
+def test_peft_reads_it_with_lora_and_an_adapter_of_pefts_gives_it_back(new, tmp_path):
+    import peft
+
+    _, x, _ = small.plain_vit()
+    both = fxplug.apply(new, fxplug.load_pass("lora", at=["qkv", "fc1"], rank=2))
+    with torch.no_grad():
+        for name, parameter in both.named_parameters():
+            if name.startswith("lora.") and name.endswith("up.weight"):
+                parameter.normal_(std=0.1)
+    fxplug.save_adapter(both, tmp_path / "peft", as_="peft")
+    options = {"img_size": 32, "depth": 2, "embed_dim": 96, "num_classes": 37}
+    plain = timm.create_model("vit_tiny_patch16_224", **options)
+    plain.load_state_dict({k: v for k, v in small.plain_vit().model.state_dict().items() if "head" not in k}, strict=False)
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "peft").eval()
+    torch.testing.assert_close(loaded(*x), both(*x), rtol=1e-4, atol=1e-5)
+    loaded.save_pretrained(tmp_path / "again")
+    for folder in ("peft", "again"):
+        again = fxplug.apply(small.plain_vit().gm, head(weights=str(tmp_path / folder)))
+        assert torch.equal(again(*x), new(*x))
+        assert fxplug.apply(small.plain_vit().gm, head(weights=str(tmp_path / folder), classes=37))(*x).shape == (2, 37)
+    with pytest.raises(fxplug.ArtifactError, match="'head.weight' is a whole parameter of a new layer, for which kohya has no"):
+        fxplug.save_adapter(both, tmp_path / "kohya", as_="kohya")
+
+
+@pytest.mark.parametrize(
+    "tensors, given, says",
+    [
+        ({"head.weight": torch.zeros(5, 96), "head.bias": torch.zeros(5)}, {"classes": 6}, "is [5, 96] in '"),
+        ({"head.weight": torch.zeros(5, 95), "head.bias": torch.zeros(5)}, {}, "is [5, 95] in '"),
+        ({"head.weight": torch.zeros(5, 96)}, {}, "has no 'head.bias' (did you mean 'head.weight'?)"),
+        ({"heat.weight": torch.zeros(5, 96)}, {}, "has no 'head.weight' (did you mean 'heat.weight'?)"),
+        ({"head.weight": torch.zeros(0, 96), "head.bias": torch.zeros(0)}, {}, "is [0, 96] in '"),
+        ({"head.weight": torch.zeros(5, 96, dtype=torch.int64)}, {}, "has no 'head.weight'"),
+        ({"head.weight": torch.tensor(1.0)}, {}, "is [] in '"),
+    ],
+)
+def test_a_file_without_that_layer_says_so(tensors, given, says, tmp_path):
+    save_file(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(fxplug.SpecError, match=re.escape(says)):
+        fxplug.apply(small.plain_vit().gm, head(weights=str(tmp_path / "a.safetensors"), **given))
+
+
+def test_a_file_that_cannot_be_read_says_so(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(b"no weights")
+    for name in ("a.safetensors", "b.safetensors", ""):
+        with pytest.raises(fxplug.FxplugError, match="safetensors"):
+            fxplug.apply(small.plain_vit().gm, head(weights=str(tmp_path / name)))

@@ -13,6 +13,7 @@ from ..errors import ArtifactError, SpecError, brief_fields, did_you_mean
 from ..limits import DEFAULT
 from .banks import Bank, rank_dims, scaled_factor
 from .files import read
+from .saved_heads import held_heads
 from .slot_memory import read_said, scaled, unscaled
 from .updates import Entry, rank_of
 
@@ -36,12 +37,14 @@ class Layer:
 class Held:
     """What is to be written: the updates by layer, and what of the module no adapter file holds, by place, with the reason.
 
-    `rslora` says that each scale is alpha / sqrt(rank) by its pass's own word.
+    `rslora` says that each scale is alpha / sqrt(rank) by its pass's own word. `heads` are the parameters of layers that a pass
+    made anew, by key.
     """
 
     entries: tuple[Entry, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
     rslora: bool = False
+    heads: Mapping[str, Tensor] = field(default_factory=dict)
 
     __repr__ = brief_fields
 
@@ -142,6 +145,8 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
                 continue
             done.add(block)
             made = module.get_submodule(block)
+            if getattr(made, "resizes", False):
+                continue  # `held_heads` has it
             if type(made).__name__ not in BLOCKS:
                 left[path] = f"{name} has a {type(made).__name__} there, which adapter files have no form for"
             elif site.get("apart"):
@@ -158,7 +163,7 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
         raise SpecError(f"no pass without slots is applied here, so nothing was learned{other}")
     if not entries:
         raise SpecError(f"{' and '.join(wanted)}: no low-rank updates{''.join(f': {why}' for why in list(left.values())[:1])}")
-    return Held(tuple(entries.values()), left, rslora == {True})
+    return Held(tuple(entries.values()), left, rslora == {True}, held_heads(module, wanted))
 
 
 def _of_block(block: Any, path: str, name: str) -> Entry:

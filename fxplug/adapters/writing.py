@@ -23,6 +23,7 @@ from .held import Held, Layer, layers_of, trained
 from .key_layouts import CONFIGURED, FORMATS, alpha_of, config, configured, ours, refused, unlike, with_alpha
 from .layer_matching import PARTS
 from .named import named, part_of
+from .saved_heads import BEFORE
 from .updates import Entry
 
 FILES = {"peft": "adapter_model.safetensors", "diffusers": "pytorch_lora_weights.safetensors"}
@@ -146,6 +147,8 @@ def content(
     if odd := next((key for key, value in (said or {}).items() if not (isinstance(key, str) and isinstance(value, str))), None):
         raise SpecError(f"metadata are texts by name, and {odd!r} is not")
     left = dict(held.left_out)
+    if held.heads and as_ != "peft":
+        left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, for which {as_} has no form")
     entries = []
     for entry in held.entries:
         layer = model.layers.get(entry.path)
@@ -182,6 +185,9 @@ def content(
     made: dict[str, Any] = {}
     if as_ in CONFIGURED:
         made = config([(entry.path, entry) for _, entry in rows], model.layers, held.rslora)
+    if held.heads and as_ == "peft":
+        tensors |= {f"{BEFORE}{key}": value if dtype is None else value.to(dtype) for key, value in held.heads.items()}
+        made["modules_to_save"] = sorted({key.rpartition(".")[0] for key in held.heads})
     about = {"format": "pt", **_metadata(as_, rows, model, name, tensors), **(said or {})}
     if as_ == "diffusers":
         packed = {f"{part}.{key}": value for key, value in made.items()}
