@@ -99,7 +99,8 @@ def test_all_linear_is_pefts_of_a_classifier_and_of_a_language_model():
         ("attn.qvk", "none ends with '.attn.qvk' (did you mean 'attn.qkv'?)"),
         ("attn.*", "a pattern is held against whole paths: '**.attn.*' matches 4 places"),
         ("re:attn.qkv", "inside of one this is found at 2 places, for example blocks.0.attn.qkv: write 're:.*attn.qkv'"),
-        ("re:^attn.(qkv|proj)$", "write 're:.*attn.(qkv|proj)$'"),
+        ("re:^attn.(qkv|proj)$", "write 're:.*(?:attn.(qkv|proj)$)'"),
+        ("re:qkv|fc1", "this is found at 4 places, for example blocks.0.attn.qkv: write 're:.*(?:qkv|fc1)'"),
         ("attn.{qkv,prj}", "'prj' of the braces in 'attn.{qkv,prj}' matched 0 places"),
         ("**.attn.{qkv,prj}", "'prj' of the braces in '**.attn.{qkv,prj}' matched 0 places"),
         ("{qvk,prj}", "(did you mean 'qkv'?)\n  no region 'prj'"),
@@ -208,3 +209,17 @@ def test_a_line_of_a_file_that_needs_quotes_says_so(tmp_path):
 def test_a_hint_takes_bounded_time():
     with pytest.raises(fxplug.MatchError, match="the path is what fails"):  # at the start it ends at once
         found("re:x(([a-z0-9]+)+[.]*)+Z$")
+
+
+def test_what_a_hint_says_to_write_finds_what_it_says():
+    for expression in ("attn.qkv", "qkv|fc1", "^mlp", "(fc1|fc2)$"):
+        with pytest.raises(fxplug.MatchError) as caught:
+            found(f"re:{expression}")
+        count, text = re.search(r"found at (\d+) places?, .* write '(re:.*)'$", str(caught.value)).groups()
+        assert len(found(text)) == int(count)
+
+
+def test_a_glob_of_many_parts_takes_bounded_time():
+    names = [".".join(f"part{i}" for i in range(40))] * 50
+    assert chosen("**." * 60 + "x", names) == {} and len(chosen("**." * 60 + "part39", names)) == 1
+    assert list(chosen("****", ["a.b"])) == list(chosen("**.**", ["a.b"])) == ["a.b"]

@@ -114,7 +114,8 @@ def _meant(regions: Regions, match: Match, pattern: str) -> str:
     if not inside:
         return ""
     found = f"inside of one this is found at {_places(len(inside))}, for example {inside[0]}"
-    return f"an expression must match from the start of a path; {found}: write 're:.*{expression}'"
+    whole = f"(?:{expression})" if "|" in expression else expression
+    return f"an expression must match from the start of a path; {found}: write 're:.*{whole}'"
 
 
 def _places(count: int) -> str:

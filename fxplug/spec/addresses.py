@@ -52,7 +52,7 @@ KEYS = r"(?:\[[^\[\]]+\]|\.[^.\[\]]+)*"
 ADDRESS = re.compile(rf"^(?P<path>.*?)(?::(?P<side>in|out|param)(?P<keys>{KEYS}))?$")
 KEY = re.compile(r"\[([^\[\]]+)\]|\.([^.\[\]]+)")
 RELATIVE = re.compile(rf"^(?P<side>x|y)(?P<keys>{KEYS})$")
-PARTS = re.compile(r"(\*\*\.|\*\*|\*|\?|\{[^{}]*\})")
+PARTS = re.compile(r"((?:\*\*\.)+|\*\*+|\*|\?|\{[^{}]*\})")
 HIDDEN = "slice__"  # the groups of slices without a name of their own
 BRACES = re.compile(r"\{[^{}]*\}")
 NAMES = re.compile(r"(\{[^{},]*,[^{}]*\})")  # several names in braces
@@ -132,6 +132,12 @@ def each_name(text: str) -> dict[str, str]:
     return found
 
 
+def _wild(part: str) -> str:
+    """A part without braces as an expression; `**.**.` is no more than `**.`, and would be tried in as many ways."""
+    part = "**." if part.startswith("**.") else "**" if part.startswith("**") else part
+    return WILD.get(part) or re.escape(part)
+
+
 def _names(part: str, text: str) -> list[str]:
     names = [name.strip() for name in part[1:-1].split(",")]
     if odd := next((name for name in names if ":" in name or "=" in name), None):
@@ -160,7 +166,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
         if slice_ := SLICE.fullmatch(part):
             out.append(rf"(?P<{slice_['name'] or f'{HIDDEN}{number}'}>\d+)")
         elif part.startswith("{") and "," in part:
-            ways = ("".join(WILD.get(piece) or re.escape(piece) for piece in PARTS.split(name)) for name in _names(part, text))
+            ways = ("".join(_wild(piece) for piece in PARTS.split(name)) for name in _names(part, text))
             out.append(f"(?:{'|'.join(ways)})")
         elif part.startswith("{") and part.endswith("}"):
             name = part[1:-1]
@@ -175,7 +181,7 @@ def compile_pattern(text: str) -> re.Pattern[str]:
             found = "has braces that do not close, or stand in others: write each way as a pattern of its own in a list"
             raise SpecError(f"{shown(text)} {found}")
         else:
-            out.append(WILD.get(part) or re.escape(part))
+            out.append(_wild(part))
     return re.compile("".join(out) + r"\Z")
 
 
