@@ -62,7 +62,7 @@ def parallel(
     if "patches" in given and "stages" not in given:
         raise SpecError("--ways patches=... says how stages are run: give stages=2,patches=4")
     module, plan, call, config = _planned(subject, given, plan_only, set, allow)
-    print(plan)
+    print(getattr(plan, "listing", plan))  # a text, where there is no plan
     if plan_only:
         return
     from ..parallel.plan import Plan
@@ -186,8 +186,7 @@ def _planned(subject: str, ways: Mapping[str, int], dry: bool, set: list[str] | 
     if not dry:
         inputs = {**default_inputs(config, result.base), **added_inputs(config, result.module)[1]}
         saved = {**resolved(config), "inputs": inputs}
-    said = result.plan.listing if result.plan else result.stepped.extra_repr() if result.stepped else ""
-    said = said or "one process: all ways are 1"
+    said = result.plan or (result.stepped and result.stepped.extra_repr()) or "one process: all ways are 1"
     return result.module, said, result.inputs, saved
 
 
@@ -218,7 +217,7 @@ def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> A
     with progress("plan"):
         settings: dict[str, Any] = dict(ways)
         plan = parallel_plan(module, *call, **settings, check=False)
-    return parallelize(module, plan), plan.listing, call, config
+    return parallelize(module, plan), plan, call, config
 
 
 def passes_of(ways: Mapping[str, int]) -> list[dict[str, Any]]:
