@@ -70,12 +70,12 @@ def rewrite(
     verify = False if no_verify else None
     result = rewritten(config, set, out=out, dry_run=dry_run, verify=verify)
     if dry_run:
-        print(result)
+        print(result.listing)
         print("dry run: nothing written")
         return
     for name, sites in result.sites.items():
-        print(f"{name}: {len(sites)} site{'s' * (len(sites) != 1)}")
-    print(result.report or f"{parameters(result)}\nnot verified")
+        print(f"{name}: {sites.summary}")
+    print(result.report.listing if result.report else f"{parameters(result)}\nnot verified")
     print(f"saved in {out}" if out else "not saved: --out DIR saves it")
 
 
@@ -107,7 +107,7 @@ def train(
 @app.command()
 def sites(config: ConfigArg, set: Set = None, debug: Debug = False) -> None:
     """List where the passes of a configuration act, with shapes and the parameters they add."""
-    print(rewritten(config, set, dry_run=True, verify=False))
+    print(rewritten(config, set, dry_run=True, verify=False).listing)
 
 
 @app.command()
@@ -177,7 +177,7 @@ def tune(
         args, kwargs = example_inputs(read_config(subject, set), module)
     with progress("measure"):
         done = run(module, args, kwargs, compiled=compiled, turns=turns)
-    print(done)
+    print(done.listing)
 
 
 @app.command()
@@ -208,18 +208,25 @@ def passes(
         for each, path in shipped("passes").items():
             print(f"{each:18} {open_pass(path).source.data.get('about', '')}")
         return
+    from .spec.json_schema import parameters as explained
+
     draft = open_pass(name)
     print(draft.source.data.get("about", draft.name))
-    for key, default in draft.params.items():
-        print(f"  {key:10}{'required' if default == REQUIRED else json.dumps(default)}")
+    told = {key: "required" if default == REQUIRED else json.dumps(default) for key, default, _, _ in explained(draft)}
+    rows = [(key, told[key], text) for key, _, text, _ in explained(draft)]
+    keys, defaults = (max(len(row[column]) for row in rows) for column in (0, 1))
+    for key, default, said in rows:
+        print(f"  {key:{keys}}  {default:{min(defaults, 40)}}  {said}".rstrip())
 
 
 @app.command()
-def schema(debug: Debug = False) -> None:
-    """Print the JSON Schema of a configuration, for editors."""
-    from .spec.run_config import schema as make
+def schema(
+    page: Annotated[bool, typer.Option("--page", help="Every key as Markdown instead.")] = False, debug: Debug = False
+) -> None:
+    """Print the JSON Schema of a configuration, for editors, or its keys as a page."""
+    from .spec import json_schema
 
-    print(json.dumps(make(), indent=2))
+    print(json_schema.page() if page else json.dumps(json_schema.schema(), indent=2), end="" if page else "\n")
 
 
 @app.command()

@@ -1,13 +1,16 @@
-"""The exceptions a user can meet, and the nearest-name hint that their messages share."""
+"""The exceptions a user can meet, the nearest-name hint that their messages share, and values in few words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from heapq import nlargest
 from itertools import islice
+from typing import Any
 
-LONGEST = 8_000  # characters of a message; a file may be quoted in it
+LONGEST = 1_800  # characters of a message, and of what an object of ours is as text
 NAME, CLOSE = 160, 64  # characters of a name, and names, that are compared closely to find the nearest
 
 
@@ -19,6 +22,9 @@ class FxplugError(Exception):
 
     def __init__(self, text: object = "") -> None:
         super().__init__(printable(str(text)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({shown(str(self), LONGEST)})"
 
 
 class SpecError(FxplugError):
@@ -69,22 +75,78 @@ class ArtifactError(FxplugError):
 
 def printable(text: str) -> str:
     """`text` without anything that steers a terminal, and cut in its middle where it is very long."""
-    if len(text) > LONGEST:
-        half = LONGEST // 2
-        text = f"{text[:half]} ... {len(text) - LONGEST} characters ... {text[-half:]}"
+    text = _short(text)
     if text.isascii() and text.replace("\n", "").isprintable():
         return text
-    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return _short("".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text))
+
+
+def _short(text: str) -> str:
+    if len(text) <= LONGEST:
+        return text
+    half = (LONGEST - 40) // 2
+    return f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
+
+
+class _Brief(reprlib.Repr):
+    """Values in few words: of a tensor its shape, of a module its class, of a collection the first members."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        return f"a number of about {x.bit_length() * 3 // 10} digits" if x.bit_length() > 256 else repr(x)
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        kind = type(x)
+        if hasattr(kind, "shape") and hasattr(kind, "dtype"):
+            return f"{kind.__name__} {list(x.shape)} {x.dtype}"
+        if hasattr(kind, "named_modules"):
+            return f"{kind.__name__}(...)"
+        for base in (dict, list, tuple, set, frozenset, str, int):
+            if isinstance(x, base):
+                return str(getattr(self, f"repr_{base.__name__}")(x, level))
+        return self.repr_dict(dict(x), level) if isinstance(x, Mapping) else super().repr_instance(x, level)
+
+
+_brief = _Brief()
+_brief.maxdict = _brief.maxlist = _brief.maxtuple = _brief.maxset = _brief.maxfrozenset = 6
+_brief.maxlevel, _brief.maxstring, _brief.maxother = 3, 120, 120
+
+
+def brief(value: object, length: int = 200) -> str:
+    """A value as a message or a `repr` shows it: in few words, printable, at most `length` characters."""
+    try:
+        return cut(printable(_brief.repr(value)), length)
+    except Exception:  # whatever a stranger's `shape` or members raise
+        return f"a {type(value).__name__}"
+
+
+def brief_fields(self: Any) -> str:
+    """The `__repr__` of a dataclass whose fields may hold tensors, modules and long lists: each in few words."""
+    shown_ = (f"{f.name}={brief(getattr(self, f.name, None), 160)}" for f in fields(self) if f.repr)
+    return cut(f"{type(self).__name__}({', '.join(shown_)})", LONGEST)
 
 
 def shown(value: object, length: int = 80) -> str:
     """A value from a file as a message quotes it: printable and at most `length` characters."""
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
-        return f"a number of about {value.bit_length() * 3 // 10} digits"
-    if isinstance(value, (str, bytes)) and len(value) > length:
-        value = value[:length]
-    text = printable(repr(value))
+    if isinstance(value, (str, bytes)):
+        return cut(printable(repr(value[:length])), length)
+    return brief(value, length)
+
+
+def cut(text: str, length: int) -> str:
+    """A text of at most so many characters, with `...` where its end is left out."""
     return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def outline(text: str) -> str:
+    """A text of at most `LONGEST` characters: the lines in its middle are left out of a longer one."""
+    if len(text) <= LONGEST:
+        return text
+    lines = [cut(line, LONGEST // 6) for line in text.splitlines()]
+    head, size = 0, 0
+    while head < len(lines) - 3 and size + len(lines[head]) < LONGEST // 3:
+        size += len(lines[head]) + 1
+        head += 1
+    return cut("\n".join([*lines[:head], f"... {len(lines) - head - 3} more lines", *lines[-3:]]), LONGEST)
 
 
 def did_you_mean(word: object, known: Iterable[object]) -> str:

@@ -14,7 +14,7 @@ import torch
 from .artifacts.artifact import save
 from .capture.fake_tensors import lacks_values
 from .capture.tracer import trace
-from .errors import ArtifactError, FxplugError, SpecError
+from .errors import LONGEST, ArtifactError, FxplugError, SpecError, brief_fields, outline
 from .files.writing import check_folder
 from .ir.text import diff, parameters
 from .ir.traced_module import TracedModule, class_names
@@ -33,6 +33,7 @@ from .spec.yaml_source import read_yaml
 from .verifier import Report
 from .verifier import verify as run_checks
 
+SHOWN = 30  # so many sites are listed in the text of a result
 Step = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -52,11 +53,21 @@ class Result:
     plan: Plan | None = None
     stepped: PipeFusion | None = None
 
-    def __str__(self) -> str:
-        """Every site with its shapes, and the parameters that each pass adds."""
-        plan = [str(self.plan)] if self.plan is not None else []
+    __repr__ = brief_fields
+
+    @property
+    def listing(self) -> str:
+        """Every site with its shapes, and the parameters that each pass adds: as long as there are sites."""
+        plan = [self.plan.listing] if self.plan is not None else []
         plan += [self.stepped.extra_repr()] if self.stepped is not None else []
         return "\n".join([*_site_lines(self), *plan, parameters(self.module)])
+
+    def __str__(self) -> str:
+        """The listing where that is short, else how many sites each pass has, what it left, and the parameters."""
+        if sum(map(len, self.sites.values())) <= SHOWN and len(text := self.listing) <= LONGEST:
+            return text
+        rows = (f"{name}: {sites.summary}" for name, sites in self.sites.items())
+        return outline("\n".join([*rows, parameters(self.module)]))
 
 
 def rewrite(
@@ -242,7 +253,8 @@ def _site_lines(result: Result) -> Iterator[str]:
         added = dict(result.module.named_modules()).get(name)
         blocks = [entry["block"] for entry in _entry(result.module, name)["sites"]]
         count = sum(p.numel() for p in added.parameters()) if added is not None else 0
-        yield f"{name}: {len(sites)} site{'s' * (len(sites) != 1)}, {count:,} parameters"
+        head, _, left = sites.summary.partition("; ")
+        yield f"{name}: {head}, {count:,} parameters"
         for network in _entry(result.module, name)["networks"]:
             module = result.module.get_submodule(f"{name}.{network}")
             yield f"  network {network}  {class_names(module)[0]}  +{sum(p.numel() for p in module.parameters()):,}"
@@ -252,6 +264,8 @@ def _site_lines(result: Result) -> Iterator[str]:
                 module = result.module.get_submodule(block)
                 what = f"  {block.rpartition('.')[2]} +{sum(p.numel() for p in module.parameters()):,}"
             yield f"  {site}{what}"
+        if left:
+            yield f"{name}: {left}"
 
 
 def _entry(module: TracedModule, name: str) -> dict[str, Any]:

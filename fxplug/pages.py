@@ -12,19 +12,14 @@ import yaml
 from .errors import SpecError
 from .files.reading import Raises, reported
 from .flow import Result, rewrite
-from .ir.text import diff, parameters
+from .ir.text import diff
+from .ir.text import parameters as counted
+from .spec.json_schema import parameters
 from .spec.pass_file import REQUIRED, Draft, open_pass
 from .spec.shipped import shipped
 
 LINES = 24  # so much of the diff is shown
 SMALL: dict[str, Any] = {"timm": "vit_tiny_patch16_224", "options": {"img_size": 32, "depth": 2, "num_classes": 10}}
-COMMON = {
-    "at": "which regions: a path, a glob (`*`, `**`, `{i}`, `{0:12}`), `re:...`, or a list of them",
-    "within": "classes of layers: every such layer among and below the regions, such as `[Linear, Conv2d]`",
-    "rank": "the rank of the update",
-    "alpha": "the update is scaled by alpha / rank; null is the rank itself",
-    "dropout": "the part of the input that the update does not see in training",
-}
 
 
 def page(name: str | Path) -> str:
@@ -72,10 +67,10 @@ def _papers(data: dict[str, Any]) -> list[str]:
 
 
 def _parameters(draft: Draft) -> list[str]:
-    said = {**COMMON, **(draft.source.data.get("help") or {})}
     rows = [
-        f"| `{key}` | {'required' if value == REQUIRED else f'`{json.dumps(value)}`'} | {said.get(key, '')} |"
-        for key, value in draft.params.items()
+        f"| `{key}` | {'required' if default == REQUIRED else f'`{json.dumps(default)}`'} | {text} |"
+        for key, default, text, _ in parameters(draft)
+        if key in draft.params
     ]
     return ["\n".join(["| parameter | default | |", "|---|---|---|", *rows])] if rows else []
 
@@ -103,6 +98,6 @@ def _example(name: str, given: dict[str, Any], result: Result) -> list[str]:
     return [
         "## Example",
         f"```yaml\npasses:\n  {written}\n```",
-        f"On a small {result.base.classes[0]}: {sites} site{'s' * (sites != 1)}; it {new}. {parameters(result.module)}.",
+        f"On a small {result.base.classes[0]}: {sites} site{'s' * (sites != 1)}; it {new}. {counted(result.module)}.",
         "\n".join(["```diff", *(re.sub("^@@.*", "@@", line) for line in lines[:LINES]), *more, "```"]),
     ]

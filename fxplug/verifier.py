@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from .artifacts.artifact import check_savable
 from .capture.fake_tensors import quiet
-from .errors import ArtifactError, VerifyError
+from .errors import ArtifactError, VerifyError, brief_fields, outline
 from .exports.exporter import hindrance
 from .ir.pytree import leaves, map_leaves
 from .ir.text import parameters
@@ -42,6 +42,8 @@ class Check:
     detail: str
     seconds: float
 
+    __repr__ = brief_fields
+
 
 @dataclass
 class Report:
@@ -50,12 +52,19 @@ class Report:
     checks: list[Check] = field(default_factory=list)
     summary: str = ""
 
+    __repr__ = brief_fields
+
     @property
     def ok(self) -> bool:
         """Whether no check failed."""
         return not any(c.status == "failed" for c in self.checks)
 
     def __str__(self) -> str:
+        return outline(self.listing)
+
+    @property
+    def listing(self) -> str:
+        """All checks as text."""
         rows = [f"{c.status:8}{c.name:12}{c.detail}" for c in self.checks]
         return "\n".join([*rows, *([self.summary] if self.summary else [])])
 

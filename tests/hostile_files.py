@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fxplug.errors import FxplugError
-from fxplug.spec.addresses import _PROGRAM
+from fxplug.spec.expressions import _PROGRAM
 
 SECONDS = 1.0  # of CPU time, this process and its children
 SLACK = 100 << 10  # KiB of memory beyond the file

@@ -168,9 +168,9 @@ def test_passes():
     text = run("passes")
     assert [line.split()[0] for line in text.splitlines()] == list(shipped("passes"))
     text = run("passes", "replace")
-    assert text.splitlines()[0].startswith("Another module") and "  with      required" in text
+    assert text.splitlines()[0].startswith("Another module") and re.search(r"  with +required +a class of torch.nn", text)
     Path("mine.yaml").write_text("params: {at: a}\nrules: [{match: {path: $at}, use: 'a:B'}]")
-    assert run("passes", "mine.yaml") == 'mine\n  at        "a"\n'
+    assert re.match(r'mine\n  at +"a" +which layers: ', run("passes", "mine.yaml"))
 
 
 def test_schema():

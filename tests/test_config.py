@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fxplug.errors import SpecError
+from fxplug.spec import model_section, train_section
+from fxplug.spec.explained import KEYS
+from fxplug.spec.json_schema import parameters, schema
 from fxplug.spec.model_section import ModelSpec, TensorSpec, Value
-from fxplug.spec.run_config import load_config, resolved, schema
+from fxplug.spec.pass_file import open_pass
+from fxplug.spec.rules import check_common
+from fxplug.spec.run_config import Config, check_settings, load_config, resolved
 from fxplug.spec.shipped import shipped
 
 
@@ -386,7 +392,7 @@ def test_resolved_can_be_loaded_again():
     again = load_config(json.loads(json.dumps(first)), base=config.base)
     assert resolved(again) == first and again.passes == config.passes and again.inputs == config.inputs
     assert first["passes"][2]["./own/gate.yaml"] == {
-        "at": "**", "name": "gate", "lr": None, "weight_decay": None, "train": True
+        "at": "**", "name": "gate", "lr": None, "weight_decay": None, "train": True, "expect": None
     }  # fmt: skip
     assert first["seed"] == 3 and first["verify"] is True and str(Path.cwd()) not in json.dumps(first)
 
@@ -440,9 +446,66 @@ def test_schema_knows_the_shipped_passes():
     json.dumps(made)
     one = made["properties"]["passes"]["items"]["anyOf"][1]["properties"]
     assert set(one) == set(shipped("passes"))
-    assert one["lora"]["properties"]["rank"] == {"type": "integer", "default": 8}
+    rank = one["lora"]["properties"]["rank"]
+    assert (rank["type"], rank["default"], rank["examples"]) == ("integer", 8, [16])
+    assert rank["description"] == "The rank of the update. Default: 8. Example: 16."
     assert one["skip"]["required"] == ["from", "to"] and "_source" not in made["properties"]
     assert made["required"] == ["model"] and made["additionalProperties"] is False
+
+
+def test_every_key_of_the_schema_is_explained_with_default_and_example():
+    found = list(properties(schema(), "configuration"))
+    assert len(found) > 550 and {"default" in value for _, value in found} == {True, False}
+    for path, value in found:
+        said = value["description"]
+        assert re.fullmatch(r".{4,}\. (Default: .+|Required)\. Example: .+\.", said), f"{path}: {said}"
+        (example,) = value["examples"]
+        assert example is not None, path
+        if "default" in value:
+            assert example != value["default"] or isinstance(example, (str, int, float, list)), path
+
+
+def properties(value, path):
+    """Every property of a schema, and of those in it."""
+    if isinstance(value, dict):
+        inner = value.get("properties")
+        yield from ((f"{path}.{key}", found) for key, found in (inner.items() if isinstance(inner, dict) else ()))
+        value = {**value, "examples": None, "default": None}
+        for key, item in value.items():
+            yield from properties(item, f"{path}.{key}")
+    elif isinstance(value, list):
+        for item in value:
+            yield from properties(item, path)
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_the_examples_of_a_section_are_taken(name):
+    sections = {**vars(train_section), **vars(model_section)}
+    sections |= {"Model": model_section.ModelKeys, "Weights": model_section.WeightKeys}
+    section = {**sections, "Config": Config}[name]
+    assert list(KEYS[name]) == list(section.model_fields)
+    needed = {"Train": {"task": "classify", "steps": 1}, "Data": {"classes": "a"}, "Weights": {"file": "a"}}
+    needed |= {"Tensor": {"shape": [1]}, "Config": {"model": "resnet18"}}
+    for key, (_, example) in KEYS[name].items():
+        given = {**needed.get(name, {}), key: example}
+        if key in ("epochs", "images", "dataset", "call") and name in ("Train", "Data"):
+            given = {k: v for k, v in given.items() if k not in ("steps", "classes")}
+        if name == "Config":
+            load_config(given)
+        else:
+            check_settings(section, given, name.lower())
+
+
+@pytest.mark.parametrize("name", shipped("passes"))
+def test_the_examples_of_a_pass_are_taken(name):
+    draft = open_pass(name)
+    for key, _, text, example in parameters(draft):
+        assert text
+        if key in draft.params and not draft.maker:
+            given = {k: "x" for k, default in draft.params.items() if default == "$required" and k != key}
+            draft.bind({**given, key: example})
+        elif not draft.maker:
+            check_common({key: example})
 
 
 @pytest.mark.parametrize("name", shipped("configs"))

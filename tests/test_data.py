@@ -435,7 +435,7 @@ def test_condition_functions_see_the_image_as_the_model_does(tmp_path):
 def test_what_float_tensors_cannot_have():
     with pytest.raises(TrainError, match=r"dataset\[0\]: a label must be a whole number, not 0.5; text needs"):
         next(loader_of([(picture(), 0.5)], 1).epoch(0))
-    with pytest.raises(TrainError, match=r"dataset\[0\]: a label must be a whole number, not tensor\(\[0.5000, 0.5000\]\)"):
+    with pytest.raises(TrainError, match=r"dataset\[0\]: a label must be a whole number, not Tensor \[2\] torch.float32"):
         next(loader_of([(picture(), torch.full((2,), 0.5))], 1).epoch(0))
     with pytest.raises(TrainError, match="is a float image: a plugin's transform_pil_image needs PIL or uint8"):
         next(loader_of(Floats(), 1, hooks=Louder()).epoch(0))

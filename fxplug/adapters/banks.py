@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
+from ..errors import SpecError, brief_fields, shown
 from ..low_rank import in_slot
 from .slot_memory import LOST, SAID, lost, said, scaled
 from .updates import Entry
@@ -61,6 +61,8 @@ class Bank:
     param: str = "weight"
     dim: int = 0
     options: Mapping[str, Any] = field(default_factory=dict)  # of a block without slots: what the tensors mean there
+
+    __repr__ = brief_fields
 
     @classmethod
     def of(cls, site: Mapping[str, Any]) -> Bank:
@@ -173,7 +175,7 @@ def check_name(name: Any, room: int) -> None:
     """Raises SpecError unless a name for an adapter is a text of at most so many bytes."""
     raw = name.encode(errors="ignore") if isinstance(name, str) else b""
     if not raw.strip() or b"\0" in raw or raw.decode() != name or len(raw) > room:
-        raise SpecError(f"an adapter's name is a text of at most {room} bytes, not {name!r}")
+        raise SpecError(f"an adapter's name is a text of at most {room} bytes, not {shown(name)}")
 
 
 def values_for(bank: Bank, entry: Entry, base: Tensor | None) -> tuple[int, dict[str, Tensor]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArtifactError, SpecError, did_you_mean
+from ..errors import ArtifactError, SpecError, did_you_mean, shown
 from ..files import reading, weight_files
 from ..limits import DEFAULT, Limits
 from ..spec.addresses import select
@@ -84,7 +84,7 @@ def extract(
     """
     number = isinstance(rank, (int, float)) and not isinstance(rank, bool)
     if not number or not (rank >= 1 if isinstance(rank, int) else 0 < rank < 1):
-        raise SpecError(f"rank is a whole number, 1 or more, or a share between 0 and 1, not {rank!r}")
+        raise SpecError(f"rank is a whole number, 1 or more, or a share between 0 and 1, not {shown(rank)}")
     with contextlib.ExitStack() as stack:
         first, second = (stack.enter_context(_opened(given, limits)) for given in (base, tuned))
         model = second.model if second.model.layers else first.model

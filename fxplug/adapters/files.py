@@ -20,7 +20,7 @@ from .. import low_rank
 from ..errors import ArtifactError, did_you_mean, shown
 from ..files import reading
 from ..limits import DEFAULT, Limits
-from ..spec.addresses import by_ending
+from ..spec.expressions import by_ending
 from . import peft_config
 from .file_keys import SHARED, Layer, place, whole
 from .find_tensors import find, joined_sam, kind_of, load, object_of

@@ -53,16 +53,18 @@ def forms_of(entry: Entry, layer: Layer | None, called: bool, slots: bool) -> li
 
 
 def _lokr(entry: Entry, layer: Layer) -> Form | None:
-    """LoKr with the factors of a file, by the `factor` that splits widths so, or the sizes of the first; None where none is."""
+    """LoKr with the factors of a file, by the `factor` that splits widths so, or the first one's sizes; None where none is."""
     there = {name: tuple(t.shape) for name, t in entry.tensors.items()}
     both, tucker, full = "lokr_w1_a" in there, "lokr_t2" in there, {"lokr_w1", "lokr_w2"} <= there.keys()
     a, c = there["lokr_w1"] if "lokr_w1" in there else (there["lokr_w1_a"][0], there["lokr_w1_b"][1])
     factors = dict.fromkeys((-1, a, c, layer.shape[0] // a, layer.shape[1] // c))
     ways: list[dict[str, Any]] = [{"factor": factor} for factor in factors if factor]
     split = (both, "lokr_w2_a" in there)
-    for way in [*ways, *({**way, "split": split} for way in (*ways, {"first": (a, c)}))]:
-        if lokr_shapes(layer.shape, entry.rank, **way, both=both, cores=tucker, full=full) == there:
-            rest = {**way, "decompose_both": both, "tucker": tucker, "full_matrix": full}
+    for way, by_hand in [*((way, False) for way in ways), *((way, True) for way in (*ways, {"first": (a, c)}))]:
+        given = {"split": split} if by_hand else {"both": both, "full": full}
+        if lokr_shapes(layer.shape, entry.rank, **way, cores=tucker, **given) == there:
+            said = {"decompose": split} if by_hand else {"decompose_both": both, "full_matrix": full}
+            rest = {**way, **said, "tucker": tucker}
             return Form("lokr", entry.rank, tuple(rest.items()))
     return None
 
@@ -90,7 +92,7 @@ class Plan:
             made = load_pass(form.name, at=at, slots=slots, **rest)
             rules += made.rules
         about = f"Slots for the adapters of {', '.join(Path(found.file.source).name for found in self.fits)}."
-        return Pass(name, rules, about, slots=slots, samples=samples)
+        return Pass(name, rules, about, slots=slots, samples=samples, expect=">=1")  # what is left has no update in the files
 
 
 def _escaped(path: str) -> str:

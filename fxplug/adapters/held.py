@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArtifactError, SpecError, did_you_mean
+from ..errors import ArtifactError, SpecError, brief_fields, did_you_mean
 from ..limits import DEFAULT
 from ..quantised import weight_shape
 from .banks import Bank, rank_dims, scaled_factor
 from .files import read
+from .saved_heads import held_heads
 from .slot_memory import read_said, scaled, unscaled
 from .updates import Entry, rank_of
 
@@ -37,12 +38,16 @@ class Layer:
 class Held:
     """What is to be written: the updates by layer, and what of the module no adapter file holds, by place, with the reason.
 
-    `rslora` says that each scale is alpha / sqrt(rank) by its pass's own word.
+    `rslora` says that each scale is alpha / sqrt(rank) by its pass's own word. `heads` are the parameters of layers that a pass
+    made anew, by key.
     """
 
     entries: tuple[Entry, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
     rslora: bool = False
+    heads: Mapping[str, Tensor] = field(default_factory=dict)
+
+    __repr__ = brief_fields
 
 
 def layers_of(module: nn.Module) -> dict[str, Layer]:
@@ -158,6 +163,8 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
                 continue
             done.add(block)
             made = module.get_submodule(block)
+            if getattr(made, "resizes", False):
+                continue  # `held_heads` has it
             if type(made).__name__ not in BLOCKS:
                 left[path] = f"{name} has a {type(made).__name__} there, which adapter files have no form for"
             elif site.get("apart"):
@@ -180,7 +187,7 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
         raise SpecError(f"no pass without slots is applied here, so nothing was learned{other}")
     if not entries:
         raise SpecError(f"{' and '.join(wanted)}: no low-rank updates{''.join(f': {why}' for why in list(left.values())[:1])}")
-    return Held(tuple(entries.values()), left, rslora == {True})
+    return Held(tuple(entries.values()), left, rslora == {True}, held_heads(module, wanted))
 
 
 def _of_block(block: Any, path: str, name: str) -> Entry:

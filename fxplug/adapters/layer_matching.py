@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ..errors import ArtifactError, did_you_mean
+from ..errors import ArtifactError, brief_fields, did_you_mean
 from .layer_names import SWAPPED, first_names, looks_like
 from .updates import AdapterFile, Entry, with_projections
 
@@ -55,6 +55,8 @@ class Fit:
     outside: Mapping[str, str] = field(default_factory=dict)
     guessed: Mapping[str, str] = field(default_factory=dict)
     homeless: Mapping[str, str] = field(default_factory=dict)
+
+    __repr__ = brief_fields
 
     @property
     def assumed(self) -> list[str]:

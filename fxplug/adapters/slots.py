@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError, did_you_mean
+from ..errors import LONGEST, SpecError, cut, did_you_mean, shown
 from ..limits import DEFAULT, Limits
 from ..quantised import weight_shape
 from ..turns import Turns, change, hold, turns_of
@@ -186,7 +186,7 @@ class Adapters:
         return [row(i) for i in range(count)] if count else row(0)
 
     def __repr__(self) -> str:
-        return f"Adapters({', '.join(self.names) or 'none'}; {self.slots} slots)"
+        return f"Adapters({cut(', '.join(self.names), LONGEST // 2) or 'none'}; {self.slots} slots)"
 
     def _table(self, p: str, name: str) -> Tensor:
         table = self.tensor(f"{p}.gates.table.{name}")
@@ -361,7 +361,8 @@ class Adapters:
                 raise SpecError(f"positions are a tensor of whole numbers, one per sample, not {what.dtype} {list(what.shape)}")
             what = what.tolist()
         if not isinstance(what, (list, tuple)) or not what:
-            raise SpecError(f"use takes a name, names with weights, None, or a list with one of these per sample, not {what!r}")
+            known = "a name, names with weights, None, or a list with one of these per sample"
+            raise SpecError(f"use takes {known}, not {shown(what)}")
         yield from enumerate(what)
 
     def _weights(self, entry: Any, sample: int | None = None) -> dict[str, float]:
@@ -377,12 +378,12 @@ class Adapters:
         if isinstance(entry, str):
             entry = {entry: 1.0}
         if not isinstance(entry, Mapping):
-            raise SpecError(f"{where}an adapter is given by name, names with weights, or None, not {entry!r}")
+            raise SpecError(f"{where}an adapter is given by name, names with weights, or None, not {shown(entry)}")
         try:
             weights = {self.check_known(name): value for name, value in entry.items()}
         except SpecError as error:
             raise SpecError(f"{where}{error.finding}") from None
         for name, value in weights.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise SpecError(f"{where}the weight of '{name}' must be a finite number, not {value!r}")
+                raise SpecError(f"{where}the weight of '{name}' must be a finite number, not {shown(value)}")
         return {name: float(value) for name, value in weights.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import low_rank
-from ..errors import ArtifactError
+from ..errors import ArtifactError, brief_fields
 from .methods import METHODS, projections, trimmed
 
 BY_OUTPUT = ("up", "bias", "magnitude")
@@ -54,6 +54,8 @@ class Entry:
     def key(self, path: str) -> str:
         """What a place at a layer is called: the layer's path for its weight, with the parameter's name for another."""
         return path if self.param == "weight" else f"{path}.{self.param}"
+
+    __repr__ = brief_fields
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether this is an update of a weight of that shape; sizes of 1 at the end do not count."""
@@ -233,6 +235,8 @@ class AdapterFile:
     entries: tuple[Entry, ...]
     rest: Mapping[str, Tensor] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)  # what the file or its configuration says of itself
+
+    __repr__ = brief_fields
 
     @property
     def parts(self) -> tuple[str, ...]:

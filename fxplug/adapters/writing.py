@@ -15,7 +15,7 @@ import torch
 from safetensors import torch as safetensors
 from torch import Tensor
 
-from ..errors import ArtifactError, SpecError, did_you_mean
+from ..errors import ArtifactError, SpecError, brief_fields, did_you_mean, shown
 from ..files.placing import new_file, new_folder
 from ..files.reading import reported
 from ..files.writing import save_file
@@ -24,6 +24,7 @@ from .held import Held, Layer, layers_of, trained
 from .key_layouts import CONFIGURED, FORMATS, alpha_of, config, configured, ours, refused, unlike, with_alpha
 from .layer_matching import PARTS
 from .named import named, part_of
+from .saved_heads import BEFORE
 from .updates import Entry
 
 FILES = {"peft": "adapter_model.safetensors", "diffusers": "pytorch_lora_weights.safetensors"}
@@ -43,6 +44,8 @@ class About:
     layers: Mapping[str, Layer]
     classes: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    __repr__ = brief_fields
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Content:
     config: dict[str, Any]
     layers: tuple[str, ...]
     left_out: Mapping[str, str]
+
+    __repr__ = brief_fields
 
 
 def about_of(module: Any) -> About:
@@ -139,10 +144,12 @@ def content(
     if part not in PARTS:
         raise SpecError(f"there is no part '{part}' of a pipeline{did_you_mean(part, PARTS)}; there is {', '.join(PARTS)}")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise SpecError(f"an adapter's tensors are floating point: dtype is torch.float16, for example, not {dtype!r}")
+        raise SpecError(f"an adapter's tensors are floating point: dtype is torch.float16, for example, not {shown(dtype)}")
     if odd := next((key for key, value in (said or {}).items() if not (isinstance(key, str) and isinstance(value, str))), None):
         raise SpecError(f"metadata are texts by name, and {odd!r} is not")
     left = dict(held.left_out)
+    if held.heads and as_ != "peft":
+        left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, for which {as_} has no form")
     entries = []
     single = key_layouts.alone(held.entries, as_)
     for entry in key_layouts.joined_biases(held.entries) if as_ in CONFIGURED else held.entries:
@@ -185,6 +192,9 @@ def content(
     made: dict[str, Any] = {}
     if as_ in CONFIGURED:
         made = config([(entry.path, entry) for _, entry in rows], model.layers, held.rslora)
+    if held.heads and as_ == "peft":
+        tensors |= {f"{BEFORE}{key}": value if dtype is None else value.to(dtype) for key, value in held.heads.items()}
+        made["modules_to_save"] = sorted({key.rpartition(".")[0] for key in held.heads})
     about = {"format": "pt", **_metadata(as_, rows, model, name, tensors), **(said or {})}
     if as_ == "diffusers":
         packed = {f"{part}.{key}": value for key, value in made.items()}

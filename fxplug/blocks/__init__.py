@@ -7,6 +7,7 @@ from .control import Add, Gate
 from .dora import Dora
 from .freeu import FreeU
 from .half_lora import HalfLora
+from .head import Head
 from .image_attention import ImageAttention, as_tokens
 from .loha import Loha
 from .lokr import Lokr
@@ -40,6 +41,7 @@ __all__ = [
     "Gauge",
     "Half",
     "HalfLora",
+    "Head",
     "ImageAttention",
     "Join",
     "Keep",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..adapters.banks import scaled_factor
 from ..adapters.slot_memory import LOST, SAID
-from ..errors import SpecError, did_you_mean
+from ..errors import SpecError, did_you_mean, shown
 from ..ir import channel_dim as channels
 from ..low_rank import scaling
 
@@ -36,14 +36,14 @@ class Block(nn.Module):
 def check_rank(rank: Any) -> int:
     """`rank` if it is a whole number above 0, else SpecError."""
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise SpecError(f"rank must be a whole number, 1 or more, not {rank!r}")
+        raise SpecError(f"rank must be a whole number, 1 or more, not {shown(rank)}")
     return rank
 
 
 def check_slots(slots: Any, **refused: Any) -> None:
     """Raises SpecError unless `slots` is a whole number, 0 or more; with slots, for an option that has no place in them."""
     if not isinstance(slots, int) or isinstance(slots, bool) or slots < 0:
-        raise SpecError(f"slots must be a whole number, 0 or more, not {slots!r}")
+        raise SpecError(f"slots must be a whole number, 0 or more, not {shown(slots)}")
     for name, value in refused.items():
         if slots and value:
             raise SpecError(f"{name} and slots do not go together: an adapter in a slot has no {name} of its own")

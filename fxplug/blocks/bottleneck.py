@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..errors import SpecError, shown
 from .base import Block, torch_class, width
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ class Adapter(Block):
         """`act` is the name of a class in torch.nn. Raises SpecError for a bottleneck below 1 or a dropout outside [0, 1)."""
         super().__init__()
         if not isinstance(bottleneck, int) or isinstance(bottleneck, bool) or bottleneck < 1:
-            raise SpecError(f"bottleneck must be a whole number, 1 or more, not {bottleneck!r}")
+            raise SpecError(f"bottleneck must be a whole number, 1 or more, not {shown(bottleneck)}")
         if not 0 <= dropout < 1:
-            raise SpecError(f"dropout must be at least 0 and below 1, not {dropout!r}")
+            raise SpecError(f"dropout must be at least 0 and below 1, not {shown(dropout)}")
         self.in_width, self.width, self.bottleneck, self.act, self.dropout, self.dim = (
             in_width, width, bottleneck, act, dropout, dim,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
+from ..errors import SpecError, shown
 from .base import Block
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Gate(Block):
         """`timesteps` is the number that stands for nothing but noise. Raises SpecError unless it is above zero."""
         super().__init__()
         if isinstance(timesteps, bool) or not isinstance(timesteps, (int, float)) or timesteps <= 0:
-            raise SpecError(f"timesteps must be a number above zero, not {timesteps!r}")
+            raise SpecError(f"timesteps must be a number above zero, not {shown(timesteps)}")
         self.timesteps = timesteps
 
     @classmethod

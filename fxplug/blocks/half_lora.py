@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
+from ..errors import SpecError, shown
 from .base import Block
 from .lora import Lora
 
@@ -28,7 +28,7 @@ class HalfLora(Block):
         """Raises SpecError for another half."""
         super().__init__()
         if half not in ("first", "second"):
-            raise SpecError(f"half must be first or second, not {half!r}")
+            raise SpecError(f"half must be first or second, not {shown(half)}")
         self.lora, self.side = lora, half
 
     @classmethod

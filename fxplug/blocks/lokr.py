@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..errors import SpecError, shown
 from ..low_rank import factor, kronecker, lokr_shapes
 from .weight_update import Update, divisors
 
@@ -45,22 +45,22 @@ class Lokr(Update):
         alpha_auto_scale: bool = True,
         slots: int = 0,
         first: Sequence[int] | None = None,
-        split: Sequence[bool] | None = None,
+        decompose: Sequence[bool] | None = None,
     ) -> None:
         """`shape` is that of the parameter, two or more dimensions. `full_matrix` decomposes nothing, whatever the rank;
-        `first` has the rows and columns of the first matrix, which `factor` says otherwise, and `split` whether the first and
-        the second are decomposed, which the rank does.
+        `first` has the rows and columns of the first matrix, which `factor` says otherwise, and `decompose` whether the first
+        and the second are decomposed, which the rank says otherwise.
 
         Raises SpecError for a rank below 1, for a factor that is no number above 0 or -1 or that divides neither width, for
         sizes of `first` that do not divide them, and as `scaling` does.
         """
         super().__init__(shape, rank, alpha, rslora, alpha_auto_scale, slots)
         self.factor, self.decompose_both, self.tucker, self.full_matrix = factor, decompose_both, tucker, full_matrix
-        self.split = None if split is None else check_split(split)
+        self.decompose = None if decompose is None else check_decompose(decompose)
         self.first = None if first is None else check_first(first, self.shape)
         if first is None:
             check_factor(factor, *self.shape[:2])
-        shapes = lokr_shapes(self.shape, rank, factor, decompose_both, tucker, full_matrix, self.first, self.split)
+        shapes = lokr_shapes(self.shape, rank, factor, decompose_both, tucker, full_matrix, self.first, self.decompose)
         split_1, split_2, self.core = "lokr_w1_a" in shapes, "lokr_w2_a" in shapes, "lokr_t2" in shapes
         for name, size in shapes.items():
             parameter = nn.Parameter(torch.empty(size))
@@ -84,7 +84,7 @@ class Lokr(Update):
 def check_factor(factor: Any, out: int, inner: int) -> None:
     """Raise SpecError unless `factor` is -1, or divides one of the widths."""
     if not isinstance(factor, int) or isinstance(factor, bool) or (factor < 1 and factor != -1):
-        raise SpecError(f"factor must be -1 (as near to a square as can be) or a whole number above 0, not {factor!r}")
+        raise SpecError(f"factor must be -1 (as near to a square as can be) or a whole number above 0, not {shown(factor)}")
     if factor > 0 and out % factor and inner % factor:
         raise SpecError(
             f"factor {factor} divides neither the {out} outputs nor the {inner} inputs; "
@@ -97,12 +97,12 @@ def check_first(first: Any, shape: Sequence[int]) -> list[int]:
     out, inner = shape[0], math.prod(shape[1:])
     numbers = isinstance(first, (list, tuple)) and len(first) == 2 and all(type(n) is int and n > 0 for n in first)
     if not numbers or out % first[0] or inner % first[1]:
-        raise SpecError(f"first must be two numbers that divide {out} outputs and {inner} inputs, not {first!r}")
+        raise SpecError(f"first must be two numbers that divide {out} outputs and {inner} inputs, not {shown(first)}")
     return list(first)
 
 
-def check_split(split: Any) -> list[bool]:
-    """Raise SpecError unless `split` is two truth values."""
-    if not isinstance(split, (list, tuple)) or len(split) != 2 or not all(isinstance(one, bool) for one in split):
-        raise SpecError(f"split must be two of true and false, for the first matrix and the second, not {split!r}")
-    return list(split)
+def check_decompose(decompose: Any) -> list[bool]:
+    """Raise SpecError unless `decompose` is two truth values."""
+    if not isinstance(decompose, (list, tuple)) or [type(one) for one in decompose] != [bool, bool]:
+        raise SpecError(f"decompose must be two of true and false, for the first matrix and the second, not {shown(decompose)}")
+    return list(decompose)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..errors import SpecError, shown
 from ..ir import batch_dim
 from ..low_rank import gated
 from .base import CONVOLUTIONS, LowRank, check_slots
@@ -59,7 +59,7 @@ class Lora(LowRank):
         """
         super().__init__(rank, alpha, rslora, alpha_auto_scale, slots)
         if not 0 <= dropout < 1:
-            raise SpecError(f"dropout must be at least 0 and below 1, not {dropout!r}")
+            raise SpecError(f"dropout must be at least 0 and below 1, not {shown(dropout)}")
         check_slots(slots, bias=bias, dropout=dropout)
         self.kind, self.in_features, self.out_features, self.bias = kind, in_features, out_features, bias
         self.geometry, self.same_padding, self.batch_dim = dict(geometry or {}), same_padding, batch_dim

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..errors import SpecError, shown
 from ..rotations import butterfly, cayley, neumann, skew, turned
 from .base import Block
 from .weight_update import divisors, in_place_of, weight_at
@@ -49,7 +49,7 @@ class Oft(Block):
         """
         super().__init__()
         if not isinstance(terms, int) or isinstance(terms, bool) or (terms < 3 and terms != 0):
-            raise SpecError(f"terms must be a whole number, 3 or more, or 0 for the exact inverse, not {terms!r}")
+            raise SpecError(f"terms must be a whole number, 3 or more, or 0 for the exact inverse, not {shown(terms)}")
         self.shape, self.block_size, self.blocks, self.share, self.terms = list(shape), block_size, blocks, share, terms
         self.size, count = split(math.prod(self.shape[1:]), block_size, blocks)
         if self.size < 2:
@@ -89,8 +89,8 @@ class Boft(Block):
         most = _levels(self.size, count)
         if not isinstance(levels, int) or isinstance(levels, bool) or not 1 <= levels <= most:
             raise SpecError(
-                f"levels must be 1 to {most} with {count} blocks of size {self.size}, not {levels!r}: each level but the first "
-                "halves the number of blocks, which must be even, and so must the size"
+                f"levels must be 1 to {most} with {count} blocks of size {self.size}, not {shown(levels)}: each level but "
+                "the first halves the number of blocks, which must be even, and so must the size"
             )
         self.rotation = nn.Parameter(torch.zeros(levels, count, self.size, self.size))
         self.magnitude = nn.Parameter(torch.ones(self.shape[0], 1))

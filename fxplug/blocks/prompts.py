@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..errors import SpecError, shown
 from .base import Block
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Prompt(Block):
         super().__init__()
         _check_tokens(tokens, prefix)
         if not 0 <= dropout < 1:
-            raise SpecError(f"dropout must be at least 0 and below 1, not {dropout!r}")
+            raise SpecError(f"dropout must be at least 0 and below 1, not {shown(dropout)}")
         self.width, self.tokens, self.prefix, self.dropout = width, tokens, prefix, dropout
         self.prompt = nn.Parameter(torch.empty(tokens, width))
         nn.init.uniform_(self.prompt, -math.sqrt(3 / width), math.sqrt(3 / width))
@@ -92,4 +92,4 @@ def prefix_tokens(site: Site, value: Value) -> int:
 def _check_tokens(tokens: Any, prefix: Any) -> None:
     for name, number, least in (("tokens", tokens, 1), ("prefix", prefix, 0)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise SpecError(f"{name} must be a whole number, {least} or more, not {number!r}")
+            raise SpecError(f"{name} must be a whole number, {least} or more, not {shown(number)}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from ..errors import GuardError, SpecError
+from ..errors import GuardError, SpecError, shown
 from .base import Block
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Join(Mark):
     def __init__(self, branch: int = 0) -> None:
         super().__init__()
         if isinstance(branch, bool) or not isinstance(branch, int) or branch < 0:
-            raise SpecError(f"branch must be a whole number, 0 or more, not {branch!r}")
+            raise SpecError(f"branch must be a whole number, 0 or more, not {shown(branch)}")
         self.branch = branch
 
     @classmethod

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import SpecError
+from ..errors import SpecError, shown
 from ..low_rank import norm_except, over_norm
 from .base import Block
 from .weight_update import in_place_of, weight_at
@@ -74,7 +74,7 @@ class SpectralNorm(Block):
         """`dim` is the dimension of the rows. Raises SpecError for fewer than one step or a dimension that is not there."""
         super().__init__()
         if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-            raise SpecError(f"steps must be a whole number, 1 or more, not {steps!r}")
+            raise SpecError(f"steps must be a whole number, 1 or more, not {shown(steps)}")
         self.shape, self.steps, self.dim, self.eps = list(shape), steps, dim, eps
         _check_dim(dim, self.shape)
         rows = self.shape[dim]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import GuardError, SpecError
+from ..errors import GuardError, SpecError, shown
 from .base import Block
 from .step_marks import Mark
 
@@ -59,7 +59,7 @@ class Attend(Mark):
     def __init__(self, window: int = 64) -> None:
         super().__init__()
         if isinstance(window, bool) or not isinstance(window, int) or window < 0:
-            raise SpecError(f"window must be a whole number of tokens, 0 or more, not {window!r}")
+            raise SpecError(f"window must be a whole number of tokens, 0 or more, not {shown(window)}")
         self.window = window
         self.near, self.halves = Window(window), nn.ModuleList([Half(0), Half(1)])
 

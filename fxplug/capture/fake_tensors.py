@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import threading
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -198,14 +199,17 @@ def no_collection() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A failing fake operation logs its traceback, although the error that is raised says it better."""
-    log = logging.getLogger(FAKE_TENSOR_LOG)
-    level = log.level
-    log.setLevel(logging.CRITICAL)
+    """A failing fake operation of this thread logs no traceback, as the error that is raised says it better."""
+    log, thread = logging.getLogger(FAKE_TENSOR_LOG), threading.get_ident()
+
+    def others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    log.addFilter(others)
     try:
         yield
     finally:
-        log.setLevel(level)
+        log.removeFilter(others)
 
 
 def writable() -> AbstractContextManager[Any]:

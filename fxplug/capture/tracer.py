@@ -27,7 +27,7 @@ from ..torch_internals.fakes import DataDependentOutputException, DynamicOutputS
 from . import grad_modes, model_edge, process_state, self_check
 from .assembly import Recorded, assemble
 from .edges import Regions
-from .fake_tensors import NeedsValues, Results, carry_over, fake_weights, lacks_values, no_collection
+from .fake_tensors import NeedsValues, Results, carry_over, fake_weights, lacks_values, no_collection, quiet
 from .isolation import mode_reads, restored, same_random
 from .memory_journal import Journal
 from .numbers import recorded_math
@@ -248,6 +248,7 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
         if mode is not None:
             weights = shared.enter_context(fake_weights(state, mode, device, recording.parameters, tries.autograd))
             stack.callback(recording.overwritten.put_back)
+            stack.enter_context(quiet())
             stack.enter_context(mode)
         else:
             for name, tensor in tensors:

@@ -62,7 +62,7 @@ def parallel(
     if "patches" in given and "stages" not in given:
         raise SpecError("--ways patches=... says how stages are run: give stages=2,patches=4")
     module, plan, call, config = _planned(subject, given, plan_only, set, allow)
-    print(plan)
+    print(getattr(plan, "listing", plan))  # a text, where there is no plan
     if plan_only:
         return
     from ..parallel.plan import Plan

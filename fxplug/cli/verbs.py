@@ -43,6 +43,8 @@ class Verbs(TyperGroup):
             return super().invoke(ctx)
         except Exception as error:  # of all there is: this is the end of a command
             if isinstance(error, BrokenPipeError) or type(error).__module__.startswith(("typer", "click")):
+                if str(getattr(error, "message", "")).startswith("Got unexpected extra argument") and "--set" in sys.argv:
+                    error.message += ". A shell splits braces and blanks: what stands behind --set goes in single quotes"  # type: ignore[attr-defined]
                 raise  # typer's own: the reader went away, the call is wrong, or --help is done
             print(traceback.format_exc() if ctx.meta.get(DEBUG) else message(error), end="", file=sys.stderr)
             raise typer.Exit(1) from None

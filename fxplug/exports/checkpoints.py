@@ -15,7 +15,7 @@ from ..adapters.layer_names import SWAPPED, first_names
 from ..adapters.named import part_of
 from ..adapters.slots import Adapters
 from ..adapters.writing import about_of
-from ..errors import FxplugError, SpecError, did_you_mean
+from ..errors import FxplugError, SpecError, brief_fields, did_you_mean, shown
 from ..files.placing import check_new, new_file, new_folder
 from ..files.reading import reported
 from ..files.writing import save_file
@@ -39,6 +39,8 @@ class Written:
     tensors: int
     size: int
     passes: tuple[str, ...]
+
+    __repr__ = brief_fields
 
     def __str__(self) -> str:
         merged = f", with {', '.join(self.passes)} merged" if self.passes else ""
@@ -78,7 +80,7 @@ def save_checkpoint(
     if first and to != "safetensors":
         raise FxplugError(f"first names are those of a single file, and {to} has its own: to='safetensors'")
     if not isinstance(largest, int) or isinstance(largest, bool) or largest < 1:
-        raise FxplugError(f"the largest size of a file is a whole number of bytes, not {largest!r}")
+        raise FxplugError(f"the largest size of a file is a whole number of bytes, not {shown(largest)}")
     with reported(raises, "cannot be written"):
         if to == "diffusers":
             check_new(target, raises)

@@ -23,7 +23,7 @@ from torch.export import Dim, ExportedProgram
 
 from .. import quantised
 from ..adapters.slots import Adapters
-from ..errors import FxplugError, did_you_mean
+from ..errors import FxplugError, brief_fields, did_you_mean, shown
 from ..files.reading import KINDS, reported
 from ..files.temporary import folder
 from ..files.writing import written
@@ -56,6 +56,8 @@ class Exported:
     kept: str
     seconds: float
     notes: tuple[str, ...] = ()
+
+    __repr__ = brief_fields
 
 
 @held
@@ -93,7 +95,7 @@ def export(
     if to not in FORMATS:
         raise FxplugError(f"there is no export to '{to}'{did_you_mean(to, FORMATS)}; there is {', '.join(FORMATS)}")
     if free not in FREE:
-        raise FxplugError(f"free is {free!r}{did_you_mean(free, FREE)}: it is one of {', '.join(FREE)}")
+        raise FxplugError(f"free is {shown(free)}{did_you_mean(free, FREE)}: it is one of {', '.join(FREE)}")
     if options and to == "pt2":
         raise FxplugError(f"options are inductor's, and {to} is not compiled: leave them out, or export to aoti")
     if found := _unexportable(module):

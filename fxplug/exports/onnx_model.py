@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..artifacts.atomic_folder import locked
-from ..errors import ArtifactError, FxplugError, SpecError, did_you_mean, shown
+from ..errors import LONGEST, ArtifactError, FxplugError, SpecError, cut, did_you_mean, shown
 from ..files.reading import about, opened, reported
 from ..ir.pytree import leaves, map_leaves
 from ..limits import DEFAULT, Limits
@@ -82,7 +82,7 @@ class OnnxModel:
         return results[:count]
 
     def __repr__(self) -> str:
-        names = ", ".join(self.manifest["passes"]) or "no passes"
+        names = cut(", ".join(self.manifest["passes"]), LONGEST // 2) or "no passes"
         return f"OnnxModel({self.manifest['module']}, {names}, opset {self.manifest['opset']})"
 
 

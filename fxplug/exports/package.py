@@ -15,7 +15,7 @@ import torch
 from ..adapters.held import Layer
 from ..adapters.slots import Adapters
 from ..adapters.writing import About
-from ..errors import ArtifactError, FxplugError, SpecError, did_you_mean, shown
+from ..errors import LONGEST, ArtifactError, FxplugError, SpecError, cut, did_you_mean, shown
 from ..files import weight_files
 from ..files.reading import about, opened, reported
 from ..files.temporary import Folder, ended_by_exceptions
@@ -127,7 +127,7 @@ class Package:
                 self._loader.load_constants(ready, False, False, False)
 
     def __repr__(self) -> str:
-        names = ", ".join(self.manifest.get("passes", [])) or "no passes"
+        names = cut(", ".join(self.manifest.get("passes", [])), LONGEST // 2) or "no passes"
         return f"Package({self.manifest.get('module')}, {names}, on {self.device})"
 
 
@@ -156,7 +156,7 @@ def load_package(
             "and say so: load_package(path, trusted=True)"
         )
     if type(runners) is not int or runners < 1:
-        raise FxplugError(f"runners must be a whole number, 1 or more, not {runners!r}")
+        raise FxplugError(f"runners must be a whole number, 1 or more, not {shown(runners)}")
     with _named(file), opened(file) as handle, ended_by_exceptions():
         packed = Packed(handle, file, limits)
         manifest = packed.manifest

@@ -69,8 +69,8 @@ def read(
     with opened(path, raises=raises) as file:
         start = file.read(64)
         suffix = str(path).rpartition(".")[2].lower()
-        ours = suffix == "safetensors" and start[8:9] == b"{"  # whose length may begin as a pickle does
-        if not ours and (start[:1] == b"\x80" or start[:4] == b"PK\x03\x04"):
+        sized = start[8:9] == b"{" and not any(start[4:8])  # behind the length of a header, whose first byte may be any
+        if (start[:1] == b"\x80" and not sized) or start[:4] == b"PK\x03\x04":
             if suffix == "safetensors":
                 raise raises("is no safetensors file, it was written by torch.save: let its name end in .pt")
             return torch_pickles.load(file, raises, most=most, limits=limits), {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import GuardError
+from ..errors import GuardError, brief
 from ..torch_internals import modes as torch_modes
 from ..torch_internals.tensors import check
 
@@ -70,7 +70,7 @@ def guard(value: Any, expected: Any, message: str) -> None:
         free = expected is False and not isinstance(value, bool)
         check(torch.sym_not(value) if free else value == expected)
     elif value != expected:
-        raise GuardError(f"{message}; now it is {value}: trace again with such an input")
+        raise GuardError(f"{message}; now it is {brief(value)}: trace again with such an input")
 
 
 def check_state(name: str, args: tuple[Any, ...], expected: Any, message: str) -> None:
@@ -82,7 +82,7 @@ def check_state(name: str, args: tuple[Any, ...], expected: Any, message: str) -
     if torch.compiler.is_compiling():
         check(value == expected)
     elif value != expected:
-        raise GuardError(f"{message}; now it is {value}: call it as it was traced, or trace again as it is called")
+        raise GuardError(f"{message}; now it is {brief(value)}: call it as it was traced, or trace again as it is called")
 
 
 def asked(x: torch.Tensor, question: str) -> bool:
@@ -100,9 +100,9 @@ def same(values: tuple[Any, ...], expected: tuple[Any, ...], names: tuple[str, .
     for value, old, name in zip(values, expected, names, strict=True):
         alike = type(value) is type(old) or any(isinstance(value, k) and isinstance(old, k) for k in (list, dict))  # FX's own
         if isinstance(value, torch.Tensor) or not alike or value != old:
-            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else brief(value)
             raise GuardError(
-                f"argument '{name}' was {old!r} when the model was traced and is part of the graph; "
+                f"argument '{name}' was {brief(old)} when the model was traced and is part of the graph; "
                 f"now it is {got}: trace again with that value"
             )
 
@@ -114,7 +114,7 @@ def check_inputs(values: tuple[Any, ...], ranks: tuple[int, ...], dtypes: tuple[
     """
     for value, rank, dtype, name in zip(values, ranks, dtypes, names, strict=True):
         if not isinstance(value, torch.Tensor):
-            raise GuardError(f"argument '{name}' was a tensor when the model was traced; now it is {value!r}: trace again")
+            raise GuardError(f"argument '{name}' was a tensor when the model was traced; now it is {brief(value)}: trace again")
         if value.dim() != rank:
             raise GuardError(
                 f"argument '{name}' had {rank} dimensions when the model was traced; "
@@ -141,10 +141,9 @@ def check_members(value: Any, keys: tuple[Any, ...], name: str) -> None:
     """Hold a list, tuple or dict among the arguments to the members it was traced with. Raises GuardError."""
     found = tuple(value) if isinstance(value, dict) else tuple(range(len(value))) if isinstance(value, (tuple, list)) else None
     if found is None or set(found) != set(keys):
-        got = repr(value) if found is None else f"{len(found)}: {list(found)}"
-        raise GuardError(
-            f"argument '{name}' had {len(keys)} members when the model was traced: {list(keys)}; now it has {got}: trace again"
-        )
+        got = brief(value) if found is None else f"{len(found)}: {brief(list(found))}"
+        had = f"argument '{name}' had {len(keys)} members when the model was traced: {brief(list(keys))}"
+        raise GuardError(f"{had}; now it has {got}: trace again")
 
 
 def put_members(value: Any, members: Any) -> None:
@@ -156,7 +155,7 @@ def put_members(value: Any, members: Any) -> None:
 def check_generator(value: Any, kind: str, name: str) -> None:
     """Hold a random generator among the arguments to its kind of device. Raises GuardError."""
     if not isinstance(value, torch.Generator) or value.device.type != kind:
-        got = value.device if isinstance(value, torch.Generator) else repr(value)
+        got = value.device if isinstance(value, torch.Generator) else brief(value)
         raise GuardError(f"argument '{name}' was a generator on {kind} when the model was traced; now it is {got}: trace again")
 
 

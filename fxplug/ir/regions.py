@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..errors import MatchError, did_you_mean
+from ..errors import MatchError, brief_fields, did_you_mean
 from ..spec.addresses import EACH, NAMED, Port
 from . import ops
 from .traced_module import class_names
@@ -31,6 +31,8 @@ class Region:
     outputs: list[tuple[Port, fx.Node]] = field(default_factory=list)
     nodes: list[fx.Node] = field(default_factory=list)
 
+    __repr__ = brief_fields
+
     @property
     def path(self) -> str:
         """The path of its module: the key without the number of the call."""
@@ -46,7 +48,7 @@ class Regions:
     """The regions of one graph in the order they ran, found in one walk."""
 
     def __init__(self, graph: fx.Graph, root: nn.Module) -> None:
-        self.root = root
+        self.root, self.graph = root, graph
         self._classes: dict[str, tuple[str, ...]] = {}
         self._passes = {entry["name"] for entry in getattr(root, "meta", {}).get("passes", [])}
         self.replaced = dict(_replaced(root))
@@ -144,6 +146,16 @@ class Regions:
     def _named(self, pattern: str) -> str | None:
         head = re.match(r"(?:re:)?\^?(\w+)", pattern)
         return head[1] if head and head[1] in self._passes else None
+
+    @cached_property
+    def resized(self) -> dict[str, str]:
+        """The layers to which a pass gave another size, with its name: each trains as a whole, and nothing goes beside it."""
+        found = {}
+        for entry in getattr(self.root, "meta", {}).get("passes", []):
+            for site in entry["sites"]:
+                if site["block"] and getattr(self.root.get_submodule(site["block"]), "resizes", False):
+                    found[site["path"].partition("@")[0]] = entry["name"]
+        return found
 
     @cached_property
     def _uncalled(self) -> dict[str, list[str]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import fx, nn
 
+from ..errors import brief_fields
 from ..spec.addresses import identifier
 from ..torch_internals.modules import DropoutNd
 from . import functions, ops
@@ -38,6 +39,8 @@ class Cut:
     before: list[fx.Node] = field(default_factory=list)  # nodes between them which the region needs
     inputs: list[fx.Node] = field(default_factory=list)
     outputs: list[fx.Node] = field(default_factory=list)
+
+    __repr__ = brief_fields
 
 
 def members(graph: fx.Graph) -> dict[str, list[fx.Node]]:

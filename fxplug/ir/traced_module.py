@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from ..adapters.slots import Adapters
-from ..errors import SpecError, TraceError
+from ..errors import LONGEST, SpecError, TraceError, cut
 from ..torch_internals.compiling import leave_frame, leave_module
 from ..turns import change, during, hold, inside, turns_of
 from . import ops
@@ -228,6 +228,16 @@ class TracedModule(fx.GraphModule):
 
     def _choose(self, mode: bool, graph: fx.Graph) -> None:
         self._graph_mode, self._graph = mode, graph
+
+    def __repr__(self) -> str:
+        """One line: a graph has thousands, and `show`, `fxplug.ir.text.modules` and `code` print them."""
+        nodes = " and ".join(str(len(graph.nodes)) for graph in self.graphs.values())
+        passes = ", ".join(f"{entry['name']} ({len(entry['sites'])} sites)" for entry in self.meta.get("passes", []))
+        count = f"{sum(p.numel() for p in self.parameters()):,} parameters"
+        found = f"{count}, graph of {nodes} nodes{passes and f', passes {passes}'}"
+        return cut(f"TracedModule({self.classes[0]}: {found}; fxplug.show(module) prints the graph)", LONGEST)
+
+    __str__ = __repr__
 
     @property
     def graphs(self) -> dict[bool, fx.Graph]:

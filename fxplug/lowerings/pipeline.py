@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import MatchError, SpecError, did_you_mean
+from ..errors import MatchError, SpecError, did_you_mean, shown
 from ..ir.traced_module import TracedModule
 from ..turns import held
 from .linear import forms, fused, packed
@@ -81,9 +81,10 @@ def _checked(gm: Any, merge: Any, pack: Any, fuse: Any, outline: Any) -> tuple[s
     fold.check_unlowered(gm, "lower")
     merge = "fold" if merge is True else None if merge is False else merge
     if merge is not None and merge not in MERGES:
-        raise SpecError(f"merge has no way {merge!r}{did_you_mean(merge, MERGES)}; it is None or one of {', '.join(MERGES)}")
+        finding = f"merge has no way {shown(merge)}{did_you_mean(merge, MERGES)}"
+        raise SpecError(f"{finding}; it is None or one of {', '.join(MERGES)}")
     if not isinstance(pack, bool):
-        raise SpecError(f"pack is true or false, not {pack!r}")
+        raise SpecError(f"pack is true or false, not {shown(pack)}")
     fuse = "auto" if fuse is True else fuse or None
     if fuse is not None:
         forms.check(fuse)
@@ -92,7 +93,7 @@ def _checked(gm: Any, merge: Any, pack: Any, fuse: Any, outline: Any) -> tuple[s
     if outline in (True, "auto"):
         return merge, fuse, None
     if isinstance(outline, str) or not isinstance(outline, Sequence) or not all(isinstance(p, str) for p in outline):
-        raise SpecError(f"outline is None, 'auto' or a list of path patterns, not {outline!r}")
+        raise SpecError(f"outline is None, 'auto' or a list of path patterns, not {shown(outline)}")
     return merge, fuse, list(outline)
 
 

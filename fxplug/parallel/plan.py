@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..capture.frozen_values import copied
 from ..capture.self_check import has_values
-from ..errors import SpecError, VerifyError
+from ..errors import SpecError, VerifyError, brief_fields, outline
 from ..ir.pytree import leaves, map_leaves
 from ..ir.traced_module import TracedModule
 from .localizing import localize
@@ -50,6 +50,8 @@ class Plan:
     example: tuple[Any, Any] = field(repr=False)
     costs: dict[int, list[tuple[str, int, int]]] = field(default_factory=dict, repr=False)
     away: float | None = None  # how far an output was from one process's, once that was looked at
+
+    __repr__ = brief_fields
 
     @property
     def share(self) -> float:
@@ -162,6 +164,11 @@ class Plan:
         return whole.index_select(leaf.place.dim, leaf.place.layout.rows(bounds).to(whole.device))
 
     def __str__(self) -> str:
+        return outline(self.listing)
+
+    @property
+    def listing(self) -> str:
+        """All of it as text: ways, streams, and every collective."""
         lines = [f"{' x '.join(f'{axis} {n}' for axis, n in self.ways.items() if n > 1) or 'one process'}"]
         for stage in self.stages:
             found = stage.found

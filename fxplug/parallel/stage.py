@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..errors import SpecError, did_you_mean
+from ..errors import SpecError, brief_fields, did_you_mean
 from ..ir.traced_module import Graph, TracedModule, copy_graph, shell
 from ..rewriter.modes import in_mode
 from .planning import births, rows
@@ -35,6 +35,8 @@ class Stage:
     found: Found
     modes: dict[bool, Found]
     opens: frozenset[str] = frozenset()  # layers whose weights come into the graph
+
+    __repr__ = brief_fields
 
     @property
     def name(self) -> str:

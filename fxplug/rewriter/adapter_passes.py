@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..adapters.files import Source, read
 from ..adapters.forms import plan_for
 from ..adapters.loading import load_adapter
@@ -17,8 +19,9 @@ from ..errors import ClashError, SpecError, did_you_mean, shown
 from ..ir.regions import Regions
 from ..ir.traced_module import TracedModule
 from ..limits import DEFAULT, Limits
+from ..spec.import_path import import_target
 from ..spec.pass_file import load_pass, open_pass
-from ..spec.rules import COMMON, Pass
+from ..spec.rules import COMMON, Pass, is_target
 
 FILE_KEYS = ("file", "strength", "adapter", "part", "partial", "guess")
 KEYS = ("files", "slots", "samples", *FILE_KEYS)
@@ -101,7 +104,7 @@ def adapter_pass(given: Any, base: str | os.PathLike[str] | None = None) -> Pass
 
 
 def _stem(file: Any) -> str:
-    return Path(str(file)).stem or "adapter"
+    return (str(file).rpartition(":")[2] if is_target(file) else Path(str(file)).stem) or "adapter"
 
 
 def _load(name: Any, given: Any, base: Any, single: bool) -> dict[str, Any]:
@@ -124,15 +127,34 @@ def _load(name: Any, given: Any, base: Any, single: bool) -> dict[str, Any]:
         if not isinstance(made.get(key), (str, type(None))):
             raise SpecError(f"must be text, not {shown(made[key])}", path=(*path, key))
     return {"partial": False, "guess": False, "adapter": None, "part": None, **made, "name": str(name),
-            "file": str(Path(base or "") / file), "strength": float(strength)}  # fmt: skip
+            "file": str(file) if is_target(file) else str(Path(base or "") / file), "strength": float(strength)}  # fmt: skip
+
+
+def _source(file: str) -> Source:
+    """The file, or what the function of that name gives."""
+    if not is_target(file):
+        return file
+    made: Any = import_target(file)
+    return made() if callable(made) else made  # type: ignore[no-any-return]
+
+
+def sample() -> dict[str, torch.Tensor]:
+    """The file of the pass's page: a LoRA of rank 4 for two layers of timm's ViT-Ti."""
+    sizes = {"attn.qkv": (576, 192), "mlp.fc1": (768, 192)}
+    return {
+        f"base_model.model.blocks.0.{path}.lora_{half}.weight": torch.full(shape, 0.01)
+        for path, (out, inner) in sizes.items()
+        for half, shape in (("A", (4, inner)), ("B", (out, 4)))
+    }
 
 
 def with_rules(gm: TracedModule, p: Pass) -> Pass:
     """A pass of files with the rules that they need in a model; another one as it is. Raises ArtifactError, or SpecError."""
     if not p.loads or p.rules:
         return p
-    files = [(read(load["file"], adapter=load["adapter"], meta=True), load) for load in p.loads]
-    return replace(p, rules=plan_for(files, gm, _called(gm), slots=p.slots > 0).as_pass(p.slots, p.name).rules)
+    files = [(read(_source(load["file"]), adapter=load["adapter"], meta=True), load) for load in p.loads]
+    made = plan_for(files, gm, _called(gm), slots=p.slots > 0).as_pass(p.slots, p.name)
+    return replace(p, rules=made.rules, expect=made.expect if p.expect is None else p.expect)
 
 
 def fill(module: TracedModule, p: Pass) -> None:
@@ -144,7 +166,7 @@ def fill(module: TracedModule, p: Pass) -> None:
     ways = [{key: load[key] for key in ("adapter", "part", "partial", "guess")} for load in p.loads]
     if not p.slots:
         if not any(parameter.is_meta for parameter in module.parameters()):
-            load_adapter(module, p.loads[0]["file"], passes=[p.name], **ways[0])
+            load_adapter(module, _source(p.loads[0]["file"]), passes=[p.name], **ways[0])
         return
     held = Adapters(module)
     if any(held.tensor(f"{owner}.gates.table.names").is_meta for owner in held.banks):
@@ -154,5 +176,5 @@ def fill(module: TracedModule, p: Pass) -> None:
         raise ClashError(f"{p.name}: an adapter '{taken[0]}' is loaded already, give this one another name, by 'files'")
     held.banks = {p.name: held.banks[p.name]}
     for load, way in zip(p.loads, ways, strict=True):
-        held.load(load["name"], load["file"], **way)
+        held.load(load["name"], _source(load["file"]), **way)
     held.use({load["name"]: load["strength"] for load in p.loads})

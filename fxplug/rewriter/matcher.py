@@ -12,14 +12,14 @@ from typing import Any, Literal
 from torch import fx
 
 from ..errors import ClashError, MatchError
-from ..ir.regions import SHOWN, Regions, each, find_input, find_output, listed, source
+from ..ir.regions import Regions, each, find_input, find_output, listed, source
 from ..ir.regions import members as port_members
 from ..ir.traced_module import TracedModule
-from ..spec.addresses import SLICE, Port, compile_pattern, is_pattern, parse_port, parse_relative, select
+from ..spec.addresses import SLICE, Port, compile_pattern, each_name, is_pattern, parse_port, parse_relative, select
 from ..spec.rules import Pass, Rule
 from .input_sizes import input_name, own_inputs
 from .matches import Hit, hits, is_exact, operations
-from .near_misses import misses
+from .near_misses import at, misses, wrong_count, wrong_total
 from .networks import joined, local
 from .sites import Site, Sites, Value
 
@@ -42,14 +42,16 @@ def find(gm: TracedModule, p: Pass) -> Sites:
         for path in counts[0].keys() & counts[-1].keys():
             if counts[0][path] != counts[-1][path]:
                 raise MatchError(
-                    f"{_at(rule, p.name)}'{path or 'the model'}' has other such operations in training than in evaluation "
+                    f"{at(rule, p.name)}'{path or 'the model'}' has other such operations in training than in evaluation "
                     f"({counts[0][path]} and {counts[-1][path]}), so they cannot be told apart: match a module instead"
                 )
-        if not rule.admits(len(found)):
-            raise MatchError(_wrong_count(views[0], p, rule, list(found.values())))
-        if found and len(rule.match.patterns) > 1 and not rule.admits(0):
+        if not rule.admits(len(found)) and not (p.expect is not None and not rule.counted):
+            raise MatchError(wrong_count(views[0], p, rule, list(found.values())))
+        if found and not rule.admits(0) and not (p.expect is not None and p.admits(0)):
             _check_each(views, gm, p, rule)
         sites.extend(found.values())
+    if not p.admits(len(sites)):
+        raise MatchError(wrong_total(views[0], p, sites))
     _clashes(sites)
     return Sites(sites, host, gm, p)
 
@@ -81,7 +83,7 @@ class _Finder:
             paired = self.paired(places)
             return [self.site(place, order, paired) for order, place in enumerate(places)]
         except MatchError as error:
-            raise MatchError(f"{_at(self.rule, self.p.name)}{error}") from None
+            raise MatchError(f"{at(self.rule, self.p.name)}{error}") from None
 
     # --- the values that are changed
 
@@ -132,7 +134,7 @@ class _Finder:
             raise MatchError(f"'{hit.port}': a parameter has one name, such as '{path}:param.weight'")
         pattern = str(hit.port.keys[0]) if named and hit.port.keys else self.rule.port or "weight"
         names = self.regions.parameters(path, pattern)
-        if not names and is_exact(self.rule.match):
+        if not names and is_exact(self.rule.match, path, hit.key):
             there = self.regions.parameters(path, "*")
             raise MatchError(
                 f"'{path or 'the model'}' ({self.regions.classes(path)[0]}) has no parameter '{pattern}'; "
@@ -140,7 +142,7 @@ class _Finder:
             )
         read = self.regions.by_key[hit.key].leaf is not None
         found = [n for n in names if read or reads(self.regions, path, n, mapped=True)]
-        if names and not found and is_exact(self.rule.match):
+        if names and not found and is_exact(self.rule.match, path, hit.key):
             raise MatchError(f"the model never reads '{path}.{names[0]}', so nothing would change")
         return [Port(path, "param", (name,)) for name in found]
 
@@ -347,39 +349,21 @@ def _first(ports: Any) -> Port:
     return next(_first(p) for p in rows if p is not None)
 
 
-def _wrong_count(regions: Regions, p: Pass, rule: Rule, found: list[Site]) -> str:
-    match = rule.match
-    what = f"'{match.path}'" if isinstance(match.path, str) else str(list(match.path))
-    op, count = rule.expect
-    head = f"{_at(rule, p.name)}{what} matched {len(found)} place{'s' * (len(found) != 1)}, expected {op}{count}"
-    if found:
-        more = [f"  ... {len(found) - 2 * SHOWN} more"] if len(found) > 2 * SHOWN else []
-        return "\n".join([head, *(f"  {s.node or s.path}" for s in found[: 2 * SHOWN]), *more])
-    if rule.place == "param" and (near := hits(regions, match)):
-        rows = [f"    {regions.by_key[h.key].path}: {', '.join(_own(regions, h)) or 'none'}" for h in near[:SHOWN]]
-        return "\n".join([head, f"  none of {len(near)} regions has a parameter '{rule.port or 'weight'}'; they have", *rows])
-    return "\n".join([head, *misses(regions, match)])
-
-
 def _check_each(views: Sequence[Regions], gm: TracedModule, p: Pass, rule: Rule) -> None:
-    """Raises MatchError for a pattern of several that matches nothing."""
+    """Raises MatchError for a pattern of several, or a name among several in braces, that matches nothing."""
     finders = [_Finder(regions, gm, p, rule) for regions in views]
     plain = not rule.match.op and rule.place != "param"  # then each hit is a place
     known = {hit.pattern for regions in views for hit in hits(regions, rule.match)} if plain else set()
+    of = f", one of {len(rule.match.patterns)} paths," if len(rule.match.patterns) > 1 else ""
     for number, pattern in enumerate(rule.match.patterns):
-        one = replace(rule.match, path=pattern)
-        tried = ((finder, replace(hit, pattern=number)) for finder in finders for hit in hits(finder.regions, one))
-        if number not in known and not any(finder.places(hit) for finder, hit in tried):
-            head = f"{_at(rule, p.name)}'{pattern}', one of {len(rule.match.patterns)} paths, matched 0 places, expected >=1"
-            raise MatchError("\n".join([head, *misses(views[0], one), "  (with expect: '>=0' it may match nothing)"]))
-
-
-def _own(regions: Regions, hit: Hit) -> list[str]:
-    return regions.parameters(regions.by_key[hit.key].path, "*")
-
-
-def _at(rule: Rule, name: str) -> str:
-    return f"{rule.where}: {name}: " if str(rule.where) else f"{name}: "
+        tried = {f"'{pattern}'{of}": pattern} if of and number not in known else {}
+        tried |= {f"'{name}' of the braces in '{pattern}'": text for name, text in each_name(pattern).items()}
+        for what, text in tried.items():
+            one = replace(rule.match, path=text)
+            found = ((finder, replace(hit, pattern=number)) for finder in finders for hit in hits(finder.regions, one))
+            if not any(finder.places(hit) for finder, hit in found):
+                head = f"{at(rule, p.name)}{what} matched 0 places, expected >=1"
+                raise MatchError("\n".join([head, *misses(views[0], one), "  (with expect: '>=0' it may match nothing)"]))
 
 
 def _clashes(sites: Sequence[Site]) -> None:

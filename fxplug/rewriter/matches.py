@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
+from ..errors import MatchError, brief_fields
 from ..ir import functions
 from ..ir.regions import Region, Regions
-from ..spec.addresses import Port, is_pattern, parse_port, select
+from ..spec.addresses import Port, chosen, is_pattern, parse_port
 from ..spec.rules import Match
+from .last_layer import LAST, last_layer
+
+ALL_LINEAR = "all-linear"
 
 
 @dataclass
@@ -22,11 +26,14 @@ class Hit:
     port: Port
     pattern: int
 
+    __repr__ = brief_fields
+
 
 def hits(regions: Regions, match: Match) -> list[Hit]:
     """The regions that a match admits, in the order of its patterns and of the run. `op` is not looked at.
 
-    A container that the model never calls (an `nn.ModuleList` of blocks) stands for the regions in it.
+    A container that the model never calls (an `nn.ModuleList` of blocks) stands for the regions in it. A bare name that is
+    no path is the end of paths; `all-linear` is what PEFT means by it.
     """
     found: dict[tuple[str, Port], Hit] = {}
     for number, pattern in enumerate(match.patterns):
@@ -37,7 +44,12 @@ def hits(regions: Regions, match: Match) -> list[Hit]:
             names = {"": "", **names}  # the model's own operations
         if port.path:
             containers = {} if by_call else regions.containers(port.path)
-            caught = select(port.path, dict.fromkeys([*names.values(), *containers]))
+            known = dict.fromkeys([*names.values(), *containers])
+            if port.path.lower() == ALL_LINEAR and port.path not in known:
+                caught = all_linear(regions, known)
+            else:
+                last = port.path == LAST and LAST not in known
+                caught = chosen(last_layer(regions) if last else port.path, known)
         else:
             names, caught, containers = {"": "", **names}, {"": {}}, {}
         rows = {k: caught[name] for k, name in names.items() if name in caught}
@@ -48,8 +60,23 @@ def hits(regions: Regions, match: Match) -> list[Hit]:
             rows = {**{k: inner[name] for k, name in names.items() if name in inner}, **rows}
         rows = {k: rows[k] for k, name in names.items() if k in rows and is_a(regions, name, match.module)}
         for key, groups in rows.items():
+            if (by := regions.resized.get(regions.by_key[key].path)) is not None:
+                if port.path in (key, LAST):
+                    raise MatchError(f"'{key}' has another size since pass '{by}', which trains all of it: leave it out")
+                continue
             found.setdefault((key, port), Hit(key, groups, replace(port, path=key), number))
     return list(found.values())
+
+
+def all_linear(regions: Regions, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Every Linear, as PEFT's `target_modules="all-linear"`: but for the last one where its weight has the shape of an
+    Embedding's, the output embeddings of a language model."""
+    paths = [name for name in names if name and "@" not in name]
+    linears = [name for name in paths if "Linear" in regions.classes(name)]
+    shapes = {regions.module(name).weight.shape for name in paths if "Embedding" in regions.classes(name)}
+    if linears and getattr(regions.module(linears[-1]).weight, "shape", None) in shapes:
+        linears.pop()
+    return {name: {} for name in linears}
 
 
 def _below(
@@ -78,6 +105,7 @@ def operations(region: Region, match: Match) -> list[fx.Node]:
     return [n for n in region.nodes if functions.short_name(n.target) in wanted or functions.names().get(n.target) in wanted]
 
 
-def is_exact(match: Match) -> bool:
-    """Whether a match names its places one by one."""
-    return not match.within and not any(is_pattern(parse_port(p).path) for p in match.patterns)
+def is_exact(match: Match, *names: str) -> bool:
+    """Whether a match names its places one by one, and one of these names among them."""
+    paths = [parse_port(pattern).path for pattern in match.patterns]
+    return not match.within and not {*names}.isdisjoint(paths) and not any(map(is_pattern, paths))

@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 
 from ..capture.fake_tensors import quiet
-from ..errors import ClashError, MatchError, SpecError, TraceError, did_you_mean
+from ..errors import ClashError, MatchError, SpecError, TraceError, did_you_mean, shown
 from ..ir import ops
 from ..ir.containers import Container
 from ..ir.editing import insert
@@ -49,7 +49,7 @@ def _with_gates(gm: TracedModule, p: Pass) -> Pass:
     of = [rule.options.get("rank_max") or rule.options.get("rank", 8) for rule in p.rules]
     for rank in of:
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise SpecError(f"{p.name}: rank_max must be a whole number, 1 or more, not {rank!r}", where=p.where)
+            raise SpecError(f"{p.name}: rank_max must be a whole number, 1 or more, not {shown(rank)}", where=p.where)
     beside = [rank for rank, rule in zip(of, p.rules, strict=True) if rule.place != "param"]  # others read no rows
     first, *others = dict.fromkeys(beside or of[:1])
     results = {first: 0, **{rank: 2 + n for n, rank in enumerate(others)}}  # which result of `Table` has the rows of a rank

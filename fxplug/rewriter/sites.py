@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import fx, nn
 
-from ..errors import SpecError
+from ..errors import SpecError, brief_fields, cut
+from ..ir.regions import Regions
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass, Rule
+from .left_over import left_over
 
 if TYPE_CHECKING:
     from ..ir.traced_module import TracedModule
+
+SHOWN = 8  # so many sites are listed in a text
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Value:
     node: fx.Node | None = field(default=None, repr=False, compare=False)
     port: Port | None = field(default=None, repr=False)
     kind: Literal["port", "changed", "operand", "kept"] = field(default="port", repr=False)
+
+    __repr__ = brief_fields
 
     @property
     def path(self) -> str:
@@ -66,6 +72,8 @@ class Site:
     node: str = ""  # the node, where the rule matches an operation
     root: nn.Module = field(repr=False, compare=False, default_factory=nn.Module)
     stacked: bool = False
+
+    __repr__ = brief_fields
 
     @property
     def name(self) -> str:
@@ -103,6 +111,24 @@ class Sites(list[Site]):
         super().__init__(sites)
         self.host, self.joined, self.p = host, joined, p
         self._found = {id(site): site for site in self}
+
+    @property
+    def left(self) -> str:
+        """What the pass left of layers like those it takes, and a pattern that takes them too; an empty text for nothing."""
+        return left_over([Regions(graph, self.joined) for graph in self.joined.graphs.values()], self.p, self)
+
+    @property
+    def summary(self) -> str:
+        """How many sites there are, and what was left."""
+        return "; ".join(filter(None, [f"{len(self)} site{'s' * (len(self) != 1)}", self.left]))
+
+    def __str__(self) -> str:
+        """The first sites and how many there are; `for site in sites` gives all."""
+        more = [f"  ... {len(self) - SHOWN} more"] if len(self) > SHOWN else []
+        return "\n".join([*(f"  {cut(str(site), 120)}" for site in self[:SHOWN]), *more, f"{self.p.name}: {self.summary}"])
+
+    def __repr__(self) -> str:
+        return f"<Sites of {self.p.name}: {self.summary}>"
 
     def check(self, gm: TracedModule) -> None:
         """Raises SpecError for another module than they were found on, for sites that others found, and for one twice."""

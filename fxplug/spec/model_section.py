@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import ValidationInfo, model_validator
 
-from ..errors import SpecError, did_you_mean
+from ..errors import SpecError, brief_fields, did_you_mean
 from .rules import check_target
 from .sections import Section, checked, held, located, number
 from .yaml_source import NOWHERE, Where, no_such_file, shown
@@ -36,6 +36,8 @@ class ModelSpec:
     options: dict[str, Any]
     where: Where = NOWHERE
 
+    __repr__ = brief_fields
+
 
 @dataclass(frozen=True)
 class WeightsSpec:
@@ -54,6 +56,8 @@ class WeightsSpec:
     ignore: tuple[str, ...] = ()
     base: Path = Path()
     where: Where = NOWHERE
+
+    __repr__ = brief_fields
 
     def find(self) -> Path:
         """The path of the file. SpecError when there is none, or more than one."""
@@ -89,6 +93,8 @@ class TensorSpec:
     high: int | None = None
     fill: float | int | bool | None = None
 
+    __repr__ = brief_fields
+
 
 @dataclass(frozen=True)
 class Value:
@@ -96,11 +102,15 @@ class Value:
 
     value: Any
 
+    __repr__ = brief_fields
+
 
 InputSpec: TypeAlias = TensorSpec | Value | dict[str, Any] | list[Any]  # Any: an InputSpec again
 
 
-class _Model(Section):
+class ModelKeys(Section):
+    """The keys of `model`, of which one says where the model comes from."""
+
     timm: Any = None
     diffusers: Any = None
     call: Any = None
@@ -126,7 +136,9 @@ def _texts(value: Any, empty: bool = False) -> bool:
     return isinstance(value, list) and (empty or bool(value)) and all(isinstance(item, str) for item in value)
 
 
-class _Weights(Section):
+class WeightKeys(Section):
+    """The keys of `weights`."""
+
     package: str | None = None
     file: str
     order: bool = False
@@ -134,7 +146,7 @@ class _Weights(Section):
     ignore: Annotated[Any, checked(_ignored)] = ()
 
     @model_validator(mode="after")
-    def _one_way(self) -> _Weights:
+    def _one_way(self) -> WeightKeys:
         if self.order and self.keys:
             raise located(SpecError("'order' and 'keys' exclude each other"))
         return self
@@ -158,7 +170,9 @@ def _shape(value: Any, path: tuple[str | int, ...] = ()) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-class _Tensor(Section):
+class Tensor(Section):
+    """The keys of an example input that is a tensor."""
+
     shape: Annotated[Any, checked(_shape)]
     dtype: Annotated[Any, checked(_dtype)] = None
     low: int | None = None
@@ -166,7 +180,7 @@ class _Tensor(Section):
     fill: Annotated[Any, checked(number)] = None
 
     @model_validator(mode="after")
-    def _one_filling(self) -> _Tensor:
+    def _one_filling(self) -> Tensor:
         if self.fill is not None and (self.low is not None or self.high is not None):
             raise located(SpecError("'fill' and 'low' or 'high' exclude each other"))
         if self.high is not None and self.high <= (self.low or 0):
@@ -174,7 +188,9 @@ class _Tensor(Section):
         return self
 
 
-class _Constant(Section):
+class Constant(Section):
+    """The key of an example input that is a constant."""
+
     value: Any
 
 
@@ -196,7 +212,7 @@ def read_model(value: Any, info: ValidationInfo) -> ModelSpec:
         value = {kind: value}
     if not isinstance(value, Mapping):
         raise SpecError(f"must be text or a mapping, not {shown(value)}", path=("model",))
-    read = held(_Model, value, "model")
+    read = held(ModelKeys, value, "model")
     kinds = [kind for kind in KINDS if kind in value]
     if len(kinds) != 1:
         found = " and ".join(f"'{kind}'" for kind in kinds) or "none"
@@ -226,7 +242,7 @@ def read_weights(value: Any, info: ValidationInfo) -> WeightsSpec | None:
         return WeightsSpec(path=value, base=base, where=where)
     if not isinstance(value, Mapping):
         raise SpecError(f"must be a path or a mapping, not {shown(value)}", path=("weights",))
-    read = held(_Weights, value, "weights")
+    read = held(WeightKeys, value, "weights")
     place = {"path": read.file} if read.package is None else {"package": read.package, "file": read.file}
     ignore = (read.ignore,) if isinstance(read.ignore, str) else tuple(read.ignore)
     return WeightsSpec(**place, order=read.order, keys=dict(read.keys), ignore=ignore, base=base, where=where)
@@ -247,11 +263,11 @@ def _input(value: Any, path: tuple[str | int, ...]) -> InputSpec:
     if not isinstance(value, Mapping):
         return Value(value)
     if "value" in value:
-        return Value(held(_Constant, value, *path).value)
+        return Value(held(Constant, value, *path).value)
     others = ("dtype", "low", "high", "fill")
     if "shape" not in value:
         if any(key in value and not isinstance(value[key], (list, Mapping)) for key in others):
             near = next((f" (found '{key}')" for key in value if did_you_mean("shape", [key])), "")
             raise SpecError(f"missing key 'shape'{near}; a constant mapping is {{value: ...}}", path=path)
         return {str(key): _input(item, (*path, key)) for key, item in value.items()}
-    return TensorSpec(**dict(held(_Tensor, value, *path)))
+    return TensorSpec(**dict(held(Tensor, value, *path)))

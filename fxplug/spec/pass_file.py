@@ -10,11 +10,11 @@ from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
-from ..errors import SpecError, did_you_mean
+from ..errors import SpecError, brief_fields, did_you_mean
 from .import_path import import_target
 from .rules import COMMON, Match, Pass, Rule, check_common, check_name, is_target
 from .shipped import find_file
-from .yaml_source import Source, Where, read_yaml, shown
+from .yaml_source import Source, Where, braces, read_yaml, shown
 
 REQUIRED = "$required"
 PAGE_KEYS = ("help", "example")  # for the page about a pass: what each parameter is, and a model to show it on
@@ -29,6 +29,7 @@ def load_pass(
     lr: float | None = None,
     weight_decay: float | None = None,
     train: bool | None = None,
+    expect: str | int | None = None,
     allow: Sequence[str] | None = None,
     **params: Any,
 ) -> Pass:
@@ -36,10 +37,10 @@ def load_pass(
 
     `source` is the bare name of a shipped pass, the path of a YAML file (relative to `base`, else to the
     working folder), a mapping with the same keys, or a Pass. `allow` lists the modules, beside fxplug's
-    own, whose blocks may be used; None allows all. Raises SpecError for anything unknown, missing or of
-    the wrong type.
+    own, whose blocks may be used; None allows all. `expect` is how many places the pass must find, such as `"==12"`.
+    Raises SpecError for anything unknown, missing or of the wrong type.
     """
-    given = {"name": name, "lr": lr, "weight_decay": weight_decay, "train": train}
+    given = {"name": name, "lr": lr, "weight_decay": weight_decay, "train": train, "expect": expect}
     common: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     check_common(common)
     if isinstance(source, Pass):
@@ -97,6 +98,8 @@ class Draft:
     source: Source
     name: str
 
+    __repr__ = brief_fields
+
     @property
     def params(self) -> dict[str, Any]:
         """The declared parameters with their defaults; `$required` stands where there is none."""
@@ -134,7 +137,7 @@ class Draft:
                 raise SpecError(f"no parameter '{key}'{did_you_mean(key, values)}; {listed}", key=key)
             wanted = _wanted(values[key], value)
             if wanted:
-                found = f"must be {wanted}, not {shown(value)}"
+                found = f"must be {wanted}, not {shown(value)}{braces(value)}"
                 raise SpecError(f"{found} (its default is {values[key]!r})", path=(key,))
             values[key] = value
         missing = [f"'{key}'" for key, value in values.items() if value == REQUIRED and key not in given]

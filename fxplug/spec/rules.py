@@ -7,18 +7,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from keyword import iskeyword
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
-
-from ..errors import SpecError, did_you_mean
-from .addresses import check_expression, parse_relative
-from .sections import Section, checked, held, number, whole
-from .yaml_source import NOWHERE, shown
+from ..errors import SpecError, brief_fields, did_you_mean
+from .addresses import parse_relative
+from .expressions import check_expression
+from .pass_parts import Input, Network, Plan
+from .sections import held
+from .yaml_source import NOWHERE, braces, shown
 from .yaml_source import Where as Where
 
 PLACES = ("before", "after", "replace", "param")
-COMMON = ("name", "lr", "weight_decay", "train")  # settings that every pass takes beside its own parameters
+COMMON = ("name", "lr", "weight_decay", "train", "expect")  # settings that every pass takes beside its own parameters
 COMBINE = ("sum", "chain")
 WAYS = ("ulysses", "ring", "batch", "rows", "tensor")  # numbers of processes that a parallel pass gives
 STEP_KEYS = ("stages", "patches", "stale", "warmup", "correct", "steps", "clock")  # of what is run a step late
@@ -34,72 +34,6 @@ _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 _INPUT = re.compile(r"[^\W\d]\w*(\[\d+\]|\.[^\W\d]\w*)*")
-_SIZE = re.compile(r"\s*(\d+|[^\W\d]\w*)(\s*\*\s*(\d+|[^\W\d]\w*))*\s*")
-
-
-def _sizes(value: Any) -> list[int | str] | None:
-    if value is not None and not isinstance(value, (list, tuple)):
-        raise SpecError(f"must be a list of sizes and names, not {shown(value)}")
-    for size in value or ():
-        if isinstance(size, bool) or not (isinstance(size, int) or (isinstance(size, str) and _SIZE.fullmatch(size))):
-            raise SpecError(f"must be a number, a name, or numbers and names with '*', such as 8*h; not {shown(size)}")
-    return value  # type: ignore[return-value]
-
-
-def _tries(value: Any) -> dict[str, list[int]]:
-    value = value or {}
-    if not isinstance(value, Mapping) or not all(isinstance(sizes, (list, tuple)) for sizes in value.values()):
-        raise SpecError(f"must be a mapping of names to lists of sizes, not {shown(value)}")
-    return {name: list(sizes) for name, sizes in value.items()}
-
-
-def _used(value: Any) -> Any:
-    if value is None:
-        raise SpecError("a network is a module, a folder, or 'package.module:function'")
-    return value
-
-
-def _arguments(value: Any) -> Any:
-    if not isinstance(value, (Mapping, list, tuple)):
-        raise SpecError(f"must be a mapping or a list, not {shown(value)}")
-    return value
-
-
-class _Input(Section):
-    """A new input of the model: its sizes, and what it is where it is not given."""
-
-    shape: Annotated[Any, checked(_sizes)] = None
-    dtype: Any = None
-    default: Annotated[Any, checked(number)] = None
-    tries: Annotated[Any, checked(_tries)] = Field(default={}, alias="try")
-
-
-class _Network(Section):
-    """A network that is traced into the graph."""
-
-    use: Annotated[Any, checked(_used)] = Field(description="a module, a folder, or 'package.module:function'")
-    args: Annotated[Any, checked(_arguments)] = {}
-    options: Any = None
-    neutral: Any = None
-
-
-class Plan(Section):
-    """The keywords of a plan, as far as they can be checked without a model."""
-
-    ulysses: Annotated[int, whole(1)] = 1
-    ring: Annotated[int, whole(1)] = 1
-    batch: Annotated[int, whole(1)] = 1
-    rows: Annotated[int, whole(1)] = 1
-    tensor: Annotated[int, whole(1)] = 1
-    split: dict[str, int] | None = None
-    at: str | None = Field(default=None, description="the path of a region")
-    stages: Annotated[int | None, whole(1, None)] = None
-    patches: Annotated[int | None, whole(1, None)] = None
-    stale: bool = False
-    warmup: Annotated[int | None, whole(1, None)] = None
-    correct: Annotated[int | None, whole(0, None)] = None
-    steps: Annotated[int | None, whole(1, None)] = None
-    clock: str | None = Field(default=None, description="the name of an input")
 
 
 @dataclass(frozen=True, init=False)
@@ -115,6 +49,8 @@ class Match:
     module: tuple[str | type, ...] = ()
     op: tuple[str | Callable[..., Any], ...] | None = None
     within: tuple[str | type, ...] = ()
+
+    __repr__ = brief_fields
 
     def __init__(
         self,
@@ -165,6 +101,8 @@ class Rule:
     name: str | None
     combine: str | None
     where: Where = field(compare=False)
+
+    __repr__ = brief_fields
 
     def __init__(
         self,
@@ -218,13 +156,19 @@ class Rule:
         """Whether `expect` allows this many sites."""
         return _COUNTS[self.expect[0]](count, self.expect[1])
 
+    @property
+    def counted(self) -> bool:
+        """Whether `expect` says how many sites there are, and not only that there are some, or need be none."""
+        return self.expect not in ((">=", 0), (">=", 1))
+
 
 @dataclass(frozen=True)
 class Pass:
     """A named list of rules; `params` are the values its parameters got. Raises SpecError.
 
     `lr`, `weight_decay` and `train` say how the parameters of its blocks are trained. Its `name` is the
-    first part of their keys. With `slots` its blocks are banks for that many adapters, which come and go without a new graph;
+    first part of their keys. `expect` is how many places all its rules together must find, as a rule's own; None leaves
+    that to the rules. With `slots` its blocks are banks for that many adapters, which come and go without a new graph;
     `samples` names the input of the model in whose first dimension the samples are that choose among them, `t` or `x[0]`; None
     is the first that is a tensor.
 
@@ -249,6 +193,9 @@ class Pass:
     parallel: Mapping[str, Any] = field(default_factory=dict, hash=False)
     samples: str | None = None
     loads: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
+    expect: str | int | None = None
+
+    __repr__ = brief_fields
 
     def __post_init__(self) -> None:
         check_common({key: getattr(self, key) for key in COMMON})
@@ -263,9 +210,11 @@ class Pass:
             raise SpecError("goes with slots: it says which input has the samples that choose among them", path=("samples",))
         held(Plan, self.parallel, "parallel")
         if self.parallel:
-            for key in ("rules", "inputs", "networks", "slots", "lr", "weight_decay"):
+            for key in ("rules", "inputs", "networks", "slots", "lr", "weight_decay", "expect"):
                 if getattr(self, key):
                     raise SpecError(f"a parallel pass has no '{key}'", path=(key,))
+        if self.expect is not None:
+            _set(self, expect="".join(map(str, _check_expect(self.expect))))
         if not isinstance(self.rules, (list, tuple)) or not (self.rules or self.parallel or self.loads):
             found = "an empty list" if self.rules in ([], ()) else shown(self.rules)
             raise SpecError(f"must be a list of rules, not {found}", path=("rules",))
@@ -282,14 +231,20 @@ class Pass:
             for name in value:
                 check_name(name, key)
             _set(self, **{key: dict(value)})
-        read = {name: held(_Input, {} if spec is None else spec, "inputs", name) for name, spec in self.inputs.items()}
+        read = {name: held(Input, {} if spec is None else spec, "inputs", name) for name, spec in self.inputs.items()}
         _set(self, inputs={name: spec.model_dump(by_alias=True) for name, spec in read.items()})
         for name, spec in self.networks.items():
-            held(_Network, spec, "networks", name)
+            held(Network, spec, "networks", name)
+
+
+    def admits(self, count: int) -> bool:
+        """Whether `expect` of the pass allows this many sites of all its rules together; its rules have their own."""
+        sign, number = _check_expect(">=0" if self.expect is None else self.expect)
+        return _COUNTS[sign](count, number)
 
 
 def check_common(settings: Mapping[str, Any]) -> None:
-    """Check those of `name`, `lr`, `weight_decay` and `train` that are given; SpecError names the key."""
+    """Check those of `name`, `lr`, `weight_decay`, `train` and `expect` that are given; SpecError names the key."""
     if "name" in settings:
         check_name(settings["name"], "name")
         if iskeyword(settings["name"]):
@@ -301,6 +256,8 @@ def check_common(settings: Mapping[str, Any]) -> None:
             raise SpecError(f"must be a number, 0 or more, not {shown(value)}", path=(key,))
     if not isinstance(settings.get("train", True), bool):
         raise SpecError(f"must be true or false, not {shown(settings['train'])}", path=("train",))
+    if settings.get("expect") is not None:
+        _check_expect(settings["expect"])
 
 
 def _set(self: object, **values: Any) -> None:
@@ -316,7 +273,7 @@ def _many(value: Any, key: str, what: str, also: Any = ()) -> list[Any]:
         raise SpecError(f"must be {what} or a list of them, not {shown(value)}", path=(key,))
     for index, item in enumerate(items):
         if not (isinstance(item, str) or (also and isinstance(item, also))):
-            raise SpecError(f"must be {what}, not {shown(item)}", path=(key, index))
+            raise SpecError(f"must be {what}, not {shown(item)}{braces(item)}", path=(key, index))
     return list(items)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,12 +23,12 @@ from ..errors import SpecError, did_you_mean, dotted
 from ..files.reading import reported
 from ..limits import DEFAULT, Limits
 from .model_section import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs, read_model, read_weights
-from .pass_file import REQUIRED, open_pass
+from .pass_file import open_pass
 from .rules import COMMON, Pass, check_common
 from .sections import Section, fields, findings
-from .shipped import find_file, shipped
+from .shipped import find_file
 from .train_section import Data, Export, Train
-from .yaml_source import Source, Where, parse_yaml, read_yaml, shown
+from .yaml_source import QUOTES, Source, Where, parse_yaml, read_yaml, shown
 
 FREE = ("inputs", "train", "data", "export")  # sections that --set makes where none is
 
@@ -205,7 +206,9 @@ def _assign(source: Source, item: str) -> None:
     try:
         data = parse_yaml(value).data
     except SpecError as error:
-        raise SpecError(error.finding, where=here) from None
+        quoted = f"; as text it stands in quotes: --set '{text}={json.dumps(value, ensure_ascii=False)}'"
+        finding = error.finding if value.startswith("[") else error.finding.removesuffix(QUOTES) + quoted
+        raise SpecError(finding, where=here) from None
     node: Any = source.data
     path: tuple[str | int, ...] = ()
     while True:
@@ -275,47 +278,3 @@ def resolved(config: Config) -> dict[str, Any]:
         else:
             out[key] = value.model_dump() if isinstance(value, BaseModel) else value
     return copy.deepcopy(out)
-
-
-def schema() -> dict[str, Any]:
-    """The JSON Schema of a configuration; it knows the parameters of every shipped pass."""
-    made = Config.model_json_schema()
-    common = {
-        "name": {"type": "string"},
-        "lr": {"type": ["number", "null"], "minimum": 0},
-        "weight_decay": {"type": ["number", "null"], "minimum": 0},
-        "train": {"type": "boolean", "default": True},
-    }
-    names: dict[str, Any] = {}
-    for name, path in shipped("passes").items():
-        draft = open_pass(path)
-        params = draft.params
-        settings = {key: _property(default) for key, default in params.items()} | common
-        names[name] = {
-            "description": draft.source.data.get("about", ""),
-            "type": ["object", "null"],
-            "properties": settings,
-            "required": [key for key, default in params.items() if default == REQUIRED],
-            "additionalProperties": False,
-        }
-    one = {
-        "type": "object",
-        "minProperties": 1,
-        "maxProperties": 1,
-        "properties": names,
-        "patternProperties": {r"\.ya?ml$": {"type": ["object", "null"]}},
-        "additionalProperties": False,
-    }
-    text = {"anyOf": [{"enum": list(names)}, {"type": "string", "pattern": r"\.ya?ml$"}]}
-    made["properties"]["passes"]["items"] = {"anyOf": [text, one]}
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
-
-
-def _property(default: Any) -> dict[str, Any]:
-    if default == REQUIRED:
-        return {}
-    if isinstance(default, (str, list)):
-        return {"type": ["string", "array"], "default": default}
-    names: dict[type, str] = {bool: "boolean", int: "integer", float: "number", dict: "object"}
-    kind = {"type": names[type(default)]} if type(default) in names else {}
-    return {**kind, "default": default}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
-from ..errors import SpecError, did_you_mean
+from ..errors import LONGEST, SpecError, brief, cut, did_you_mean
 from .yaml_source import shown
 
 _KINDS = {
@@ -28,6 +28,12 @@ class Section(BaseModel):
     """What all sections share: an unknown key and a value of another type are errors, and what was read does not change."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    def __repr__(self) -> str:
+        given = (f"{name}={brief(getattr(self, name, None), 160)}" for name in type(self).model_fields)
+        return cut(f"{type(self).__name__}({', '.join(given)})", LONGEST)
+
+    __str__ = __repr__
 
 
 S = TypeVar("S", bound=BaseModel)

@@ -12,9 +12,11 @@ from typing import Any
 import yaml
 
 from .. import errors
-from ..errors import SpecError, did_you_mean
+from ..errors import SpecError, brief_fields, did_you_mean
 from ..files import reading
 from ..limits import DEFAULT, Limits
+
+QUOTES = "; a text that begins with * or {, or has braces within [ ] or { }, stands in quotes"
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Source:
     data: Any
     file: str = ""
     lines: dict[tuple[str | int, ...], Where] = field(default_factory=dict)
+
+    __repr__ = brief_fields
 
     def where(self, *path: str | int) -> Where:
         """The place of the value at `path`, or of the nearest one around it."""
@@ -145,7 +149,9 @@ def parse_yaml(text: str, file: str = "", limits: Limits = DEFAULT) -> Source:
         mark = error.problem_mark or error.context_mark
         at = Where(file, mark.line + 1 if mark else 0)
         what = "" if isinstance(error, _Beyond) else "not valid YAML: "
-        raise SpecError(f"{what}{_cut(str(error.problem))}", where=at) from None
+        line = text.splitlines()[mark.line : mark.line + 1] if what and mark else []
+        hint = QUOTES if any(sign in one for one in line for sign in "*{}") else ""
+        raise SpecError(f"{what}{_cut(str(error.problem))}{hint}", where=at) from None
     except yaml.YAMLError as error:
         raise SpecError(f"not valid YAML: {_cut(str(getattr(error, 'reason', error)))}", where=Where(file)) from None
     finally:
@@ -220,6 +226,13 @@ def no_such_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f"no such folder '{path.parent}'"
     return "no such file" + did_you_mean(path.name, (p.name for p in path.parent.iterdir()))
+
+
+def braces(value: object) -> str:
+    """A hint for a mapping that was meant as a text with braces, such as `{qkv,proj}`; else an empty text."""
+    if not (isinstance(value, Mapping) and value and all(isinstance(k, str) and v is None for k, v in value.items())):
+        return ""
+    return f"; in YAML this is text when it stands in quotes: \"{{{','.join(map(str, value))}}}\""
 
 
 def shown(value: object) -> str:

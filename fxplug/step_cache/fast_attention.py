@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import SpecError, did_you_mean
+from ..errors import SpecError, did_you_mean, shown
 from ..ir.pytree import leaves
 from ..ir.traced_module import Graph, TracedModule
 from .attention_forms import METHODS, Do, places_of, written
@@ -58,7 +58,7 @@ class FastAttention(Stepped):
     ) -> None:
         super().__init__(module, clock)
         if side not in (0, 1):
-            raise SpecError(f"side must be 0 or 1, not {side!r}")
+            raise SpecError(f"side must be 0 or 1, not {shown(side)}")
         self.side = side
         self._rows: dict[str, dict[str, Do]] = {}  # of parts
         self.places = places_of(module.graph, module)
@@ -74,7 +74,7 @@ class FastAttention(Stepped):
             if key not in self.places:
                 raise SpecError(f"{where}: '{key}' is not marked{did_you_mean(key, self.places)}")
             if method not in METHODS:
-                raise SpecError(f"{where}: '{key}': no method {method!r}: there are {', '.join(METHODS)}")
+                raise SpecError(f"{where}: '{key}': no method {shown(method)}: there are {', '.join(METHODS)}")
             if index == 0 and method not in FULL:
                 raise SpecError(f"{where}: '{key}': the first step is in full, as nothing is kept yet")
             if method.startswith("window") and not self.places[key].windowed:

@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from ..errors import SpecError
+from ..errors import SpecError, brief_fields
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Every:
     interval: int = 3
     start: int = 1
 
+    __repr__ = brief_fields
+
     def __post_init__(self) -> None:
         if self.interval < 1:
             raise SpecError(f"the interval must be 1 or more, not {self.interval}")
@@ -57,6 +59,8 @@ class Threshold:
     limit: float = 0.1
     at_most: int | None = None
     gauged: ClassVar[bool] = True
+
+    __repr__ = brief_fields
 
     def __call__(self, step: Step) -> bool:
         return not step.change < self.limit or (self.at_most is not None and step.since >= self.at_most)
@@ -75,6 +79,8 @@ class TeaCache:
     coefficients: tuple[float, ...] = (1.0, 0.0)
     steps: int | None = None
     gauged: ClassVar[bool] = True
+
+    __repr__ = brief_fields
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "coefficients", tuple(map(float, self.coefficients)))

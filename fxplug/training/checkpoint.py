@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..artifacts.atomic_folder import replaced
-from ..errors import TrainError
+from ..errors import TrainError, brief_fields
 from ..files import reading, weight_files
 from ..files.formats import check_format
 from ..files.writing import save_file, written
@@ -38,6 +38,8 @@ class Checkpoint:
     state: dict[str, Any] = field(default_factory=dict)
     ema: dict[str, Tensor] = field(default_factory=dict)
     random: list[dict[str, Any]] = field(default_factory=list)
+
+    __repr__ = brief_fields
 
 
 def write(folder: Path, made: Checkpoint, keep: int) -> Path:

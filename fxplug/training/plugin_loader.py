@@ -45,7 +45,7 @@ def _import(path: str, local: Local) -> type:
             found = import_target(target)
         except SpecError as error:
             if "must look like" in error.finding:
-                raise SpecError(f"must look like 'package.module.Class', not {path!r}") from None
+                raise SpecError(f"must look like 'package.module.Class', not {shown(path)}") from None
             looked = f"; looked in {', '.join(local.folders)}, then on the Python path" if "no module" in error.finding else ""
             raise SpecError(f"{path}: {error.finding}{looked}") from error.__cause__
     if isinstance(found, type):

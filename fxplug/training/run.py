@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import SpecError, TrainError
+from ..errors import SpecError, TrainError, brief_fields
 from ..files.reading import reported
 from ..files.writing import check_folder
 from ..flow import Step, rewrite
@@ -37,6 +37,8 @@ class Run:
     out: Path
     metrics: dict[str, float]
     trainer: Trainer
+
+    __repr__ = brief_fields
 
 
 def train(

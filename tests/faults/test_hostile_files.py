@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from fxplug import Limits
 from fxplug.errors import ArtifactError, SpecError, did_you_mean
 from fxplug.files import reading, weight_files
-from fxplug.spec.addresses import searched, select
+from fxplug.spec.addresses import select
+from fxplug.spec.expressions import searched
 from fxplug.spec.yaml_source import parse_yaml
 
 
@@ -229,3 +230,11 @@ def test_tensors_come_by_their_names_wherever_their_bytes_are(tmp_path):
     file.truncate(len(data) - 1)
     with pytest.raises(ArtifactError, match="odd became shorter while it was read"):
         list(weight_files.tensors(file, head, reading.about("odd")))
+
+
+@pytest.mark.parametrize("length", [128, 384, 640, 896])
+def test_a_header_whose_length_begins_as_a_pickle_does_is_a_header(length, tmp_path):
+    text = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'.ljust(length)
+    (tmp_path / "a.safetensors").write_bytes(length.to_bytes(8, "little") + text + b"\0\0\x80\x3f")
+    found, _ = weight_files.read(tmp_path / "a.safetensors")
+    assert found["a"].item() == 1.0

@@ -22,6 +22,7 @@ from fxplug.verifier import _one_graph
 
 TOME_ON_VIT = {"at": r"re:(?P<site>(?P<block>blocks\.\d+)\.attn)$", "grid": ":in.x", "max_downsample": 16, "prefix": 1}
 CASES = {
+    "head": [("vit", {"classes": 10})],  # as many as it had, as the losses compare with the old result
     "ia3": [("vit", {"at": "blocks.*.attn.qkv", "feedforward": "blocks.*.mlp.fc2"})],
     "lora": [
         ("vit", {"at": "blocks.{i}.attn.qkv", "rank": 2}),

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fxplug.pages import COMMON, page
+from fxplug.pages import page
+from fxplug.spec import json_schema
+from fxplug.spec.explained import PARAMETERS
 from fxplug.spec.pass_file import open_pass
 from fxplug.spec.shipped import shipped
 
@@ -21,8 +23,12 @@ def test_the_page_that_is_kept_is_the_one_that_is_made(name):
 @pytest.mark.parametrize("name", shipped("passes"))
 def test_every_parameter_is_explained(name):
     data = open_pass(name).source.data
-    assert [key for key in data.get("params", {}) if key not in {**COMMON, **data.get("help", {})}] == []
+    assert [key for key in data.get("params", {}) if key not in {**PARAMETERS, **data.get("help", {})}] == []
 
 
 def test_there_is_a_page_for_every_pass_and_no_other():
     assert sorted(p.relative_to(PAGES).with_suffix("").as_posix() for p in PAGES.rglob("*.md")) == sorted(shipped("passes"))
+
+
+def test_the_page_of_keys_is_the_one_that_is_made():
+    assert (PAGES.parents[1] / "docs" / "keys.md").read_text() == json_schema.page()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...errors import SpecError, shown
-from ...spec.addresses import searched
+from ...spec.expressions import searched
 
 
 class Ref:

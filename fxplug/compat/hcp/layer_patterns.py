@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...errors import SpecError, did_you_mean
-from ...spec.addresses import check_expression, select
+from ...errors import SpecError, did_you_mean, shown
+from ...spec.addresses import select
+from ...spec.expressions import check_expression
 
 PREFIXES = ("re", "pre_hook", "prehook", "cls(Name)")
 SHOWN = 8  # so many paths are listed in a message
@@ -47,7 +48,7 @@ def read_layer(text: object) -> Layer:
     Raises SpecError for another prefix, which HCP-Diffusion would ignore, and for an expression that does not compile.
     """
     if not isinstance(text, str):
-        raise SpecError(f"a layer is a text, not {text!r}")
+        raise SpecError(f"a layer is a text, not {shown(text)}")
     rest, regex, pre_hook, kind = text, False, False, None
     while ":" in rest:
         head, _, tail = rest.partition(":")
@@ -71,7 +72,7 @@ def read_layers(entries: object, key: str) -> list[Layer]:
     """Read a list of entries (or one). Raises SpecError, with `key` as its path."""
     items = [entries] if isinstance(entries, str) else entries
     if not isinstance(items, (list, tuple)) or not items:
-        raise SpecError(f"must be a list of layers, not {entries!r}", path=(key,))
+        raise SpecError(f"must be a list of layers, not {shown(entries)}", path=(key,))
     found = []
     for index, item in enumerate(items):
         try:

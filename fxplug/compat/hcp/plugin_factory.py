@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ...errors import FxplugError, SpecError, TraceError, did_you_mean, shown
-from ...spec.addresses import searched
+from ...spec.expressions import searched
 from ...spec.import_path import import_target
 from ...spec.options import check_options, taken
 from .base_classes import BasePluginBlock, MultiPluginBlock, PatchPluginBlock, PluginBlock, SinglePluginBlock

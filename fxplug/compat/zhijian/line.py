@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from ...errors import SpecError, did_you_mean
+from ...errors import SpecError, did_you_mean, shown
 
 KINDS = ("inout", "in", "out")
 ENDS = ("...", "…", "input", "output")  # steps that stand for modules nobody names
@@ -105,7 +105,7 @@ class Line:
 def parse(text: str) -> list[Line]:
     """Read one line or several. Raises SpecError that points at the place, and says what was expected there."""
     if not isinstance(text, str):
-        raise SpecError(f"a line is text such as '(MLPAddin.adapt_input): ...->{{inout1}}(fc2)->...', not {text!r}")
+        raise SpecError(f"a line is text such as '(MLPAddin.adapt_input): ...->{{inout1}}(fc2)->...', not {shown(text)}")
     return list(_Reader(text).lines())
 
 

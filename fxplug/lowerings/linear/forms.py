@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from ...errors import FxplugError, SpecError, did_you_mean
+from ...errors import FxplugError, SpecError, did_you_mean, shown
 from ...files import reading
 from . import kernels, operators
 
@@ -53,7 +53,7 @@ def check(how: str) -> None:
     """Raises SpecError unless `how` is a form or `auto`."""
     known = ["auto", *FORMS, *KERNELS[1:]]
     if how not in known:
-        raise SpecError(f"fuse has no form {how!r}{did_you_mean(str(how), known)}; it has {', '.join(known)}")
+        raise SpecError(f"fuse has no form {shown(how)}{did_you_mean(str(how), known)}; it has {', '.join(known)}")
 
 
 def case_of(layer: nn.Linear, block: Any, rows: int) -> Case:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ...errors import SpecError
+from ...errors import SpecError, brief_fields, outline
 from ...ir.traced_module import Graph, TracedModule
 from ...low_rank import side
 from . import forms, kernels, operators
@@ -38,6 +38,8 @@ class Timing:
     ratios: Mapping[str, tuple[float, float]]
     layers: Sequence[str]
 
+    __repr__ = brief_fields
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -46,7 +48,14 @@ class Tuned:
     timings: Sequence[Timing]
     file: Path
 
+    __repr__ = brief_fields
+
     def __str__(self) -> str:
+        return outline(self.listing)
+
+    @property
+    def listing(self) -> str:
+        """Every case and form as text."""
         lines = []
         for timing in self.timings:
             c = timing.case

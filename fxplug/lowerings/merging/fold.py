@@ -291,7 +291,7 @@ class Plan:
                 via = self.tree.get_submodule(step.via) if step.via else None
                 own = gates.get(step.block.partition(".")[0])
                 value = changed(value, self.tree.get_submodule(step.block), step, use, own, via)
-        if old is not None and value.stride() != old.stride():  # which kernel runs depends on them
+        if old is not None and value.shape == old.shape and value.stride() != old.stride():  # which kernel runs depends on them
             return torch.empty_like(old).copy_(value)
         return value.to(like.dtype)
 
@@ -308,6 +308,8 @@ class Plan:
             if id(value) not in new:
                 new[id(value)] = nn.Parameter(value, requires_grad=like.requires_grad)
             module._parameters[last] = new[id(value)]
+            if old is not None and value.shape[0] != old.shape[0]:  # a new head
+                setattr(module, "out_features" if isinstance(module, nn.Linear) else "out_channels", value.shape[0])
         for name in self.passes:
             self.tree._modules.pop(name, None)
         kept = [entry for entry in self.gm.meta["passes"] if entry["name"] not in self.passes]

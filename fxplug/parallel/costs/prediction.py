@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from ...errors import FxplugError, SpecError, did_you_mean
+from ...errors import FxplugError, SpecError, brief_fields, did_you_mean
 from ...ir.pytree import leaves, map_leaves
 from ...ir.traced_module import TracedModule
 from ..checking import pretending
@@ -45,6 +45,8 @@ class Cost:
     seconds: float
     speedup: float
     compute: float  # the share of the time in which it computes
+
+    __repr__ = brief_fields
 
 
 def link_of(text: str) -> tuple[float, float]:

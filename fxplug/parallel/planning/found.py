@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from ...capture.user_code import short_path
+from ...errors import brief_fields
 from .streams import Leaf, Number, Place, Step
 from .trials import Tries, leaves_of
 from .walk import Walk
@@ -45,6 +46,8 @@ class Found:
     grains: dict[fx.Node, int] = field(default_factory=dict)  # elements of a token, of births that have not one
     inner: dict[fx.Node, Inner] = field(default_factory=dict)  # of values whose tokens have more elements in larger images
     derived: set[int] = field(default_factory=set)  # streams whose size follows from that of another
+
+    __repr__ = brief_fields
 
     def place(self, node: fx.Node) -> Place | None:
         """How a value that is one tensor is split, None where it is whole."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...blocks.base import Block
-from ...errors import GuardError, SpecError
+from ...errors import GuardError, SpecError, shown
 from ...torch_internals import distributed
 from . import layouts
 from .checksums import check_alike
@@ -37,7 +37,8 @@ class Collective(Block):
     def __init__(self, ways: dict[str, int], axis: str) -> None:
         super().__init__()
         if not isinstance(ways, dict) or axis not in (*AXES, SEQUENCE):
-            raise SpecError(f"a collective runs along one of {', '.join((*AXES, SEQUENCE))}, not {axis!r} of {ways!r}")
+            known = ", ".join((*AXES, SEQUENCE))
+            raise SpecError(f"a collective runs along one of {known}, not {shown(axis)} of {shown(ways)}")
         self.ways, self.axis = ways_of(ways), axis
 
     def here(self) -> World:
@@ -172,7 +173,7 @@ class Numel(Whole):
 def whole_number(name: str, value: Any, least: int = 0) -> int:
     """The value. Raises SpecError for one that is no whole number, or below `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SpecError(f"{name} must be a whole number, {least} or more, not {value!r}")
+        raise SpecError(f"{name} must be a whole number, {least} or more, not {shown(value)}")
     return value
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import GuardError, SpecError
+from ...errors import GuardError, SpecError, shown
 from . import layouts
 from .collectives import Collective, exchanged, whole_number
 
@@ -47,11 +47,11 @@ class Reach(NamedTuple):
 def read(numbers: tuple[int, ...]) -> Reach:
     """A reach from its numbers. Raises SpecError for others than there can be."""
     if not isinstance(numbers, (tuple, list)) or len(numbers) < 5 or any(type(n) is not int for n in numbers):
-        raise SpecError(f"a reach is a row of whole numbers, five or more, not {numbers!r}")
+        raise SpecError(f"a reach is a row of whole numbers, five or more, not {shown(numbers)}")
     period, gives, before, after, least, *extra = numbers
     found = Reach(period, gives, before, after, least, tuple(extra))
     if min(found.period, found.gives, found.least) < 1 or found.before < 0 or len(found.extra) not in (0, found.period):
-        raise SpecError(f"no reach has the numbers {numbers!r}")
+        raise SpecError(f"no reach has the numbers {shown(numbers)}")
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...errors import SpecError
+from ...errors import SpecError, shown
 from ...torch_internals.distributed import joined_group
 from . import faults
 
@@ -35,7 +35,7 @@ def ways_of(ways: Mapping[str, int]) -> dict[str, int]:
         if axis not in AXES:
             raise SpecError(f"no axis '{axis}': there are {', '.join(AXES)}")
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise SpecError(f"{axis} must be a whole number, 1 or more, not {number!r}")
+            raise SpecError(f"{axis} must be a whole number, 1 or more, not {shown(number)}")
     return {axis: ways.get(axis, 1) for axis in AXES}
 
 

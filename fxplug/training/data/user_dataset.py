@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from ...errors import SpecError, TrainError, did_you_mean
+from ...errors import SpecError, TrainError, did_you_mean, shown
 from ...spec.import_path import import_target
 from ...spec.train_section import Data, Use
 from .hub import NAMES
@@ -68,7 +68,7 @@ class OwnItems:
         try:
             return operator.index(label.item() if hasattr(label, "item") else label)
         except (TypeError, RuntimeError, ValueError):
-            finding = f"{name}: a label must be a whole number, not {label!r}; text needs the data set to have 'classes'"
+            finding = f"{name}: a label must be a whole number, not {shown(label)}; text needs the data set to have 'classes'"
             raise TrainError(finding) from None
 
 

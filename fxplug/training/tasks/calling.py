@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ...errors import SpecError, did_you_mean
+from ...errors import SpecError, brief_fields, did_you_mean
 from ...ir import ops
 
 # the names that diffusers' models and their relatives have
@@ -32,6 +32,8 @@ class Input:
     value: Any = None
     required: bool = False
     added: bool = False
+
+    __repr__ = brief_fields
 
 
 def inputs_of(module: nn.Module) -> dict[str, Input]:

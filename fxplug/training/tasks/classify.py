@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from ...errors import SpecError, did_you_mean
+from ...errors import SpecError, did_you_mean, shown
 from ...spec.import_path import import_target
 from ...spec.options import check_known, check_options, taken
 from ...spec.train_section import Use, read_use
@@ -208,7 +208,7 @@ def _augmentation(given: Any) -> dict[str, Any]:
     if given in ("auto", "none"):
         return {} if given == "auto" else {"no_aug": True}
     if not isinstance(given, Mapping):
-        raise SpecError(f"must be auto, none, or options of timm's create_transform, not {given!r}", path=("augment",))
+        raise SpecError(f"must be auto, none, or options of timm's create_transform, not {shown(given)}", path=("augment",))
     parameters = taken(timm.data.create_transform).names
     known = parameters[parameters.index("no_aug") : parameters.index("tf_preprocessing")]
     ours = [name for name in known if name not in PREPROCESS or name == "interpolation"]
@@ -220,7 +220,7 @@ def _preprocessing(given: Any) -> str | dict[str, Any] | None:
     if given is None or isinstance(given, str):
         return given
     if not isinstance(given, Mapping):
-        raise SpecError(f"must be the name of a timm model or a mapping, not {given!r}", path=("preprocess",))
+        raise SpecError(f"must be the name of a timm model or a mapping, not {shown(given)}", path=("preprocess",))
     check_known(given, PREPROCESS, "no option", path=("preprocess",))
     return dict(given)
 

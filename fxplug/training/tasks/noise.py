@@ -12,7 +12,7 @@ import diffusers
 import torch
 from torch import Tensor
 
-from ...errors import SpecError, did_you_mean
+from ...errors import SpecError, did_you_mean, shown
 from ...spec.options import check_known, taken
 from ...spec.train_section import Use
 from ...spec.yaml_source import no_such_file
@@ -196,7 +196,7 @@ def read_density(use: Use) -> Use:
     check_known(use.options, DENSITIES[use.name], f"{use.name} has no option", path=("density",))
     for key, value in use.options.items():
         if not isinstance(value, (int, float)):
-            raise SpecError(f"must be a number, not {value!r}", path=("density", use.name, key))
+            raise SpecError(f"must be a number, not {shown(value)}", path=("density", use.name, key))
     return Use(use.name, {**DENSITIES[use.name], **use.options})
 
 

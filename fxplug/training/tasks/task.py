@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...errors import SpecError, did_you_mean
+from ...errors import SpecError, brief_fields, did_you_mean
 from ...spec.import_path import import_target
 from ...spec.options import check_options
 from ...spec.train_section import Use, read_use
@@ -40,6 +40,8 @@ class TaskInfo:
     base: Path = Path()
     examples: Callable[[int], Batch] | None = None
     prompt: Callable[[str], str] = str
+
+    __repr__ = brief_fields
 
 
 class TextEncoder(Protocol):

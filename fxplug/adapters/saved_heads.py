@@ -1,0 +1,50 @@
+"""Layers that an adapter file holds whole, such as a new head: PEFT's `modules_to_save`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import ArtifactError, SpecError, did_you_mean
+from ..files import weight_files
+from ..limits import DEFAULT, Limits
+
+FILE = "adapter_model.safetensors"  # in a folder of PEFT
+BEFORE = "base_model.model."  # of every key in it
+# what PEFT put between the path of a layer and its parameter: the wrapper, and the name of the adapter
+WRAPPED = re.compile(r"\.modules_to_save(\.default)?(?=\.[^.]+$)")
+
+
+def saved_head(path: str | os.PathLike[str], layer: str, name: str, limits: Limits = DEFAULT) -> Tensor:
+    """A parameter of a layer as an adapter file, or a checkpoint, has it; `path` is a file or a folder of PEFT.
+
+    Raises ArtifactError for a file that cannot be read, and SpecError for one that has no such parameter.
+    """
+    file = Path(path)
+    file = file / FILE if file.is_dir() else file
+    found, _ = weight_files.read(file, limits=limits)
+    values = found if isinstance(found, Mapping) else {}
+    known = {WRAPPED.sub("", str(key).removeprefix(BEFORE)): value for key, value in values.items()}
+    value = known.get(f"{layer}.{name}")
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise SpecError(f"'{file}' has no '{layer}.{name}'{did_you_mean(f'{layer}.{name}', known)}")
+    return value
+
+
+def held_heads(module: nn.Module, passes: list[str]) -> dict[str, Tensor]:
+    """The parameters of layers that passes gave another size, by the key that they have once merged, on the CPU."""
+    found: dict[str, Tensor] = {}
+    for entry in getattr(module, "meta", {}).get("passes", []):
+        for site in entry["sites"] if entry["name"] in passes else ():
+            block: Any = module.get_submodule(site["block"]) if site["block"] else None
+            if getattr(block, "resizes", False):
+                key = f"{site['path'].partition('@')[0]}.{'weight' if block.value.dim() > 1 else 'bias'}"
+                if block.value.is_meta:
+                    raise ArtifactError(f"the new '{key}' is on the meta device, which holds no values")
+                found[key] = block.value.detach().cpu().clone()
+    return found

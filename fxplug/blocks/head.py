@@ -1,0 +1,71 @@
+"""A new last layer: parameters of other sizes in the place of the old ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..adapters.saved_heads import saved_head
+from ..errors import SpecError, shown
+from .base import Block
+
+if TYPE_CHECKING:
+    from ..rewriter.sites import Site
+
+
+class Head(Block):
+    """A weight or bias of another size in the place of a layer's own, so that it gives as many classes, or channels.
+
+    `shape` is the new parameter's. A weight begins as torch's Linear does (uniform within 1 / sqrt(inputs)), a bias as zeros.
+    """
+
+    resizes = True
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.shape = list(shape)
+        self.value = nn.Parameter(torch.zeros(self.shape))
+        if len(self.shape) > 1:
+            nn.init.kaiming_uniform_(self.value, a=math.sqrt(5))
+
+    @classmethod
+    def at(cls, site: Site, classes: int | None = None, size: int | None = None, weights: str | None = None) -> Head:
+        """For the weight or bias of a Linear or convolution; with `weights`, an adapter file that has the layer, as it has it.
+
+        Raises SpecError unless one of `classes` and `size` is given, or `weights`, and for one that does not fit.
+        """
+        given = {"classes": classes, "size": size}
+        said = {name: number for name, number in given.items() if number is not None}
+        if len(said) > 1 or not said and weights is None:
+            raise SpecError(f"needs one of 'classes' and 'size', or 'weights'; found {' and '.join(said) or 'none'}")
+        for name, number in said.items():
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise SpecError(f"{name} must be a whole number, 1 or more, not {shown(number)}")
+        groups = getattr(site.module, "groups", 1)
+        if groups > 1:
+            raise SpecError(f"'{site.path}' is a convolution of {groups} groups, and a new head has none")
+        for entry in getattr(site.root, "meta", {}).get("passes", []):
+            if any(other["path"].partition("@")[0] == site.path.partition("@")[0] for other in entry["sites"]):
+                raise SpecError(f"pass '{entry['name']}' acts on it at its old size: put the new head before it in 'passes'")
+        inner = list(site.parameter.shape[1:])
+        if weights is None:
+            return cls([*said.values(), *inner])
+        layer, name = site.path.partition("@")[0], str(site.port.keys[0])
+        value = saved_head(weights, layer, name)
+        wanted = [next(iter(said.values()), value.shape[0] if value.dim() else 0), *inner]
+        if list(value.shape) != wanted or not value.numel():
+            raise SpecError(f"'{layer}.{name}' is {list(value.shape)} in '{weights}', and must be {wanted}")
+        made = cls(wanted)
+        made.value.data.copy_(value)
+        return made
+
+    def forward(self, value: Tensor) -> Tensor:
+        """The new parameter, whatever the old one is."""
+        return self.value
+
+    def extra_repr(self) -> str:
+        return str(self.shape)
