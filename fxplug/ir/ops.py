@@ -47,6 +47,8 @@ STATES: dict[str, Callable[..., Any]] = {
     **{f"torch.{name}": operator.attrgetter(name)(torch) for name in READERS if _known(name)},
     **{f"torch.{name}": _flag(name) for name in FLAGS if _known(name)},
 }
+# what stands for a number while it is compiled or exported
+SYMBOLS: dict[str, type] = {"int": torch.SymInt, "float": torch.SymFloat}
 # what autograd knows of a tensor
 QUESTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "requires_grad": lambda x: x.requires_grad,
@@ -135,6 +137,14 @@ def attributes(value: torch.Tensor) -> str:
         return ""
     found = [name for name in vars(value) if not name.startswith("_")]
     return f"the attribute {', '.join(map(repr, sorted(found)[:3]))}" if found else ""
+
+
+def check_numbers(values: tuple[Any, ...], kinds: tuple[str, ...], names: tuple[str, ...]) -> None:
+    """Hold numbers among the arguments to their kind, "int" or "float"; a bool is neither. Raises GuardError."""
+    for value, kind, name in zip(values, kinds, names, strict=True):
+        if (type(value).__name__ if type(value) in (int, float) else "") != kind and not isinstance(value, SYMBOLS[kind]):
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise GuardError(f"argument '{name}' was a {kind} when the model was traced; now it is {got}: trace again")
 
 
 def check_members(value: Any, keys: tuple[Any, ...], name: str) -> None:
