@@ -61,6 +61,8 @@ def _built(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules(remove_duplicate=False):
         rows: dict[str, Any] = {}
         for name, value in vars(module).items():
+            if value is None:
+                continue
             if isinstance(value, PLAIN_TYPES) and not name.startswith("_") and name != "training":
                 rows[name] = (type(value), value)
             elif name == "forward" or not name.startswith("_") and not isinstance(value, (torch.Tensor, nn.Module)):

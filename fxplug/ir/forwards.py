@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..torch_internals.compiling import leave_frame, leave_module
+from ..torch_internals.compiling import is_listening, leave_frame, leave_module
 from ..turns import during, turns_of
 from . import ops, variants
 
@@ -54,18 +54,18 @@ def in_turn(forward: Any) -> Any:
 
 
 def any_way(forward: Any) -> Any:
-    """A forward that lets a variant answer a call which its graph does not hold for.
-
-    Whatever ends the call is looked at, as a compiler reports a check that fails in words of its own.
-    """
+    """A forward that lets a variant answer a call which its graph does not hold for."""
 
     @functools.wraps(forward)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "_variants" not in self.__dict__ or torch.compiler.is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling() or "_variants" not in self.__dict__:
             return forward(self, *args, **kwargs)
+        if is_listening():  # a check that fails is the end of what a compiler compiles
+            way = variants.chosen(self, args, kwargs)
+            return forward(self, *args, **kwargs) if way is self else way.forward(*args, **kwargs)
         try:
             return forward(self, *args, **kwargs)
-        except Exception as error:  # the model's, torch's or a compiler's
+        except Exception as error:  # the model's or torch's
             found = variants.call_other(self, args, kwargs, error)
             if found is variants.NONE:
                 raise

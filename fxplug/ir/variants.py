@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from ..torch_internals.modules import DropoutNd, NormBase
 from ..turns import turns_of
 from . import functions, ops
 from .containers import Container
-from .editing import change
+from .editing import change, copy_nodes, insert
 
 if TYPE_CHECKING:
     from .traced_module import TracedModule
@@ -117,31 +116,49 @@ class Variants:
 # --- calling
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def chosen(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
+    """The module, or the variant whose first checks hold for a call: made, where there is none. Raises GuardError."""
+    why = refusal(module, args, kwargs)
+    if why is None:
+        return module
+    return next(_fitting(module, args, kwargs), None) or _added(module, args, kwargs, why)
+
+
 def call_other(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
     """What a variant gives for a call that ended in an error; `NONE` where the error is none of how it was called.
 
     Raises GuardError where no variant can be made.
     """
-    variants: Variants = module._variants
     why = refusal(module, args, kwargs)
     if why is None:
         if not isinstance(error, GuardError) or not repeatable(module):
             return NONE
         traceback.clear_frames(error.__traceback__)  # they hold what was computed so far
-    for variant in list(variants.made):
-        if fits(module, variant) and refusal(variant, args, kwargs) is None:
+    for variant in _fitting(module, args, kwargs):
+        try:
+            return variant.forward(*args, **kwargs)
+        except GuardError:
+            if not repeatable(variant):
+                raise
+    return _added(module, args, kwargs, why or str(error)).forward(*args, **kwargs)
+
+
+def _fitting(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[TracedModule]:
+    for variant in list(module._variants.made):
+        if fits(module, variant):
             variant.__dict__["training"] = module.training
-            try:
-                return variant.forward(*args, **kwargs)
-            except GuardError:
-                if not repeatable(variant):
-                    raise
+            if refusal(variant, args, kwargs) is None:
+                yield variant
+
+
+def _added(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> TracedModule:
     try:
-        variant = variants.add(module, args, kwargs)
+        variant = module._variants.add(module, args, kwargs)
     except FxplugError as reason:
-        raise GuardError(f"{why or error}. The graph for this call could not be added: {reason}") from None
+        raise GuardError(f"{why}. The graph for this call could not be added: {reason}") from None
     variant.__dict__["training"] = module.training
-    return variant.forward(*args, **kwargs)
+    return variant
 
 
 def fits(module: TracedModule, variant: TracedModule) -> bool:
@@ -152,28 +169,31 @@ def fits(module: TracedModule, variant: TracedModule) -> bool:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def refusal(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why a graph does not hold for a call, as far as its first checks tell; None where it does, or takes no such call."""
+    graph = _graph(module)
+    known: Any = module.__dict__.get("_entry")
+    if known is None or known[0] is not graph:
+        known = module.__dict__["_entry"] = graph, _entry(graph)
     try:
-        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        known[1](*args, **kwargs)
+    except GuardError as error:
+        return str(error)
     except TypeError:
         return None
-    bound.apply_defaults()
-    values: dict[fx.Node, Any] = {}
-    for node in _graph(module).nodes:
-        if node.op == "placeholder":
-            values[node] = bound.arguments[str(node.target).lstrip("*")]
-        elif node.op == "call_function" and node.target in AT_ENTRY:
-            if not all(read in values for read in node.all_input_nodes):
-                continue
-            given, named = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            try:
-                values[node] = node.target(*given, **named)
-            except GuardError as error:
-                return str(error)
-            except (LookupError, TypeError, AttributeError) as error:
-                return f"{type(error).__name__}: {error}"
-        elif node.op != "get_attr":
-            break
     return None
+
+
+def _entry(graph: fx.Graph) -> Callable[..., None]:
+    """The first checks of a graph alone."""
+    head, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        first = node.op == "call_function" and node.target in AT_ENTRY
+        if node.op == "placeholder" or first and all(read in values for read in node.all_input_nodes):
+            copy_nodes([node], head, values)
+        elif node.op != "get_attr" and not first:
+            break
+    insert(head, "output", "output", (None,))
+    forward: Callable[..., None] = fx.GraphModule(nn.Module(), head).forward
+    return forward
 
 
 def _graph(module: TracedModule) -> fx.Graph:
