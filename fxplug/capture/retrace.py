@@ -60,6 +60,8 @@ def _built(model: nn.Module) -> dict[str, Any]:
     found = {}
     for path, module in model.named_modules(remove_duplicate=False):
         rows: dict[str, Any] = {}
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
         for name, value in vars(module).items():
             if value is None:
                 continue

@@ -16,10 +16,10 @@ from torch.nn.parameter import is_lazy
 
 from .. import quantised
 from ..errors import FxplugError, TraceError, did_you_mean
+from ..ir import variants as further
 from ..ir.editing import erase
 from ..ir.pytree import leaves as values
 from ..ir.traced_module import TracedModule
-from ..ir.variants import LIMIT, Variants
 from ..spec.addresses import select
 from ..torch_internals.fakes import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from . import model_edge, self_check
@@ -45,7 +45,7 @@ def trace(
     leaf: Iterable[str] = (),
     real: bool | None = None,
     check: bool = True,
-    variants: int = LIMIT,
+    variants: int | None = None,
 ) -> TracedModule:
     """Record one call `model(*args, **kwargs)` as a graph that gives `torch.equal` results for every input its guards admit.
 
@@ -63,7 +63,7 @@ def trace(
 
     The module keeps the model: where it is called in another way (a number for a tensor, another dtype, an optional input), the
     model is traced for that call, too, checked beside it, and the graph is kept on the same weights; so up to `variants`
-    times, 0 is never. Numbers are inputs of such a graph. `module.variants` lists them, and a saved module has them.
+    times (8), 0 is never. Numbers are inputs of such a graph. `module.variants` lists them, and a saved module has them.
 
     One trace runs at a time in a process; model and process are left as they were.
 
@@ -76,8 +76,8 @@ def trace(
     args = args if isinstance(args, (tuple, list)) else (args,)
     patterns = [leaf] if isinstance(leaf, str) else list(leaf)
     gm = _checked_trace(model, patterns, real, check, (tuple(args), dict(kwargs or {})), False)
-    if variants:
-        gm._variants = Variants(gm, variants, Again(model, functools.partial(_checked_trace, model, patterns, real, True)))
+    if limit := further.LIMIT if variants is None else variants:
+        gm._variants = further.Variants(gm, limit, Again(model, functools.partial(_checked_trace, model, patterns, real, True)))
     return gm
 
 

@@ -23,7 +23,9 @@ from .containers import RESERVED, Container, child_of
 from .editing import copy_nodes
 from .forwards import any_way, in_turn, unwound
 
-OWN_STATE = {"_graph", "_twin", "_extras", "_origin", "_code", "_codes", "_graph_mode", "_adapters", "_turns", "_variants", "_entry"}
+OWN_STATE = set(
+    "_graph _twin _extras _origin _code _codes _graph_mode _adapters _turns _variants _entry".split()  # noqa: SIM905
+)
 ROOT_STATE = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
 # a lookup that FX writes for a name such as "0"; or a string or comment, which is left as it is
 LOOKUP = re.compile(

@@ -53,12 +53,12 @@ class Variants:
         self.limit, self.make, self.steps = limit, make, steps
         self.earlier: list[tuple[TracedModule, int]] = list(earlier)
         self.made: list[TracedModule] = []
-        self.codes = dict(owner._codes)
+        self.codes = dict(vars(owner)["_codes"])
         self.lock = threading.RLock()
 
     def after(self, owner: TracedModule, new: TracedModule, step: Step) -> None:
         """Let `new`, which `step` made of `owner`, have the variants that the step makes of the owner's."""
-        if owner._codes == self.codes:  # what is done to a graph by hand cannot be done again
+        if vars(owner)["_codes"] == self.codes:  # what is done to a graph by hand cannot be done again
             earlier = [*self.earlier, *((variant, len(self.steps)) for variant in self.made)]
             new._variants = Variants(new, self.limit, self.make, (*self.steps, step), earlier)
 
@@ -92,7 +92,7 @@ class Variants:
     def add(self, owner: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
         """A new variant, for this call. Raises FxplugError where there cannot be one."""
         with self.lock:
-            if owner._codes != self.codes:
+            if vars(owner)["_codes"] != self.codes:
                 raise GuardError("its graph was changed by hand since it was made, and another way of calling would lack that")
             for index, (variant, _) in enumerate(self.earlier):
                 if refusal(variant, args, kwargs) is None:
@@ -122,7 +122,8 @@ def chosen(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     why = refusal(module, args, kwargs)
     if why is None:
         return module
-    return next(_fitting(module, args, kwargs), None) or _added(module, args, kwargs, why)
+    found: TracedModule | None = next(_fitting(module, args, kwargs), None)
+    return _added(module, args, kwargs, why) if found is None else found
 
 
 def call_other(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
