@@ -19,6 +19,7 @@ from ..adapters.slots import Adapters
 from ..errors import SpecError, TraceError
 from ..turns import change, hold, inside, turns_of
 from . import ops, variants
+from .binding import bind
 from .containers import RESERVED, Container, child_of
 from .editing import copy_nodes
 from .forwards import any_way, in_turn, unwound
@@ -210,6 +211,15 @@ class TracedModule(fx.GraphModule):
             cls.forward = forward
         cls.forward = any_way(in_turn(cls.forward))
         return code
+
+    def bind(self, **inputs: Any) -> TracedModule:
+        """This module with inputs that it holds itself, for callers who do not know of them: `bind(cond=image, strength=0.7)`.
+
+        Values are tensors, or numbers where a pass has added the input; they lie in `bound`, and move and are saved with the
+        module. An input that is given in a call comes before what is held. To bind what is bound already changes the value, in
+        this module, and a value of the same shape asks for no new compilation. Raises SpecError for what is no such input.
+        """
+        return bind(self, inputs)
 
     def train(self, mode: bool = True) -> TracedModule:
         """Go into training, or out of it, with the graph of that mode. Raises TraceError where the model has none for it."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,7 @@ LIMIT = 8  # variants that a module makes by itself
 TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 # what checks how a graph is called, before it computes anything
 ENTRY = (ops.same, ops.check_inputs, ops.check_members, ops.check_generator, ops.check_numbers)
-AT_ENTRY = (*ENTRY, operator.getitem, ops.edge, ops.device_of, ops.check_added, ops.check_state)
+AT_ENTRY = (*ENTRY, operator.getitem, ops.edge, ops.device_of, ops.given)
 HARMLESS = (
     *ENTRY, ops.guard, ops.check_state, ops.check_added, ops.enter_grad, ops.exit_grad, ops.enter_autocast, ops.exit_autocast,
 )  # fmt: skip
@@ -36,6 +38,7 @@ HARMLESS = (
 VIEWS = """view reshape transpose permute unsqueeze squeeze expand getitem chunk split unbind flatten unflatten narrow select t
 detach contiguous to float half bfloat16 double type edge alias real imag swapaxes swapdims movedim moveaxis expand_as view_as
 diagonal tensor_split type_as as_strided""".split()  # noqa: SIM905
+DECIDED = "decided: "  # before what is no argument
 NONE = object()
 
 
@@ -69,9 +72,14 @@ class Variants:
         new._variants.made = [view(new, graphs(variant), variant.twin_error) for variant in self.made]
 
     def carry(self, owner: TracedModule) -> None:
-        """Make those variants again that were there before the owner was made. Raises FxplugError."""
+        """Make those variants again that were there before the owner was made; warns of one that cannot be."""
         while self.earlier:
-            self.bring(owner, 0)
+            row = labels(owner)[len(self.made)]
+            try:
+                self.bring(owner, 0)
+            except FxplugError as error:
+                del self.earlier[0]
+                warnings.warn(f"the variant '{shown(row, 120)}' of what this was made of is not in it: {error}", stacklevel=4)
 
     def bring(self, owner: TracedModule, index: int) -> TracedModule:
         """An earlier variant, with the steps that it lacks."""
@@ -91,26 +99,26 @@ class Variants:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def add(self, owner: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
         """A new variant, for this call. Raises FxplugError where there cannot be one."""
-        with self.lock:
-            if vars(owner)["_codes"] != self.codes:
-                raise GuardError("its graph was changed by hand since it was made, and another way of calling would lack that")
-            for index, (variant, _) in enumerate(self.earlier):
-                if refusal(variant, args, kwargs) is None:
-                    return self.bring(owner, index)
-            for variant in self.made:
-                if fits(owner, variant) and refusal(variant, args, kwargs) is None and not repeatable(variant):
-                    raise GuardError("its graph has written or drawn something by then")
-            if self.make is None:
-                raise GuardError("the model is not at hand to trace it so, only what was saved of it")
-            if len(self.made) + len(self.earlier) >= self.limit:
-                rows = "; ".join(shown(row, 120) for row in labels(owner))
-                raise GuardError(
-                    f"it has {len(self.made)} variants already, which differ from the first in: {rows or 'nothing yet'}; "
-                    "trace(..., variants=N) allows more"
-                )
-            found = tie(owner, self.stepped(self.make(owner, args, kwargs), 0))
-            self.made.append(found)
-            return found
+        if vars(owner)["_codes"] != self.codes:
+            raise GuardError("its graph was changed by hand since it was made, and another way of calling would lack that")
+        for index, (variant, _) in enumerate(self.earlier):
+            given, named = call_for(variant, owner, args, kwargs)
+            if refusal(variant, given, named) is None:
+                return self.bring(owner, index)
+        for variant in self.made:
+            if fits(owner, variant) and refusal(variant, args, kwargs) is None and not repeatable(variant):
+                raise GuardError("its graph has written or drawn something by then")
+        if self.make is None:
+            raise GuardError("the model is not at hand to trace it so, only what was saved of it")
+        if len(self.made) + len(self.earlier) >= self.limit:
+            rows = "; ".join(shown(row, 120) for row in labels(owner))
+            raise GuardError(
+                f"it has {len(self.made)} variants already, which differ from the first in: {rows or 'nothing yet'}; "
+                "trace(..., variants=N) allows more"
+            )
+        found = tie(owner, self.stepped(self.make(owner, args, kwargs), 0))
+        self.made.append(found)
+        return found
 
 
 # --- calling
@@ -122,8 +130,13 @@ def chosen(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     why = refusal(module, args, kwargs)
     if why is None:
         return module
-    found: TracedModule | None = next(_fitting(module, args, kwargs), None)
-    return _added(module, args, kwargs, why) if found is None else found
+    while True:
+        known = len(module._variants.made)
+        found = next(_fitting(module, args, kwargs, 0, known), None)
+        if found is None:
+            found = _added(module, args, kwargs, why, known)
+        if found is not None:
+            return found
 
 
 def call_other(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
@@ -133,33 +146,54 @@ def call_other(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, An
     """
     why = refusal(module, args, kwargs)
     if why is None:
-        if not isinstance(error, GuardError) or not repeatable(module):
+        if not isinstance(error, GuardError) or isinstance(error, ops.AddedInput) or not repeatable(module):
             return NONE
         traceback.clear_frames(error.__traceback__)  # they hold what was computed so far
-    for variant in _fitting(module, args, kwargs):
-        try:
-            return variant.forward(*args, **kwargs)
-        except GuardError:
-            if not repeatable(variant):
-                raise
-    return _added(module, args, kwargs, why or str(error)).forward(*args, **kwargs)
+    tried = known = 0
+    while True:
+        tried, known = known, len(module._variants.made)
+        for variant in _fitting(module, args, kwargs, tried, known):
+            try:
+                return variant.forward(*args, **kwargs)
+            except GuardError:
+                if not repeatable(variant):
+                    raise
+        if (new := _added(module, args, kwargs, why or str(error), known)) is not None:
+            return new.forward(*args, **kwargs)
 
 
-def _fitting(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[TracedModule]:
-    for variant in list(module._variants.made):
+def _fitting(
+    module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], first: int, end: int
+) -> Iterator[TracedModule]:
+    for variant in module._variants.made[first:end]:
         if fits(module, variant):
             variant.__dict__["training"] = module.training
             if refusal(variant, args, kwargs) is None:
                 yield variant
 
 
-def _added(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], why: str) -> TracedModule:
+def _added(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], why: str, known: int) -> TracedModule | None:
+    """A new variant; None where another thread has added one to those that are `known`."""
     try:
-        variant = module._variants.add(module, args, kwargs)
+        with module._variants.lock:
+            if len(module._variants.made) > known:
+                return None
+            variant: TracedModule = module._variants.add(module, args, kwargs)
     except FxplugError as reason:
         raise GuardError(f"{why}. The graph for this call could not be added: {reason}") from None
     variant.__dict__["training"] = module.training
     return variant
+
+
+def call_for(
+    other: TracedModule, module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A call of a module without the inputs that what it was made of does not have."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    known = inspect.signature(other.forward).parameters
+    for name in [name for name in bound.arguments if name not in known]:
+        del bound.arguments[name]
+    return bound.args, bound.kwargs
 
 
 def fits(module: TracedModule, variant: TracedModule) -> bool:
@@ -173,7 +207,7 @@ def refusal(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any])
     graph = _graph(module)
     known: Any = module.__dict__.get("_entry")
     if known is None or known[0] is not graph:
-        known = module.__dict__["_entry"] = graph, _entry(graph)
+        known = module.__dict__["_entry"] = graph, _entry(graph, module)
     try:
         known[1](*args, **kwargs)
     except GuardError as error:
@@ -183,17 +217,18 @@ def refusal(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any])
     return None
 
 
-def _entry(graph: fx.Graph) -> Callable[..., None]:
+def _entry(graph: fx.Graph, module: nn.Module) -> Callable[..., None]:
     """The first checks of a graph alone."""
     head, values = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         first = node.op == "call_function" and node.target in AT_ENTRY
-        if node.op == "placeholder" or first and all(read in values for read in node.all_input_nodes):
+        held = node.op == "get_attr" and any(user.target is ops.given for user in node.users)
+        if node.op == "placeholder" or held or first and all(read in values for read in node.all_input_nodes):
             copy_nodes([node], head, values)
         elif node.op != "get_attr" and not first:
             break
     insert(head, "output", "output", (None,))
-    forward: Callable[..., None] = fx.GraphModule(nn.Module(), head).forward
+    forward: Callable[..., None] = fx.GraphModule(module, head).forward
     return forward
 
 
@@ -249,7 +284,7 @@ def tie(owner: TracedModule, other: TracedModule) -> TracedModule:
 
     Raises GuardError where that one has other layers.
     """
-    ports = [_inputs(module) for module in (owner, other)]
+    ports = [inputs_of(module) for module in (owner, other)]
     if ports[0] != ports[1]:
         raise GuardError(f"it would take other inputs: {', '.join(ports[1])}")
     constants: dict[str, torch.Tensor] = {}
@@ -276,7 +311,8 @@ def tie(owner: TracedModule, other: TracedModule) -> TracedModule:
     return view(owner, other.graphs, other.twin_error)
 
 
-def _inputs(module: TracedModule) -> list[str]:
+def inputs_of(module: TracedModule) -> list[str]:
+    """The arguments of a module, with their defaults."""
     nodes = module.graph.find_nodes(op="placeholder")
     return [f"{node.target}={node.args[0]!r}" if node.args else str(node.target) for node in nodes]
 
@@ -343,8 +379,11 @@ def labels(module: TracedModule) -> list[str]:
     own = _said(module)
     found = []
     for variant in [*variants.made, *(variant for variant, _ in variants.earlier)]:
-        rows = [row for key, row in _said(variant).items() if own.get(key) != row]
-        found.append(", ".join(rows) or "other sizes")
+        rows = {key: row for key, row in _said(variant).items() if own.get(key) != row}
+        label = ", ".join(row for key, row in rows.items() if not key.startswith(DECIDED))
+        if not label or label in found:
+            label = ", ".join(rows.values())
+        found.append(label or "other sizes")
     return found
 
 
@@ -369,4 +408,4 @@ def _said(module: TracedModule) -> Mapping[str, str]:
         elif node.target is ops.guard:
             what = str(args[2]).rpartition("was decided on ")[2]
             decided[what.rpartition(",")[0]] = what.removesuffix(" when traced")
-    return {**rows, **{f"guard {key}": text for key, text in decided.items()}}
+    return {**rows, **{f"{DECIDED}{key}": text for key, text in decided.items()}}
