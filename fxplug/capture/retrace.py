@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import FxplugError, TraceError
 from ..ir.containers import PLAIN_TYPES
+from ..ir.peers import instead, unseen_scale
 from ..ir.pytree import leaves
 from ..ir.traced_module import TracedModule
 from ..torch_internals.modules import forward_hooks
@@ -30,6 +31,11 @@ class Again:
     def __call__(self, owner: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
         """The trace for this call, checked beside the model. Raises TraceError where it cannot be had."""
         bound = inspect.signature(owner.forward).bind(*args, **kwargs)
+        if name := unseen_scale(owner.meta.get("passes"), bound.arguments):
+            raise TraceError(
+                f"'scale' in {name} is the strength of LoRA that another library has put in, and no pass sees it: "
+                f"{instead('set_adapters')}"
+            )
         for entry in owner.meta.get("passes", []):
             for name in entry.get("inputs", ()):
                 bound.arguments.pop(name, None)

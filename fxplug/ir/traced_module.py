@@ -23,6 +23,7 @@ from .binding import bind
 from .containers import RESERVED, Container, child_of
 from .editing import copy_nodes
 from .forwards import any_way, in_turn, unwound
+from .peers import instead
 
 OWN_STATE = set(
     "_graph _twin _extras _origin _code _codes _graph_mode _adapters _turns _variants _entry".split()  # noqa: SIM905
@@ -294,7 +295,7 @@ class TracedModule(fx.GraphModule):
         if callable(found):
             raise AttributeError(
                 f"'{name}' is a method of {self.classes[0]}; this is its traced graph, which such a method cannot "
-                "change: call it on the model before tracing"
+                f"change: {instead(name) or 'call it on the model before tracing'}"
             )
         if name in ("dtype", "device"):
             first: torch.Tensor | None = next(self.parameters(), None)
