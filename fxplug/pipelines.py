@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -100,26 +102,26 @@ def _calls(pipe: Any, models: dict[str, nn.Module], args: Any, call: Any, enough
     """What each model is called with first."""
     calls: dict[str, Any] = {}
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, given: Any, named: Any) -> None:
+    def noting(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def noted(*given: Any, **named: Any) -> Any:
             if name not in calls:
                 calls[name] = map_leaves((given, named), lambda tensor, _: tensor.detach().clone())
                 if enough and len(calls) == len(models):
-                    _stop()
+                    raise _Seen
+            return forward(*given, **named)
 
-        return hook
+        return noted
 
-    handles = [model.register_forward_pre_hook(note(name), with_kwargs=True) for name, model in models.items()]
+    own = {name: vars(model).get("forward") for name, model in models.items()}
     try:
-        with torch.no_grad():
+        for name, model in models.items():
+            vars(model)["forward"] = noting(name, model.forward)
+        with torch.no_grad(), contextlib.suppress(_Seen):
             pipe(*args, **call)
-    except _Seen:
-        pass
     finally:
-        for handle in handles:
-            handle.remove()
+        for name, model in models.items():
+            vars(model).pop("forward", None)
+            if own[name] is not None:
+                vars(model)["forward"] = own[name]
     return calls
-
-
-def _stop() -> NoReturn:
-    raise _Seen
