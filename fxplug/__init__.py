@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .parallel.pipelines.entry import in_steps, pipefusion, stale_sequence
     from .parallel.pipelines.pipeline import PipeFusion
     from .parallel.plan import Plan, parallel_plan, parallelize
+    from .pipelines import load_pipeline, save_pipeline, trace_pipeline
     from .rewriter.adapter_passes import pass_for
     from .rewriter.applying import apply
     from .rewriter.matcher import find
@@ -106,6 +107,7 @@ __all__ = [
     "load_onnx",
     "load_package",
     "load_pass",
+    "load_pipeline",
     "localize",
     "lower",
     "merge",
@@ -117,9 +119,11 @@ __all__ = [
     "save",
     "save_adapter",
     "save_checkpoint",
+    "save_pipeline",
     "show",
     "stale_sequence",
     "trace",
+    "trace_pipeline",
     "train",
     "tune",
     "unmerge",
@@ -152,6 +156,7 @@ _HOME = {
     "parallel.pipelines.entry": ["in_steps", "pipefusion", "stale_sequence"],
     "parallel.pipelines.pipeline": ["PipeFusion"],
     "parallel.plan": ["Plan", "parallel_plan", "parallelize"],
+    "pipelines": ["load_pipeline", "save_pipeline", "trace_pipeline"],
     "rewriter.adapter_passes": ["pass_for"],
     "rewriter.applying": ["apply"],
     "rewriter.matcher": ["find"],

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
 import small
 import torch
+import unets
 from diffusers import (
     AutoencoderKL,
     AutoencoderKLCogVideoX,
@@ -25,7 +27,10 @@ from diffusers import (
     PixArtTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionPipeline,
 )
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 STEPS = 4
 
@@ -177,6 +182,34 @@ def cogvideox() -> Case:
         tokenizer=None, text_encoder=None, vae=decoder.eval(), transformer=model.eval(), scheduler=CogVideoXDDIMScheduler()
     )
     return Case(quiet(pipe), call)
+
+
+def tokenizer(folder: Any) -> CLIPTokenizer:
+    """Letters, each a token."""
+    letters = [chr(n) for n in range(ord("a"), ord("z") + 1)]
+    words = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{letter}</w>" for letter in letters)]
+    (folder / "vocab.json").write_text(json.dumps({word: n for n, word in enumerate(words)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=8)
+
+
+def stable_diffusion(folder: Any, **parts: Any) -> Any:
+    """Stable Diffusion with its text encoder, or with the part `controlnet` its pipeline; the same weights each time."""
+
+    def models() -> dict[str, Any]:
+        text = CLIPTextConfig(
+            vocab_size=60, hidden_size=12, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+            max_position_embeddings=8, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+        )  # fmt: skip
+        blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+        decoder = AutoencoderKL(block_out_channels=(8, 8, 8, 8), latent_channels=4, norm_num_groups=4, **blocks)
+        unet = unets.sd15_model(sample_size=8)
+        return {"vae": decoder.eval(), "text_encoder": CLIPTextModel(text).eval(), "unet": unet}
+
+    kind = StableDiffusionControlNetPipeline if "controlnet" in parts else StableDiffusionPipeline
+    rest = {"scheduler": DDIMScheduler(clip_sample=False, steps_offset=1), "tokenizer": tokenizer(folder)}
+    none = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    return quiet(kind(**small.seeded(models), **rest, **none, **parts))
 
 
 def made(name: str) -> Case:

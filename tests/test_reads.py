@@ -85,7 +85,7 @@ def setting(change: Callable[[Any], Any], value: Any, before: Any) -> Iterator[N
         change(before)
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.is_autocast_cpu_enabled")
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.is_autocast_cpu_enabled"), pytest.mark.usefixtures("one_way")]
 PLAIN: Callable[[], Any] = contextlib.nullcontext
 STATES: dict[str, Callable[[], Any]] = {
     "plain": PLAIN,

@@ -181,6 +181,20 @@ def test_a_file_that_is_left_is_not_compiled(tmp_path, monkeypatch):
     assert torch.neg not in sum(graphs_of.seen, []), "a compiler would take our turns apart"
 
 
+def test_a_frame_knows_whether_frames_are_compiled():
+    said = []
+
+    def frame(x):
+        said.append(compiling.is_listening())
+        return x + 1
+
+    compiling.leave_frame(frame.__code__)
+    frame(torch.ones(2))
+    torch.compile(frame, backend="eager")(torch.ones(2))
+    frame(torch.ones(2))
+    assert said == [False, True, False]
+
+
 def test_floats_of_layers_can_be_constants_of_a_compiled_program():
     class Scaled(nn.Module):
         eps = 0.3

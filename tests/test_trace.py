@@ -27,6 +27,8 @@ import fxplug
 from fxplug.ir import ops
 from fxplug.ir.pytree import leaves
 
+pytestmark = pytest.mark.usefixtures("one_way")  # what guards admit and refuse
+
 
 class Model(nn.Module):
     """A model whose forward is a function of itself and its inputs."""

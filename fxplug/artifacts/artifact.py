@@ -22,6 +22,7 @@ from ..files.reading import Raises, reported
 from ..files.writing import linked, save_file
 from ..ir.containers import Container
 from ..ir.traced_module import TracedModule
+from ..ir.variants import Variants, inputs_of, view
 from ..limits import DEFAULT, Limits
 from ..lowerings.merging.live import unlowered
 from ..turns import held
@@ -37,6 +38,7 @@ from .tensor_records import read_tensors, records_of, state_of
 from .value_json import Unportable, decode, encode, portable
 
 DOCUMENT = ["format", "classes", "training", "modes", "twin_error", "meta", "extras", "tensors", "modules", "stacks", "graphs"]
+LATER = ["variants"]  # what older artifacts do not have
 MODES = {"eval": False, "train": True}
 
 
@@ -62,6 +64,8 @@ def save(
     if not isinstance(module, TracedModule):
         raise ArtifactError(f"save takes a traced module, not a {type(module).__name__}: fxplug.trace(model, inputs) makes one")
     module = unlowered(module)
+    if module.variants:
+        module._variants.carry(module)
     if parts := module.meta.get("parts"):
         raise ArtifactError(
             f"this process keeps only its part of {len(parts)} weights, '{parts[0]}' the first: save what parallelize gives "
@@ -120,7 +124,7 @@ def check_savable(module: TracedModule) -> list[str]:
     module = unlowered(module)
     records_of(module, _pass_names(module), values=False)
     try:
-        for graph in module.graphs.values():
+        for graph in (graph for way in _ways(module) for graph in way.graphs.values()):
             check_calls(graph)
         encode(module.meta.get("passes", []))
         return foreign_classes(module)
@@ -135,7 +139,7 @@ def _document(module: TracedModule) -> tuple[dict[str, Any], dict[str, dict[str,
     stacks: list[Any] = []
     try:
         modules = write_modules(module)
-        graphs = {name: write_graph(module.graphs[mode], stacks) for name, mode in MODES.items() if mode in module.graphs}
+        graphs, *others = [_graphs(each, stacks) for each in _ways(module)]
         meta = {k: encode(v) for k, v in module.meta.items() if isinstance(k, str) and (k == "passes" or _plain(v))}
     except Unportable as error:
         raise ArtifactError(f"the module cannot be saved: {error}") from None
@@ -152,7 +156,21 @@ def _document(module: TracedModule) -> tuple[dict[str, Any], dict[str, dict[str,
         "stacks": stacks,
         "graphs": graphs,
     }
+    if others:
+        document["variants"] = [
+            {"twin_error": variant.twin_error, "graphs": graphs}
+            for variant, graphs in zip(module._variants.made, others, strict=True)
+        ]
     return document, files
+
+
+def _ways(module: TracedModule) -> list[TracedModule]:
+    """The module and its variants."""
+    return [module, *(module._variants.made if "_variants" in vars(module) else ())]
+
+
+def _graphs(module: TracedModule, stacks: list[Any]) -> dict[str, Any]:
+    return {name: write_graph(module.graphs[mode], stacks) for name, mode in MODES.items() if mode in module.graphs}
 
 
 def _plain(value: Any) -> bool:
@@ -181,11 +199,13 @@ def _check_readable(module: TracedModule, document: dict[str, Any]) -> None:
         if names != list(document["tensors"]):
             odd = sorted(set(names) ^ set(document["tensors"])) or names
             raise ArtifactError(f"the tensors of the rebuilt modules differ: {', '.join(odd[:3])}")
-        graphs = _read_graphs(document, modules, [])
-        for mode, graph in graphs.items():
-            if [n.name for n in graph.nodes] != [n.name for n in module.graphs[mode].nodes]:
-                raise ArtifactError("the nodes of the graph that was read back differ")
-        _check_paths(module, graphs)
+        documents = [document, *({**document, **entry} for entry in document.get("variants", []))]
+        for way, each in zip(_ways(module), documents, strict=True):
+            graphs = _read_graphs(each, modules, [])
+            for mode, graph in graphs.items():
+                if [n.name for n in graph.nodes] != [n.name for n in way.graphs[mode].nodes]:
+                    raise ArtifactError("the nodes of the graph that was read back differ")
+            _check_paths(module, graphs)
 
 
 # --- writing
@@ -248,10 +268,11 @@ def _json(value: Any) -> str:
 
 def _readable(module: TracedModule) -> str:
     parts = []
-    for name, mode in MODES.items():
-        if mode in module.graphs:
-            title = {"eval": "evaluation", "train": "training"}[name] if len(module.graphs) == 2 else "both modes"
-            parts.append(f"# {title}\n{module.graphs[mode].python_code('self').src.strip()}\n")
+    for way, label in zip(_ways(module), ["", *module.variants], strict=True):
+        for name, mode in MODES.items():
+            if mode in way.graphs:
+                title = {"eval": "evaluation", "train": "training"}[name] if len(way.graphs) == 2 else "both modes"
+                parts.append(f"# {title}{label and f', {label}'}\n{way.graphs[mode].python_code('self').src.strip()}\n")
     return "\n".join(parts)
 
 
@@ -276,7 +297,7 @@ def _check_target(target: Path, overwrite: bool) -> None:
 def _build(
     files: Snapshot, document: dict[str, Any], allow: list[str], device: torch.device | str | None
 ) -> TracedModule:
-    only_keys(document, DOCUMENT, "the document")
+    only_keys(document, [*DOCUMENT, *LATER], "the document")
     for key in DOCUMENT:
         if key not in document:
             raise ArtifactError(f"graph.json has no '{key}'")
@@ -306,8 +327,29 @@ def _build(
     _check_paths(module, graphs)
     module.twin_error = None if document["twin_error"] is None else str(document["twin_error"])
     module.meta.update({str(k): decode(v, None, files.limits) for k, v in document["meta"].items()})
+    _add_variants(module, document, modules, allow, files.limits)
     _set_modes(module, document, modules)
     return module
+
+
+def _add_variants(
+    module: TracedModule, document: dict[str, Any], modules: dict[str, nn.Module], allow: list[str], limits: Limits
+) -> None:
+    """Give a module its graphs for other ways of calling. Raises ArtifactError."""
+    entries = document.get("variants", [])
+    if type(entries) is not list or len(entries) > limits.variants:
+        raise ArtifactError(f"graph.json: the variants must be a list of at most {limits.variants}")
+    found = []
+    for entry in entries:
+        only_keys(entry, ["twin_error", "graphs"], "a variant")
+        graphs = _read_graphs({**document, **entry}, modules, allow, limits)
+        _check_paths(module, graphs)
+        found.append(view(module, graphs, None if entry.get("twin_error") is None else str(entry["twin_error"])))
+        if inputs_of(found[-1]) != inputs_of(module):
+            raise ArtifactError("graph.json: a variant has other inputs than the model")
+    if found:
+        module._variants = Variants(module, len(found))
+        module._variants.made = found
 
 
 def _check_paths(module: TracedModule, graphs: dict[bool, Any]) -> None:

@@ -24,7 +24,7 @@ from .value_json import Unportable, decode, encode, whole
 OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
 COUNTS = {"placeholder": (0, 1), "get_attr": (0,), "output": (1,)}  # how many arguments these can have
 RESERVED = ("self", "inf", "nan", "NoneType", "torch", "device", "fx_pytree", "pytree")  # what generated code means by these
-PLAIN_META = {"index": int, "effect": bool, "reads_dtype": bool, "behind": str}
+PLAIN_META = {"index": int, "effect": bool, "reads_dtype": bool, "behind": str, "constant": bool}
 STAND_IN = "result"  # the key in node.meta that keeps the name of a result class which a stand-in replaces
 
 

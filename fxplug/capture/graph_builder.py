@@ -96,6 +96,7 @@ class Nodes(TorchFunctionMode, Recorder):
         self.switched = 0  # how often the model changed a mode of torch so far
         self.inference: list[bool] = [torch.is_inference_mode_enabled()]
         self.plain = tries.plain
+        self.open_numbers = tries.open_numbers
         self.active = False
         self.paused = False
         self.thread = threading.get_ident()
@@ -202,8 +203,11 @@ class Nodes(TorchFunctionMode, Recorder):
         """The node that computes a tensor: recorded, a weight, or a constant of the trace."""
         node = self.recorded(tensor) or self.weights.get(id(tensor))
         if node is None:
-            name = self.parameters.get(id(tensor)) or self.constant(tensor)
+            held = self.parameters.get(id(tensor))
+            name = held or self.constant(tensor)
             node = self.node("get_attr", name, (), {}, identifier(name))
+            if held is None:
+                node.meta["constant"] = True
             node.meta.update(shape=tuple(tensor.shape), dtype=tensor.dtype)
             if id(tensor) in self.parameters:
                 self.views.add(node)

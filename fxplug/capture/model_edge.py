@@ -21,7 +21,7 @@ from .edges import Regions
 from .fake_tensors import fake
 from .frozen_values import alike, frozen
 from .graph_builder import PRINTABLE
-from .numbers import Number
+from .numbers import KINDS, Number
 from .recorder import Recording
 from .value_kinds import identical_items
 
@@ -71,8 +71,10 @@ class _Entry:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
+        self.open: dict[str, Any] = {}  # arguments whose numbers are inputs, and no part of the graph
         self.tensors: list[tuple[fx.Node, torch.Tensor, str]] = []
         self.constants: list[tuple[fx.Node, Any, str]] = []
+        self.numbers: list[tuple[fx.Node, str, str]] = []
         self.containers: list[tuple[fx.Node, Any, Any, str]] = []  # outermost last; each with what it held
 
     def bind(self, signature: inspect.Signature, given: dict[str, Any]) -> dict[str, Any]:
@@ -87,6 +89,7 @@ class _Entry:
             args, meta = () if default is parameter.empty else (default,), {"nn_module_stack": recording.frame.stack}
             nodes[name] = insert(recording.graph, "placeholder", star + name, args, meta=meta)
             examples[name] = given.get(name, () if star == "*" else {} if star else default)
+        self.open = given if recording.open_numbers else {}
         return {name: self.input(value, nodes[name], name) for name, value in examples.items()}
 
     def input(self, value: Any, node: fx.Node, name: str) -> Any:
@@ -100,7 +103,11 @@ class _Entry:
             return self.recording.mark(self.example(value), node)
         if isinstance(value, OPAQUE):
             return self.opaque(value, node, name)
-        if not has_tensor(value) and not _holds_opaque(value):
+        open_here = name.partition("[")[0] in self.open
+        if open_here and type(value) in KINDS:
+            self.numbers.append((node, type(value).__name__, name))
+            return self.recording.held(node, value)
+        if not has_tensor(value) and not _holds_opaque(value) and not (open_here and _holds_number(value)):
             if not _printable(value):
                 raise TraceError(f"argument '{name}' is a {type(value).__name__}: {CAN_BE_INPUTS}")
             self.constants.append((node, value, name))
@@ -161,6 +168,9 @@ class _Entry:
         if self.constants:
             nodes, values, names = zip(*self.constants, strict=True)
             self.recording.node("call_function", ops.same, (nodes, values, names), {}, "same", effect=True)
+        if self.numbers:
+            columns = tuple(zip(*self.numbers, strict=True))
+            self.recording.node("call_function", ops.check_numbers, columns, {}, "check_numbers", effect=True)
         if self.tensors:
             nodes, examples, names = zip(*self.tensors, strict=True)
             ranks = tuple(v.dim() for v in examples)
@@ -188,6 +198,12 @@ def _holds_opaque(value: Any) -> bool:
     if isinstance(value, (tuple, list, dict)):
         return any(_holds_opaque(member) for _, member in children(value) or ())
     return isinstance(value, OPAQUE)
+
+
+def _holds_number(value: Any) -> bool:
+    if isinstance(value, (tuple, list, dict)):
+        return any(_holds_number(member) for _, member in children(value) or ())
+    return type(value) in KINDS
 
 
 def _result(recording: Recording, value: Any) -> Any:

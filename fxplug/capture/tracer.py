@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import math
-import threading
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,22 +16,23 @@ from torch.nn.parameter import is_lazy
 
 from .. import quantised
 from ..errors import FxplugError, TraceError, did_you_mean
-from ..ir import functions
+from ..ir import variants as further
 from ..ir.editing import erase
 from ..ir.pytree import leaves as values
 from ..ir.traced_module import TracedModule
 from ..spec.addresses import select
 from ..torch_internals.fakes import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
-from . import grad_modes, model_edge, process_state, self_check
+from . import model_edge, self_check
 from .assembly import Recorded, assemble
 from .edges import Regions
 from .fake_tensors import NeedsValues, Results, carry_over, fake_weights, lacks_values, no_collection, quiet
 from .isolation import mode_reads, restored, same_random
 from .memory_journal import Journal
-from .numbers import recorded_math
-from .one_at_a_time import alone, calls, undone
+from .one_at_a_time import alone, undone
+from .patches import patched
 from .python_state import MISSING, Place, State
 from .recorder import NeedsAutograd, Recording
+from .retrace import Again
 from .tries import Tries
 from .user_code import is_user_code
 
@@ -46,6 +45,7 @@ def trace(
     leaf: Iterable[str] = (),
     real: bool | None = None,
     check: bool = True,
+    variants: int | None = None,
 ) -> TracedModule:
     """Record one call `model(*args, **kwargs)` as a graph that gives `torch.equal` results for every input its guards admit.
 
@@ -61,6 +61,10 @@ def trace(
     where that matters, and must give and leave behind the same; without values (meta tensors) nothing is called. In a mode
     where the two differ, `train()` or `eval()` of the result raises. `check=False` leaves that out.
 
+    The module keeps the model: where it is called in another way (a number for a tensor, another dtype, an optional input), the
+    model is traced for that call, too, checked beside it, and the graph is kept on the same weights; so up to `variants`
+    times (8), 0 is never. Numbers are inputs of such a graph. `module.variants` lists them, and a saved module has them.
+
     One trace runs at a time in a process; model and process are left as they were.
 
     Raises TraceError, with file and line of the model's code, for what cannot be a graph.
@@ -69,20 +73,29 @@ def trace(
         raise TraceError(f"trace takes an nn.Module, not {type(model).__name__}")
     if isinstance(model, TracedModule):
         raise TraceError("this model is traced already; trace the model it came from")
+    args = args if isinstance(args, (tuple, list)) else (args,)
+    patterns = [leaf] if isinstance(leaf, str) else list(leaf)
+    gm = _checked_trace(model, patterns, real, check, (tuple(args), dict(kwargs or {})), False)
+    if limit := further.LIMIT if variants is None else variants:
+        gm._variants = further.Variants(gm, limit, Again(model, functools.partial(_checked_trace, model, patterns, real, True)))
+    return gm
+
+
+def _checked_trace(
+    model: nn.Module, patterns: list[str], real: bool | None, check: bool, call: Any, open_numbers: bool
+) -> TracedModule:
     reasons: list[str] = []
     with alone(model), undone() as stack:
         tensors = list(_named_tensors(model))
         for name, tensor in tensors:
             if is_lazy(tensor):
                 raise TraceError(f"'{name}' has no shape before the first call: call the model once before it is traced")
-        args = args if isinstance(args, (tuple, list)) else (args,)
-        call = (tuple(args), dict(kwargs or {}))
-        leaves = _leaf_paths(model, [leaf] if isinstance(leaf, str) else list(leaf))
+        leaves = _leaf_paths(model, patterns)
         quantised.check_ready(model, leaves)
         stack.enter_context(quantised.unpacked(model))
         stack.enter_context(no_collection())
         try:
-            gm = _trace(model, tensors, call, leaves, real, check, reasons)
+            gm = _trace(model, tensors, call, leaves, real, check, reasons, open_numbers)
         except RecursionError as error:
             if (function := _walking(error)) is None:
                 raise  # the model's own
@@ -90,7 +103,7 @@ def trace(
                 f"an input, a result or what a list holds nests too deep for a graph, or without end ({function})"
             ) from None
     for reason in dict.fromkeys(reasons):
-        warnings.warn(f"{type(model).__name__} was traced on its real tensors: {reason}", stacklevel=2)
+        warnings.warn(f"{type(model).__name__} was traced on its real tensors: {reason}", stacklevel=3)
     return gm
 
 
@@ -111,6 +124,7 @@ class _Job(NamedTuple):
     results: Results
     valueless: bool
     reasons: list[str]  # why real tensors were needed
+    open_numbers: bool  # whether numbers among the arguments are inputs
 
 
 def _trace(
@@ -121,9 +135,10 @@ def _trace(
     real: bool | None,
     check: bool,
     reasons: list[str],
+    open_numbers: bool,
 ) -> TracedModule:
     valueless = check and not self_check.has_values([t for _, t in tensors], call)
-    job = _Job(model, tensors, call, leaves, State(model), Results(), valueless, reasons)
+    job = _Job(model, tensors, call, leaves, State(model), Results(), valueless, reasons, open_numbers)
     first = _settled(job, real, None)
     graphs = {model.training: first}
     twin_error = None
@@ -219,7 +234,7 @@ def _record(job: _Job, real: bool | None, training: bool | None) -> Recorded:
 
 def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> Recorded:
     """Record one call, again with what a try has found that a run needs."""
-    tries = Tries()
+    tries = Tries(job.open_numbers)
     while True:
         try:
             return _try(job, on_fakes, measured, training, tries)
@@ -231,7 +246,7 @@ def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> Re
 
 
 def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries: Tries) -> Recorded:
-    model, tensors, call, leaves, state, results, valueless, _ = job
+    model, tensors, call, leaves, state, results, valueless, _, _ = job
     mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
     inputs = [x for x in values(call) if isinstance(x, torch.Tensor)]
     device = next((t.device for t in [*inputs, *(t for _, t in tensors)] if not t.is_meta), torch.device("cpu"))
@@ -259,7 +274,7 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
         recording.buffers = _tabled(state, "_buffers")
         for name, _, parameter in _tabled(state, "_parameters"):
             recording.holds(parameter, name)
-        shared.enter_context(_patched(recording, regions, training))
+        shared.enter_context(patched(recording, regions, training))
         stack.callback(recording.stop)
         stack.enter_context(torch.set_grad_enabled(grad))  # the model is asked in the mode that its caller has
         try:
@@ -340,46 +355,3 @@ def _tabled(state: State, table: str) -> list[tuple[str, nn.Module, torch.Tensor
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
-
-
-@contextlib.contextmanager
-def _patched(recording: Recording, regions: Regions, training: bool | None) -> Iterator[None]:
-    """For the time of one run: module calls, `module.training`, autocast, gradient modes and `math` report to it."""
-
-    def read_training(module: nn.Module) -> bool:
-        own = bool(module.__dict__.get("training", True))
-        if threading.get_ident() != recording.thread:
-            return own
-        if recording.paused and recording.fake and type(module).__module__.startswith("torch."):
-            return False  # shapes are the same, and no statistics are asked of fake tensors
-        if not recording.paused:
-            recording.reads_training = True
-        return own if training is None else training
-
-    def write_training(module: nn.Module, value: bool) -> None:
-        module.__dict__["training"] = value
-
-    apply = vars(torch.autograd.Function)["apply"]
-    patches = [
-        *grad_modes.patches(recording),
-        *process_state.patches(recording),
-        (torch.autograd.Function, "apply", recording.function_apply(apply)),
-        *((torch, name, recording.from_numpy(getattr(torch, name))) for name in ("from_numpy", "frombuffer")),
-        *((math, name, recorded_math(name)) for name in functions.MATH),
-        (nn.Module, "training", property(read_training, write_training)),
-    ]
-    before = []
-    try:
-        for owner, name, value in patches:
-            before.append((owner, name, vars(owner).get(name, MISSING)))
-            setattr(owner, name, value)
-        with calls(regions.call):
-            yield
-    finally:
-        for owner, name, value in reversed(before):
-            if value is MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
-
-

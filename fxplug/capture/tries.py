@@ -15,8 +15,12 @@ NUMBER = re.compile(r"\b(Int|Float|SymInt|SymFloat)\b")  # in that of any other 
 
 @dataclass
 class Tries:
-    """What earlier tries at the same call found that it needs: autograd on fakes too, and code that takes plain numbers."""
+    """What earlier tries at the same call found that it needs: autograd on fakes too, and code that takes plain numbers.
 
+    `open_numbers` is whether numbers among the arguments are inputs of the graph, or a part of it.
+    """
+
+    open_numbers: bool = False
     autograd: bool = False
     plain: set[CodeType] = field(default_factory=set)
 

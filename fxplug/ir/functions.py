@@ -33,8 +33,8 @@ NAMESPACES = {
 }
 OPERATORS = """add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor neg pos abs invert eq ne lt le gt ge
 getitem setitem contains iadd isub imul itruediv""".split()  # noqa: SIM905
-OPS = """edge guard check_state asked dtype_of same check_inputs check_members put_members check_generator check_added device_of
-enter_autocast exit_autocast enter_grad exit_grad""".split()  # noqa: SIM905
+OPS = """edge guard check_state asked dtype_of same check_inputs check_numbers check_members put_members check_generator
+check_added given device_of enter_autocast exit_autocast enter_grad exit_grad""".split()  # noqa: SIM905
 MATH = "sqrt log log2 log10 exp pow sin cos tan atan ceil floor trunc gcd fabs".split()  # noqa: SIM905
 # kept from the import: while a model is traced, `math` itself has functions that record
 MATH_FUNCTIONS = {name: getattr(math, name) for name in MATH}

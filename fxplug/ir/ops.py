@@ -47,6 +47,8 @@ STATES: dict[str, Callable[..., Any]] = {
     **{f"torch.{name}": operator.attrgetter(name)(torch) for name in READERS if _known(name)},
     **{f"torch.{name}": _flag(name) for name in FLAGS if _known(name)},
 }
+# what stands for a number while it is compiled or exported
+SYMBOLS: dict[str, type] = {"int": torch.SymInt, "float": torch.SymFloat}
 # what autograd knows of a tensor
 QUESTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "requires_grad": lambda x: x.requires_grad,
@@ -135,6 +137,14 @@ def attributes(value: torch.Tensor) -> str:
         return ""
     found = [name for name in vars(value) if not name.startswith("_")]
     return f"the attribute {', '.join(map(repr, sorted(found)[:3]))}" if found else ""
+
+
+def check_numbers(values: tuple[Any, ...], kinds: tuple[str, ...], names: tuple[str, ...]) -> None:
+    """Hold numbers among the arguments to their kind, "int" or "float"; a bool is neither. Raises GuardError."""
+    for value, kind, name in zip(values, kinds, names, strict=True):
+        if (type(value).__name__ if type(value) in (int, float) else "") != kind and not isinstance(value, SYMBOLS[kind]):
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise GuardError(f"argument '{name}' was a {kind} when the model was traced; now it is {got}: trace again")
 
 
 def check_members(value: Any, keys: tuple[Any, ...], name: str) -> None:
@@ -237,22 +247,38 @@ class Record(dict[str, Any]):
         return tuple(value for value in self.values() if value is not None)
 
 
+def given(value: Any, held: torch.Tensor) -> Any:
+    """An input where it is given, else what the module holds for it."""
+    return held if value is None else value
+
+
+def _is_batch(size: Any) -> bool:
+    """Whether a size is the first of another input."""
+    return isinstance(size, tuple) and tuple(size[1:]) == (0, 1)
+
+
+class AddedInput(GuardError):
+    """An input that a pass added does not fit: no other way of calling the model has another."""
+
+
 def check_added(
     value: Any, name: str, expected: tuple[Any, ...] | None, text: str, required: bool, dtype: Any, like: Any
 ) -> Any:
     """Hold an input that a pass added to its shape: numbers, or (input, dimension, factor) where another input says it.
 
-    A number becomes a tensor of this dtype, on the device of the input `like`. Raises GuardError; of a compiled program only
-    what is missing is checked, as its own operations fail on other sizes.
+    A number becomes a tensor of this dtype, on the device of the input `like`; one condition is that of a whole batch. Raises
+    AddedInput; of a compiled program only what is missing is checked, as its own operations fail on other sizes.
     """
     if value is None and required:
-        raise GuardError(f"the rewritten model needs the input '{name}' {text}: give it by name, {name}=...")
+        raise AddedInput(f"the rewritten model needs the input '{name}' {text}: give it by name, {name}=...")
     if isinstance(value, (bool, int, float)) and dtype is not None:
         value = torch.full((), value, dtype=dtype, device=like.device if isinstance(like, torch.Tensor) else None)
     if expected is None or not isinstance(value, torch.Tensor) or torch.compiler.is_compiling():
         return value
     sizes = [e[0].shape[e[1]] * e[2] if isinstance(e, tuple) else e for e in expected]
+    if value.dim() == len(sizes) and sizes and value.shape[0] == 1 != sizes[0] and _is_batch(expected[0]):
+        value = value.expand(sizes[0], *value.shape[1:])
     if value.dim() != len(sizes) or any(s is not None and s != n for s, n in zip(sizes, value.shape, strict=True)):
         shown = ["any" if s is None else int(s) for s in sizes]
-        raise GuardError(f"input '{name}' must have the shape {text}, here {shown}; it has {list(value.shape)}")
+        raise AddedInput(f"input '{name}' must have the shape {text}, here {shown}; it has {list(value.shape)}")
     return value

@@ -122,6 +122,9 @@ def _line(node: fx.Node) -> str:
     if node.target is ops.check_inputs:
         ranks = zip(node.args[3], node.args[1], strict=True)  # type: ignore[arg-type]
         return "check " + ", ".join(f"{name}: {rank}-d" for name, rank in ranks)
+    if node.target is ops.check_numbers:
+        kinds = zip(node.args[2], node.args[1], strict=True)  # type: ignore[arg-type]
+        return "check " + ", ".join(f"{name}: {kind}" for name, kind in kinds)
     if node.target is ops.check_added:
         return f"{node.name} = check {args[0]}: {node.args[3] or 'any shape'}"
     if node.target in (ops.check_members, ops.check_generator):

@@ -17,13 +17,17 @@ from torch import fx, nn
 
 from ..adapters.slots import Adapters
 from ..errors import LONGEST, SpecError, TraceError, cut
-from ..torch_internals.compiling import leave_frame, leave_module
-from ..turns import change, during, hold, inside, turns_of
-from . import ops
+from ..turns import change, hold, inside, turns_of
+from . import ops, variants
+from .binding import bind
 from .containers import RESERVED, Container, child_of
 from .editing import copy_nodes
+from .forwards import any_way, in_turn, unwound
+from .peers import instead
 
-OWN_STATE = {"_graph", "_twin", "_extras", "_origin", "_code", "_codes", "_graph_mode", "_adapters", "_turns"}
+OWN_STATE = set(
+    "_graph _twin _extras _origin _code _codes _graph_mode _adapters _turns _variants _entry".split()  # noqa: SIM905
+)
 ROOT_STATE = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
 # a lookup that FX writes for a name such as "0"; or a string or comment, which is left as it is
 LOOKUP = re.compile(
@@ -85,6 +89,10 @@ def copy_graph(graph: fx.Graph) -> Graph:
     return new
 
 
+def _copied_graphs(module: TracedModule) -> dict[bool, Graph]:
+    return {mode: copy_graph(graph) for mode, graph in module.graphs.items()}
+
+
 def without_edges(graph: fx.Graph) -> fx.Graph:
     """The graph that runs: the same without the identities that mark the edges of regions."""
     new = fx.Graph()
@@ -130,59 +138,9 @@ def shell(module: nn.Module) -> nn.Module:
     return copy_of(module)
 
 
-def _unwound(forward: Any) -> Any:
-    """A forward that gives gradients and autocast their modes back when an error leaves it between enter and exit."""
-
-    @functools.wraps(forward)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return forward(self, *args, **kwargs)
-        before = ops.modes()
-        try:
-            return forward(self, *args, **kwargs)
-        except BaseException:  # whatever leaves the model's forward, an interrupt, too
-            ops.set_modes(before)
-            raise
-
-    return wrapper
-
-
 def _is_ours(name: str) -> bool:
     """Whether an attribute of that name would take the place of a method or property of a traced module."""
     return not name.startswith("_") and hasattr(TracedModule, name)
-
-
-def _in_turn(forward: Any) -> Any:
-    """A forward during which what is in the module's slots is not changed.
-
-    A compiler that is given the module runs this as it stands and compiles what is below; one that compiles something around
-    the module leaves it out.
-    """
-
-    @functools.wraps(forward)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return forward(self, *args, **kwargs)
-        turns = self.__dict__.get("_turns")
-        if turns is None:
-            _begin(self, args, kwargs)
-            turns = self.__dict__["_turns"] = turns_of(self)
-        return during(turns, forward, self, *args, **kwargs) if turns else forward(self, *args, **kwargs)
-
-    return wrapper
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
-    """What a block does before the first call of the module that it is in; the first of those that do something."""
-    found: Any = next((m for m in module.modules() if hasattr(type(m), "before_first_call")), None)
-    if found is not None:
-        found.before_first_call(module, args, kwargs)
-
-
-# these frames are not compiled, what they call is; all wrappers have one code
-leave_frame(_in_turn(nn.Module.forward).__code__)
-leave_module(during.__module__)
 
 
 class TracedModule(fx.GraphModule):
@@ -194,6 +152,7 @@ class TracedModule(fx.GraphModule):
     """
 
     _twin: fx.Graph | None
+    _variants: variants.Variants
     classes: tuple[str, ...]
 
     def __init__(
@@ -252,7 +211,7 @@ class TracedModule(fx.GraphModule):
         cls = type(self)
         del cls.__call__  # FX's own reports an error by code that a compiler cannot take, which hides the error
         if any(node.target in MODES for node in self._graph.nodes if node.op == "call_function"):
-            cls.forward = _unwound(cls.forward)
+            cls.forward = unwound(cls.forward)
         if self.__dict__.get("_twin") is not None:
             setattr(cls, "_forward_train" if self._graph_mode else "_forward_eval", cls.forward)
 
@@ -261,8 +220,17 @@ class TracedModule(fx.GraphModule):
 
             forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
             cls.forward = forward
-        cls.forward = _in_turn(cls.forward)
+        cls.forward = any_way(in_turn(cls.forward))
         return code
+
+    def bind(self, **inputs: Any) -> TracedModule:
+        """This module with inputs that it holds itself, for callers who do not know of them: `bind(cond=image, strength=0.7)`.
+
+        Values are tensors, or numbers where a pass has added the input; they lie in `bound`, and move and are saved with the
+        module. An input that is given in a call comes before what is held. To bind what is bound already changes the value, in
+        this module, and a value of the same shape asks for no new compilation. Raises SpecError for what is no such input.
+        """
+        return bind(self, inputs)
 
     def train(self, mode: bool = True) -> TracedModule:
         """Go into training, or out of it, with the graph of that mode. Raises TraceError where the model has none for it."""
@@ -278,9 +246,26 @@ class TracedModule(fx.GraphModule):
     def _apply(self, fn: Any, recurse: bool = True) -> TracedModule:
         turns = turns_of(self)
         with nullcontext() if inside(turns) else change(turns):  # an offloader moves it for a run that holds its adapters
+            constants = {name: self.get_buffer(name) for name in self._constants()}
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            for name, value in constants.items():
+                home, _, key = name.rpartition(".")
+                buffers = self.get_submodule(home)._buffers
+                if (new := buffers[key]) is not None and new.dtype != value.dtype:
+                    buffers[key] = value.to(new.device)
             self._retie()
         return self
+
+    def _constants(self) -> set[str]:
+        """What the model's code holds or makes and is no buffer of it: its dtype is that of the code, also after a cast."""
+        made = self.__dict__.get("_variants")
+        graphs = [g for module in (self, *(made.made if made else ())) for g in module.graphs.values()]
+        return {str(node.target) for graph in graphs for node in graph.find_nodes(op="get_attr") if node.meta.get("constant")}
+
+    @property
+    def variants(self) -> list[str]:
+        """The further graphs that this module has for other ways of calling it: how each differs from the first."""
+        return variants.labels(self)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's, between calls: those that run are waited for."""
@@ -322,7 +307,7 @@ class TracedModule(fx.GraphModule):
         if callable(found):
             raise AttributeError(
                 f"'{name}' is a method of {self.classes[0]}; this is its traced graph, which such a method cannot "
-                "change: call it on the model before tracing"
+                f"change: {instead(name) or 'call it on the model before tracing'}"
             )
         if name in ("dtype", "device"):
             first: torch.Tensor | None = next(self.parameters(), None)
@@ -339,7 +324,12 @@ class TracedModule(fx.GraphModule):
 
     def copied(self) -> TracedModule:
         """The same graphs again on the same tensors, in a tree of its own."""
-        return self.derived(shell(self), {mode: copy_graph(graph) for mode, graph in self.graphs.items()})
+        return self._with_variants(self.derived(shell(self), _copied_graphs(self)))
+
+    def _with_variants(self, new: TracedModule) -> TracedModule:
+        if "_variants" in self.__dict__:
+            self._variants.of_copy(new, _copied_graphs)
+        return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
         new = memo[id(self)] = self._again(lambda value: copy.deepcopy(value, memo))
@@ -356,7 +346,7 @@ class TracedModule(fx.GraphModule):
             for key, value in vars(self).items():
                 if key not in OWN_STATE and key != "meta":  # which may hold whole modules
                     tree.__dict__[key] = copied(value)
-        return self.derived(tree, {m: copy_graph(g) for m, g in self.graphs.items()})
+        return self._with_variants(self.derived(tree, _copied_graphs(self)))
 
     def __reduce__(self) -> Any:
         raise TypeError("a traced module is not pickled: fxplug.save(module, folder) keeps graph and weights")

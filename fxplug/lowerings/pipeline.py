@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ def lower(
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):  # what is made here is written later
             return lower(gm, merge=merge, pack=pack, fuse=fuse, outline=outline)
+    again = partial(lower, merge=merge, pack=pack, fuse=fuse, outline=outline)
     merge, fuse, regions = _checked(gm, merge, pack, fuse, outline)
     source = made = gm
     if merge == "auto":
@@ -73,6 +75,8 @@ def lower(
                 raise
     if made is not source:
         made.meta["source"] = source
+    if made is not gm and "_variants" in vars(gm):
+        gm._variants.after(gm, made, again)
     return made
 
 

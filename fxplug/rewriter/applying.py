@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import fx, nn
@@ -58,7 +60,7 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
     if p.name in dict(gm.named_children()) or hasattr(TracedModule, p.name) or (p.slots and p.name == "adapters"):
         raise ClashError(f"the model has a module or method '{p.name}' of its own; give the pass another name (name: ...)")
     sites = given if isinstance(given, Sites) else find(gm, given)
-    gm, p = sites.joined, sites.p
+    host, gm, p = gm, sites.joined, sites.p
     tree = shell(gm)
     owners: dict[Any, Any] = {}
     first = next((t for t in gm.parameters() if t.is_floating_point()), None)
@@ -74,9 +76,20 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
             one = next(iter(modes.values()))
             graphs = _edited({True: one, False: one}, tree, gm, p, traces, sites, blocks)
     new = gm.derived(tree, graphs, passes=[*applied, record(gm, p, sites, blocks)])
+    if "_variants" in vars(host):
+        left = {(str(site.port), site.node) for site in sites} if isinstance(given, Sites) else None
+        host._variants.after(host, new, partial(_again, replace(p, loads=()), left))
     if p.loads:
         fill(new, p)
     return new
+
+
+def _again(p: Pass, left: set[tuple[str, str]] | None, gm: TracedModule) -> TracedModule:
+    """The same pass on another graph of the model, at the same places. Raises MatchError."""
+    sites = find(gm, p)
+    if left is not None:
+        sites[:] = [site for site in sites if (str(site.port), site.node) in left]
+    return _apply(gm, sites)
 
 
 @contextmanager

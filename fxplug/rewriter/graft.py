@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from ..capture.tracer import trace
 from ..errors import SpecError, TraceError
-from ..ir import ops
+from ..ir import ops, variants
 from ..ir.containers import Container, plain_attributes
 from ..ir.editing import insert
 from ..ir.pytree import children, leaves, rebuilt
@@ -19,7 +19,7 @@ from ..ir.traced_module import MODES, Graph, TracedModule
 from ..spec.addresses import Port, identifier
 from ..torch_internals.tensors import memory_id
 
-CHECKS = (ops.same, ops.check_inputs, ops.check_members, ops.check_generator)  # of the inputs, which are the host's values here
+CHECKS = variants.ENTRY  # of the inputs, which are the host's values here
 
 
 def traced(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -> TracedModule:

@@ -225,7 +225,7 @@ def _last_check(graph: fx.Graph) -> fx.Node:
     """The last of the nodes at a graph's head: placeholders and what looks at them."""
     last = head(graph)
     for node in graph.nodes:
-        if node.op == "call_function" and node.target in (ops.check_inputs, ops.same, ops.check_added):
+        if node.op == "call_function" and node.target in (ops.check_inputs, ops.check_numbers, ops.same, ops.check_added):
             last = max(last, node)
     return last
 

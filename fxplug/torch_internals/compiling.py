@@ -5,7 +5,12 @@ from __future__ import annotations
 from types import CodeType
 from typing import Any
 
-__all__ = ["constant_floats", "leave_frame", "leave_module"]
+import torch._C._dynamo.eval_frame
+
+__all__ = ["constant_floats", "is_listening", "leave_frame", "leave_module"]
+
+# what dynamo has set to be given each frame that begins, None where it compiles nothing
+_listener = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 
 def leave_frame(code: CodeType) -> None:
@@ -31,3 +36,8 @@ def constant_floats() -> Any:
     from torch._dynamo.decorators import DynamoConfigPatchProxy
 
     return DynamoConfigPatchProxy(config.patch(specialize_float=True))
+
+
+def is_listening() -> bool:
+    """Whether frames that begin now are compiled; we need that dynamo has set a callback then, and neither None nor False."""
+    return callable(_listener())

@@ -10,6 +10,8 @@ import torch
 
 import fxplug
 
+pytestmark = pytest.mark.usefixtures("one_way")  # what guards admit and refuse
+
 NAMES = sorted(random_models.HOSTILE)
 # what a hostile line may read: state, gradients, sizes, memory, autocast, surroundings
 FEW = ("as traced", "no_grad", "train", "inference", "batch 3", "taller", "channels last", "autocast", "environment")

@@ -369,6 +369,6 @@ def test_calls_see_one_state(form):
 @pytest.mark.parametrize("form", ["eager", "live merge", "compiled"])
 def test_without_turns_calls_are_torn(form, monkeypatch):
     """What is tried above can fail."""
-    monkeypatch.setattr("fxplug.ir.traced_module.during", lambda turns, function, *args, **kwargs: function(*args, **kwargs))
+    monkeypatch.setattr("fxplug.ir.forwards.during", lambda turns, function, *args, **kwargs: function(*args, **kwargs))
     row = fuzz_switching.stress(fuzz_switching.FORMS[form], 20_000, seed=3, until_torn=True, changes=12)
     assert row["torn"]

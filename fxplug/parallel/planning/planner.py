@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ...ir import ops
+from ...ir import ops, variants
 from ...torch_internals import pytree
 from ..runtime.layouts import Layout
 from .found import Found, Unsplittable, told
@@ -17,7 +17,7 @@ from .streams import Leaf, Number, Place, Step
 from .trials import Tries, leaves_of, name_of, numbered
 from .walk import Walk
 
-CHECKS = (ops.guard, ops.same, ops.check_inputs, ops.check_members, ops.check_generator, ops.check_added, ops.check_state)
+CHECKS = (*variants.ENTRY, ops.guard, ops.check_added, ops.check_state)
 FACTS = (ops.device_of, ops.dtype_of, ops.asked)  # of a tensor, the same for its parts
 MOST = 4  # inputs that are split together in one try
 MANY = 12  # choices of numbers that are scaled

@@ -1,0 +1,89 @@
+"""What is around the code that FX generates for a graph: modes that are given back, turns, and other ways of calling."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..torch_internals.compiling import is_listening, leave_frame, leave_module
+from ..turns import during, turns_of
+from . import ops, variants
+
+if TYPE_CHECKING:
+    from .traced_module import TracedModule
+
+
+def unwound(forward: Any) -> Any:
+    """A forward that gives gradients and autocast their modes back when an error leaves it between enter and exit."""
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        before = ops.modes()
+        try:
+            return forward(self, *args, **kwargs)
+        except BaseException:  # whatever leaves the model's forward, an interrupt, too
+            ops.set_modes(before)
+            raise
+
+    return wrapper
+
+
+def in_turn(forward: Any) -> Any:
+    """A forward during which what is in the module's slots is not changed.
+
+    A compiler that is given the module runs this as it stands and compiles what is below; one that compiles something around
+    the module leaves it out.
+    """
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return forward(self, *args, **kwargs)
+        turns = self.__dict__.get("_turns")
+        if turns is None:
+            _begin(self, args, kwargs)
+            turns = self.__dict__["_turns"] = turns_of(self)
+        return during(turns, forward, self, *args, **kwargs) if turns else forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+def any_way(forward: Any) -> Any:
+    """A forward that lets a variant answer a call which its graph does not hold for."""
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or "_variants" not in self.__dict__:
+            return forward(self, *args, **kwargs)
+        if is_listening():  # a check that fails is the end of what a compiler compiles
+            way = variants.chosen(self, args, kwargs)
+            return forward(self, *args, **kwargs) if way is self else way.forward(*args, **kwargs)
+        try:
+            return forward(self, *args, **kwargs)
+        except Exception as error:  # the model's or torch's
+            found = variants.call_other(self, args, kwargs, error)
+            if found is variants.NONE:
+                raise
+        return found
+
+    return wrapper
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
+    """What a block does before the first call of the module that it is in; the first of those that do something."""
+    found: Any = next((m for m in module.modules() if hasattr(type(m), "before_first_call")), None)
+    if found is not None:
+        found.before_first_call(module, args, kwargs)
+
+
+# these frames are not compiled, what they call is; all wrappers have one code
+leave_frame(in_turn(nn.Module.forward).__code__)
+leave_frame(any_way(nn.Module.forward).__code__)
+leave_module(during.__module__)
+leave_module(variants.__name__)

@@ -1,0 +1,127 @@
+"""Pipelines: their models traced with what one real call gives them, and saved with what was made of these."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .artifacts.artifact import load, save
+from .artifacts.manifest import MANIFEST
+from .capture.tracer import trace
+from .errors import ArtifactError, TraceError, did_you_mean
+from .ir.pytree import map_leaves
+from .ir.traced_module import TracedModule
+
+
+class _Seen(Exception):  # noqa: N818
+    """All that is wanted was seen: the call need not go on."""
+
+
+def trace_pipeline(
+    pipe: Callable[..., Any], *args: Any, parts: Iterable[str] | None = None, variants: int | None = None, **call: Any
+) -> dict[str, TracedModule]:
+    """The traced models of a pipeline by the names that they have in it: what `pipe(*args, **call)` calls, each as it is
+    called first.
+
+    `pipe` is any object with models in its attributes, or with diffusers' `components`; it is called once without gradients, as
+    far as the first call of the last of its models, and is left as it was: put the results in (`pipe.unet = ...`) yourself.
+    `parts` names those to trace; without it these are all that are called by their `forward`, which leaves out an autoencoder
+    of which the pipeline calls `decode`. Parts that are traced modules already come back as they are. `variants` is that of
+    `trace`. Other ways in which the pipeline calls a model later, such as another dtype, become variants.
+
+    Raises TraceError for a part that is not there or is not called, and what the pipeline raises.
+    """
+    models = _models(pipe)
+    wanted = list(models) if parts is None else [parts] if isinstance(parts, str) else list(parts)
+    for name in wanted:
+        if name not in models:
+            raise TraceError(f"the pipeline has no model '{name}'{did_you_mean(name, models)}; it has {', '.join(models)}")
+    calls = _calls(pipe, {name: models[name] for name in wanted}, args, call, enough=parts is not None)
+    if missing := [name for name in wanted if name not in calls and parts is not None]:
+        raise TraceError(
+            f"this call of the pipeline does not call {', '.join(missing)} as a whole; it calls {', '.join(calls) or 'none'}: "
+            "give arguments with which it does"
+        )
+    made: dict[str, TracedModule] = {}
+    for name, (given, named) in calls.items():
+        model = models[name]
+        try:
+            with torch.no_grad():
+                traced = isinstance(model, TracedModule)
+                made[name] = model if traced else trace(model, given, named, variants=variants)  # type: ignore[assignment]
+        except TraceError as error:
+            raise TraceError(f"{name}: {error}") from error
+    return made
+
+
+def save_pipeline(pipe: Any, folder: str | os.PathLike[str]) -> Path:
+    """Write a pipeline of diffusers with traced modules in it: those as artifacts in the folders of their names, the rest as
+    `pipe.save_pretrained` does, which knows no artifacts. The pipeline stays as it was. Raises ArtifactError as `save` does.
+    """
+    traced = {name: part for name, part in _models(pipe).items() if isinstance(part, TracedModule)}
+    rest = copy.copy(pipe)
+    for name in traced:
+        setattr(rest, name, None)
+    rest.save_pretrained(folder)
+    for name, part in traced.items():
+        save(part, Path(folder) / name)
+    return Path(folder)
+
+
+def load_pipeline(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), **options: Any) -> Any:
+    """The pipeline of a folder that `save_pipeline` wrote. `allow` is that of `load`, `options` are those of diffusers'
+    `from_pretrained`. Raises ArtifactError for an artifact that cannot be read, and what diffusers raises for the rest.
+    """
+    from diffusers import DiffusionPipeline
+
+    folder = Path(folder)
+    if not (folder / "model_index.json").is_file():
+        raise ArtifactError(f"{folder} is no pipeline: it has no model_index.json; fxplug.load reads an artifact")
+    parts = {path.parent.name: load(path.parent, allow=allow) for path in sorted(folder.glob(f"*/{MANIFEST}"))}
+    return DiffusionPipeline.from_pretrained(folder, **{**parts, **options})
+
+
+def _models(pipe: Any) -> dict[str, nn.Module]:
+    found = getattr(pipe, "components", None)
+    named = found if isinstance(found, dict) else getattr(pipe, "__dict__", {})
+    models = {name: value for name, value in named.items() if isinstance(value, nn.Module)}
+    if not models:
+        raise TraceError(f"{type(pipe).__name__} holds no models: trace_pipeline takes a pipeline, such as diffusers' are")
+    return models
+
+
+def _calls(pipe: Any, models: dict[str, nn.Module], args: Any, call: Any, enough: bool) -> dict[str, Any]:
+    """What each model is called with first."""
+    calls: dict[str, Any] = {}
+
+    def noting(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def noted(*given: Any, **named: Any) -> Any:
+            if name not in calls:
+                calls[name] = map_leaves((given, named), lambda tensor, _: tensor.detach().clone())
+                if enough and len(calls) == len(models):
+                    raise _Seen
+            return forward(*given, **named)
+
+        return noted
+
+    own = {name: vars(model).get("forward") for name, model in models.items()}
+    try:
+        for name, model in models.items():
+            vars(model)["forward"] = noting(name, model.forward)
+        with torch.no_grad(), contextlib.suppress(_Seen):
+            pipe(*args, **call)
+    finally:
+        for name, model in models.items():
+            vars(model).pop("forward", None)
+            if own[name] is not None:
+                vars(model)["forward"] = own[name]
+    return calls

@@ -1,0 +1,139 @@
+"""Pipelines of diffusers with traced and rewritten models in them, and pipelines that say how their models are called."""
+
+from __future__ import annotations
+
+import pipelines
+import pytest
+import torch
+import unets
+from torch import nn
+
+import fxplug
+
+CALL = {"num_inference_steps": 2, "height": 64, "width": 64, "output_type": "pt"}
+
+
+def _picture(pipe, **more):
+    return pipe("a cat", generator=torch.Generator().manual_seed(1), **CALL, **more).images
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("tokenizer")
+
+
+@pytest.fixture(scope="module")
+def traced(folder):
+    """The traced models of a pipeline, and the picture that it draws."""
+    pipe = pipelines.stable_diffusion(folder)
+    want = _picture(pipe)
+    return fxplug.trace_pipeline(pipe, "a cat", **CALL), want
+
+
+def test_one_call_of_a_pipeline_traces_its_models(traced, folder):
+    models, want = traced
+    assert list(models) == ["text_encoder", "unet"]
+    pipe = pipelines.stable_diffusion(folder)
+    for name, model in models.items():
+        setattr(pipe, name, model)
+    assert torch.equal(_picture(pipe), want) and not any(model.variants for model in models.values())
+    again = fxplug.trace_pipeline(pipe, "a cat", parts="unet", **CALL)
+    assert again["unet"] is models["unet"]
+
+
+def test_a_pipeline_is_cast_with_what_is_in_it(folder):
+    pipes = [pipelines.stable_diffusion(folder) for _ in range(2)]
+    pipes[0].unet = fxplug.trace_pipeline(pipes[0], "a cat", parts="unet", **CALL)["unet"]
+    for pipe in pipes:
+        pipe.to(torch.bfloat16)
+    assert torch.equal(*map(_picture, pipes))
+
+
+@pytest.mark.parametrize("name", ["dit", "flux", "sd3"])
+def test_a_transformer_is_traced_as_its_pipeline_calls_it(name):
+    case = pipelines.made(name)
+    want = case()
+    case = case.with_transformer(fxplug.trace_pipeline(_Called(case))["transformer"])
+    assert torch.equal(case(), want)
+
+
+class _Called:
+    """Any object with models that calls them."""
+
+    def __init__(self, case):
+        self.components = case.pipe.components
+        self.case = case
+
+    def __call__(self):
+        return self.case()
+
+
+@pytest.mark.parametrize("parts, message", [
+    ("unt", "no model 'unt' .did you mean 'unet'"), ("vae", "does not call vae as a whole"),
+])  # fmt: skip
+def test_a_part_that_cannot_be_traced_so(folder, parts, message):
+    with pytest.raises(fxplug.TraceError, match=message):
+        fxplug.trace_pipeline(pipelines.stable_diffusion(folder), "a cat", parts=parts, **CALL)
+    with pytest.raises(fxplug.TraceError, match="dict holds no models"):
+        fxplug.trace_pipeline({})
+
+
+@pytest.mark.parametrize("method, arguments, message", [
+    ("enable_freeu", (0.9, 0.2, 1.2, 1.4), "load_pass.'freeu'"),
+    ("load_lora_weights", ({"unet.down_blocks.0.attentions.0.proj_in.lora_A.weight": torch.zeros(2, 8)},), r"adapters\.load"),
+])  # fmt: skip
+def test_a_method_of_the_pipeline_names_the_call_that_does_it(traced, folder, method, arguments, message):
+    pipe = pipelines.stable_diffusion(folder)
+    pipe.unet = traced[0]["unet"]
+    with pytest.raises(AttributeError, match=message):
+        getattr(pipe, method)(*arguments)
+
+
+def test_a_scale_that_no_pass_sees_is_refused(traced, folder):
+    pipe = pipelines.stable_diffusion(folder)
+    pipe.unet = fxplug.apply(traced[0]["unet"], fxplug.load_pass("lora", at="re:.*to_q$", rank=2, slots=2))
+    assert torch.equal(_picture(pipe, cross_attention_kwargs={"scale": 1.0}), traced[1])
+    with pytest.raises(fxplug.GuardError, match=r"'scale' in cross_attention_kwargs.*adapters\.use"):
+        _picture(pipe, cross_attention_kwargs={"scale": 0.5})
+
+
+@pytest.fixture(scope="module")
+def network(folder):
+    return unets.control(pipelines.stable_diffusion(folder).unet)
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"controlnet_conditioning_scale": 0.5}, {"guess_mode": True}, {"guidance_scale": 1.0},
+], ids=lambda options: next(iter(options), "as it is"))  # fmt: skip
+def test_a_controlnet_pipeline_runs_with_a_traced_unet(network, folder, options):
+    image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(2))
+    pipes = [pipelines.stable_diffusion(folder, controlnet=network) for _ in range(2)]
+    pipes[0].unet = fxplug.trace_pipeline(pipes[0], "a cat", image=image, parts="unet", **CALL)["unet"]
+    assert torch.equal(*(_picture(pipe, image=image, **options) for pipe in pipes))
+
+
+def test_a_bound_controlnet_draws_in_the_plain_pipeline(traced, network, folder):
+    image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(2))
+    plain, full = pipelines.stable_diffusion(folder), pipelines.stable_diffusion(folder, controlnet=network)
+    new = fxplug.apply(traced[0]["unet"], fxplug.load_pass("controlnet", network=network))
+    plain.unet = new.bind(cond=image, strength=0.7)
+    torch.testing.assert_close(_picture(plain), _picture(full, image=image, controlnet_conditioning_scale=0.7))
+    plain.unet.bind(strength=0.0)
+    assert torch.equal(_picture(plain), traced[1]) and isinstance(plain.unet.bound, nn.Module)
+
+
+def test_a_pipeline_is_saved_with_what_is_in_it(traced, folder, tmp_path, capfd):
+    pipe = pipelines.stable_diffusion(folder)
+    pipe.unet = fxplug.apply(traced[0]["unet"], fxplug.load_pass("lora", at="re:.*to_q$", rank=2))
+    for name, parameter in pipe.unet.named_parameters():
+        if name.startswith("lora."):
+            nn.init.normal_(parameter, std=0.1)
+    want = _picture(pipe)
+    fxplug.save_pipeline(pipe, tmp_path)
+    assert isinstance(pipe.unet, nn.Module)
+    again = pipelines.quiet(fxplug.load_pipeline(tmp_path))
+    assert torch.equal(_picture(again), want) and not torch.equal(want, traced[1])
+    said = capfd.readouterr()
+    assert "conv_in" not in said.out + said.err
+    with pytest.raises(fxplug.ArtifactError, match="is no pipeline"):
+        fxplug.load_pipeline(tmp_path / "unet")

@@ -1,0 +1,374 @@
+"""Calls in other ways than the traced one: each is a graph of its own on the same weights, and the model's to the bit."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import threading
+from functools import cache
+
+import pytest
+import small
+import torch
+import unets
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import fxplug
+
+TIMES = {
+    "int": 3, "float": 3.0, "a fraction": 0.3, "tensor": torch.tensor(3), "floating tensor": torch.tensor(3.5),
+    "batch": torch.tensor([3, 900]), "one for all": torch.tensor([3]),
+}  # fmt: skip
+
+
+@cache
+def _unet():
+    unet = small.seeded(unets.sd15_model)
+    return unet, small.seeded(lambda: unets.inputs(unet))
+
+
+def _first(out):
+    return out[0] if isinstance(out, tuple) else out.sample
+
+
+def _same(gm, model, call):
+    with torch.no_grad():
+        got, want = gm(**call), model(**call)
+    assert type(got) is type(want)
+    assert _first(got).dtype == _first(want).dtype and torch.equal(_first(got), _first(want))
+
+
+def _lora(gm):
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="re:.*to_[qkv]$", rank=2))
+    for name, parameter in new.named_parameters():
+        if name.startswith("lora."):
+            nn.init.normal_(parameter, std=0.1)
+    return new
+
+
+class Ways(nn.Module):
+    """Goes another way for each kind of call; `scale` is a number that Python looks at."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.more = nn.Linear(4, 4)
+
+    def forward(self, x, scale=1.0, more=None, steps=1):
+        x = self.norm(self.layer(x))
+        if scale > 2:
+            x = x.relu()
+        for _ in range(steps):
+            x = x * scale
+        return x if more is None else x + self.more(more)
+
+
+def _adapted():
+    """LoRA on the layers of such a model, with a variant of the trace from before it."""
+    gm = fxplug.trace(small.seeded(Ways).eval(), torch.randn(2, 4))
+    gm(torch.randn(2, 4), more=torch.randn(2, 4))
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="layer", rank=2))
+    for name, parameter in new.named_parameters():
+        if name.startswith("lora."):
+            nn.init.normal_(parameter, std=0.1)
+    return new
+
+
+@pytest.fixture(scope="module")
+def traced():
+    unet, call = _unet()
+    return fxplug.trace(unet, kwargs=call), unet, call
+
+
+@pytest.mark.parametrize("kind", TIMES)
+def test_a_timestep_is_what_the_model_takes(traced, kind):
+    gm, unet, call = traced
+    for again in range(2):
+        _same(gm, unet, {**call, "timestep": TIMES[kind] + 40 * again})
+    assert len(gm.variants) <= 3
+
+
+@pytest.mark.parametrize("change", [
+    {"return_dict": True}, {"encoder_attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1.0] * 5])},
+    {"cross_attention_kwargs": {}}, {"sample": torch.randn(2, 4, 17, 17)},
+], ids=lambda change: next(iter(change)))  # fmt: skip
+def test_what_is_given_and_what_is_left_out(change):
+    unet, call = _unet()
+    gm = fxplug.trace(unet, kwargs=call)
+    _same(gm, unet, {**call, **change})
+    _same(gm, unet, call)
+    assert len(gm.variants) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_module_is_cast_as_the_model_is(dtype):
+    unet, call = (copy.deepcopy(value) for value in _unet())
+    gm = copy.deepcopy(fxplug.trace(unet, kwargs=call))
+    call = {**call, **{name: call[name].to(dtype) for name in ("sample", "encoder_hidden_states")}}
+    _same(gm.to(dtype), unet.to(dtype), call)
+
+
+def test_autocast_decides_as_in_the_model(traced):
+    gm, unet, call = traced
+    with torch.autocast("cpu", torch.bfloat16):
+        _same(gm, unet, call)
+
+
+class Table(nn.Module):
+    """Holds a table that is no buffer: a cast of the model leaves it as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.table = torch.arange(4.0) / 3
+
+    def forward(self, x):
+        return self.layer(x).float() + self.table
+
+
+def test_what_is_no_buffer_keeps_its_dtype():
+    model = Table()
+    gm, x = fxplug.trace(model, torch.randn(2, 4)), torch.randn(2, 4).bfloat16()
+    gm, model = copy.deepcopy(gm).to(torch.bfloat16), copy.deepcopy(model).to(torch.bfloat16)
+    assert torch.equal(gm(x), model(x)) and gm(x).dtype == torch.float32
+    assert torch.equal(gm.float()(x.float()), model.float()(x.float()))
+
+
+def test_passes_are_in_every_variant(traced):
+    gm, _, call = traced
+    new = _lora(fxplug.trace(_unet()[0], kwargs=call))
+    with torch.no_grad():
+        want = new(**call)[0]
+        assert not torch.equal(want, gm(**call)[0])
+        draws = torch.get_rng_state()
+        for other in ({"timestep": 500}, {"timestep": torch.tensor([500, 500])}, {"return_dict": True}):
+            assert torch.equal(_first(new(**{**call, **other})), want)
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert new.variants == ["timestep: int", "timestep: tensor of 1 dimensions", "return_dict=True"]
+    for parameter in new.parameters():
+        parameter.grad = None
+    new.train()(**{**call, "timestep": 7})[0].sum().backward()
+    assert all(p.grad is not None for name, p in new.named_parameters() if name.startswith("lora."))
+
+
+def test_variants_follow_copies_lowerings_and_further_passes():
+    new, x = _adapted(), torch.randn(2, 4)
+    with torch.no_grad():
+        want = new(x, more=x)
+        twin = copy.deepcopy(new)
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+        assert twin.variants == new.variants and not torch.equal(twin(x, more=x), want)
+        further = fxplug.apply(new, fxplug.load_pass("lora", name="further", at="layer", rank=1))
+        assert torch.equal(further(x, more=x), want) and further.variants == ["more: float32 of 2 dimensions"]
+        for options in ({"merge": True}, {"merge": "remerge"}, {"pack": True}):
+            fast = fxplug.lower(new, **options)
+            torch.testing.assert_close(fast(x, more=x), want)
+
+
+def test_a_saved_module_has_its_variants(tmp_path):
+    new, x = _adapted(), torch.randn(2, 4)
+    calls = [{"x": x}, {"x": x, "more": x}, {"x": x, "scale": 0.5}]
+    with torch.no_grad():
+        want = [new(**each) for each in calls]
+        fxplug.save(new, tmp_path / "saved")
+        again = fxplug.load(tmp_path / "saved")
+        assert again.variants == new.variants and all(map(torch.equal, want, (again(**each) for each in calls)))
+        fxplug.save(again, tmp_path / "again")
+        files = [[(tmp_path / name / file).read_bytes() for file in ("graph.json", "graph.txt")] for name in ("saved", "again")]
+        assert files[0] == files[1] and len(json.loads(files[0][0])["variants"]) == 2
+        further = fxplug.apply(again, fxplug.load_pass("lora", name="further", at="layer", rank=1))
+        fxplug.save(further, tmp_path / "further")
+        assert torch.equal(fxplug.load(tmp_path / "further")(**calls[2]), want[2])
+        with pytest.raises(fxplug.GuardError, match="steps.*model is not at hand"):
+            again(x, steps=3)
+
+
+@pytest.mark.parametrize("change", [
+    lambda d: d["variants"].append({"graphs": {}}),
+    lambda d: d["variants"][0].update(more=1),
+    lambda d: d.update(variants={}),
+    lambda d: d["variants"].extend(d["variants"][:1] * 300),
+    lambda d: d["variants"][0]["graphs"]["eval"].pop(0),
+    lambda d: d["variants"][0]["graphs"]["eval"][0].update(args=[1]),
+])  # fmt: skip
+def test_a_damaged_variant_is_refused(tmp_path, change):
+    gm = fxplug.trace(Ways().eval(), torch.randn(2, 4))
+    gm(torch.randn(2, 4), 0.5)
+    fxplug.save(gm, tmp_path)
+    document = json.loads((tmp_path / "graph.json").read_text())
+    change(document)
+    (tmp_path / "graph.json").write_text(json.dumps(document))
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    data = (tmp_path / "graph.json").read_bytes()
+    manifest["files"]["graph.json"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(fxplug.ArtifactError):
+        fxplug.load(tmp_path)
+
+
+def test_a_compiler_is_given_the_graph_that_fits():
+    model, x, counter = Ways().eval(), torch.randn(2, 4), CompileCounter()
+    gm = fxplug.trace(model, torch.randn(2, 4))
+    compiled = torch.compile(gm, fullgraph=True, backend=counter)
+    for call in ({"more": x}, {}, {"more": x}):
+        assert torch.equal(compiled(x, **call), model(x, **call))
+    assert counter.frame_count == 2 and gm.variants == ["more: float32 of 2 dimensions"]
+
+
+def test_numbers_are_inputs_until_python_looks_at_them():
+    model = Ways().eval()
+    gm, x = fxplug.trace(model, torch.randn(2, 4)), torch.randn(2, 4)
+    for scale in (0.5, -1.0, 0.1, 1.5, 3.0, 2.5, 1):
+        assert torch.equal(gm(x, scale), model(x, scale))
+    assert len(gm.variants) == 3  # up to 2, above, and a whole number
+    for steps in (2, 3):
+        assert torch.equal(gm(x, 0.5, steps=steps), model(x, 0.5, steps=steps))
+
+
+def test_a_layer_that_only_a_variant_calls():
+    model = Ways().eval()
+    gm, x = fxplug.trace(model, torch.randn(2, 4)), torch.randn(2, 4)
+    names = list(gm.state_dict())
+    assert torch.equal(gm(x, more=x), model(x, more=x))
+    assert list(gm.state_dict()) == names
+    gm.load_state_dict({name: value * 2 for name, value in gm.state_dict().items()})
+    assert torch.equal(gm(x, more=x), model(x, more=x))
+
+
+def test_what_a_guard_ends_midway_is_not_done_twice():
+    model, x = Ways(), torch.randn(8, 4)
+    gm = fxplug.trace(model, torch.randn(8, 4), {"scale": 1.0})
+    gm(x, 0.5)
+    with pytest.raises(fxplug.GuardError, match="scale > 2"):
+        gm(x, 3.0)  # the graph of scales has moved the statistics when it comes to the question
+    assert gm.eval()(x, 3.0).equal(model.eval()(x, 3.0))
+
+
+def test_more_ways_than_the_bound_are_refused_with_what_differs():
+    model = Ways().eval()
+    gm, x = fxplug.trace(model, torch.randn(2, 4), variants=1), torch.randn(2, 4)
+    gm(x, more=x)
+    with pytest.raises(fxplug.GuardError, match=r"1 variants already.*more: float32 of 2 dimensions.*variants=N"):
+        gm(x, 0.5)
+    none = fxplug.trace(model, torch.randn(2, 4), variants=0)
+    with pytest.raises(fxplug.GuardError, match="trace again") as caught:
+        none(x, 0.5)
+    assert "added" not in str(caught.value) and none.variants == []
+
+
+def test_a_model_that_was_changed_gives_no_variant():
+    model = Ways().eval()
+    gm, x = fxplug.trace(model, torch.randn(2, 4)), torch.randn(2, 4)
+    model.norm.eps = 0.1
+    with pytest.raises(fxplug.GuardError, match="changed since it was traced, at 'norm'"):
+        gm(x, 0.5)
+    model.norm.eps = 1e-5
+    assert torch.equal(gm(x, 0.5), model(x, 0.5))
+
+
+def test_a_graph_that_was_changed_by_hand_gives_none():
+    model = Ways().eval()
+    gm, x = fxplug.trace(model, torch.randn(2, 4)), torch.randn(2, 4)
+    relu = next(node for node in gm.graph.nodes if node.op == "call_module")
+    with gm.graph.inserting_after(relu):
+        new = gm.graph.call_method("neg", (relu,))
+    relu.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    gm.recompile()
+    with pytest.raises(fxplug.GuardError, match="by hand"):
+        gm(x, 0.5)
+
+
+def test_what_the_model_does_not_take_is_told_in_its_words():
+    model = Ways().eval()
+    gm = fxplug.trace(model, torch.randn(2, 4))
+    with pytest.raises(fxplug.GuardError, match="'x' had 2 dimensions.*the model itself does not take it.*1D"):
+        gm(torch.randn(4))
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        gm(torch.randn(2, 5))
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        gm(torch.randn(2, 4), other=1)
+    assert gm.variants == []
+
+
+def test_two_threads_add_one_variant():
+    model = Ways().eval()
+    gm, x = fxplug.trace(model, torch.randn(2, 4)), torch.randn(2, 4)
+    found, start = [], threading.Barrier(4)
+
+    def call():
+        start.wait()
+        found.append(gm(x, 0.5))
+
+    threads = [threading.Thread(target=call) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and all(torch.equal(each, model(x, 0.5)) for each in found) and len(gm.variants) == 1
+
+
+# --- inputs that a module holds
+
+
+@pytest.fixture(scope="module")
+def controlled():
+    unet, call = _unet()
+    new = fxplug.apply(fxplug.trace(unet, kwargs=call), fxplug.load_pass("controlnet"))
+    for name, parameter in new.named_parameters():
+        if name.startswith("controlnet.cn.controlnet_"):
+            nn.init.normal_(parameter, std=0.1)
+    side = 8 * unet.config.sample_size
+    return new, call, torch.rand(2, 3, side, side)
+
+
+def test_a_bound_input_is_that_of_every_call(controlled, tmp_path):
+    new, call, picture = controlled
+    with torch.no_grad():
+        want, weak = (new(**call, cond=picture, strength=s)[0] for s in (0.7, 0.2))
+        bound = new.bind(cond=picture, strength=0.7)
+        assert torch.equal(bound(**call)[0], want) and not torch.equal(want, weak)
+        assert torch.equal(bound(**call, strength=0.2)[0], weak)
+        assert torch.equal(bound(**{**call, "return_dict": True}).sample, want)
+        assert bound.bind(strength=0.2) is bound
+        assert torch.equal(bound(**call)[0], weak) and torch.equal(bound(**{**call, "return_dict": True}).sample, weak)
+        assert set(bound.state_dict()) == set(new.state_dict())
+        fxplug.save(bound, tmp_path / "bound")
+        again = fxplug.load(tmp_path / "bound")
+        assert torch.equal(again(**call)[0], weak)
+        assert torch.equal(again.bind(strength=0.7)(**call)[0], want)
+        assert torch.equal(bound(**call)[0], weak)
+
+
+@pytest.mark.slow
+def test_another_bound_value_compiles_nothing(controlled):
+    new, call, picture = controlled
+    bound, counter = new.bind(cond=picture, strength=0.7), CompileCounter()
+    compiled = torch.compile(bound, fullgraph=True, backend=counter)
+    with torch.no_grad():
+        for strength in (0.7, 0.1):
+            bound.bind(strength=strength, cond=picture * strength)
+            assert torch.equal(compiled(**call)[0], new(**call, cond=picture * strength, strength=strength)[0])
+    assert counter.frame_count == 1
+
+
+def test_one_condition_is_that_of_a_whole_batch(controlled):
+    new, call, picture = controlled
+    with torch.no_grad():
+        assert torch.equal(new(**call, cond=picture[:1])[0], new(**call, cond=picture[:1].expand_as(picture))[0])
+    with pytest.raises(fxplug.GuardError, match="must have the shape") as caught:
+        new(**call, cond=torch.cat([picture, picture]))
+    assert "added" not in str(caught.value)
+
+
+@pytest.mark.parametrize("inputs, message", [
+    ({"strenth": 1.0}, "no input 'strenth' .did you mean 'strength'"),
+    ({"return_dict": True}, "'return_dict' is True, a bool"),
+    ({"sample": torch.randn(2, 4, 16, 16)}, "'timestep' stands behind 'sample'"),
+    ({"cond": "a.png"}, "'cond' is 'a.png', a str"),
+])  # fmt: skip
+def test_what_cannot_be_bound(controlled, inputs, message):
+    with pytest.raises(fxplug.SpecError, match=message):
+        controlled[0].bind(**inputs)
