@@ -112,7 +112,7 @@ def randomised(model: torch.nn.Module, names: Callable[[str], bool], size: float
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if names(name) and parameter.is_floating_point():
+            if names(name) and parameter.is_floating_point() and not name.endswith("ranknum"):
                 parameter.add_(torch.randn_like(parameter) * size)
 
 
@@ -180,21 +180,30 @@ ALGOS: dict[str, dict[str, Any]] = {
     "LyCORIS LoHa, DoRA": {"algo": "loha", "dora_wd": True},
     "LyCORIS (IA)3": {"algo": "ia3"}, "LyCORIS full": {"algo": "full"}, "LyCORIS DyLoRA": {"algo": "dylora", "block_size": 1},
     "LyCORIS GLoRA": {"algo": "glora"}, "LyCORIS diag-OFT": {"algo": "diag-oft", "linear_alpha": 0.1, "conv_alpha": 0.1},
-    "LyCORIS BOFT": {"algo": "boft", "linear_alpha": 0.1, "conv_alpha": 0.1},
+    "LyCORIS BOFT": {"algo": "boft", "linear_dim": 8, "conv_dim": 8, "linear_alpha": 0.1, "conv_alpha": 0.1},
 }  # fmt: skip
 
 
 def held(source: Any, plain: torch.nn.Module, args: tuple[Any, ...]) -> tuple[str, Any]:
     """What holds an adapter here, and the module with it in use; or why nothing does, and None."""
     gm = fxplug.trace(plain, args)
+    slots = 1
     try:
         p = fxplug.pass_for(source, gm)
     except fxplug.FxplugError as error:
-        return str(error).removeprefix(f"{source}").split(": ", 1)[-1], None
+        try:
+            slots, p = 0, fxplug.pass_for(source, gm, slots=0)
+        except fxplug.FxplugError:
+            return str(error).removeprefix(f"{source}").split(": ", 1)[-1], None
     new = fxplug.apply(gm, p)
-    new.adapters.load("it", source)
-    new.adapters.use("it")
-    return ", ".join(dict.fromkeys(str(rule.use).rpartition(":")[2] for rule in p.rules)), new
+    if slots:
+        new.adapters.load("it", source)
+        new.adapters.use("it")
+    else:
+        fxplug.load_adapter(new, source)
+        new.eval()
+    blocks = ", ".join(dict.fromkeys(str(rule.use).rpartition(":")[2] for rule in p.rules))
+    return blocks if slots else f"without slots: {blocks}", new
 
 
 def kinds() -> Iterator[tuple[list[str], float]]:
@@ -221,6 +230,8 @@ def compared(kind: str, made: Callable[[], Any]) -> tuple[list[str], float]:
             moved = ((wanted - base).abs().max() / wanted.abs().max()).item()
             cells.append(f"{off:.0e} of {moved:.0e}")
             worst = max(worst, off)
+    except fxplug.FxplugError as error:
+        cells.append(f"refused: {error}"[:120])
     except Exception as error:  # the tool's own
         cells.append(f"the tool itself: {type(error).__name__}: {str(error)[:60]}")
     return [kind, "; ".join(dict.fromkeys(holders)), *cells], worst

@@ -21,7 +21,10 @@ import yaml
 from fxplug.compat.hcp.convert_file import PARTS, convert
 from fxplug.errors import FxplugError
 
-TESTS = ["tests/parity/test_hcp_checkout.py", "tests/test_everydream.py", "tests/test_blitz_checkout.py"]
+TESTS = [
+    "tests/parity/test_hcp_checkout.py", "tests/test_everydream.py", "tests/test_everydream_text.py",
+    "tests/test_blitz_checkout.py", "tests/parity/test_kohya_checkout.py",
+]  # fmt: skip
 
 
 def versions(checkout: Path) -> dict[str, tuple[str, str]]:

@@ -8,6 +8,7 @@ import math
 import re
 from pathlib import Path
 
+import peft
 import pytest
 import small
 import torch
@@ -483,3 +484,63 @@ def test_inspect_on_the_command_line(own, capsys):
         assert ended.value.code == 0
         text = capsys.readouterr().out
         assert "written by" in text and ("covers" in text) == bool(model)
+
+
+KINDS = [
+    ("LoraConfig", {"r": 4, "use_dora": True}),
+    ("LoraConfig", {"r": 4, "lora_bias": True}),
+    ("VBLoRAConfig", {"num_vectors": 8, "vector_length": 4}),
+    ("VeraConfig", {"r": 4}),
+    ("ShiraConfig", {"r": 2}),
+    ("OFTConfig", {"oft_block_size": 4}),
+    ("IA3Config", {"feedforward_modules": []}),
+    ("FourierFTConfig", {"n_frequency": 20}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Adapter 'default'")  # PEFT's, about biases of its own
+@pytest.mark.parametrize(("kind", "options"), KINDS, ids=str)
+def test_the_pass_of_a_file_on_the_disk_is_that_of_its_tensors(kind, options, tmp_path):
+    """Nothing but shapes is looked at, whatever the method."""
+    base = small.plain_vit()
+    wrapped = peft.get_peft_model(copy.deepcopy(base.model), getattr(peft, kind)(target_modules=["qkv", "fc1"], **options))
+    wrapped.save_pretrained(tmp_path / "it")
+    p = fxplug.pass_for(tmp_path / "it", base.gm)
+    assert p.rules == fxplug.pass_for(read(tmp_path / "it"), base.gm).rules
+    assert "100%" in str(fxplug.inspect_adapter(tmp_path / "it", base.gm))
+
+
+def test_a_core_of_a_few_numbers_goes_with_large_halves(tmp_path):
+    state = {
+        "conv.lora_down.weight": torch.randn(2, 4000, 1, 1), "conv.lora_mid.weight": torch.randn(2, 2, 3, 3),
+        "conv.lora_up.weight": torch.randn(4, 2, 1, 1),
+    }  # fmt: skip
+    save_file(state, tmp_path / "a.safetensors")
+    model = nn.ModuleDict({"conv": nn.Conv2d(4000, 4, 3)})
+    assert [e.rank for e in fxplug.inspect_adapter(tmp_path / "a.safetensors", model).plan.fits[0].placed.values()] == [2]
+
+
+def test_halves_of_other_dimensions_than_their_layer_are_shaped():
+    """DyLoRA's of a convolution: `up` is a matrix."""
+    base = small.plain_vit()
+    width = base.model.patch_embed.proj.out_channels
+    state = {"patch_embed.proj.lora_down.weight": torch.randn(2, *base.model.patch_embed.proj.weight.shape[1:]),
+             "patch_embed.proj.lora_up.weight": torch.randn(width, 2)}  # fmt: skip
+    new = fxplug.apply(base.gm, fxplug.pass_for(state, base.gm))
+    new.adapters.load("ink", state)
+    new.adapters.use("ink")
+    down, up = state.values()
+    update = {"patch_embed.proj": (up @ down.flatten(1)).reshape(base.model.patch_embed.proj.weight.shape)}
+    torch.testing.assert_close(new(*base.args), with_weights(base.model, update, base.args), **NEAR)
+
+
+def test_a_bias_where_the_layer_has_none_is_held_without_slots():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    gm = fxplug.trace(model, (torch.randn(2, 4),))
+    state = lora(nn.ModuleDict({"0": nn.Linear(4, 4)}), {"0": 2}, start="") | {"0.lora_B.bias": torch.randn(4)}
+    with pytest.raises(ArtifactError, match="'0' has a bias beside its LoRA and none of its own"):
+        fxplug.pass_for(state, gm)
+    new = fxplug.apply(gm, fxplug.pass_for(state, gm, slots=0))
+    fxplug.load_adapter(new, state)
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(new(x), model(x) + x @ merged(state)["0"].T + state["0.lora_B.bias"], **NEAR)

@@ -19,7 +19,8 @@ from ..limits import Limits
 _SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
 SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth", ".ckpt")
 _SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
-SMALL = 8192  # bytes: alphas, and the names of slots, are no larger
+SMALL = 8192  # bytes: the names of slots are no larger
+NUMBERS = ("alpha", "scale", "on_input", "reshape_weight")
 
 
 def kind_of(path: Path) -> str:
@@ -56,7 +57,7 @@ def find(path: Path) -> Path:
 
 
 def load(file: Path, limits: Limits, meta: bool = False) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """The tensors of a file on the CPU, with `meta` those of up to SMALL bytes, and what it says of itself."""
+    """The tensors of a file on the CPU, with `meta` only its numbers and names, and what it says of itself."""
     if file.suffix not in (*SAFE, *PICKLED):
         raise ArtifactError(f"{file}: an adapter is a file that ends in {', '.join((*SAFE, *PICKLED))}, or a folder")
     found, about = weight_files.read(file, most=SMALL if meta else math.inf, limits=limits)
@@ -68,7 +69,13 @@ def load(file: Path, limits: Limits, meta: bool = False) -> tuple[dict[str, Any]
         found = {f":{n // 2}:{('up', 'down')[n % 2]}": one for n, one in enumerate(found)}  # cloneofsimo's, 2022
     if not isinstance(found, Mapping):
         raise ArtifactError(f"{file} is a {type(found).__name__} and names no layers: save a dict of tensors by layer")
-    return dict(found), about
+    return {key: _without_values(key, value) for key, value in found.items()} if meta else dict(found), about
+
+
+def _without_values(key: Any, value: Any) -> Any:
+    """A tensor on the meta device, but for numbers (alphas) and texts (the names of slots); so no two of a layer are apart."""
+    kept = not isinstance(value, Tensor) or value.dtype == torch.uint8 or str(key).rpartition(".")[2] in NUMBERS
+    return value if kept else value.to("meta")
 
 
 def object_of(value: Any, where: str) -> dict[str, Any]:

@@ -134,6 +134,8 @@ def plan_for(
         for key, entry in found.placed.items():
             path = key if entry.param == "weight" else key.removesuffix(entry.param).removesuffix(".")
             made = forms_of(entry, layers.get(path), called is None or path in called, slots)
+            if slots and entry.kind == "lora+bias" and f"{path}.bias" not in named:
+                made = "has a bias beside its LoRA and none of its own, which slots have no room for; without slots lora has"
             if isinstance(made, str):
                 unheld[key] = made
                 if not ways.get("partial"):

@@ -182,7 +182,7 @@ def _sparse(w: Tensor, t: Tensors, o: Options) -> Tensor:
 
 
 def _sparse_fits(t: Tensors, o: Options, shape: Sequence[int]) -> bool:
-    most = t["at"].long().amax(1).tolist()
+    most = [0, 0] if t["at"].is_meta else t["at"].long().amax(1).tolist()
     return len(trimmed(shape)) <= 2 and len(shape) > 1 and most[0] < shape[0] and most[1] < shape[1]
 
 

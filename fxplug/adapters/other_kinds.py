@@ -167,7 +167,7 @@ def _vblora(t: Tensors, said: Said) -> list[Row]:
         else:
             raise said.error(f"is half an update: it has no {half}")
         good = bank.dim() == 2 and at.shape == weights.shape and at.dim() == 3 and at.numel() > 0
-        if not good or int(at.max()) >= len(bank) or int(at.min()) < 0:
+        if not good or (not at.is_meta and (int(at.max()) >= len(bank) or int(at.min()) < 0)):
             raise said.error(f"has {half} that do not go with the bank of {len(bank)} vectors")
         return (weights.unsqueeze(-1) * bank[at]).sum(-2)
 
@@ -253,7 +253,7 @@ def _fourier(t: Tensors, said: Said) -> list[Row]:
 
 def _shira(t: Tensors, said: Said) -> list[Row]:
     at, values = t["shira_indices"], t["shira_weight"].flatten()
-    if at.shape != (2, len(values)) or int(at.min()) < 0:
+    if at.shape != (2, len(values)) or (not at.is_meta and int(at.min()) < 0):
         raise said.error(f"has {len(values)} numbers, and shira_indices of {list(at.shape)}")
     return [Row("delta", "shira", {"values": values, "at": at}, {"scale": 1.0})]
 

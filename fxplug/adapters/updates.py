@@ -92,7 +92,7 @@ class Entry:
             down, up = t["lambda_d"][:, None] * t["A"][:, : shape[1]], t["lambda_b"][:, None] * t["B"][: shape[0]]
             return replace(self, method="", tensors={"down": down, "up": up})
         made = dict(self.tensors)
-        if "down" in made and made["down"].dim() != len(shape) and not self.embedding:
+        if "down" in made and {made["down"].dim(), made["up"].dim()} != {len(shape)} and not self.embedding:
             made["down"] = made["down"].reshape(-1, *shape[1:])
             made["up"] = made["up"].reshape(shape[0], -1, *[1] * (len(shape) - 2))
         for name, tensor in made.items():
