@@ -265,8 +265,9 @@ def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path, hook
     assert losses(again.history) == losses(whole.history) and same(trained(again.module), trained(whole.module))
 
 
-def test_an_interrupt_ends_the_run_after_the_step_with_a_checkpoint(tmp_path):
-    done = killed(tmp_path, "on_step_end", 4, signal.SIGINT)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, number):
+    done = killed(tmp_path, "on_step_end", 4, number)
     assert done.codes == [1] and "KeyboardInterrupt" in done.stderr
     assert [path.name for path in found(tmp_path / "run" / "checkpoints")] == ["step-00000003", "step-00000005"]
 
@@ -503,6 +504,7 @@ def test_a_checkpoint_of_another_run_says_what_differs(tmp_path):
         ({}, {"train__lr": 1e-5}, "groups.lora[0]: 0.003 then, 1e-05 now"),
         ({}, {"seed": 1}, "frozen weights: "),
         ({}, {"dtype": "float64"}, "dtype: None then, float64 now"),
+        ({}, {"data__shuffle": False}, "data.shuffle: True then, False now"),
     ],
 )
 def test_what_else_must_be_the_same(tmp_path, first, then, expected):
@@ -690,7 +692,6 @@ def test_the_batches_that_are_left_make_a_short_step(tmp_path):
         ({"train__precision": "fp16"}, "fp16 needs a GPU"),
         ({"train__shard": True}, "shard needs several processes"),
         ({"train__plugins": ["os.path.Joiner"]}, "train.plugins[0]:"),
-        ({"data__flip": True}, "data.flip: has no effect: the task crops and flips by itself"),
         ({"train__task": {"classify": {"preprocess": "vit_tny"}}}, "train.task.classify"),
     ],
 )

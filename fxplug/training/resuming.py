@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SERVED = {"shuffle", "size", "buckets", "crop", "flip", "channels", "captions", "repeats"}  # how samples are served
 
 
 def keep(trainer: Trainer) -> None:
@@ -143,6 +144,8 @@ def restore(trainer: Trainer, path: Path) -> None:
     kept = read(path)
     own = _identity(trainer)
     length = kept.progress["run"].pop("steps", None), own.pop("steps")
+    if "data" not in kept.progress["run"]:
+        del own["data"]  # a checkpoint of an earlier version
     lines = differences(kept.progress["run"], own)
     if lines:
         weights = [line for line in lines if line.startswith("trained.")]  # which follow from the passes, mostly
@@ -210,6 +213,7 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
     """What must be the same when a run is taken up again. More steps and other logs are fine."""
     settings, config = trainer.settings, trainer.config
     fixed = isinstance(trainer.scheduler, torch.optim.lr_scheduler.LambdaLR)
+    spec = getattr(trainer.data, "spec", None)
     return {
         **{key: config.get(key) for key in ("model", "weights", "dtype", "leaf")},
         "frozen weights": trainer.fingerprint,
@@ -225,6 +229,7 @@ def _identity(trainer: Trainer) -> dict[str, Any]:
         "precision": settings.precision,
         "ema": settings.ema,
         "samples of a step": settings.batch * settings.accumulate * trainer.world,
+        "data": None if spec is None else spec.model_dump(mode="json", include=SERVED),
         "samples": len(trainer.data.items),  # type: ignore[arg-type]  # a map-style data set has a length
         "seed": trainer.seed,
     }
