@@ -21,7 +21,7 @@ from zhijian.manual import LINES, MLPAddin
 import fxplug
 from fxplug.__main__ import app
 from fxplug.errors import FxplugError, SpecError
-from fxplug.spec.run_config import schema
+from fxplug.spec.json_schema import schema
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_a_configuration_has_entries_as_lines(tmp_path):
 
 def test_the_schema_knows_lines():
     made = schema()["properties"]["passes"]["items"]["anyOf"][1]["properties"]["blitz"]
-    assert list(made["properties"]) == ["line", "addin", "name", "lr", "weight_decay", "train"]
+    assert list(made["properties"]) == ["line", "addin", "name", "lr", "weight_decay", "train", "expect"]
     assert made["required"] == ["line", "addin"] and made["additionalProperties"] is False
 
 

@@ -149,6 +149,8 @@ def test_a_long_text_loses_its_middle():
 def test_a_wrong_argument_is_not_printed(wrong):
     gm, _, kwargs = unets.sd15()
     for name in ("timestep", "cross_attention_kwargs", "encoder_hidden_states"):
+        if name == "cross_attention_kwargs" and isinstance(wrong, dict):
+            continue  # which the model takes
         with pytest.raises(fxplug.GuardError) as caught:
             gm(**{**kwargs, name: wrong})
         short(caught.value)

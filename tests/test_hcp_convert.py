@@ -240,7 +240,8 @@ def test_other_sections_are_told():
     entry = "  a: {_target_: hcp_guide.LoraBlock, rank: 1, layers: [x]}\n"
     notes = convert(write(entry + "plugin_TE:\n" + entry, top)).notes
     assert [n for n in notes if "tuning_base.yaml" in n and "it is not read" in n]
-    assert [n for n in notes if n.endswith("train, model")] and [n for n in notes if "plugin_TE" in n and "--part TE" in n]
+    assert [n for n in notes if n.endswith("drawing and no plugins: model")]
+    assert [n for n in notes if "plugin_TE" in n and "--part TE" in n]
     assert "# Note: " in convert("plugin.yaml").text
     assert convert("plugin.yaml", part="TE").text.count("hcp/single") == 1
     assert "unknown key 'plugin_unt' (did you mean 'plugin_unet'?)" in refused(entry, "plugin_unt:\n")
@@ -360,3 +361,69 @@ def test_a_mistake_is_one_message_and_writes_nothing():
     assert "plugin.yaml:2: plugin_unet.a.layers[0]: 'prehok:x': no prefix" in result.stderr
     assert not Path("out.yaml").exists() and "Traceback" not in result.output
     assert "did you mean 'hcp'" in run("hpc", "plugin.yaml", "-o", "out.yaml", code=1).stderr
+
+
+# --- how it trains
+
+TRAINS = """
+seed: 7
+mixed_precision: bf16
+model: {pretrained_model_name_or_path: sd15, gradient_checkpointing: true, ema: {decay_max: 0.9997}}
+target_area: 512
+train:
+  train_steps: 300
+  gradient_accumulation_steps: 2
+  workers: 3
+  save_step: 50
+  scale_lr: true
+  cfg_scale: '1.0'
+  resume: null
+  loss: {type: v, criterion: {_target_: hcpdiff.loss.MinSNRLoss, gamma: 2.0}}
+  optimizer: {_target_: torch.optim.AdamW, _partial_: true, weight_decay: 1e-3, betas: [0.9, 0.99]}
+  scheduler: {name: constant_with_warmup, num_warmup_steps: 50, num_training_steps: 300}
+data:
+  dataset1:
+    batch_size: 4
+    source: {one: {img_root: imgs/, prompt_template: a.txt}, two: {img_root: more/}}
+    bucket: {_target_: hcpdiff.data.bucket.RatioBucket.from_files, target_area: '${hcp.eval:"512*512"}', num_bucket: 5}
+  dataset2: {batch_size: 1, source: {one: {img_root: class/}}}
+lora_unet: [{lr: 1e-4, rank: 8, layers: ['re:.*attn.?$']}]
+"""
+
+
+def test_how_it_trains_is_translated():
+    done = convert(write(TRAINS, ""))
+    read = fxplug.load_config(parse_yaml(done.text).data)
+    train, data = read.train, read.data
+    assert (read.seed, train.steps, train.accumulate, train.batch, train.precision) == (7, 300, 2, 4, "bf16")
+    assert (train.save.every, train.weight_decay, train.ema, train.checkpointing) == (50, 1e-3, 0.9997, True)
+    assert train.optimizer.name == "AdamW" and train.optimizer.options == {"betas": [0.9, 0.99]}
+    assert train.scheduler.name == "constant" and train.scheduler.options == {"warmup": 50}
+    wanted = {"vae": "sd15/vae", "text": "sd15", "scheduler": "sd15/scheduler", "prediction": "v_prediction", "snr_gamma": 2.0}
+    assert train.task.options == wanted
+    assert (data.images, data.size, data.buckets.step, data.workers) == (["imgs/", "more/"], 512, 64, 3)
+    told = " ".join(done.notes)
+    for text in ("scale_lr multiplies", "cfg_scale", "left out dataset2", "prompt templates"):
+        assert text in told
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "train: {}\n", "data: {}\n", "train: {train_epochs: 3}\n", "train: {train_steps: '${hcp.time:}'}\n",
+        "data: {a: 1}\n",
+        "train: {optimizer: {type: adamw}, scheduler: {name: polynomial}, loss: x, max_grad_norm: -1}\n",
+        "data: {a: {source: {b: {img_root: imgs/}}, bucket: {target_size: [512, 640]}}}\n",
+        "model: null\nseed: x\ntrain: null\n",
+        "train: {optimizer: {_target_: lion_pytorch.Lion, lr: 1e-4}}\n",
+    ],
+)  # fmt: skip
+def test_whatever_it_says_of_training_the_result_is_a_configuration(text):
+    done = convert(write(text + "lora_unet: [{lr: 1e-4, rank: 8, layers: [to_q]}]\n", ""))
+    fxplug.load_config(parse_yaml(done.text).data)
+
+
+def test_a_section_of_training_that_is_none_is_told():
+    assert "plugin.yaml:1: train: must be a mapping, not [1]" in refused(
+        "train: [1]\nlora_unet: [{lr: 1e-4, rank: 8, layers: [to_q]}]\n", top=""
+    )

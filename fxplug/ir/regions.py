@@ -150,10 +150,11 @@ class Regions:
     @cached_property
     def resized(self) -> dict[str, str]:
         """The layers to which a pass gave another size, with its name: each trains as a whole, and nothing goes beside it."""
-        found = {}
-        for entry in getattr(self.root, "meta", {}).get("passes", []):
+        found, passes = {}, getattr(self.root, "meta", {}).get("passes", [])
+        modules = dict(self.root.named_modules()) if passes else {}  # a plan's blocks are kinds, and no modules
+        for entry in passes:
             for site in entry["sites"]:
-                if site["block"] and getattr(self.root.get_submodule(site["block"]), "resizes", False):
+                if getattr(modules.get(site["block"]), "resizes", False):
                     found[site["path"].partition("@")[0]] = entry["name"]
         return found
 

@@ -22,6 +22,7 @@ from .entries import PLACE_KEYS, plugins_of
 from .hosts import PARTS, Host
 from .merge_section import Merge, merges, read_merge
 from .plugin_factory import plugin_class
+from .train_section import training
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,6 +35,7 @@ TRAINER = {
     *("interface", "infer_args", "new_components", "out_dir"),
     *("previewer", "tokenizer_pt", "data", "data_class", "unet", "text_encoder", "hydra"),
 }
+READ = {"_base_", "train", "data", "seed", "mixed_precision"}  # see train_section
 PLACEHOLDER = "REPLACE_ME"
 ALIKE = 0.85  # a key whose letters are so alike to those of a section is a mistake in its name
 
@@ -77,7 +79,12 @@ def convert(
     passes = _merged([*passes, *merge.passes])
     _check_inputs(host)
     head = merge.head(head, _model(model, Path.cwd()), notes)
-    return Converted(_text(Path(file), part, head, passes, notes, model is None), notes)
+    more = training(source, notes) if part == "unet" else {}
+    if isinstance(images := more.get("data", {}).get("images"), (str, list)):
+        folder, there = Path(out).parent if out else Path.cwd(), [images] if isinstance(images, str) else images
+        found = [_rebased(one, Path.cwd(), folder) for one in there]
+        more["data"]["images"] = found[0] if isinstance(images, str) else found
+    return Converted(_text(Path(file), part, head, passes, notes, model is None, more), notes)
 
 
 def convert_checkpoint(
@@ -145,7 +152,7 @@ def _tell_left_out(source: Source, notes: list[str]) -> None:
         if alike or _names_layers(source.data[key]):
             meant = f" (did you mean '{near}'?)" if near else f"; it names layers, as {', '.join(sections)} do"
             raise source.error(f"unknown key '{key}'{meant}", key=key)
-    left = [key for key in source.data if key in TRAINER and key != "_base_" and source.data[key] is not None]
+    left = [key for key in source.data if key in TRAINER - READ and source.data[key] is not None]
     if left:
         notes.append(f"left out, as they are of training or drawing and no plugins: {', '.join(left)}")
     if others:
@@ -231,11 +238,18 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _text(
-    file: Path, part: str, head: Mapping[str, Any], passes: list[dict[str, Any]], notes: list[str], unnamed: bool
+    file: Path,
+    part: str,
+    head: Mapping[str, Any],
+    passes: list[dict[str, Any]],
+    notes: list[str],
+    unnamed: bool,
+    more: Mapping[str, Any] | None = None,
 ) -> str:
     lines = [f"# What is in {file.name} ({part}) as a configuration, by `fxplug convert hcp`."]
     lines += [f"# Note: {note}" for note in notes]
     if unnamed:
         lines.append(f"# {PLACEHOLDER}: write the model that the plugins go into, and its example `inputs` if it needs some.")
-    dump = yaml.dump({**head, "passes": passes}, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+    more = {key: value for key, value in (more or {}).items() if key not in head}
+    dump = yaml.dump({**head, "passes": passes, **more}, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
     return "\n".join(lines) + "\n" + dump

@@ -83,11 +83,12 @@ def blitz_entry(given: Any) -> Pass:
     if not isinstance(texts, (list, tuple)) or not texts or not all(isinstance(text, (str, Mapping)) for text in texts):
         raise SpecError(f"must be a line or a list of lines, not {shown(line)}", path=("line",))
     check_common(common)
+    expect = common.pop("expect", None)
     try:
         made = blitz(list(texts), given["addin"], **common)
     except SpecError as error:
         raise SpecError(error.finding, path=error.path or ("line",), key=error.key) from None
-    return replace(made, params={key: given[key] for key in KEYS})
+    return replace(made, params={key: given[key] for key in KEYS}, expect=expect)
 
 
 def _read(given: Any, number: int) -> list[Line | Entry]:

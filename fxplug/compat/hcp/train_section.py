@@ -1,0 +1,161 @@
+"""How HCP-Diffusion trains, the sections `train:` and `data:` of its configurations, as those of fxplug."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ...errors import SpecError, shown
+from ...spec.yaml_source import Source
+from .config_files import References
+
+PRODUCT = re.compile(r'\$\{hcp\.eval:\s*["\']?\s*(\d+(?:\s*\*\s*\d+)*)\s*["\']?\s*\}')  # its resolver, as far as files use it
+SCHEDULERS = {
+    "constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine", "one_cycle": "cosine",
+}  # fmt: skip
+PREDICTIONS = {"eps": "epsilon", "sample": "sample", "v": "v_prediction"}
+PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "no": "fp32"}
+# what each section says that has no counterpart, told by a note; keys that are null or empty count as not there
+TRAIN = ("train_steps", "train_epochs", "gradient_accumulation_steps", "workers", "max_grad_norm", "save_step", "loss",
+         "optimizer", "scheduler")  # fmt: skip
+QUIET = ("set_grads_to_none", "optimizer_pt", "scheduler_pt", "scale_lr_pt", "resume")
+
+
+def training(source: Source, notes: list[str]) -> dict[str, Any]:
+    """The sections `train` and `data`, and `seed`, of a configuration of HCP-Diffusion; none where it says nothing of them.
+
+    What has no counterpart here, and what is meant otherwise, goes into `notes`. Raises SpecError for values that are none.
+    """
+    reader = _Reader(source)
+    said, model, sets = (reader.section(key) for key in ("train", "model", "data"))
+    if not said and not sets:
+        return {}
+    place = model.get("pretrained_model_name_or_path") or "REPLACE_ME"
+    denoise: dict[str, Any] = {"vae": f"{place}/vae", "text": str(place), "scheduler": f"{place}/scheduler"}
+    train: dict[str, Any] = {"task": {"denoise": denoise}}
+    train |= _length(said) | _loop(said, denoise)
+    if model.get("ema"):
+        decay = model["ema"].get("decay_max") if isinstance(model["ema"], Mapping) else model["ema"]
+        train |= {"ema": decay} if isinstance(decay, float) and 0 < decay < 1 else {}
+    if model.get("gradient_checkpointing"):
+        train["checkpointing"] = True
+    if (precision := PRECISIONS.get(str(reader.top("mixed_precision")))) is not None:
+        train["precision"] = precision
+    data = _data(sets, train, notes)
+    if isinstance(said.get("workers"), int):
+        data["workers"] = said["workers"]
+    if said.get("scale_lr"):
+        notes.append("scale_lr multiplies each lr by the samples of a step there: write lr so")
+    left = [key for key, value in said.items() if key not in (*TRAIN, *QUIET, "scale_lr") and value not in (None, "", {}, [])]
+    if left:
+        notes.append(f"of train, nothing here is {', '.join(left)}")
+    seed = reader.top("seed")
+    head = {"seed": seed} if isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 else {}
+    return {**head, "train": train, **({"data": data} if data.get("images") else {})}
+
+
+class _Reader:
+    """Values of a configuration with what they refer to; those that call resolvers are left as they are written."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.references = source, References(source)
+
+    def top(self, key: str) -> Any:
+        return self.resolved(key) if key in self.source.data else None
+
+    def section(self, key: str) -> dict[str, Any]:
+        found = self.top(key)
+        if found is not None and not isinstance(found, Mapping):
+            raise self.source.error(f"must be a mapping, not {shown(found)}", key)
+        return dict(found or {})
+
+    def resolved(self, *path: str | int) -> Any:
+        here: Any = self.source.data
+        for step in path:
+            here = here[step]
+        if isinstance(here, Mapping):
+            return {key: self.resolved(*path, key) for key in here}
+        if isinstance(here, list):
+            return [self.resolved(*path, index) for index in range(len(here))]
+        if isinstance(here, str) and (found := PRODUCT.fullmatch(here.strip())):
+            return math.prod(int(part) for part in found[1].split("*"))
+        try:
+            return self.references.value(*path)
+        except SpecError:
+            return None  # a resolver of its own: nothing here reads those keys
+
+
+def _length(said: Mapping[str, Any]) -> dict[str, Any]:
+    steps, epochs = (said.get(key) for key in ("train_steps", "train_epochs"))
+    if isinstance(epochs, int) and not isinstance(steps, int):
+        return {"epochs": max(epochs, 1)}
+    return {"steps": max(steps, 1) if isinstance(steps, int) else 1000}
+
+
+def _loop(said: Mapping[str, Any], denoise: dict[str, Any]) -> dict[str, Any]:
+    """Accumulation, clipping, checkpoints, optimizer, scheduler and loss."""
+    made: dict[str, Any] = {}
+    for theirs, ours in (("gradient_accumulation_steps", "accumulate"), ("max_grad_norm", "clip")):
+        value = said.get(theirs)
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            made[ours] = value
+    if isinstance(said.get("save_step"), int):
+        made["save"] = {"every": max(said["save_step"], 0)}
+    optimizer = said.get("optimizer")
+    if isinstance(optimizer, Mapping) and optimizer.get("_target_"):
+        given = {key: _number(value) for key, value in optimizer.items() if not key.startswith("_") and key != "type"}
+        made |= {"weight_decay": given.pop("weight_decay")} if "weight_decay" in given else {}
+        name = str(optimizer["_target_"])
+        name = name.removeprefix("torch.optim.") if name.startswith("torch.optim.") else ":".join(name.rsplit(".", 1))
+        made["optimizer"] = {name: given} if given else name
+    scheduler = said.get("scheduler")
+    course = SCHEDULERS.get(str(scheduler.get("name"))) if isinstance(scheduler, Mapping) else None
+    if course is not None and isinstance(scheduler, Mapping):
+        warmup = scheduler.get("num_warmup_steps")
+        made["scheduler"] = {course: {"warmup": warmup}} if isinstance(warmup, int) and warmup > 0 else course
+    loss = said.get("loss")
+    if isinstance(loss, Mapping):
+        if (prediction := PREDICTIONS.get(str(loss.get("type")))) is not None and prediction != "epsilon":
+            denoise["prediction"] = prediction
+        criterion = loss.get("criterion")
+        if isinstance(criterion, Mapping) and str(criterion.get("_target_")).endswith("MinSNRLoss"):
+            denoise["snr_gamma"] = _number(criterion.get("gamma", 1.0))
+    return made
+
+
+def _data(sets: Mapping[str, Any], train: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """The first data set: its folders, its batch, its buckets; the others are named in a note."""
+    kept = {name: one for name, one in sets.items() if isinstance(one, Mapping) and isinstance(one.get("source"), Mapping)}
+    if not kept:
+        return {}
+    name, one = next(iter(kept.items()))
+    if isinstance(one.get("batch_size"), int) and one["batch_size"] > 0:
+        train["batch"] = one["batch_size"]
+    sources = [entry for entry in one["source"].values() if isinstance(entry, Mapping) and entry.get("img_root")]
+    folders = [str(entry["img_root"]) for entry in sources]
+    made: dict[str, Any] = {"images": folders[0] if len(folders) == 1 else folders, "captions": "optional"} if folders else {}
+    bucket = one.get("bucket")
+    if isinstance(bucket, Mapping):
+        area, side = bucket.get("target_area"), bucket.get("target_size")
+        if isinstance(area, int) and area > 0:
+            made |= {"size": round(math.sqrt(area)), "buckets": True}
+        elif isinstance(side, (int, list)):
+            made["size"] = side
+    if any(entry.get("prompt_template") or entry.get("word_names") for entry in sources):
+        notes.append("prompt templates and learned words are not read here: captions lie beside the images (data.captions)")
+    if any(entry.get("caption_file") for entry in sources):
+        notes.append("caption_file: write the captions beside the images, or a metadata.jsonl")
+    if len(kept) > 1:
+        others = ", ".join(other for other in kept if other != name)
+        notes.append(f"data has {name}, and here is one set of data: left out {others}, and the loss_weight of each")
+    return made
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads `1e-3` as text."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
