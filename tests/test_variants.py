@@ -147,6 +147,7 @@ def test_passes_are_in_every_variant(traced):
             assert torch.equal(_first(new(**{**call, **other})), want)
     assert torch.equal(torch.get_rng_state(), draws)
     assert new.variants == ["timestep: int", "timestep: tensor of 1 dimensions", "return_dict=True"]
+    assert fxplug.show(new).endswith("\n".join(f"# variant: {label}" for label in new.variants) + "\n")
     for parameter in new.parameters():
         parameter.grad = None
     new.train()(**{**call, "timestep": 7})[0].sum().backward()

@@ -14,11 +14,13 @@ from torch import fx, nn
 
 from . import functions, ops
 from .traced_module import class_names, without_edges
+from .variants import labels
 
 
 def show(module: fx.GraphModule) -> str:
-    """The graph as text: `name = target(arguments)`, modules by path, edges of regions left out."""
-    return "\n".join(_lines(module.graph)) + "\n"
+    """The graph as text: `name = target(arguments)`, modules by path, edges of regions left out; its variants, a line each."""
+    more = labels(module)  # type: ignore[arg-type]  # of a module that is not traced there are none
+    return "\n".join([*_lines(module.graph), *(f"# variant: {label}" for label in more)]) + "\n"
 
 
 def diff(before: fx.GraphModule, after: fx.GraphModule, context: int = 1) -> str:
