@@ -24,6 +24,7 @@ from fxplug.errors import FxplugError
 TESTS = [
     "tests/parity/test_hcp_checkout.py", "tests/test_everydream.py", "tests/test_everydream_text.py",
     "tests/test_blitz_checkout.py", "tests/parity/test_kohya_checkout.py",
+    "tests/parity/test_comfy_checkout.py",
 ]  # fmt: skip
 
 

@@ -756,3 +756,18 @@ def test_a_text_encoder_has_the_names_that_kohyas_tools_have(tmp_path):
     StableDiffusionPipeline.load_lora_into_text_encoder(state, alphas, other, prefix="text_encoder", adapter_name="ink")
     near(other(**call)[0], new(**call)[0])
     assert not torch.allclose(model(**call)[0], new(**call)[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("as_", ["comfy", "kohya"])
+def test_a_norm_has_its_first_name_as_layers_have(as_, tmp_path):
+    import unets
+
+    gm, *_ = unets.sdxl()
+    new = fxplug.apply(gm, fxplug.load_pass("delta", at="down_blocks.0.resnets.0.norm1"))
+    with torch.no_grad():
+        for name, parameter in new.named_parameters():
+            if name.startswith("delta."):
+                parameter.fill_(0.5)
+    keys = load_file(fxplug.save_adapter(new, tmp_path / "a.safetensors", as_=as_).path).keys()
+    first = {"comfy": "diffusion_model.input_blocks.1.0.in_layers.0", "kohya": "lora_unet_input_blocks_1_0_in_layers_0"}[as_]
+    assert keys and all(key.startswith(f"{first}.") for key in keys)

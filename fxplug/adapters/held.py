@@ -50,13 +50,13 @@ class Held:
     __repr__ = brief_fields
 
 
-def layers_of(module: nn.Module) -> dict[str, Layer]:
-    """The layers of a module that have a weight of two or more dimensions, by path; not those that passes put in."""
+def layers_of(module: nn.Module, dims: int = 2) -> dict[str, Layer]:
+    """The layers of a module that have a weight of `dims` or more dimensions, by path; not those that passes put in."""
     found = {}
     added = {entry["name"] for entry in getattr(module, "meta", {}).get("passes", [])}
     for path, layer in module.named_modules():
         weight = layer._parameters.get("weight")
-        if path and weight is not None and weight.dim() > 1 and path.partition(".")[0] not in added:
+        if path and weight is not None and weight.dim() >= dims and path.partition(".")[0] not in added:
             kind = next((c.__name__ for c in type(layer).__mro__ if c.__module__.startswith("torch.nn.")), "")
             found[path] = Layer(kind, weight_shape(layer, weight), int(getattr(layer, "groups", 1)))
     return found

@@ -39,11 +39,15 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True)
 class About:
-    """What is known of the model that an adapter is for: its layers, the names of its classes, and its configuration."""
+    """What is known of the model that an adapter is for: its layers, the names of its classes, and its configuration.
+
+    `named` are all that have a weight, norms too, where more than the layers are known.
+    """
 
     layers: Mapping[str, Layer]
     classes: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
+    named: Mapping[str, Layer] = field(default_factory=dict)
 
     __repr__ = brief_fields
 
@@ -84,7 +88,8 @@ def about_of(module: Any) -> About:
         )
     config = getattr(module, "config", None)
     known = config if isinstance(config, Mapping) else {}
-    return About(layers_of(module), tuple(getattr(module, "classes", ()) or (type(module).__name__,)), known)
+    classes = tuple(getattr(module, "classes", ()) or (type(module).__name__,))
+    return About(layers_of(module), classes, known, layers_of(module, 1))
 
 
 def save_adapter(
@@ -168,7 +173,7 @@ def content(
         for whole in (False, True):  # a layer may have a change of its weight, and one of its bias
             for param in dict.fromkeys(entry.param for entry in entries if (entry.method == "diff") is whole):
                 some = [entry for entry in entries if (entry.method == "diff") is whole and entry.param == param]
-                found, more = named(some, as_, model.layers, part)
+                found, more = named(some, as_, {**model.named, **model.layers}, part)
                 rows += found
                 left |= more
     if not rows:

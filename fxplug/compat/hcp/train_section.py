@@ -30,7 +30,10 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
     """
     reader = _Reader(source)
     said, model, sets = (reader.section(key) for key in ("train", "model", "data"))
-    if not said and not sets:
+    unread = [key for key, read in (("train", _known(said)), ("data", _folders(sets))) if reader.top(key) and not read]
+    if unread:
+        notes.append(f"left out, as they are of training or drawing and no plugins: {', '.join(unread)}")
+    if not _known(said) and not _folders(sets):
         return {}
     place = model.get("pretrained_model_name_or_path") or "REPLACE_ME"
     denoise: dict[str, Any] = {"vae": f"{place}/vae", "text": str(place), "scheduler": f"{place}/scheduler"}
@@ -54,6 +57,17 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
     seed = reader.top("seed")
     head = {"seed": seed} if isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 else {}
     return {**head, "train": train, **({"data": data} if data.get("images") else {})}
+
+
+def _known(said: Mapping[str, Any]) -> bool:
+    """Whether a section `train` says anything that is here."""
+    return any(said.get(key) is not None for key in TRAIN)
+
+
+def _folders(sets: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The data sets that have folders of images, by name."""
+    found = [(name, one) for name, one in sets.items() if isinstance(one, Mapping) and isinstance(one.get("source"), Mapping)]
+    return [(n, one) for n, one in found if any(isinstance(e, Mapping) and e.get("img_root") for e in one["source"].values())]
 
 
 class _Reader:
@@ -127,7 +141,7 @@ def _loop(said: Mapping[str, Any], denoise: dict[str, Any]) -> dict[str, Any]:
 
 def _data(sets: Mapping[str, Any], train: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     """The first data set: its folders, its batch, its buckets; the others are named in a note."""
-    kept = {name: one for name, one in sets.items() if isinstance(one, Mapping) and isinstance(one.get("source"), Mapping)}
+    kept = dict(_folders(sets))
     if not kept:
         return {}
     name, one = next(iter(kept.items()))
@@ -135,7 +149,7 @@ def _data(sets: Mapping[str, Any], train: dict[str, Any], notes: list[str]) -> d
         train["batch"] = one["batch_size"]
     sources = [entry for entry in one["source"].values() if isinstance(entry, Mapping) and entry.get("img_root")]
     folders = [str(entry["img_root"]) for entry in sources]
-    made: dict[str, Any] = {"images": folders[0] if len(folders) == 1 else folders, "captions": "optional"} if folders else {}
+    made: dict[str, Any] = {"images": folders[0] if len(folders) == 1 else folders, "captions": "optional"}
     bucket = one.get("bucket")
     if isinstance(bucket, Mapping):
         area, side = bucket.get("target_area"), bucket.get("target_size")
