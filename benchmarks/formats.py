@@ -112,7 +112,7 @@ def randomised(model: torch.nn.Module, names: Callable[[str], bool], size: float
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if names(name) and parameter.is_floating_point() and not name.endswith("ranknum"):
+            if names(name) and parameter.is_floating_point() and "ranknum" not in name:
                 parameter.add_(torch.randn_like(parameter) * size)
 
 
@@ -137,17 +137,22 @@ def of_peft(kind: str, options: dict[str, Any]) -> Iterator[Made]:
 
 def of_lycoris(options: dict[str, Any]) -> Iterator[Made]:
     """The same of LyCORIS."""
-    from lycoris import LycorisNetwork, create_lycoris
+    from lycoris import LycorisNetwork, create_lycoris, create_lycoris_from_weights
 
     for make, _ in MODELS.values():
         model, args = make()
         plain = copy.deepcopy(model)
-        LycorisNetwork.apply_preset({"target_module": ["Linear", "Conv2d"], "target_name": []})
+        kinds = ["Linear"] if options["algo"] in ("dylora", "boft") else ["Linear", "Conv2d"]
+        LycorisNetwork.apply_preset({"target_module": kinds, "target_name": []})
         network = create_lycoris(model, 1.0, **{"linear_dim": 4, "linear_alpha": 2, "conv_dim": 2, "conv_alpha": 1, **options})
         network.apply_to()
         randomised(network, lambda key: True, 0.05)
         file = Path(tempfile.mkdtemp()) / "network.safetensors"
         network.save_weights(str(file), torch.float32, {})
+        if options["algo"] == "dylora":  # which is read as a LoCon, and gives random ranks until then
+            network.restore()
+            network, _ = create_lycoris_from_weights(1.0, str(file), model)
+            network.apply_to()
         yield file, plain, args, lambda model=model, args=args: model(*args)
 
 
@@ -180,7 +185,7 @@ ALGOS: dict[str, dict[str, Any]] = {
     "LyCORIS LoHa, DoRA": {"algo": "loha", "dora_wd": True},
     "LyCORIS (IA)3": {"algo": "ia3"}, "LyCORIS full": {"algo": "full"}, "LyCORIS DyLoRA": {"algo": "dylora", "block_size": 1},
     "LyCORIS GLoRA": {"algo": "glora"}, "LyCORIS diag-OFT": {"algo": "diag-oft", "linear_alpha": 0.1, "conv_alpha": 0.1},
-    "LyCORIS BOFT": {"algo": "boft", "linear_dim": 8, "conv_dim": 8, "linear_alpha": 0.1, "conv_alpha": 0.1},
+    "LyCORIS BOFT": {"algo": "boft", "linear_dim": 20, "linear_alpha": 0.1},
 }  # fmt: skip
 
 
