@@ -21,6 +21,8 @@ import fxplug
 from fxplug.exports import exporter
 from fxplug.exports.exporter import export
 from fxplug.files import temporary
+from fxplug.files.placing import new_file
+from fxplug.files.reading import about
 
 
 class Guarded(nn.Module):
@@ -187,8 +189,8 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
 
     def write(text: bytes) -> None:
         for _ in range(25):
-            with exporter._beside(target) as name:
-                Path(name).write_bytes(text)
+            with new_file(target, about(target)) as name:
+                name.write_bytes(text)
             if target.read_bytes() not in texts:
                 torn.append(text[:1])
 

@@ -29,8 +29,10 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import fxplug
 from fxplug.errors import ArtifactError, FxplugError, GuardError, SpecError
-from fxplug.exports import exporter, onnx_file, onnx_model, onnx_writer
+from fxplug.exports import onnx_file, onnx_model, onnx_writer
 from fxplug.exports.onnx_file import METADATA, is_data_of, sealed
+from fxplug.files.placing import new_file
+from fxplug.files.reading import about
 from fxplug.ir.pytree import leaves
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -727,9 +729,9 @@ def test_an_export_that_ends_in_the_middle_leaves_the_old_model(path, tmp_path, 
         replace(source, target)
 
     def put(text):
-        with exporter._beside(path, onnx_writer.put) as name:
-            Path(name).write_text(text)
-            Path(name).with_name(onnx_file.data_name("wide.onnx", text * 16)).write_text(text)
+        with new_file(path, about(path), onnx_writer.put) as name:
+            name.write_text(text)
+            name.with_name(onnx_file.data_name("wide.onnx", text * 16)).write_text(text)
 
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):

@@ -9,7 +9,6 @@ import math
 import operator
 import os
 import re
-import stat
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +23,8 @@ from torch.export import Dim, ExportedProgram
 from .. import quantised
 from ..adapters.slots import Adapters
 from ..errors import FxplugError, brief_fields, did_you_mean, shown
-from ..files.reading import KINDS, reported
-from ..files.temporary import folder
+from ..files.placing import new_file
+from ..files.reading import reported
 from ..files.writing import written
 from ..ir.containers import Container
 from ..ir.editing import insert, replace
@@ -122,7 +121,8 @@ def export(
     if to == "onnx":
         results = onnx_writer.Results(plain)
 
-    with _beside(target, onnx_writer.put if to == "onnx" else os.replace) as name:
+    with new_file(target, _unwritten(target), onnx_writer.put if to == "onnx" else None) as file:
+        name = str(file)
 
         def finish(program: ExportedProgram) -> list[str]:
             with reported(_unwritten(target), "cannot be written"):
@@ -135,8 +135,8 @@ def export(
                     return [*said, *onnx_trial.tried(name, program, plain, results.said)]
                 _write_out_rounding(program.graph)
                 program.graph_module.recompile()
-                with _quiet(), written(name) as file, refusing():
-                    torch.export.save(program, file)
+                with _quiet(), written(name) as opened, refusing():
+                    torch.export.save(program, opened)
             return []
 
         program, kept, failures, more = _export(plain, args, named, free, finish)
@@ -360,25 +360,3 @@ def _fixed(size: int | torch.SymInt) -> bool:
 
 def _unwritten(path: Path) -> Callable[[str], Unwritten]:
     return lambda finding: Unwritten(f"{path} {finding}")
-
-
-@contextlib.contextmanager
-def _beside(target: Path, put: Callable[[str, Path], None] = os.replace) -> Iterator[str]:
-    """The name of a file to write beside the target, which takes its place then: a reader sees the old or the whole new one.
-
-    `put` puts it there. Where the target is a link, the file that it leads to is replaced. Nothing is left when the writing
-    fails.
-    """
-    raises = _unwritten(target)
-    with contextlib.ExitStack() as stack:
-        with reported(raises, "cannot be written"):
-            target = Path(os.path.realpath(target))
-            if target.exists() and not target.is_file():
-                kind = KINDS.get(stat.S_IFMT(target.stat().st_mode), "something else")
-                raise raises(f"is {kind}, and no file is written over it")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            work = stack.enter_context(folder(f".{target.name}.exporting-", target.parent))
-        name = work / target.name
-        yield str(name)
-        with reported(raises, "cannot be written"):
-            put(str(name), target)

@@ -326,9 +326,8 @@ def _bytes(model: Any) -> bytes:
     return data
 
 
-def put(name: str, target: Path) -> None:
+def put(work: Path, target: Path) -> None:
     """Put a written model in its place, its data first: at no moment does a model lie there whose data does not."""
-    work = Path(name)
     with locked(target.parent):
         kept = [path.name for path in work.parent.iterdir() if path != work]
         for each in kept:

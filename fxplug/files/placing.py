@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .reading import KINDS, Raises, reported
@@ -13,11 +13,12 @@ from .temporary import folder
 
 
 @contextlib.contextmanager
-def new_file(target: Path, raises: Raises) -> Iterator[Path]:
+def new_file(target: Path, raises: Raises, put: Callable[[Path, Path], None] | None = None) -> Iterator[Path]:
     """The name of a file to write beside the target, which takes its place then: a reader sees the old or the whole new one.
 
-    Where the target is a link, the file that it leads to is replaced. Nothing is left when the writing fails. Raises what
-    `raises` makes for a place where no file can be written, or where something stands that is no file.
+    `put` puts it there, if others go with it. Where the target is a link, the file that it leads to is replaced. Nothing is
+    left when the writing fails. Raises what `raises` makes for a place where no file can be written, or where something stands
+    that is no file.
     """
     with contextlib.ExitStack() as stack:
         with reported(raises, "cannot be written"):
@@ -31,7 +32,7 @@ def new_file(target: Path, raises: Raises) -> Iterator[Path]:
         yield name
         with reported(raises, "cannot be written"):
             _settle(name)
-            os.replace(name, target)
+            (put or os.replace)(name, target)
 
 
 @contextlib.contextmanager
