@@ -18,6 +18,7 @@ from pathlib import Path
 
 import yaml
 
+import fxplug
 from fxplug.compat.hcp.convert_file import PARTS, convert
 from fxplug.errors import FxplugError
 
@@ -59,7 +60,7 @@ def conversions(checkout: Path) -> tuple[int, Counter[str]]:
                 file.parent.mkdir(exist_ok=True)
                 file.write_text(text)
                 try:
-                    convert(file, part=part)
+                    fxplug.load_config(yaml.safe_load(convert(file, part=part).text))
                     good += 1
                 except FxplugError as error:
                     bad[str(error).replace(str(file), path)] += 1

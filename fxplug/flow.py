@@ -125,7 +125,10 @@ def saved_inputs(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, .
     """Example inputs for a saved rewrite, as the configuration in its folder has them. Builds and imports nothing."""
     read = saved_config(folder)
     if read is None:
-        raise SpecError(f"'{folder}' was saved without a configuration, so its example inputs are not known")
+        raise SpecError(
+            f"'{folder}' was saved without a configuration, so its example inputs are not known: load it in Python, and call "
+            f"what takes them there"
+        )
     kept: dict[str, Any] = {key: read[key] for key in ("inputs", "device", "dtype", "seed", "mode") if key in read}
     return example_inputs(load_config({"model": "the saved one", **kept}), module)
 

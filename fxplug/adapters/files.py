@@ -123,7 +123,8 @@ class _Reader:
             raise ArtifactError(f"{self.where} {self.none()}")
         self.read_patterns(layers.values())
         entries = [entry for layer in layers.values() for entry in self.entries(layer)]
-        return AdapterFile(self.where, tuple(entries), rest, {**self.about, **self.configs.get("", {})})
+        ours = {"software": "fxplug"} if all(layer.own for layer in layers.values()) else {}
+        return AdapterFile(self.where, tuple(entries), rest, {**ours, **self.about, **self.configs.get("", {})})
 
     def read_patterns(self, layers: Iterable[Layer]) -> None:
         """Look up what PEFT's configurations say of single layers, all at once."""
@@ -331,8 +332,10 @@ class _Reader:
 
     def scale(self, layer: Layer, tensors: Mapping[str, Tensor], rank: int, part: str, slots: bool) -> float | None:
         """What the product is multiplied by: the file's own word, alpha / rank, or PEFT's configuration; None if none says."""
+        if slots:
+            return 1.0  # what lies in a slot is scaled already
         if "scale" in layer.keys:
-            return 1.0 if slots else self.number(layer.keys["scale"])  # what lies in a slot is scaled already
+            return self.number(layer.keys["scale"])
         if "alpha" in layer.keys:
             if "lokr_w1" in tensors and "lokr_w2" in tensors:
                 return 1.0  # LyCORIS: two full matrices are not scaled

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 
 from .families import FAMILIES, Family
 
+# any vision transformer has them: they tell no family
+SHARED_WITH_TIMM = tuple(f"blocks.{{i}}.{name}" for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"))
 SWAPPED = "~"  # the two halves of the outputs change places
 
 RESNET = {
@@ -55,14 +57,17 @@ def family_of(layers: Iterable[str]) -> tuple[Family, str] | None:
 
 
 def looks_like(names: Iterable[str]) -> str:
-    """The family to whose own names most of some layers' names belong, by its name; empty if it is none."""
+    """The family to whose own names most of some layers' names belong, by its name; empty if it is none. Several: "a or b"."""
     counted = collections.Counter[str]()
+    shared = re.compile("|".join(map(_pattern, SHARED_WITH_TIMM)))
     some = list(names)
+    if all(map(shared.fullmatch, some)):
+        return ""
     for family in FAMILIES:
         old = re.compile("|".join(_pattern(name) for name in family.names | family.also))
         counted[family.name] = sum(bool(old.fullmatch(name) or old.fullmatch(name.replace("_", "."))) for name in some)
-    best, count = counted.most_common(1)[0]
-    return best if some and count > len(some) / 2 else ""
+    most = max(counted.values())
+    return " or ".join(name for name, count in counted.items() if count == most) if most > len(some) / 2 else ""
 
 
 def _kind(name: str) -> str:
