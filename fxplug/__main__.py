@@ -17,6 +17,7 @@ from .cli.convert import convert
 from .cli.files import TO_TOOLS, export_to_tool
 from .cli.launched import started, together
 from .cli.parallel import parallel
+from .cli.terminal import print_diff, print_rows
 from .cli.verbs import (
     HELP,
     Allow,
@@ -64,13 +65,14 @@ def rewrite(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="List every site and write nothing.")] = False,
     set: Set = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not check the result.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="With --dry-run: a line for every site.")] = False,
     debug: Debug = False,
 ) -> None:
     """Build, trace, rewrite and verify a model, and save the result."""
     verify = False if no_verify else None
     result = rewritten(config, set, out=out, dry_run=dry_run, verify=verify)
     if dry_run:
-        print(result.listing)
+        print_rows(result.listing if all_ else result.folded)
         print("dry run: nothing written")
         return
     for name, sites in result.sites.items():
@@ -105,24 +107,36 @@ def train(
 
 
 @app.command()
-def sites(config: ConfigArg, set: Set = None, debug: Debug = False) -> None:
+def sites(
+    config: ConfigArg,
+    all_: Annotated[bool, typer.Option("--all", help="A line for every site, also for those that are alike.")] = False,
+    set: Set = None,
+    debug: Debug = False,
+) -> None:
     """List where the passes of a configuration act, with shapes and the parameters they add."""
-    print(rewritten(config, set, dry_run=True, verify=False).listing)
+    found = rewritten(config, set, dry_run=True, verify=False)
+    print_rows(found.listing if all_ else found.folded)
 
 
 @app.command()
-def diff(subject: Subject, set: Set = None, allow: Allow = None, debug: Debug = False) -> None:
+def diff(
+    subject: Subject,
+    all_: Annotated[bool, typer.Option("--all", help="Every place, also those that are alike, and every line whole.")] = False,
+    set: Set = None,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
     """Print what the passes changed, as a diff of the graph."""
     if Path(subject).is_dir():
         module = load_saved(subject, set, allow)
         from .flow import saved_diff
 
-        print(saved_diff(subject, module), end="")
+        print_diff(saved_diff(subject, module), module, all_)
         return
     result = rewritten(subject, set, dry_run=True, verify=False)
     from .ir.text import diff as compare
 
-    print(compare(result.base, result.module), end="")
+    print_diff(compare(result.base, result.module), result.module, all_)
 
 
 @app.command()

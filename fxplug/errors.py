@@ -75,10 +75,14 @@ class ArtifactError(FxplugError):
 
 def printable(text: str) -> str:
     """`text` without anything that steers a terminal, and cut in its middle where it is very long."""
-    text = _short(text)
+    return _short(harmless(_short(text)))
+
+
+def harmless(text: str) -> str:
+    """`text` with what steers a terminal escaped, but for line ends."""
     if text.isascii() and text.replace("\n", "").isprintable():
         return text
-    return _short("".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text))
+    return "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _short(text: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +15,9 @@ import torch
 from .artifacts.artifact import save
 from .capture.fake_tensors import lacks_values
 from .capture.tracer import trace
-from .errors import LONGEST, ArtifactError, FxplugError, SpecError, brief_fields, outline
+from .errors import LONGEST, ArtifactError, FxplugError, SpecError, brief_fields, harmless, outline
 from .files.writing import check_folder
+from .ir.repeats import patterns
 from .ir.text import diff, parameters
 from .ir.traced_module import TracedModule, class_names
 from .models.example_inputs import added_inputs, default_inputs, example_inputs
@@ -25,7 +27,7 @@ from .parallel.pipelines.pipeline import PipeFusion
 from .parallel.plan import Plan, parallel_plan, parallelize
 from .rewriter.applying import apply
 from .rewriter.matcher import find
-from .rewriter.sites import Sites
+from .rewriter.sites import Site, Sites
 from .spec.rules import STEP_KEYS, WAYS, Match, Pass, Rule
 from .spec.run_config import Config, load_config, resolved
 from .spec.train_section import Export
@@ -58,9 +60,17 @@ class Result:
     @property
     def listing(self) -> str:
         """Every site with its shapes, and the parameters that each pass adds: as long as there are sites."""
+        return self._listed(_site_rows)
+
+    @property
+    def folded(self) -> str:
+        """The listing with sites that are alike in one line: `blocks.{0:12}.attn.qkv  Linear  [...] -> [...]  x12`."""
+        return self._listed(_folded_rows)
+
+    def _listed(self, rows: Callable[[Iterable[tuple[Site, str]]], Iterator[str]]) -> str:
         plan = [self.plan.listing] if self.plan is not None else []
         plan += [self.stepped.extra_repr()] if self.stepped is not None else []
-        return "\n".join([*_site_lines(self), *plan, parameters(self.module)])
+        return "\n".join([*_site_lines(self, rows), *plan, parameters(self.module)])
 
     def __str__(self) -> str:
         """The listing where that is short, else how many sites each pass has, what it left, and the parameters."""
@@ -153,7 +163,7 @@ def saved_diff(folder: str | Path, module: TracedModule) -> str:
     kept, applied = module.meta.get("diff"), [entry["name"] for entry in module.meta.get("passes", [])]
     if not isinstance(kept, dict) or kept.get("passes") != applied:
         raise SpecError(f"'{folder}' was not saved by a rewrite, so what it was before is not known")
-    return str(kept["text"])
+    return harmless(str(kept["text"]))
 
 
 def _plan(config: Config, step: Step) -> Result:
@@ -251,7 +261,25 @@ def _given_at(config: Config, *indices: int) -> Iterator[None]:
         raise (SpecError(text) if isinstance(error, SpecError) else type(error)(text)) from error
 
 
-def _site_lines(result: Result) -> Iterator[str]:
+def _site_rows(found: Iterable[tuple[Site, str]]) -> Iterator[str]:
+    for site, block in found:
+        yield f"  {site}{block}"
+
+
+def _folded_rows(found: Iterable[tuple[Site, str]]) -> Iterator[str]:
+    alike: dict[tuple[str, int], list[str]] = {}
+    times = Counter[tuple[str, str]]()
+    for site, block in found:
+        key = (f"{site.what}{block}", site.where)
+        alike.setdefault((key[0], times[key]), []).append(site.where)  # two blocks at one place are two lines
+        times[key] += 1
+    rows = [(where, what) for (what, _), places in alike.items() for where in patterns(places)]
+    order = {where: index for index, (_, where) in enumerate(times)}
+    for where, what in sorted(rows, key=lambda row: order[row[0].first]):
+        yield f"  {where.text}  {what}" + (f"  x{where.count}" if where.count > 1 else "")
+
+
+def _site_lines(result: Result, rows: Callable[[Iterable[tuple[Site, str]]], Iterator[str]]) -> Iterator[str]:
     for name, sites in result.sites.items():
         added = dict(result.module.named_modules()).get(name)
         blocks = [entry["block"] for entry in _entry(result.module, name)["sites"]]
@@ -261,14 +289,17 @@ def _site_lines(result: Result) -> Iterator[str]:
         for network in _entry(result.module, name)["networks"]:
             module = result.module.get_submodule(f"{name}.{network}")
             yield f"  network {network}  {class_names(module)[0]}  +{sum(p.numel() for p in module.parameters()):,}"
-        for site, block in zip(sites, blocks, strict=True):
-            what = ""
-            if block:
-                module = result.module.get_submodule(block)
-                what = f"  {block.rpartition('.')[2]} +{sum(p.numel() for p in module.parameters()):,}"
-            yield f"  {site}{what}"
+        yield from rows((site, _added(result, block)) for site, block in zip(sites, blocks, strict=True))
         if left:
             yield f"{name}: {left}"
+
+
+def _added(result: Result, block: str) -> str:
+    """A block's class, and how many parameters it has."""
+    if not block:
+        return ""
+    count = sum(p.numel() for p in result.module.get_submodule(block).parameters())
+    return f"  {block.rpartition('.')[2]} +{count:,}"
 
 
 def _entry(module: TracedModule, name: str) -> dict[str, Any]:

@@ -93,11 +93,19 @@ class Site:
         assert found is not None
         return found
 
+    @property
+    def where(self) -> str:
+        """What a listing calls it: the region's path, the parameter's address, or the operation's name."""
+        return str(self.port) if self.port.side == "param" else self.node or self.path or "(model)"
+
+    @property
+    def what(self) -> str:
+        """Its class, and the shapes of the region's first argument and result."""
+        return f"{self.classes[0]}  {list(self.x.shape) if self.x else '?'} -> {list(self.y.shape) if self.y else '?'}"
+
     def __str__(self) -> str:
-        shape = f"{list(self.x.shape) if self.x else '?'} -> {list(self.y.shape) if self.y else '?'}"
         caught = "  " + ", ".join(f"{k}={v}" for k, v in self.caught.items()) if self.caught else ""
-        name = str(self.port) if self.port.side == "param" else self.node or self.path or "(model)"
-        return f"{name}  {self.classes[0]}  {shape}{caught}"
+        return f"{self.where}  {self.what}{caught}"
 
 
 class Sites(list[Site]):
