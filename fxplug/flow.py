@@ -17,9 +17,11 @@ from .capture.fake_tensors import lacks_values
 from .capture.tracer import trace
 from .errors import LONGEST, ArtifactError, FxplugError, SpecError, brief_fields, harmless, outline
 from .files.writing import check_folder
+from .ir.records import changes
 from .ir.repeats import patterns
 from .ir.text import diff, parameters
 from .ir.traced_module import TracedModule, class_names
+from .limits import DEFAULT
 from .models.example_inputs import added_inputs, default_inputs, example_inputs
 from .models.factory import build, torch_device
 from .parallel.pipelines.entry import in_steps, written_down
@@ -113,7 +115,7 @@ def rewrite(
                 result.report = run_checks(result.base, result.module, args, kwargs, compile=not dry_run)
     if out is not None and not dry_run:
         with step("save"):
-            result.module.meta["diff"] = {"passes": list(result.sites), "text": diff(result.base, result.module)}
+            remember(result)
             inputs = {**default_inputs(config, result.base), **added_inputs(config, result.module)[1]}
             save(result.module, out, config={**resolved(config), "inputs": inputs})
         result.out = Path(out)
@@ -160,10 +162,31 @@ def saved_export(folder: str | Path, **given: str | None) -> Export:
 
 def saved_diff(folder: str | Path, module: TracedModule) -> str:
     """What the rewrite that was saved in a folder had changed."""
-    kept, applied = module.meta.get("diff"), [entry["name"] for entry in module.meta.get("passes", [])]
-    if not isinstance(kept, dict) or kept.get("passes") != applied:
+    kept = remembered(module)
+    if kept is None:
         raise SpecError(f"'{folder}' was not saved by a rewrite, so what it was before is not known")
-    return harmless(str(kept["text"]))
+    return harmless("".join(kept["text"]))
+
+
+def remembered(module: TracedModule) -> dict[str, Any] | None:
+    """What a saved rewrite keeps of the model before it: `text`, the diff, and `changes`; None where other passes were applied.
+
+    `checks` is what verification had found, None where it was off. What older versions saved lacks the last two.
+    """
+    kept, applied = module.meta.get("diff"), [entry["name"] for entry in module.meta.get("passes", [])]
+    return kept if isinstance(kept, dict) and kept.get("passes") == applied else None
+
+
+def remember(result: Result) -> None:
+    """Keep with the module of a result what is said of it later: what it was before, and how it was checked."""
+    text, piece = diff(result.base, result.module), DEFAULT.string
+    checks = result.report.json()["checks"] if result.report is not None else None
+    result.module.meta["diff"] = {
+        "passes": [entry["name"] for entry in result.module.meta.get("passes", [])],
+        "text": [text[i : i + piece] for i in range(0, len(text), piece)],
+        "changes": changes(result.base, result.module),
+        "checks": checks and [{key: check[key] for key in ("name", "status", "detail")} for check in checks],
+    }
 
 
 def _plan(config: Config, step: Step) -> Result:

@@ -98,10 +98,11 @@ def parameters(module: nn.Module) -> str:
 
 
 def _lines(graph: fx.Graph) -> list[str]:
-    return [line for node in without_edges(graph).nodes if (line := _line(node))]
+    return [text for node in without_edges(graph).nodes if (text := line(node))]
 
 
-def _line(node: fx.Node) -> str:
+def line(node: fx.Node) -> str:
+    """A node as one line of text; an empty one for what is left out."""
     if node.op == "placeholder":
         default = f" = {node.args[0]!r}" if node.args else ""
         return f"input {node.target}{default}"
