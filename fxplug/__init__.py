@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from .parallel.pipelines.pipeline import PipeFusion
     from .parallel.plan import Plan, parallel_plan, parallelize
     from .pipelines import load_pipeline, save_pipeline, trace_pipeline
+    from .reporting.contents import Page
+    from .reporting.reports import report
     from .rewriter.adapter_passes import pass_for
     from .rewriter.applying import apply
     from .rewriter.matcher import find
@@ -76,6 +78,7 @@ __all__ = [
     "MatchError",
     "OnnxModel",
     "Package",
+    "Page",
     "Pass",
     "PipeFusion",
     "Plan",
@@ -115,6 +118,7 @@ __all__ = [
     "parallelize",
     "pass_for",
     "pipefusion",
+    "report",
     "rewrite",
     "save",
     "save_adapter",
@@ -157,6 +161,8 @@ _HOME = {
     "parallel.pipelines.pipeline": ["PipeFusion"],
     "parallel.plan": ["Plan", "parallel_plan", "parallelize"],
     "pipelines": ["load_pipeline", "save_pipeline", "trace_pipeline"],
+    "reporting.contents": ["Page"],
+    "reporting.reports": ["report"],
     "rewriter.adapter_passes": ["pass_for"],
     "rewriter.applying": ["apply"],
     "rewriter.matcher": ["find"],

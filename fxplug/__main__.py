@@ -17,6 +17,7 @@ from .cli.convert import convert
 from .cli.files import TO_TOOLS, export_to_tool
 from .cli.launched import started, together
 from .cli.parallel import parallel
+from .cli.reports import report, show_to
 from .cli.terminal import print_diff, print_rows
 from .cli.verbs import (
     HELP,
@@ -46,6 +47,7 @@ app = typer.Typer(
 app.add_typer(adapters, name="adapters")
 app.command()(parallel)
 app.command()(convert)
+app.command()(report)
 
 
 @app.callback()
@@ -66,11 +68,19 @@ def rewrite(
     set: Set = None,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not check the result.")] = False,
     all_: Annotated[bool, typer.Option("--all", help="With --dry-run: a line for every site.")] = False,
+    page: Annotated[Path | None, typer.Option("--report", metavar="PAGE.html", help="Write a page about it, too.")] = None,
     debug: Debug = False,
 ) -> None:
     """Build, trace, rewrite and verify a model, and save the result."""
     verify = False if no_verify else None
+    if page is not None and page.is_dir():
+        raise SpecError(f"'{page}' is a folder, and the page is one file: --report {page / 'page.html'}")
     result = rewritten(config, set, out=out, dry_run=dry_run, verify=verify)
+    if page is not None:
+        from .reporting.reports import report_of
+
+        with progress("report"):
+            report_of(result, page)
     if dry_run:
         print_rows(result.listing if all_ else result.folded)
         print("dry run: nothing written")
@@ -147,13 +157,18 @@ def show(
     forms: Annotated[bool, typer.Option("--forms", help="Which form each layer takes when it is lowered.")] = False,
     merge: Annotated[str | None, typer.Option("--merge", help="With --forms: fold, live, remerge or auto.")] = None,
     pack: Annotated[bool, typer.Option("--pack", help="With --forms: products that read one value become one.")] = False,
+    to: Annotated[str | None, typer.Option("--to", help="For other tools: model-explorer, dot, or svg.")] = None,
+    region: Annotated[str, typer.Option("--region", metavar="PATH", help="With --to dot or svg: which region.")] = "",
+    out: Annotated[Path | None, typer.Option("--out", help="With --to: the file to write.")] = None,
     set: Set = None,
     allow: Allow = None,
     debug: Debug = False,
 ) -> None:
-    """Print a rewritten model: its graph, its modules, its code, or the forms of its layers."""
-    if modules + code + forms > 1:
-        raise typer.BadParameter("--modules, --code and --forms exclude each other")
+    """Print a rewritten model: its graph, its modules, its code, or the forms of its layers; or write it for other tools."""
+    if modules + code + forms + (to is not None) > 1:
+        raise typer.BadParameter("--modules, --code, --forms and --to exclude each other")
+    if to is None and (region or out):
+        raise typer.BadParameter("--region and --out are for --to")
     saved = Path(subject).is_dir()
     dry = not forms  # live merge reads weights
     module = load_saved(subject, set, allow) if saved else rewritten(subject, set, dry_run=dry, verify=False).module
@@ -161,6 +176,9 @@ def show(
         from .lowerings.pipeline import form_table, lower
 
         print(form_table(lower(module, merge=merge, pack=pack)), end="")
+        return
+    if to is not None:
+        show_to(module, to, region, out)
         return
     from .ir import text
 

@@ -27,7 +27,7 @@ FILES = {name: ast.parse(file.read_text()) for name, file in PATHS.items()}
 # The folders and files at the top, from the ground up: each imports only from those before it, and no imports go round.
 LAYERS = """
     errors limits turns torch_internals files spec low_rank rotations quantised adapters ir capture blocks models rewriter
-    step_cache lowerings parallel artifacts pipelines exports verifier flow pages training compat cli __main__
+    step_cache lowerings parallel artifacts pipelines exports verifier flow pages reporting training compat cli __main__
 """.split()
 # what writes a graph: torch.fx's own operations, and attributes of nodes that are set
 EDITS = set("""

@@ -1,0 +1,65 @@
+"""`fxplug report`, and `fxplug show --to`: a module to look at, and its graph for other tools."""
+
+from __future__ import annotations
+
+import sys
+import webbrowser
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import SpecError, did_you_mean
+from .verbs import Allow, Debug, Set, Subject, progress, rewritten
+
+
+def report(
+    subject: Subject,
+    out: Annotated[Path | None, typer.Option("--out", help="The file, .html or .json; NAME.html otherwise.")] = None,
+    open_: Annotated[bool, typer.Option("--open", help="Show it in the browser.")] = False,
+    set: Set = None,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Write a page about a rewrite or a training run: what it is, what changed where, what it costs, how it was checked."""
+    from ..reporting.reports import report as page_of
+    from ..reporting.reports import report_folder
+
+    path = Path(subject)
+    target = out or Path(f"{path.absolute().name if path.is_dir() else path.stem}.html")
+    if target.is_dir():
+        raise SpecError(f"'{target}' is a folder, and the page is one file: --out {target / 'page.html'}")
+    if path.is_dir():
+        if set:
+            raise typer.BadParameter("--set changes a configuration, and this is a folder")
+        with progress("report"):
+            page = report_folder(path, target, allow=allow or ())
+    else:
+        result = rewritten(subject, set, dry_run=True)
+        with progress("report"):
+            page = page_of(result.base, result.module, target, checks=result.report)
+    if page.trouble:
+        print(f"{subject} does not load, which the page tells: {page.trouble.splitlines()[0]}", file=sys.stderr)
+    print(f"saved in {target}")
+    if open_ and not webbrowser.open(target.absolute().as_uri()):
+        print(f"no browser was found: open {target} in one", file=sys.stderr)
+
+
+def show_to(module: Any, to: str, region: str, out: Path | None) -> None:
+    """Write a module's graph for another tool, to stdout where no file is given. Raises SpecError."""
+    from ..files.placing import new_file
+    from ..ir.records import listing
+    from ..reporting.formats import FORMATS, written
+    from ..reporting.gather import contents
+
+    if to not in FORMATS:
+        raise SpecError(f"there is no '{to}' to write{did_you_mean(to, FORMATS)}; there is {', '.join(FORMATS)}")
+    if region and to == "model-explorer":
+        raise SpecError("--region is one region's picture, and model-explorer shows all of a graph: leave it out")
+    text = written(contents(None, module), listing(module), to, region)
+    if out is None:
+        print(text, end="")
+        return
+    with new_file(out, lambda finding: SpecError(f"{out} {finding}; --out names the file to write")) as file:
+        file.write_text(text, "utf-8")
+    print(f"saved in {out}")

@@ -1,0 +1,73 @@
+"""A graph in the words of other tools: Model Explorer's graphs, dot, and a picture of one region."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+from ..ir.records import Listing, Record
+from .contents import Kind, Page
+from .page import region_at, svg
+from .pictures import shape
+
+FORMATS = ("model-explorer", "dot", "svg")
+
+
+def written(page: Page, after: Listing, to: str, path: str = "") -> str:
+    """A module as text in a format: all of it for Model Explorer, the region at a path ("" is the model) for the others.
+
+    Raises SpecError for a path that is no region.
+    """
+    if to == "model-explorer":
+        return json.dumps(model_explorer(page.title, after), indent=1, ensure_ascii=False) + "\n"
+    kind = region_at(page, path)
+    return dot(kind, path or page.title) if to == "dot" else svg(page, kind, f"{path or page.title}: {kind.label}")
+
+
+def model_explorer(title: str, after: Listing) -> dict[str, Any]:
+    """The graph as Model Explorer loads it (github.com/google-ai-edge/model-explorer, its JSON of graph collections): regions
+    are namespaces, shapes stand at outputs, and passes with their sites are attributes of nodes."""
+    shown = {name: record for name, record in after.records.items() if record.kind != "note"}
+    nodes = [_node(record, after, shown) for record in shown.values()]
+    return {"label": title, "graphs": [{"id": title, "nodes": nodes}]}
+
+
+def _node(record: Record, after: Listing, shown: dict[str, Record]) -> dict[str, Any]:
+    attributes = {"name": record.name, "path": record.path, "pass": record.owner, "site": record.site, "code": record.line}
+    sources = [name for name in record.reads if name in shown]
+    outputs = [{"key": "tensor_shape", "value": f"{record.dtype}{list(record.shape)}"}] if record.shape is not None else []
+    return {
+        "id": record.name,
+        "label": record.label,
+        "namespace": "/".join(_space(outer, inner, after) for outer, inner in pairwise(record.level)),
+        "attrs": [{"key": key, "value": value} for key, value in attributes.items() if value],
+        "incomingEdges": [
+            {"sourceNodeId": name, "sourceNodeOutputId": "0", "targetNodeInputId": str(index)}
+            for index, name in enumerate(sources)
+        ],
+        "outputsMetadata": [{"id": "0", "attrs": outputs}],
+    }
+
+
+def _space(outer: str, inner: str, after: Listing) -> str:
+    outer = outer.partition("@")[0]
+    name = inner[len(outer) + 1 :] if outer and inner.startswith(f"{outer}.") else inner
+    return f"{name} ({after.classes.get(inner, 'Module')})".replace("/", "_")
+
+
+def dot(kind: Kind, name: str) -> str:
+    """One region for Graphviz."""
+    styles = {"kept": "solid", "added": "bold", "gone": "dashed"}
+    lines = [f"digraph {_quoted(name)} {{", '  node [shape=box, style=rounded, fontname="sans-serif"];']
+    for index, box in enumerate(kind.boxes):
+        times = f"{len(box.members)} × {box.label}" if box.kind == "repeat" else box.label
+        text = "\n".join(filter(None, [box.name, times, shape(box.shape), box.owner and f"({box.owner})"]))
+        lines.append(f"  n{index} [label={_quoted(text)}, style={_quoted('rounded,' + styles[box.state])}];")
+    lines += [f"  n{arrow.source} -> n{arrow.target} [style={styles[arrow.state]}];" for arrow in kind.arrows]
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

@@ -1,0 +1,309 @@
+"""The regions of a graph as pictures, before and after at once, alike ones as one kind."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import networkx as nx
+
+from ..ir.records import Listing, Record
+from .contents import Arrow, Box, Kind, Line, State
+from .repeats import runs
+
+WORD = re.compile(r"[A-Za-z_]\w*")
+MODEL = ("",)
+
+
+@dataclass
+class Level:
+    """One region while it is put together: its boxes by name, arrows, and the lines in it."""
+
+    key: str
+    boxes: dict[str, Box] = field(default_factory=dict)
+    arrows: dict[tuple[str, str], State] = field(default_factory=dict)
+    rows: list[tuple[Record, State]] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)  # of values that stand or enter here
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def free(self, name: str) -> str:
+        """A name that nothing here has yet."""
+        self.counts[name] += 1
+        return name if self.counts[name] == 1 else f"{name}_{self.counts[name] - 1}"
+
+
+class Kinds:
+    """The distinct regions of a graph. `root` is the place of the model's own in `kinds`."""
+
+    def __init__(
+        self, after: Listing, before: dict[str, Record], sizes: dict[str, int], added: dict[str, int], classes: dict[str, str]
+    ) -> None:
+        """`sizes` has the parameters of each module by path, all within counted, `added` those of each block by its node."""
+        self.after, self.before, self.sizes, self.added = after, before, sizes, added
+        self.classes = {**classes, **after.classes}
+        self.levels: dict[tuple[str, ...], Level] = {MODEL: Level("")}
+        self.kinds: list[Kind] = []
+        self._all = {**before, **after.records}
+        self._known: dict[str, int] = {}
+        self._standing = {r.behind: r.name for r in after.records.values() if r.behind}
+        self._fill()
+        self.root = self._kind(MODEL)
+
+    def _fill(self) -> None:
+        order = self._order()
+        for record, state in order:
+            self._stand(record, state)
+        arrows: dict[State, set[tuple[tuple[str, ...], str, str]]] = {}
+        sides: list[tuple[State, dict[str, Record]]] = [("gone", self.before), ("added", self.after.records)]
+        for state, records in sides:
+            arrows[state] = {found for r in records.values() if r.kind != "note" for found in self._flows(r, records)}
+        for level, source, target in sorted(arrows["gone"] | arrows["added"]):
+            state = "kept" if all((level, source, target) in side for side in arrows.values()) else (
+                "gone" if (level, source, target) in arrows["gone"] else "added")  # fmt: skip
+            self.levels[level].arrows[source, target] = state
+
+    def _order(self) -> list[tuple[Record, State]]:
+        """All records, those that are gone where they stood."""
+        waiting: dict[str, list[Record]] = defaultdict(list)
+        last = ""
+        for name, record in self.before.items():
+            if name in self.after.records:
+                last = name
+            else:
+                waiting[last].append(record)
+        rows: list[tuple[Record, State]] = [(r, "gone") for r in waiting[""]]
+        for name, record in self.after.records.items():
+            rows.append((record, "kept" if name in self.before else "added"))
+            rows += [(r, "gone") for r in waiting[name]]
+        return rows
+
+    def _stand(self, record: Record, state: State) -> None:
+        for depth in range(1, len(record.level)):
+            outer = self.levels[record.level[:depth]]
+            key = record.level[depth]
+            if key not in outer.boxes:
+                self.levels[record.level[: depth + 1]] = Level(key)
+                owner = record.owner if state == "added" else ""
+                name = outer.free(_inside(key, outer.key))
+                outer.boxes[key] = Box(name, "region", self.classes.get(key, "Module"), state, owner=owner)
+            elif outer.boxes[key].state != state:
+                outer.boxes[key].state, outer.boxes[key].owner = "kept", ""
+        level = self.levels[record.level]
+        level.rows.append((record, state))
+        level.names[record.name] = self._called(record, level)
+        if record.kind in ("note", "output") or record.whole:
+            return
+        kind = "in" if record.kind == "input" else record.kind
+        shape = record.shape
+        size = self.added.get(record.name, 0) if record.kind == "block" else self.sizes.get(record.path, 0)
+        level.boxes[record.name] = Box(
+            level.names[record.name], kind, record.label, state, shape, record.dtype, record.owner if state == "added" else "",
+            parameters=0 if record.kind == "block" else size, added=size if record.kind == "block" else 0,
+            blocks={record.owner: 1} if record.kind == "block" and record.path else {},
+        )  # fmt: skip
+
+    def _called(self, record: Record, level: Level) -> str:
+        if record.kind == "layer":
+            return level.free(_inside(record.path, level.key.partition("@")[0]))
+        if record.kind == "weight":
+            return level.free(_inside(record.path, level.key.partition("@")[0]))
+        if record.kind == "block" and record.path:
+            return level.free(f"{record.owner}: {_inside(record.site, level.key) or record.label}")
+        return level.free(record.name if record.kind in ("input", "output") else record.label)
+
+    def _flows(self, record: Record, records: dict[str, Record]) -> Any:
+        """The arrows of all that a record reads, in every region on the way."""
+        for name in record.reads:
+            value = records[name]
+            while value.whole and value.whole in records:
+                value = records[value.whole]
+            if value.kind == "note" or record.whole:
+                continue
+            shared = 0
+            while shared < min(len(value.level), len(record.level)) and value.level[shared] == record.level[shared]:
+                shared += 1
+            for depth in range(len(value.level), shared, -1):
+                inner = value.level[:depth]
+                source = value.name if depth == len(value.level) else value.level[depth]
+                if source != value.name:
+                    self.levels[inner].names.setdefault(name, self.levels[inner].boxes[source].name)
+                yield inner, source, self._port(inner, "out", name, value)
+            source = value.name if shared == len(value.level) else value.level[shared]
+            target = record.name if shared == len(record.level) else record.level[shared]
+            if record.kind == "output":
+                target = self._port(record.level, "out", name, value)
+            common = self.levels[record.level[:shared]]
+            if source != value.name:
+                common.names.setdefault(name, common.boxes[source].name)
+            yield record.level[:shared], source, target
+            for depth in range(shared + 1, len(record.level) + 1):
+                inner = record.level[:depth]
+                target = record.name if depth == len(record.level) else record.level[depth]
+                yield inner, self._port(inner, "in", name, value), target
+
+    def _port(self, at: tuple[str, ...], side: str, name: str, value: Record) -> str:
+        """The box of the port through which a value goes, made where there is none."""
+        level = self.levels[at]
+        ports = self.after.ports.get(level.key, {})
+        port, seen = ports.get(f"{side}:{name}"), name
+        while port is None and seen in self._standing and seen != self._standing[seen]:
+            seen = self._standing[seen]
+            port = ports.get(f"{side}:{seen}")
+            if seen == name:
+                break
+        if port is None:
+            port = value.path if value.kind in ("input", "weight") else "value" if side == "in" else "result"
+        box = f"{side}\0{port}"
+        if box not in level.boxes:
+            records = self.after.records
+            shape = records[name].shape if name in records else value.shape
+            dtype = records[name].dtype if name in records else value.dtype
+            level.boxes[box] = Box(port, side, "", "kept", shape, dtype, value.owner if value.kind == "input" else "")
+        if side == "in":
+            level.names.setdefault(name, port)
+        return box
+
+    # --- one kind for all that are alike
+
+    def _kind(self, at: tuple[str, ...]) -> int:
+        level = self.levels[at]
+        for key, box in level.boxes.items():
+            if box.kind == "region":
+                box.inner = self._kind((*at, key))
+                inside = self.kinds[box.inner]
+                box.parameters, box.added, box.blocks = inside.parameters, inside.added, inside.blocks
+                shapes = [b.shape for b in inside.boxes if b.kind == "out"]
+                box.shape = shapes[0] if shapes else None
+        blocks: Counter[str] = Counter()
+        for box in level.boxes.values():
+            blocks.update(box.blocks)
+        size = self.sizes.get(level.key.partition("@")[0], 0)
+        added = sum(box.added for box in level.boxes.values())
+        boxes, arrows = _folded(level)
+        lines = [
+            Line(self._renamed(record, level), state, record.owner if state == "added" else "")
+            for record, state in level.rows
+            if record.line
+        ]
+        label = self.classes.get(level.key, "Module")
+        kind = Kind(label, boxes, arrows, lines, size, added, dict(sorted(blocks.items())))
+        text = json.dumps(asdict(kind), sort_keys=True)
+        if text not in self._known:
+            self._known[text] = len(self.kinds)
+            self.kinds.append(kind)
+        return self._known[text]
+
+    def _renamed(self, record: Record, level: Level) -> str:
+        """A line with the names that values have in this region. What is called keeps its name, whatever values are called."""
+        short = {}
+        for name in (*record.reads, record.name):
+            short[name] = level.names.get(name, self._all[name].label if name in self._all else name).replace(": ", "_")
+        head, mark, rest = record.line.partition(" = ")
+        if record.kind == "weight":
+            return f"{short[record.name]} = {_inside(record.path, level.key.partition('@')[0])}"
+        called, bracket, args = rest.partition("(") if mark else ("", "", "")
+        if not mark or not head.isidentifier():
+            return WORD.sub(lambda m: short.get(m[0], m[0]), record.line)
+        if called.isidentifier() or record.kind in ("layer", "block"):
+            path = _inside(called, level.key.partition("@")[0])
+            if record.kind == "block" and record.path:
+                path = ".".join(filter(None, [record.owner, _inside(record.site, level.key), record.label]))
+            return f"{short.get(head, head)} = {path}{bracket}{WORD.sub(lambda m: short.get(m[0], m[0]), args)}"
+        return f"{short.get(head, head)} = {WORD.sub(lambda m: short.get(m[0], m[0]), rest)}"
+
+
+def _inside(key: str, outer: str) -> str:
+    """The path of a region in that of another: what the outer one's begins with is left out."""
+    outer = outer.partition("@")[0]
+    return key[len(outer) + 1 :] if outer and key.startswith(f"{outer}.") else key
+
+
+def _folded(level: Level) -> tuple[list[Box], list[Arrow]]:
+    """The boxes of a region with what repeats in a row as one, and plain operations in a row as one."""
+    rows = [(key, box) for key, box in level.boxes.items() if box.kind not in ("in", "out", "weight")]
+    keys = [(re.sub(r"\d+", "{i}", box.name), box.label, box.kind, box.owner, box.state) for _, box in rows]
+    graph: nx.DiGraph[str] = nx.DiGraph(list(level.arrows))
+    graph.add_nodes_from(level.boxes)
+    home = {key: key for key in level.boxes}
+    made: dict[str, Box] = {}
+    for start, period, times in runs(keys):
+        inside = [key for key, _ in rows[start : start + period * times]]
+        periods = [rows[start + i * period : start + (i + 1) * period] for i in range(times)]
+        if not any(box.kind in ("region", "layer") for _, box in periods[0]) or not _convex(graph, set(inside)):
+            continue
+        name = f"repeat\0{inside[0]}"
+        made[name] = _repeat([[box for _, box in each] for each in periods])
+        home |= dict.fromkeys(inside, name)
+    for chain in _chains(level, home):
+        name = f"ops\0{chain[0]}"
+        members = [level.boxes[key] for key in chain]
+        last = members[-1]
+        made[name] = Box(members[0].name, "ops", " · ".join(b.label for b in members), last.state, last.shape, last.dtype,
+                         last.owner, members=[[b] for b in members])  # fmt: skip
+        home |= dict.fromkeys(chain, name)
+    boxes: dict[str, Box] = {}
+    for key, box in level.boxes.items():
+        boxes.setdefault(home[key], made.get(home[key], box))
+    arrows: dict[tuple[str, str], State] = {}
+    for (source, target), state in level.arrows.items():
+        pair = home.get(source, source), home.get(target, target)
+        if pair[0] != pair[1]:
+            arrows[pair] = state if arrows.get(pair, state) == state else "kept"
+    places = {key: index for index, key in enumerate(boxes)}
+    found = [Arrow(places[a], places[b], state) for (a, b), state in arrows.items()]
+    return list(boxes.values()), sorted(found, key=lambda arrow: (arrow.source, arrow.target))
+
+
+def _convex(graph: nx.DiGraph[str], inside: set[str]) -> bool:
+    """Whether nothing goes out of these boxes and comes back: else they cannot be drawn as one."""
+    out = {b for a in inside for b in graph.successors(a)} - inside
+    seen = set(out)
+    while out:
+        out = {b for a in out for b in graph.successors(a)} - seen
+        if out & inside:
+            return False
+        seen |= out
+    return True
+
+
+def _repeat(periods: list[list[Box]]) -> Box:
+    first, last = periods[0], periods[-1]
+    main = next(box for box in first if box.kind in ("region", "layer"))
+    index = first.index(main)
+    blocks: Counter[str] = Counter()
+    for box in (box for each in periods for box in each):
+        blocks.update(box.blocks)
+    each = [box for period in periods for box in period]
+    numbers = [re.findall(r"\d+", period[index].name) for period in periods]
+    name = main.name
+    for place, number in reversed(list(enumerate(re.finditer(r"\d+", main.name)))):
+        values = [row[place] for row in numbers]
+        if len(set(values)) > 1:
+            name = f"{name[: number.start()]}{{{values[0]}..{values[-1]}}}{name[number.end() :]}"
+    return Box(
+        name, "repeat", main.label, main.state, last[index].shape, last[index].dtype, main.owner,
+        parameters=sum(box.parameters for box in each), added=sum(box.added for box in each),
+        blocks=dict(sorted(blocks.items())), members=periods,
+    )  # fmt: skip
+
+
+def _chains(level: Level, home: dict[str, str]) -> list[list[str]]:
+    """Plain operations of which each gives its value to the next alone."""
+    reads: dict[str, list[str]] = defaultdict(list)
+    users: dict[str, list[str]] = defaultdict(list)
+    for (source, target), _ in level.arrows.items():
+        reads[target].append(source)
+        users[source].append(target)
+    plain = [key for key, box in level.boxes.items() if box.kind == "op" and box.state == "kept" and home[key] == key]
+    chains: list[list[str]] = []
+    for key in plain:
+        before = reads[key]
+        ends = chains and len(before) == 1 and any(chain[-1] == before[0] for chain in chains)
+        if ends and users[before[0]] == [key] and level.arrows[before[0], key] == "kept":
+            next(chain for chain in chains if chain[-1] == before[0]).append(key)
+        else:
+            chains.append([key])
+    return [chain for chain in chains if len(chain) > 1]

@@ -1,0 +1,162 @@
+"""A page's contents as one HTML file that stands for itself: no server, no network, nothing but its own script runs in it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.utils import htmlsafe_json_dumps
+
+from ..errors import SpecError, did_you_mean
+from .contents import Box, Kind, Page
+from .pictures import COLOURS, picture
+
+TEMPLATES = Path(__file__).parent / "templates"
+MOST_ROWS = 4_000  # of one table
+HIGH = 68.0  # pixels of the highest bar
+
+
+@cache
+def environment() -> jinja2.Environment:
+    """The templates, in which every value is escaped."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+
+
+@cache
+def part(name: str) -> str:
+    """A file of the page that is the same for all."""
+    return (TEMPLATES / name).read_text("utf-8")
+
+
+def html(page: Page) -> str:
+    """The file. The same contents give the same bytes."""
+    colours = {row.name: index % COLOURS for index, row in enumerate(page.passes)}
+    style, script = part("picture.css") + part("page.css"), part("page.js")
+    gained = sum(row.parameters for row in page.passes)
+    return environment().get_template("page.html.j2").render(
+        page=page,
+        style=style,
+        script=script,
+        policy=policy(script, style),
+        pictures=[picture(kind, colours) for kind in page.kinds],
+        colour=lambda name: f"p{colours[name]}" if name in colours else "",
+        data=htmlsafe_json_dumps(_for_script(page, colours), separators=(",", ":")),
+        lead=lead(page),
+        gained=gained,
+        share=f"{gained / page.base:.2%}" if page.base else "",
+        classes=", ".join(f"{n:,} {label}" for label, n in Counter(row.label for row in page.sites).most_common(3)),
+        verdict=verdict(page.checks or []),
+        bars=bars(page.depth, colours),
+        versions={name: page.facts[name] for name in ("fxplug", "torch", "python") if name in page.facts},
+        most_rows=MOST_ROWS,
+        alone=False,
+        label="",
+    )  # fmt: skip
+
+
+def svg(page: Page, kind: Kind, label: str) -> str:
+    """The picture of one region as a file of its own."""
+    colours = {row.name: index % COLOURS for index, row in enumerate(page.passes)}
+    drawn = picture(kind, colours)
+    return environment().get_template("picture.svg.j2").render(p=drawn, alone=True, style=part("picture.css"), label=label)
+
+
+def policy(script: str, style: str) -> str:
+    """What the page may do: show itself, and run the one script that it brings."""
+    own = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
+    return (
+        f"default-src 'none'; script-src 'sha256-{own[0]}'; style-src 'sha256-{own[1]}'; img-src data:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+
+
+def lead(page: Page) -> str:
+    """What the page is about, in a sentence."""
+    if page.trouble:
+        return "What a saved folder says, without the model in it."
+    if not page.passes:
+        return f"{page.model} as it was traced, without a pass."
+    names = [row.name for row in page.passes]
+    listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    gained = sum(row.parameters for row in page.passes)
+    share = f" ({gained / page.base:.2%})" if page.base and gained else ""
+    checked = verdict(page.checks) if page.checks else "no checks are known"
+    places = f"{len(page.sites):,} place{'s' * (len(page.sites) != 1)}"
+    return f"Rewritten by {listed} at {places}: {gained:,} parameters more{share}; {checked}."
+
+
+def verdict(checks: Sequence[dict[str, str]]) -> str:
+    """How many checks hold, in a few words."""
+    counts = Counter(check["status"] for check in checks)
+    said = [f"{counts[status]} {status}" for status in ("failed", "skipped", "cannot") if counts[status]]
+    return ", ".join([f"{counts['ok']} of {len(checks)} checks hold", *said])
+
+
+def bars(depth: Sequence[dict[str, Any]], colours: dict[str, int]) -> list[dict[str, Any]]:
+    """The bars of the chart along the model, passes on top of each other."""
+    most = max((sum(part["added"].values()) for part in depth), default=0) or 1
+    found = []
+    for index, part_ in enumerate(depth):
+        top = 69.0
+        for name, count in part_["added"].items():
+            height = count / most * HIGH
+            top -= height
+            title = f"{name} +{count:,}: {part_['from']} to {part_['to']}"
+            found.append({"x": index * 10 + 1, "y": round(top, 2), "height": round(height, 2), "title": title,
+                          "colour": f"p{colours.get(name, 0)}"})  # fmt: skip
+    return found
+
+
+def _for_script(page: Page, colours: dict[str, int]) -> dict[str, Any]:
+    def row(box: Box) -> list[Any]:
+        members = [[row(each) for each in period] for period in box.members] if box.kind == "repeat" else None
+        passes = list(box.blocks) or ([box.owner] if box.owner else [])
+        return [box.name, box.kind, box.label, box.inner, passes, members]
+
+    return {
+        "title": page.title,
+        "root": page.root,
+        "kinds": [{"boxes": [row(box) for box in kind.boxes]} for kind in page.kinds],
+        "times": times(page),
+        "colours": {name: f"p{index}" for name, index in colours.items()},
+    }
+
+
+def times(page: Page) -> list[int]:
+    """How many regions of the model are of each kind."""
+    counts = [0] * len(page.kinds)
+    if not page.kinds:
+        return counts
+    counts[page.root] = 1
+    for index in range(len(page.kinds) - 1, -1, -1):  # a kind stands behind those inside of it
+        for box in page.kinds[index].boxes:
+            for each in box.unfolded:
+                if each.inner is not None:
+                    counts[each.inner] += counts[index]
+    return counts
+
+
+def region_at(page: Page, path: str) -> Kind:
+    """The region at a path; "" is the model. Raises SpecError for a path that is none."""
+    kind, at = page.kinds[page.root], ""
+    while at != path:
+        inner = {f"{at.partition('@')[0]}.{box.name}".strip("."): box for box in _regions(kind)}
+        fits = [name for name in inner if name == path or path.startswith((f"{name}.", f"{name}@"))]
+        if not fits:
+            raise SpecError(f"there is no region '{path}'{did_you_mean(path, inner)}; in '{at or 'the model'}' there are "
+                            f"{', '.join(list(inner)[:8]) or 'none'}{', ...' if len(inner) > 8 else ''}")  # fmt: skip
+        at = max(fits, key=len)
+        kind = page.kinds[inner[at].inner or 0]
+    return kind
+
+
+def _regions(kind: Kind) -> list[Box]:
+    return [each for box in kind.boxes for each in box.unfolded if each.inner is not None]

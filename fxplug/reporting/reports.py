@@ -1,0 +1,100 @@
+"""The page of a module, of a saved rewrite, or of a run, written where it is wanted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ..artifacts.artifact import load
+from ..errors import FxplugError, SpecError
+from ..files.placing import new_file
+from ..flow import Result
+from ..ir.traced_module import TracedModule
+from ..verifier import Report
+from .contents import Page
+from .gather import contents, manifest_of, trouble
+from .page import html
+from .run_log import run_of
+
+
+def report(
+    base: TracedModule | None,
+    new: TracedModule,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    checks: Report | None = None,
+    folder: str | os.PathLike[str] | None = None,
+) -> Page:
+    """A page about a module: what it is, what its passes changed and where, what they add, and how that was checked.
+
+    `base` is the module before the rewrite; None takes what a rewrite kept with a saved one. `checks` is what `verify` gave,
+    None takes what was kept, too. `folder` is where the module was saved, or the folder of its training run: the page then has
+    the hashes of its files, and the run. `out` is the file to write: HTML, or the page's contents as JSON where it ends with
+    `.json`. Gives the contents. Nothing is run and no value of a weight is read.
+
+    Raises SpecError for what is no traced module, and for a file that cannot be written.
+    """
+    for what, module in (("base", base), ("new", new)):
+        if not isinstance(module, TracedModule) and not (module is None and what == "base"):
+            raise SpecError(f"report takes traced modules, and {what} is a {type(module).__name__}: fxplug.trace makes one")
+    home = None if folder is None else Path(folder)
+    saved = home and next((path for path in (home / "module", home) if (path / "manifest.json").is_file()), None)
+    page = contents(base, new, checks=checks, manifest=manifest_of(saved) if saved else None)
+    if home is not None:
+        page.run = run_of(home)
+    if out is not None:
+        write(page, out)
+    return page
+
+
+def report_of(result: Result, out: str | os.PathLike[str]) -> Page:
+    """The page of a rewrite that was just made, as its artifact will give it where it was saved."""
+    return report(result.base if result.out is None else None, result.module, out, checks=result.report, folder=result.out)
+
+
+def report_folder(
+    folder: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, allow: Sequence[str] = ()
+) -> Page:
+    """The page of a saved rewrite or a training run. One that does not load gets a page that says why.
+
+    Raises SpecError for a folder that is neither, and for a file that cannot be written.
+    """
+    home = Path(folder)
+    saved = next((path for path in (home / "module", home) if (path / "manifest.json").is_file()), None)
+    run = run_of(home)
+    if saved is None and run is None:
+        kind = "is no folder" if home.exists() else "does not exist"
+        why = kind if not home.is_dir() else "has no manifest.json and no log.jsonl"
+        raise SpecError(f"{home} {why}: report takes a configuration, the folder of a saved rewrite, or that of a training run")
+    if saved is None:
+        page = Page(title=home.absolute().name, trouble="This run has no saved module yet: module/ is written at its end.")
+    else:
+        try:
+            manifest = manifest_of(saved) or {}
+        except FxplugError as error:
+            manifest, page = {}, trouble(home.absolute(), {}, error)
+        else:
+            try:
+                page = contents(None, load(saved, allow=allow), manifest=manifest)
+            except Exception as error:  # of whatever a stranger's folder brings: the page tells it
+                page = trouble(home.absolute(), manifest, error)
+    page.run = run
+    if out is not None:
+        write(page, out)
+    return page
+
+
+def write(page: Page, out: str | os.PathLike[str]) -> None:
+    """Write a page as HTML, or its contents as JSON where the name ends so. Raises SpecError where that cannot be."""
+    target = Path(out)
+    text = as_json(page) if target.suffix == ".json" else html(page)
+    with new_file(target, lambda finding: SpecError(f"{target} {finding}; --out names the file to write")) as file:
+        file.write_text(text, "utf-8", errors="backslashreplace")
+
+
+def as_json(page: Page) -> str:
+    """The contents as JSON."""
+    return json.dumps(asdict(page), indent=1, ensure_ascii=False) + "\n"
