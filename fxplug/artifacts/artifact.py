@@ -199,6 +199,8 @@ def _check_readable(module: TracedModule, document: dict[str, Any]) -> None:
         if names != list(document["tensors"]):
             odd = sorted(set(names) ^ set(document["tensors"])) or names
             raise ArtifactError(f"the tensors of the rebuilt modules differ: {', '.join(odd[:3])}")
+        for value in (*document["meta"].values(), *document["extras"].values()):
+            decode(value)
         documents = [document, *({**document, **entry} for entry in document.get("variants", []))]
         for way, each in zip(_ways(module), documents, strict=True):
             graphs = _read_graphs(each, modules, [])

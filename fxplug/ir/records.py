@@ -77,9 +77,20 @@ def listing(module: TracedModule) -> Listing:
         if added(node) and len(level) == 1:
             level = _beside(str(made.get("site", "")), str(made.get("place", "")), stacks, leaves, levels)
         records[node.name] = _record(module, regions, node, level, made)
+    for record in records.values():
+        if record.owner and record.kind == "block" and record.behind not in records:
+            record.behind = _stood(record, records, ports)
     paths = {key: key.partition("@")[0] for key in stacks}
     classes = {key: regions.classes(path)[0] for key, path in paths.items() if key not in leaves}
     return Listing(records, classes, ports)
+
+
+def _stood(record: Record, records: Mapping[str, Record], ports: Mapping[str, Mapping[str, str]]) -> str:
+    """The value that a block changes, of those that it reads: the result or the input of its site; "" where none is known."""
+    edges = ports.get(record.site, {})
+    given = [name for name in record.reads if name in records and records[name].kind != "note"]
+    at = [n for n in given if n == record.site or records[n].path == record.site or f"out:{n}" in edges or f"in:{n}" in edges]
+    return (given if len(given) == 1 else at[-1:] or [""])[0] if given else ""
 
 
 def _through(node: fx.Node) -> fx.Node:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -116,15 +116,21 @@ def bars(depth: Sequence[dict[str, Any]], colours: dict[str, int]) -> list[dict[
 
 
 def _for_script(page: Page, colours: dict[str, int]) -> dict[str, Any]:
-    def row(box: Box) -> list[Any]:
-        members = [[row(each) for each in period] for period in box.members] if box.kind == "repeat" else None
-        passes = list(box.blocks) or ([box.owner] if box.owner else [])
+    def row(box: Box, beside: Mapping[str, list[str]]) -> list[Any]:
+        members = [[row(each, beside) for each in period] for period in box.members] if box.kind == "repeat" else None
+        passes = list(box.blocks) or ([box.owner] if box.owner else beside.get(box.name, []))
         return [box.name, box.kind, box.label, box.inner, passes, members]
 
+    kinds = []
+    for kind in page.kinds:
+        beside: dict[str, list[str]] = {}
+        for box in (each for folded in kind.boxes for each in folded.unfolded if each.kind == "block"):
+            beside.setdefault(box.name.removeprefix(f"{box.owner}: "), []).append(box.owner)
+        kinds.append({"boxes": [row(box, beside) for box in kind.boxes]})
     return {
         "title": page.title,
         "root": page.root,
-        "kinds": [{"boxes": [row(box) for box in kind.boxes]} for kind in page.kinds],
+        "kinds": kinds,
         "times": times(page),
         "colours": {name: f"p{index}" for name, index in colours.items()},
     }

@@ -18,6 +18,7 @@ from ..limits import DEFAULT
 
 POINTS = 400  # of one curve
 PICTURES = 8  # of the samples over time: the first, the last and those evenly between
+EPOCHS = 2_000  # rows of the table
 SIDE = 320  # pixels of a picture at most
 PIXELS = 50_000_000  # of a picture that is read
 NO_NUMBERS = {"nan", "inf", "-inf"}
@@ -36,7 +37,7 @@ def run_of(folder: Path) -> dict[str, Any] | None:
         records = _records(whole(log, DEFAULT.json))
     except FxplugError as error:
         records, note = [], str(error)
-    steps = [r for r in records if _number(r.get("loss")) is not None and "step" in r]
+    steps = [r for r in records if _number(r.get("loss")) is not None and _number(r.get("step")) is not None]
     tests = [r for r in records if isinstance(r.get("test"), dict)]
     if not steps:
         note = note or "No step of this run is in its log."
@@ -77,7 +78,7 @@ def _facts(steps: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[str, Any]
         facts |= {"seconds in steps": f"{seconds:.4g}"} if seconds else {}
     for name, value in (tests[-1]["test"] if tests else {}).items():
         if _number(value) is not None:
-            facts[str(name)] = f"{value:.4g}"
+            facts[f"test {name}"] = f"{value:.4g}"
     return facts
 
 
@@ -123,15 +124,16 @@ def _curve(title: str, lines: Mapping[str, Sequence[tuple[float, float]]], faint
     """Lines in one frame of 320 to 150: their paths, and what stands at its ends."""
     given = {name: _thinned(points) for name, points in lines.items() if points}
     every = [point for points in given.values() for point in points]
-    if not every:
-        return None
+    if len({x for x, _ in every}) < 2:
+        return None  # one number is no curve: it stands among the facts
     (left, right), (low, high) = ((min(values), max(values)) for values in zip(*every, strict=True))
-    across, up = right - left or 1, high - low or 1
+    if low == high:
+        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+    across, up = right - left, high - low
 
     def path(points: Sequence[tuple[float, float]]) -> str:
         places = [(46 + 268 * (x - left) / across, 124 - 114 * (y - low) / up) for x, y in points]
-        drawn = "".join(f"{'L' if index else 'M'}{x:.1f} {y:.1f}" for index, (x, y) in enumerate(places))
-        return drawn if len(places) > 1 else f"{drawn}h3"
+        return "".join(f"{'L' if index else 'M'}{x:.1f} {y:.1f}" for index, (x, y) in enumerate(places))
 
     last = next(reversed(given.values()))[-1][1]
     return {
@@ -159,19 +161,19 @@ def _epochs(steps: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[str, Any
     for record in steps:
         if isinstance(epoch := record.get("epoch"), int):
             groups.setdefault(epoch, []).append(record)
-    measured = {r["epoch"]: r["test"] for r in tests if isinstance(r.get("epoch"), int)}
-    names = [str(name) for name in dict.fromkeys(name for test in measured.values() for name in test)][:8]
+    names = list(dict.fromkeys(name for test in tests for name in test["test"]))[:8]
     rows = []
-    for epoch, records in sorted(groups.items())[:2000]:
+    for epoch, records in sorted(groups.items())[:EPOCHS]:
         rate = _number(records[-1].get("lr"))
-        test = measured.get(epoch + 1, {})
+        steps_of = {record["step"] for record in records}
+        test: dict[str, Any] = next((r["test"] for r in reversed(tests) if _number(r.get("step")) in steps_of), {})
         rows.append({
             "epoch": str(epoch + 1),
             "steps": str(len(records)),
             "loss": f"{sum(float(r['loss']) for r in records) / len(records):.4g}",
             "lr": "" if rate is None else f"{rate:.4g}",
             "seconds": f"{sum(_number(r.get('seconds')) or 0 for r in records):.4g}",
-            **{name: f"{test[name]:.4g}" if _number(test.get(name)) is not None else "" for name in names},
+            **{f"test {name}": f"{test[name]:.4g}" if _number(test.get(name)) is not None else "" for name in names},
         })  # fmt: skip
     return rows
 

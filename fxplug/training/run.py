@@ -10,11 +10,12 @@ from typing import Any
 
 import yaml
 
-from ..errors import SpecError, TrainError, brief_fields
+from ..errors import FxplugError, SpecError, TrainError, brief_fields
 from ..files.reading import reported
 from ..files.writing import check_folder
-from ..flow import Step, rewrite
+from ..flow import Step, remember, rewrite
 from ..ir.traced_module import TracedModule
+from ..reporting.reports import report
 from ..spec.run_config import Config, load_config, resolved
 from ..spec.train_section import Data
 from .checkpoint import found
@@ -54,10 +55,10 @@ def train(
     """Do all that a configuration says: rewrite its model, train the passes on its data, test, and save.
 
     `source` and `set` are those of `load_config`. `out` is a folder for what the run leaves (`out/<name>-<time>` when none is
-    given, `name` being that of the configuration): config.yaml, log.jsonl, tensorboard/, checkpoints/, samples/, pictures, and
-    module/, an artifact that `fxplug.load` reads. `resume` True goes on from the newest checkpoint in `out`; a path is a
-    checkpoint, or another run's folder. Raises SpecError for what the configuration has wrong, TrainError when the run cannot
-    start or go on.
+    given, `name` being that of the configuration): config.yaml, log.jsonl, tensorboard/, checkpoints/, samples/, pictures,
+    module/, an artifact that `fxplug.load` reads, and report.html, a page about all. `resume` True goes on from the newest
+    checkpoint in `out`; a path is a checkpoint, or another run's folder. Raises SpecError for what the configuration has wrong,
+    TrainError when the run cannot start or go on.
     """
     config = source if isinstance(source, Config) else load_config(source, set)
     if config.train is None:
@@ -84,9 +85,10 @@ def train(
             found_tests = with_classes(open_items(tests, config.base, test=True), data.classes)
             test = Loader(found_tests, tests, train=False, **common)
         checked = config.verify and accelerator.is_main_process
-        module = rewrite(config, verify=checked, progress=progress).module
+        result = rewrite(config, verify=checked, progress=progress)
+        remember(result)
         trainer = Trainer(
-            module,
+            result.module,
             task,
             data,
             test,
@@ -102,8 +104,12 @@ def train(
         )
         if accelerator.is_main_process:
             _written(folder, plain)
-        history = trainer.fit(resume=start)
-    return Run(module, history, folder, trainer.metrics, trainer)
+        try:
+            history = trainer.fit(resume=start)
+        finally:
+            if accelerator.is_main_process and (folder / "module").is_dir():
+                _report(folder, trainer)
+    return Run(result.module, history, folder, trainer.metrics, trainer)
 
 
 def _name(source: Any) -> str:
@@ -129,6 +135,14 @@ def _start(folder: Path, resume: bool | str | Path) -> Path | None:
     if found(folder / "checkpoints"):
         raise SpecError(f"'{folder}' holds a run: resume it (--resume), or give another folder")
     return None
+
+
+def _report(folder: Path, trainer: Trainer) -> None:
+    """The page of a run. A run that cannot write it is none the less done."""
+    try:
+        report(None, trainer.module, folder / "report.html", folder=folder)
+    except (FxplugError, OSError) as error:
+        trainer.watch.note(f"report.html is not written: {error}")
 
 
 def _written(folder: Path, plain: dict[str, Any]) -> None:

@@ -126,8 +126,9 @@ const wanted = () => { try { return decodeURIComponent(location.hash.slice(1)); 
 const sections = new Set([...document.querySelectorAll("main > section[id]")].map(each => each.id));
 const go = focus => {
   const start = performance.now(), path = wanted();
-  if (sections.has(path) && !resolve(path).exact) return;
-  open(path, focus);
+  const elsewhere = sections.has(path) && !resolve(path).exact;
+  if (elsewhere && focus) return;
+  open(elsewhere ? "" : path, focus);
   region.getBoundingClientRect();
   document.documentElement.dataset.took = (performance.now() - start).toFixed(1);
 };
@@ -143,14 +144,15 @@ if (tree) {
   let index = null;
   const field = document.getElementById("search"), found = document.getElementById("found"), MOST = 60, ALL = 200000;
   const paths = () => {
-    const rows = [], todo = [["", page.root]];
-    while (todo.length && rows.length < ALL) {
-      const [path, kind] = todo.pop();
+    const rows = [];
+    const walk = (kind, path) => {
       for (const [inner, box] of inside(kind, path)) {
+        if (rows.length >= ALL) return;
         rows.push([inner, box[LABEL], box[PASSES].join(" ")]);
-        if (box[INNER] !== null) todo.push([inner, box[INNER]]);
+        if (box[INNER] !== null) walk(box[INNER], inner);
       }
-    }
+    };
+    walk(page.root, "");
     return rows;
   };
   const words = text => text.toLowerCase().split(/\s+/).filter(Boolean);
