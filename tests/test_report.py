@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 import fxplug
 from fxplug import flow
 from fxplug.__main__ import app
+from fxplug.artifacts.value_json import encode
 from fxplug.errors import ArtifactError, SpecError
 from fxplug.ir.records import before, changes, listing
 from fxplug.reporting import page as pages
@@ -178,6 +179,68 @@ def test_boxes_of_a_picture_do_not_touch():
             assert line[0][1] == pytest.approx(found.boxes[a][1] + 54) and line[-1][1] == pytest.approx(found.boxes[b][1])
 
 
+def test_a_tangle_is_placed_soon():
+    """Finding an order with few crossings would take minutes; arrows that go round are placed all the same."""
+    generator = torch.Generator().manual_seed(1)
+    for count, many in ((250, 4000), (60, 400), (3, 9)):
+        arrows = [(a, b) for a, b in torch.randint(0, count, (many, 2), generator=generator).tolist() if a != b]
+        start = time.process_time()
+        found = place(count, arrows)
+        assert time.process_time() - start < 3 and len(found.boxes) == count and len(found.arrows) == len(arrows)
+
+
+class Named(nn.Module):
+    """Layers with names as only a stranger gives them."""
+
+    def __init__(self):
+        super().__init__()
+        names = ("<img src=x onerror=alert(1)>", "</script>", "'&", "a/b c", "{{ 7 * 7 }}", "é%41")
+        self.parts = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for name in names})
+
+    def forward(self, x):
+        for part in self.parts.values():
+            x = part(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def named(tmp_path_factory):
+    """The page of such a model; its artifact would not be read."""
+    folder = tmp_path_factory.mktemp("named")
+    new = fxplug.apply(fxplug.trace(Named(), torch.randn(2, 4)), fxplug.load_pass("lora", at="**"))
+    fxplug.report(None, new, folder / "x.html")
+    return folder
+
+
+def test_names_of_any_kind_are_shown(named):
+    text = (named / "x.html").read_text()
+    assert "<img" not in text and text.count("</script") == 2 and html.escape("<img src=x onerror=alert(1)>") in text
+
+
+@pytest.mark.parametrize("said", [
+    {"diff": {"passes": ["lora", "scale"], "text": [], "changes": {"gone": [{}], "was": {}, "classes": {}}}},
+    {"diff": {"passes": ["lora", "scale"], "changes": 3, "checks": 5}}, {"diff": {"passes": ["lora", "scale"], "checks": [{}]}},
+    {"passes": 3}, {"passes": [{}]}, {"passes": [{"name": "lora", "sites": [{"path": 3, "block": []}]}]},
+    {"plan": "x", "forms": 3},
+], ids=range(7))  # fmt: skip
+def test_what_an_artifact_says_of_itself_may_be_anything(saved, tmp_path, said):
+    """Its page is written all the same, and says what is wrong."""
+    art = tmp_path / "art"
+    art.mkdir()
+    for file in (saved / "art").iterdir():
+        (art / file.name).write_bytes(file.read_bytes())
+    document = json.loads((art / "graph.json").read_text())
+    document["meta"] |= {key: encode(value) for key, value in said.items()}
+    (art / "graph.json").write_text(json.dumps(document))
+    manifest = json.loads((art / "manifest.json").read_text())
+    data = (art / "graph.json").read_bytes()
+    manifest["files"]["graph.json"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    (art / "manifest.json").write_text(json.dumps(manifest))
+    page = report_folder(art, tmp_path / "x.html")
+    assert page.trouble or page.sites
+    assert (tmp_path / "x.html").stat().st_size > 5000
+
+
 # --- what else there is about a module
 
 
@@ -294,6 +357,9 @@ def test_an_artifact_that_does_not_load_has_a_page_that_says_why(saved, tmp_path
     text = out.read_text()
     assert html.escape(str(error.value)) in text.replace("&#39;", "&#x27;")
     assert all(entry["sha256"] in text for entry in json.loads((art / "manifest.json").read_text())["files"].values())
+    odd = {"a": {}, "b": 3, "<b>": {"size": None}}
+    (art / "manifest.json").write_text(json.dumps({"format": 9, "torch": [], "files": odd}))
+    assert list(report_folder(art, out).files) == ["a", "<b>"] and "&lt;b&gt;" in out.read_text()
     (art / "manifest.json").write_bytes(b"{")
     assert "manifest.json is no JSON" in report_folder(art, out).trouble
 

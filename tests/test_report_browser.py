@@ -14,7 +14,7 @@ from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
-from test_report import NASTY, nasty
+from test_report import NASTY, named, nasty  # noqa: F401  (a fixture)
 
 import fxplug
 from fxplug.reporting.page import html
@@ -252,6 +252,15 @@ def test_it_prints_what_it_shows(opened, driver):
     assert driver.find_element(By.CSS_SELECTOR, ".picture").is_displayed()
     assert driver.execute_cdp_cmd("Page.printToPDF", {})["data"]
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+
+
+def test_regions_of_any_name_are_opened(driver, named):  # noqa: F811
+    driver.get((named / "x.html").as_uri())
+    for row, name in enumerate(texts(driver, "#tree ul a")):
+        driver.execute_script("document.querySelectorAll('#tree ul a')[arguments[0]].click()", row)
+        soon(driver, lambda name=name: name.startswith(text(driver, ".path").split("›")[-1]))
+        assert "There is no region" not in text(driver, ".about")
+    assert row == 5 and driver.get_log("browser") == []
 
 
 @pytest.mark.parametrize("path", ["", NASTY])

@@ -39,7 +39,7 @@ def report(
         with progress("report"):
             page = page_of(result.base, result.module, target, checks=result.report)
     if page.trouble:
-        print(f"{subject} does not load, which the page tells: {page.trouble.splitlines()[0]}", file=sys.stderr)
+        print(f"{subject} cannot be shown, and the page says why: {page.trouble.splitlines()[0]}", file=sys.stderr)
     print(f"saved in {target}")
     if open_ and not webbrowser.open(target.absolute().as_uri()):
         print(f"no browser was found: open {target} in one", file=sys.stderr)

@@ -121,7 +121,7 @@ class Page:
     known_before: bool = True
     tables: list[Table] = field(default_factory=list)
     run: dict[str, Any] | None = None
-    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    files: dict[str, dict[str, str]] = field(default_factory=dict)
     trouble: str = ""
 
     __repr__ = brief_fields

@@ -49,10 +49,10 @@ def contents(
     page.passes = [_pass(new, entry) for entry in entries]
     page.sites = [row for entry in entries for row in _sites(new, entry, after, added)]
     page.depth = _depth(after, added)
-    page.checks = _checks(checks) if checks is not None else (remembered(new) or {}).get("checks")
+    page.checks = _checks(checks.json()["checks"] if checks is not None else (remembered(new) or {}).get("checks"))
     page.tables = _tables(new, after)
     page.facts |= {"measured against": ", ".join(earlier)} if earlier else {}
-    page.files = dict((manifest or {}).get("files", {}))
+    page.files = _files(manifest)
     return page
 
 
@@ -62,8 +62,8 @@ def _changes(base: TracedModule | None, new: TracedModule) -> Mapping[str, Any] 
     return (remembered(new) or {}).get("changes")
 
 
-def _checks(report: Report) -> Checks:
-    return [{"name": c.name, "status": c.status, "detail": c.detail} for c in report.checks]
+def _checks(found: Any) -> Checks | None:
+    return None if found is None else [{key: str(check[key]) for key in ("name", "status", "detail")} for check in found]
 
 
 def _facts(new: TracedModule, after: Listing, manifest: Mapping[str, Any] | None) -> dict[str, str]:
@@ -279,7 +279,13 @@ def manifest_of(folder: Path) -> dict[str, Any] | None:
 def trouble(folder: Path, manifest: Mapping[str, Any], error: FxplugError | Exception) -> Page:
     """The page of an artifact that does not load: why, and what its manifest says."""
     facts = {name: str(manifest[name]) for name in VERSIONS if name in manifest}
-    files = manifest.get("files")
-    files = {str(k): v for k, v in files.items() if isinstance(v, dict)} if isinstance(files, dict) else {}
     why = str(error) if isinstance(error, FxplugError) else f"{type(error).__name__}: {error}"
-    return Page(title=folder.name, facts=facts, files=files, trouble=why)
+    return Page(title=folder.name, facts=facts, files=_files(manifest), trouble=why)
+
+
+def _files(manifest: Mapping[str, Any] | None) -> dict[str, dict[str, str]]:
+    """What a manifest, that may be anything, says of its files."""
+    files = (manifest or {}).get("files")
+    rows = files.items() if isinstance(files, dict) else ()
+    plain = {str(name): row for name, row in rows if isinstance(row, dict)}
+    return {name: {key: str(row.get(key, "")) for key in ("size", "sha256")} for name, row in plain.items()}

@@ -227,12 +227,14 @@ def _folded(level: Level) -> tuple[list[Box], list[Arrow]]:
     keys = [(re.sub(r"\d+", "{i}", box.name), box.label, box.kind, box.owner, box.state) for _, box in rows]
     graph: nx.DiGraph[str] = nx.DiGraph(list(level.arrows))
     graph.add_nodes_from(level.boxes)
+    order = {key: index for index, (key, _) in enumerate(rows)}
+    forward = all(order[a] < order[b] for a, b in level.arrows if a in order and b in order)  # then nothing comes back
     home = {key: key for key in level.boxes}
     made: dict[str, Box] = {}
     for start, period, times in runs(keys):
         inside = [key for key, _ in rows[start : start + period * times]]
         periods = [rows[start + i * period : start + (i + 1) * period] for i in range(times)]
-        if not any(box.kind in ("region", "layer") for _, box in periods[0]) or not _convex(graph, set(inside)):
+        if not any(box.kind in ("region", "layer") for _, box in periods[0]) or not (forward or _convex(graph, set(inside))):
             continue
         name = f"repeat\0{inside[0]}"
         made[name] = _repeat([[box for _, box in each] for each in periods])
@@ -298,12 +300,10 @@ def _chains(level: Level, home: dict[str, str]) -> list[list[str]]:
         reads[target].append(source)
         users[source].append(target)
     plain = [key for key, box in level.boxes.items() if box.kind == "op" and box.state == "kept" and home[key] == key]
-    chains: list[list[str]] = []
+    chains: dict[str, list[str]] = {}  # by their last
     for key in plain:
         before = reads[key]
-        ends = chains and len(before) == 1 and any(chain[-1] == before[0] for chain in chains)
-        if ends and users[before[0]] == [key] and level.arrows[before[0], key] == "kept":
-            next(chain for chain in chains if chain[-1] == before[0]).append(key)
-        else:
-            chains.append([key])
-    return [chain for chain in chains if len(chain) > 1]
+        follows = len(before) == 1 and users[before[0]] == [key] and level.arrows[before[0], key] == "kept"
+        chains[key] = chains.pop(before[0], []) if follows else []
+        chains[key].append(key)
+    return [chain for chain in chains.values() if len(chain) > 1]

@@ -9,11 +9,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import networkx as nx
 from fast_sugiyama import from_edges
 
 WIDTH, HEIGHT = 176, 54  # of a box, in pixels
 ACROSS, DOWN = 28, 34  # between boxes
-MOST = 400  # boxes of one picture
+MOST = 250  # boxes of one picture
+# above so many arrows, or bends in them, finding an order with few crossings takes seconds, and then minutes
+ARROWS, BENDS = 500, 2_000
 
 
 @dataclass
@@ -32,7 +35,7 @@ def place(count: int, arrows: Sequence[tuple[int, int]]) -> Placed:
     bends: dict[tuple[int, int], list[int]] = {}
     right = 0.0
     pairs = list(dict.fromkeys((a, b) for a, b in arrows if a != b))
-    for found, edges in _layered(pairs):
+    for found, edges in _layered(pairs) if _simple(pairs) else _rows(pairs):
         ranks = {y: row for row, y in enumerate(sorted({y for _, (_, y) in found}, reverse=True))}
         rows: dict[int, list[tuple[float, int]]] = defaultdict(list)
         for box, (x, y) in found:
@@ -61,6 +64,22 @@ def _layered(pairs: list[tuple[int, int]]) -> Iterator[tuple[list[tuple[int, tup
     made = from_edges(pairs, vertex_spacing=WIDTH + ACROSS, dummy_vertices=True, dummy_size=1) if pairs else []
     for found, _, _, edges in made:
         yield [(int(box), (float(x), float(y))) for box, (x, y) in found], [(int(a), int(b)) for a, b in edges or []]
+
+
+def _simple(pairs: Sequence[tuple[int, int]]) -> bool:
+    """Whether a layout is found soon."""
+    ranks = {box: y for found, _ in _rows(pairs) for box, (_, y) in found} if len(pairs) <= ARROWS else {}
+    return len(pairs) <= ARROWS and sum(abs(ranks[a] - ranks[b]) for a, b in pairs) <= BENDS
+
+
+def _rows(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[list[tuple[int, tuple[float, float]]], list[tuple[int, int]]]]:
+    """The same, each box in the first row below all that it takes, beside each other as they come."""
+    graph = nx.DiGraph(pairs)
+    if not nx.is_directed_acyclic_graph(graph):
+        graph = nx.DiGraph((a, b) for a, b in pairs if a < b)
+        graph.add_nodes_from(box for pair in pairs for box in pair)
+    rows = enumerate(nx.topological_generations(graph))
+    yield [(box, (float(x * (WIDTH + ACROSS)), -float(row))) for row, boxes in rows for x, box in enumerate(boxes)], []
 
 
 def _half(box: int, count: int) -> float:
