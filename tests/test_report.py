@@ -106,7 +106,7 @@ def test_every_region_and_block_is_in_the_picture_once(page, module):
 def test_alike_regions_are_one_and_the_one_that_differs_is_told(page):
     stack = next(kind for kind in page.kinds if kind.label == "Sequential")
     (repeat,) = [box for box in stack.boxes if box.kind == "repeat"]
-    assert (repeat.name, repeat.label, len(repeat.members)) == ("{0..4}", "Block", 5)
+    assert (repeat.name, repeat.label, len(repeat.members)) == ("{0:5}", "Block", 5)
     kinds = [member[0].inner for member in repeat.members]
     assert kinds[0] == kinds[1] == kinds[3] == kinds[4] != kinds[2], "blocks.2 has another pass"
     assert repeat.blocks == {"lora": 10, "scale": 1}
@@ -141,6 +141,16 @@ def test_what_was_before_is_found_again_from_what_is_kept():
         found = before(after, known)
         assert found.keys() == true.keys()
         assert {n: r.reads for n, r in found.items()} == {n: r.reads for n, r in true.items()}
+
+
+def test_what_a_network_of_a_pass_adds_is_counted_where_it_stands():
+    base = unets.sd15()
+    page = fxplug.report(base.gm, fxplug.apply(base.gm, fxplug.load_pass("controlnet", network=unets.control(base.model))))
+    gained = page.parameters - page.base
+    assert page.passes[0].parameters == gained == sum(n for part in page.depth for n in part["added"].values())
+    assert page.kinds[page.root].added == gained
+    (network,) = [box for box in page.kinds[page.root].boxes if box.label == "ControlNetModel"]
+    assert (network.state, network.owner, network.added) == ("added", "controlnet", gained)
 
 
 def test_a_module_without_passes_is_a_plain_picture():
@@ -506,5 +516,5 @@ def test_the_page_of_sdxl_is_small_and_soon_there(tmp_path):
 
 def test_a_repeat_stands_for_its_members():
     one = Box("0", "region", "Block", inner=3)
-    assert Box("{0..2}", "repeat", "Block", members=[[one], [one]]).unfolded == [one, one]
+    assert Box("{0:2}", "repeat", "Block", members=[[one], [one]]).unfolded == [one, one]
     assert one.unfolded == [one]

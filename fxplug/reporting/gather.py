@@ -107,8 +107,11 @@ def _added(module: TracedModule, after: Listing) -> dict[str, int]:
     seen: set[int] = set()
     found = {}
     for record in after.records.values():
-        if record.owner and record.path and record.kind in ("block", "layer"):
-            own = [p for p in module.get_submodule(record.path).parameters() if id(p) not in seen]
+        if record.owner and record.path and record.kind in ("block", "layer", "weight"):
+            home, _, key = record.path.rpartition(".")
+            read = getattr(module.get_submodule(home), key) if record.kind == "weight" else None
+            every = list(module.get_submodule(record.path).parameters()) if read is None else [read]
+            own = [p for p in every if isinstance(p, nn.Parameter) and id(p) not in seen]
             seen.update(map(id, own))
             found[record.name] = sum(p.numel() for p in own)
     return found
@@ -158,7 +161,7 @@ def _shapes(record: Record | None, after: Listing) -> str:
 
 def _depth(after: Listing, added: Mapping[str, int]) -> list[dict[str, Any]]:
     """What passes add along the model, in parts of as many layers each, the last of which says where it ends."""
-    layers = [r for r in after.records.values() if r.kind in ("layer", "block") and (r.path or r.owner)]
+    layers = [r for r in after.records.values() if r.kind in ("layer", "block") or r.name in added]
     if not any(added.values()):
         return []
     parts = min(BINS, len(layers))

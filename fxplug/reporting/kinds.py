@@ -98,10 +98,10 @@ class Kinds:
             return
         kind = "in" if record.kind == "input" else record.kind
         shape = record.shape
-        size = self.added.get(record.name, 0) if record.kind == "block" else self.sizes.get(record.path, 0)
+        added = self.added.get(record.name, 0)  # of a block, or of a layer in a pass's network
         level.boxes[record.name] = Box(
             level.names[record.name], kind, record.label, state, shape, record.dtype, record.owner if state == "added" else "",
-            parameters=0 if record.kind == "block" else size, added=size if record.kind == "block" else 0,
+            parameters=0 if record.owner else self.sizes.get(record.path, 0), added=added,
             blocks={record.owner: 1} if record.kind == "block" and record.path else {},
         )  # fmt: skip
 
@@ -282,9 +282,11 @@ def _repeat(periods: list[list[Box]]) -> Box:
     numbers = [re.findall(r"\d+", period[index].name) for period in periods]
     name = main.name
     for place, number in reversed(list(enumerate(re.finditer(r"\d+", main.name)))):
-        values = [row[place] for row in numbers]
+        values = [int(row[place]) for row in numbers]
         if len(set(values)) > 1:
-            name = f"{name[: number.start()]}{{{values[0]}..{values[-1]}}}{name[number.end() :]}"
+            in_a_row = values == list(range(values[0], values[0] + len(values)))
+            said = f"{values[0]}:{values[-1] + 1}" if in_a_row else f"{values[0]}..{values[-1]}"  # the first is what `at` takes
+            name = f"{name[: number.start()]}{{{said}}}{name[number.end() :]}"
     return Box(
         name, "repeat", main.label, main.state, last[index].shape, last[index].dtype, main.owner,
         parameters=sum(box.parameters for box in each), added=sum(box.added for box in each),

@@ -52,7 +52,7 @@ def html(page: Page) -> str:
         lead=lead(page),
         gained=gained,
         share=f"{gained / page.base:.2%}" if page.base else "",
-        classes=", ".join(f"{n:,} {label}" for label, n in Counter(row.label for row in page.sites).most_common(3)),
+        classes=", ".join(f"{n:,} {label}" for label, n in Counter(row.label for row in page.sites).most_common(2)),
         verdict=verdict(page.checks or []),
         bars=bars(page.depth, colours),
         versions={name: page.facts[name] for name in ("fxplug", "torch", "python") if name in page.facts},
