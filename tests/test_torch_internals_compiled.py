@@ -171,10 +171,10 @@ def test_a_frame_that_is_left_runs_as_it_stands_and_what_it_calls_is_compiled():
 def test_a_file_that_is_left_is_not_compiled(tmp_path, monkeypatch):
     (tmp_path / "left_alone.py").write_text("import torch\ndef run(f, x):\n    return f(torch.neg(x))\n")
     monkeypatch.syspath_prepend(tmp_path)
-    compiling.leave_module("left_alone")
-    torch._dynamo.reset()
     import left_alone
 
+    compiling.leave_module(left_alone)
+    torch._dynamo.reset()
     graphs_of = Graphs()
     torch.compile(left_alone.run, backend=graphs_of)(inner, torch.ones(2))
     sys.modules.pop("left_alone")

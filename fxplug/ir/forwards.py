@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..torch_internals.compiling import is_listening, leave_frame, leave_module
+from .. import turns
+from ..torch_internals.compiling import apart, is_listening, leave_frame, leave_module
 from ..turns import during, turns_of
 from . import ops, variants
 
@@ -74,7 +75,7 @@ def any_way(forward: Any) -> Any:
     return wrapper
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@apart
 def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
     """What a block does before the first call of the module that it is in; the first of those that do something."""
     found: Any = next((m for m in module.modules() if hasattr(type(m), "before_first_call")), None)
@@ -85,5 +86,5 @@ def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
 # these frames are not compiled, what they call is; all wrappers have one code
 leave_frame(in_turn(nn.Module.forward).__code__)
 leave_frame(any_way(nn.Module.forward).__code__)
-leave_module(during.__module__)
-leave_module(variants.__name__)
+leave_module(turns)
+leave_module(variants)

@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import FxplugError, GuardError, shown
+from ..torch_internals.compiling import apart
 from ..torch_internals.modules import DropoutNd, NormBase
 from ..turns import turns_of
 from . import functions, ops
@@ -96,7 +97,7 @@ class Variants:
                 variant = step(variant)
         return variant
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @apart
     def add(self, owner: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
         """A new variant, for this call. Raises FxplugError where there cannot be one."""
         if vars(owner)["_codes"] != self.codes:
@@ -124,7 +125,7 @@ class Variants:
 # --- calling
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@apart
 def chosen(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
     """The module, or the variant whose first checks hold for a call: made, where there is none. Raises GuardError."""
     why = refusal(module, args, kwargs)
@@ -201,7 +202,7 @@ def fits(module: TracedModule, variant: TracedModule) -> bool:
     return not variant.twin_error or module.training in variant.graphs
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@apart
 def refusal(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
     """Why a graph does not hold for a call, as far as its first checks tell; None where it does, or takes no such call."""
     graph = _graph(module)
@@ -236,7 +237,7 @@ def _graph(module: TracedModule) -> fx.Graph:
     return module.graphs.get(module.training, module.graph)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@apart
 def repeatable(module: TracedModule) -> bool:
     """Whether a call that a guard ended can be made again in another way: nothing was written or drawn that stays."""
     for node in _graph(module).nodes:
