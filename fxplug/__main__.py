@@ -24,6 +24,7 @@ from .cli.verbs import (
     Allow,
     ConfigArg,
     Debug,
+    NoCache,
     Set,
     Subject,
     Verbs,
@@ -69,13 +70,14 @@ def rewrite(
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not check the result.")] = False,
     all_: Annotated[bool, typer.Option("--all", help="With --dry-run: a line for every site.")] = False,
     page: Annotated[Path | None, typer.Option("--report", metavar="PAGE.html", help="Write a page about it, too.")] = None,
+    no_cache: NoCache = False,
     debug: Debug = False,
 ) -> None:
     """Build, trace, rewrite and verify a model, and save the result."""
     verify = False if no_verify else None
     if page is not None and page.is_dir():
         raise SpecError(f"'{page}' is a folder, and the page is one file: --report {page / 'page.html'}")
-    result = rewritten(config, set, out=out, dry_run=dry_run, verify=verify)
+    result = rewritten(config, set, out=out, dry_run=dry_run, verify=verify, cache=not no_cache)
     if page is not None:
         from .reporting.reports import report_of
 
@@ -121,10 +123,11 @@ def sites(
     config: ConfigArg,
     all_: Annotated[bool, typer.Option("--all", help="A line for every site, also for those that are alike.")] = False,
     set: Set = None,
+    no_cache: NoCache = False,
     debug: Debug = False,
 ) -> None:
     """List where the passes of a configuration act, with shapes and the parameters they add."""
-    found = rewritten(config, set, dry_run=True, verify=False)
+    found = rewritten(config, set, dry_run=True, verify=False, cache=not no_cache)
     print_rows(found.listing if all_ else found.folded)
 
 
@@ -134,6 +137,7 @@ def diff(
     all_: Annotated[bool, typer.Option("--all", help="Every place, also those that are alike, and every line whole.")] = False,
     set: Set = None,
     allow: Allow = None,
+    no_cache: NoCache = False,
     debug: Debug = False,
 ) -> None:
     """Print what the passes changed, as a diff of the graph."""
@@ -143,7 +147,7 @@ def diff(
 
         print_diff(saved_diff(subject, module), module, all_)
         return
-    result = rewritten(subject, set, dry_run=True, verify=False)
+    result = rewritten(subject, set, dry_run=True, verify=False, cache=not no_cache)
     from .ir.text import diff as compare
 
     print_diff(compare(result.base, result.module), result.module, all_)
@@ -162,6 +166,7 @@ def show(
     out: Annotated[Path | None, typer.Option("--out", help="With --to: the file to write.")] = None,
     set: Set = None,
     allow: Allow = None,
+    no_cache: NoCache = False,
     debug: Debug = False,
 ) -> None:
     """Print a rewritten model: its graph, its modules, its code, or the forms of its layers; or write it for other tools."""
@@ -171,7 +176,8 @@ def show(
         raise typer.BadParameter("--region and --out are for --to")
     saved = Path(subject).is_dir()
     dry = not forms  # live merge reads weights
-    module = load_saved(subject, set, allow) if saved else rewritten(subject, set, dry_run=dry, verify=False).module
+    how: dict[str, bool] = {"dry_run": dry, "verify": False, "cache": not no_cache}
+    module = load_saved(subject, set, allow) if saved else rewritten(subject, set, **how).module
     if forms:
         from .lowerings.pipeline import form_table, lower
 

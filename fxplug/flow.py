@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .artifacts.artifact import save
+from .artifacts.kept_traces import KeptTrace
 from .capture.fake_tensors import lacks_values
 from .capture.tracer import trace
 from .errors import LONGEST, ArtifactError, FxplugError, SpecError, brief_fields, harmless, outline
@@ -20,13 +21,10 @@ from .files.writing import check_folder
 from .ir.records import changes
 from .ir.repeats import patterns
 from .ir.text import diff, parameters
-from .ir.traced_module import TracedModule, class_names
+from .ir.traced_module import TracedModule, class_names, code_when_asked
 from .limits import DEFAULT
-from .models.example_inputs import added_inputs, default_inputs, example_inputs
-from .models.factory import build, torch_device
-from .parallel.pipelines.entry import in_steps, written_down
-from .parallel.pipelines.pipeline import PipeFusion
-from .parallel.plan import Plan, parallel_plan, parallelize
+from .models.example_inputs import added_inputs, default_inputs, example_inputs, shaped
+from .models.factory import build, diffusers_config, load_all, torch_device
 from .rewriter.applying import apply
 from .rewriter.matcher import find
 from .rewriter.sites import Site, Sites
@@ -34,8 +32,11 @@ from .spec.rules import STEP_KEYS, WAYS, Match, Pass, Rule
 from .spec.run_config import Config, load_config, resolved
 from .spec.train_section import Export
 from .spec.yaml_source import read_yaml
-from .verifier import Report
-from .verifier import verify as run_checks
+
+if TYPE_CHECKING:  # what a dry run may do without is imported by what needs it
+    from .parallel.pipelines.pipeline import PipeFusion
+    from .parallel.plan import Plan
+    from .verifier import Report
 
 SHOWN = 30  # so many sites are listed in the text of a result
 Step = Callable[[str], AbstractContextManager[Any]]
@@ -90,14 +91,17 @@ def rewrite(
     dry_run: bool = False,
     verify: bool | None = None,
     progress: Step | None = None,
+    cache: bool = False,
+    compile: bool = True,
 ) -> Result:
     """Do all that a configuration says, and save the result in the folder `out` when one is given.
 
     `source` and `set` are those of `load_config`. `verify` takes the place of the configuration's. A dry run uses no
     memory for weights, but for a model that reads values out of its data, which a warning tells; it checks only the
-    structure, and writes nothing. `progress(text)` gives
-    a context manager for each step. The global random state is left as it was. Raises FxplugError, for a folder that cannot
-    be written before anything else; nothing is written then.
+    structure, writes nothing, and its modules get no variants. With `cache` it takes the trace that an earlier one has
+    kept on disk, where that holds still, and keeps its own. Without `compile` verification compiles nothing.
+    `progress(text)` gives a context manager for each step. The global random state is left as it was. Raises FxplugError,
+    for a folder that cannot be written before anything else; nothing is written then.
     """
     if isinstance(source, Config) and set:
         raise SpecError("'set' changes what is read from a file or mapping, and this configuration was read already")
@@ -108,11 +112,14 @@ def rewrite(
     checked = config.verify if verify is None else verify
     devices = [torch_device(config)] if torch_device(config).type == "cuda" else []
     with torch.random.fork_rng(devices):
-        result = _plan(config, step) if dry_run else _rewritten(config, step)
+        with code_when_asked() if dry_run else nullcontext():
+            result = _plan(config, step, cache) if dry_run else _rewritten(config, step)
         if checked:
             with step("verify"):
+                from .verifier import verify as run_checks
+
                 args, kwargs = result.inputs
-                result.report = run_checks(result.base, result.module, args, kwargs, compile=not dry_run)
+                result.report = run_checks(result.base, result.module, args, kwargs, compile=compile and not dry_run)
     if out is not None and not dry_run:
         with step("save"):
             remember(result)
@@ -189,10 +196,11 @@ def remember(result: Result) -> None:
     }
 
 
-def _plan(config: Config, step: Step) -> Result:
+def _plan(config: Config, step: Step, cache: bool) -> Result:
     """The rewrite on meta tensors; on real ones, which a warning tells, for a model that reads values out of its data."""
+    kept = _kept(config) if cache else None
     try:
-        traced = _traced(config, step, "meta")
+        traced = (kept and _taken(config, kept, step)) or _traced(config, step, "meta", kept)
     except Exception as error:  # the model's code may raise anything
         if torch_device(config).type == "meta" or not lacks_values(error):
             raise
@@ -206,14 +214,46 @@ def _rewritten(config: Config, step: Step) -> Result:
     return _applied(config, base, inputs, step, None)
 
 
-def _traced(config: Config, step: Step, device: str | None) -> tuple[TracedModule, Any]:
+def _traced(config: Config, step: Step, device: str | None, kept: KeptTrace | None = None) -> tuple[TracedModule, Any]:
     torch.manual_seed(config.seed)
     with step("build the model"):
         model = build(config, device=device)
-        later = {called for p in config.passes for name in p.inputs for called in (name, f"{p.name}_{name}")}
-        args, kwargs = example_inputs(config, model, device=device, later=later)
+        args, kwargs = example_inputs(config, model, device=device, later=_later(config))
     with step("trace"):
-        return trace(model, args, kwargs, leaf=config.leaf), (args, kwargs)
+        traced = trace(model, args, kwargs, leaf=config.leaf, variants=0 if device else None)
+    if kept is not None:
+        with step("keep the trace"):
+            kept.write(traced, list(kwargs) if config.inputs else default_inputs(config, model))
+    return traced, (args, kwargs)
+
+
+def _kept(config: Config) -> KeptTrace | None:
+    """The place of the trace of a configuration; None for one that users' own code makes, or that has to say its lines."""
+    if config.model.kind == "call" or any(p.parallel for p in config.passes):
+        return None
+    data = resolved(config)
+    made_of = {key: data.get(key) for key in ("model", "inputs", "dtype", "mode", "seed", "leaf")}
+    if config.model.kind == "diffusers" and isinstance(config.model.target, str):
+        made_of["config.json"] = diffusers_config(config)
+    return KeptTrace([made_of, sorted(_later(config) & config.inputs.keys())])
+
+
+def _taken(config: Config, kept: KeptTrace, step: Step) -> tuple[TracedModule, Any] | None:
+    """The kept trace and its inputs; None where there is none, or where the weights of the configuration do not fit it."""
+    with step("read the kept trace"):
+        if (found := kept.read()) is None:
+            return None
+        module, names = found
+        try:
+            load_all(module, config)
+        except SpecError:
+            return None  # the model itself has the words for it
+        return module, ((), shaped(config, names))
+
+
+def _later(config: Config) -> set[str]:
+    """The inputs that passes will add."""
+    return {called for p in config.passes for name in p.inputs for called in (name, f"{p.name}_{name}")}
 
 
 def _applied(config: Config, base: TracedModule, inputs: Any, step: Step, device: str | None) -> Result:
@@ -234,7 +274,11 @@ def _applied(config: Config, base: TracedModule, inputs: Any, step: Step, device
 def _parallelized(config: Config, result: Result, step: Step) -> None:
     """Split the result over processes, as all parallel passes together say: one plan on one mesh, after every other pass."""
     given: dict[str, Any] = {}
-    indices = [index for index, p in enumerate(config.passes) if p.parallel]
+    if not (indices := [index for index, p in enumerate(config.passes) if p.parallel]):
+        return
+    from .parallel.pipelines.entry import in_steps, written_down
+    from .parallel.plan import parallel_plan, parallelize
+
     for index in indices:
         with _given_at(config, index):
             for key, value in config.passes[index].parallel.items():

@@ -181,6 +181,24 @@ def test_a_file_that_is_left_is_not_compiled(tmp_path, monkeypatch):
     assert torch.neg not in sum(graphs_of.seen, []), "a compiler would take our turns apart"
 
 
+def test_what_is_apart_is_compiled_neither_itself_nor_what_it_calls():
+    @compiling.apart
+    def alone(x):
+        said.append(compiling.is_listening())
+        return inner(torch.neg(x))
+
+    def frame(x):
+        return alone(x)
+
+    said = []
+    compiling.leave_frame(frame.__code__)
+    torch._dynamo.reset()
+    graphs_of = Graphs()
+    torch.compile(frame, backend=graphs_of)(torch.ones(2))
+    alone(torch.ones(2))
+    assert said == [False, False] and graphs_of.seen == [], "a check of a call would be compiled, and end what is compiled"
+
+
 def test_a_frame_knows_whether_frames_are_compiled():
     said = []
 

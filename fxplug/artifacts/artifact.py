@@ -110,7 +110,7 @@ def load(
             if name != "graph.json" and name not in files.weights:
                 files.check(name)
         with wrapped("graph.json cannot be used"):
-            return _build(files, document, list(allow), device)
+            return _build(files, document, list(allow), device, files.limits)
 
 
 # --- the document
@@ -297,8 +297,13 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 def _build(
-    files: Snapshot, document: dict[str, Any], allow: list[str], device: torch.device | str | None
+    files: Snapshot | None,
+    document: dict[str, Any],
+    allow: list[str],
+    device: torch.device | str | None,
+    limits: Limits,
 ) -> TracedModule:
+    """The module of a document; without `files` one of shapes alone, which this machine's user has written."""
     only_keys(document, [*DOCUMENT, *LATER], "the document")
     for key in DOCUMENT:
         if key not in document:
@@ -306,9 +311,9 @@ def _build(
     if document["format"] != FORMAT:
         raise ArtifactError(f"graph.json has format {shown(document['format'])}, the manifest has {FORMAT}")
     records = document["tensors"]
-    if type(records) is not dict or len(records) > files.limits.tensors:
-        raise ArtifactError(f"graph.json: the tensors must be an object of at most {files.limits.tensors}")
-    modules = read_modules(document["modules"], allow, records, files.limits)
+    if type(records) is not dict or len(records) > limits.tensors:
+        raise ArtifactError(f"graph.json: the tensors must be an object of at most {limits.tensors}")
+    modules = read_modules(document["modules"], allow, records, limits)
     tree = modules[""]
     assert isinstance(tree, Container)
     vars(tree)["classes"] = tuple(str(c) for c in document["classes"])  # a child may have that name
@@ -319,17 +324,17 @@ def _build(
     if names != list(records):
         odd = sorted(set(names) ^ set(records)) or names
         raise ArtifactError(f"graph.json: modules and tensors do not agree: {', '.join(map(shown, odd[:3]))}")
-    graphs = _read_graphs(document, modules, allow, files.limits)
+    graphs = _read_graphs(document, modules, allow, limits, foreign=files is not None)
     values = read_tensors(files, records, device, allow)
     fill(tree, values.__getitem__, lambda name: records[name].get("persistent", True) is not False)
     for bank in older:
         bank.remembers()
-    extras = {str(k): decode(v, None, files.limits) for k, v in document["extras"].items()}
+    extras = {str(k): decode(v, None, limits) for k, v in document["extras"].items()}
     module = TracedModule(tree, graphs, None, extras)
     _check_paths(module, graphs)
     module.twin_error = None if document["twin_error"] is None else str(document["twin_error"])
-    module.meta.update({str(k): decode(v, None, files.limits) for k, v in document["meta"].items()})
-    _add_variants(module, document, modules, allow, files.limits)
+    module.meta.update({str(k): decode(v, None, limits) for k, v in document["meta"].items()})
+    _add_variants(module, document, modules, allow, limits)
     _set_modes(module, document, modules)
     return module
 
@@ -376,7 +381,11 @@ def _set_modes(module: TracedModule, document: dict[str, Any], modules: dict[str
 
 
 def _read_graphs(
-    document: dict[str, Any], modules: dict[str, nn.Module], allow: list[str], limits: Limits = DEFAULT
+    document: dict[str, Any],
+    modules: dict[str, nn.Module],
+    allow: list[str],
+    limits: Limits = DEFAULT,
+    foreign: bool = True,
 ) -> dict[bool, Any]:
     called = {n for n, m in modules.items() if not isinstance(m, Container)}
     tensors = {
@@ -387,7 +396,7 @@ def _read_graphs(
     }
     reader = GraphReader(called, tensors, document["stacks"], allow, limits)
     only_keys(document["graphs"], MODES, "the graphs")
-    graphs = {MODES[name]: reader.read(nodes) for name, nodes in document["graphs"].items()}
+    graphs = {MODES[name]: reader.read(nodes, foreign) for name, nodes in document["graphs"].items()}
     if not graphs:
         raise ArtifactError("graph.json has no graph")
     return graphs

@@ -60,11 +60,12 @@ def written_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
     """The parameters of a class's constructor that a file may give."""
     return [
         p
-        for p in _constructor_parameters(cls)
+        for p in _constructor_parameters(cls)  # type: ignore[arg-type]
         if p.name not in ("device", "dtype") and p.name[0] != "_" and not (p.name == "mode" and issubclass(cls, nn.RNNBase))
     ]
 
 
+@cache
 def _constructor_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:
     """The parameters of the first constructor in the line of bases that names them."""
     for base in cls.__mro__:

@@ -5,6 +5,7 @@ torch is imported by what needs it, when it runs.
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import sysconfig
@@ -12,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -102,6 +103,9 @@ Allow = Annotated[
     list[str] | None,
     typer.Option("--allow", metavar="MODULE", help="A module whose blocks an artifact may use. Repeatable."),
 ]
+NoCache = Annotated[
+    bool, typer.Option("--no-cache", help="Trace the model anew, and neither read nor keep a trace on disk.")
+]
 ConfigArg = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped one.")]
 Subject = Annotated[str, typer.Argument(metavar="CONFIG_OR_DIR", help="A configuration, or the folder of a saved rewrite.")]
 
@@ -118,9 +122,22 @@ def read_config(config: str, set: list[str] | None) -> Config:
 def rewritten(config: str, set: list[str] | None, **how: Any) -> Result:
     """The result of a configuration's rewrite, with progress shown; `set` holds changes such as `passes.0.lora.rank=8`."""
     found = read_config(config, set)
-    from ..flow import rewrite
+    with uncollected():
+        from ..flow import rewrite
+    with uncollected() if how.get("dry_run") else nullcontext():
+        return rewrite(found, progress=progress, **how)
 
-    return rewrite(found, progress=progress, **how)
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the garbage collector, which takes a fifth of what imports large libraries and soon ends."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def load_saved(folder: str, set: list[str] | None, allow: list[str] | None, device: str | None = None) -> TracedModule:

@@ -132,7 +132,8 @@ def line(node: fx.Node) -> str:
         return f"{node.name} = check {args[0]}: {node.args[3] or 'any shape'}"
     if node.target in (ops.check_members, ops.check_generator):
         return f"check {node.args[2]}: {args[1]}"
-    name = node.target if node.op == "call_module" else functions.names().get(node.target)
+    stands_for = node.meta.get("result", {}).get("result", "").rpartition(":")[2]  # of a class that was not there to be read
+    name = node.target if node.op == "call_module" else stands_for or functions.names().get(node.target)
     name = name or getattr(node.target, "__qualname__", str(node.target))
     short = str(name).removeprefix("fxplug.ops.").removeprefix("torch.nn.functional.").removeprefix("operator.")
     return f"{node.name} = {short}({', '.join(args)})"

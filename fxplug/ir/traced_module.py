@@ -7,9 +7,11 @@ import functools
 import inspect
 import keyword
 import re
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -37,6 +39,29 @@ LOOKUP = re.compile(
 PATH = re.compile(r'''\bself((?:\.\w+|\[[^\[\]]+\])+)|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*''')
 STEP = re.compile(r"\.(\w+)|\[[^\[\]]+\]")
 MODES = (ops.enter_grad, ops.enter_autocast)
+_LATER: ContextVar[bool] = ContextVar("_LATER", default=False)
+
+
+@contextmanager
+def code_when_asked() -> Iterator[None]:
+    """The graphs of modules that are made within get their code when somebody asks for it; whoever reads graphs never does."""
+    token = _LATER.set(True)
+    try:
+        yield
+    finally:
+        _LATER.reset(token)
+
+
+class _Unwritten:
+    """Stands for the `forward` of a module whose code is not written yet."""
+
+    def __init__(self, module: TracedModule) -> None:
+        self.module = weakref.ref(module)
+
+    def __get__(self, module: TracedModule | None, cls: Any) -> Any:
+        if (owner := self.module()) is not None:
+            owner._write()
+        return cls.forward if module is None else module.forward
 
 
 class Graph(fx.Graph):
@@ -206,6 +231,9 @@ class TracedModule(fx.GraphModule):
 
     def recompile(self) -> Any:
         """Write the code of the graph anew; with a graph for each mode `forward` takes that of the mode it is in."""
+        if _LATER.get():
+            type(self).forward = _Unwritten(self)  # type: ignore[assignment]
+            return None
         code = super().recompile()
         self.__dict__.setdefault("_codes", {})[self.__dict__.get("_graph_mode")] = self._code
         cls = type(self)
@@ -222,6 +250,17 @@ class TracedModule(fx.GraphModule):
             cls.forward = forward
         cls.forward = any_way(in_turn(cls.forward))
         return code
+
+    def _write(self) -> None:
+        token = _LATER.set(False)
+        try:
+            mode, graph, twin = self._graph_mode, self._graph, self._twin
+            for of, each in ((not mode, twin), (mode, graph)):
+                if each is not None:
+                    self._choose(of, each)
+                    self.recompile()
+        finally:
+            _LATER.reset(token)
 
     def bind(self, **inputs: Any) -> TracedModule:
         """This module with inputs that it holds itself, for callers who do not know of them: `bind(cond=image, strength=0.7)`.
@@ -240,7 +279,8 @@ class TracedModule(fx.GraphModule):
         if self._twin is not None and mode != self._graph_mode:
             other, self._twin = self._twin, self._graph
             self._choose(mode, other)
-            self._code = self._codes[mode]
+            if "_codes" in vars(self):
+                self._code = self._codes[mode]
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> TracedModule:
@@ -289,6 +329,9 @@ class TracedModule(fx.GraphModule):
         except AttributeError:
             if name.startswith("__"):
                 raise
+            if name in ("_code", "_codes") and isinstance(vars(type(self)).get("forward"), _Unwritten):
+                self._write()
+                return vars(self)[name]
         extras = self.__dict__.get("_extras", {})
         if name in extras:
             return extras[name]

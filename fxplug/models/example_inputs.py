@@ -39,6 +39,13 @@ def example_inputs(
     return (), kwargs
 
 
+def shaped(config: Config, inputs: list[str] | dict[str, Any]) -> dict[str, Any]:
+    """Inputs on the meta device: those of a configuration that are named, or of these shapes where it says none."""
+    shapes = inputs if isinstance(inputs, dict) else {}
+    specs = config.inputs or {name: TensorSpec(tuple(shape)) for name, shape in shapes.items()}
+    return _Filler(config, torch.device("meta")).mapping({name: specs[name] for name in inputs})
+
+
 def added_inputs(config: Config, module: TracedModule, *, device: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Example values for the inputs that passes added, and what `inputs` would say to have them.
 

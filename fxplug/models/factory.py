@@ -37,13 +37,23 @@ def build(config: Config, *, device: str | None = None) -> nn.Module:
         raise SpecError(finding, path=("model",), where=spec.where) from error
     if not isinstance(model, nn.Module):
         raise SpecError(f"{_name(spec)} gave a {type(model).__name__}, no nn.Module", path=("model",), where=spec.where)
-    if spec.kind == "diffusers" and isinstance(spec.target, str):
-        _load_folder(model, config.base / spec.target, config)
-    if config.weights is not None:
-        load_weights(model, config.weights)
+    load_all(model, config)
     if config.dtype is not None:
         model = model.to(getattr(torch, config.dtype))
     return model.to(target).train(config.mode == "train")
+
+
+def load_all(model: nn.Module, config: Config) -> None:
+    """Give a model the weights of a configuration; on meta, see whether they fit. Raises SpecError where they do not."""
+    if config.model.kind == "diffusers" and isinstance(config.model.target, str):
+        _load_folder(model, config.base / config.model.target, config)
+    if config.weights is not None:
+        load_weights(model, config.weights)
+
+
+def diffusers_config(config: Config) -> dict[str, Any]:
+    """What stands in the config.json that a configuration names as its model. Raises SpecError."""
+    return _diffusers_config(config.base / str(config.model.target), config.model)
 
 
 def torch_device(config: Config, device: str | None = None) -> torch.device:

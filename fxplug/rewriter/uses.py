@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import networkx
 from torch import fx
 
 from ..errors import MatchError
@@ -77,6 +76,8 @@ def needed(inside: list[fx.Node]) -> set[fx.Node]:
 
 def reaches(starts: list[fx.Node], goal: fx.Node) -> bool:
     """Whether a value flows from one of these nodes to another."""
+    import networkx  # which a tenth of a dry run would wait for
+
     flow = networkx.DiGraph((node, user) for node in goal.graph.nodes for user in node.users)
     return goal in starts or any(start in flow and goal in networkx.descendants(flow, start) for start in starts)
 

@@ -45,7 +45,7 @@ def _functions(names: Mapping[str, Any], home: str) -> Iterator[FunctionType]:
 
 
 def apart(function: F) -> F:
-    """A function that no compiler takes, nor what it calls: as `torch.compiler.disable`, which imports dynamo at once, makes it."""
+    """A function that no compiler takes, nor what it calls, as `torch.compiler.disable` makes it, which imports dynamo."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

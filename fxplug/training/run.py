@@ -85,7 +85,7 @@ def train(
             found_tests = with_classes(open_items(tests, config.base, test=True), data.classes)
             test = Loader(found_tests, tests, train=False, **common)
         checked = config.verify and accelerator.is_main_process
-        result = rewrite(config, verify=checked, progress=progress)
+        result = rewrite(config, verify=checked, progress=progress, compile=False)
         remember(result)
         trainer = Trainer(
             result.module,

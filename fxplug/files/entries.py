@@ -1,0 +1,203 @@
+"""What is kept on disk from one run to the next, each entry for as long as all that it was made with is as it was.
+
+An entry is one file: a line of JSON that says what it was made with and the SHA-256 of the rest, and the rest. It is written
+beside its place and moved there, so that a reader finds all of it or nothing, however many processes write. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import stat
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+BOUND = 256 << 20  # bytes of all entries together: those that were not used for longest go first
+WRITING = ".writing-"
+STANDARD = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+OWN = Path(__file__).parents[1]
+# environment variables that the libraries of models look at, and torch
+LOOKED_AT = ("TORCH", "PYTORCH", "PT_", "CUDA", "CUBLAS", "HF_", "TIMM_", "DIFFUSERS_", "TRANSFORMERS_", "USE_", "ACCELERATE_",
+             "XFORMERS", "FLASH", "PEFT", "_CHECK_PEFT", "BNB_")  # fmt: skip
+
+
+def cache_folder() -> Path:
+    """Where fxplug keeps what it can make again: `FXPLUG_CACHE`, else `fxplug` in the cache folder of the user."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("FXPLUG_CACHE") or Path(base) / "fxplug")
+
+
+class Stale(Exception):
+    """Why an entry that is there is not used."""
+
+
+def read(name: str, made_with: Mapping[str, Any], limit: int) -> bytes | None:
+    """What an entry holds; None where there is none. Raises Stale where it is damaged, or something has changed since.
+
+    `made_with` is the `environment()` of now.
+    """
+    file = cache_folder() / "traces" / name
+    try:
+        handle = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Stale(f"it cannot be read: {error.strerror}") from None
+    with os.fdopen(handle, "rb") as opened:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode) or not _mine(about) or not _mine(os.stat(file.parent)):
+            raise Stale("others can write it")
+        if about.st_size > limit:
+            raise Stale(f"it has {about.st_size} bytes")
+        head, _, body = opened.read(limit).partition(b"\n")
+    try:
+        said = json.loads(head)
+        if said["format"] != FORMAT or said["sha256"] != hashlib.sha256(body).hexdigest():
+            raise ValueError
+        before, sources = dict(said["made_with"]), said["sources"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise Stale("it is damaged") from None
+    if changed := next((key for key, value in made_with.items() if before.get(key) != value), None):
+        raise Stale(f"its {changed} is another now")
+    if changed := _changed(sources):
+        raise Stale(f"{changed} has changed")
+    with contextlib.suppress(OSError):
+        os.utime(file)
+    return body
+
+
+def write(name: str, made_with: Mapping[str, Any], body: bytes) -> None:
+    """Keep an entry that was made with this environment, as it was at the beginning. Raises OSError.
+
+    The oldest ones go where there are too many.
+    """
+    folder = cache_folder() / "traces"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not _mine(os.stat(folder)):
+        raise PermissionError(13, "others can write it", str(folder))
+    digest = hashlib.sha256(body).hexdigest()
+    head = {"format": FORMAT, "sha256": digest, "made_with": made_with, "sources": loaded_sources()}
+    handle, path = tempfile.mkstemp(dir=folder, prefix=WRITING)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(json.dumps(head).encode() + b"\n" + body)
+        os.replace(path, folder / name)
+    except BaseException:  # an interrupt, too
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+        raise
+    _bounded(folder, name)
+
+
+def _bounded(folder: Path, newest: str) -> None:
+    """Remove what was not used for longest, and what a process that was killed has left."""
+    found = []
+    for file in folder.iterdir():
+        with contextlib.suppress(OSError):
+            about = file.stat()
+            found.append((about.st_mtime, about.st_size, file))
+    size = sum(size for _, size, _ in found)
+    for age, taken, file in sorted(found):
+        if (size > BOUND and file.name != newest) or (file.name.startswith(WRITING) and age < time.time() - 3600):
+            with contextlib.suppress(OSError):
+                file.unlink()
+                size -= taken
+
+
+def _mine(about: os.stat_result) -> bool:
+    return not hasattr(os, "getuid") or (about.st_uid == os.getuid() and not about.st_mode & 0o022)
+
+
+# --- what entries depend on
+
+
+def environment() -> dict[str, Any]:
+    """What of the machine, of Python and of what is installed a result can depend on, as plain data."""
+    folders = dict.fromkeys((*_libraries(), *(os.path.abspath(path) for path in sys.path if "-packages" in path)))
+    installed = [sorted(os.listdir(folder)) for folder in folders if os.path.isdir(folder)]
+    own = sorted((str(path.relative_to(OWN)), *_state(path)) for path in OWN.rglob("*.py"))
+    devices = sorted(name for name in os.listdir("/dev") if name.startswith("nvidia")) if os.path.isdir("/dev") else []
+    return {
+        "Python": sys.version,
+        "machine": [platform.node(), platform.platform(), devices],
+        "version of fxplug": _digest(own),
+        "set of installed packages": _digest(installed),
+        "environment": {key: value for key, value in sorted(os.environ.items()) if key.startswith(LOOKED_AT)},
+    }
+
+
+def loaded_sources() -> dict[str, Any]:
+    """Size and time of each file of code that is loaded and not of Python's own library, and where the packages lie."""
+    files, packages = {}, {}
+    for name, file in _loaded():
+        if not _standard(file) and not _own(file):
+            with contextlib.suppress(OSError):
+                files[file] = _state(file)
+                if "." not in name and _place(name) == file:
+                    packages[name] = file
+    return {"files": files, "packages": packages}
+
+
+def users_modules() -> list[str]:
+    """The modules that are loaded and come neither from an installed package nor from Python nor from here.
+
+    Nobody can say what those have done to the others.
+    """
+    known = tuple(f"{folder}{os.sep}" for folder in _libraries())
+    return [name for name, file in _loaded() if not (file.startswith(known) or _standard(file) or _own(file))]
+
+
+def _loaded() -> list[tuple[str, str]]:
+    found = ((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
+    named = [(name, file) for name, file in found if isinstance(file, str) and name not in ("__main__", "__mp_main__")]
+    return [(name, os.path.normpath(file)) for name, file in named if os.path.isabs(file)]  # torch.ops has one that is none
+
+
+def _changed(sources: Mapping[str, Any]) -> str | None:
+    for file, state in sources["files"].items():
+        try:
+            if _state(file) != state:
+                return str(file)
+        except OSError:
+            return str(file)
+    for name, file in sources["packages"].items():
+        if _place(name) != file:
+            return str(name)
+    return None
+
+
+def _place(package: str) -> str | None:
+    """The file that importing a package would run."""
+    spec = PathFinder.find_spec(package)
+    return None if spec is None or spec.origin is None else os.path.abspath(spec.origin)
+
+
+def _libraries() -> tuple[str, ...]:
+    return tuple(dict.fromkeys(os.path.abspath(sysconfig.get_path(name)) for name in ("purelib", "platlib")))
+
+
+def _standard(file: str) -> bool:
+    return file.startswith(STANDARD) and "-packages" not in file
+
+
+def _own(file: str) -> bool:
+    return file.startswith(f"{OWN}{os.sep}")
+
+
+def _state(file: str | Path) -> list[int]:
+    about = os.stat(file)
+    return [about.st_size, about.st_mtime_ns]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
