@@ -116,6 +116,8 @@ def train(
     for key, value in done.metrics.items():
         print(f"{key} {value:.4g}")
     print(f"saved in {done.out}")
+    if done.use:
+        print(f"\n{done.use}")
 
 
 @app.command()

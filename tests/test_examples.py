@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -9,7 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pipelines
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -28,9 +31,9 @@ def output(name, capsys):
 
 def test_every_example_is_tried_and_is_one_screen():
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
-        "controlnet.py", "efficientnet_adapters.py", "fashion.py", "hcp_and_everydream.py", "hcp_plugins.py", "own_block.py",
-        "parallel.py", "quickstart.py", "serve_adapters.py", "step_cache.py", "trained_lora.py", "unet_in_pipeline.py",
-        "zhijian_mlp.py", "zhijian_trainer.py",
+        "controlnet.py", "efficientnet_adapters.py", "fashion.py", "hcp_and_everydream.py", "hcp_plugins.py",
+        "lora_for_a_pipeline.py", "own_block.py", "parallel.py", "quickstart.py", "serve_adapters.py", "step_cache.py",
+        "trained_lora.py", "unet_in_pipeline.py", "zhijian_mlp.py", "zhijian_trainer.py",
     }  # fmt: skip
     assert all(len(p.read_text().splitlines()) <= 60 for p in EXAMPLES.glob("*.py"))
 
@@ -44,6 +47,32 @@ def test_quickstart(tmp_path):
     assert "loaded without timm" in run.stdout and run.stdout.count("torch.equal: True") == 3
     assert "cat" in run.stdout and "espresso" in run.stdout
     assert "+lora_conv_stem_Lora = lora.conv_stem.Lora(" in run.stdout
+
+
+def test_lora_for_a_pipeline(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    pipelines.stable_diffusion(tmp_path).save_pretrained(tmp_path / "pipe")
+    (tmp_path / "photographs").mkdir()
+    for name in ("cat", "dog"):
+        Image.new("RGB", (64, 64), "red" if name == "cat" else "blue").save(tmp_path / "photographs" / f"{name}.png")
+        (tmp_path / "photographs" / f"{name}.txt").write_text(name)
+    size = json.loads((tmp_path / "pipe" / "unet" / "config.json").read_text())["cross_attention_dim"]
+    less = ["train.steps=2", "train.batch=2", "train.lr=0.1", "data.size=64", "inputs.sample=[2,4,8,8]", "device=cpu"]
+    less += [f"inputs.encoder_hidden_states=[2,8,{size}]"]
+    folders = [str(tmp_path / name) for name in ("pipe", "photographs", "out")]
+    monkeypatch.setattr(sys, "argv", ["lora_for_a_pipeline.py", *folders, *less])
+    lines = output("lora_for_a_pipeline.py", capsys).splitlines()
+    assert len(lines) == 3 and lines[2] == f"pipe.load_lora_weights('{tmp_path}/out/adapter')"
+    space = {}
+    exec("\n".join(lines), space)
+    trained = fxplug.load(tmp_path / "out" / "module")
+    call = {
+        "sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor([5, 900]), "encoder_hidden_states": torch.randn(2, 8, size),
+    }  # fmt: skip
+    with torch.no_grad():
+        theirs, mine = space["pipe"].unet(**call)[0], trained(**call)[0]
+        space["pipe"].disable_lora()
+        assert (theirs - mine).abs().max() < 1e-5 < (space["pipe"].unet(**call)[0] - mine).abs().max()
 
 
 def test_unet_in_pipeline(capsys):

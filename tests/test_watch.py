@@ -290,6 +290,18 @@ def test_the_curves(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["loss.png"]
 
 
+def test_what_tests_give_is_on_axes_of_its_kind_and_a_constant_rate_on_none(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    seen = []
+    drawn = lambda self, file, **_: (seen.append([axis.get_ylabel() for axis in self.axes]), file.touch())  # noqa: E731
+    monkeypatch.setattr(Figure, "savefig", drawn)
+    tests = [{"step": n, "test": {"loss": 1 / n, "acc1": 3.0, "acc5": 9.0}} for n in (1, 2)]
+    for rates in ([0.1, 0.1], [0.1, 0.2]):
+        save_curves([{**record(n), "lr": rate} for n, rate in enumerate(rates, 1)], tests, tmp_path / "loss.png")
+    assert seen == [["loss", "accuracy (%)"], ["loss", "accuracy (%)", "learning rate"]]
+
+
 def test_the_curves_have_the_steps_before_a_resume(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("fxplug.training.monitor.save_curves", lambda history, tests, path: drawn.append((history, tests)))

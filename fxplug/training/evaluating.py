@@ -45,6 +45,7 @@ def pictures(trainer: Trainer) -> None:
     with _evaluating(trainer) as module:
         images = trainer.task.samples(module, Draws(trainer.seed, 0, device=trainer.accelerator.device))
     if images is not None:
+        trainer.watch.beside_samples(trainer.task.beside_samples)
         trainer.watch.samples(trainer.progress.step, images)
 
 

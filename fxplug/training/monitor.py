@@ -67,8 +67,10 @@ class Watch:
             return []
         self._try("log.jsonl", self._lines.rewind, step)
         later = [file for file in (self.out / "samples").glob("step-*.png") if _step_of(file) > step or not step]
-        for file in [*later, *([] if step else (self.out / "tensorboard").glob("events.out.tfevents.*"))]:
-            file.unlink()
+        anew = [self.out / "samples" / "data.png", self.out / "samples" / "captions.txt"]
+        anew += (self.out / "tensorboard").glob("events.out.tfevents.*")
+        for file in [*later, *([] if step else anew)]:
+            file.unlink(missing_ok=True)
         return [record for record in self._lines.read() if "loss" in record]
 
     def start(self, module: nn.Module, counts: tuple[int, int] | None = None) -> None:
@@ -156,6 +158,17 @@ class Watch:
             self._try("samples", save_picture, picture, self.out / "samples" / f"step-{step:08d}.png")
         if self._events:
             self._try("tensorboard", self._events.image, "samples", picture, step)
+
+    def beside_samples(self, given: Callable[[], tuple[Tensor | None, list[str]]]) -> None:
+        """Before the first samples of a run: pictures of the data, [n, c, h, w] in [0, 1], and what each sample is of."""
+        if not self.out or (self.out / "samples" / "data.png").is_file():
+            return
+        images, names = given()
+        if images is not None and images.shape[1] in (1, 3):
+            self._try("samples", save_picture, grid(images), self.out / "samples" / "data.png")
+        if names and (self.out / "samples").is_dir():
+            said = "".join(f"{' '.join(name.split())}\n" for name in names)
+            self._try("samples", (self.out / "samples" / "captions.txt").write_text, said, "utf-8")
 
     def note(self, text: str, said: bool = True) -> None:
         """Something that the person should know, said at once, unless something else says it, and kept in the log."""

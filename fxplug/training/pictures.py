@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+GRAY: dict[str, Any] = {"color": "tab:gray"}
+UNITS = {"acc": "accuracy (%)"}  # of what tests measure
 SHEET = 12  # grids on a sheet at most: the first, the last and those evenly between
 
 
@@ -32,12 +36,15 @@ def save_picture(picture: Tensor, path: Path) -> None:
 
 
 def save_sheet(folder: Path, path: Path) -> bool:
-    """The sample grids `step-*.png` of a folder under each other, as one PNG; False if there is none."""
+    """The sample grids `step-*.png` of a folder under each other, below those of the data `data.png` and what each is of,
+    `captions.txt`, as one PNG; False if there is none."""
     files = sorted(folder.glob("step-*.png"))
     if len(files) > SHEET:
         files = [files[round(index * (len(files) - 1) / (SHEET - 1))] for index in range(SHEET)]
     if not files:
         return False
+    if (folder / "data.png").is_file():
+        files.insert(0, folder / "data.png")
     from matplotlib.figure import Figure
 
     pictures = []
@@ -51,42 +58,46 @@ def save_sheet(folder: Path, path: Path) -> bool:
     axes = figure.subplots(len(files), 1, squeeze=False, height_ratios=heights)[:, 0]
     for axis, file, picture in zip(axes, files, pictures, strict=True):
         axis.imshow(picture, interpolation="nearest")
-        axis.set_title(f"step {int(file.stem.removeprefix('step-'))}", fontsize=9, loc="left")
+        of_data = file.stem == "data"
+        axis.set_title("the data" if of_data else f"step {int(file.stem.removeprefix('step-'))}", fontsize=9, loc="left")
         axis.set_axis_off()
+    if (folder / "captions.txt").is_file():
+        names = (folder / "captions.txt").read_text("utf-8").splitlines()
+        figure.supxlabel("\n".join(textwrap.wrap(" | ".join(names), 110)[:6]), fontsize=8, parse_math=False)
     _save(path, lambda beside: figure.savefig(beside, format="png"))
     return True
 
 
 def save_curves(history: Sequence[Mapping[str, Any]], tests: Sequence[Mapping[str, Any]], path: Path) -> bool:
-    """The loss of every step and its running mean, the learning rate, and what the tests gave, as PNG; False without steps."""
+    """The loss of every step, its running mean and that of tests; what else tests gave, each kind on axes of its own; and the
+    learning rate where it changes. As PNG; False without steps."""
     losses = [(r["step"], r["loss"]) for r in history if isinstance(r.get("loss"), (int, float)) and math.isfinite(r["loss"])]
     rates = [(r["step"], r["lr"]) for r in history if isinstance(r.get("lr"), (int, float))]
-    names = sorted({name for test in tests for name in test["test"]})
     if not losses:
         return False
+    panels: dict[str, dict[str, list[tuple[int, float]]]] = {"loss": {}}
+    for name in sorted({name for test in tests for name in test["test"]}):
+        given = [(test["step"], test["test"][name]) for test in tests if isinstance(test["test"].get(name), (int, float))]
+        kind = re.sub(r"\d+$", "", name)  # acc1 and acc5 are of one kind
+        panels.setdefault(UNITS.get(kind, kind), {})[f"test {name}" if kind == "loss" else name] = given
+    if len({rate for _, rate in rates}) > 1:
+        panels["learning rate"] = {"": rates}
     from matplotlib.figure import Figure
 
-    count = 1 + bool(rates) + bool(names)
-    figure = Figure(figsize=(8, 1.6 + 2.2 * count), layout="constrained")
-    axes = figure.subplots(count, 1, squeeze=False, sharex=True, height_ratios=[2, *[1] * (count - 1)])[:, 0]
+    figure = Figure(figsize=(8, 1.6 + 2.2 * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True, height_ratios=[2, *[1] * (len(panels) - 1)])[:, 0]
     steps, values = zip(*losses, strict=True)
     axes[0].plot(steps, values, color="tab:blue", alpha=0.35, linewidth=0.8, label="loss")
     axes[0].plot(steps, smoothed(values), color="tab:blue", linewidth=1.8, label="running mean")
-    axes[0].set_ylabel("loss")
-    axes[0].legend(loc="upper right", frameon=False)
-    if rates:
-        axes[1].plot(*zip(*rates, strict=True), color="tab:gray")
-        axes[1].set_ylabel("lr")
-    for name in names:
-        given = [(test["step"], test["test"][name]) for test in tests if isinstance(test["test"].get(name), (int, float))]
-        if given:
-            axes[-1].plot(*zip(*given, strict=True), marker="o", markersize=3, label=name)
-    if names:
-        axes[-1].set_ylabel("test")
-        axes[-1].legend(frameon=False)
-    axes[-1].set_xlabel("step")
-    for axis in axes:
+    for axis, (label, curves) in zip(axes, panels.items(), strict=True):
+        for name, given in curves.items():
+            if given:
+                axis.plot(*zip(*given, strict=True), label=name or None, **({"marker": "o", "markersize": 3} if name else GRAY))
+        axis.set_ylabel(label)
         axis.grid(alpha=0.25)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(frameon=False)
+    axes[-1].set_xlabel("step")
     _save(path, lambda beside: figure.savefig(beside, format="png", dpi=110))
     return True
 

@@ -22,8 +22,10 @@ from .checkpoint import found
 from .data.loader import Loader
 from .data.sources import open_items, with_classes
 from .distributed import check_agreement, gathered, launched
+from .into_pipelines import into_pipeline
 from .plugins import open_plugins
 from .splitting import share
+from .tasks.denoise import Denoise
 from .tasks.task import make_task
 from .trainer import Trainer
 
@@ -31,13 +33,14 @@ from .trainer import Trainer
 @dataclass
 class Run:
     """What a training gave: the trained `module`, the `history` (a dict a step: step, epoch, loss, lr, seconds and more), the
-    folder `out`, the last test's `metrics`, and the `trainer`."""
+    folder `out`, the last test's `metrics`, the `trainer`, and the lines of Python that `use` the result in a pipeline."""
 
     module: TracedModule
     history: list[dict[str, Any]]
     out: Path
     metrics: dict[str, float]
     trainer: Trainer
+    use: str = ""
 
     __repr__ = brief_fields
 
@@ -56,9 +59,9 @@ def train(
 
     `source` and `set` are those of `load_config`. `out` is a folder for what the run leaves (`out/<name>-<time>` when none is
     given, `name` being that of the configuration): config.yaml, log.jsonl, tensorboard/, checkpoints/, samples/, pictures,
-    module/, an artifact that `fxplug.load` reads, and report.html, a page about all. `resume` True goes on from the newest
-    checkpoint in `out`; a path is a checkpoint, or another run's folder. Raises SpecError for what the configuration has wrong,
-    TrainError when the run cannot start or go on.
+    module/, an artifact that `fxplug.load` reads, report.html, a page about all, and of a denoiser of diffusers adapter/, which
+    its pipeline loads. `resume` True goes on from the newest checkpoint in `out`; a path is a checkpoint, or another run's
+    folder. Raises SpecError for what the configuration has wrong, TrainError when the run cannot start or go on.
     """
     config = source if isinstance(source, Config) else load_config(source, set)
     if config.train is None:
@@ -109,7 +112,9 @@ def train(
         finally:
             if accelerator.is_main_process and (folder / "module").is_dir():
                 _report(folder, trainer)
-    return Run(result.module, history, folder, trainer.metrics, trainer)
+        first = accelerator.is_main_process and isinstance(task, Denoise)
+        use = into_pipeline(result.module, folder, config) if first else ""
+    return Run(result.module, history, folder, trainer.metrics, trainer, use)
 
 
 def _name(source: Any) -> str:

@@ -254,6 +254,8 @@ class Trainer:
         try:
             with interruptible() as asked:
                 self.take_step.asked = lambda: bool(asked)
+                if self.settings.log.samples and not self.progress.step:
+                    pictures(self)
                 while self.progress.step < self.steps and not self.take_step.stop:
                     self._epoch()
             if self.take_step.stop:

@@ -134,6 +134,11 @@ class Denoise(Task):
             return None
         return self.generate(module, batch)
 
+    def beside_samples(self) -> tuple[Tensor | None, list[str]]:
+        batch = self._sample_batch()
+        names = batch["caption"] if any(batch["caption"]) else batch.get("label", torch.empty(0)).tolist()
+        return (batch["image"].float() / 2 + 0.5).clamp(0, 1) if "image" in batch else None, [str(name) for name in names]
+
     @torch.no_grad()
     def generate(
         self, module: nn.Module, given: Batch, *, guidance: float | None = None, steps: int | None = None, seed: int = 0

@@ -105,6 +105,10 @@ class Task:
         """Pictures float32 [n, c, h, w] in [0, 1] of what the module can do, with fixed seeds; None where there are none."""
         return None
 
+    def beside_samples(self) -> tuple[Tensor | None, list[str]]:
+        """What samples are to be held to: pictures of the data as those are, and what each sample is of."""
+        return None, []
+
 
 def means(totals: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """The metrics that totals stand for."""
