@@ -83,6 +83,7 @@ def test_a_file_gets_the_rows_only(tmp_path):
     lines = [
         rf"Log files are recorded in: {re.escape(str(tmp_path))}",
         r"Trainable/total parameters of the model: 0\.00M / 0\.60M \(0\.50000%\)",
+        re.escape(table.UNITS),
         "",
         r"      Epoch   GPU Mem\.       Time       Loss         LR",
         rf"        1/2{memory}       0\.25      2\.083      0\.004",

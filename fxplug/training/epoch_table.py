@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 
 TRAINING = ("Loss", "LR")
+UNITS = "Time: seconds a step, in tests a batch. GPU Mem.: 10^9 bytes. Acc@1: percent."  # which the table itself does not say
 
 
 def header(columns: tuple[str, ...]) -> str:

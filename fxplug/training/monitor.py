@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor, nn
 
 from ..spec.train_section import Train
-from .epoch_table import TRAINING, best_line, columns, header, parameters_line, testing_row, titles, training_row
+from .epoch_table import TRAINING, UNITS, best_line, columns, header, parameters_line, testing_row, titles, training_row
 from .log_files import Events, Lines
 from .pictures import grid, save_curves, save_picture, save_sheet
 
@@ -84,6 +84,7 @@ class Watch:
                 self._try("tensorboard", self._open_events, self.out / "tensorboard")
             self._print(f"Log files are recorded in: {self.out}")
         self._print(parameters_line(*counts))
+        self._print(UNITS)
         if self.console.is_terminal and not self.quiet:
             self._progress = Progress(
                 *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}")),
