@@ -57,12 +57,12 @@ class Variants:
         self.limit, self.make, self.steps = limit, make, steps
         self.earlier: list[tuple[TracedModule, int]] = list(earlier)
         self.made: list[TracedModule] = []
-        self.codes = dict(owner._codes)
+        self.codes = dict(_codes(owner))
         self.lock = threading.RLock()
 
     def after(self, owner: TracedModule, new: TracedModule, step: Step) -> None:
         """Let `new`, which `step` made of `owner`, have the variants that the step makes of the owner's."""
-        if owner._codes == self.codes:  # what is done to a graph by hand cannot be done again
+        if _codes(owner) == self.codes:  # what is done to a graph by hand cannot be done again
             earlier = [*self.earlier, *((variant, len(self.steps)) for variant in self.made)]
             new._variants = Variants(new, self.limit, self.make, (*self.steps, step), earlier)
 
@@ -100,7 +100,7 @@ class Variants:
     @apart
     def add(self, owner: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
         """A new variant, for this call. Raises FxplugError where there cannot be one."""
-        if owner._codes != self.codes:
+        if _codes(owner) != self.codes:
             raise GuardError("its graph was changed by hand since it was made, and another way of calling would lack that")
         for index, (variant, _) in enumerate(self.earlier):
             given, named = call_for(variant, owner, args, kwargs)
@@ -120,6 +120,10 @@ class Variants:
         found = tie(owner, self.stepped(self.make(owner, args, kwargs), 0))
         self.made.append(found)
         return found
+
+
+def _codes(module: TracedModule) -> Any:
+    return module.code and vars(module)["_codes"]  # asked for, code is written
 
 
 # --- calling
