@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .exports.package import Package, load_package
     from .flow import Result, rewrite
     from .ir.text import diff, show
+    from .ir.traced_module import TracedModule
     from .limits import Limits
     from .lowerings.linear.fused import fuse
     from .lowerings.linear.measuring import tune
@@ -92,6 +93,7 @@ __all__ = [
     "TeaCache",
     "Threshold",
     "TraceError",
+    "TracedModule",
     "TrainError",
     "Trainer",
     "VerifyError",
@@ -151,6 +153,7 @@ _HOME = {
     "exports.package": ["Package", "load_package"],
     "flow": ["Result", "rewrite"],
     "ir.text": ["diff", "show"],
+    "ir.traced_module": ["TracedModule"],
     "limits": ["Limits"],
     "lowerings.linear.fused": ["fuse"],
     "lowerings.linear.measuring": ["tune"],
@@ -179,9 +182,11 @@ _HOME = {
     "verifier": ["verify"],
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
+_ASKED = {"ModelMixin": "TracedModule"}  # what diffusers looks for in a library of which a saved pipeline has a part
 
 
 def __getattr__(name: str) -> Any:
+    name = _ASKED.get(name, name)
     if name not in _MODULE:
         raise AttributeError(f"module 'fxplug' has no attribute '{name}'")
     value = getattr(import_module(f".{_MODULE[name]}", __name__), name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .artifacts.artifact import load, save
+from .artifacts.artifact import load
 from .artifacts.manifest import MANIFEST
 from .capture.tracer import trace
 from .errors import ArtifactError, TraceError, did_you_mean
@@ -63,22 +62,17 @@ def trace_pipeline(
 
 
 def save_pipeline(pipe: Any, folder: str | os.PathLike[str]) -> Path:
-    """Write a pipeline of diffusers with traced modules in it: those as artifacts in the folders of their names, the rest as
-    `pipe.save_pretrained` does, which knows no artifacts. The pipeline stays as it was. Raises ArtifactError as `save` does.
+    """`pipe.save_pretrained(folder)` of diffusers: traced modules are artifacts in the folders of their names. Raises
+    ArtifactError as `save` does.
     """
-    traced = {name: part for name, part in _models(pipe).items() if isinstance(part, TracedModule)}
-    rest = copy.copy(pipe)
-    for name in traced:
-        setattr(rest, name, None)
-    rest.save_pretrained(folder)
-    for name, part in traced.items():
-        save(part, Path(folder) / name)
+    pipe.save_pretrained(folder)
     return Path(folder)
 
 
 def load_pipeline(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), **options: Any) -> Any:
-    """The pipeline of a folder that `save_pipeline` wrote. `allow` is that of `load`, `options` are those of diffusers'
-    `from_pretrained`. Raises ArtifactError for an artifact that cannot be read, and what diffusers raises for the rest.
+    """The pipeline of a folder that was saved with traced modules in it. diffusers' own `from_pretrained` reads it, too;
+    `allow` is that of `load`, which it does not have, and `options` are those that it has. Raises ArtifactError for an artifact
+    that cannot be read, and what diffusers raises for the rest.
     """
     from diffusers import DiffusionPipeline
 

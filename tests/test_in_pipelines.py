@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+
+import peft
 import pipelines
 import pytest
 import torch
@@ -79,14 +82,73 @@ def test_a_part_that_cannot_be_traced_so(folder, parts, message):
 
 
 @pytest.mark.parametrize("method, arguments, message", [
-    ("enable_freeu", (0.9, 0.2, 1.2, 1.4), "load_pass.'freeu'"),
+    ("enable_freeu", (0.9, 0.2, 1.2, 1.4), "load_pass.'freeu'"), ("disable_freeu", (), "without the pass"),
     ("load_lora_weights", ({"unet.down_blocks.0.attentions.0.proj_in.lora_A.weight": torch.zeros(2, 8)},), r"adapters\.load"),
+    ("fuse_lora", (), r"fxplug\.lower.*merge=True"),
 ])  # fmt: skip
 def test_a_method_of_the_pipeline_names_the_call_that_does_it(traced, folder, method, arguments, message):
     pipe = pipelines.stable_diffusion(folder)
-    pipe.unet = traced[0]["unet"]
+    pipe.unet, pipe.text_encoder = traced[0]["unet"], traced[0]["text_encoder"]
     with pytest.raises(AttributeError, match=message):
         getattr(pipe, method)(*arguments)
+    for switch in ("disable_lora", "enable_lora", "unload_lora_weights", "unfuse_lora"):
+        getattr(pipe, switch)()  # there is nothing to switch
+    assert torch.equal(_picture(pipe), traced[1]) and pipe.get_list_adapters() == {}
+
+
+def _files(folder, names):
+    """LoRA of PEFT on both models, in files of diffusers."""
+    for seed, name in enumerate(names):
+        pipe, parts = pipelines.stable_diffusion(folder), {}
+        for part, layers in (("unet", ["to_q", "to_out.0"]), ("text_encoder", ["q_proj", "v_proj"])):
+            model = getattr(pipe, part)
+            settings = {"r": seed + 1, "lora_alpha": 3, "target_modules": layers, "init_lora_weights": False}
+            torch.manual_seed(seed)
+            model.add_adapter(peft.LoraConfig(**settings))
+            parts[f"{part}_lora_layers"] = peft.get_peft_model_state_dict(model)
+            parts[f"{part}_lora_adapter_metadata"] = settings
+        pipe.save_lora_weights(folder / name, **parts)
+
+
+STEPS = [
+    ("load_lora_weights", ("{}/ink",), {"adapter_name": "ink"}), ("load_lora_weights", ("{}/film",), {}),
+    ("set_adapters", (["ink", "default_1"], [0.7, 0.2]), {}), ("disable_lora", (), {}), ("enable_lora", (), {}),
+    ("set_adapters", ("ink", {"unet": 0.3, "text_encoder": 0.8}), {}), ("set_adapters", ("default_1",), {}),
+    ("delete_adapters", ("ink",), {}), ("unload_lora_weights", (), {}),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # of PEFT
+def test_adapters_of_a_pipeline_are_in_slots(traced, folder):
+    _files(folder, ("ink", "film"))
+    plain, ours = (pipelines.stable_diffusion(folder) for _ in range(2))
+    slots = fxplug.load_pass("lora", at="re:.*(to_q|to_out.0|[qv]_proj)$", rank=2, slots=2)
+    for name, model in traced[0].items():
+        setattr(ours, name, fxplug.apply(model, slots))
+    for method, args, kwargs in STEPS:
+        args = [arg.format(folder) if isinstance(arg, str) else arg for arg in args]
+        for pipe in (plain, ours):
+            getattr(pipe, method)(*args, **kwargs)
+        torch.testing.assert_close(_picture(ours), _picture(plain), msg=lambda text, m=method: f"{m}: {text}")
+        assert ours.get_list_adapters() == plain.get_list_adapters()
+    assert torch.equal(_picture(ours), traced[1])
+    ours.load_lora_weights(folder / "ink", adapter_name="ink")
+    assert not torch.equal(_picture(ours), traced[1]) and ours.unet.active_adapters() == ["ink"]
+    with pytest.raises(fxplug.SpecError, match="slots have one strength for all layers"):
+        ours.set_adapters("ink", {"unet": {"down": 0.3}})
+    with pytest.raises(fxplug.SpecError, match="'ink' is loaded already"):
+        ours.load_lora_weights(folder / "ink", adapter_name="ink")
+
+
+def test_a_traced_module_is_taken_for_what_it_was_traced_from(traced, folder):
+    unet = traced[0]["unet"]
+    assert isinstance(unet, type(pipelines.stable_diffusion(folder).unet)) and isinstance(unet, fxplug.TracedModule)
+    assert isinstance(unet, nn.Module) and not isinstance(unet, nn.Linear) and type(unet).__name__ == "TracedModule"
+    again = copy.deepcopy(unet)
+    again.__class__ = type("Sharded", (again.__class__,), {})  # as FSDP does
+    assert type(again).__bases__[0].__name__ == "TracedModule" and not issubclass(type(again), type(unet))
+    with pytest.raises(AttributeError, match="set_attn_processor"):
+        _ = again.set_attn_processor
 
 
 def test_a_scale_that_no_pass_sees_is_refused(traced, folder):
@@ -129,11 +191,16 @@ def test_a_pipeline_is_saved_with_what_is_in_it(traced, folder, tmp_path, capfd)
         if name.startswith("lora."):
             nn.init.normal_(parameter, std=0.1)
     want = _picture(pipe)
-    fxplug.save_pipeline(pipe, tmp_path)
-    assert isinstance(pipe.unet, nn.Module)
-    again = pipelines.quiet(fxplug.load_pipeline(tmp_path))
-    assert torch.equal(_picture(again), want) and not torch.equal(want, traced[1])
+    pipe.text_encoder = traced[0]["text_encoder"]
+    pipe.save_pretrained(tmp_path)
+    for load in (fxplug.load_pipeline, type(pipe).from_pretrained):
+        again = pipelines.quiet(load(tmp_path))
+        assert torch.equal(_picture(again), want) and not torch.equal(want, traced[1])
     said = capfd.readouterr()
-    assert "conv_in" not in said.out + said.err
+    assert "conv_in" not in said.out + said.err and "cannot be saved" not in said.err
+    assert type(pipe).from_pretrained(tmp_path, dtype=torch.bfloat16).unet.dtype == torch.bfloat16
+    again.unet = torch.compile(again.unet)
+    fxplug.save_pipeline(again, tmp_path / "again")
+    assert (tmp_path / "again" / "unet" / "lora.safetensors").is_file()
     with pytest.raises(fxplug.ArtifactError, match="is no pipeline"):
         fxplug.load_pipeline(tmp_path / "unet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 from collections.abc import Callable, Mapping
@@ -119,6 +120,9 @@ def portable(values: dict[str, Any]) -> dict[str, Any]:
         try:
             found[key] = encode(value)
         except Unportable:
+            if callable(inside := getattr(value, "to_dict", None)):
+                with contextlib.suppress(Exception):  # whatever a stranger's `to_dict` raises
+                    value = inside()
             if isinstance(value, dict):
                 inner = portable({k: v for k, v in value.items() if isinstance(k, str)})
                 found[key] = {"settings": [[k, v] for k, v in inner.items()]}

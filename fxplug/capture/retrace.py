@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from ..ir.containers import PLAIN_TYPES
 from ..ir.peers import instead, unseen_scale
 from ..ir.pytree import leaves
 from ..ir.traced_module import TracedModule
+from ..ir.variants import signature_of
 from ..torch_internals.modules import forward_hooks
 from .numbers import KINDS
 
@@ -30,7 +30,7 @@ class Again:
 
     def __call__(self, owner: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
         """The trace for this call, checked beside the model. Raises TraceError where it cannot be had."""
-        bound = inspect.signature(owner.forward).bind(*args, **kwargs)
+        bound = signature_of(owner).bind(*args, **kwargs)
         if name := unseen_scale(owner.meta.get("passes"), bound.arguments):
             raise TraceError(
                 f"'scale' in {name} is the strength of LoRA that another library has put in, and no pass sees it: "

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import keyword
+import os
 import re
 import weakref
 from collections import OrderedDict
@@ -19,8 +20,9 @@ from torch import fx, nn
 
 from ..adapters.slots import Adapters
 from ..errors import LONGEST, SpecError, TraceError, cut
+from ..spec.import_path import import_target
 from ..turns import change, hold, inside, turns_of
-from . import ops, variants
+from . import ops, standing, variants
 from .binding import bind
 from .containers import RESERVED, Container, child_of
 from .editing import copy_nodes
@@ -28,7 +30,7 @@ from .forwards import any_way, in_turn, unwound
 from .peers import instead
 
 OWN_STATE = set(
-    "_graph _twin _extras _origin _code _codes _graph_mode _adapters _turns _variants _entry".split()  # noqa: SIM905
+    "_graph _twin _extras _origin _code _codes _graph_mode _adapters _turns _variants _entry _stands_for _unused".split()  # noqa
 )
 ROOT_STATE = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
 # a lookup that FX writes for a name such as "0"; or a string or comment, which is left as it is
@@ -189,6 +191,9 @@ class TracedModule(fx.GraphModule):
     ):
         """`tree` holds parameters and children; `graphs` has one graph, or one for each of training False and True."""
         super().__init__(nn.Module(), fx.Graph())
+        cls = type(self)  # its own: FX makes one for each module
+        cls.__name__ = cls.__qualname__ = TracedModule.__name__
+        cls.__module__ = __name__.partition(".")[0]
         mode = tree.training if tree.training in graphs else next(iter(graphs))
         kept = RESERVED | {"_modules", "_parameters", "_buffers"}
         self.__dict__.update({k: v for k, v in vars(tree).items() if k not in kept and not _is_ours(k)})
@@ -212,6 +217,14 @@ class TracedModule(fx.GraphModule):
 
     def _choose(self, mode: bool, graph: fx.Graph) -> None:
         self._graph_mode, self._graph = mode, graph
+
+    @property
+    def __class__(self) -> type:  # noqa: D102
+        return standing.answered(self)
+
+    @__class__.setter
+    def __class__(self, cls: type) -> None:
+        standing.become(self, cls)
 
     def __repr__(self) -> str:
         """One line: a graph has thousands, and `show`, `fxplug.ir.text.modules` and `code` print them."""
@@ -307,6 +320,20 @@ class TracedModule(fx.GraphModule):
         """The further graphs that this module has for other ways of calling it: how each differs from the first."""
         return variants.labels(self)
 
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """As `fxplug.save`: pipelines of diffusers save their parts so. Raises ArtifactError."""
+        import_target("fxplug.artifacts.artifact:save")(self, folder)  # type: ignore[operator]
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | os.PathLike[str], dtype: Any = None, torch_dtype: Any = None, **options: Any
+    ) -> TracedModule:
+        """As `fxplug.load`, then cast to `dtype`, of which `torch_dtype` is another name: pipelines of diffusers load parts so.
+        Raises ArtifactError.
+        """
+        found: TracedModule = import_target("fxplug.artifacts.artifact:load")(folder, **options)  # type: ignore[operator]
+        return found if dtype is None and torch_dtype is None else found.to(dtype or torch_dtype)
+
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's, between calls: those that run are waited for."""
         with change(turns_of(self)):
@@ -345,9 +372,11 @@ class TracedModule(fx.GraphModule):
                 return self.__dict__.setdefault("_adapters", Adapters(self))
             except SpecError as error:
                 raise AttributeError(error.finding) from None
+        if (does := standing.method(self, name)) is not None:
+            return does
         if inspect.isgeneratorfunction(getattr(found, "__wrapped__", None)):
             return found.__get__(self)  # a context manager leaves nothing behind, so a pipeline may open it
-        if callable(found):
+        if callable(found) or instead(name):
             raise AttributeError(
                 f"'{name}' is a method of {self.classes[0]}; this is its traced graph, which such a method cannot "
                 f"change: {instead(name) or 'call it on the model before tracing'}"
@@ -387,7 +416,8 @@ class TracedModule(fx.GraphModule):
         tree: Any = Container(self.classes)
         with hold(turns_of(self)):
             for key, value in vars(self).items():
-                if key not in OWN_STATE and key != "meta":  # which may hold whole modules
+                ours = key in OWN_STATE or _is_ours(key) or getattr(value, "__self__", None) is self
+                if not ours and key != "meta":  # which may hold whole modules
                     tree.__dict__[key] = copied(value)
         return self._with_variants(self.derived(tree, _copied_graphs(self)))
 

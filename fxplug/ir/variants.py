@@ -194,11 +194,16 @@ def call_for(
     other: TracedModule, module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call of a module without the inputs that what it was made of does not have."""
-    bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    known = inspect.signature(other.forward).parameters
+    bound = signature_of(module).bind(*args, **kwargs)
+    known = signature_of(other).parameters
     for name in [name for name in bound.arguments if name not in known]:
         del bound.arguments[name]
     return bound.args, bound.kwargs
+
+
+def signature_of(module: TracedModule) -> inspect.Signature:
+    """How a module is called, whatever an offloader has put in the place of its `forward`."""
+    return inspect.signature(type(module).forward.__get__(module))
 
 
 def fits(module: TracedModule, variant: TracedModule) -> bool:
