@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from .parallel.pipelines.entry import in_steps, pipefusion, stale_sequence
     from .parallel.pipelines.pipeline import PipeFusion
     from .parallel.plan import Plan, parallel_plan, parallelize
-    from .pipelines import load_pipeline, save_pipeline, trace_pipeline
+    from .pipelines.control import controlnet_of
+    from .pipelines.tracing import load_pipeline, save_pipeline, trace_pipeline
     from .reporting.contents import Page
     from .reporting.reports import report
     from .rewriter.adapter_passes import pass_for
@@ -99,6 +100,7 @@ __all__ = [
     "VerifyError",
     "apply",
     "blitz",
+    "controlnet_of",
     "diff",
     "export",
     "extract",
@@ -163,7 +165,8 @@ _HOME = {
     "parallel.pipelines.entry": ["in_steps", "pipefusion", "stale_sequence"],
     "parallel.pipelines.pipeline": ["PipeFusion"],
     "parallel.plan": ["Plan", "parallel_plan", "parallelize"],
-    "pipelines": ["load_pipeline", "save_pipeline", "trace_pipeline"],
+    "pipelines.control": ["controlnet_of"],
+    "pipelines.tracing": ["load_pipeline", "save_pipeline", "trace_pipeline"],
     "reporting.contents": ["Page"],
     "reporting.reports": ["report"],
     "rewriter.adapter_passes": ["pass_for"],

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import diffusers
 import small
 import torch
 import unets
@@ -210,6 +211,28 @@ def stable_diffusion(folder: Any, **parts: Any) -> Any:
     rest = {"scheduler": DDIMScheduler(clip_sample=False, steps_offset=1), "tokenizer": tokenizer(folder)}
     none = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
     return quiet(kind(**small.seeded(models), **rest, **none, **parts))
+
+
+def controlled(name: str) -> tuple[Any, dict[str, Any]]:
+    """A pipeline of SDXL with a ControlNet, by the end of its class's name, and how it is called."""
+    kind = getattr(diffusers, f"StableDiffusionXLControlNet{name}Pipeline")
+    unet = small.seeded(unets.sdxl_model)
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+    decoder = AutoencoderKL(block_out_channels=(8, 8, 8, 8), latent_channels=4, norm_num_groups=4, **blocks)
+    parts = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+    image = torch.rand(1, 3, 128, 128, generator=torch.Generator().manual_seed(1))
+    given: dict[str, Any] = {"image": image}
+    if name:
+        given |= {"control_image": image.flip(-1), "strength": 0.9}
+    if name == "Inpaint":
+        given["mask_image"] = (image[:, :1] > 0.5).float()
+
+    text = {"prompt_embeds": noise(1, 5, 24), "pooled_prompt_embeds": noise(1, 8)}
+    given |= {**text, **{f"negative_{key}": value * 0.1 for key, value in text.items()}, "num_inference_steps": 2}
+    given |= {"height": 128, "width": 128, "output_type": "pt"}
+    scheduler = DDIMScheduler(clip_sample=False)
+    pipe = kind(vae=decoder.eval(), unet=unet, controlnet=unets.control(unet), scheduler=scheduler, **parts)
+    return quiet(pipe), given
 
 
 def made(name: str) -> Case:

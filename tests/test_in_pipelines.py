@@ -164,18 +164,96 @@ def network(folder):
     return unets.control(pipelines.stable_diffusion(folder).unet)
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"controlnet_conditioning_scale": 0.5}, {"guess_mode": True}, {"guidance_scale": 1.0},
-], ids=lambda options: next(iter(options), "as it is"))  # fmt: skip
-def test_a_controlnet_pipeline_runs_with_a_traced_unet(network, folder, options):
-    image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(2))
+def _image(seed=2):
+    return torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_controlnet_pipeline_runs_with_traced_parts(network, folder):
     pipes = [pipelines.stable_diffusion(folder, controlnet=network) for _ in range(2)]
-    pipes[0].unet = fxplug.trace_pipeline(pipes[0], "a cat", image=image, parts="unet", **CALL)["unet"]
-    assert torch.equal(*(_picture(pipe, image=image, **options) for pipe in pipes))
+    for name, part in fxplug.trace_pipeline(pipes[0], "a cat", image=_image(), **CALL).items():
+        setattr(pipes[0], name, part)
+    assert isinstance(pipes[0].controlnet, fxplug.TracedModule)
+    for scale in (1.0, 0.5):
+        assert torch.equal(*(_picture(pipe, image=_image(), controlnet_conditioning_scale=scale) for pipe in pipes))
+
+
+def _joined(folder, networks, image):
+    plain, ours = (pipelines.stable_diffusion(folder, controlnet=copy.deepcopy(networks)) for _ in range(2))
+    parts = fxplug.trace_pipeline(ours, "a cat", image=image, join=True, parts="unet", **CALL)
+    assert not isinstance(ours.unet, fxplug.TracedModule) and list(parts) == ["unet", "controlnet"]
+    for name, part in parts.items():
+        setattr(ours, name, part)
+    return plain, ours
+
+
+ONE = [{}, {"controlnet_conditioning_scale": 0.3}, {"guess_mode": True}, {"control_guidance_start": 0.4}]
+TWO = [
+    {"controlnet_conditioning_scale": [0.5, 0.2]}, {"guess_mode": True}, {"control_guidance_end": [0.4, 1.0]},
+    {"guess_mode": True, "guidance_scale": 1.0, "controlnet_conditioning_scale": [0.1, 0.7]}, {},
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_one_graph_of_unet_and_networks_is_the_pipelines_two_calls(network, folder, tmp_path):
+    second = unets.control(pipelines.stable_diffusion(folder).unet, seed=5)
+    plain, ours = _joined(folder, [network, second], image := [_image(), _image(3)])
+    for options in TWO:
+        assert torch.equal(*(_picture(pipe, image=image, **options) for pipe in (plain, ours))), options
+    assert len(ours.unet.variants) == 2  # guess_mode, with guidance and without
+    ours.save_pretrained(tmp_path)
+    again = pipelines.quiet(type(ours).from_pretrained(tmp_path))
+    assert torch.equal(*(_picture(pipe, image=image, guess_mode=True) for pipe in (ours, again)))
+    for pipe in (plain, ours):
+        pipe.to(torch.bfloat16)
+    assert torch.equal(*(_picture(pipe, image=image, controlnet_conditioning_scale=0.7) for pipe in (plain, ours)))
+
+
+def test_passes_go_into_the_one_graph(network, folder):
+    plain, ours = _joined(folder, network, _image())
+    for options in ONE:
+        assert torch.equal(*(_picture(pipe, image=_image(), **options) for pipe in (plain, ours))), options
+    assert len(ours.unet.variants) == 1 and not list(ours.controlnet.parameters())
+    new = fxplug.apply(ours.unet, fxplug.load_pass("lora", at="to_q", rank=2))
+    layers = [name for name, _ in new.named_modules() if name.endswith(".Lora")]
+    assert {name.startswith("lora.controlnet.") for name in layers} == {True, False}
+    ours.unet, ours.controlnet = new, fxplug.controlnet_of(new)
+    assert torch.equal(*(_picture(pipe, image=_image()) for pipe in (plain, ours)))
+    with pytest.raises(fxplug.GuardError, match="'class_labels' is not handed"):
+        ours.controlnet(torch.zeros(1), 3, torch.zeros(1), _image(), class_labels=torch.zeros(1))
+    plain.unet = new
+    with pytest.raises(fxplug.GuardError, match=r"corrections of a network.*controlnet_of.unet"):
+        _picture(plain, image=_image())
+    with pytest.raises(fxplug.TraceError, match="traced already"):
+        fxplug.trace_pipeline(ours, "a cat", image=_image(), join=True, **CALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["", "Img2Img", "Inpaint"])
+def test_one_graph_in_a_pipeline_of_sdxl(name):
+    pipe, call = pipelines.controlled(name)
+
+    def pictures():
+        ways = ({}, {"guess_mode": True}, {"controlnet_conditioning_scale": 0.4})
+        return [pipe(**{**call, **more}, generator=torch.Generator().manual_seed(1)).images for more in ways]
+
+    want = pictures()
+    for part, model in fxplug.trace_pipeline(pipe, join=True, **call).items():
+        setattr(pipe, part, model)
+    assert all(map(torch.equal, pictures(), want))
+
+
+def test_what_has_no_network_to_join(traced, network, folder):
+    with pytest.raises(fxplug.TraceError, match="has not both 'unet' and 'controlnet'"):
+        fxplug.trace_pipeline(pipelines.stable_diffusion(folder), "a cat", join=True, **CALL)
+    with pytest.raises(fxplug.SpecError, match="it has none.*join=True"):
+        fxplug.controlnet_of(traced[0]["unet"])
+    new = fxplug.apply(traced[0]["unet"], fxplug.load_pass("controlnet", network=network))
+    with pytest.raises(fxplug.SpecError, match="'controlnet' has inputs of its own: bind them"):
+        fxplug.controlnet_of(new)
 
 
 def test_a_bound_controlnet_draws_in_the_plain_pipeline(traced, network, folder):
-    image = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(2))
+    image = _image()
     plain, full = pipelines.stable_diffusion(folder), pipelines.stable_diffusion(folder, controlnet=network)
     new = fxplug.apply(traced[0]["unet"], fxplug.load_pass("controlnet", network=network))
     plain.unet = new.bind(cond=image, strength=0.7)

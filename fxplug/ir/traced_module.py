@@ -331,7 +331,7 @@ class TracedModule(fx.GraphModule):
         """As `fxplug.load`, then cast to `dtype`, of which `torch_dtype` is another name: pipelines of diffusers load parts so.
         Raises ArtifactError.
         """
-        found: TracedModule = import_target("fxplug.artifacts.artifact:load")(folder, **options)  # type: ignore[operator]
+        found: TracedModule = import_target("fxplug.pipelines.control:load_part")(folder, **options)  # type: ignore[operator]
         return found if dtype is None and torch_dtype is None else found.to(dtype or torch_dtype)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

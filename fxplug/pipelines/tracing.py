@@ -1,8 +1,9 @@
-"""Pipelines: their models traced with what one real call gives them, and saved with what was made of these."""
+"""The models of a pipeline, traced with what one real call gives them, and the pipeline saved with what was made of these."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .artifacts.artifact import load
-from .artifacts.manifest import MANIFEST
-from .capture.tracer import trace
-from .errors import ArtifactError, TraceError, did_you_mean
-from .ir.pytree import map_leaves
-from .ir.traced_module import TracedModule
+from ..artifacts.artifact import load
+from ..artifacts.manifest import MANIFEST
+from ..capture.tracer import trace
+from ..errors import ArtifactError, TraceError, did_you_mean
+from ..ir.pytree import map_leaves
+from ..ir.traced_module import TracedModule
+from .control import META, Asked, controlnet_of, joined, settings, stand_in
 
 
 class _Seen(Exception):  # noqa: N818
@@ -25,8 +27,13 @@ class _Seen(Exception):  # noqa: N818
 
 
 def trace_pipeline(
-    pipe: Callable[..., Any], *args: Any, parts: Iterable[str] | None = None, variants: int | None = None, **call: Any
-) -> dict[str, TracedModule]:
+    pipe: Callable[..., Any],
+    *args: Any,
+    parts: Iterable[str] | None = None,
+    variants: int | None = None,
+    join: bool = False,
+    **call: Any,
+) -> dict[str, nn.Module]:
     """The traced models of a pipeline by the names that they have in it: what `pipe(*args, **call)` calls, each as it is
     called first.
 
@@ -36,8 +43,13 @@ def trace_pipeline(
     of which the pipeline calls `decode`. Parts that are traced modules already come back as they are. `variants` is that of
     `trace`. Other ways in which the pipeline calls a model later, such as another dtype, become variants.
 
+    `join` makes the UNet of a pipeline of diffusers and its ControlNet, or several, one graph, "unet"; "controlnet" is then
+    what hands it what the network is called with (`controlnet_of`), so that the pipeline runs as ever with both put in.
+
     Raises TraceError for a part that is not there or is not called, and what the pipeline raises.
     """
+    if join:
+        pipe = _joined(pipe)
     models = _models(pipe)
     wanted = list(models) if parts is None else [parts] if isinstance(parts, str) else list(parts)
     for name in wanted:
@@ -49,16 +61,30 @@ def trace_pipeline(
             f"this call of the pipeline does not call {', '.join(missing)} as a whole; it calls {', '.join(calls) or 'none'}: "
             "give arguments with which it does"
         )
-    made: dict[str, TracedModule] = {}
+    made: dict[str, nn.Module] = {}
     for name, (given, named) in calls.items():
         model = models[name]
         try:
             with torch.no_grad():
                 traced = isinstance(model, TracedModule)
-                made[name] = model if traced else trace(model, given, named, variants=variants)  # type: ignore[assignment]
+                made[name] = model if traced else trace(model, given, named, variants=variants)
         except TraceError as error:
             raise TraceError(f"{name}: {error}") from error
+    if join and isinstance(unet := made.get("unet"), TracedModule):
+        unet.meta[META] = settings(models["unet"].get_submodule("controlnet"))
+        made["controlnet"] = controlnet_of(unet)
     return made
+
+
+def _joined(pipe: Any) -> Any:
+    """The pipeline with one model for its UNet and its ControlNet. Raises TraceError."""
+    unet, network = (getattr(pipe, name, None) for name in ("unet", "controlnet"))
+    if unet is None or network is None:
+        raise TraceError(f"join: {type(pipe).__name__} has not both 'unet' and 'controlnet'")
+    found = copy.copy(pipe)
+    found.unet = joined(unet, network)
+    found.controlnet = stand_in(**settings(network), dtype=network.dtype, device=network.device)
+    return found
 
 
 def save_pipeline(pipe: Any, folder: str | os.PathLike[str]) -> Path:
@@ -86,7 +112,7 @@ def load_pipeline(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), 
 def _models(pipe: Any) -> dict[str, nn.Module]:
     found = getattr(pipe, "components", None)
     named = found if isinstance(found, dict) else getattr(pipe, "__dict__", {})
-    models = {name: value for name, value in named.items() if isinstance(value, nn.Module)}
+    models = {name: value for name, value in named.items() if isinstance(value, nn.Module) and not isinstance(value, Asked)}
     if not models:
         raise TraceError(f"{type(pipe).__name__} holds no models: trace_pipeline takes a pipeline, such as diffusers' are")
     return models

@@ -1,0 +1,182 @@
+"""A UNet and its ControlNet, one or several, as one graph in the pipeline that calls them one after the other.
+
+What stands at the place of the network gives the pipeline no corrections, but the tensors that the network was called with. The
+pipeline hands these to the UNet, in whose graph the network is: every option of the pipeline means what it meant, to the bit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..artifacts.artifact import load
+from ..errors import ArtifactError, GuardError, SpecError, TraceError
+from ..files.reading import opened
+from ..ir.traced_module import TracedModule
+
+META = "control"  # of a graph with networks: the settings of each
+FILE = "control.json"
+DOWN, MIDDLE = "down_block_additional_residuals", "mid_block_additional_residual"
+ALWAYS = ("sample", "timestep", "encoder_hidden_states")
+ADDED = ("text_embeds", "time_ids")
+LIMIT = 1 << 20  # bytes of a file of settings
+
+
+# --- the one model
+
+
+class _Controlled(nn.Module):
+    """Goes before the class of a UNet: the UNet with the network as its child `controlnet`."""
+
+    controlnet: nn.Module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the UNet's, with what its network is called with in the place of the corrections."""
+        handed, mark = kwargs.pop(DOWN, None), kwargs.pop(MIDDLE, None)
+        if handed is None:
+            return super().forward(*args, **kwargs)
+        if mark is None or mark.dim() > 2:
+            raise GuardError("these are corrections of a network, which is in this graph: put controlnet_of(unet) in its place")
+        halves = mark.shape[0] == 2
+        if halves:  # with `guess_mode` and guidance a pipeline puts zeros for the samples without words before each correction
+            handed = [tensor[tensor.shape[0] // 2 :] for tensor in handed]
+        down, middle = self.controlnet(**self._call(handed), guess_mode=mark.dim() == 2, return_dict=False)
+        if halves:
+            down = [torch.cat([torch.zeros_like(each), each]) for each in down]
+            middle = torch.cat([torch.zeros_like(middle), middle])
+        return super().forward(*args, **{**kwargs, DOWN: down, MIDDLE: middle})
+
+    def _call(self, handed: list[torch.Tensor]) -> dict[str, Any]:
+        """What `_hand` has made a list of."""
+        nets = getattr(self.controlnet, "nets", None)
+        count = 1 if nets is None else len(nets)
+        (sample, time, words), pictures, scales = handed[:3], handed[3 : 3 + count], handed[3 + count : 3 + 2 * count]
+        scales, added = [scale[0] for scale in scales], handed[3 + 2 * count :]
+        call: dict[str, Any] = dict(zip(ALWAYS, (sample, time[0] if time.shape[0] == 1 else time, words), strict=True))
+        each = (pictures[0], scales[0]) if nets is None else (pictures, scales)
+        call["controlnet_cond"], call["conditioning_scale"] = each
+        return {**call, "added_cond_kwargs": dict(zip(ADDED, added, strict=True))} if added else call
+
+
+def _hand(call: dict[str, Any], several: bool) -> list[torch.Tensor]:
+    """The call of a network as tensors that have a first dimension: numbers are tensors of one, float64 as Python's."""
+    pictures, scales = call["controlnet_cond"], call["conditioning_scale"]
+    if not several:
+        pictures, scales = [pictures], [scales]
+    added = call.get("added_cond_kwargs") or {}
+    numbers = [torch.as_tensor(scale, dtype=torch.float64).reshape(1) for scale in scales]
+    time = torch.as_tensor(call["timestep"])
+    more = [added[name] for name in ADDED] if added else []
+    return [call["sample"], time.reshape(-1), call["encoder_hidden_states"], *pictures, *numbers, *more]
+
+
+def joined(unet: nn.Module, network: nn.Module) -> nn.Module:
+    """A UNet of diffusers and its network as one model, on their own children and weights. Raises TraceError."""
+    if isinstance(unet, TracedModule) or isinstance(network, TracedModule):
+        raise TraceError("join: the UNet or its network is traced already: trace those of diffusers, then apply passes")
+    settings(network)
+    kind = type(unet)
+    signature = inspect.signature(kind.forward)
+    if not {DOWN, MIDDLE} <= signature.parameters.keys():
+        raise TraceError(f"join: {kind.__name__} takes no corrections of a network")
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _Controlled.forward(self, *args, **kwargs)
+
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    cls = type(kind.__name__, (_Controlled, kind), {"__module__": __name__, "forward": forward})
+    model: nn.Module = object.__new__(cls)
+    model.__dict__.update(vars(unet))
+    model.__dict__["_modules"] = {**unet._modules, "controlnet": network}
+    return model
+
+
+# --- what stands for the network
+
+
+def settings(network: nn.Module) -> dict[str, Any]:
+    """Whether there are several networks, and the settings of each. Raises TraceError for what is no ControlNet."""
+    from diffusers import ControlNetModel, MultiControlNetModel
+
+    nets: list[Any] = list(network.nets) if isinstance(network, MultiControlNetModel) else [network]
+    if not nets or not all(isinstance(net, ControlNetModel) for net in nets):
+        raise TraceError(f"join takes a ControlNetModel of diffusers, or several of them, not {type(network).__name__}")
+    return {"several": isinstance(network, MultiControlNetModel), "configs": [dict(net.config) for net in nets]}
+
+
+class Asked(nn.Module):
+    """Goes before the class of a network: has its settings and no weights."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The network's call as a list, and a mark that says of `guess_mode`."""
+        call = inspect.signature(super().forward).bind(*args, **kwargs).arguments
+        known = {*ALWAYS, "controlnet_cond", "conditioning_scale", "added_cond_kwargs", "guess_mode", "return_dict"}
+        if odd := [name for name, value in call.items() if name not in known and value is not None]:
+            raise GuardError(f"'{odd[0]}' is not handed to the ControlNet in the UNet's graph: trace without join for it")
+        guess = bool(call.get("guess_mode"))
+        sample = call["sample"]
+        return _hand(call, hasattr(self, "nets")), torch.ones((1, 1) if guess else 1, dtype=sample.dtype, device=sample.device)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """The settings alone: the weights are the UNet's to save."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        found = {"several": hasattr(self, "nets"), "configs": [dict(net.config) for net in getattr(self, "nets", [self])]}
+        (Path(folder) / FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def controlnet_of(module: TracedModule) -> Any:
+    """What stands at `pipe.controlnet` of a pipeline of diffusers while the network is in the graph of its UNet.
+
+    `module` is the graph that `trace_pipeline(pipe, ..., join=True)` gives, or what was made of it. The result is of the class
+    that the pipeline asks for (ControlNetModel or MultiControlNetModel), has no weights, and hands the UNet what the network is
+    called with. Raises SpecError for a graph without one.
+    """
+    found = module.meta.get(META)
+    if found is None:
+        own = [entry["name"] for entry in module.meta.get("passes", []) if entry.get("inputs")]
+        bound = "has inputs of its own: bind them, and use the plain pipeline"
+        way = f"that of the pass '{own[0]}' {bound}" if own else "it has none"
+        make = "trace_pipeline(pipe, ..., join=True) makes one"
+        raise SpecError(f"controlnet_of: the graph has no ControlNet of a pipeline ({way}); {make}")
+    return stand_in(found["several"], found["configs"], module.dtype, module.device)
+
+
+def stand_in(several: bool, configs: list[Any], dtype: torch.dtype, device: Any) -> Any:
+    """See `controlnet_of`."""
+    from diffusers import ControlNetModel, MultiControlNetModel
+
+    nets = [_bare(ControlNetModel, dtype, device) for _ in configs]
+    for net, config in zip(nets, configs, strict=True):
+        net.register_to_config(**{k: v for k, v in config.items() if not k.startswith("_")})
+    if not several:
+        return nets[0]
+    made = _bare(MultiControlNetModel, dtype, device)
+    made.nets = nn.ModuleList(nets)
+    return made
+
+
+def _bare(kind: Any, dtype: torch.dtype, device: Any) -> Any:
+    """A module of such a class that has only a tensor of no numbers, which goes where the pipeline goes."""
+    made: Any = object.__new__(type(TracedModule.__name__, (Asked, kind), {"__module__": __name__.partition(".")[0]}))
+    nn.Module.__init__(made)
+    made.register_buffer("where", torch.empty(0, dtype=dtype, device=device), persistent=False)
+    return made.eval()
+
+
+def load_part(folder: str | os.PathLike[str], **options: Any) -> Any:
+    """A part of a saved pipeline: an artifact, or what stands for a ControlNet. Raises ArtifactError."""
+    file = Path(folder) / FILE
+    if not file.is_file():
+        return load(folder, **options)
+    with opened(file, LIMIT) as stream:
+        try:
+            found = json.loads(stream.read())
+            return stand_in(bool(found["several"]), list(found["configs"]), torch.float32, "cpu")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ArtifactError(f"{file} has no settings of ControlNets: {error}") from None
