@@ -270,6 +270,36 @@ def test_a_model_that_was_changed_gives_no_variant():
     assert torch.equal(gm(x, 0.5), model(x, 0.5))
 
 
+class Stubborn(nn.Module):
+    """Leaves torch for one way of calling it, and takes no nan in another."""
+
+    def forward(self, x, out=False, strict=False):
+        if strict and x.isnan().any():
+            raise ValueError("no nan")
+        return torch.from_numpy(x.numpy() * 2) if out else x + 1
+
+
+def test_a_refused_call_is_refused_again_without_a_trace():
+    model, x, tried = Stubborn(), torch.zeros(2), []
+    gm = fxplug.trace(model, x)
+    make = gm._variants.make
+    gm._variants.make = lambda *call: tried.append(call) or make(*call)
+    for number in range(4):
+        with pytest.raises(fxplug.GuardError, match="out of torch .numpy"):
+            gm(x[: 1 + number // 2], out=True)
+    assert len(tried) == 2  # two shapes
+    with pytest.raises(fxplug.GuardError, match="ValueError: no nan"):
+        gm(x / 0, strict=True)
+    assert torch.equal(gm(x, strict=True), model(x, strict=True))  # what the model refused may be another value's fault
+
+
+def test_an_export_is_of_the_graph_for_its_example(tmp_path):
+    gm, x = fxplug.trace(Ways().eval(), torch.randn(2, 4)), torch.randn(2, 4)
+    fxplug.export(gm, tmp_path / "more.pt2", (x,), {"more": x})
+    program = torch.export.load(tmp_path / "more.pt2").module()
+    assert torch.equal(program(x, more=x), gm(x, more=x))
+
+
 def test_a_graph_that_was_changed_by_hand_gives_none():
     model = Ways().eval()
     gm, x = fxplug.trace(model, torch.randn(2, 4)), torch.randn(2, 4)

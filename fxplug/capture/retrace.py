@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import FxplugError, TraceError
+from ..errors import FxplugError
 from ..ir.containers import PLAIN_TYPES
 from ..ir.peers import instead, unseen_scale
 from ..ir.pytree import leaves
 from ..ir.traced_module import TracedModule
-from ..ir.variants import signature_of
+from ..ir.variants import Passing, signature_of
 from ..torch_internals.modules import forward_hooks
 from .numbers import KINDS
 
@@ -29,10 +29,12 @@ class Again:
         self.model, self.record, self.built = model, record, _built(model)
 
     def __call__(self, owner: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
-        """The trace for this call, checked beside the model. Raises TraceError where it cannot be had."""
+        """The trace for this call, checked beside the model. Raises TraceError where it cannot be had, Passing where that
+        depends on more than the way of calling.
+        """
         bound = signature_of(owner).bind(*args, **kwargs)
         if name := unseen_scale(owner.meta.get("passes"), bound.arguments):
-            raise TraceError(
+            raise Passing(
                 f"'scale' in {name} is the strength of LoRA that another library has put in, and no pass sees it: "
                 f"{instead('set_adapters')}"
             )
@@ -50,14 +52,14 @@ class Again:
             except FxplugError:
                 raise
             except Exception as error:  # the model's
-                raise TraceError(f"the model itself does not take it: {type(error).__name__}: {error}") from error
+                raise Passing(f"the model itself does not take it: {type(error).__name__}: {error}") from error
 
     def check(self) -> None:
         """Raises TraceError for a model that was changed since it was traced."""
         now = _built(self.model)
         for path in dict.fromkeys([*self.built, *now]):
             if self.built.get(path) != now.get(path):
-                raise TraceError(f"the model was changed since it was traced, at '{path or type(self.model).__name__}'")
+                raise Passing(f"the model was changed since it was traced, at '{path or type(self.model).__name__}'")
 
 
 def _built(model: nn.Module) -> dict[str, Any]:
@@ -94,7 +96,7 @@ def _wearing(model: nn.Module, owner: TracedModule) -> Iterator[None]:
                     if value is None or found is value:
                         continue
                     if found is None or found.shape != value.shape:
-                        raise TraceError(f"the module no longer has '{name}' as the model has it")
+                        raise Passing(f"the module no longer has '{name}' as the model has it")
                     before.append((own, key, value))
                     own[key] = found
         yield

@@ -30,6 +30,7 @@ from ..ir.containers import Container
 from ..ir.editing import insert, replace
 from ..ir.pytree import children, leaves, map_leaves
 from ..ir.traced_module import TracedModule, copy_graph, shell
+from ..ir.variants import chosen
 from ..turns import held
 from . import onnx_trial, onnx_writer
 from .aoti_writer import Refused, Unfit, check_compiler, refusing, write
@@ -71,6 +72,8 @@ def export(
     options: Mapping[str, Any] | None = None,
 ) -> Exported:
     """Write the graph of the mode in force into a file: a program (`to="pt2"`), compiled code ("aoti"), or a model ("onnx").
+
+    Of a module with variants it is the graph for the example call, and only that one is in the file.
 
     `path` is a file, or a folder, which gets `model.pt2`, `model.aoti.pt2` or `model.onnx`; what was there stays until the new
     file is whole.
@@ -116,7 +119,7 @@ def export(
         check_compiler(device)
         # compiled code reads an input's memory in the order in which the example's lay
         args, named = map_leaves((args, named), lambda t, _: t.contiguous())
-    plain, notes = _program(module)
+    plain, notes = _program(chosen(module, args, named))
     parameters = inspect.signature(plain.forward).parameters
     if to == "onnx":
         results = onnx_writer.Results(plain)

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from . import functions, ops
 from .traced_module import class_names, without_edges
-from .variants import labels
+from .ways import labels
 
 
 def show(module: fx.GraphModule) -> str:

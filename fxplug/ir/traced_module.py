@@ -22,7 +22,7 @@ from ..adapters.slots import Adapters
 from ..errors import LONGEST, SpecError, TraceError, cut
 from ..spec.import_path import import_target
 from ..turns import change, hold, inside, turns_of
-from . import ops, standing, variants
+from . import ops, standing, variants, ways
 from .binding import bind
 from .containers import RESERVED, Container, child_of
 from .editing import copy_nodes
@@ -318,7 +318,7 @@ class TracedModule(fx.GraphModule):
     @property
     def variants(self) -> list[str]:
         """The further graphs that this module has for other ways of calling it: how each differs from the first."""
-        return variants.labels(self)
+        return ways.labels(self)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """As `fxplug.save`: pipelines of diffusers save their parts so. Raises ArtifactError."""

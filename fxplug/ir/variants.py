@@ -7,17 +7,17 @@ import operator
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
 
-from ..errors import FxplugError, GuardError, shown
+from ..errors import FxplugError, GuardError, TraceError, shown
 from ..torch_internals.compiling import apart
 from ..torch_internals.modules import DropoutNd, NormBase
 from ..turns import turns_of
-from . import functions, ops
+from . import functions, ops, ways
 from .containers import Container
 from .editing import change, copy_nodes, insert
 
@@ -28,6 +28,7 @@ Make = Callable[["TracedModule", tuple[Any, ...], dict[str, Any]], "TracedModule
 Step = Callable[["TracedModule"], "TracedModule"]
 
 LIMIT = 8  # variants that a module makes by itself
+REFUSED = 64  # calls that it remembers to refuse
 TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 # what checks how a graph is called, before it computes anything
 ENTRY = (ops.same, ops.check_inputs, ops.check_members, ops.check_generator, ops.check_numbers)
@@ -39,8 +40,11 @@ HARMLESS = (
 VIEWS = """view reshape transpose permute unsqueeze squeeze expand getitem chunk split unbind flatten unflatten narrow select t
 detach contiguous to float half bfloat16 double type edge alias real imag swapaxes swapdims movedim moveaxis expand_as view_as
 diagonal tensor_split type_as as_strided""".split()  # noqa: SIM905
-DECIDED = "decided: "  # before what is no argument
 NONE = object()
+
+
+class Passing(TraceError):
+    """A refusal that may be none at the next call: it depends on values, or on a model that was changed."""
 
 
 class Variants:
@@ -58,6 +62,7 @@ class Variants:
         self.earlier: list[tuple[TracedModule, int]] = list(earlier)
         self.made: list[TracedModule] = []
         self.codes = dict(_codes(owner))
+        self.refused: dict[Any, str] = {}  # why a call cannot be traced, by its key: to find that out takes a trace
         self.lock = threading.RLock()
 
     def after(self, owner: TracedModule, new: TracedModule, step: Step) -> None:
@@ -75,7 +80,7 @@ class Variants:
     def carry(self, owner: TracedModule) -> None:
         """Make those variants again that were there before the owner was made; warns of one that cannot be."""
         while self.earlier:
-            row = labels(owner)[len(self.made)]
+            row = ways.labels(owner)[len(self.made)]
             try:
                 self.bring(owner, 0)
             except FxplugError as error:
@@ -112,12 +117,22 @@ class Variants:
         if self.make is None:
             raise GuardError("the model is not at hand to trace it so, only what was saved of it")
         if len(self.made) + len(self.earlier) >= self.limit:
-            rows = "; ".join(shown(row, 120) for row in labels(owner))
+            rows = "; ".join(shown(row, 120) for row in ways.labels(owner))
             raise GuardError(
                 f"it has {len(self.made)} variants already, which differ from the first in: {rows or 'nothing yet'}; "
                 "trace(..., variants=N) allows more"
             )
-        found = tie(owner, self.stepped(self.make(owner, args, kwargs), 0))
+        if why := self.refused.get(key := ways.key(owner, args, kwargs)):
+            raise GuardError(why)
+        try:
+            found = tie(owner, self.stepped(self.make(owner, args, kwargs), 0))
+        except Passing:
+            raise
+        except FxplugError as error:
+            if len(self.refused) >= REFUSED:
+                self.refused.pop(next(iter(self.refused)))
+            self.refused[key] = str(error)
+            raise
         self.made.append(found)
         return found
 
@@ -132,7 +147,7 @@ def _codes(module: TracedModule) -> Any:
 @apart
 def chosen(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
     """The module, or the variant whose first checks hold for a call: made, where there is none. Raises GuardError."""
-    why = refusal(module, args, kwargs)
+    why = refusal(module, args, kwargs) if "_variants" in module.__dict__ else None
     if why is None:
         return module
     while True:
@@ -376,46 +391,3 @@ def _constant(owner: TracedModule, other: TracedModule, name: str, found: dict[s
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or (a.is_meta is b.is_meta and (a.is_meta or torch.equal(a.to(b.device), b)))
-
-
-# --- words
-
-
-def labels(module: TracedModule) -> list[str]:
-    """What each variant is for: how its call differs from the one that the module itself was traced with."""
-    variants: Variants | None = module.__dict__.get("_variants")
-    if variants is None:
-        return []
-    own = _said(module)
-    found = []
-    for variant in [*variants.made, *(variant for variant, _ in variants.earlier)]:
-        rows = {key: row for key, row in _said(variant).items() if own.get(key) != row}
-        label = ", ".join(row for key, row in rows.items() if not key.startswith(DECIDED))
-        if not label or label in found:
-            label = ", ".join(rows.values())
-        found.append(label or "other sizes")
-    return found
-
-
-def _said(module: TracedModule) -> Mapping[str, str]:
-    """How a graph is called, by argument; decisions that it has taken come last."""
-    rows: dict[str, str] = {}
-    decided: dict[str, str] = {}
-    for node in module.graph.nodes:
-        if node.op != "call_function":
-            continue
-        args: Any = node.args
-        if node.target is ops.same:
-            rows.update({name: f"{name}={shown(value, 60)}" for value, name in zip(args[1], args[2], strict=True)})
-        elif node.target is ops.check_numbers:
-            rows.update({name: f"{name}: {kind}" for kind, name in zip(args[1], args[2], strict=True)})
-        elif node.target is ops.check_inputs:
-            for rank, dtype, name in zip(args[1], args[2], args[3], strict=True):
-                kind = "tensor" if dtype is None else str(dtype).removeprefix("torch.")
-                rows[name] = f"{name}: {kind} of {rank} dimensions"
-        elif node.target is ops.check_members:
-            rows[args[2]] = f"{args[2]} with {', '.join(map(str, args[1])) or 'nothing'}"
-        elif node.target is ops.guard:
-            what = str(args[2]).rpartition("was decided on ")[2]
-            decided[what.rpartition(",")[0]] = what.removesuffix(" when traced")
-    return {**rows, **{f"{DECIDED}{key}": text for key, text in decided.items()}}
