@@ -8,6 +8,7 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pipelines
@@ -31,9 +32,10 @@ def output(name, capsys):
 
 def test_every_example_is_tried_and_is_one_screen():
     assert {p.name for p in EXAMPLES.glob("*.py")} == {
-        "controlnet.py", "efficientnet_adapters.py", "fashion.py", "hcp_and_everydream.py", "hcp_plugins.py",
-        "lora_for_a_pipeline.py", "own_block.py", "parallel.py", "quickstart.py", "serve_adapters.py", "step_cache.py",
-        "trained_lora.py", "unet_in_pipeline.py", "zhijian_mlp.py", "zhijian_trainer.py",
+        "controlnet.py", "controlnet_pipeline.py", "efficientnet_adapters.py", "fashion.py", "hcp_and_everydream.py",
+        "hcp_plugins.py", "lora_for_a_pipeline.py", "own_block.py", "parallel.py", "pipeline_adapters.py", "quickstart.py",
+        "serve_adapters.py", "step_cache.py", "text_to_image.py", "trained_lora.py", "unet_in_pipeline.py", "zhijian_mlp.py",
+        "zhijian_trainer.py",
     }  # fmt: skip
     assert all(len(p.read_text().splitlines()) <= 60 for p in EXAMPLES.glob("*.py"))
 
@@ -110,6 +112,35 @@ def test_controlnet(capsys):
     away = [float(line.split()[-1]) if line.startswith("strength") else float(line.rpartition(":  ")[2].split()[0])
             for line in text.splitlines()[1:-1]]  # fmt: skip
     assert away[0] == away[1] == away[4] == 0 < away[2] < away[3]
+
+
+def in_pipelines(name, capsys, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(EXAMPLES / "tiny"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # diffusers' and PEFT's, of a second adapter
+        return output(name, capsys)
+
+
+@pytest.mark.slow
+def test_controlnet_pipeline(capsys, monkeypatch):
+    text = in_pipelines("controlnet_pipeline.py", capsys, monkeypatch)
+    assert text.count("three models: True\n") == 4 and "saved and loaded as a pipeline: True\n" in text
+    assert "LoRA at 16 places of the UNet and 16 of the ControlNets\n" in text
+
+
+@pytest.mark.slow
+def test_pipeline_adapters(capsys, monkeypatch):
+    text = in_pipelines("pipeline_adapters.py", capsys, monkeypatch)
+    away = [float(value) for value in re.findall(r"(\S+) away from diffusers", text)]
+    assert len(away) == 3 and max(away) < 1e-5 and "unloaded, the base again: True\n" in text
+
+
+@pytest.mark.slow
+def test_text_to_image(capsys, monkeypatch):
+    text = in_pipelines("text_to_image.py", capsys, monkeypatch)
+    away = [float(value) for value in re.findall(r"(\S+) away from diffusers", text)]
+    assert len(away) == 4 and max(away) < 1e-5 and text.count("two more strengths: 1\n") == 2
 
 
 def test_serve_adapters(capsys, monkeypatch):

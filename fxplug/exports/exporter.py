@@ -22,6 +22,7 @@ from torch.export import Dim, ExportedProgram
 
 from .. import quantised
 from ..adapters.slots import Adapters
+from ..artifacts.value_json import portable
 from ..errors import FxplugError, brief_fields, did_you_mean, shown
 from ..files.placing import new_file
 from ..files.reading import reported
@@ -117,6 +118,7 @@ def export(
         raise FxplugError("the module is in training, and an ONNX model keeps nothing between calls: export module.eval()")
     if to == "aoti":
         check_compiler(device)
+        facts["attributes"] = portable({"dtype": module.dtype, **module._extras})
         # compiled code reads an input's memory in the order in which the example's lay
         args, named = map_leaves((args, named), lambda t, _: t.contiguous())
     plain, notes = _program(chosen(module, args, named))

@@ -15,10 +15,12 @@ import torch
 from ..adapters.held import Layer
 from ..adapters.slots import Adapters
 from ..adapters.writing import About
+from ..artifacts.value_json import decode
 from ..errors import LONGEST, ArtifactError, FxplugError, SpecError, cut, did_you_mean, shown
 from ..files import weight_files
 from ..files.reading import about, opened, reported
 from ..files.temporary import Folder, ended_by_exceptions
+from ..ir.peers import instead
 from ..limits import DEFAULT, Limits
 from ..torch_internals.packaging import LOADER
 from ..turns import Turns, change, during
@@ -62,16 +64,25 @@ class Package:
     `adapters` are what is in the slots of its passes. `tensors` are all tensors of its passes, by name, live: the program reads
     them at each call; `update` writes into them, and into every other constant. Calls may come from several threads; a change
     waits until those that run are done, and calls that come later wait for it, so that each call sees one state. On a GPU calls
-    and changes belong to one stream.
+    and changes belong to one stream. `config`, `dtype` and other plain attributes of the model are those of the package, as a
+    pipeline asks for them.
     """
 
     def __init__(self, loader: Any, manifest: Json, tensors: dict[str, torch.Tensor], device: torch.device) -> None:
         self._loader, self.manifest, self.tensors, self.device = loader, manifest, tensors, device
         self._signature = Signature(manifest["signature"], device)
         self._turns = (Turns(),)
+        self._attributes = {name: decode(value) for name, value in manifest.get("attributes", {}).items()}
         self._adapters = PackageAdapters(manifest, tensors, self._turns) if manifest.get("banks") else None
         # from here on the program reads these tensors where they lie
         loader.load_constants({k: t for k, t in tensors.items() if k in manifest["constants"]}, False, False, True)
+
+    def __getattr__(self, name: str) -> Any:
+        known = vars(self).get("_attributes", {})
+        if name in known:
+            return known[name]
+        more = f": {instead(name)}, before it is compiled" if instead(name) else ""
+        raise AttributeError(f"a package has no attribute '{name}'{more}")
 
     @property
     def adapters(self) -> PackageAdapters:

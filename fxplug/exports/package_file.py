@@ -37,6 +37,7 @@ ENTRIES: dict[str, tuple[type, Any]] = {
     "torch": (str, None), "device": (str, None), "constants": (dict, None), "signature": (dict, None), "platform": (str, ""),
     "machine": (str, ""), "features": (list, []), "operators": (list, []), "passes": (list, []), "views": (dict, {}),
     "banks": (dict, {}), "where": (dict, {}), "module": (str, ""), "mode": (str, ""), "fxplug": (str, ""),
+    "attributes": (dict, {}),
 }  # fmt: skip
 BANK = {"path": str, "block": str, "kind": str, "slots": int, "rank": int, "groups": int, "shape": tuple, "parameters": tuple}
 BANK |= {"param": str, "dim": int}
