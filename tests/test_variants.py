@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import random
 import threading
 from functools import cache
 
@@ -100,6 +101,42 @@ def test_what_is_given_and_what_is_left_out(change):
     _same(gm, unet, {**call, **change})
     _same(gm, unet, call)
     assert len(gm.variants) == 1
+
+
+@pytest.mark.slow
+def test_random_calls_are_the_models_or_refused():
+    """Of SDXL's UNet, in all modes; what the model itself takes is refused at most where a check fails midway."""
+    unet, draw, refused = small.seeded(unets.sdxl_model), random.Random(0), []
+    call = small.seeded(lambda: unets.inputs(unet))
+    gm, added = fxplug.trace(unet, kwargs=call, variants=24), call["added_cond_kwargs"]
+    mask = torch.tensor([[1.0, 1, 1, 0, 0], [1.0] * 5])
+    ways = [
+        {"timestep": time} for time in (*TIMES.values(), True, -1)
+    ] + [
+        {"return_dict": True}, {"encoder_attention_mask": mask}, {"cross_attention_kwargs": {}}, {"timestep_cond": None},
+        {"added_cond_kwargs": dict(reversed(added.items()))}, {"added_cond_kwargs": {**added, "more": 1}},
+        {"added_cond_kwargs": None}, {"encoder_hidden_states": call["encoder_hidden_states"][:1]},
+    ]  # fmt: skip
+    for _ in range(40):
+        given = {**call, **draw.choice(ways), **draw.choice(ways)}
+        args = [given.pop(name) for name in ("sample", "timestep", "encoder_hidden_states")] if draw.random() < 0.5 else []
+        training, grad, cast = (draw.random() < 0.3 for _ in range(3))
+        gm.train(training), unet.train(training)
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            try:
+                want = unet(*args, **given)
+            except (RuntimeError, TypeError, ValueError):
+                with pytest.raises((fxplug.GuardError, RuntimeError, TypeError, ValueError)):
+                    gm(*args, **given)
+                continue
+            try:
+                got = gm(*args, **given)
+            except fxplug.GuardError as error:
+                refused.append(str(error))
+                continue
+        assert type(got) is type(want) and _first(got).requires_grad == _first(want).requires_grad
+        assert _first(got).dtype == _first(want).dtype and torch.equal(_first(got), _first(want))
+    assert len(refused) < 5 and all("was decided on" in text for text in refused), refused
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
