@@ -491,7 +491,7 @@ def test_a_network_is_made_from_the_host_and_takes_values_from_its_middle(outer)
         fxplug.apply(outer.gm, p)
     p = Pass("side", rules, inputs={"cond": {"shape": [2, 5, 4]}}, networks=p.networks)
     new = fxplug.apply(outer.gm, p)
-    assert isinstance(new.side.net.fc, nn.Linear) and new.side.net.made_from == "GraphModule"  # the traced host
+    assert isinstance(new.side.net.fc, nn.Linear) and new.side.net.made_from == "TracedModule"  # the traced host
     rules = [rule(Sum, "blocks.0.fc", place="before", args=["x", "net:out.down[1]"])]
     early = Pass("side", rules, inputs=p.inputs, networks=p.networks)
     with pytest.raises(fxplug.MatchError, match="depends on it, so it would flow backward"):
