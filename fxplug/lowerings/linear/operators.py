@@ -1,15 +1,15 @@
-"""Products that cost less than torch's own: a linear layer, one with its low-rank update, and one with a bank of them.
+"""Linear layers, ones with their low-rank update, and ones with a bank of them: the functions that stand in a fused graph.
 
-On a CPU in float32 they go through oneDNN, where torch's linear goes through its BLAS: MKL leaves AVX-512 unused on CPUs of
-other makers. The low-rank update is added to the base's fresh output, and its gradient to the base's, in place; without
-gradients and where the rows are many it is added to the weight instead. On a CPU the choice is made at each call, inside one
-operator: no number of rows is part of a compiled graph.
+Each has forms, which give the same but for rounding: `fused`, on a CPU through oneDNN and with the update in the place that is
+the cheaper one at each call; `blas`, the same by torch's own products; `remerge` and `remerge:blas`, with the update in the
+weight; `kernel` and `kernel:N`, of `kernels`; `stock`, as the layer and its `Lora` do it. A form may be four (`MODES`) with
+commas between them: those in eager code without and with gradients, and in compiled code.
+
+Dynamo takes each for one operator of torch's library and does not look inside: that would take it longer than all else.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import Any
 
 import torch
@@ -17,160 +17,73 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...low_rank import added, side, spread
-from ...torch_internals.kernels import onednn_linear
-from . import kernels
+from ...low_rank import added, side
+from . import kernels, library
 
-ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-GATES = torch.float32  # the dtype of what gates give
-MIXED = (
-    "the samples of this batch take different adapters, and this graph adds them to the weights, which all samples share: "
-    "keep the side path (lower without merge) for mixed batches"
-)
-LIBRARY = torch.library.Library("fxplug", "FRAGMENT")  # type: ignore[no-untyped-call]
-LIBRARY.define("product(Tensor a, Tensor b, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
+MODES = ((False, False), (False, True), (True, False), (True, True))  # compiled, with gradients
 
 
-def _onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    if not (a.numel() and b.numel()):  # which oneDNN refuses
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None, blas: bool = False) -> Tensor:
+    """a @ b.T + bias, for a (rows, inner), b (columns, inner) and bias (columns,) of one dtype, on any device."""
+    if not torch.compiler.is_compiling():
+        return library.multiply(a, b, bias, blas)
+    if blas or not library.ONEDNN or a.device.type != "cpu" or a.dtype != torch.float32:
         return F.linear(a, b, bias)
-    return onednn_linear(a, b, bias, "none", [], "")  # type: ignore[no-any-return]
+    return torch.ops.fxplug.product(a, b, bias)  # type: ignore[no-any-return]
 
 
-# the compiler takes oneDNN's own operator only where the second factor is a constant
-LIBRARY.impl("product", _onednn, "CPU")  # type: ignore[no-untyped-call]
-LIBRARY.impl("product", lambda a, b, bias: a.new_empty(a.shape[0], b.shape[0]), "Meta")  # type: ignore[no-untyped-call]
-LIBRARY.define("lora(Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up, Tensor scale) -> Tensor")  # type: ignore[no-untyped-call]
-LIBRARY.define(  # type: ignore[no-untyped-call]
-    "bank(Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up, Tensor rows, int slots, int batch_dim) -> Tensor"
-)
-LIBRARY.define("remerged(Tensor weight, Tensor down, Tensor up, Tensor gates) -> Tensor")  # type: ignore[no-untyped-call]
-
-
-def _eager(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a @ b.T + bias where nothing is compiled and autograd does not look."""
-    onednn = ONEDNN and a.device.type == "cpu" and a.dtype == torch.float32
-    return _onednn(a, b, bias) if onednn else F.linear(a, b, bias)
-
-
-def pays(rows: int, weight: Tensor) -> bool:
-    """Whether an update costs less on the weight (out, in) than on so many rows.
-
-    By multiplications it is rank * out * in against rank * rows * (out + in). The new weight is also written and read again:
-    on the CPUs measured (ViT-S and UNet sizes, rank 16) that doubles its price.
-    """
-    out, inner = weight.shape
-    return rows * (out + inner) >= 2 * out * inner
-
-
-def _lora(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor) -> Tensor:
-    if pays(x.shape[0], weight):
-        return _eager(x, added(weight, down, up, scale), bias)
-    return _eager(x, weight, bias).addmm_(_eager(x, down).mul_(scale), up.t())
-
-
-def _taken(down: Tensor, up: Tensor, take: list[float]) -> tuple[Tensor, Tensor, Tensor] | None:
-    """down, up and gates of the slots that are taken, without the padding of their ranks; None where none is."""
-    rank = down.shape[0] // len(take)
-    parts = []
-    for slot, weight in enumerate(take):
-        if weight:  # NaN is taken too
-            inner = down.narrow(0, slot * rank, rank)
-            used = int(inner.any(1).nonzero().max()) + 1 if inner.any() else 1
-            parts.append((inner[:used], up.narrow(1, slot * rank, used), down.new_full((used,), weight, dtype=GATES)))
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    downs, ups, gates = zip(*parts, strict=True)
-    return torch.cat(downs), torch.cat(ups, 1), torch.cat(gates)
-
-
-def _uniform(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, take: list[float]) -> Tensor:
-    taken = _taken(down, up, take)
-    return _eager(x, weight, bias) if taken is None else _lora(x, weight, bias, *taken)
-
-
-def _bank(
-    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, rows: Tensor, slots: int, batch_dim: int
-) -> Tensor:
-    flat, batch = x.flatten(0, -2), rows.shape[0]
-    takes: list[list[float]] = rows[:, :: rows.shape[1] // slots].tolist()
-    if not batch:
-        return x.new_empty(*x.shape[:-1], weight.shape[0])
-    shape = (*x.shape[:-1], weight.shape[0])
-    if all(take == takes[0] for take in takes):
-        return _uniform(flat, weight, bias, down, up, takes[0]).view(shape)
-    if x.dim() < 2 or batch_dim < 0 or x.shape[batch_dim] % batch:  # no samples in it: what all of them take
-        return (_eager(flat, weight, bias) + side(flat, down, up, rows, -1)).view(shape)
-    if batch_dim:
-        first = x.transpose(0, batch_dim)
-        return _bank(first, weight, bias, down, up, rows, slots, 0).transpose(0, batch_dim).contiguous()
-    y = _eager(flat, weight, bias)
-    each, start = flat.shape[0] // batch, 0
-    for take, same in itertools.groupby(takes):
-        count = each * len(list(same))
-        taken = _taken(down, up, take)
-        if taken is not None:
-            inner = _eager(flat.narrow(0, start, count), taken[0]).mul_(taken[2])
-            y.narrow(0, start, count).addmm_(inner, taken[1].t())
-        start += count
-    return y.view(shape)
-
-
-def _remerged(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
-    take: list[float] = gates.tolist()
-    if any(math.isnan(value) for value in take):
-        raise ValueError(MIXED)
-    taken = _taken(down, up, take)
-    return weight.clone() if taken is None else added(weight, *taken)
-
-
-LIBRARY.impl("lora", _lora, "CPU")  # type: ignore[no-untyped-call]
-LIBRARY.impl("lora", lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]), "Meta")  # type: ignore[no-untyped-call]
-LIBRARY.impl("bank", _bank, "CPU")  # type: ignore[no-untyped-call]
-LIBRARY.impl("bank", lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]), "Meta")  # type: ignore[no-untyped-call]
-LIBRARY.impl("remerged", _remerged, "CPU")  # type: ignore[no-untyped-call]
-LIBRARY.impl("remerged", lambda weight, *_: torch.empty_like(weight), "Meta")  # type: ignore[no-untyped-call]
-
-
-def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a @ b.T + bias, for a (rows, inner), b (columns, inner) and bias (columns,) of one dtype; autograd does not see it."""
-    if ONEDNN and a.device.type == "cpu" and a.dtype == torch.float32 and torch.compiler.is_compiling():
-        return torch.ops.fxplug.product(a, b, bias)  # type: ignore[no-any-return]
-    return _eager(a, b, bias)
-
-
-def plus(y: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """y + a @ b.T, in y's memory where nothing is compiled: a compiler joins the sum with what follows."""
-    return y + product(a, b) if torch.compiler.is_compiling() else y.addmm_(a, b.t())
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = "fused") -> Tensor:
     """`torch.nn.functional.linear`, equal to it but for rounding: x (..., in), weight (out, in), bias (out,)."""
+    if _whole(form):
+        return torch.ops.fxplug.linear(x, weight, bias, form)  # type: ignore[no-any-return]
+    return _linear(x, weight, bias, form)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> Tensor:
     x, weight, bias = _cast(x, weight, bias)
-    if not _fits(x, weight) or torch.compiler.is_exporting():
+    trained = trains(x, weight, bias)
+    if _form(form, trained) != "fused" or not _fits(x, weight) or torch.compiler.is_exporting():
         return F.linear(x, weight, bias)
-    if not trains(x, weight, bias):
-        return product(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
-    return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
+    if trained and not torch.compiler.is_compiling():
+        return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
+    return product(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
-def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor) -> Tensor:
+def lora_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, form: str = "fused"
+) -> Tensor:
     """linear(x, weight, bias) + scale * linear(linear(x, down), up): what a layer and its `Lora` give together.
 
     x is (..., in), weight (out, in), bias (out,), down (rank, in), up (out, rank), scale one number.
     """
+    if _whole(form):
+        return torch.ops.fxplug.lora_linear(x, weight, bias, down, up, scale, form)  # type: ignore[no-any-return]
+    return _lora_linear(x, weight, bias, down, up, scale, form)
+
+
+def _lora_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, form: str
+) -> Tensor:
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
-    if not _fits(x, weight, down, up) or torch.compiler.is_exporting():
-        return F.linear(x, weight, bias) + side(x, down, up, scale)
-    if trains(x, weight, bias, down, up):
-        return _LoraLinear.apply(x, weight, bias, down, up, scale)  # type: ignore[no-any-return]
-    flat = x.flatten(0, -2)
-    if x.device.type == "cpu":
-        call = torch.ops.fxplug.lora if torch.compiler.is_compiling() else _lora
-        y = call(flat, weight, bias, down, up, scale)
+    trained = trains(x, weight, bias, down, up)
+    way = _form(form, trained)
+    if way.startswith("kernel"):
+        return kernel_lora_linear(x, weight, bias, down, up, scale, _tile(way))
+    compiled = torch.compiler.is_compiling()
+    alone = compiled and x.device.type != "cpu"  # there the compiler has products of its own, and joins what is around them
+    if way == "stock" or alone or not _fits(x, weight, down, up) or torch.compiler.is_exporting():
+        return torch.add(F.linear(x, weight, bias), side(x, down, up, scale))
+    blas, merged = way.endswith("blas"), way.startswith("remerge")
+    if trained and not compiled:
+        return _LoraLinear.apply(x, weight, bias, down, up, scale, blas, merged)  # type: ignore[no-any-return]
+    flat, shape = x.flatten(0, -2), (*x.shape[:-1], weight.shape[0])
+    if trained:
+        y, _ = torch.ops.fxplug.lora_and_inner(flat, weight, bias, down, up, scale, blas, merged)
+    elif merged:
+        y = product(flat, remerged(weight, down, up, scale), bias, blas)
     else:
-        y = plus(product(flat, weight, bias), product(flat, down) * scale, up)
-    return y.view(*x.shape[:-1], weight.shape[0])
+        y = (torch.ops.fxplug.lora if compiled else library.lora)(flat, weight, bias, down, up, scale, blas)
+    return y.view(shape)  # type: ignore[no-any-return]
 
 
 def bank_linear(
@@ -182,6 +95,7 @@ def bank_linear(
     rows: Tensor,
     slots: int,
     batch_dim: int = 0,
+    form: str = "fused",
 ) -> Tensor:
     """What a layer and its `Lora` with slots give together: each sample gets the low-rank updates of the slots that it takes.
 
@@ -189,12 +103,32 @@ def bank_linear(
     down (slots * rank, in), up (out, slots * rank), rows float32 (batch, slots * rank), a slot's weight repeated for its
     rank. On a CPU only slots with a weight cost time. The bank gets no gradient.
     """
+    if _whole(form):
+        return torch.ops.fxplug.bank_linear(x, weight, bias, down, up, rows, slots, batch_dim, form)  # type: ignore[no-any-return]
+    return _bank_linear(x, weight, bias, down, up, rows, slots, batch_dim, form)
+
+
+def _bank_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    rows: Tensor,
+    slots: int,
+    batch_dim: int,
+    form: str,
+) -> Tensor:
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
-    plain = torch.compiler.is_exporting() or trains(x, weight, bias, down, up) or not _fits(x, weight, down, up)
+    trained = trains(x, weight, bias, down, up)
+    way = _form(form, trained)
+    if way.startswith("kernel"):
+        return kernel_bank_linear(x, weight, bias, down, up, rows, slots, batch_dim, _tile(way))
+    plain = torch.compiler.is_exporting() or trained or not _fits(x, weight, down, up) or way == "stock"
     if x.device.type == "cpu" and not plain:
-        call = torch.ops.fxplug.bank if torch.compiler.is_compiling() else _bank
-        return call(x, weight, bias, down, up, rows, slots, batch_dim)
-    return torch.add(linear(x, weight, bias), side(x, down, up, rows, batch_dim))
+        call = torch.ops.fxplug.bank if torch.compiler.is_compiling() else library.bank
+        return call(x, weight, bias, down, up, rows, slots, batch_dim, way == "blas")
+    return torch.add(linear(x, weight, bias, way), side(x, down, up, rows, batch_dim))
 
 
 def kernel_lora_linear(
@@ -253,7 +187,7 @@ def remerged(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
     Raises ValueError on a CPU where a gate is NaN, as gates are when the samples of a batch take different slots.
     """
     if weight.device.type == "cpu" and gates.dim() and not torch.compiler.is_exporting():
-        call = torch.ops.fxplug.remerged if torch.compiler.is_compiling() else _remerged
+        call = torch.ops.fxplug.remerged if torch.compiler.is_compiling() else library.remerged
         return call(weight, down, up, gates)
     return added(weight, down, up, gates)
 
@@ -261,6 +195,21 @@ def remerged(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
 def trains(*tensors: Tensor | None) -> bool:
     """Whether autograd wants to see what is computed from these."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _whole(form: str) -> bool:
+    """Whether a compiler looks on that is to see one operator; one for GPUs has to see their kernels."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting() and "kernel" not in form
+
+
+def _form(form: str, trained: bool) -> str:
+    """The form that a call takes."""
+    forms = form.split(",")
+    return forms[0] if len(forms) == 1 else forms[MODES.index((torch.compiler.is_compiling(), trained))]
+
+
+def _tile(form: str) -> int:
+    return int(form.partition(":")[2] or 0)
 
 
 def _cast(x: Tensor, *rest: Any) -> tuple[Any, ...]:
@@ -279,70 +228,32 @@ def _fits(x: Tensor, *weights: Tensor) -> bool:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.blas = False
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return product(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
+        return library.multiply(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        flat = g.flatten(0, -2)
-        gx = product(flat, weight.t()).view(*g.shape[:-1], weight.shape[1]) if ctx.needs_input_grad[0] else None
-        return gx, *_base_gradients(ctx, x, flat)
+        gx, *rest = library.product_gradients(library.Eager, ctx, g.flatten(0, -2))
+        return None if gx is None else gx.view(*g.shape[:-1], gx.shape[1]), *rest
 
 
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor) -> Tensor:
-        flat = x.flatten(0, -2)
-        hidden = product(flat, down) * scale
-        ctx.save_for_backward(x, weight, down, up, scale, hidden)
-        y = product(flat, weight, bias)
-        return plus(y, hidden, up).view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, down, up, scale, hidden = ctx.saved_tensors
-        flat, rows = g.flatten(0, -2), x.flatten(0, -2)
-        inner = product(flat, up.t()) * scale
-        gx = None
-        if ctx.needs_input_grad[0]:
-            gx = plus(product(flat, weight.t()), inner, down.t()).view(x.shape)
-        # (rank, out) and not (out, rank): a product reads its second factor in either layout at full speed
-        return gx, *_base_gradients(ctx, x, flat), product(inner.t(), rows.t()), product(hidden.t(), flat.t()).t(), None
-
-
-def _base_gradients(ctx: Any, x: Tensor | None, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Those of weight and bias, where they are trained."""
-    weight = product(g.t(), x.flatten(0, -2).t()) if ctx.needs_input_grad[1] and x is not None else None
-    return weight, g.sum(0) if ctx.needs_input_grad[2] else None
-
-
-class _Remerged(torch.autograd.Function):
-    """`_LoraLinear` by way of the weight: its gradients cost no matrix of the weight's size but the weight once more."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:5]) else None, weight, down, up, gates)
-        y = product(x.flatten(0, -2), remerged(weight, down, up, gates), bias)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, *way: bool
+    ) -> Tensor:
+        y, inner = library.lora_and_inner(x.flatten(0, -2), weight, bias, down, up, scale, *way)
+        ctx.way = way
+        ctx.save_for_backward(x, weight, down, up, scale, inner)
         return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, down, up, gates = ctx.saved_tensors
-        flat, gx, gd, gu = g.flatten(0, -2), None, None, None
-        if ctx.needs_input_grad[0]:
-            gx = product(flat, remerged(weight, down, up, gates).t()).view(*g.shape[:-1], weight.shape[1])
-        each = spread(gates, down.shape[0])
-        if ctx.needs_input_grad[3]:
-            inner = product(flat, up.t()) * each
-            gd = product(inner.to(g.dtype).t(), x.flatten(0, -2).t())
-        if ctx.needs_input_grad[4]:
-            hidden = product(x.flatten(0, -2), down) * each
-            gu = product(hidden.to(g.dtype).t(), flat.t()).t()
-        return gx, *_base_gradients(ctx, x, flat), gd, gu, None
+        gx, *rest = library.lora_gradients(library.Eager, ctx, g.flatten(0, -2))
+        return None if gx is None else gx.view(*g.shape[:-1], gx.shape[1]), *rest, None, None
 
 
 def remerged_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
@@ -350,7 +261,16 @@ def remerged_linear(x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor
     x, weight, bias, down, up = _cast(x, weight, bias, down, up)
     if not _fits(x, weight, down, up) or torch.compiler.is_exporting():
         return F.linear(x, added(weight, down, up, gates), bias)  # autograd sees all of it
-    if trains(x, weight, bias, down, up):
-        return _Remerged.apply(x, weight, bias, down, up, gates)  # type: ignore[no-any-return]
-    y = product(x.flatten(0, -2), remerged(weight, down, up, gates), bias)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    if not gates.dim():
+        return lora_linear(x, weight, bias, down, up, gates, "remerge")
+    whole = added(weight, down, up, gates) if trains(weight, down, up) else remerged(weight, down, up, gates)
+    return linear(x, whole, bias)
+
+
+for _name, _of, _run in (
+    ("linear", "Tensor x, Tensor weight, Tensor? bias, str form", _linear),
+    ("lora_linear", f"{library.UPDATED}, Tensor scale, str form", _lora_linear),
+    ("bank_linear", f"{library.UPDATED}, Tensor rows, int slots, int batch_dim, str form", _bank_linear),
+):
+    library.LIBRARY.define(f"{_name}({_of}) -> Tensor")  # type: ignore[no-untyped-call]
+    library.LIBRARY.impl(_name, _run, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]

@@ -12,7 +12,8 @@ from ...ir.traced_module import Graph, TracedModule
 from ...low_rank import grouped_product, spread
 from ..linear.fused import remerge_linear
 from ..linear.layers import WEIGHTS, Layer, call_instead, check_traced, layers, lowered, uniform
-from ..linear.operators import pays, remerged, trains
+from ..linear.library import pays
+from ..linear.operators import remerged, trains
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 GEOMETRY = ("stride", "padding", "dilation", "groups")
@@ -23,7 +24,7 @@ def remerge(gm: TracedModule, everywhere: bool = False) -> TracedModule:
 
     The weights are made anew at each call, as `low_rank.added` says, so training, switching and scaling stay what they were;
     the gradient of a linear layer's update costs no full-size one. Where slots are taken, all samples of a batch take the
-    same: others are an error on a CPU and NaN on a GPU. It pays where a layer sees many rows: by `operators.pays`, for the
+    same: others are an error on a CPU and NaN on a GPU. It pays where a layer sees many rows: by `library.pays`, for the
     shapes of the trace, and `everywhere` if asked. What `fused.fuse` leaves alone stays, and a convolution with
     another padding than zeros. Graph and module tree are copied, parameters shared. Raises SpecError for what is no traced
     module.

@@ -1,0 +1,228 @@
+"""Products that cost less than torch's own, as operators of `torch.library`: what a compiled graph calls.
+
+On a CPU in float32 they go through oneDNN, where torch's linear goes through its BLAS, unless `blas` asks for that: which is
+faster depends on the processor. The low-rank update is added to the base's fresh output in place, or, where the rows are many,
+to the weight; that choice is made at each call, so that no number of rows is part of a compiled graph.
+
+Compiled code is kept on disk by torch and calls these by name: one that is to mean something else gets another name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...low_rank import added, side
+from ...torch_internals.kernels import onednn_linear
+
+ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+GATES = torch.float32  # the dtype of what gates give
+MIXED = (
+    "the samples of this batch take different adapters, and this graph adds them to the weights, which all samples share: "
+    "keep the side path (lower without merge) for mixed batches"
+)
+LIBRARY = torch.library.Library("fxplug", "FRAGMENT")  # type: ignore[no-untyped-call]
+UPDATED = "Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up"
+
+
+def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None, blas: bool = False) -> Tensor:
+    """a @ b.T + bias for a (rows, inner), b (columns, inner) and bias (columns,), where autograd and compiler do not look."""
+    fits = ONEDNN and not blas and a.device.type == "cpu" and a.dtype == torch.float32
+    if not fits or not (a.numel() and b.numel()):  # which oneDNN refuses
+        return F.linear(a, b, bias)
+    return onednn_linear(a, b, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+def pays(rows: int, weight: Tensor) -> bool:
+    """Whether an update costs less on the weight (out, in) than on so many rows.
+
+    By multiplications it is rank * out * in against rank * rows * (out + in). The new weight is also written and read again:
+    on the CPUs measured (ViT-S and UNet sizes, rank 16) that doubles its price.
+    """
+    out, inner = weight.shape
+    return rows * (out + inner) >= 2 * out * inner
+
+
+def lora(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, blas: bool = False
+) -> Tensor:
+    """x @ (weight + scale * up @ down).T + bias, for x (rows, in), in the cheaper order."""
+    if pays(x.shape[0], weight):
+        return multiply(x, added(weight, down, up, scale), bias, blas)
+    return multiply(x, weight, bias, blas).addmm_(multiply(x, down, None, blas).mul_(scale), up.t())
+
+
+def lora_and_inner(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    scale: Tensor,
+    blas: bool = False,
+    merged: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`lora`, by way of the weight if `merged`, and its inner values scale * x @ down.T, (rows, rank), for gradients."""
+    inner = multiply(x, down, None, blas).mul_(scale)
+    if merged:
+        return multiply(x, added(weight, down, up, scale), bias, blas), inner
+    return multiply(x, weight, bias, blas).addmm_(inner, up.t()), inner
+
+
+def taken(down: Tensor, up: Tensor, take: list[float]) -> tuple[Tensor, Tensor, Tensor] | None:
+    """down, up and gates of the slots that are taken, without the padding of their ranks; None where none is."""
+    rank = down.shape[0] // len(take)
+    parts = []
+    for slot, weight in enumerate(take):
+        if weight:  # NaN is taken too
+            inner = down.narrow(0, slot * rank, rank)
+            used = int(inner.any(1).nonzero().max()) + 1 if inner.any() else 1
+            parts.append((inner[:used], up.narrow(1, slot * rank, used), down.new_full((used,), weight, dtype=GATES)))
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    downs, ups, gates = zip(*parts, strict=True)
+    return torch.cat(downs), torch.cat(ups, 1), torch.cat(gates)
+
+
+def _uniform(
+    x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, take: list[float], blas: bool
+) -> Tensor:
+    used = taken(down, up, take)
+    return multiply(x, weight, bias, blas) if used is None else lora(x, weight, bias, *used, blas)
+
+
+def bank(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    down: Tensor,
+    up: Tensor,
+    rows: Tensor,
+    slots: int,
+    batch_dim: int,
+    blas: bool = False,
+) -> Tensor:
+    """What `operators.bank_linear` says, without gradients and on a CPU."""
+    flat, batch = x.flatten(0, -2), rows.shape[0]
+    takes: list[list[float]] = rows[:, :: rows.shape[1] // slots].tolist()
+    if not batch:
+        return x.new_empty(*x.shape[:-1], weight.shape[0])
+    shape = (*x.shape[:-1], weight.shape[0])
+    if all(take == takes[0] for take in takes):
+        return _uniform(flat, weight, bias, down, up, takes[0], blas).view(shape)
+    if x.dim() < 2 or batch_dim < 0 or x.shape[batch_dim] % batch:  # no samples in it: what all of them take
+        return (multiply(flat, weight, bias, blas) + side(flat, down, up, rows, -1)).view(shape)
+    if batch_dim:
+        first = x.transpose(0, batch_dim)
+        return bank(first, weight, bias, down, up, rows, slots, 0, blas).transpose(0, batch_dim).contiguous()
+    y = multiply(flat, weight, bias, blas)
+    each, start = flat.shape[0] // batch, 0
+    for take, same in itertools.groupby(takes):
+        count = each * len(list(same))
+        used = taken(down, up, take)
+        if used is not None:
+            inner = multiply(flat.narrow(0, start, count), used[0], None, blas).mul_(used[2])
+            y.narrow(0, start, count).addmm_(inner, used[1].t())
+        start += count
+    return y.view(shape)
+
+
+def remerged(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
+    """`low_rank.added` for gates (slots,), on a CPU: raises ValueError where one is NaN."""
+    take: list[float] = gates.tolist()
+    if any(math.isnan(value) for value in take):
+        raise ValueError(MIXED)
+    used = taken(down, up, take)
+    return weight.clone() if used is None else added(weight, *used)
+
+
+# --- their names in torch's library
+
+
+def _define(name: str, arguments: str, results: str, run: Any, like: Any) -> None:
+    LIBRARY.define(f"{name}({arguments}) -> {results}")  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, run, "CPU")  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, like, "Meta")  # type: ignore[no-untyped-call]
+
+
+def _rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+# the compiler takes oneDNN's own operator only where the second factor is a constant
+_define("product", "Tensor a, Tensor b, Tensor? bias, bool blas=False", "Tensor", multiply, _rows)
+_define("lora", f"{UPDATED}, Tensor scale, bool blas=False", "Tensor", lora, _rows)
+_define(
+    "lora_and_inner", f"{UPDATED}, Tensor scale, bool blas=False, bool merged=False", "(Tensor, Tensor)", lora_and_inner,
+    lambda x, weight, bias, down, *_: (_rows(x, weight), _rows(x, down)),
+)  # fmt: skip
+_define(
+    "bank", f"{UPDATED}, Tensor rows, int slots, int batch_dim, bool blas=False", "Tensor", bank,
+    lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
+)  # fmt: skip
+_define(
+    "remerged", "Tensor weight, Tensor down, Tensor up, Tensor gates", "Tensor", remerged,
+    lambda weight, *_: torch.empty_like(weight),
+)  # fmt: skip
+
+
+# --- gradients: the same functions for autograd in eager code, and for operators in compiled code, which torch keeps on disk
+# only without functions of autograd
+
+
+class Eager:
+    """What `torch.ops.fxplug` has, without the way through torch's library."""
+
+    product, lora_and_inner = staticmethod(multiply), staticmethod(lora_and_inner)
+
+
+def product_gradients(ops: Any, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    """Those of `product`, for g (rows, columns): of a, b and the bias, where they are wanted."""
+    a, b = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    ga = ops.product(g, b.t(), None, ctx.blas) if needs[0] else None
+    gb = ops.product(g.t(), a.flatten(0, -2).t(), None, ctx.blas) if needs[1] else None
+    return ga, gb, g.sum(0) if needs[2] else None
+
+
+def lora_gradients(ops: Any, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    """Those of `lora_and_inner`'s first result, for g (rows, out): the gradient of x is the same product, turned round."""
+    x, weight, down, up, scale, hidden = ctx.saved_tensors
+    needs, flat, (blas, merged) = ctx.needs_input_grad, x.flatten(0, -2), ctx.way
+    gx = None
+    if needs[0]:
+        gx, inner = ops.lora_and_inner(g, weight.t(), None, up.t(), down.t(), scale, blas, merged)
+    else:
+        inner = ops.product(g, up.t(), None, blas) * scale
+    gw = ops.product(g.t(), flat.t(), None, blas) if needs[1] else None
+    # (rank, out) and not (out, rank): a product reads its second factor in either layout at full speed
+    gd, gu = ops.product(inner.t(), flat.t(), None, blas), ops.product(hidden.t(), g.t(), None, blas).t()
+    return gx, gw, g.sum(0) if needs[2] else None, gd, gu, None
+
+
+def _product_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, _, ctx.blas = inputs
+    ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b)
+
+
+def _lora_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _, down, up, scale, *ctx.way = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, weight, down, up, scale, output[1])
+
+
+def _product_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    return *product_gradients(torch.ops.fxplug, ctx, g), None
+
+
+def _lora_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return *lora_gradients(torch.ops.fxplug, ctx, g), None, None
+
+
+torch.library.register_autograd("fxplug::product", _product_backward, setup_context=_product_saves, lib=LIBRARY)
+torch.library.register_autograd("fxplug::lora_and_inner", _lora_backward, setup_context=_lora_saves, lib=LIBRARY)
