@@ -1,0 +1,125 @@
+"""The first compiled training step with LoRA of rank 16, from a cold and from a warm cache: fxplug and PEFT.
+
+python benchmarks/first_step.py [--json FILE] [--turns N] [--only vit|unet|tiny ...] [--ways WAY ...] [--threads N]
+
+vit, unet   the models of `train_step.py`, with LoRA on every nn.Linear; tiny is ViT-tiny
+Each way runs in processes of its own, who begins alternating: one with an empty folder for torch's caches of compiled code,
+one more that finds what the first left. Seconds are from the call of torch.compile to the end of the first backward pass.
+`cpu` is the time of that process and of the C++ compilers it ran, with one compile thread; `wall` what one waits. Ratios are over
+PEFT's of the same turn. `hits` and `misses` are those of torch's cache of differentiated graphs, `bypassed` graphs that it
+does not take.
+
+peft     PEFT's modules              fxplug   the graph as `apply` leaves it              fused   the same after fuse(how="fused")
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from timing import shown, spread
+
+WAYS = ["peft", "fxplug", "fused"]
+KINDS = ["vit", "unet", "tiny"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--only", choices=KINDS, nargs="+", default=KINDS[:2])
+    parser.add_argument("--ways", choices=WAYS, nargs="+", default=WAYS)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--alone", help="in this process, for the others")
+    options = parser.parse_args()
+    if options.alone:
+        print(json.dumps(first_step(options.only[0], options.alone)))
+        return
+    rows = {kind: measure(kind, options) for kind in options.only}
+    if options.json:
+        from record import write
+
+        write(options.json, {"threads": options.threads, "rows": rows})
+
+
+def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    turns: list[dict[str, dict[str, Any]]] = []
+    for index in range(options.turns):
+        found = {}
+        for way in options.ways if index % 2 == 0 else reversed(options.ways):
+            with tempfile.TemporaryDirectory() as folder:
+                found[way] = {state: in_a_process(kind, way, folder, options.threads) for state in ("cold", "warm")}
+        turns.append(found)
+    row: dict[str, Any] = {}
+    for way in options.ways:
+        row[way] = {}
+        for state in ("cold", "warm"):
+            each = [turn[way][state] for turn in turns]
+            row[way][state] = {**{key: spread([one[key] for one in each]) for key in ("cpu", "wall")}, "cache": each[-1]["cache"]}
+            if "peft" in options.ways:
+                ratios = [turn[way][state]["cpu"] / turn["peft"][state]["cpu"] for turn in turns]
+                row[way][state]["ratio"] = spread(ratios)
+                seconds = row[way][state]["cpu"]["median"]
+                print(f"{kind:5} {way:7} {state}  {seconds:6.1f} s CPU  {shown(spread(ratios))}  {each[-1]['cache']}", flush=True)
+    return row
+
+
+def in_a_process(kind: str, way: str, folder: str, threads: int) -> dict[str, Any]:
+    settings = {"TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, __file__, "--only", kind, "--alone", way]
+    done = subprocess.run(command, env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def first_step(kind: str, way: str) -> dict[str, Any]:
+    import peft
+    import timm
+    import torch
+    import train_step
+    from torch import nn
+    from torch._dynamo.utils import counters
+
+    import fxplug
+
+    torch.manual_seed(0)
+    module: Any = timm.create_model("vit_tiny_patch16_224", num_classes=10) if kind == "tiny" else train_step.base(kind)
+    inputs, _ = train_step.example("vit" if kind == "tiny" else kind, train_step.BATCH.get(kind, 4))
+    layers = [name for name, layer in module.train().named_modules() if isinstance(layer, nn.Linear)]
+    if way == "peft":
+        module = peft.get_peft_model(module, peft.LoraConfig(r=16, lora_alpha=16, target_modules=layers)).train()
+    else:
+        names = "|".join(map(re.escape, layers))
+        module = fxplug.apply(fxplug.trace(module, kwargs=inputs), fxplug.load_pass("lora", at=f"re:({names})$", rank=16)).train()
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name.startswith("lora."))
+        module = fxplug.fuse(module, "fused") if way == "fused" else module
+    cpu, wall = used(), time.perf_counter()
+    result = torch.compile(module, fullgraph=True)(**inputs)
+    (result if isinstance(result, torch.Tensor) else result[0]).square().mean().backward()
+    cpu, wall = used() - cpu, time.perf_counter() - wall
+    found = counters["aot_autograd"]
+    return {
+        "cpu": cpu,
+        "wall": wall,
+        "cache": {name: found[f"autograd_cache_{key}"] for name, key in (("hits", "hit"), ("misses", "miss"), ("bypassed", "bypass"))},
+    }
+
+
+def used() -> float:
+    """Seconds of CPU time of this process and of those that it waited for."""
+    found = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(row.ru_utime + row.ru_stime for row in found)
+
+
+if __name__ == "__main__":
+    main()
