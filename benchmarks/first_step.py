@@ -5,11 +5,11 @@ python benchmarks/first_step.py [--json FILE] [--turns N] [--only vit|unet|tiny 
 vit, unet   the models of `train_step.py`, with LoRA on every nn.Linear; tiny is ViT-tiny
 Each way runs in processes of its own, who begins alternating: one with an empty folder for torch's caches of compiled code,
 one more that finds what the first left. Seconds are from the call of torch.compile to the end of the first backward pass.
-`cpu` is the time of that process and of the C++ compilers it ran, with one compile thread; `wall` what one waits. Ratios are over
-PEFT's of the same turn. `hits` and `misses` are those of torch's cache of differentiated graphs, `bypassed` graphs that it
+`cpu` is the time of that process and of the C++ compilers it ran, with one compile thread; `wall` what one waits. Ratios are
+over PEFT's of the same turn. `hits` and `misses` are those of torch's cache of differentiated graphs, `bypassed` graphs that it
 does not take.
 
-peft     PEFT's modules              fxplug   the graph as `apply` leaves it              fused   the same after fuse(how="fused")
+peft     PEFT's modules          fxplug   the graph as `apply` leaves it          fused   the same after fuse(how="fused")
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -64,12 +63,13 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         row[way] = {}
         for state in ("cold", "warm"):
             each = [turn[way][state] for turn in turns]
-            row[way][state] = {**{key: spread([one[key] for one in each]) for key in ("cpu", "wall")}, "cache": each[-1]["cache"]}
+            row[way][state] = {"cache": each[-1]["cache"]}
+            row[way][state].update((key, spread([one[key] for one in each])) for key in ("cpu", "wall"))
             if "peft" in options.ways:
                 ratios = [turn[way][state]["cpu"] / turn["peft"][state]["cpu"] for turn in turns]
                 row[way][state]["ratio"] = spread(ratios)
-                seconds = row[way][state]["cpu"]["median"]
-                print(f"{kind:5} {way:7} {state}  {seconds:6.1f} s CPU  {shown(spread(ratios))}  {each[-1]['cache']}", flush=True)
+                seconds, cache = row[way][state]["cpu"]["median"], row[way][state]["cache"]
+                print(f"{kind:5} {way:7} {state}  {seconds:6.1f} s CPU  {shown(spread(ratios))}  {cache}", flush=True)
     return row
 
 
@@ -98,8 +98,8 @@ def first_step(kind: str, way: str) -> dict[str, Any]:
     if way == "peft":
         module = peft.get_peft_model(module, peft.LoraConfig(r=16, lora_alpha=16, target_modules=layers)).train()
     else:
-        names = "|".join(map(re.escape, layers))
-        module = fxplug.apply(fxplug.trace(module, kwargs=inputs), fxplug.load_pass("lora", at=f"re:({names})$", rank=16)).train()
+        lora = fxplug.load_pass("lora", at="all-linear", rank=16)
+        module = fxplug.apply(fxplug.trace(module, kwargs=inputs), lora).train()
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name.startswith("lora."))
         module = fxplug.fuse(module, "fused") if way == "fused" else module
@@ -107,12 +107,9 @@ def first_step(kind: str, way: str) -> dict[str, Any]:
     result = torch.compile(module, fullgraph=True)(**inputs)
     (result if isinstance(result, torch.Tensor) else result[0]).square().mean().backward()
     cpu, wall = used() - cpu, time.perf_counter() - wall
-    found = counters["aot_autograd"]
-    return {
-        "cpu": cpu,
-        "wall": wall,
-        "cache": {name: found[f"autograd_cache_{key}"] for name, key in (("hits", "hit"), ("misses", "miss"), ("bypassed", "bypass"))},
-    }
+    names = {"hits": "hit", "misses": "miss", "bypassed": "bypass"}
+    cache = {name: counters["aot_autograd"][f"autograd_cache_{key}"] for name, key in names.items()}
+    return {"cpu": cpu, "wall": wall, "cache": cache}
 
 
 def used() -> float:

@@ -26,9 +26,15 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True, scope="session")
 def measurements(tmp_path_factory):
-    """What `fxplug tune` measured on this machine decides nothing here."""
+    """How fast this machine is decides nothing here: `fuse` finds the fused form the faster one, whatever is measured."""
+
+    def brief(device, case, until):
+        found = {"form": "fused", "ratios": {"stock": [1.0, 1.0], "fused": [0.5, 0.5]}, "milliseconds": {}}
+        return {case._replace(compiled=compiled): found for compiled in (0, 1)}
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FXPLUG_CACHE", str(tmp_path_factory.mktemp("measurements")))
+        patch.setattr("fxplug.lowerings.linear.measuring._brief", brief)
         yield
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from torch import nn
 import fxplug
 from fxplug.lowerings.linear import forms, measuring, operators
 from fxplug.lowerings.linear.forms import Case
+from fxplug.lowerings.pipeline import form_table
 
 CPU = torch.device("cpu")
+BRIEF = measuring._brief  # as it is: tests/conftest.py has another for all tests
+MODES = [(grad, compiled) for grad in (0, 1) for compiled in (0, 1)]
 
 
 class Two(nn.Module):
@@ -29,6 +34,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("FXPLUG_CACHE", str(tmp_path / "cache"))
     forms.say.cache_clear()
     forms.read.cache_clear()
+    measuring.MEASURED.clear()
     return tmp_path / "cache"
 
 
@@ -38,12 +44,48 @@ def new():
 
 
 def entries(**chosen):
-    """Measurements of the first layer, by rows."""
-    return {Case("float32", int(rows[1:]), 8, 16, 2, 0): {"form": form} for rows, form in chosen.items()}
+    """Measurements of the first layer, by rows, the same in all modes."""
+    return {
+        Case("float32", int(rows[1:]), 8, 16, 2, 0, *mode): {"form": form, "ratios": {"stock": [1, 1], form: [0.25, 0.5]}}
+        for rows, form in chosen.items()
+        for mode in MODES
+    }
+
+
+@pytest.fixture
+def clockwork(monkeypatch):
+    """Measures with a clock that says what each form takes: `clockwork(fused=0.5)`, 1 without a word; how many were timed."""
+    seconds, timed = {}, []
+
+    def calls(device, case):
+        names = ["stock", "fused", *(["blas", "remerge"] if case.rank else [])]
+        return {name: (name, case) for name in names}
+
+    def spent(device, call, repeats):
+        timed.append(call)
+        found = seconds.get(call[0], 1.0)
+        return found(call[1]) if callable(found) else found
+
+    monkeypatch.setattr(measuring, "_brief", BRIEF)
+    monkeypatch.setattr(measuring, "calls_of", calls)
+    monkeypatch.setattr(measuring, "_emitted", lambda device, case: ("products", case))
+    monkeypatch.setattr(measuring, "_time", spent)
+
+    def told(**given):
+        seconds.clear()
+        seconds.update(given)
+        timed.clear()
+        return timed
+
+    return told
 
 
 def first_form(module):
-    return fxplug.fuse(module).meta["forms"]["first"]
+    return fxplug.fuse(module).meta["forms"]["first"].partition(" ")[0]
+
+
+def functions(module):
+    return {str(n.target): n.target for n in module.graph.nodes if n.op == "call_module"}
 
 
 def test_each_shape_is_measured_once_and_kept(new, folder):
@@ -52,10 +94,11 @@ def test_each_shape_is_measured_once_and_kept(new, folder):
         (Case("float32", 15, 8, 16, 2, 0), ["first"]), (Case("float32", 15, 16, 8, 2, 0), ["second"])
     ]  # fmt: skip
     for timing in found.timings:
-        assert set(timing.milliseconds) == {"stock", "fused", "remerge"} and timing.ratios["stock"] == (1, 1)
+        assert set(timing.milliseconds) == {"stock", "fused", "blas", "remerge", "remerge:blas"}
+        assert timing.ratios["stock"] == (1, 1)
         assert timing.form == "stock" or timing.ratios[timing.form][0] < measuring.FASTER
     assert found.file.parent == folder and "15 rows, 8 -> 16, rank 2, float32: 1 layers" in str(found)
-    assert forms.measured(CPU) == {t.case: t.form for t in found.timings}
+    assert {case: entry["form"] for case, entry in forms.measured(CPU).items()} == {t.case: t.form for t in found.timings}
     measuring.tune(new, (torch.randn(1, 7, 8),), turns=1)
     assert sorted({case.rows for case in forms.measured(CPU)}) == [7, 15]
 
@@ -66,7 +109,7 @@ def test_a_form_is_taken_only_where_most_turns_were_faster(monkeypatch):
         monkeypatch.setattr(measuring, "calls_of", lambda *_: {form: form for form in seconds})
         monkeypatch.setattr(measuring, "_ready", lambda call, compiled: call)
         monkeypatch.setattr(measuring, "_time", lambda device, call, repeats: next(spent[call]))
-        return measuring.measure(CPU, Case("float32", 1, 1, 1, 1, 0), [], False, 4).form
+        return measuring.measure(CPU, Case("float32", 1, 1, 1, 1, 0), [], 4).form
 
     assert measured(stock=[1.0] * 5, fused=[0.9] * 5, remerge=[0.8] * 5) == "remerge"
     assert measured(stock=[1.0] * 5, fused=[0.98] * 5) == "stock"  # too little
@@ -90,14 +133,95 @@ def test_fused_graphs_have_what_was_measured(new):
         operators.remerged_linear, operators.lora_linear
     ]  # fmt: skip
     forms.write(CPU, entries(r15="stock"))
-    assert "first" in {str(n.target) for n in fxplug.fuse(new).graph.nodes}
+    assert "first" in functions(fxplug.fuse(new))
+
+
+def test_the_fastest_form_is_taken_for_each_way_of_running(new, clockwork):
+    clockwork(fused=lambda case: 0.4 if case.grad else 2.0, blas=0.8, products=0.7)
+    made = fxplug.lower(new)
+    assert made.meta["forms"]["first"] == (
+        "blas (eager x0.80); fused (eager with gradients x0.40, compiled with gradients x0.57); stock (compiled)"
+    )
+    node = next(n for n in made.graph.nodes if n.target is operators.lora_linear)
+    assert node.args[-1] == "blas,fused,stock,fused"
+    assert "blas (eager x0.80)" in form_table(made)
+    x, wanted = torch.randn(3, 5, 8), {}
+    for compiled in (False, True):
+        call = torch.compile(made, backend="aot_eager", fullgraph=True) if compiled else made
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                wanted[compiled, grad] = call(x)
+    for found in wanted.values():
+        torch.testing.assert_close(found, new(x), rtol=1e-5, atol=1e-6)
+
+
+def test_where_nothing_is_clearly_faster_a_module_stays_bit_for_bit(new, clockwork):
+    clockwork(fused=0.98, blas=lambda case: 1.05, remerge=3.0)
+    made = fxplug.lower(new)
+    assert functions(made).keys() == functions(new).keys() and set(made.meta["forms"].values()) == {"stock"}
+    x = torch.randn(3, 5, 8)
+    assert torch.equal(made(x), new(x))
+
+
+def test_what_was_measured_is_not_measured_again(new, clockwork, folder):
+    timed = clockwork(fused=0.5)
+    assert first_form(new) == "fused" and timed
+    timed.clear()
+    assert first_form(new) == "fused" and not timed
+    measuring.MEASURED.clear()  # as another process
+    assert first_form(new) == "fused" and not timed
+    assert len(list(folder.iterdir())) == 1
+    next(folder.iterdir()).write_text("{")
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert first_form(new) == "fused" and timed  # measured anew, and the file is whole again
+    assert json.loads(next(folder.iterdir()).read_text())["cases"]
+
+
+def test_a_form_that_is_faster_only_at_times_is_not_taken(new, clockwork):
+    spent = itertools.cycle([0.2, 0.2, 0.2, 2.0, 2.0])
+    clockwork(fused=lambda case: next(spent), blas=1.1, remerge=1.1)
+    assert first_form(new) == "stock"
+
+
+def test_forms_are_chosen_where_nothing_can_be_kept(new, clockwork, folder):
+    folder.write_text("a file in the folder's place")
+    timed = clockwork(fused=0.5)
+    with pytest.warns(UserWarning, match="kept in this process alone: .*cannot be written"):
+        assert first_form(new) == "fused"
+    timed.clear()
+    assert first_form(new) == "fused" and not timed
+
+
+def test_measuring_ends_and_leaves_the_process_as_it_was(new, monkeypatch):
+    monkeypatch.setattr(measuring, "_brief", BRIEF)
+    monkeypatch.setattr(measuring, "BUDGET", 0.05)
+    before, torch_state = torch.get_rng_state(), (torch.is_grad_enabled(), torch.get_default_dtype())
+    with torch.inference_mode():
+        made = fxplug.lower(new)
+    assert torch.equal(torch.get_rng_state(), before) and (torch.is_grad_enabled(), torch.get_default_dtype()) == torch_state
+    known = forms.measured(CPU)
+    assert len(known) == 8 and all(entry["ratios"]["stock"] == [1.0, 1.0] for entry in known.values())
+    x = torch.randn(3, 5, 8)
+    torch.testing.assert_close(made(x), new(x), rtol=1e-5, atol=1e-6)
+
+
+def test_processes_that_measure_at_once_leave_a_whole_file(folder):
+    def write(rows):
+        for _ in range(10):
+            forms.write(CPU, entries(**{f"r{rows}": "stock"}))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(1, 5)))
+    assert {case.rows for case in forms.measured(CPU)} <= {1, 2, 3, 4} and len(list(folder.iterdir())) == 1
 
 
 @pytest.mark.parametrize("change, said", [
     (lambda d: d["versions"].update(torch="1.0"), "are from torch 1.0, .* ignored: run 'fxplug tune' again"),
     (lambda d: d.update(format=99), "are ignored"),
     (lambda d: d["cases"].update({"float32 1": {"form": "stock"}}), "is damaged"),
-    (lambda d: d["cases"].update({"float32 1 2 3 4 0": {"form": "eager"}}), "is damaged .ValueError: no form 'eager'"),
+    (lambda d: d["cases"].update({"float32 1 2 3 4 0 0 0": {"form": "stock"}}), "is damaged .KeyError: 'ratios'"),
+    (lambda d: d["cases"].update({"float32 1 2 3 4 0 0 0": {"form": "stock", "ratios": 3}}), "is damaged"),
+    (lambda d: d["cases"].update({"float32 1 2 3 4 0 0 0": {"form": "eager"}}), "is damaged .ValueError: no form 'eager'"),
     (lambda d: d.update(cases=3), "is damaged"),
     (None, "is damaged"),
 ])

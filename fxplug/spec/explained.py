@@ -84,7 +84,10 @@ KEYS: Mapping[str, Texts] = {
         ),
         "clip": ("the largest norm of the gradient; null does not clip", 1.0),
         "precision": ("`fp32`, `bf16`, or `fp16` with loss scaling; what trains is float32 until the run ends", "bf16"),
-        "fuse": ("linear layers and their LoRA as one product; results agree to rounding", False),
+        "fuse": (
+            "linear layers and their LoRA in the form measured fastest on this device, or in one for all; equal to rounding",
+            "fused",
+        ),
         "compile": ("torch.compile of the whole as one graph", True),
         "checkpointing": ("repeated regions compute activations again in the backward pass; or patterns", ["blocks.*"]),
         "shard": ("FSDP2 of repeated regions, or of those of these patterns, frozen base included", True),

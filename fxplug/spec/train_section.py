@@ -140,7 +140,7 @@ class Train(Section):
     scheduler: Maybe = None
     clip: float | None = Field(default=None, gt=0)
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
-    fuse: bool = True
+    fuse: bool | Literal["auto", "stock", "fused", "blas", "remerge", "remerge:blas"] = True
     compile: bool = False
     checkpointing: Patterns = False
     shard: Patterns = False

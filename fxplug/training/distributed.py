@@ -80,11 +80,12 @@ def prepared(
 ) -> tuple[nn.Module, TracedModule | None]:
     """What runs in training, on shared weights, and the sharded module when there is one.
 
-    Linear layers are fused with their low-rank updates unless `fuse` is off, and batch norms whose parameters are frozen keep
-    their statistics. `checkpointing` and `shard` outline regions, `compile`
+    Linear layers are fused with their low-rank updates, each in the form that was measured fastest, unless `fuse` is off, and
+    batch norms whose parameters are frozen keep their statistics. `checkpointing` and `shard` outline regions, `compile`
     compiles the whole as one graph, and several processes are put under DDP when nothing is sharded.
     """
-    lowered = fuse(module, "fused") if settings.fuse else module
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)  # what autocast multiplies
+    lowered = fuse(module, "auto" if settings.fuse is True else settings.fuse, dtype=dtype) if settings.fuse else module
     lowered = hold_norms(lowered, frozen)
     if settings.checkpointing or settings.shard:
         named = [patterns for patterns in (settings.shard, settings.checkpointing) if not isinstance(patterns, bool)]

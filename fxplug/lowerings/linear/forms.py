@@ -1,6 +1,6 @@
-"""Which form a layer with its low-rank update takes: what was measured fastest for its shape, else a stated default.
+"""Which form a layer with its low-rank update takes: what was measured fastest for its shape, or none.
 
-Measurements are those of `tuning`, kept in one JSON file for each device, in the folder that FXPLUG_CACHE names, else in
+Measurements are those of `measuring`, kept in one JSON file for each device, in the folder that FXPLUG_CACHE names, else in
 `fxplug` of the user's cache folder.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import platform
 import re
+import tempfile
 import warnings
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
 
 from ...errors import FxplugError, SpecError, did_you_mean, shown
 from ...files import reading
@@ -27,16 +26,20 @@ from . import kernels, operators
 
 FORMS = {
     "stock": "as the pass put it in",
-    "fused": "one function: base and update, on a CPU the cheaper of side path and weight at each call",
-    "remerge": "the update goes into the weight at each call",
+    "fused": "one function: base and update, on a CPU by oneDNN, the cheaper of side path and weight at each call",
+    "blas": "the same by torch's own products",
+    "remerge": "the update goes into the weight at each call; remerge:blas by torch's own products",
     "kernel": "one Triton kernel; kernel:1 and on have other tiles",
 }
 KERNELS = [f"kernel:{n}" if n else "kernel" for n in range(len(kernels.TILES))]
-FORMAT = 1
+NAMES = [*FORMS, "remerge:blas", *KERNELS[1:]]
+FORMAT = 2
 
 
 class Case(NamedTuple):
-    """What a form's time depends on. `rows` is batch times tokens; `slots` 0 is a plain `Lora`."""
+    """What a form's time depends on. `rows` is batch times tokens; `slots` 0 is a plain `Lora`, `rank` 0 a layer without one;
+    `grad` and `compiled` are 1 for calls with gradients and in compiled code.
+    """
 
     dtype: str
     rows: int
@@ -44,6 +47,8 @@ class Case(NamedTuple):
     outer: int
     rank: int
     slots: int
+    grad: int = 0
+    compiled: int = 0
 
     def __str__(self) -> str:
         return " ".join(map(str, self))
@@ -51,42 +56,26 @@ class Case(NamedTuple):
 
 def check(how: str) -> None:
     """Raises SpecError unless `how` is a form or `auto`."""
-    known = ["auto", *FORMS, *KERNELS[1:]]
+    known = ["auto", *NAMES]
     if how not in known:
         raise SpecError(f"fuse has no form {shown(how)}{did_you_mean(str(how), known)}; it has {', '.join(known)}")
 
 
-def case_of(layer: nn.Linear, block: Any, rows: int) -> Case:
-    """The case of a linear layer with the `Lora` behind it that sees so many rows."""
-    outer, inner = layer.weight.shape
-    return Case(str(layer.weight.dtype).removeprefix("torch."), rows, inner, outer, block.rank, block.slots)
-
-
-def rows_of(node: fx.Node) -> int:
-    """The rows that a linear layer's call had in the trace; 0 where they are not known."""
-    shape = node.meta.get("shape")
-    return int(math.prod(shape[:-1])) if shape else 0
-
-
-def choose(device: torch.device, case: Case) -> str:
-    """The form that was measured fastest for a case, else `fused`, which is made of torch's own products.
-
-    Between the rows of two measurements stands what both found.
-    """
-    found = measured(device)
+def choose(found: Mapping[Case, Any], case: Case) -> str | None:
+    """The form that was measured fastest for a case; between the rows of two measurements stands what both found."""
     if case in found:
-        return found[case]
-    alike = sorted((other.rows, form) for other, form in found.items() if other._replace(rows=case.rows) == case)
+        return str(found[case]["form"])
+    alike = sorted((other.rows, entry["form"]) for other, entry in found.items() if other._replace(rows=case.rows) == case)
     below = [form for rows, form in alike if rows < case.rows][-1:]
     above = [form for rows, form in alike if rows > case.rows][:1]
-    return below[0] if below and below == above else "fused"
+    return below[0] if below and below == above else None
 
 
 def function(form: str, slots: bool) -> tuple[Any, tuple[Any, ...]]:
     """What stands in the graph for a layer and its `Lora` in this form, and its last arguments."""
-    if form == "fused":
-        return (operators.bank_linear if slots else operators.lora_linear), ()
-    return (operators.kernel_bank_linear if slots else operators.kernel_lora_linear), (KERNELS.index(form),)
+    if form in KERNELS:
+        return (operators.kernel_bank_linear if slots else operators.kernel_lora_linear), (KERNELS.index(form),)
+    return (operators.bank_linear if slots else operators.lora_linear), () if form == "fused" else (form,)
 
 
 def available(form: str, device: torch.device) -> str:
@@ -138,8 +127,8 @@ def versions() -> dict[str, str | None]:
     return found
 
 
-def measured(device: torch.device) -> dict[Case, str]:
-    """The fastest form of each case that was measured on a device: {} without a file, and where it does not hold any more.
+def measured(device: torch.device) -> dict[Case, dict[str, Any]]:
+    """What was measured on a device, each with the fastest `form`: {} without a file, and where it does not hold any more.
 
     A file that another version of torch, triton or fxplug wrote, or a damaged one, is ignored with one warning.
     """
@@ -148,7 +137,7 @@ def measured(device: torch.device) -> dict[Case, str]:
         stamp = file.stat().st_mtime_ns
     except OSError:
         return {}
-    return {case: entry["form"] for case, entry in read(file, stamp).items()}
+    return dict(read(file, stamp))
 
 
 @functools.lru_cache(maxsize=16)
@@ -162,8 +151,9 @@ def read(file: Path, stamp: int) -> Mapping[Case, dict[str, Any]]:
             return {}
         entries = {_case(text): entry for text, entry in document["cases"].items()}
         for entry in entries.values():
-            if entry["form"] not in [*FORMS, *KERNELS]:
+            if entry["form"] not in NAMES:
                 raise ValueError(f"no form {entry['form']!r}")
+            dict(entry["ratios"])
         return entries
     except (FxplugError, ValueError, TypeError, KeyError, AttributeError) as error:
         say(f"{file} is damaged ({type(error).__name__}: {error}) and is ignored: run 'fxplug tune' again, or delete it")
@@ -182,12 +172,16 @@ def write(device: torch.device, entries: Mapping[Case, dict[str, Any]]) -> Path:
         old = read(file, file.stat().st_mtime_ns) if file.is_file() else {}
     cases = {str(case): entry for case, entry in sorted({**old, **entries}.items())}
     document = {"format": FORMAT, "device": device_name(device), "versions": versions(), "cases": cases}
-    new = file.with_suffix(f".{os.getpid()}.tmp")
+    new = file
     with reading.reported(lambda finding: SpecError(f"{file} {finding}"), "cannot be written"):
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            new.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+            handle, name = tempfile.mkstemp(".tmp", f"{file.stem}.", file.parent)
+            new = Path(name)
+            with os.fdopen(handle, "w", encoding="utf-8") as opened:
+                opened.write(json.dumps(document, indent=1) + "\n")
             new.replace(file)
         finally:
-            new.unlink(missing_ok=True)
+            if new != file:
+                new.unlink(missing_ok=True)
     return file

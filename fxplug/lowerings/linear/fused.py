@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,51 +15,92 @@ from ...blocks.lokr import Lokr
 from ...ir.editing import change, insert, replace
 from ...ir.traced_module import Graph, TracedModule
 from ...torch_internals.graphs import is_erased
-from . import forms, operators
-from .layers import WEIGHTS, Layer, call_instead, called, check_traced, layer_at, lowered, uniform
+from . import forms, measuring, operators
+from .forms import Case
+from .layers import WEIGHTS, Layer, argument, call_instead, called, check_traced, layer_at, lowered, uniform
 
 
-def fuse(gm: TracedModule, how: str = "auto") -> TracedModule:
+def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = None) -> TracedModule:
     """The same module whose linear layers, and `Lora`s behind them, are the functions of `operators`: faster steps and calls.
 
     Graph and module tree are copied, parameters are shared, so what it trains is trained in `gm`: save and export that one.
     Results and gradients are those of `gm` but for rounding. Second derivatives of the layers are not there. A layer with a
-    hook, of a derived class, or a `Lora` with dropout, a bias, or behind another block, stays as it is. `how` is a form of
-    `forms.FORMS` for all layers, or `auto`: for each the one that was measured fastest (`measuring.tune`) for the rows of the
-    trace, else `fused`. With a kernel as form, `Loha` and `Lokr` make their weights by kernels too. `meta["forms"]` says which
-    form each layer with an update has. Raises SpecError for what is no traced module, and an unknown form.
+    hook, of a derived class, or a `Lora` with dropout, a bias, or behind another block, stays as it is.
+
+    `how` is a form of `forms.FORMS` for all layers, or `auto`: for each layer the form that is fastest on this device for the
+    rows of the trace, and `stock`, which leaves it as it is, where none is clearly faster. What was not measured before
+    (`measuring.tune`) is measured now, see `measuring.settle`: in eager and in compiled code, without gradients and with them,
+    each of which may take another form; in `dtype`, that of the weights if None, as autocast may have another. With a kernel as
+    form, `Loha` and `Lokr` make their weights by kernels too. `meta["forms"]` says which form each layer with an update has,
+    and its time over that of `stock`. Raises SpecError for what is no traced module, and an unknown form.
     """
     check_traced(gm, "fuse")
     forms.check(how)
-    return lowered(gm, lambda graph, tree: _fuse(graph, tree, how))
+    if how != "auto":
+        return lowered(gm, lambda graph, tree: _fuse(graph, tree, lambda node, layer: (how, how)))
+    cases = (case_of(gm, node, layer, dtype) for graph in gm.graphs.values() for node, layer in _linear(graph, gm))
+    settled = measuring.settle({found for found in cases if found is not None})
+
+    def choice(tree: nn.Module, node: fx.Node, layer: Layer | None) -> tuple[str, str]:
+        found = case_of(tree, node, layer, dtype)
+        return ("stock", "stock") if found is None else measuring.chosen(settled[found[0]], found[1])
+
+    return lowered(gm, lambda graph, tree: _fuse(graph, tree, lambda node, layer: choice(tree, node, layer)))
 
 
-def _fuse(graph: Graph, tree: nn.Module, how: str) -> dict[str, str]:
-    chosen = {}
+def _linear(graph: fx.Graph, tree: nn.Module) -> Iterator[tuple[fx.Node, Layer | None]]:
+    """The linear layers of a graph, and its calls of F.linear, without a layer; the graph may change meanwhile."""
     for node in list(graph.nodes):
-        if is_erased(node):
-            continue
-        if node.op == "call_function" and node.target is F.linear:
-            change(node, target=operators.linear)
-        layer = layer_at(tree, node, (nn.Linear,))
-        if layer is None:
-            path = _fuse_weight(graph, tree, node, how) if how in forms.KERNELS else None
-            if path is not None:
-                chosen[path] = how
-        elif layer.lora is None:
-            call_instead(graph, tree, node, node, operators.linear, [])
-        else:
-            chosen[str(node.target)] = _fuse_layer(graph, tree, layer, how)
+        layer = None if is_erased(node) else layer_at(tree, node, (nn.Linear,))
+        if layer is not None or (not is_erased(node) and node.target is F.linear):
+            yield node, layer
+
+
+def case_of(
+    tree: nn.Module, node: fx.Node, layer: Layer | None, dtype: torch.dtype | None = None
+) -> tuple[torch.device, Case] | None:
+    """The device and the case of a linear layer, with the `Lora` behind it, for the rows of the trace; None if not known."""
+    read = argument(node, 1, "weight") if layer is None else None
+    if isinstance(read, fx.Node) and read.op == "get_attr":
+        owner, _, name = str(read.target).rpartition(".")
+        weight = getattr(tree.get_submodule(owner), name)
+    else:
+        weight = None if layer is None else layer.module.weight
+    shape, block = node.meta.get("shape"), None if layer is None else layer.block
+    if not shape or type(weight) not in (torch.Tensor, nn.Parameter) or weight.dim() != 2:
+        return None
+    named = str(dtype or weight.dtype).removeprefix("torch.")
+    outer, inner = weight.shape
+    rank, slots = (0, 0) if block is None else (block.rank, block.slots)
+    return weight.device, Case(named, int(math.prod(shape[:-1])), inner, outer, rank, slots)
+
+
+def _fuse(graph: Graph, tree: nn.Module, choice: Callable[[fx.Node, Layer | None], tuple[str, str]]) -> dict[str, str]:
+    chosen = {}
+    for node, layer in _linear(graph, tree):
+        form, text = choice(node, layer)
+        if layer is not None and layer.lora is not None:
+            taken = _fuse_layer(graph, tree, layer, form)
+            chosen[str(node.target)] = text if taken == form else taken
+        elif "fused" in form.split(",") or form == "remerge" or form in forms.KERNELS:
+            more = (form,) if "," in form else ()
+            if layer is None:
+                change(node, target=operators.linear, kwargs={**node.kwargs, **({"form": form} if more else {})})
+            else:
+                call_instead(graph, tree, node, node, operators.linear, [], *more)
+    for node in list(graph.nodes):
+        form, _ = choice(node, None) if called(tree, node, (Loha, Lokr)) is not None else ("", "")
+        path = _fuse_weight(graph, tree, node, form) if form in forms.KERNELS else None
+        if path is not None:
+            chosen[path] = form
     return chosen
 
 
 def _fuse_layer(graph: Graph, tree: nn.Module, layer: Layer, form: str) -> str:
-    lora, block, device = layer.lora, layer.block, layer.module.weight.device
+    lora, block = layer.lora, layer.block
     assert lora is not None
-    if form == "auto":
-        form = forms.choose(device, forms.case_of(layer.module, block, forms.rows_of(layer.node)))
-    form = forms.available(form, device)
-    if form == "remerge":
+    form = forms.available(form, layer.module.weight.device)
+    if form == "remerge" or (form == "remerge:blas" and block.slots):
         remerge_linear(graph, tree, layer)
     elif form != "stock":
         function, last = forms.function(form, bool(block.slots))

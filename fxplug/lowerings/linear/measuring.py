@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,11 @@ from .layers import check_traced, layers
 
 FASTER = 0.97  # a form is taken whose median is below this, and three quarters of whose turns are below 1
 LEAST = 2e-3  # seconds that one turn of a form takes at least
+TURNS, FEWEST = 9, 4  # of `settle`: at most, and at least
+BRIEF = 2e-4  # seconds that one turn takes at least there
+BUDGET = 2.0  # seconds of this process that all cases together may take before they get no more turns than the fewest
+HOPELESS = 1.3  # a form that takes so much longer than the fastest in the first turn gets no other
+PRODUCTS = 1.5e8  # multiplications of one call there: what has more is measured with fewer rows
 
 
 @dataclass(frozen=True)
@@ -91,13 +97,15 @@ def tune(
     found: dict[Case, list[Any]] = {}
     device = torch.device("cpu")
     for layer in layers(graph, gm, (nn.Linear,)):
-        count = rows.get(layer.node.name, forms.rows_of(layer.node))
+        count = rows.get(layer.node.name, math.prod(layer.node.meta.get("shape", (0, 0))[:-1]))
         if layer.lora is not None and count:
-            found.setdefault(forms.case_of(layer.module, layer.block, count), []).append(str(layer.node.target))
-            device = layer.module.weight.device
+            (outer, inner), block, device = layer.module.weight.shape, layer.block, layer.module.weight.device
+            dtype = str(layer.module.weight.dtype).removeprefix("torch.")
+            case = Case(dtype, count, inner, outer, block.rank, block.slots, compiled=int(compiled))
+            found.setdefault(case, []).append(str(layer.node.target))
     if not found:
         raise SpecError("no linear layer here has a Lora that could be fused with it: nothing to tune")
-    timings = [measure(device, case, names, compiled, turns) for case, names in sorted(found.items())]
+    timings = [measure(device, case, names, turns) for case, names in sorted(found.items())]
     entries = {t.case: {"form": t.form, "ratios": t.ratios, "milliseconds": t.milliseconds} for t in timings}
     return Tuned(timings, forms.write(device, entries))
 
@@ -129,54 +137,195 @@ def _bound(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return list(bound.arguments.values())
 
 
-def measure(device: torch.device, case: Case, names: Sequence[str], compiled: bool, turns: int) -> Timing:
+def measure(device: torch.device, case: Case, names: Sequence[str], turns: int) -> Timing:
     """The timing of one case."""
-    calls = {form: _ready(call, compiled) for form, call in calls_of(device, case).items()}
-    repeats = {form: max(1, round(LEAST / max(_time(device, call, 1), 1e-6))) for form, call in calls.items()}
+    calls = {form: _ready(call, bool(case.compiled)) for form, call in calls_of(device, case).items()}
+    with torch.no_grad():
+        times = _in_turns(device, calls, turns, LEAST)
+    ratios = _ratios(times, "stock")
+    return Timing(case, _best(ratios), {form: 1000 * statistics.median(spent) for form, spent in times.items()}, ratios, names)
+
+
+def _in_turns(device: torch.device, calls: dict[str, Any], turns: int, least: float) -> dict[str, list[float]]:
+    """Seconds of each call in each turn, who begins alternating."""
+    repeats = {form: max(1, round(least / max(_time(device, call, 1), 1e-6))) for form, call in calls.items()}
     times: dict[str, list[float]] = {form: [] for form in calls}
     for turn in range(turns):
         for form in list(calls) if turn % 2 else reversed(calls):
             times[form].append(_time(device, calls[form], repeats[form]))
+    return times
+
+
+def _ratios(times: Mapping[str, Sequence[float]], over: str) -> dict[str, tuple[float, float]]:
+    """The median and the upper quartile of each form's time over that of another in the same turn."""
     ratios = {}
     for form, spent in times.items():
-        each = [one / base for one, base in zip(spent, times["stock"], strict=True)]
-        ratios[form] = (statistics.median(each), statistics.quantiles(each, n=4)[2] if turns > 1 else each[0])
+        each = [one / base for one, base in zip(spent, times[over], strict=True)]
+        ratios[form] = (statistics.median(each), statistics.quantiles(each, n=4)[2] if len(each) > 1 else each[0])
+    return ratios
+
+
+def _best(ratios: Mapping[str, tuple[float, float]]) -> str:
+    """The form to take: the fastest of those that were clearly faster than stock, else stock."""
     faster = [form for form, (median, quartile) in ratios.items() if median < FASTER and quartile < 1]
-    best = min(faster, key=lambda form: ratios[form][0], default="stock")
-    return Timing(case, best, {form: 1000 * statistics.median(spent) for form, spent in times.items()}, ratios, names)
+    return min(faster, key=lambda form: ratios[form][0], default="stock")
 
 
 def calls_of(device: torch.device, case: Case) -> dict[str, Callable[[], Any]]:
-    """A call of each form that this device has, on tensors of the case's shape."""
-    dtype, slots = getattr(torch, case.dtype), case.slots
-    inner = case.rank * max(slots, 1)
+    """A call of each form that this device has, on tensors of the case's shape; `case.grad`: with its gradients."""
+    dtype, slots, grad = getattr(torch, case.dtype), case.slots, bool(case.grad)
+    inner, draws = case.rank * max(slots, 1), torch.Generator(device).manual_seed(0)
 
-    def new(*shape: int) -> Tensor:
-        made: Tensor = torch.randn(shape, device=device, dtype=dtype) * shape[-1] ** -0.5
-        return made
+    def new(*shape: int, trained: bool = False) -> Tensor:
+        made: Tensor = torch.randn(shape, device=device, dtype=torch.float32, generator=draws) * shape[-1] ** -0.5
+        return made.to(dtype).requires_grad_(trained and grad)
 
-    x, weight, bias = new(1, case.rows, case.inner), new(case.outer, case.inner), new(case.outer)
-    down, up = new(inner, case.inner), new(case.outer, inner)
-    uniform = torch.tensor([1.0] + [0.0] * (slots - 1) if slots else 1.0, device=device)
+    x, weight, bias = new(1, case.rows, case.inner, trained=True), new(case.outer, case.inner), new(case.outer)
+    down, up = (new(inner, case.inner, trained=not slots), new(case.outer, inner, trained=not slots)) if inner else (x, x)
+    uniform = torch.tensor([1.0] + [0.0] * (slots - 1) if slots else 1.0, device=device, dtype=torch.float32)
     rows = uniform.repeat_interleave(case.rank)[None] if slots else uniform
     rest: tuple[Any, ...] = (rows, slots) if slots else (rows,)
+    wanted = [tensor for tensor in ((x, down, up) if inner else (x,)) if tensor.requires_grad]
+    g = new(1, case.rows, case.outer)
+
+    def ready(function: Any, *given: Any) -> Callable[[], Any]:
+        def call() -> Any:
+            y = function(*given)
+            return torch.autograd.grad(y, wanted, g) if grad else y
+
+        return call
+
+    if not inner:
+        return {"stock": ready(F.linear, x, weight, bias), "fused": ready(operators.linear, x, weight, bias)}
 
     def stock() -> Any:
         return torch.add(F.linear(x, weight, bias), side(x, down, up, rows))
 
-    def call(form: str) -> Callable[[], Any]:
-        function, last = forms.function(form, bool(slots))
-        tile = {"tile": last[0]} if last else {}
-        return lambda: function(x, weight, bias, down, up, *rest, **tile)
-
-    found: dict[str, Callable[[], Any]] = {"stock": stock, "fused": call("fused")}
+    found = {"stock": ready(stock)}
+    names = ["fused", *(["blas"] if device.type == "cpu" and dtype == torch.float32 else [])]
     if not slots:  # where samples may take slots of their own, none is measured for all of them
-        found["remerge"] = lambda: operators.remerged_linear(x, weight, bias, down, up, rows)
-    if kernels.fits(x, weight, rank=case.rank):
+        names += ["remerge", *(["remerge:blas"] if "blas" in names else [])]
+    if kernels.fits(x, weight, rank=case.rank) and not grad:
         # in float32 without TF32 there are no tensor cores for the large tiles to feed, and they take minutes to compile
         large = dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
-        found.update({form: call(form) for form in forms.KERNELS[0 if large else -1 :]})
+        names += forms.KERNELS[0 if large else -1 :]
+    for form in names:
+        function, last = forms.function(form, bool(slots))
+        given = (x, weight, bias, down, up, *rest, *((0,) if slots else ()), *last)
+        found[form] = ready(function, *given)
     return found
+
+
+def _emitted(device: torch.device, case: Case) -> Callable[[], Any]:
+    """What a compiler calls for the stock form of a case: its products. Sums become a part of what it makes around them."""
+    x, weight, down, up, g = (
+        torch.randn(shape, dtype=getattr(torch, case.dtype), device=device, generator=torch.Generator(device).manual_seed(0))
+        for shape in (
+            (case.rows, case.inner), (case.outer, case.inner), (case.rank * max(case.slots, 1), case.inner),
+            (case.outer, case.rank * max(case.slots, 1)), (case.rows, case.outer),
+        )
+    )  # fmt: skip
+    bias = weight[:, 0].contiguous()
+
+    def call() -> Any:
+        made = [torch.addmm(bias, x, weight.t())]
+        if case.rank:
+            hidden = x @ down.t()
+            made.append(hidden @ up.t())
+        if case.grad:
+            made.append(g @ weight)
+        if case.grad and case.rank:
+            inner = g @ up
+            made.append(inner @ down)
+            made += [] if case.slots else [inner.t() @ x, g.t() @ hidden]
+        return made
+
+    return call
+
+
+# --- what `fuse` asks for
+
+
+def settle(seen: set[tuple[torch.device, Case]]) -> dict[torch.device, dict[Case, dict[str, Any]]]:
+    """What is measured of these cases on each device, in all of `operators.MODES`; what is not there is measured now.
+
+    A few shapes take some BUDGET seconds together. What is found is kept as `tune` keeps its own, which goes before, and in
+    this process where the file cannot be written. Forms are timed as eager code calls them. What compiled code calls is the
+    same but for the stock form, of which only the products are counted, so that no other is taken for the sake of a sum that
+    costs nothing there; `tune(compiled=True)` compiles them. Kernels are measured by `tune` alone: they take long to compile.
+    """
+    found: dict[torch.device, dict[Case, dict[str, Any]]] = {}
+    for device in {device for device, _ in seen}:
+        kept = MEASURED.setdefault(forms.cache_file(device), {})
+        found[device] = {**kept, **forms.measured(device)}
+        cases = {case for other, case in seen if other == device and case.rows and (case.rank or device.type == "cpu")}
+        missing = [case._replace(grad=grad) for case in sorted(cases) for grad in (0, 1)]
+        missing = [case for case in missing if any(forms.choose(found[device], each) is None for each in _both(case))]
+        if device.type not in ("cpu", "cuda") or not missing:
+            continue
+        begun, new = clock(), dict[Case, dict[str, Any]]()
+        for index, case in enumerate(missing):
+            new.update(_brief(device, case, begun + BUDGET * (index + 1) / len(missing)))
+        new = {case: entry for case, entry in new.items() if case not in found[device]}
+        found[device].update(new)
+        kept.update(new)
+        try:
+            forms.write(device, new)
+        except SpecError as error:
+            forms.say(f"what was measured is kept in this process alone: {error}")
+    return found
+
+
+def _both(case: Case) -> tuple[Case, Case]:
+    """A case in eager and in compiled code."""
+    return case._replace(compiled=0), case._replace(compiled=1)
+
+
+MEASURED: dict[Path, dict[Case, dict[str, Any]]] = {}  # by this process: the file may be where nothing can be written
+
+
+@torch.inference_mode(False)
+def _brief(device: torch.device, case: Case, until: float) -> dict[Case, dict[str, Any]]:
+    """The entries of a case in eager and compiled code, measured in few turns."""
+    fewer = case._replace(rows=max(min(case.rows, int(PRODUCTS / (case.inner * case.outer))), min(case.rows, 32)))
+    with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(bool(case.grad)):
+        calls = {form: call for form, call in calls_of(device, fewer).items() if form not in forms.KERNELS}
+        calls["products"] = _emitted(device, fewer)
+        first = {form: seconds[0] for form, seconds in _in_turns(device, calls, 1, 0).items()}
+        hopeless = {form for form in first if first[form] > HOPELESS * min(first.values())} - {"stock", "products"}
+        calls = {form: call for form, call in calls.items() if form not in hopeless}
+        times: dict[str, list[float]] = {form: [] for form in calls}
+        for turn in range(0, TURNS, 2):
+            if turn < FEWEST or clock() < until:
+                for form, seconds in _in_turns(device, calls, 2, BRIEF).items():
+                    times[form] += seconds
+    new = {}
+    for mode, over in zip(_both(case), ("stock", "products"), strict=True):
+        spent = {("stock" if form == over else form): times[form] for form in times if form in (over, *forms.NAMES[1:])}
+        ratios = _ratios(spent, "stock")
+        milliseconds = {form: 1000 * statistics.median(each) for form, each in spent.items()}
+        new[mode] = {"form": _best(ratios), "ratios": ratios, "milliseconds": milliseconds}
+    return new
+
+
+def chosen(found: Mapping[Case, dict[str, Any]], case: Case) -> tuple[str, str]:
+    """The form of a case in all modes, as `operators` reads it, and in words with times over `stock`."""
+    taken, words = [], dict[str, list[str]]()
+    for compiled, grad in operators.MODES:
+        each = case._replace(compiled=int(compiled), grad=int(grad))
+        form = forms.choose(found, each) or "stock"
+        taken.append(form)
+        ratio = dict(found.get(each, {}).get("ratios", {})).get(form, (1.0,))[0]
+        code = ("compiled" if compiled else "eager") + (" with gradients" if grad else "")
+        words.setdefault(form, []).append(code if form == "stock" else f"{code} x{ratio:.2f}")
+    kernel = next((form for form in taken if form in forms.KERNELS), None)
+    if kernel is not None or set(taken) == {"stock"}:  # a compiler has to see kernels
+        return kernel or "stock", kernel or "stock"
+    text = "; ".join(f"{form} ({', '.join(where)})" for form, where in words.items())
+    return (taken[0] if len(set(taken)) == 1 else ",".join(taken)), text
+
+
+clock = time.process_time
 
 
 def _ready(call: Callable[[], Any], compiled: bool) -> Callable[[], Any]:
@@ -188,17 +337,17 @@ def _ready(call: Callable[[], Any], compiled: bool) -> Callable[[], Any]:
 
 
 def _time(device: torch.device, call: Callable[[], Any], repeats: int) -> float:
-    """Seconds of one call: by CUDA's events on a GPU."""
-    with torch.no_grad():
-        if device.type == "cuda":
-            begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begun.record()
-            for _ in range(repeats):
-                call()
-            done.record()
-            torch.cuda.synchronize(device)
-            return float(begun.elapsed_time(done)) / 1000 / repeats
-        start = time.perf_counter()
+    """Seconds of one call: by CUDA's events on a GPU, and those of this thread where it computes alone."""
+    if device.type == "cuda":
+        begun, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begun.record()
         for _ in range(repeats):
             call()
-        return (time.perf_counter() - start) / repeats
+        done.record()
+        torch.cuda.synchronize(device)
+        return float(begun.elapsed_time(done)) / 1000 / repeats
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    start = now()
+    for _ in range(repeats):
+        call()
+    return (now() - start) / repeats
