@@ -212,9 +212,8 @@ def traced(of: Subject) -> Any:
 
 def ours(of: Subject, base: Any, slots: int = 0, rank: int = RANK) -> Any:
     """The traced model with plain LoRA, or with slots for it."""
-    names = "|".join(re.escape(name) for name in of.layers)
     options = {"slots": slots, "rank_max": rank} if slots else {}
-    made = fxplug.load_pass("lora", at=f"re:({names})$", rank=rank, **options)
+    made = fxplug.load_pass("lora", at=of.layers, rank=rank, **options)
     return fxplug.apply(base, made).to(device=DEVICE, dtype=next(iter(of.module.parameters())).dtype).eval()
 
 

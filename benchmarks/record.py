@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fxplug.lowerings.linear.forms import device_name
+
 PACKAGES = ("torch", "diffusers", "timm", "peft", "lycoris-lora")
 # asked at the start: commits made while it measures are not what is measured
 COMMIT = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
@@ -20,7 +22,7 @@ COMMIT = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=
 
 def write(file: Path, results: dict[str, Any]) -> None:
     """Write results with their surroundings."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     document = {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
@@ -31,3 +33,8 @@ def write(file: Path, results: dict[str, Any]) -> None:
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def processor() -> str:
+    """The processor, by the name that measured forms are kept under, without the threads."""
+    return device_name(torch.device("cpu")).rpartition(",")[0]

@@ -9,8 +9,8 @@ A step is forward, backward and torch.optim.AdamW, on the same weights and data.
 PEFT's step, eager or compiled, of the same turn: in time of this process on a CPU, by CUDA's events on a GPU.
 
 fxplug   the graph as `apply` leaves it
-fused    the same after `fuse`
-blas     fused, with torch's own matrix products in the place of oneDNN's (CPU only)
+auto     the same after `fuse`, in the forms measured fastest
+fused, blas              in one form for all: through oneDNN on a CPU, and by torch's own products
 *_last   PEFT and fused with the base's convolutions in channels_last (UNet only)
 
 Memory: `saved` is what autograd keeps for an eager backward pass, parameters apart; `peak` the most that a step takes beyond
@@ -37,14 +37,14 @@ from record import write
 from torch import Tensor, nn
 
 import fxplug
-from fxplug.lowerings.linear import operators
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TARGETS = {"vit": ["attn.qkv", "attn.proj"], "unet": ["to_q", "to_k", "to_v", "to_out.0"]}
 BATCH = {"vit": 4, "unet": 2} if DEVICE == "cpu" else {"vit": 64, "unet": 32}
-EAGER = {"vit": ["peft", "fxplug", "fused", "blas"], "unet": ["peft", "fxplug", "fused", "blas", "peft_last", "fused_last"]}
-COMPILED = ["peft", "fxplug", "fused"]
+FORMS = ["peft", "fxplug", "auto", "fused", "blas"]
+EAGER = {"vit": FORMS, "unet": [*FORMS, "peft_last", "fused_last"]}
+COMPILED = ["peft", "fxplug", "auto", "fused"]
 Step = Callable[[], Tensor]
 
 
@@ -103,13 +103,12 @@ def step_of(kind: str, way: str, compiled: bool, options: argparse.Namespace) ->
         config = peft.LoraConfig(r=16, lora_alpha=16, target_modules=TARGETS[kind])
         module = peft.get_peft_model(module, config).to(DEVICE).train()
     else:
-        module = ours(kind, module, inputs, way != "fxplug")
+        module = ours(kind, module, inputs, way.partition("_")[0])
     call = torch.compile(module, fullgraph=True) if compiled else module
     trained = [p for p in module.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, 1e-3)
 
     def step() -> Tensor:
-        operators.ONEDNN = way != "blas" and torch.backends.mkldnn.is_available()
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(DEVICE, DTYPES[options.dtype], enabled=options.dtype != "fp32"):
             out = call(**inputs)
@@ -121,14 +120,14 @@ def step_of(kind: str, way: str, compiled: bool, options: argparse.Namespace) ->
     return step
 
 
-def ours(kind: str, module: nn.Module, inputs: dict[str, Any], fused: bool) -> nn.Module:
+def ours(kind: str, module: nn.Module, inputs: dict[str, Any], way: str) -> nn.Module:
     names = "|".join(name.replace(".", r"\.") for name in TARGETS[kind])
     made = fxplug.load_pass("lora", at=rf"re:.*\.({names})$", rank=16)
     new = fxplug.apply(fxplug.trace(module, kwargs=inputs), made)
     for key, parameter in new.named_parameters():
         parameter.requires_grad_(key.startswith("lora."))
     new = new.to(DEVICE).train()
-    return fxplug.fuse(new) if fused else new
+    return new if way == "fxplug" else fxplug.fuse(new, way)
 
 
 def base(kind: str) -> nn.Module:

@@ -1,7 +1,7 @@
 """The price of an un-merged LoRA of rank 16 beside the plain model, in eager and compiled code, without gradients, in one run.
 
 python benchmarks/unmerged.py [--json FILE] [--turns N] [--only KIND ...] [--full] [--ways WAY ...]
-                              [--eager] [--compiled] [--batch N]
+                              [--eager] [--compiled] [--batch N] [--every]
 
 Models are those of `models.py`: vit, unet and pixart, or with --full those of full width (GPUs). The ways take turns, and a
 ratio is over the plain model of the same turn. `share` is a way's extra time over the plain model as a part of PEFT's;
@@ -9,7 +9,8 @@ ratio is over the plain model of the same turn. `share` is a way's extra time ov
 `difference` is that of the results from fxplug's as `apply` leaves it, over their largest value.
 
 plain     the model as it is                            plain_fused   traced and fused without LoRA: by oneDNN on CPUs
-fxplug    the traced model after `apply`                fused, remerge, packed   the same lowered: fuse, merge="remerge", pack
+fxplug    the traced model after `apply`                remerge, packed   the same lowered: merge="remerge", pack
+fused     lower(): each layer in the form that `fuse="auto"` measures to be the fastest    blas   fuse(how="blas")
 slots1    as `fxplug` with one slot                     slots4        with four slots, one of them used
 slots4_fused, slots4_remerge                            the same lowered
 live      lower(merge="live") of four slots             merged        lower(merge="fold")
@@ -35,7 +36,7 @@ from torch import nn
 import fxplug
 
 PLAIN = ["plain", "plain_fused"]
-SIDE = ["fxplug", "fused", "remerge", "packed", "slots1", "slots4", "slots4_fused", "slots4_remerge"]
+SIDE = ["fxplug", "fused", "blas", "remerge", "packed", "slots1", "slots4", "slots4_fused", "slots4_remerge"]
 IN_WEIGHTS = ["live", "merged", "live_fused", "merged_fused", "peft_merged"]
 PEERS = ["peft", "lycoris", "diffusers"]
 WAYS = [*PLAIN, *SIDE, *IN_WEIGHTS, *PEERS]
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="only without torch.compile")
     parser.add_argument("--compiled", action="store_true", help="only with torch.compile")
     parser.add_argument("--batch", type=int)
+    parser.add_argument("--every", action="store_true", help="LoRA on every nn.Linear of all models")
     options = parser.parse_args()
     torch._dynamo.config.recompile_limit = 64
     rows: dict[str, Any] = {}
@@ -65,6 +67,8 @@ def main() -> None:
 @torch.no_grad()
 def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     of = models.subject(kind, options.batch)
+    if options.every:
+        of.layers = [name for name, layer in of.module.named_modules() if isinstance(layer, nn.Linear)]
     row: dict[str, Any] = {"batch": len(next(iter(of.inputs.values()))), "layers": len(of.layers), "failed": {}}
     with tempfile.TemporaryDirectory() as folder:
         made = modules(of, Path(folder), options.ways, row["failed"])
@@ -124,7 +128,7 @@ def module_of(of: models.Subject, way: str, base: Any, file: Path) -> nn.Module:
     if way == "plain":
         return of.module
     if way == "plain_fused":
-        return fxplug.fuse(base)
+        return fxplug.fuse(base, "fused")
     if name == "peft":
         made = models.in_peft(of, {"ink": file}, models.with_own(models.copied(of.module), of.layers) if how else None)
         if how:
@@ -140,6 +144,8 @@ def module_of(of: models.Subject, way: str, base: Any, file: Path) -> nn.Module:
         new = models.with_plain(of, base, file)
     if way in ("fxplug", "slots1", "slots4"):
         return new
+    if way == "blas":
+        return fxplug.fuse(new, "blas")
     forms: dict[str, Any] = {"fuse": "auto" if how == "fused" or way in ("fused", "packed") else None}
     if name in ("live", "merged"):
         forms["merge"] = "live" if name == "live" else "fold"
