@@ -93,7 +93,8 @@ def test_kernels_are_measured_beside_the_other_forms(tmp_path, monkeypatch):
     new, x = filled(torch.bfloat16)
     found = measuring.tune(new, (x,), turns=5)
     assert all(set(t.milliseconds) == {"stock", "fused", "remerge", *forms.KERNELS} for t in found.timings)
-    assert fxplug.fuse(new).meta["forms"] == {name: t.form for t in found.timings for name in t.layers}
+    eager = {name: text.partition(" ")[0] for name, text in fxplug.fuse(new).meta["forms"].items()}
+    assert eager == {name: t.form for t in found.timings for name in t.layers}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

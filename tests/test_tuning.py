@@ -241,3 +241,18 @@ def test_a_file_that_cannot_be_used_is_ignored_and_that_is_said_once(new, change
 def test_a_module_without_updates_has_nothing_to_tune():
     with pytest.raises(fxplug.SpecError, match="nothing to tune"):
         measuring.tune(fxplug.trace(Two(), torch.randn(3, 8)))
+
+
+def test_many_and_large_shapes_are_measured_with_fewer_rows(monkeypatch, folder):
+    asked = []
+
+    def brief(device, case, fewer, until):
+        asked.append((case, fewer))
+        return {case: {"form": "stock", "ratios": {"stock": [1, 1]}}, case._replace(compiled=1): {"form": "stock", "ratios": {}}}
+
+    monkeypatch.setattr(measuring, "_brief", brief)
+    measuring.settle({(CPU, Case("float32", 10**7, 64 * n, 4096, 16, 0)) for n in range(1, 41)})
+    assert len(asked) == 80 and all(case._replace(rows=fewer.rows) == fewer for case, fewer in asked)
+    assert sum(fewer.rows * fewer.inner * fewer.outer for _, fewer in asked) < 10 * measuring.PRODUCTS
+    assert all(32 <= fewer.rows < case.rows for case, fewer in asked)
+    assert len(forms.measured(CPU)) == 160

@@ -28,7 +28,8 @@ TURNS, FEWEST = 9, 4  # of `settle`: at most, and at least
 BRIEF = 2e-4  # seconds that one turn takes at least there
 BUDGET = 2.0  # seconds of this process that all cases together may take before they get no more turns than the fewest
 HOPELESS = 1.3  # a form that takes so much longer than the fastest in the first turn gets no other
-PRODUCTS = 1.5e8  # multiplications of one call there: what has more is measured with fewer rows
+PRODUCTS = 1.5e9  # multiplications of one call of all cases there: what has more is measured with fewer rows
+LARGEST = 1.5e8  # and of one case
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,9 @@ def settle(seen: set[tuple[torch.device, Case]]) -> dict[torch.device, dict[Case
             continue
         begun, new = clock(), dict[Case, dict[str, Any]]()
         for index, case in enumerate(missing):
-            new.update(_brief(device, case, begun + BUDGET * (index + 1) / len(missing)))
+            rows = int(min(LARGEST, PRODUCTS / len(missing)) / (case.inner * case.outer))
+            fewer = case._replace(rows=min(case.rows, max(rows, 32)))
+            new.update(_brief(device, case, fewer, begun + BUDGET * (index + 1) / len(missing)))
         new = {case: entry for case, entry in new.items() if case not in found[device]}
         found[device].update(new)
         kept.update(new)
@@ -285,9 +288,8 @@ MEASURED: dict[Path, dict[Case, dict[str, Any]]] = {}  # by this process: the fi
 
 
 @torch.inference_mode(False)
-def _brief(device: torch.device, case: Case, until: float) -> dict[Case, dict[str, Any]]:
-    """The entries of a case in eager and compiled code, measured in few turns."""
-    fewer = case._replace(rows=max(min(case.rows, int(PRODUCTS / (case.inner * case.outer))), min(case.rows, 32)))
+def _brief(device: torch.device, case: Case, fewer: Case, until: float) -> dict[Case, dict[str, Any]]:
+    """The entries of a case in eager and compiled code, measured in few turns, with the rows of `fewer`."""
     with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(bool(case.grad)):
         calls = {form: call for form, call in calls_of(device, fewer).items() if form not in forms.KERNELS}
         calls["products"] = _emitted(device, fewer)
