@@ -243,12 +243,24 @@ def test_a_module_without_updates_has_nothing_to_tune():
         measuring.tune(fxplug.trace(Two(), torch.randn(3, 8)))
 
 
+@pytest.mark.parametrize("case", [
+    Case("float32", 5, 0, 4, 2, 0), Case("float32", 5, 4, 0, 0, 0), Case("float32", 0, 4, 4, 2, 0),
+    Case("float64", 5, 4, 4, 2, 0), Case("complex64", 5, 4, 4, 2, 0), Case("bfloat16", 1, 1, 1, 1, 3),
+    Case("float16", 2, 3, 1, 9, 0), Case("float32", 1, 4, 3, 0, 0),
+], ids=str)  # fmt: skip
+def test_any_shape_and_dtype_gets_a_form(case, monkeypatch):
+    monkeypatch.setattr(measuring, "_brief", BRIEF)
+    monkeypatch.setattr(measuring, "BUDGET", 0)
+    form, text = measuring.chosen(measuring.settle({(CPU, case)})[CPU], case)
+    assert {word.partition(" ")[0] for word in text.split("; ")} == set(form.split(",")) <= set(forms.NAMES)
+
+
 def test_many_and_large_shapes_are_measured_with_fewer_rows(monkeypatch, folder):
     asked = []
 
     def brief(device, case, fewer, until):
         asked.append((case, fewer))
-        return {case: {"form": "stock", "ratios": {"stock": [1, 1]}}, case._replace(compiled=1): {"form": "stock", "ratios": {}}}
+        return {each: {"form": "stock", "ratios": {}} for each in (case, case._replace(compiled=1))}
 
     monkeypatch.setattr(measuring, "_brief", brief)
     measuring.settle({(CPU, Case("float32", 10**7, 64 * n, 4096, 16, 0)) for n in range(1, 41)})

@@ -30,6 +30,7 @@ BUDGET = 2.0  # seconds of this process that all cases together may take before 
 HOPELESS = 1.3  # a form that takes so much longer than the fastest in the first turn gets no other
 PRODUCTS = 1.5e9  # multiplications of one call of all cases there: what has more is measured with fewer rows
 LARGEST = 1.5e8  # and of one case
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ def settle(seen: set[tuple[torch.device, Case]]) -> dict[torch.device, dict[Case
     for device in {device for device, _ in seen}:
         kept = MEASURED.setdefault(forms.cache_file(device), {})
         found[device] = {**kept, **forms.measured(device)}
-        cases = {case for other, case in seen if other == device and case.rows and (case.rank or device.type == "cpu")}
+        cases = {case for other, case in seen if other == device and _measurable(device, case)}
         missing = [case._replace(grad=grad) for case in sorted(cases) for grad in (0, 1)]
         missing = [case for case in missing if any(forms.choose(found[device], each) is None for each in _both(case))]
         if device.type not in ("cpu", "cuda") or not missing:
@@ -277,6 +278,12 @@ def settle(seen: set[tuple[torch.device, Case]]) -> dict[torch.device, dict[Case
         except SpecError as error:
             forms.say(f"what was measured is kept in this process alone: {error}")
     return found
+
+
+def _measurable(device: torch.device, case: Case) -> bool:
+    """Whether there is something to measure: no other form of a layer without an update is there but on a CPU."""
+    sizes = case.rows * case.inner * case.outer
+    return sizes > 0 and case.dtype in DTYPES and (case.rank > 0 or device.type == "cpu")
 
 
 def _both(case: Case) -> tuple[Case, Case]:
