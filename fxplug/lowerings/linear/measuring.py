@@ -330,7 +330,7 @@ def chosen(found: Mapping[Case, dict[str, Any]], case: Case) -> tuple[str, str]:
     kernel = next((form for form in taken if form in forms.KERNELS), None)
     if kernel is not None or set(taken) == {"stock"}:  # a compiler has to see kernels
         return kernel or "stock", kernel or "stock"
-    text = "; ".join(f"{form} ({', '.join(where)})" for form, where in words.items())
+    text = ", ".join(f"{form} ({', '.join(where)})" for form, where in words.items())
     return (taken[0] if len(set(taken)) == 1 else ",".join(taken)), text
 
 
