@@ -1,13 +1,16 @@
-"""The first call of a compiled PixArt with 28 equal blocks, whole and with its blocks as nested regions, from cold caches.
+"""The first call of a compiled PixArt with 28 equal blocks, whole and with its blocks compiled once, from cold caches.
 
-python benchmarks/compile_time.py [--json FILE] [--turns N] [--ways WAY ...]
+python benchmarks/compile_time.py [--train] [--kind KIND] [--json FILE] [--turns N] [--ways WAY ...]
 
-Each is measured in a process of its own, who begins alternating, without caches of compiled code and with one compile thread.
-Seconds are from the call of torch.compile to the first result; `cpu` is the time of that process and of the C++ compilers it
-ran, `wall` what one waits. The ratio is over the same model whole, of the same turn, in CPU time.
+Each is measured in a process of its own, who begins alternating, with an empty folder for caches and one compile thread.
+Seconds are from the call of torch.compile to the first result, with `--train` to the first gradients of the adapters, or of
+everything where there are none; `cpu` is the time of that process and of the C++ compilers it ran, `wall` what one waits.
+`ratio` is over the same model whole, of the same turn, in CPU time; with `--calls N` `run_ratio` is that of N later calls of
+each, in turns in one process.
 
 plain       diffusers' model                        base, lora, slots            traced; with LoRA of rank 16; in 4 slots
-*_nested    lower(outline="auto") of these          plain_regional  compile_repeated_blocks of diffusers
+peft        diffusers' model with PEFT's LoRA       *_outlined                   lower(outline="auto") of these
+                                                    *_regional                   compile_repeated_blocks of diffusers
 """
 
 from __future__ import annotations
@@ -18,84 +21,133 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from timing import shown, spread
 
-WAYS = ["plain", "plain_regional", "base", "base_nested", "lora", "lora_nested", "slots", "slots_nested"]
-OVER = {"plain_regional": "plain", "base_nested": "base", "lora_nested": "lora", "slots_nested": "slots", "base": "plain"}
+HOW = {"plain": "regional", "peft": "regional", "base": "outlined", "lora": "outlined", "slots": "outlined"}
+WAYS = [way for name, how in HOW.items() for way in (name, f"{name}_{how}")]
+BLOCKS = ["BasicTransformerBlock", "Transformer2DModel"]  # that diffusers' PixArt and UNet do not name themselves
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--ways", choices=WAYS, nargs="+", default=["base", "base_nested", "lora", "lora_nested"])
+    parser.add_argument("--ways", choices=WAYS, nargs="+", default=["plain", "plain_regional", "lora", "lora_outlined"])
     parser.add_argument("--kind", default="pixart", help="a model of models.py")
+    parser.add_argument("--train", action="store_true")
+    parser.add_argument("--calls", type=int, default=0, help="turns in which later calls are compared")
     parser.add_argument("--alone", choices=WAYS, help="in this process, for the others")
     options = parser.parse_args()
     if options.alone:
-        print(json.dumps(first_call(options.kind, options.alone)))
+        measure = later_calls if options.calls else first_call
+        print(json.dumps(measure(options.kind, options.alone, options.train, options.calls)))
         return
     from record import write
 
     found: list[dict[str, Any]] = []
+    calls, options.calls = options.calls, 0
     for index in range(options.turns):
         order = options.ways if index % 2 == 0 else list(reversed(options.ways))
-        found.append({way: in_a_process(options.kind, way) for way in order})
+        found.append({way: in_a_process(way, options) for way in order})
     rows: dict[str, Any] = {}
     for way in options.ways:
-        rows[way] = {key: spread([turn[way][key] for turn in found]) for key in ("cpu", "wall", "call")}
-        text = ""
-        if OVER.get(way) in options.ways:
-            rows[way]["ratio"] = spread([turn[way]["cpu"] / turn[OVER[way]]["cpu"] for turn in found])
-            rows[way]["run_ratio"] = spread([turn[way]["call"] / turn[OVER[way]]["call"] for turn in found])
-            text = f"  {shown(rows[way]['ratio'])} of {OVER[way]}; a call {shown(rows[way]['run_ratio'])}"
+        rows[way] = {key: spread([turn[way][key] for turn in found]) for key in ("cpu", "wall")}
+        text, (whole, _, how) = "", way.partition("_")
+        if how and whole in options.ways:
+            rows[way]["ratio"] = spread([turn[way]["cpu"] / turn[whole]["cpu"] for turn in found])
+            text = f"  {shown(rows[way]['ratio'])} of {whole}"
+        if how and calls:
+            options.calls = calls
+            rows[way]["run_ratio"] = in_a_process(way, options)[way]["ratio"]
+            text += f"; a call {shown(rows[way]['run_ratio'])}"
         print(f"{way:15} {rows[way]['cpu']['median']:6.1f} s CPU {rows[way]['wall']['median']:6.1f} s{text}", flush=True)
     if options.json:
-        write(options.json, {"model": options.kind, "rows": rows})
+        write(options.json, {"model": options.kind, "train": options.train, "rows": rows})
 
 
-def in_a_process(kind: str, way: str) -> dict[str, float]:
-    environment = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    command = [sys.executable, __file__, "--kind", kind, "--alone", way]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    print(f"    {way:15} {found['cpu']:6.1f} s CPU {found['wall']:6.1f} s", flush=True)
+def in_a_process(way: str, options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--kind", options.kind, "--alone", way, "--calls", str(options.calls)]
+    command += ["--train"] if options.train else []
+    with tempfile.TemporaryDirectory() as empty:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": empty, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if not options.calls:
+        print(f"    {way:15} {found['cpu']:6.1f} s CPU {found['wall']:6.1f} s", flush=True)
     return found
 
 
-def first_call(kind: str, way: str) -> dict[str, float]:
+def first_call(kind: str, way: str, train: bool, _: int) -> dict[str, float]:
+    import torch
+
+    module, step = made(kind, way, train)
+    for _ in range(2):
+        step(module)  # what is imported and allocated once
+    cpu, wall = used(), time.perf_counter()
+    step(compiled(module, way))
+    torch.cuda.synchronize() if torch.cuda.is_available() else None
+    return {"cpu": used() - cpu, "wall": time.perf_counter() - wall}
+
+
+def later_calls(kind: str, way: str, train: bool, count: int) -> dict[str, Any]:
+    """Calls of a model by blocks beside those of the same model whole."""
+    from timing import turns
+
+    whole = way.partition("_")[0]
+    ways = {}
+    for name in (whole, way):
+        module, step = made(kind, name, train)
+        ways[name] = partial(step, compiled(module, name))
+    return turns(ways, count, whole)
+
+
+def made(kind: str, way: str, train: bool) -> tuple[Any, Any]:
+    """A model, and what calls it, compiled or not."""
     import models
     import torch
-    from timing import milliseconds, turns
 
     import fxplug
 
     of = models.subject(kind)
     module: Any = of.module
     name, _, how = way.partition("_")
-    if name != "plain":
+    if name == "peft":
+        with tempfile.TemporaryDirectory() as folder:
+            module = models.in_diffusers(of, {"one": models.adapter(of, Path(folder))})
+    elif name != "plain":
         module = models.traced(of)
     if name in ("lora", "slots"):
-        module = models.ours(of, module, 4 if name == "slots" else 0).requires_grad_(False)
-    if how == "nested":
+        module = models.ours(of, module, 4 if name == "slots" else 0)
+    for path, parameter in module.named_parameters():
+        parameter.requires_grad_(train and (name in ("plain", "base") or "lora" in path))
+    if how == "outlined":
         module = fxplug.lower(module, fuse=None, outline="auto")
-    with torch.no_grad():
-        for _ in range(2):
-            module(**of.inputs)  # what is imported and allocated once
-        cpu, wall = used(), time.perf_counter()
-        if how == "regional":
-            module.compile_repeated_blocks(fullgraph=True)
-        else:
-            module = torch.compile(module, fullgraph=True)
-        module(**of.inputs)
-        torch.cuda.synchronize() if torch.cuda.is_available() else None
-        cpu, wall = used() - cpu, time.perf_counter() - wall
-        call = turns({"call": lambda: milliseconds(lambda: module(**of.inputs))}, 5, "call")["call"]["milliseconds"]
-    return {"cpu": cpu, "wall": wall, "call": call}
+
+    def step(call: Any) -> None:
+        with torch.set_grad_enabled(train):
+            out = models.output(call(**of.inputs))
+        if train:
+            out.square().mean().backward()
+            for parameter in module.parameters():
+                parameter.grad = None
+
+    return module, step
+
+
+def compiled(module: Any, way: str) -> Any:
+    import torch
+
+    if not way.endswith("regional"):
+        return torch.compile(module, fullgraph=True)
+    module._repeated_blocks = module._repeated_blocks or BLOCKS
+    module.compile_repeated_blocks(fullgraph=True)
+    return module
 
 
 def used() -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import turns
-from ..torch_internals.compiling import apart, is_listening, leave_frame, leave_module
+from ..torch_internals.compiling import apart, as_it_stands, is_listening, leave_frame, leave_module
 from ..turns import during, turns_of
 from . import ops, variants
 
@@ -75,6 +75,19 @@ def any_way(forward: Any) -> Any:
     return wrapper
 
 
+def by_regions(forward: Any) -> Any:
+    """A forward of which a compiler that is given the module compiles outlined regions, and leaves the rest as it stands."""
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or "nested" not in self.meta or not is_listening():
+            return forward(self, *args, **kwargs)
+        times = max(map(len, self.meta["nested"].values()))
+        return as_it_stands(times, forward, self, *args, **kwargs)
+
+    return wrapper
+
+
 @apart
 def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
     """What a block does before the first call of the module that it is in; the first of those that do something."""
@@ -86,5 +99,6 @@ def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
 # these frames are not compiled, what they call is; all wrappers have one code
 leave_frame(in_turn(nn.Module.forward).__code__)
 leave_frame(any_way(nn.Module.forward).__code__)
+leave_frame(by_regions(nn.Module.forward).__code__)
 leave_module(turns)
 leave_module(variants)

@@ -26,7 +26,7 @@ from . import ops, standing, variants, ways
 from .binding import bind
 from .containers import RESERVED, Container, child_of
 from .editing import copy_nodes
-from .forwards import any_way, in_turn, unwound
+from .forwards import any_way, by_regions, in_turn, unwound
 from .peers import instead
 
 OWN_STATE = set(
@@ -261,7 +261,7 @@ class TracedModule(fx.GraphModule):
 
             forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
             cls.forward = forward
-        cls.forward = any_way(in_turn(cls.forward))
+        cls.forward = any_way(in_turn(by_regions(cls.forward)))
         return code
 
     def _write(self) -> None:

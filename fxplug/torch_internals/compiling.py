@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-__all__ = ["apart", "constant_floats", "is_listening", "leave_frame", "leave_module"]
+__all__ = [
+    "apart", "as_it_stands", "as_listened", "constant_floats", "is_listening", "is_set_aside", "leave_frame", "leave_module",
+]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
 _AS_IT_STANDS = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
 
 # what dynamo has set to be given each frame that begins, None where it compiles nothing
 _listener = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_listen = torch._C._dynamo.eval_frame.set_eval_frame
+_set_aside = threading.local()
 
 
 def leave_frame(code: CodeType) -> None:
@@ -71,3 +78,43 @@ def constant_floats() -> Any:
 def is_listening() -> bool:
     """Whether frames that begin now are compiled; we need that dynamo has set a callback then, and neither None nor False."""
     return callable(_listener())
+
+
+def as_it_stands(times: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function that is not compiled, nor what it calls, but for what goes through `as_listened`.
+
+    That may be the same code up to so many `times`, for which it may be compiled as often as once for each as else for one. We
+    need that what dynamo gives frames to is of one thread, can be taken away, and given back as it was.
+    """
+    from torch._dynamo import config
+
+    outer, listener = getattr(_set_aside, "listener", None), _listen(None)
+    _set_aside.listener = listener
+    limits = {name: times * getattr(config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
+    try:
+        with config.patch(limits):
+            return function(*args, **kwargs)
+    finally:
+        _set_aside.listener = outer
+        _listen(listener)
+
+
+def is_set_aside() -> bool:
+    """Whether what goes through `as_listened` now is compiled."""
+    return getattr(_set_aside, "listener", None) is not None
+
+
+def as_listened(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function by whom dynamo gave frames to when `as_it_stands` was called in this thread; else as any other."""
+    listener = getattr(_set_aside, "listener", None)
+    if listener is None:
+        return function(*args, **kwargs)
+    before = _listen(listener)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _listen(before)
+
+
+for _function in (as_it_stands, as_listened, is_set_aside):
+    leave_frame(_function.__code__)

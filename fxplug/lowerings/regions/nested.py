@@ -1,4 +1,4 @@
-"""Repeated regions as nested compile regions: each kind is compiled once."""
+"""Repeated regions as calls of shared code: each kind is compiled once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...ir.containers import Container, plain_attributes
 from ...ir.editing import change, copy_nodes, erase_unused, insert, replace
 from ...ir.subgraphs import REGION, Cut, aliases, changed_input, extract, members, plan, unique_names
 from ...ir.traced_module import Graph, TracedModule, class_names, copy_graph, shell
-from ...torch_internals.compiling import constant_floats
+from ...torch_internals.compiling import as_listened, constant_floats, is_set_aside
 from ...torch_internals.tensors import memory_id
 from .choice import cheapest, is_leaf, nesting_tree
 from .submodules import named, stack_around
@@ -33,24 +33,42 @@ HOME = "nested"
 class Nested(nn.Module):
     """What alike regions of a model compute, as code without weights: the modules and parameters are arguments.
 
-    `torch.compile` compiles it once, whatever the number of calls, and calls that program; eager code and torch.export run it
-    as it is, and so does what is compiled with gradients. It holds no parameters, buffers or state.
+    A compiler that is given the model compiles it, once whatever the number of calls; with gradients as without, as what calls
+    it is not compiled and torch's own autograd stands between the calls. In what is compiled around the model it is a nested
+    compile region where gradients are disabled. Eager code and torch.export run it as it is. It holds no parameters, buffers or
+    state.
     """
 
     def __init__(self, graph: fx.Graph, name: str) -> None:
         super().__init__()
         self.body = fx.GraphModule(nn.Module(), graph, name)
-        code = type(self.body).forward
-        self.compiled_once = torch.compiler.nested_compile_region(code, max_reuse_entries=1 << 30)
+        self.code = type(self.body).forward
+        self.compiled_once = torch.compiler.nested_compile_region(self.code, max_reuse_entries=1 << 30)
         self.constant_floats = _constant_floats()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Nested:
+        """The same code, and with it what it was compiled to, for a copy of the model."""
+        new = memo[id(self)] = Nested.__new__(Nested)
+        new.__dict__.update({**vars(self), "_modules": dict(self._modules)})
+        return new
+
     def forward(self, *args: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():  # an exported program is flat
+        if not torch.compiler.is_dynamo_compiling():
+            return as_listened(self.code, self.body, *(map(_in_order, args) if is_set_aside() else args))
+        if torch.compiler.is_exporting():  # an exported program is flat
             return self.body(*args)
-        if torch.is_grad_enabled():  # torch 2.15 keeps inputs of nested regions for the backward pass, and writes over them
+        if torch.is_grad_enabled():  # torch 2.15 computes wrong gradients through nested compile regions: docs/inside.md
             return self.body(*args)
         with self.constant_floats:
             return self.compiled_once(self.body, *args)
+
+
+def _in_order(x: Any) -> Any:
+    """A sequence of tokens in the order of its dimensions: the first region may get it from a convolution, the others never.
+
+    An order of its own would be a program of its own. Images have theirs for a reason, and keep it.
+    """
+    return x.contiguous() if isinstance(x, Tensor) and x.dim() == 3 else x
 
 
 @cache
@@ -63,13 +81,15 @@ def _constant_floats() -> Any:
 
 
 def nest(gm: TracedModule, regions: Sequence[str] | None = None) -> TracedModule:
-    """The same computation with repeated regions as nested compile regions, on the same module tree; `gm` stays as it was.
+    """The same computation with repeated regions as calls of shared code, on the same module tree; `gm` stays as it was.
 
     Regions of which the same is computed, from layers of the same sizes, become calls of one `Nested` module, to which the
-    layers are given: `torch.compile(fullgraph=True)` gives one graph, in which each kind of region is compiled once
-    (`torch.compiler.nested_compile_region`); where gradients are enabled it compiles as if nothing were nested. Names, results
-    and gradients stay the same, bit for bit in eager code; operations are not fused across the edges of a region.
-    `nested.meta["nested"]` says which module computes which regions.
+    layers are given: `torch.compile(nested, fullgraph=True)` and `nested.compile()` compile each kind once, for inference and
+    with gradients, and what is around the regions runs as it stands (diffusers' `compile_repeated_blocks`, for regions that are
+    found, whatever passes put into them). What is compiled around the module, `torch.compile(nn.Sequential(nested, head))`, is
+    one graph, which has the regions as nested ones without gradients, and flat with them. Names, results and gradients stay the
+    same, bit for bit in eager code; operations are not fused across the edges of a region. `nested.meta["nested"]` says which
+    module computes which regions.
 
     `regions` are path patterns (exact, glob, slices, `re:`); of nested regions the outer one is taken, and one that is like no
     other stays in the graph. None takes those that leave the fewest operations to compile.
