@@ -253,3 +253,60 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path):
     for name in ("a.safetensors", "b.safetensors", ""):
         with pytest.raises(fxplug.FxplugError, match="safetensors"):
             fxplug.apply(small.plain_vit().gm, head(weights=str(tmp_path / name)))
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """What PEFT saves of a model with other classes and LoRA, and what that model gives."""
+    from peft import LoraConfig, get_peft_model
+
+    base = small.plain_vit()
+    model = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32, num_classes=9, embed_dim=96)
+    with torch.no_grad():
+        known = base.model.state_dict()
+        for key, value in model.state_dict().items():
+            if key in known and known[key].shape == value.shape:
+                value.copy_(known[key])
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["qkv"], modules_to_save=["head"])).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    folder = tmp_path_factory.mktemp("tuned")
+    model.save_pretrained(folder)
+    return folder, model(*base.args).detach()
+
+
+@pytest.mark.parametrize("slots", [0, 1])
+def test_an_adapter_with_a_new_head_comes_with_it(tuned, slots):
+    folder, wanted = tuned
+    base = small.plain_vit()
+    with_head = fxplug.apply(base.gm, head(weights=folder))
+    new = fxplug.apply(with_head, fxplug.pass_for(folder, with_head, slots=slots))
+    if slots:
+        new.adapters.load("it", folder)
+        new.adapters.use("it")
+    else:
+        fxplug.load_adapter(new, folder)
+    torch.testing.assert_close(new(*base.args), wanted, rtol=0, atol=1e-5)
+    again = fxplug.apply(base.gm, head(weights=folder), fxplug.load_pass("adapter", file=str(folder), slots=slots))
+    assert torch.equal(again(*base.args), new(*base.args))
+
+
+def test_a_new_head_is_filled_or_refused(tuned):
+    folder, wanted = tuned
+    base = small.plain_vit()
+    with pytest.raises(fxplug.ArtifactError, match=r"it is a new one: the pass head with \{weights: the file\} makes it"):
+        fxplug.pass_for(folder, base.gm)
+    lora = fxplug.load_pass("lora", at="qkv", rank=2)
+    new = fxplug.apply(base.gm, head(classes=9), lora)
+    fxplug.load_adapter(new, folder)
+    torch.testing.assert_close(new(*base.args), wanted, rtol=0, atol=1e-5)
+    other = fxplug.apply(base.gm, head(classes=8), lora)
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    with pytest.raises(fxplug.ArtifactError, match=r"'head' has the bias \[9\], and the new one here is \[8\]"):
+        fxplug.load_adapter(other, folder)
+    assert all(torch.equal(before[key], value) for key, value in other.state_dict().items())
+    slotted = fxplug.apply(base.gm, head(classes=9), fxplug.load_pass("lora", at="qkv", rank=2, slots=1))
+    with pytest.raises(fxplug.SpecError, match="has another last layer than there is here, and slots hold none"):
+        slotted.adapters.load("it", folder)
+    assert not slotted.adapters.names

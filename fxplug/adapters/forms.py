@@ -13,6 +13,7 @@ from ..spec.pass_file import load_pass
 from ..spec.rules import Pass, Rule
 from .files import AdapterFile, Fit, fit
 from .held import Layer, layers_of
+from .saved_heads import without_heads
 from .updates import Entry
 
 LAYERS = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Embedding")
@@ -126,7 +127,8 @@ def plan_for(
     ranks: dict[tuple[str, str, tuple[tuple[str, Any], ...]], int] = {}
     fits: list[Fit] = []
     unheld: dict[str, str] = {}
-    for file, ways in files:
+    for whole, ways in files:
+        file, _ = without_heads(whole, module)
         found = fit(file, weights, ways.get("part"), None, bool(ways.get("guess")), others, set(named))
         if not ways.get("partial"):
             found.check()

@@ -190,7 +190,7 @@ def fit(
                     more[piece.key(path)] = piece
             elif not entry.fits(shape := finder.whole(home)):
                 path = home[0].removesuffix(SWAPPED)
-                mismatched[path] = f"is {list(shape)}, and '{entry.name}' is for {_for(entry)}"
+                mismatched[path] = f"is {list(shape)}, and '{entry.name}' is for {_for(entry)}{_new_head(entry, shape)}"
             else:
                 for path, piece in finder.pieces(entry, home):
                     if path not in shapes:
@@ -243,6 +243,14 @@ def by_order(entries: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]], so
 def by_number(name: str) -> list[tuple[int, int, str]]:
     """A name as what sorts it: numbers by their size, the rest by letters."""
     return [(0, int(text), "") if text.isdecimal() else (1, 0, text) for text in re.split(r"(\d+)", name) if text]
+
+
+def _new_head(entry: Entry, shape: Sequence[int]) -> str:
+    """What to do about a layer that the file has whole, for another number of classes."""
+    value = entry.tensors.get("whole")
+    if value is None or list(value.shape[1:]) != list(shape[1:]):
+        return ""
+    return " (it is a new one: the pass head with {weights: the file} makes it, before other passes)"
 
 
 def _for(entry: Entry) -> str:

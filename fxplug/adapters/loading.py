@@ -14,6 +14,7 @@ from ..low_rank import norm_except
 from ..turns import change, turns_of
 from .banks import Bank, rows_for
 from .files import AdapterFile, Fit, Source, fit, read
+from .saved_heads import without_heads
 
 # the block's class -> the parameter that is zero, or one, in a new one, which then changes nothing
 ZERO = {
@@ -40,14 +41,15 @@ def load_adapter(
 
     `source` and the options are those of `Adapters.load`. `passes` names some of the module's passes of lora, lora_weight,
     loha, lokr, dora, oft, boft, ia3, delta and bitfit; None is all without slots. Each layer goes into a block of its kind, a
-    product of a rank below the block's too, and what has no block of its own into one of `delta`. Blocks that the adapter has
+    product of a rank below the block's too, and what has no block of its own into one of `delta`; a layer that the file has
+    whole (PEFT's `modules_to_save`) goes into the new head that stands for it here. Blocks that the adapter has
     nothing for are as new ones: they change nothing. All of it is written, or nothing.
 
     Raises ArtifactError for a file that cannot be read or has layers that are not here; SpecError for a pass that is not, and
     for what no block here holds, which names the pass that would.
     """
     banks = blocks_of(module, passes)
-    file = read(source, adapter=adapter, config=config, limits=limits)
+    file, heads = without_heads(read(source, adapter=adapter, config=config, limits=limits), module)
     found = fit_to(file, banks, module, lambda: weights_of(module), part, guess)
     if not (partial and found.placed):
         found.check()
@@ -74,6 +76,7 @@ def load_adapter(
         writes.append((target, whole))
         if (scale := there(f"{bank.block}.scale")) is not None and bank.kind != "Scale":
             writes.append((scale, torch.full_like(scale, scales[bank.block])))
+    writes += heads
     before = [(target, target.clone()) for target, _ in writes]
     with change(turns_of(module)):
         try:

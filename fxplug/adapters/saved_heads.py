@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import ArtifactError, SpecError, did_you_mean
 from ..files import weight_files
 from ..limits import DEFAULT, Limits
+from .updates import AdapterFile, Entry
 
 FILE = "adapter_model.safetensors"  # in a folder of PEFT
 BEFORE = "base_model.model."  # of every key in it
@@ -39,12 +41,39 @@ def saved_head(path: str | os.PathLike[str], layer: str, name: str, limits: Limi
 def held_heads(module: nn.Module, passes: list[str]) -> dict[str, Tensor]:
     """The parameters of layers that passes gave another size, by the key that they have once merged, on the CPU."""
     found: dict[str, Tensor] = {}
+    for key, value in _resized(module, passes):
+        if value.is_meta:
+            raise ArtifactError(f"the new '{key}' is on the meta device, which holds no values")
+        found[key] = value.detach().cpu().clone()
+    return found
+
+
+def without_heads(file: AdapterFile, module: Any) -> tuple[AdapterFile, list[tuple[Tensor, Tensor]]]:
+    """A file without the layers that it has whole and that passes gave another size here; and these, each with its new value.
+
+    Raises ArtifactError for one of yet another size.
+    """
+    homes = dict(_resized(module))
+    values: list[tuple[Tensor, Tensor]] = []
+    rest: list[Entry] = []
+    for entry in file.entries:
+        home = homes.get(f"{entry.path}.{entry.param}") if entry.method == "whole" else None
+        if home is None:
+            rest.append(entry)
+            continue
+        value = entry.tensors["whole"]
+        if value.shape != home.shape:
+            raise ArtifactError(
+                f"{file.source}: its '{entry.path}' has the {entry.param} {list(value.shape)}, and the new one here is "
+                f"{list(home.shape)}: make it with {{weights: the file}}"
+            )
+        values.append((home, value))
+    return (replace(file, entries=tuple(rest)) if values else file), values
+
+
+def _resized(module: Any, passes: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     for entry in getattr(module, "meta", {}).get("passes", []):
-        for site in entry["sites"] if entry["name"] in passes else ():
+        for site in entry["sites"] if passes is None or entry["name"] in passes else ():
             block: Any = module.get_submodule(site["block"]) if site["block"] else None
             if getattr(block, "resizes", False):
-                key = f"{site['path'].partition('@')[0]}.{'weight' if block.value.dim() > 1 else 'bias'}"
-                if block.value.is_meta:
-                    raise ArtifactError(f"the new '{key}' is on the meta device, which holds no values")
-                found[key] = block.value.detach().cpu().clone()
-    return found
+                yield f"{site['path'].partition('@')[0]}.{'weight' if block.value.dim() > 1 else 'bias'}", block.value

@@ -17,6 +17,7 @@ from ..turns import Turns, change, hold, turns_of
 from .banks import Bank, check_name, rows_for
 from .files import Fit, Source, read
 from .loading import fit_to
+from .saved_heads import without_heads
 from .slot_saving import save
 from .writing import About, about_of
 
@@ -236,8 +237,14 @@ class Adapters:
         taken, full slots, a rank above theirs, or an update of another kind than they hold. Nothing is changed then.
         """
         self._check_new(name, replace)  # before a file is read
-        file = read(source, adapter=adapter, config=config, limits=limits)
-        found = fit_to(file, self.banks, getattr(self, "module", None), self.shapes, part, guess)
+        module = getattr(self, "module", None)
+        file, heads = without_heads(read(source, adapter=adapter, config=config, limits=limits), module)
+        if any(not torch.equal(home, value.to(home)) for home, value in heads):
+            raise SpecError(
+                f"{file.source} has another last layer than there is here, and slots hold none: give the pass head "
+                "{weights: the file}"
+            )
+        found = fit_to(file, self.banks, module, self.shapes, part, guess)
         if not (partial and found.placed):
             found.check()
         ready = rows_for(self.banks, found.placed, self.there)
