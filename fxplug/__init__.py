@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from .step_cache.cache import StepCache
     from .step_cache.fast_attention import FastAttention
     from .step_cache.policies import Every, TeaCache, Threshold
+    from .training.param_groups import trainable
     from .training.run import Run, train
     from .training.tasks.task import Task
     from .training.trainer import Trainer
@@ -133,6 +134,7 @@ __all__ = [
     "trace",
     "trace_pipeline",
     "train",
+    "trainable",
     "tune",
     "unmerge",
     "verify",
@@ -179,6 +181,7 @@ _HOME = {
     "step_cache.cache": ["StepCache"],
     "step_cache.fast_attention": ["FastAttention"],
     "step_cache.policies": ["Every", "TeaCache", "Threshold"],
+    "training.param_groups": ["trainable"],
     "training.run": ["Run", "train"],
     "training.tasks.task": ["Task"],
     "training.trainer": ["Trainer"],

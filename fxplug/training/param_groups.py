@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,11 +29,45 @@ def choose(module: TracedModule, settings: Train, *, others: bool = False) -> li
     PEFT and diffusers have it: the forward casts them, the optimizer keeps their small changes. Raises TrainError when
     nothing trains, here or among `others`, SpecError for a pattern that names no parameter.
     """
+    groups = _groups(module, settings.trainable, others)
+    named = dict(module.named_parameters())
+    for group in groups:
+        for key, own in (("lr", settings.lr), ("weight_decay", settings.weight_decay)):
+            group.setdefault(key, own)
+        for name in group["names"]:
+            if settings.precision != "fp32" and named[name].dtype in HALVES:
+                named[name].data = named[name].data.float()
+    return _trained(module, groups)
+
+
+def trainable(module: TracedModule, *base: str) -> list[dict[str, Any]]:
+    """Freeze a rewritten module but for what its passes put in, for a training loop of one's own.
+
+    `torch.optim.AdamW(fxplug.trainable(new), lr=1e-3)`: the groups are torch's, `params` with a `name`, and the `lr` and
+    `weight_decay` of a pass that says its own. `base` names what trains beside that, as `trainable` of a configuration does:
+    paths and patterns of parameters or of modules around them (`"norm"`, `"blocks.11.**"`). Raises TrainError when nothing
+    trains, for a module that was lowered, and for slots; SpecError for a pattern that names no parameter.
+    """
+    return [{key: value for key, value in group.items() if key != "names"} for group in _trained(module, _groups(module, base))]
+
+
+def _trained(module: TracedModule, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups with their parameters, which train, and nothing else does."""
+    named = dict(module.named_parameters())
+    for parameter in named.values():
+        parameter.requires_grad_(False)
+    for group in groups:
+        group["params"] = [named[name].requires_grad_(True) for name in group["names"]]
+    return groups
+
+
+def _groups(module: TracedModule, base: Sequence[str], others: bool = False) -> list[dict[str, Any]]:
+    """What trains, by name: the passes, and of the base what is named; `lr` and `weight_decay` where a pass says them."""
     named = dict(module.named_parameters())
     canonical = {id(parameter): name for name, parameter in named.items()}
     entries = module.meta.get("passes", [])
     owner = {name: entry["name"] for entry in entries for name in named if name.startswith(f"{entry['name']}.")}
-    groups = []
+    groups: list[dict[str, Any]] = []
     if "source" in module.meta:
         raise TrainError("this module is lowered, which is for running: train the one that it was made from")
     slotted = [entry["name"] for entry in entries if entry.get("slots") and entry["train"]]
@@ -45,21 +79,14 @@ def choose(module: TracedModule, settings: Train, *, others: bool = False) -> li
     for entry in entries:
         names = [name for name in named if owner.get(name) == entry["name"] and named[name].is_floating_point()]
         if names and entry["train"]:
-            groups.append(_group(entry["name"], names, entry["lr"], entry["weight_decay"], settings))
+            own = {key: entry[key] for key in ("lr", "weight_decay") if entry[key] is not None}
+            groups.append({"name": entry["name"], "names": names, **own})
     aliases = {name: canonical[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if p.is_floating_point()}
-    chosen = _chosen(settings.trainable, {alias: name for alias, name in aliases.items() if name not in owner})
+    chosen = _chosen(base, {alias: name for alias, name in aliases.items() if name not in owner})
     if chosen:
-        groups.append(_group("base", chosen, None, None, settings))
+        groups.append({"name": "base", "names": chosen})
     if not groups and not others:
         raise TrainError(_nothing(entries))
-    for parameter in named.values():
-        parameter.requires_grad_(False)
-    for group in groups:
-        for name in group["names"]:
-            if settings.precision != "fp32" and named[name].dtype in HALVES:
-                named[name].data = named[name].data.float()
-            named[name].requires_grad_(True)
-        group["params"] = [named[name] for name in group["names"]]
     return groups
 
 
@@ -84,16 +111,7 @@ def optimizer_config(task: Task, settings: Train) -> dict[str, Any]:
     return {"base": base, "text_encoder_overrides": overrides, "text_encoder_freezing": task.encoder.freezing()}
 
 
-def _group(name: str, names: list[str], lr: float | None, weight_decay: float | None, settings: Train) -> dict[str, Any]:
-    return {
-        "name": name,
-        "names": names,
-        "lr": settings.lr if lr is None else lr,
-        "weight_decay": settings.weight_decay if weight_decay is None else weight_decay,
-    }
-
-
-def _chosen(patterns: list[str], base: Mapping[str, str]) -> list[str]:
+def _chosen(patterns: Sequence[str], base: Mapping[str, str]) -> list[str]:
     """The base parameters that a pattern names, itself or by a module around them; `base` has each under all its names."""
     around = {name: [name[:end] for end in [*_dots(name), len(name)]] for name in base}
     known = {part for parts in around.values() for part in parts}
