@@ -1,0 +1,43 @@
+"""The tasks people come with, done here and as its peer does them: equal, and no longer than the peer's way."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+TASKS = Path(__file__).parent.parent / "examples" / "tasks"
+NAMES = sorted(path.stem for path in TASKS.glob("*.py") if "def check(" in path.read_text())
+
+
+def lines(name: str) -> dict[str, int]:
+    """How many lines each way of a task has, without blank ones and comments."""
+    text = (TASKS / f"{name}.py").read_text()
+    found = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("with_"):
+            body = text.splitlines()[node.body[0].lineno - 1 : node.end_lineno]
+            found[node.name.removeprefix("with_")] = sum(bool(re.match(r"\s*[^#\s]", line)) for line in body)
+    return found
+
+
+def test_no_task_is_longer_than_its_peers_way_and_the_table_says_so():
+    table = (TASKS / "README.md").read_text()
+    for name in NAMES:
+        ours, *theirs = lines(name).values()
+        assert not theirs or ours <= theirs[0], name
+        row = next(row for row in table.splitlines() if f"({name}.py)" in row)
+        assert [int(number) for number in re.findall(r"\| (\d+)(?= )", row)] == [ours, *theirs], name
+    for script in re.findall(r"\]\((.+?\.py)\)", table):
+        assert (TASKS / script).exists(), script
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_task(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(TASKS))
+    importlib.import_module(name).check(tmp_path / name)
+    said = capsys.readouterr().out
+    assert said.strip() and "False" not in said
