@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..spec.model_section import ModelSpec, WeightsSpec
 from ..spec.options import check_known, taken
 from ..spec.run_config import Config
 from .state_dict import State, _assign, _on_meta, load_weights, read_weights
+from .undrawn import Undrawn
 
 
 def build(config: Config, *, device: str | None = None) -> nn.Module:
@@ -29,7 +31,8 @@ def build(config: Config, *, device: str | None = None) -> nn.Module:
     on = torch.device("meta") if target.type == "meta" else torch.device("cpu")
     try:
         with on:
-            model = {"timm": _timm, "diffusers": _diffusers, "call": _call}[spec.kind](spec, config.base)
+            make = {"timm": _timm, "diffusers": _diffusers, "call": _call}[spec.kind]
+            model = _undrawn(make, config) if _filled(config) and on.type != "meta" else make(spec, config.base)
     except FxplugError:
         raise
     except Exception as error:  # the model's constructor, anybody's
@@ -41,6 +44,20 @@ def build(config: Config, *, device: str | None = None) -> nn.Module:
     if config.dtype is not None:
         model = model.to(getattr(torch, config.dtype))
     return model.to(target).train(config.mode == "train")
+
+
+def _filled(config: Config) -> bool:
+    """Whether all weights of a library's model come from files, which then hold every key of its state."""
+    kind, target = config.model.kind, config.model.target
+    folder = kind == "diffusers" and isinstance(target, str) and (config.base / target).is_dir()
+    return folder or (kind != "call" and config.weights is not None)
+
+
+def _undrawn(make: Callable[[ModelSpec, Path], nn.Module], config: Config) -> nn.Module:
+    """A model without random numbers; made again with them where something else was computed of one."""
+    with Undrawn() as mode:
+        model = make(config.model, config.base)
+    return make(config.model, config.base) if mode.read else model
 
 
 def load_all(model: nn.Module, config: Config) -> None:
