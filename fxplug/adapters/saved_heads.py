@@ -53,6 +53,8 @@ def without_heads(file: AdapterFile, module: Any) -> tuple[AdapterFile, list[tup
 
     Raises ArtifactError for one of yet another size.
     """
+    if not any(entry.method == "whole" for entry in file.entries):
+        return file, []
     homes = dict(_resized(module))
     values: list[tuple[Tensor, Tensor]] = []
     rest: list[Entry] = []
@@ -72,8 +74,9 @@ def without_heads(file: AdapterFile, module: Any) -> tuple[AdapterFile, list[tup
 
 
 def _resized(module: Any, passes: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    modules = dict(module.named_modules()) if isinstance(module, nn.Module) else {}  # lowered, blocks may lie elsewhere
     for entry in getattr(module, "meta", {}).get("passes", []):
         for site in entry["sites"] if passes is None or entry["name"] in passes else ():
-            block: Any = module.get_submodule(site["block"]) if site["block"] else None
+            block: Any = modules.get(site["block"])
             if getattr(block, "resizes", False):
                 yield f"{site['path'].partition('@')[0]}.{'weight' if block.value.dim() > 1 else 'bias'}", block.value
