@@ -28,6 +28,8 @@ class Packed(nn.Module):
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
         self.weights, self.biases = weights, biases
+        # a call reads no names: a program compiled for one of several alike regions then serves all
+        self.weight_rows, self.bias_rows = list(weights.values()), list(biases.values())
 
     def forward(self, x: Tensor, *parts: Tensor) -> Tensor:
         """`parts` are the parameters that `weights` and then `biases` name: read where gradients of them are wanted."""
@@ -35,9 +37,9 @@ class Packed(nn.Module):
         graded = torch.is_grad_enabled()
         trained = graded and any(part.requires_grad for part in parts)
         if trained:
-            weight = _joined(weight, list(self.weights.values()), parts[: len(self.weights)])
-        if self.biases and (trained or bias is None):
-            bias = _joined(weight.new_zeros(len(weight)), list(self.biases.values()), parts[len(self.weights) :])
+            weight = _joined(weight, self.weight_rows, parts[: len(self.weight_rows)])
+        if self.bias_rows and (trained or bias is None):
+            bias = _joined(weight.new_zeros(len(weight)), self.bias_rows, parts[len(self.weight_rows) :])
         graded = graded and (x.requires_grad or weight.requires_grad)
         casts = torch.is_autocast_enabled(x.device.type) or x.dtype != weight.dtype
         if graded or casts or x.dim() < 2 or torch.compiler.is_exporting():
