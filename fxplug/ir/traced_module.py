@@ -356,7 +356,7 @@ class TracedModule(fx.GraphModule):
         except AttributeError:
             if name.startswith("__"):
                 raise
-            if name in ("_code", "_codes") and isinstance(vars(type(self)).get("forward"), _Unwritten):
+            if name in ("_code", "_codes") and "_twin" in vars(self):  # not written yet, or taken back with a trial
                 self._write()
                 return vars(self)[name]
         extras = self.__dict__.get("_extras", {})
