@@ -70,7 +70,8 @@ LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platl
 def users_logs() -> Iterator[None]:
     """What the user's own files log is shown from INFO on, as are warnings of all others."""
     handler, root = logging.StreamHandler(), logging.getLogger()
-    handler.addFilter(lambda record: record.levelno >= logging.WARNING or not record.pathname.startswith(LIBRARIES))
+    own = lambda file: Path(file).is_file() and not file.startswith(LIBRARIES)  # noqa: E731  # not what is compiled, either
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or own(record.pathname))
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     before = root.level
     root.addHandler(handler)

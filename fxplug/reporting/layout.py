@@ -5,6 +5,7 @@ Of the layouts that Python has it crosses the fewest arrows of our graphs, and s
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 import networkx as nx
 from fast_sugiyama import from_edges
 
+for name in ("rust-sugiyama", "connected_components"):
+    logging.getLogger(name).setLevel(logging.WARNING)  # they tell each step of each layout
 WIDTH, HEIGHT = 176, 54  # of a box, in pixels
 ACROSS, DOWN = 28, 34  # between boxes
 MOST = 250  # boxes of one picture
