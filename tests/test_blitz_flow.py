@@ -135,7 +135,7 @@ def test_a_configuration_runs_dry_from_the_command_line_and_is_saved(tmp_path):
     entry = {"line": "(Own.adapt): ...->(blocks[i].mlp){inout1}->...", "addin": "test_blitz:Own"}
     file.write_text(json.dumps(configured(entry)))
     ran = CliRunner().invoke(app, ["sites", str(file)])
-    assert ran.exit_code == 0 and "blitz: 2 sites" in ran.output and "blocks.1.mlp" in ran.output
+    assert ran.exit_code == 0 and "blitz: 2 sites" in ran.output and "blocks.{0,1}.mlp" in ran.output
     result = fxplug.rewrite(file, out=tmp_path / "out", set=["passes.0.blitz.lr=0.5"], verify=False)
     saved = fxplug.load_config(tmp_path / "out" / "config.yaml")
     assert saved.passes[0].lr == 0.5 and saved.passes[0].rules == result.config.passes[0].rules

@@ -523,8 +523,7 @@ def test_marks_and_parts_are_saved(name, tmp_path):
         assert same(out, run(base.gm, base))
     parts = ("full", "shallow", *(("first", "rest", "short") if name == "flux" else ()))
     for part in parts:
-        text = fxplug.show(getattr(cache, part)).replace("Transformer2DModelOutput(", "Record(")
-        assert fxplug.show(getattr(again, part)) == text
+        assert fxplug.show(getattr(again, part)) == fxplug.show(getattr(cache, part))
         if part in ("full", "shallow"):
             fxplug.save(getattr(cache, part), tmp_path / part)
     full, shallow = (fxplug.load(tmp_path / part) for part in ("full", "shallow"))

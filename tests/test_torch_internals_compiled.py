@@ -213,6 +213,30 @@ def test_a_frame_knows_whether_frames_are_compiled():
     assert said == [False, True, False]
 
 
+def test_what_stands_as_it_is_is_compiled_where_it_listens_alone():
+    def around(x):
+        said.append((compiling.is_listening(), compiling.is_set_aside()))
+        return compiling.as_listened(inner, torch.neg(x))
+
+    def frame(x):
+        return compiling.as_it_stands(3, around, x)
+
+    said = []
+    compiling.leave_frame(frame.__code__)
+    torch._dynamo.reset()
+    graphs_of, limit = Graphs(), torch._dynamo.config.recompile_limit
+    found = torch.compile(frame, backend=graphs_of)(torch.ones(2))
+    assert torch.equal(found, inner(torch.full((2,), -1.0)))
+    assert said == [(False, True)] and graphs_of.seen == [[torch.relu]], (
+        "what is around outlined regions would be compiled with them, or the regions would not be compiled at all"
+    )
+    assert not compiling.is_set_aside() and torch._dynamo.config.recompile_limit == limit
+    assert torch.equal(frame(torch.ones(2)), found) and said[1] == (False, False), "outside a compiler all is as it stands"
+    with pytest.raises(ZeroDivisionError):
+        compiling.as_it_stands(3, lambda x: x / 0, 1)
+    assert not compiling.is_set_aside()
+
+
 def test_floats_of_layers_can_be_constants_of_a_compiled_program():
     class Scaled(nn.Module):
         eps = 0.3
