@@ -66,12 +66,16 @@ def message(error: BaseException) -> str:
 LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
 
 
+def _is_users(file: str) -> bool:
+    """Whether what logs is a file of the user's, and neither of a library's nor compiled."""
+    return Path(file).is_file() and not file.startswith(LIBRARIES)
+
+
 @contextmanager
 def users_logs() -> Iterator[None]:
     """What the user's own files log is shown from INFO on, as are warnings of all others."""
     handler, root = logging.StreamHandler(), logging.getLogger()
-    own = lambda file: Path(file).is_file() and not file.startswith(LIBRARIES)  # noqa: E731  # not what is compiled, either
-    handler.addFilter(lambda record: record.levelno >= logging.WARNING or own(record.pathname))
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or _is_users(record.pathname))
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     before = root.level
     root.addHandler(handler)
