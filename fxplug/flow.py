@@ -98,8 +98,9 @@ def rewrite(
 
     `source` and `set` are those of `load_config`. `verify` takes the place of the configuration's. A dry run uses no
     memory for weights, but for a model that reads values out of its data, which a warning tells; it checks only the
-    structure, writes nothing, and its modules get no variants. With `cache` it takes the trace that an earlier one has
-    kept on disk, where that holds still, and keeps its own. Without `compile` verification compiles nothing.
+    structure, writes nothing, and its modules get no variants. With `cache`, which is for the process of a command, it takes
+    the trace that an earlier one has kept on disk, where that holds still, and keeps its own; where other code runs, which may
+    have changed anything, it does neither. Without `compile` verification compiles nothing.
     `progress(text)` gives a context manager for each step. The global random state is left as it was. Raises FxplugError,
     for a folder that cannot be written before anything else; nothing is written then.
     """

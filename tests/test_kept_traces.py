@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import sysconfig
 import threading
 import warnings
 
@@ -10,6 +12,7 @@ import diffusers  # noqa: F401  # it sets variables of the environment
 import pytest
 import timm  # noqa: F401
 
+import fxplug
 from fxplug import diff, rewrite, show
 from fxplug.files import entries
 from fxplug.flow import _kept
@@ -33,6 +36,7 @@ MODELS = {
     },
 }  # fmt: skip
 WHILE_TRACING = ("line", "value", "result", "nn_module_stack")  # what only the tracer reads, and classes
+USERS = entries.users_modules
 LORA = {"passes": [{"lora": {"at": "**", "rank": 2}}]}
 
 
@@ -123,6 +127,14 @@ def test_the_own_code_of_a_user_is_traced_each_time(place, monkeypatch):
     steps = []
     dry(MODELS["vit"], steps)
     assert "trace" in steps and not place.exists()
+
+
+def test_what_runs_is_a_users_own_but_for_the_command(monkeypatch):
+    scripts = sysconfig.get_path("scripts")
+    ours = [os.path.join(scripts, "fxplug"), os.path.join(os.path.dirname(fxplug.__file__), "__main__.py")]
+    for file in (*ours, os.path.join(scripts, "pytest"), "/elsewhere/fxplug", "script.py", None):
+        monkeypatch.setattr(sys.modules["__main__"], "__file__", file, raising=False)
+        assert ("__main__" in USERS()) == (file not in ours), file
 
 
 def test_another_configuration_has_another_place():

@@ -151,10 +151,20 @@ def loaded_sources() -> dict[str, Any]:
 def users_modules() -> list[str]:
     """The modules that are loaded and come neither from an installed package nor from Python nor from here.
 
-    Nobody can say what those have done to the others.
+    Nobody can say what those have done to the others. A process that is not of our command has one, what runs in it: a script
+    or an interpreter.
     """
     known = tuple(f"{folder}{os.sep}" for folder in _libraries())
-    return [name for name, file in _loaded() if not (file.startswith(known) or _standard(file) or _own(file))]
+    found = [name for name, file in _loaded() if not (file.startswith(known) or _standard(file) or _own(file))]
+    return found if _command(getattr(sys.modules["__main__"], "__file__", None)) else [*found, "__main__"]
+
+
+def _command(file: str | None) -> bool:
+    """Whether it is what begins our command: the package, or the script of that name which its installation made."""
+    if file is None:
+        return False
+    scripts = os.path.normpath(sysconfig.get_path("scripts"))
+    return _own(os.path.abspath(file)) or os.path.abspath(file) == os.path.join(scripts, __name__.partition(".")[0])
 
 
 def _loaded() -> list[tuple[str, str]]:
