@@ -17,9 +17,10 @@ from .artifacts.artifact import check_savable
 from .capture.fake_tensors import quiet
 from .errors import ArtifactError, VerifyError, brief_fields, outline
 from .exports.exporter import hindrance
+from .ir.graph import copy_graph
 from .ir.pytree import leaves, map_leaves
 from .ir.text import parameters
-from .ir.traced_module import TracedModule, copy_graph, shell
+from .ir.traced_module import TracedModule, shell
 from .parallel.checking import check_before, check_pretended, check_real, is_parallel, process_zero, standing, ways_in
 from .parallel.pipelines.entry import in_steps
 from .quantised import cut_gradient, described

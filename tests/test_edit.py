@@ -17,7 +17,7 @@ from fxplug.blocks.base import Block
 from fxplug.blocks.lora import Lora
 from fxplug.blocks.scale import Scale
 from fxplug.blocks.skip import Skip
-from fxplug.ir.traced_module import without_edges
+from fxplug.ir.graph import without_edges
 from fxplug.spec.pass_file import Match, Pass, Rule
 
 

@@ -13,7 +13,7 @@ from torch import fx
 from ..errors import ArtifactError, did_you_mean, shown
 from ..ir import functions, ops
 from ..ir.editing import insert
-from ..ir.traced_module import Graph
+from ..ir.graph import Graph
 from ..limits import DEFAULT, Limits
 from ..spec.addresses import Port
 from .magnitudes import check_numbers

@@ -14,7 +14,8 @@ from torch import nn
 from ..errors import ArtifactError, shown
 from ..files.reading import syntax_tree
 from ..ir.containers import Container
-from ..ir.traced_module import Graph, TracedModule, by_index, without_edges
+from ..ir.graph import Graph, by_index, without_edges
+from ..ir.traced_module import TracedModule
 from ..torch_internals.graphs import qualified_name
 from .value_json import TORCH_NAMES
 

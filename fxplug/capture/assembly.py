@@ -12,7 +12,8 @@ from torch import fx, nn
 from .. import quantised
 from ..ir import ops
 from ..ir.containers import RESERVED, Container, plain_attributes
-from ..ir.traced_module import Graph, TracedModule, class_names
+from ..ir.graph import Graph
+from ..ir.traced_module import TracedModule, class_names
 from .python_state import Place
 
 COPIED = (list, dict, set, deque, OrderedDict)

@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode
 from ..errors import TraceError
 from ..ir import checked_functions, ops
 from ..ir.editing import erase_unused, insert, meta_of, redirect
+from ..ir.graph import Graph
 from ..ir.pytree import children
-from ..ir.traced_module import Graph
 from ..spec.addresses import identifier
 from ..torch_internals.dispatch import DisableTorchFunction, function_modes
 from ..torch_internals.fakes import FakeTensor, FakeTensorMode, unset_fake_temporarily

@@ -29,8 +29,9 @@ from ..files.reading import reported
 from ..files.writing import written
 from ..ir.containers import Container
 from ..ir.editing import insert, replace
+from ..ir.graph import copy_graph
 from ..ir.pytree import children, leaves, map_leaves
-from ..ir.traced_module import TracedModule, copy_graph, shell
+from ..ir.traced_module import TracedModule, shell
 from ..ir.variants import chosen
 from ..turns import held
 from . import onnx_trial, onnx_writer

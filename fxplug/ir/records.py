@@ -10,9 +10,10 @@ from typing import Any
 from torch import fx
 
 from . import functions, ops
+from .graph import without_edges
 from .regions import Regions, added
 from .text import line
-from .traced_module import TracedModule, without_edges
+from .traced_module import TracedModule
 
 
 @dataclass

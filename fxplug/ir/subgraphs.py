@@ -16,9 +16,10 @@ from ..spec.addresses import identifier
 from ..torch_internals.modules import DropoutNd
 from . import functions, ops
 from .editing import copy_nodes, erase, insert, meta_of, move, redirect
+from .graph import Graph
 from .pytree import leaves
 from .regions import added
-from .traced_module import MODES, Graph
+from .traced_module import MODES
 
 SWITCHES = (*MODES, ops.exit_grad, ops.exit_autocast)
 # operations that may give the memory of their first argument, and modules that do

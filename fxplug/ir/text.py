@@ -13,7 +13,8 @@ import torch
 from torch import fx, nn
 
 from . import functions, ops
-from .traced_module import class_names, without_edges
+from .graph import without_edges
+from .traced_module import class_names
 from .ways import labels
 
 

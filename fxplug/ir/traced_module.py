@@ -1,13 +1,10 @@
-"""The module a trace gives: `torch.fx.GraphModule` with edges in its graph, one graph a mode, and the model's attributes."""
+"""The module a trace gives: a `torch.fx.GraphModule` with one graph a mode and the model's attributes."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
-import keyword
 import os
-import re
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -25,21 +22,13 @@ from ..turns import change, hold, inside, turns_of
 from . import ops, standing, variants, ways
 from .binding import bind
 from .containers import RESERVED, Container, child_of
-from .editing import copy_nodes
 from .forwards import any_way, by_regions, in_turn, unwound
+from .graph import OF_THE_ROOT, Graph, copy_graph
 from .peers import instead
 
 OWN_STATE = set(
     "_graph _twin _extras _origin _code _codes _graph_mode _adapters _turns _variants _entry _stands_for _unused".split()  # noqa
 )
-ROOT_STATE = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph())))
-# a lookup that FX writes for a name such as "0"; or a string or comment, which is left as it is
-LOOKUP = re.compile(
-    r'''getattr\((self(?:\.\w+|\[[^\[\]]+\])*), "([^"\\]+)"\)|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*'''
-)
-# a path from the root, in text without calls of getattr
-PATH = re.compile(r'''\bself((?:\.\w+|\[[^\[\]]+\])+)|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*''')
-STEP = re.compile(r"\.(\w+)|\[[^\[\]]+\]")
 MODES = (ops.enter_grad, ops.enter_autocast)
 _LATER: ContextVar[bool] = ContextVar("_LATER", default=False)
 
@@ -66,70 +55,8 @@ class _Unwritten:
         return cls.forward if module is None else module.forward
 
 
-class Graph(fx.Graph):
-    """An FX graph whose generated code leaves out the edges of regions and writes `self.blocks[0]`, not `getattr`."""
-
-    def python_code(self, root_module: str, **options: Any) -> Any:
-        """The code of the graph without the edges of regions, with `self.blocks[0]` for a path."""
-        code = fx.Graph.python_code(without_edges(self), root_module, **options)
-        before = None
-        while before != code.src:
-            before = code.src
-            code.src = LOOKUP.sub(_indexed, code.src)
-        code.src = PATH.sub(_spelled, code.src)
-        return code
-
-    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Graph:
-        return copy_graph(self)
-
-
-def _indexed(found: re.Match[str]) -> str:
-    return f"{found[1]}[{found[2] if found[2].isdigit() else repr(found[2])}]" if found[1] else found[0]
-
-
-def _spelled(found: re.Match[str]) -> str:
-    if found[1] is None:
-        return found[0]
-    steps = [
-        f"[{step[1]!r}]" if step[1] and by_index(step[1], first=step.start() == 0) else step[0]
-        for step in STEP.finditer(found[1])
-    ]
-    return "self" + "".join(steps)
-
-
-@functools.cache
-def by_index(key: str, first: bool) -> bool:
-    """Whether code takes a child, parameter or buffer as `module[key]`: an attribute of that name would be another.
-
-    `first` says that the module is the root, a TracedModule; below it the modules with such keys are Containers.
-    """
-    if not key.isascii() or not key.isidentifier() or keyword.iskeyword(key):
-        return True
-    names = RESERVED | OWN_STATE | set(dir(TracedModule)) if first else {"classes", "attributes", *dir(nn.Module)}
-    return key in names or first and key in ROOT_STATE
-
-
-def copy_graph(graph: fx.Graph) -> Graph:
-    """The same graph again, node names and meta included."""
-    new = Graph()
-    copy_nodes(graph.nodes, new, {})
-    return new
-
-
 def _copied_graphs(module: TracedModule) -> dict[bool, Graph]:
     return {mode: copy_graph(graph) for mode, graph in module.graphs.items()}
-
-
-def without_edges(graph: fx.Graph) -> fx.Graph:
-    """The graph that runs: the same without the identities that mark the edges of regions."""
-    new = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is ops.edge and isinstance(node.args[0], fx.Node):
-            values[node] = values[node.args[0]]
-        else:
-            copy_nodes([node], new, values)
-    return new
 
 
 def class_names(module: nn.Module) -> tuple[str, ...]:
@@ -423,3 +350,6 @@ class TracedModule(fx.GraphModule):
 
     def __reduce__(self) -> Any:
         raise TypeError("a traced module is not pickled: fxplug.save(module, folder) keeps graph and weights")
+
+
+OF_THE_ROOT.update(RESERVED, OWN_STATE, dir(TracedModule), vars(fx.GraphModule(nn.Module(), fx.Graph())))

@@ -10,7 +10,8 @@ from torch import Tensor, fx
 
 from ..errors import SpecError, did_you_mean
 from ..ir.editing import erase_unused, insert, meta_of, replace, set_argument
-from ..ir.traced_module import TracedModule, copy_graph, shell
+from ..ir.graph import copy_graph
+from ..ir.traced_module import TracedModule, shell
 from ..spec.addresses import identifier
 from ..torch_internals.modules import BatchNorm, InstanceNorm
 

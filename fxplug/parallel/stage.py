@@ -10,7 +10,8 @@ from typing import Any
 from torch import fx, nn
 
 from ..errors import SpecError, brief_fields, did_you_mean
-from ..ir.traced_module import Graph, TracedModule, copy_graph, shell
+from ..ir.graph import Graph, copy_graph
+from ..ir.traced_module import TracedModule, shell
 from ..rewriter.modes import in_mode
 from .planning import births, rows
 from .planning.found import Found, Unsplittable, told

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from ..ir.containers import Container
 from ..ir.editing import change, erase_unused, insert, meta_of, redirect, replace, rewire
-from ..ir.traced_module import Graph
+from ..ir.graph import Graph
 from ..rewriter.editor import ROOT
 from ..rewriter.graft import head
 from ..rewriter.uses import nodes_in

@@ -13,7 +13,8 @@ from torch import fx, nn
 from ..capture.fake_tensors import no_collection, writable
 from ..errors import ClashError, SpecError, shown
 from ..ir.containers import CodeInGraph, Container
-from ..ir.traced_module import Graph, TracedModule, class_names, copy_graph, shell
+from ..ir.graph import Graph, copy_graph
+from ..ir.traced_module import TracedModule, class_names, shell
 from ..spec.rules import Pass
 from .adapter_passes import fill
 from .block_factory import block_class, make_block, record

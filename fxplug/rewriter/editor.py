@@ -12,8 +12,9 @@ from torch import fx, nn
 from ..errors import ClashError, MatchError, SpecError
 from ..ir import ops
 from ..ir.editing import erase, erase_unused, insert, meta_of, rewire
+from ..ir.graph import Graph
 from ..ir.regions import find_input, find_output, members, source
-from ..ir.traced_module import Graph, TracedModule, shell
+from ..ir.traced_module import TracedModule, shell
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass
 from ..torch_internals.graphs import is_erased

@@ -14,8 +14,9 @@ from ..errors import SpecError, TraceError
 from ..ir import ops, variants
 from ..ir.containers import Container, plain_attributes
 from ..ir.editing import insert
+from ..ir.graph import Graph
 from ..ir.pytree import children, leaves, rebuilt
-from ..ir.traced_module import MODES, Graph, TracedModule
+from ..ir.traced_module import MODES, TracedModule
 from ..spec.addresses import Port, identifier
 from ..torch_internals.tensors import memory_id
 

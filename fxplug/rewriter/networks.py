@@ -19,8 +19,9 @@ from ..errors import ClashError, MatchError, SpecError, TraceError, did_you_mean
 from ..ir import ops
 from ..ir.containers import Container
 from ..ir.editing import insert
+from ..ir.graph import Graph, copy_graph
 from ..ir.regions import Regions, each, find_input, members, source
-from ..ir.traced_module import Graph, TracedModule, copy_graph, shell
+from ..ir.traced_module import TracedModule, shell
 from ..spec.addresses import WHOLE, Port, is_pattern, parse_port, select
 from ..spec.rules import Pass
 from .adapter_passes import with_rules

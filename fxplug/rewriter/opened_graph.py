@@ -10,8 +10,9 @@ from torch import fx, nn
 
 from ..ir import ops
 from ..ir.editing import insert, meta_of, redirect
+from ..ir.graph import Graph
 from ..ir.regions import Region, Regions, added
-from ..ir.traced_module import Graph, TracedModule
+from ..ir.traced_module import TracedModule
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass
 from .graft import Graft, Traces

@@ -17,8 +17,8 @@ from ..blocks.windowed_attention import Attend
 from ..errors import SpecError
 from ..ir import ops
 from ..ir.editing import erase, insert, meta_of, redirect, replace, set_argument
+from ..ir.graph import Graph, copy_graph
 from ..ir.subgraphs import members
-from ..ir.traced_module import Graph, copy_graph
 from ..spec.addresses import identifier
 from .slices import Flow
 

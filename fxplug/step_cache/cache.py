@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..errors import SpecError
+from ..ir.graph import Graph
 from ..ir.pytree import leaves
-from ..ir.traced_module import Graph, TracedModule
+from ..ir.traced_module import TracedModule
 from .policies import Every, Policy, Step, Threshold
 from .slices import Slices
 from .steps import Stepped, between, device_of, eager, shapes_of

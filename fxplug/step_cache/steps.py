@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError, did_you_mean
+from ..ir.graph import Graph
 from ..ir.pytree import leaves
-from ..ir.traced_module import Graph, TracedModule, shell
+from ..ir.traced_module import TracedModule, shell
 from ..torch_internals.modules import TABLES
 from ..turns import during, turns_of
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..ir.graph import without_edges
 from ..ir.pytree import leaves
-from ..ir.traced_module import TracedModule, without_edges
+from ..ir.traced_module import TracedModule
 from .tasks.calling import inputs_of
 
 

@@ -24,7 +24,7 @@ from fxplug import ArtifactError, Limits
 from fxplug.artifacts.magnitudes import check_numbers
 from fxplug.exports.call_signature import evaluate, parsed
 from fxplug.ir import functions
-from fxplug.ir.traced_module import Graph
+from fxplug.ir.graph import Graph
 
 
 def test_hostile_artifacts_do_nothing():

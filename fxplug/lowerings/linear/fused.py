@@ -13,7 +13,8 @@ from torch import fx, nn
 from ...blocks.loha import Loha
 from ...blocks.lokr import Lokr
 from ...ir.editing import change, insert, replace
-from ...ir.traced_module import Graph, TracedModule
+from ...ir.graph import Graph
+from ...ir.traced_module import TracedModule
 from ...torch_internals.graphs import is_erased
 from . import forms, measuring, operators
 from .forms import Case

@@ -16,7 +16,8 @@ from ...blocks.ssf import Ssf
 from ...errors import SpecError
 from ...ir import ops
 from ...ir.editing import erase, insert, meta_of, replace
-from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
+from ...ir.graph import Graph, copy_graph
+from ...ir.traced_module import TracedModule, shell
 from ...torch_internals.graphs import is_erased
 from ...torch_internals.modules import conv_forward, is_hooked
 

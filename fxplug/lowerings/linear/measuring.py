@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...errors import SpecError, brief_fields, outline
-from ...ir.traced_module import Graph, TracedModule
+from ...ir.graph import Graph
+from ...ir.traced_module import TracedModule
 from ...low_rank import side
 from . import forms, kernels, operators
 from .forms import Case

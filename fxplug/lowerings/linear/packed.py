@@ -13,8 +13,9 @@ from ...blocks.lora import Lora
 from ...ir import ops
 from ...ir.containers import Container
 from ...ir.editing import change, insert, meta_of, replace
+from ...ir.graph import Graph, copy_graph
 from ...ir.subgraphs import aliases
-from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
+from ...ir.traced_module import TracedModule, shell
 from ...spec.addresses import identifier
 from .groups import Group, Member, groups, worth_it
 from .layers import check_traced

@@ -15,8 +15,9 @@ from ...blocks.slot_gates import Table
 from ...errors import SpecError, did_you_mean
 from ...ir import ops
 from ...ir.editing import erase_unused, insert, meta_of, redirect, replace, set_argument
+from ...ir.graph import Graph, copy_graph
 from ...ir.regions import Regions, added, listed
-from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
+from ...ir.traced_module import TracedModule, shell
 from ...rewriter.networks import GATES
 from ...spec.addresses import Port, identifier
 from ...turns import held

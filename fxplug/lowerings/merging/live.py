@@ -14,7 +14,8 @@ from ...blocks.lora import Lora
 from ...blocks.slot_gates import Table
 from ...blocks.weight_update import Update
 from ...errors import SpecError
-from ...ir.traced_module import TracedModule, copy_graph, shell
+from ...ir.graph import copy_graph
+from ...ir.traced_module import TracedModule, shell
 from ...low_rank import in_slot
 from ...rewriter.networks import GATES
 from ...torch_internals.tensors import version

@@ -8,7 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ...ir.traced_module import Graph, TracedModule
+from ...ir.graph import Graph
+from ...ir.traced_module import TracedModule
 from ...low_rank import grouped_product, spread
 from ..linear.fused import remerge_linear
 from ..linear.layers import WEIGHTS, Layer, call_instead, check_traced, layers, lowered, uniform

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from ...errors import GuardError, SpecError
 from ...ir import ops
 from ...ir.editing import insert, replace
-from ...ir.traced_module import copy_graph
+from ...ir.graph import copy_graph
 from ...rewriter.graft import head
 from ..planning.found import Found
 from ..planning.operations import arguments

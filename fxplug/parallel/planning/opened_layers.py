@@ -9,7 +9,8 @@ from torch import fx, nn
 
 from ...errors import SpecError, TraceError
 from ...ir.editing import erase, meta_of, replace
-from ...ir.traced_module import Graph, TracedModule, copy_graph, shell
+from ...ir.graph import Graph, copy_graph
+from ...ir.traced_module import TracedModule, shell
 from ...quantised import is_quantised
 from ...rewriter.graft import Graft, Traces
 from ...torch_internals.modules import is_hooked
