@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from fxplug.torch_internals import (
@@ -137,6 +138,35 @@ def test_modes_of_functions_listen_and_can_be_kept_out():
     assert seen not in dispatch.function_modes()
     assert seen.functions == [torch.Tensor.sum], "what a trace asks for itself would be recorded in the model's graph"
     assert seen.listening == [False], "what torch does inside a function would be recorded as the model's own"
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.trace:FutureWarning")
+def test_whatever_looks_on_is_seen():
+    found = {}
+
+    def ask(name):
+        def function(x):
+            found[name] = dispatch.is_watched()
+            return x * 2
+
+        return function
+
+    class Passing(dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    torch.vmap(ask("vmap"))(x)
+    torch.func.grad(lambda x: ask("grad")(x).sum())(x)
+    make_fx(ask("make_fx"))(x)
+    torch.jit.trace(ask("jit"), (x,), check_trace=False)
+    torch.compile(ask("compile"), backend="eager")(x)
+    for mode in (Passing(), Seen(), fakes.FakeTensorMode()):
+        with mode:
+            ask(type(mode).__name__)(torch.ones(2))
+    with torch.no_grad(), torch.autocast("cpu"):
+        ask("nothing")(x)
+    assert len(found) == 9 and [name for name, seen in found.items() if not seen] == ["nothing"]
 
 
 def test_operators_can_be_kept_from_modes_and_tell_what_they_write():

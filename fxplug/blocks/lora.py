@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from ..errors import SpecError, shown
 from ..ir import batch_dim
 from ..low_rank import gated
+from ..torch_internals.modules import conv_forward, is_hooked
 from .base import CONVOLUTIONS, LowRank, check_slots
+from .slot_gates import taken
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site
@@ -145,7 +147,7 @@ class Lora(LowRank):
         if self.same_padding:
             x = self.pad(x, y)
         if rows is not None:
-            return torch.add(y, self.up(self.gated(self.down(x), rows)))
+            return self.banked(x, y, rows)
         if self.kind == "Embedding":
             hidden = F.dropout(self.down(x), self.dropout, self.training)
         else:
@@ -153,6 +155,20 @@ class Lora(LowRank):
         if self.bias:
             return torch.add(y, self.up(hidden) * self.scale)
         return torch.add(y, self.up(hidden * self.scale))  # scaled where it is small: no pass over all of y, or its gradient
+
+    def banked(self, x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+        """y with the updates of a bank. In eager code on a CPU only slots that are taken cost time."""
+        whole = self.kind == "Embedding" or self.geometry.get("groups", 1) > 1
+        slots = range(self.slots) if whole else taken(rows, self.slots)
+        if len(slots) == self.slots or is_hooked(self.down) or is_hooked(self.up):
+            return torch.add(y, self.up(self.gated(self.down(x), rows)))
+        if not slots:
+            return y.clone()
+        halves: Any = ((self.down.weight, 0), (self.up.weight, 1), (rows, 1))
+        down, up, own = (
+            torch.cat([half.narrow(dim, slot * self.rank, self.rank) for slot in slots], dim) for half, dim in halves
+        )
+        return torch.add(y, _with(self.up, up, self.gated(_with(self.down, down, x), own)))
 
     def gated(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """The inner values of a bank, each times what its sample takes of its slot, see `low_rank.gated`."""
@@ -173,6 +189,12 @@ class Lora(LowRank):
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.in_features}, {self.out_features}, {super().extra_repr()}"
+
+
+def _with(layer: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+    """What a linear layer or convolution without a bias gives with another weight."""
+    convolve = None if isinstance(layer, nn.Linear) else conv_forward(type(layer))
+    return F.linear(x, weight) if convolve is None else convolve(layer, x, weight, None)
 
 
 def _batch_dim(site: Site, kind: str) -> int:

@@ -8,12 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..torch_internals.dispatch import is_watched
 from ..torch_internals.tensors import assert_later
 from ..turns import Turns
 from .base import Block
 
 ROWS = 1024  # the most samples of a batch that can have entries of their own
 NAME = 128  # the most bytes of an adapter's name
+
+
+def taken(gates: Tensor, slots: int) -> Sequence[int]:
+    """The slots that some sample takes, of gates (..., slots * n) for so many slots, n numbers for each.
+
+    These are all of them where values are not looked at: where a compiler looks on, and on a GPU, which would be waited for.
+    """
+    if is_watched() or type(gates) is not Tensor or gates.device.type != "cpu":
+        return range(slots)
+    rows = gates.reshape(-1, slots, gates.shape[-1] // slots)[..., 0].tolist()
+    return [slot for slot, numbers in enumerate(zip(*rows, strict=True)) if any(numbers)]  # NaN is taken too
 
 
 class Table(Block):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import SpecError
 from .base import LowRank
+from .slot_gates import taken
 
 if TYPE_CHECKING:
     from ..rewriter.sites import Site
@@ -100,11 +101,11 @@ class Update(LowRank):
         return in_place_of(self.updated(value, uniform), value)
 
     def updated(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
-        """The parameter with the update added, or with those of all slots."""
+        """The parameter with the update added, or with those of the slots that are taken."""
         if uniform is None:
             return value + self.scale * self.update(dict(self.named_parameters()))
         total = value
-        for slot in range(self.slots):
+        for slot in taken(uniform, self.slots):
             total = total + uniform[slot] * self.change(value, {name: bank[slot] for name, bank in self.named_parameters()})
         return total
 

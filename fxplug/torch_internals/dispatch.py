@@ -20,6 +20,7 @@ __all__ = [
     "disabled_torch_function",
     "function_modes",
     "is_operator",
+    "is_watched",
     "name_of",
     "schema",
     "wrapper_of",
@@ -49,3 +50,14 @@ def name_of(operator: OpOverload) -> str:
 def is_operator(name: str) -> bool:
     """Whether there is an operator "library::name"; we need that asking for one that is missing is no error."""
     return bool(torch._C._jit_get_schemas_for_operator(name))
+
+
+def is_watched() -> bool:
+    """Whether something but autograd sees the calls that are made now: a mode, a transform of torch.func, a compiler or tracer.
+
+    We need that each of them is known to torch while it looks on.
+    """
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return True
+    transforms = torch._C._functorch.peek_interpreter_stack()
+    return transforms is not None or bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
