@@ -12,32 +12,49 @@ from tiny import FOLDER, pipeline, unet  # noqa: E402
 
 import fxplug  # noqa: E402
 
-torch.manual_seed(0)
-nets = [ControlNetModel.from_unet(unet(), conditioning_embedding_out_channels=(8, 8, 16, 16)) for _ in range(2)]
-for parameter in [p for net in nets for p in net.parameters() if not p.any()]:
-    torch.nn.init.normal_(parameter, std=0.1)  # as trained ones
-images = [torch.rand(1, 3, 64, 64) for _ in nets]
-several, kind = MultiControlNetModel(nets), "StableDiffusionControlNetPipeline"
-theirs, pipe = (pipeline(kind, controlnet=copy.deepcopy(several)) for _ in range(2))
+IMAGES = [torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2)]
 
 
 def draw(pipe, **options):
     """The picture, from the same noise each time."""
     more = {"num_inference_steps": 3, "output_type": "pt", "generator": torch.Generator().manual_seed(7)}
-    return pipe("a cat", image=images, **more, **options).images
+    return pipe("a cat", image=IMAGES, **more, **options).images
 
 
-parts = fxplug.trace_pipeline(pipe, "a cat", image=images, num_inference_steps=1, parts="unet", join=True)
-pipe.unet, pipe.controlnet = parts["unet"], parts["controlnet"]
+def with_fxplug(pipe, backend):
+    """UNet and nets are one graph, and one program."""
+    fxplug.rewrite_pipeline(pipe, join=True, prompt="a cat", image=IMAGES, num_inference_steps=1)
+    pipe.unet.compile(backend=backend)
+    return draw(pipe)
 
-for options in ({}, {"controlnet_conditioning_scale": [0.8, 0.2]}, {"guess_mode": True}, {"control_guidance_end": [0.5, 1.0]}):
-    said = ", ".join(f"{name}={value}" for name, value in options.items()) or "as it is"
-    print(f"{said}: torch.equal to diffusers' three models: {torch.equal(draw(pipe, **options), draw(theirs, **options))}")
 
-new = fxplug.apply(pipe.unet, fxplug.load_pass("lora", at=["to_q", "to_v"], rank=4))
-pipe.unet = new
-places = [site["path"].startswith("controlnet.") for site in new.meta["passes"][0]["sites"]]
-print(f"LoRA at {places.count(False)} places of the UNet and {places.count(True)} of the ControlNets")
-pipe.save_pretrained(FOLDER / "pipe")
-again = type(pipe).from_pretrained(FOLDER / "pipe")
-print("saved and loaded as a pipeline:", torch.equal(draw(again), draw(pipe)))
+def with_diffusers(pipe, backend):
+    """Three models, each compiled by itself."""
+    pipe.unet.compile(backend=backend)
+    pipe.controlnet.compile(backend=backend)
+    return draw(pipe)
+
+
+def check():
+    """Compares the two, with all that such a pipeline takes; then LoRA in the graph, and the pipeline saved."""
+    torch.manual_seed(0)
+    nets = [ControlNetModel.from_unet(unet(), conditioning_embedding_out_channels=(8, 8, 16, 16)) for _ in range(2)]
+    for parameter in [p for net in nets for p in net.parameters() if not p.any()]:
+        torch.nn.init.normal_(parameter, std=0.1)  # as trained ones
+    several = MultiControlNetModel(nets)
+    pipe, theirs = (pipeline("StableDiffusionControlNetPipeline", controlnet=copy.deepcopy(several)) for _ in range(2))
+    print("compiled: equal to diffusers' three models:", with_fxplug(pipe, "eager").equal(with_diffusers(theirs, "eager")))
+    for options in ({"controlnet_conditioning_scale": [0.8, 0.2]}, {"guess_mode": True}, {"control_guidance_end": [0.5, 1.0]}):
+        said = ", ".join(f"{name}={value}" for name, value in options.items())
+        print(f"{said}: torch.equal to diffusers' three models: {torch.equal(draw(pipe, **options), draw(theirs, **options))}")
+
+    pipe.unet = fxplug.apply(pipe.unet, fxplug.load_pass("lora", at=["to_q", "to_v"], rank=4))
+    nets = [site["path"].startswith("controlnet.") for site in pipe.unet.meta["passes"][0]["sites"]]
+    print(f"LoRA at {nets.count(False)} places of the UNet and {nets.count(True)} of the ControlNets")
+    pipe.save_pretrained(FOLDER / "pipe")
+    again = type(pipe).from_pretrained(FOLDER / "pipe")
+    print("saved and loaded as a pipeline:", torch.equal(draw(again), draw(pipe)))
+
+
+if __name__ == "__main__":
+    check()

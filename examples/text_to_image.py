@@ -18,29 +18,37 @@ def draw(pipe, side=64):
     return pipe(**prompt(pipe), height=side, width=side, **more).images
 
 
-LAYERS = ["to_q", "to_k", "to_v"]
-for name in ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffusion3Pipeline", "FluxPipeline"):
-    part = "unet" if hasattr(pipeline(name), "unet") else "transformer"
-    file, theirs, pipe = lora(pipeline(name), name, **{part: LAYERS}), pipeline(name), pipeline(name)
+def with_fxplug(pipe, file):
+    """The files are read for what layers they have, and the models traced by one short call."""
+    fxplug.rewrite_pipeline(pipe, adapters={"ink": file}, **prompt(pipe), height=64, width=64, num_inference_steps=1)
+    pipe.set_adapters("ink", 0.3)
+    return draw(pipe, 64), draw(pipe, 96)
 
-    call = {**prompt(pipe), "height": 64, "width": 64, "num_inference_steps": 1, "output_type": "pt"}
-    model = fxplug.trace_pipeline(pipe, parts=part, **call)[part]
-    setattr(pipe, part, fxplug.apply(model, fxplug.load_pass("lora", at=LAYERS, rank=4, slots=2)))
 
-    for each in (theirs, pipe):  # from here on as ever
-        each.load_lora_weights(file, adapter_name="ink")
-    away = 0.0
-    for strength, side in ((1.0, 64), (0.3, 64), (0.3, 96)):
-        for each in (theirs, pipe):
-            each.set_adapters("ink", strength)
-        away = max(away, (draw(theirs, side) - draw(pipe, side)).abs().max().item())
-    print(f"{name}: two strengths, two sizes, {away:.0e} away from diffusers with PEFT")
+def with_diffusers(pipe, file):
+    """Wraps each layer in a module of PEFT."""
+    pipe.load_lora_weights(file, adapter_name="ink")
+    pipe.set_adapters("ink", 0.3)
+    return draw(pipe, 64), draw(pipe, 96)
 
-    if part == "transformer":
-        counter = CompileCounter()  # torch.compile(model) with inductor, if the time is there
-        model = getattr(pipe, part)
-        setattr(pipe, part, torch.compile(model, fullgraph=True, backend=counter))
-        for strength in (0.9, 0.1):
-            model.adapters.use({"ink": strength})
-            draw(pipe)
-        print(f"  graphs that were compiled for two more strengths: {counter.frame_count}")
+
+def check():
+    """Compares the two."""
+    for name in ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "StableDiffusion3Pipeline", "FluxPipeline"):
+        part = "unet" if hasattr(pipeline(name), "unet") else "transformer"
+        file, pipe, theirs = lora(pipeline(name), name, **{part: ["to_q", "to_k", "to_v"]}), pipeline(name), pipeline(name)
+        away = max((a - b).abs().max() for a, b in zip(with_fxplug(pipe, file), with_diffusers(theirs, file), strict=True))
+        print(f"{name}: two sizes, {away:.0e} away from diffusers with PEFT")
+
+        if part == "transformer":
+            counter = CompileCounter()  # torch.compile(model) with inductor, if the time is there
+            model = getattr(pipe, part)
+            setattr(pipe, part, torch.compile(model, fullgraph=True, backend=counter))
+            for strength in (0.9, 0.1):
+                model.adapters.use({"ink": strength})
+                draw(pipe)
+            print(f"  graphs that were compiled for two more strengths: {counter.frame_count}")
+
+
+if __name__ == "__main__":
+    check()

@@ -9,9 +9,11 @@ import pipelines
 import pytest
 import torch
 import unets
+from safetensors.torch import save_file
 from torch import nn
 
 import fxplug
+from fxplug.errors import ArtifactError, MatchError, SpecError, TraceError
 
 CALL = {"num_inference_steps": 2, "height": 64, "width": 64, "output_type": "pt"}
 
@@ -282,3 +284,72 @@ def test_a_pipeline_is_saved_with_what_is_in_it(traced, folder, tmp_path, capfd)
     assert (tmp_path / "again" / "unet" / "lora.safetensors").is_file()
     with pytest.raises(fxplug.ArtifactError, match="is no pipeline"):
         fxplug.load_pipeline(tmp_path / "unet")
+
+
+def _saved(pipe, folder, **layers):
+    """A file of diffusers with LoRA of PEFT in these layers of a pipeline's parts."""
+    torch.manual_seed(len(str(folder)))
+    found = {}
+    for part, names in layers.items():
+        model = copy.deepcopy(getattr(pipe, part))
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, target_modules=names))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        state = peft.get_peft_model_state_dict(model)
+        found[f"{part}_lora_layers"] = {key.removeprefix("base_model.model."): value for key, value in state.items()}
+    type(pipe).save_lora_weights(folder, **found)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_files_are_put_into_the_models_that_they_have_layers_for(folder, tmp_path):
+    pipe = pipelines.stable_diffusion(folder)
+    files = {
+        "ink": _saved(pipe, tmp_path / "ink", unet=["to_q", "to_v"], text_encoder=["q_proj"]),
+        "film": _saved(pipe, tmp_path / "film_", unet=["to_k"]),
+    }
+    assert fxplug.rewrite_pipeline(pipe, adapters=files, slots=3, prompt="a cat", **CALL) is pipe
+    assert pipe.text_encoder.adapters.names == ["ink"] and pipe.unet.adapters.active == {"ink": 1.0, "film": 1.0}
+    for name, file in files.items():
+        theirs = pipelines.stable_diffusion(folder)
+        before = _picture(theirs)
+        theirs.load_lora_weights(file, adapter_name=name)
+        pipe.set_adapters(name)
+        torch.testing.assert_close(_picture(pipe), _picture(theirs), rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(_picture(pipe), before, atol=1e-3)
+    pipe.load_lora_weights(files["film"], adapter_name="more")
+    assert pipe.unet.adapters.names == ["ink", "film", "more"]
+
+
+def test_passes_go_into_the_models_that_they_are_given_for(folder):
+    pipe = pipelines.stable_diffusion(folder)
+    text, want = pipe.text_encoder, _picture(pipe)
+    lora = fxplug.load_pass("lora", at=["to_q"], rank=2)
+    fxplug.rewrite_pipeline(pipe, {"unet": [lora, fxplug.load_pass("freeu")]}, prompt="a cat", **CALL)
+    assert [entry["name"] for entry in pipe.unet.meta["passes"]] == ["lora", "freeu"] and pipe.text_encoder is text
+    assert not torch.equal(_picture(pipe), want)
+    plain = fxplug.rewrite_pipeline(pipelines.stable_diffusion(folder), prompt="a cat", **CALL)
+    assert torch.equal(_picture(plain), want) and isinstance(plain.text_encoder, fxplug.TracedModule)
+
+
+def test_a_pipeline_that_cannot_be_rewritten_is_as_it_was(folder, tmp_path):
+    pipe = pipelines.stable_diffusion(folder)
+    before = dict(pipe.components)
+    lora, text = fxplug.load_pass("lora", at=["to_q"], rank=2), fxplug.load_pass("lora", at=["nothing"], rank=2)
+    file = _saved(pipe, tmp_path / "ink", unet=["to_q"])
+    other = tmp_path / "other.safetensors"
+    save_file({f"text_encoder_2.q_proj.lora_{half}.weight": torch.ones(4, 4) for half in "AB"}, other)
+    for passes, options, error, text_of in (
+        ({"unet": lora, "text_encoder": text}, {}, MatchError, "nothing"),
+        ({"unett": lora}, {}, TraceError, "did you mean 'unet'"),
+        ({"unet": "lora"}, {}, SpecError, "as load_pass gives them, not 'lora'"),
+        ({"vae": lora}, {}, TraceError, "does not call vae as a whole"),
+        (None, {"adapters": {"ink": file}, "slots": 0.5}, SpecError, "slots"),
+        (None, {"adapters": {"ink": other}}, ArtifactError, "layers for 'text_encoder_2', .*did you mean 'text_encoder'"),
+        (None, {"adapters": {"ink": tmp_path / "missing.safetensors"}}, ArtifactError, "missing.safetensors"),
+        (None, {"join": True}, TraceError, "has not both 'unet' and 'controlnet'"),
+    ):
+        with pytest.raises(error, match=text_of):
+            fxplug.rewrite_pipeline(pipe, passes, prompt="a cat", **options, **CALL)
+        assert all(pipe.components[name] is value for name, value in before.items())

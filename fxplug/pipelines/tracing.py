@@ -50,7 +50,7 @@ def trace_pipeline(
     """
     if join:
         pipe = _joined(pipe)
-    models = _models(pipe)
+    models = models_of(pipe)
     wanted = list(models) if parts is None else [parts] if isinstance(parts, str) else list(parts)
     for name in wanted:
         if name not in models:
@@ -109,7 +109,8 @@ def load_pipeline(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), 
     return DiffusionPipeline.from_pretrained(folder, **{**parts, **options})
 
 
-def _models(pipe: Any) -> dict[str, nn.Module]:
+def models_of(pipe: Any) -> dict[str, nn.Module]:
+    """The models of a pipeline by their names in it. Raises TraceError where it holds none."""
     found = getattr(pipe, "components", None)
     named = found if isinstance(found, dict) else getattr(pipe, "__dict__", {})
     models = {name: value for name, value in named.items() if isinstance(value, nn.Module) and not isinstance(value, Asked)}

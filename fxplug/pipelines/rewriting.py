@@ -1,0 +1,79 @@
+"""A pipeline whose models are rewritten where they stand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+from ..adapters.files import read
+from ..errors import ArtifactError, SpecError, did_you_mean, shown
+from ..rewriter.adapter_passes import adapter_pass
+from ..rewriter.applying import apply
+from ..spec.rules import Pass
+from .control import controlnet_of
+from .tracing import models_of, trace_pipeline
+
+P = TypeVar("P", bound=Callable[..., Any])
+Passes = Pass | Iterable[Pass]
+DENOISERS = "unet", "transformer"
+OF_DENOISERS = *DENOISERS, "diffusion_model", ""  # how files call the layers of whichever of them is there
+
+
+def rewrite_pipeline(
+    pipe: P,
+    passes: Mapping[str, Passes] | None = None,
+    *,
+    adapters: Mapping[str, str | os.PathLike[str]] | None = None,
+    slots: int | None = None,
+    join: bool = False,
+    variants: int | None = None,
+    **call: Any,
+) -> P:
+    """The pipeline itself, with models that `trace_pipeline(pipe, **call)` has traced, and passes have changed, put in.
+
+    `passes` has one pass or several for each model, by the name that it has in the pipeline. `adapters` are files by the names
+    that the adapters shall have: they are put in `slots` of the models that they have layers for, as many as files if None,
+    all of them in use, in full; a file that does not say for what its layers are is for the `unet` or the `transformer`. From
+    there on `pipe.set_adapters` and its kin work as ever. `join` and `variants` are those of `trace_pipeline`. Without passes
+    and adapters every model that the call calls is traced and put in.
+
+    Raises TraceError as `trace_pipeline` does, ArtifactError for a file that cannot be read or has layers for a model that is
+    not there, and as `apply` does; the pipeline is as it was then.
+    """
+    wanted = {name: list(_listed(given, name)) for name, given in (passes or {}).items()}
+    for name, files in _by_part(pipe, adapters or {}).items():
+        wanted.setdefault(name, []).append(adapter_pass({"files": files, **({} if slots is None else {"slots": slots})}))
+    parts = [*wanted, *(["unet"] if join and "unet" not in wanted else [])] or None
+    made = trace_pipeline(pipe, parts=parts, join=join, variants=variants, **call)
+    for name, own in wanted.items():
+        made[name] = apply(made[name], *own)  # type: ignore[arg-type]
+    if "controlnet" in made and join:
+        made["controlnet"] = controlnet_of(made["unet"])  # type: ignore[arg-type]
+    for name, model in made.items():
+        setattr(pipe, name, model)
+    return pipe
+
+
+def _listed(given: Any, name: str) -> Iterable[Pass]:
+    found = [given] if isinstance(given, Pass) else given
+    if isinstance(found, (str, Mapping)) or not isinstance(found, Iterable):
+        raise SpecError(f"'{name}' has passes as load_pass gives them, not {shown(given)}")
+    return found
+
+
+def _by_part(pipe: Any, adapters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The files of each model, as `adapter:` has them."""
+    models = models_of(pipe)
+    found: dict[str, dict[str, Any]] = {}
+    for adapter, path in adapters.items():
+        for part in read(path, meta=True).parts:
+            names = [part, *(DENOISERS if part in OF_DENOISERS else ())]
+            name = next((each for each in names if each in models), None)
+            if name is None:
+                raise ArtifactError(
+                    f"{path} has layers for '{part or 'a denoiser'}', and the pipeline has no such model"
+                    f"{did_you_mean(part, models)}; it has {', '.join(models)}"
+                )
+            found.setdefault(name, {})[adapter] = {"file": os.fspath(path), **({"part": part} if part else {})}
+    return found
