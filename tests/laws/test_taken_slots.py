@@ -118,3 +118,9 @@ def test_what_captures_the_calls_holds_for_every_slot(slots):
         results.append(slots(x))
     each = torch.vmap(lambda weights: functional_call(slots, {table: weights}, (x,)))(torch.stack(tables))
     same(each, torch.stack(results))
+
+
+@torch.no_grad()
+def test_an_empty_batch(slots):
+    slots.adapters.use("one")
+    assert slots(inputs(0)).shape == (0, 5)
