@@ -21,6 +21,7 @@ from runs import VIT, Digits, config, run, same, trained
 from torch import nn
 
 import fxplug
+from fxplug.errors import SpecError
 from fxplug.training.checkpoint import found, read
 
 
@@ -136,19 +137,36 @@ def test_bf16_trains_float32_weights(tmp_path):
     assert torch.equal(done.module(image), fxplug.load(tmp_path / "module").eval()(image))
 
 
-@pytest.mark.parametrize("how", ["compile", pytest.param("inductor", marks=pytest.mark.slow), "checkpointing"])
+@pytest.mark.parametrize("how", ["compile", "regions", pytest.param("inductor", marks=pytest.mark.slow), "checkpointing"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo asks, and hides that
 def test_lowered_runs_give_the_same_losses(tmp_path, how, monkeypatch):
-    if how == "compile":
+    if how in ("compile", "regions"):
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    how = how.replace("inductor", "compile")
-    small = {**VIT, "options": {**VIT["options"], "depth": 2, "embed_dim": 24, "num_heads": 2}}
+    kind, how = how, {"inductor": "compile", "regions": "compile"}.get(how, how)
+    depth = 4 if kind == "regions" else 2
+    small = {**VIT, "options": {**VIT["options"], "depth": depth, "embed_dim": 24, "num_heads": 2}}
     plain = {"model": small, "passes": [{"lora": {"at": "blocks.*.attn.*", "rank": 4}}], "train__steps": 3}
     expected = losses(run(tmp_path / "a", **plain).history)
-    again = run(tmp_path / "b", **plain, **{f"train__{how}": True})
+    again = run(tmp_path / "b", **plain, **{f"train__{how}": "regions" if kind == "regions" else True})
     found = losses(again.history)
     assert found == (expected if how == "checkpointing" else pytest.approx(expected, rel=1e-4))
     parts = [type(part).__name__ for part in again.trainer.runner.modules()]
     assert {"compile": "OptimizedModule", "checkpointing": "Checkpointed"}[how] in parts
+    assert ("Nested" in parts) == (kind == "regions")
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"train__checkpointing": True}, "'compile: regions' and 'checkpointing' do not go together"),
+        ({"model": {**VIT, "options": {**VIT["options"], "depth": 1}}}, "no regions here are alike, .* write 'compile: true'"),
+        ({"train__compile": "region"}, "must be one of true, false, regions, not 'region' .did you mean 'regions'"),
+        ({"train__fuse": "fusd"}, "must be one of true, false, auto, .*did you mean 'fused'"),
+    ],
+)
+def test_regions_that_cannot_be_compiled_by_kinds(tmp_path, changed, text):
+    with pytest.raises(SpecError, match=text):
+        run(tmp_path, **{"train__compile": "regions", **changed})
 
 
 def test_the_python_trainer_takes_loaders_and_objects(tmp_path):

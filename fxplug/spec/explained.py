@@ -88,7 +88,7 @@ KEYS: Mapping[str, Texts] = {
             "linear layers and their LoRA in the form measured fastest on this device, or in one for all; equal to rounding",
             "fused",
         ),
-        "compile": ("torch.compile of the whole as one graph", True),
+        "compile": ("torch.compile of the whole as one graph; regions: of repeated regions, each kind of them once", "regions"),
         "checkpointing": ("repeated regions compute activations again in the backward pass; or patterns", ["blocks.*"]),
         "shard": ("FSDP2 of repeated regions, or of those of these patterns, frozen base included", True),
         "parallel": ("how many processes share each sample", {"ulysses": 2}),

@@ -108,9 +108,10 @@ def findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Findi
             what = fields(section, path[:-1])[str(path[-1])].description
             yield Finding(f"missing key '{path[-1]}'{f': {what}' if what else ''}", path[:-1])
         elif kind == "literal_error":
-            choices = list(_choices(fields(section, path[:-1])[str(path[-1])].annotation))
+            found = list(_choices(fields(section, path[:-1])[str(path[-1])].annotation))
+            choices = [str(one).lower() if isinstance(one, bool) else one for one in found]
             text = f"must be one of {', '.join(map(str, choices))}, not {shown(value)}"
-            yield Finding(text + did_you_mean(value, choices), path)
+            yield Finding(text + did_you_mean(value, [one for one in found if isinstance(one, str)]), path)
         elif kind in _BOUNDS:
             ((_, bound),) = item["ctx"].items()
             yield Finding(f"must be {_BOUNDS[kind].format(bound)}, not {shown(value)}", path)

@@ -140,8 +140,8 @@ class Train(Section):
     scheduler: Maybe = None
     clip: float | None = Field(default=None, gt=0)
     precision: Literal["fp32", "fp16", "bf16"] = "fp32"
-    fuse: bool | Literal["auto", "stock", "fused", "blas", "remerge", "remerge:blas"] = True
-    compile: bool = False
+    fuse: Literal[True, False, "auto", "stock", "fused", "blas", "remerge", "remerge:blas"] = True
+    compile: Literal[True, False, "regions"] = False
     checkpointing: Patterns = False
     shard: Patterns = False
     parallel: Parallel | None = None

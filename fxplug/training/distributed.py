@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import SpecError, TrainError
+from ..errors import MatchError, SpecError, TrainError
 from ..ir.traced_module import TracedModule
 from ..lowerings.frozen_norms import hold_norms
 from ..lowerings.linear.fused import fuse
 from ..lowerings.regions.fsdp import shard
+from ..lowerings.regions.nested import nest
 from ..lowerings.regions.submodules import outline
 from ..spec.train_section import Train
 from .checkpoint import differences
@@ -82,7 +83,8 @@ def prepared(
 
     Linear layers are fused with their low-rank updates, each in the form that was measured fastest, unless `fuse` is off, and
     batch norms whose parameters are frozen keep their statistics. `checkpointing` and `shard` outline regions, `compile`
-    compiles the whole as one graph, and several processes are put under DDP when nothing is sharded.
+    compiles the whole as one graph, or regions by kinds, and several processes are put under DDP when nothing is sharded.
+    Raises SpecError for settings that do not go together, and where no regions are alike.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)  # what autocast multiplies
     lowered = fuse(module, "auto" if settings.fuse is True else settings.fuse, dtype=dtype) if settings.fuse else module
@@ -93,6 +95,8 @@ def prepared(
             raise SpecError("'shard' and 'checkpointing' must name the same regions", path=("train", "shard"))
         chosen = named[0] if named else None
         lowered = outline(lowered, chosen, checkpoint=bool(settings.checkpointing))
+    if settings.compile == "regions":
+        lowered = _by_kinds(lowered, settings)
     runner: nn.Module = lowered
     sharded = None
     if settings.shard:
@@ -107,6 +111,18 @@ def prepared(
         on_gpu = accelerator.device.type == "cuda"
         runner = DistributedDataParallel(runner, device_ids=[accelerator.device] if on_gpu else None)
     return runner, sharded
+
+
+def _by_kinds(lowered: TracedModule, settings: Train) -> TracedModule:
+    for key in ("checkpointing", "shard"):
+        if getattr(settings, key):
+            finding = f"'compile: regions' and '{key}' do not go together: both cut regions out; write 'compile: true'"
+            raise SpecError(finding, path=("train", "compile"))
+    try:
+        return nest(lowered)
+    except MatchError:
+        finding = "no regions here are alike, so nothing would be compiled less often: write 'compile: true'"
+        raise SpecError(finding, path=("train", "compile")) from None
 
 
 def set_mode(runner: nn.Module, module: TracedModule, mode: str) -> None:
