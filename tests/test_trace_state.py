@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -1012,3 +1013,95 @@ def test_what_runs_the_tests_is_no_part_of_a_model() -> None:
 
     reached = {kind["__module__"] for kind in State(Tagged(forward)).classes.values()}
     assert __name__ in reached and not [name for name in reached if "pytest" in name or "execnet" in name]
+
+
+# --- what modules have computed from their weights before
+
+
+class Cached(nn.Module):
+    """Keeps what it made of its weight, until its mode changes or it is cast, as timm's LeViT does."""
+
+    def __init__(self, how="train"):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.how, self.merged, self.kept, self.table, self.calls = how, False, None, {}, [1]
+
+    def _drop(self):
+        self.kept = None
+        self.table.clear()
+
+    def train(self, mode=True):
+        if self.how == "raises":
+            raise RuntimeError("not now")
+        if self.how == "merges":  # as loralib's layers do
+            self.weight.data.mul_(3.0 if self.merged else 1 / 3.0)
+            self.merged = not self.merged
+        super().train(mode)
+        if self.how != "cast":
+            self._drop()
+        return self
+
+    def _apply(self, fn, recurse=True):
+        self._drop()
+        return super()._apply(fn, recurse)
+
+    def forward(self, x):
+        if self.training:
+            return x @ self.weight.softmax(0)
+        if self.kept is None:
+            self.kept = self.weight.softmax(0)
+        if "b" not in self.table:
+            self.table["b"] = self.weight.sum(0)
+        return x @ self.kept + self.table["b"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize("how", ["train", "cast", "merges"])
+def test_a_graph_reads_weights_and_not_what_was_made_of_them_before(how, called):
+    model = nn.Sequential(Cached(how), nn.Linear(4, 2))
+    for module in model.modules():
+        module.__dict__["training"] = False
+    x, weight = torch.randn(3, 4), model[0].weight
+    if called:
+        model(x)
+    before, values = dict(vars(model[0])), weight.clone()
+    kept, table = model[0].kept, dict(model[0].table)
+    gm = fxplug.trace(model, (x,))
+    assert model[0].weight is weight and torch.equal(weight, values)
+    assert vars(model[0]) == before and model[0].kept is kept and model[0].table == table
+    weight.normal_()
+    model[0]._drop()
+    assert torch.equal(gm(x), model(x))
+    model(x)
+    other = copy.deepcopy(gm).double()
+    for parameter in other.parameters():
+        parameter.normal_()
+    theirs = copy.deepcopy(model).double()
+    for mine, parameter in zip(theirs.parameters(), other.parameters(), strict=True):
+        mine.copy_(parameter)
+    theirs[0]._drop()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    assert torch.equal(other(x), theirs(x)), "a further graph is made on the copy's own weights"
+
+
+@torch.no_grad()
+def test_what_a_module_cannot_drop_it_keeps():
+    model, x = Cached("raises"), torch.randn(3, 4)
+    model.__dict__["training"] = False
+    expected = model(x)
+    assert torch.equal(fxplug.trace(model, (x,))(x), expected) and model.kept is not None and model.calls == [1]
+
+
+@torch.no_grad()
+def test_attention_biases_that_timm_keeps_are_read_anew():
+    model = timm.create_model("levit_128s", img_size=64, num_classes=3, embed_dim=(16, 16, 16), key_dim=4, num_heads=2).eval()
+    x = torch.randn(2, 3, 64, 64)
+    model(x)
+    gm = fxplug.trace(model, (x,))
+    for name, parameter in model.named_parameters():
+        if "attention_bias" in name:
+            parameter.normal_()
+    model.train()
+    model.eval()
+    assert torch.equal(gm(x), model(x))

@@ -24,6 +24,7 @@ from ..spec.addresses import select
 from ..torch_internals.fakes import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from . import model_edge, self_check
 from .assembly import Recorded, assemble
+from .derived_state import forgotten
 from .edges import Regions
 from .fake_tensors import NeedsValues, Results, carry_over, fake_weights, lacks_values, no_collection, quiet
 from .isolation import mode_reads, restored, same_random
@@ -91,6 +92,7 @@ def _checked_trace(
             if is_lazy(tensor):
                 raise TraceError(f"'{name}' has no shape before the first call: call the model once before it is traced")
         leaves = _leaf_paths(model, patterns)
+        stack.enter_context(forgotten(model))
         quantised.check_ready(model, leaves)
         stack.enter_context(quantised.unpacked(model))
         stack.enter_context(no_collection())
@@ -156,13 +158,17 @@ def _trace(
     with mode_reads() as reads:
         self_check.check(model, gm, call, job.state)
     if twin_error is None and (reads or first.reads_training):
+        journal = Journal()
         try:
             with restored(job.state), _as_it_is(gm):
-                model.train(not model.training)
+                with journal:  # layers that merge an update into their weight write it here
+                    model.train(not model.training)
                 gm.train(model.training)
                 self_check.check(model, gm, call, State(model))
         except (FxplugError, RuntimeError, ValueError) as error:
             return assemble(model, {model.training: first}, str(error))
+        finally:
+            journal.put_back()
     return gm
 
 
