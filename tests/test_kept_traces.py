@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 import threading
+import time
 import warnings
 
 import diffusers  # noqa: F401  # it sets variables of the environment
@@ -45,6 +46,7 @@ def place(tmp_path, monkeypatch):
     """A cache of its own; the tests' own files are loaded, which would keep everything from being kept."""
     monkeypatch.setenv("FXPLUG_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(entries, "users_modules", list)
+    monkeypatch.setattr(entries, "_under", {"files": {}, "packages": {}})
     return tmp_path / "cache" / "traces"
 
 
@@ -106,11 +108,13 @@ def test_an_entry_ends_with_what_it_was_made_with(place, tmp_path, monkeypatch):
     source = tmp_path / "library.py"
     source.write_text("x = 1\n")
     monkeypatch.setattr(entries, "_loaded", lambda: [("library.part", str(source))])
+    monkeypatch.setattr(entries, "BEGAN", time.time_ns() + 10**12)  # nothing changes while this runs
     monkeypatch.setenv("TIMM_FUSED_ATTN", "0")
     assert "its environment is another now" in found_stale()
     source.write_text("x = 22\n")
     assert "library.py has changed" in found_stale()
-    monkeypatch.setattr(entries, "_digest", lambda value: "other")
+    now = entries.environment()
+    monkeypatch.setattr(entries, "environment", lambda: {**now, "version of fxplug": "other"})
     assert "version of fxplug" in found_stale()
 
 
