@@ -45,12 +45,13 @@ def answered(
     kept = KeptAnswer(config, [*question, verify]) if cache else None
     if kept is not None and (found := kept.read()) is not None:
         return found  # type: ignore[no-any-return]
-    with uncollected(), reading.noted() as files, entries.heard() as said:
-        made = say(rewritten(config, dry_run=True, verify=verify, cache=cache))
-    if not entries.users_modules():
-        at_once()
-        if kept is not None:
-            kept.write(made, said, files)
+    with uncollected():
+        with reading.noted() as files, entries.heard() as said:
+            made = say(rewritten(config, dry_run=True, verify=verify, cache=cache))
+        if not entries.users_modules():
+            at_once()
+            if kept is not None:
+                kept.write(made, said, files)
     return made
 
 

@@ -19,6 +19,11 @@ def at_once() -> None:
     _state["at once"] = True
 
 
+def ends_at_once() -> bool:
+    """Whether `at_once` was called."""
+    return bool(_state["at once"])
+
+
 def ended(command: Callable[[], None]) -> None:
     """Run a command that ends with SystemExit, in the process that is there for it."""
     atexit.register(_end)  # exit handlers run in reverse: those of libraries, which are imported later, before this

@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..errors import FxplugError, printable
 from ..torch_internals.names import FAKE_TENSOR_LOG
+from .ending import ends_at_once
 
 if TYPE_CHECKING:
     from ..flow import Result
@@ -140,7 +141,7 @@ def uncollected() -> Iterator[None]:
     try:
         yield
     finally:
-        if before:
+        if before and not ends_at_once():
             gc.enable()
 
 
