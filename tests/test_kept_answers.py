@@ -51,6 +51,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(entries, "users_modules", list)
     monkeypatch.setattr(entries, "BEGAN", time.time_ns() + 10**12)
     monkeypatch.setattr(entries, "_under", {"files": {}, "packages": {}})
+    monkeypatch.setattr(entries, "_warned", type("Forgetful", (set,), {"add": lambda *_: None})())
     monkeypatch.setattr(answers, "at_once", lambda: None)
     monkeypatch.syspath_prepend(str(tmp_path))  # is left as it was
     (tmp_path / "work").mkdir()
@@ -247,7 +248,10 @@ def test_an_answer_out_of_a_kept_trace_ends_with_what_made_the_trace(asked, plac
 def test_the_environment_and_the_way_python_was_started_are_looked_at(asked, monkeypatch):
     asked("sites", "c.yaml")
     monkeypatch.setenv("TIMM_FUSED_ATTN", "0")
-    made_anew(asked, "sites", "c.yaml", why="its environment is another now")
+    monkeypatch.setattr(entries, "_warned", set())
+    with pytest.warns(entries.NotKept) as caught:
+        asked("sites", "c.yaml")
+    assert ["its environment is another now" in str(one.message) for one in caught] == [True]  # of the trace, too
     given(asked, "sites", "c.yaml")
     for owner, name in ((sys, "warnoptions"), (sys, "path")):
         monkeypatch.setattr(owner, name, [*getattr(owner, name), "more"])

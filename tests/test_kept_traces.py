@@ -47,6 +47,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setenv("FXPLUG_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(entries, "users_modules", list)
     monkeypatch.setattr(entries, "_under", {"files": {}, "packages": {}})
+    monkeypatch.setattr(entries, "_warned", type("Forgetful", (set,), {"add": lambda *_: None})())
     return tmp_path / "cache" / "traces"
 
 

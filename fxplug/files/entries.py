@@ -53,6 +53,7 @@ class NotKept(UserWarning):
 
 
 _under: dict[str, dict[str, Any]] = {"files": {}, "packages": {}}  # what the entries that were used here were made of
+_warned: set[str] = set()
 Said = list[tuple[str, str, str, int]]  # warnings: what it says, its class, the file and the line
 
 
@@ -160,13 +161,21 @@ def _bounded(folder: Path, newest: str) -> None:
 
 
 def not_used(why: Stale | Exception) -> None:
-    """Warn that an entry which is there is made again. The same about two of them is said once."""
-    warnings.warn(f"what an earlier run has kept is not used, and made again: {why}", NotKept, stacklevel=1)
+    """Warn that an entry which is there is made again."""
+    _warn(f"what an earlier run has kept is not used, and made again: {why}")
 
 
 def not_kept(why: OSError) -> None:
     """Warn that an entry could not be written."""
-    warnings.warn(f"nothing is kept for the next run: {why}", NotKept, stacklevel=1)
+    where = f" in '{Path(why.filename).parent}'" if why.filename else ""
+    _warn(f"nothing is kept for the next run{where}: {why.strerror}")
+
+
+def _warn(text: str) -> None:
+    """Warn once of what is the same with several entries; Python's own count begins anew where a library changes filters."""
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, NotKept, stacklevel=3)
 
 
 @contextlib.contextmanager
@@ -288,7 +297,9 @@ def _importable(folder: str) -> list[str]:
 
 
 def _is_module(entry: os.DirEntry[str]) -> bool:
-    return entry.name.endswith((*SOURCE_SUFFIXES, *EXTENSION_SUFFIXES)) or os.path.exists(os.path.join(entry, "__init__.py"))
+    if entry.name.endswith((*SOURCE_SUFFIXES, *EXTENSION_SUFFIXES)):
+        return True
+    return entry.is_dir() and os.path.exists(os.path.join(entry, "__init__.py"))
 
 
 def _libraries() -> tuple[str, ...]:
