@@ -178,13 +178,18 @@ def test_writers_and_readers_at_once_tear_nothing(place, monkeypatch):
     assert failures == [] and os.listdir(place) == ["one.json"]
 
 
-def test_the_oldest_go_when_there_are_too_many(place, monkeypatch):
+def test_the_oldest_go_when_there_are_too_many_and_nothing_else(place, monkeypatch):
     monkeypatch.setattr(entries, "BOUND", 25_000)
     made_with = entries.environment()
     monkeypatch.setattr(entries, "loaded_sources", lambda: {"files": {}, "packages": {}})
-    for number in range(4):
-        entries.write(f"{number}.json", made_with, b"x" * 9_000)
-        os.utime(place / f"{number}.json", (number, number))
+    names = [entries.name_of(number) for number in range(4)]
+    place.mkdir(mode=0o700, parents=True)
+    (place / "thesis.json").write_bytes(b"x" * 30_000)
+    os.utime(place / "thesis.json", (1, 1))
+    os.symlink("thesis.json", place / (link := f"{'f' * 64}.json"))
+    for number, name in enumerate(names):
+        entries.write(name, made_with, b"x" * 9_000)
+        os.utime(place / name, (number, number))
         if number == 1:
-            entries.read("0.json", made_with, 1 << 20)  # it is used: the time of now
-    assert sorted(os.listdir(place)) == ["0.json", "3.json"]
+            entries.read(names[0], made_with, 1 << 20)  # it is used: the time of now
+    assert sorted(os.listdir(place)) == sorted([names[0], names[3], "thesis.json", link])

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import stat
 import sys
 import sysconfig
@@ -25,6 +26,7 @@ from typing import Any
 
 BOUND = 256 << 20  # bytes of all entries together: those that were not used for longest go first
 WRITING = ".writing-"
+NAME = re.compile(r"[0-9a-f]{64}\.json")
 STANDARD = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 OWN = Path(__file__).parents[1]
 PLAIN = (str, int, float, bool, type(None))
@@ -146,12 +148,13 @@ def write(
 
 
 def _bounded(folder: Path, newest: str) -> None:
-    """Remove what was not used for longest, and what a process that was killed has left."""
+    """Remove what was not used for longest, and what a process that was killed has left; other files are not ours."""
     found = []
     for file in folder.iterdir():
         with contextlib.suppress(OSError):
-            about = file.stat()
-            found.append((about.st_mtime, about.st_size, file))
+            about = file.lstat()
+            if stat.S_ISREG(about.st_mode) and (NAME.fullmatch(file.name) or file.name.startswith(WRITING)):
+                found.append((about.st_mtime, about.st_size, file))
     size = sum(size for _, size, _ in found)
     for age, taken, file in sorted(found):
         if (size > BOUND and file.name != newest) or (file.name.startswith(WRITING) and age < time.time() - 3600):
