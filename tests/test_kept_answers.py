@@ -114,7 +114,7 @@ def refused(asked, *words, why):
 def test_each_question_has_its_answer_word_for_word(asked):
     texts = {question: asked(*question.split(), "c.yaml") for question in QUESTIONS}
     assert all(made for _, made in texts.values())
-    assert [given(asked, *question.split(), "c.yaml") for question in QUESTIONS] == [text for text, _ in texts.values()]
+    assert [asked(*question.split(), "c.yaml") for question in QUESTIONS] == [(text, False) for text, _ in texts.values()]
     assert len({text for text, _ in texts.values()}) == len(QUESTIONS)
 
 
@@ -126,7 +126,7 @@ def test_no_cache_neither_reads_nor_keeps(asked, place):
 def test_whatever_a_configuration_says_is_another_question(asked):
     first = asked("sites", "c.yaml")[0]
     assert "rank" not in first and "504" not in first
-    for change in ("passes.0.mine.yaml.rank=3", "model.options.num_classes=5", "mode=train", "dtype=float16", "seed=4"):
+    for change in ("passes.0.mine.yaml.rank=3", "model.options.num_classes=5", "mode=train"):
         made_anew(asked, "sites", "c.yaml", "--set", change)
     write("mine.yaml", PASS.replace("attn.*", "mlp.*"))
     assert "mlp" in made_anew(asked, "sites", "c.yaml")
@@ -178,8 +178,7 @@ def test_a_folder_of_diffusers_is_looked_at_each_time(asked):
     diffusers.UNet2DConditionModel(**UNET).save_pretrained("unet")
     inputs = {"sample": [1, 4, 8, 8], "timestep": {"value": 3}, "encoder_hidden_states": [1, 5, 8]}
     write("c.yaml", {"model": "unet", "inputs": inputs, "passes": [{"lora": {"at": "**.to_q"}}]})
-    text = asked("sites", "c.yaml")[0]
-    assert given(asked, "sites", "c.yaml") == text
+    asked("sites", "c.yaml")
     said = json.loads(Path("unet/config.json").read_text())
     Path("unet/config.json").write_text(json.dumps({**said, "attention_head_dim": 2}))
     made_anew(asked, "sites", "c.yaml", why="config.json has changed")
