@@ -8,17 +8,19 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .cli.adapters import adapters
+from .cli.answers import answered
 from .cli.convert import convert
+from .cli.ending import ended
 from .cli.files import TO_TOOLS, export_to_tool
 from .cli.launched import started, together
 from .cli.parallel import parallel
 from .cli.reports import report, show_to
-from .cli.terminal import print_diff, print_rows
+from .cli.terminal import diff_texts, print_diff, print_rows
 from .cli.verbs import (
     HELP,
     Allow,
@@ -37,6 +39,10 @@ from .cli.verbs import (
     users_logs,
 )
 from .errors import SpecError, did_you_mean
+
+if TYPE_CHECKING:
+    from .flow import Result
+    from .ir.traced_module import TracedModule
 
 app = typer.Typer(
     cls=Verbs,
@@ -77,14 +83,18 @@ def rewrite(
     verify = False if no_verify else None
     if page is not None and page.is_dir():
         raise SpecError(f"'{page}' is a folder, and the page is one file: --report {page / 'page.html'}")
-    result = rewritten(config, set, out=out, dry_run=dry_run, verify=verify, cache=not no_cache)
+    if dry_run and page is None:
+        print_rows(answered(config, set, ["rows", all_], lambda found: _rows(found, all_), cache=not no_cache, verify=verify))
+        print("dry run: nothing written")
+        return
+    result = rewritten(read_config(config, set), out=out, dry_run=dry_run, verify=verify, cache=not no_cache)
     if page is not None:
         from .reporting.reports import report_of
 
         with progress("report"):
             report_of(result, page)
     if dry_run:
-        print_rows(result.listing if all_ else result.folded)
+        print_rows(_rows(result, all_))
         print("dry run: nothing written")
         return
     for name, sites in result.sites.items():
@@ -129,8 +139,11 @@ def sites(
     debug: Debug = False,
 ) -> None:
     """List where the passes of a configuration act, with shapes and the parameters they add."""
-    found = rewritten(config, set, dry_run=True, verify=False, cache=not no_cache)
-    print_rows(found.listing if all_ else found.folded)
+    print_rows(answered(config, set, ["rows", all_], lambda found: _rows(found, all_), cache=not no_cache))
+
+
+def _rows(result: Result, all_: bool) -> str:
+    return result.listing if all_ else result.folded
 
 
 @app.command()
@@ -147,12 +160,15 @@ def diff(
         module = load_saved(subject, set, allow)
         from .flow import saved_diff
 
-        print_diff(saved_diff(subject, module), module, all_)
+        print_diff(diff_texts(saved_diff(subject, module), module, all_), all_)
         return
-    result = rewritten(subject, set, dry_run=True, verify=False, cache=not no_cache)
-    from .ir.text import diff as compare
 
-    print_diff(compare(result.base, result.module), result.module, all_)
+    def say(found: Result) -> list[str]:
+        from .ir.text import diff as compare
+
+        return diff_texts(compare(found.base, found.module), found.module, all_)
+
+    print_diff(answered(subject, set, ["diff", all_], say, cache=not no_cache), all_)
 
 
 @app.command()
@@ -176,10 +192,20 @@ def show(
         raise typer.BadParameter("--modules, --code, --forms and --to exclude each other")
     if to is None and (region or out):
         raise typer.BadParameter("--region and --out are for --to")
+
+    def shown(module: TracedModule) -> str:
+        from .ir import text
+
+        return text.modules(module) if modules else module.code.strip() + "\n" if code else text.show(module)
+
     saved = Path(subject).is_dir()
+    if not (saved or forms or to):
+        question: list[str | bool] = ["show", modules, code]
+        print(answered(subject, set, question, lambda found: shown(found.module), cache=not no_cache), end="")
+        return
     dry = not forms  # live merge reads weights
     how: dict[str, bool] = {"dry_run": dry, "verify": False, "cache": not no_cache}
-    module = load_saved(subject, set, allow) if saved else rewritten(subject, set, **how).module
+    module = load_saved(subject, set, allow) if saved else rewritten(read_config(subject, set), **how).module
     if forms:
         from .lowerings.pipeline import form_table, lower
 
@@ -188,10 +214,7 @@ def show(
     if to is not None:
         show_to(module, to, region, out)
         return
-    from .ir import text
-
-    shown = text.modules(module) if modules else module.code.strip() + "\n" if code else text.show(module)
-    print(shown, end="")
+    print(shown(module), end="")
 
 
 @app.command()
@@ -212,7 +235,7 @@ def tune(
         module = load_saved(subject, set, allow)
         args, kwargs = saved_inputs(subject, module)
     else:
-        result = rewritten(subject, set, verify=False)
+        result = rewritten(read_config(subject, set), verify=False)
         module = result.module
         args, kwargs = example_inputs(read_config(subject, set), module)
     with progress("measure"):
@@ -335,7 +358,7 @@ def main() -> None:
         verb = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
         many = verb == "train" or (verb == "parallel" and bool(MANY & {*sys.argv}))
         together(lambda: app(prog_name="fxplug"), everywhere=many)
-    app(prog_name="fxplug")
+    ended(lambda: app(prog_name="fxplug"))
 
 
 if __name__ == "__main__":

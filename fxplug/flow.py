@@ -17,6 +17,7 @@ from .artifacts.kept_traces import KeptTrace
 from .capture.fake_tensors import lacks_values
 from .capture.tracer import trace
 from .errors import LONGEST, ArtifactError, FxplugError, SpecError, brief_fields, harmless, outline
+from .files.entries import Said, heard, repeat
 from .files.writing import check_folder
 from .ir.records import changes
 from .ir.repeats import patterns
@@ -217,14 +218,16 @@ def _rewritten(config: Config, step: Step) -> Result:
 
 def _traced(config: Config, step: Step, device: str | None, kept: KeptTrace | None = None) -> tuple[TracedModule, Any]:
     torch.manual_seed(config.seed)
-    with step("build the model"):
-        model = build(config, device=device)
-        args, kwargs = example_inputs(config, model, device=device, later=_later(config))
-    with step("trace"):
-        traced = trace(model, args, kwargs, leaf=config.leaf, variants=0 if device else None)
+    listening: AbstractContextManager[Said] = heard() if kept is not None else nullcontext([])
+    with listening as said:
+        with step("build the model"):
+            model = build(config, device=device)
+            args, kwargs = example_inputs(config, model, device=device, later=_later(config))
+        with step("trace"):
+            traced = trace(model, args, kwargs, leaf=config.leaf, variants=0 if device else None)
     if kept is not None:
         with step("keep the trace"):
-            kept.write(traced, list(kwargs) if config.inputs else default_inputs(config, model))
+            kept.write(traced, [list(kwargs) if config.inputs else default_inputs(config, model), said])
     return traced, (args, kwargs)
 
 
@@ -244,11 +247,12 @@ def _taken(config: Config, kept: KeptTrace, step: Step) -> tuple[TracedModule, A
     with step("read the kept trace"):
         if (found := kept.read()) is None:
             return None
-        module, names = found
+        module, (names, said) = found
         try:
             load_all(module, config)
         except SpecError:
             return None  # the model itself has the words for it
+        repeat(said)
         return module, ((), shaped(config, names))
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import sysconfig
 import threading
+import time
 import warnings
 
 import diffusers  # noqa: F401  # it sets variables of the environment
@@ -45,6 +46,8 @@ def place(tmp_path, monkeypatch):
     """A cache of its own; the tests' own files are loaded, which would keep everything from being kept."""
     monkeypatch.setenv("FXPLUG_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(entries, "users_modules", list)
+    monkeypatch.setattr(entries, "_under", {"files": {}, "packages": {}})
+    monkeypatch.setattr(entries, "_warned", type("Forgetful", (set,), {"add": lambda *_: None})())
     return tmp_path / "cache" / "traces"
 
 
@@ -106,11 +109,13 @@ def test_an_entry_ends_with_what_it_was_made_with(place, tmp_path, monkeypatch):
     source = tmp_path / "library.py"
     source.write_text("x = 1\n")
     monkeypatch.setattr(entries, "_loaded", lambda: [("library.part", str(source))])
+    monkeypatch.setattr(entries, "BEGAN", time.time_ns() + 10**12)  # nothing changes while this runs
     monkeypatch.setenv("TIMM_FUSED_ATTN", "0")
     assert "its environment is another now" in found_stale()
     source.write_text("x = 22\n")
     assert "library.py has changed" in found_stale()
-    monkeypatch.setattr(entries, "_digest", lambda value: "other")
+    now = entries.environment()
+    monkeypatch.setattr(entries, "environment", lambda: {**now, "version of fxplug": "other"})
     assert "version of fxplug" in found_stale()
 
 
@@ -173,13 +178,18 @@ def test_writers_and_readers_at_once_tear_nothing(place, monkeypatch):
     assert failures == [] and os.listdir(place) == ["one.json"]
 
 
-def test_the_oldest_go_when_there_are_too_many(place, monkeypatch):
+def test_the_oldest_go_when_there_are_too_many_and_nothing_else(place, monkeypatch):
     monkeypatch.setattr(entries, "BOUND", 25_000)
     made_with = entries.environment()
     monkeypatch.setattr(entries, "loaded_sources", lambda: {"files": {}, "packages": {}})
-    for number in range(4):
-        entries.write(f"{number}.json", made_with, b"x" * 9_000)
-        os.utime(place / f"{number}.json", (number, number))
+    names = [entries.name_of(number) for number in range(4)]
+    place.mkdir(mode=0o700, parents=True)
+    (place / "thesis.json").write_bytes(b"x" * 30_000)
+    os.utime(place / "thesis.json", (1, 1))
+    os.symlink("thesis.json", place / (link := f"{'f' * 64}.json"))
+    for number, name in enumerate(names):
+        entries.write(name, made_with, b"x" * 9_000)
+        os.utime(place / name, (number, number))
         if number == 1:
-            entries.read("0.json", made_with, 1 << 20)  # it is used: the time of now
-    assert sorted(os.listdir(place)) == ["0.json", "3.json"]
+            entries.read(names[0], made_with, 1 << 20)  # it is used: the time of now
+    assert sorted(os.listdir(place)) == sorted([names[0], names[3], "thesis.json", link])

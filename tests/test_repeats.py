@@ -9,7 +9,7 @@ import pytest
 from small import vit
 
 import fxplug
-from fxplug.cli.terminal import print_diff, print_rows
+from fxplug.cli.terminal import diff_texts, print_diff, print_rows
 from fxplug.flow import saved_diff
 from fxplug.ir.repeats import counted, folded, patterns
 from fxplug.spec.addresses import alternatives, compile_pattern
@@ -127,20 +127,20 @@ def test_a_diff_has_colours_on_a_terminal_and_its_width(terminal, monkeypatch, c
     new = fxplug.apply(gm, fxplug.load_pass("lora", at="blocks.*.attn.qkv"))
     text = fxplug.diff(gm, new)
     shown = terminal(60)
-    print_diff(text, new, whole=False)
+    print_diff(diff_texts(text, new, False), False)
     lines = shown.getvalue().splitlines()
     plain = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
     assert max(map(len, plain)) <= 60 and any(line.endswith("\u2026") for line in plain)
     assert any(line.startswith("\x1b[32m+lora_") for line in lines) and any(line.startswith("\x1b[31m-") for line in lines)
     shown = terminal(60)
-    print_diff(text, new, whole=True)
+    print_diff(diff_texts(text, new, True), True)
     assert re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).startswith(text)
     monkeypatch.setenv("NO_COLOR", "1")
     shown = terminal(60)
-    print_diff(text, new, whole=False)
+    print_diff(diff_texts(text, new, False), False)
     assert not re.search(r"\x1b\[\d*;?3[0-9]m", shown.getvalue())
     monkeypatch.undo()
-    print_diff(text, new, whole=False)
+    print_diff(diff_texts(text, new, False), False)
     assert capsys.readouterr().out == folded(text) + counted(text, ["lora"]) + "\n"
 
 

@@ -7,8 +7,6 @@ Python, fxplug, machine and environment, and the same model, inputs, mode, dtype
 
 from __future__ import annotations
 
-import hashlib
-import warnings
 from typing import Any
 
 from ..errors import ArtifactError
@@ -18,14 +16,12 @@ from ..limits import DEFAULT
 from .artifact import _build, _document, _dump
 from .manifest import parse, wrapped
 
-PLAIN = (str, int, float, bool, type(None))
-
 
 class KeptTrace:
     """The place of one trace, by what it is made of, plain data: None of it is kept where that is not plain."""
 
     def __init__(self, made_of: Any) -> None:
-        self.name = f"{hashlib.sha256(repr(made_of).encode()).hexdigest()}.json" if _is_plain(made_of) else None
+        self.name = entries.name_of(made_of)
         self.made_with = entries.environment()  # libraries change variables when they are imported
 
     def read(self) -> tuple[TracedModule, Any] | None:
@@ -36,14 +32,14 @@ class KeptTrace:
         if self.name is None or entries.users_modules():
             return None
         try:
-            if (body := entries.read(self.name, self.made_with, DEFAULT.json)) is None:
+            if (body := entries.read(self.name, self.made_with, DEFAULT.json, used=True)) is None:
                 return None
             with wrapped("it is damaged"):
                 document = parse(body, "the trace", DEFAULT)
                 beside = document.pop("beside")
                 return _build(None, document, [], None, DEFAULT), beside
         except (entries.Stale, ArtifactError) as error:
-            warnings.warn(f"the trace that was kept is not used, and made again: {error}", stacklevel=2)
+            entries.not_used(error)
             return None
 
     def write(self, module: TracedModule, beside: Any) -> None:
@@ -60,12 +56,4 @@ class KeptTrace:
         try:
             entries.write(self.name, self.made_with, _dump({**document, "beside": beside}))
         except OSError as error:
-            warnings.warn(f"the trace is not kept: {error}", stacklevel=2)
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(_is_plain(key) and _is_plain(member) for key, member in value.items())
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return type(value) in PLAIN
+            entries.not_kept(error)

@@ -136,15 +136,17 @@ def _uses(call: ast.Call) -> list[Use]:
 
 def _held(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[Place, str]:
     """Reads that go into a name which is set once, and then given to torch functions only."""
-    names = [n for n in ast.walk(function) if isinstance(n, ast.Name)]
-    calls = [use.name for n in ast.walk(function) if isinstance(n, ast.Call) for use in _uses(n)]
+    inside = list(ast.walk(function))
+    reads = [n for n in inside if isinstance(n, ast.Assign) and isinstance(n.value, ast.Attribute) and n.value.attr == "dtype"]
+    if not reads:
+        return {}
+    names = [n for n in inside if isinstance(n, ast.Name)]
+    calls = [use.name for n in inside if isinstance(n, ast.Call) for use in _uses(n)]
     found = {}
-    for node in ast.walk(function):
-        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(target := node.targets[0], ast.Name):
-            value = node.value
+    for node in reads:
+        if len(node.targets) == 1 and isinstance(target := node.targets[0], ast.Name):
             mine = [n for n in names if n.id == target.id]
             loads = sum(isinstance(n.ctx, ast.Load) for n in mine)
-            only = len(mine) == loads + 1 and loads == calls.count(target.id)
-            if only and isinstance(value, ast.Attribute) and value.attr == "dtype":
-                found[_place(value)] = target.id
+            if len(mine) == loads + 1 and loads == calls.count(target.id):
+                found[_place(node.value)] = target.id
     return found

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import SpecError, did_you_mean
-from .verbs import Allow, Debug, Set, Subject, progress, rewritten
+from .verbs import Allow, Debug, Set, Subject, progress, read_config, rewritten
 
 
 def report(
@@ -35,7 +35,7 @@ def report(
         with progress("report"):
             page = report_folder(path, target, allow=allow or ())
     else:
-        result = rewritten(subject, set, dry_run=True)
+        result = rewritten(read_config(subject, set), dry_run=True)
         with progress("report"):
             page = page_of(result.base, result.module, target, checks=result.report)
     if page.trouble:

@@ -28,12 +28,16 @@ def print_rows(listing: str) -> None:
         print(line)
 
 
-def print_diff(diff: str, module: TracedModule, whole: bool) -> None:
-    """Print a diff, what repeats in it once unless it is to be `whole`, and what it holds in one line."""
+def diff_texts(diff: str, module: TracedModule, whole: bool) -> list[str]:
+    """A diff, what repeats in it once unless it is to be `whole`, and what it holds in one line."""
     from ..ir.repeats import counted, folded
 
-    text = diff if whole else folded(diff)
-    total = counted(diff, [entry["name"] for entry in module.meta.get("passes", [])])
+    return [diff if whole else folded(diff), counted(diff, [entry["name"] for entry in module.meta.get("passes", [])])]
+
+
+def print_diff(texts: list[str], whole: bool) -> None:
+    """Print what `diff_texts` gives."""
+    text, total = texts
     if not sys.stdout.isatty():
         print(text, end="")
         print(total)

@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..errors import FxplugError, printable
 from ..torch_internals.names import FAKE_TENSOR_LOG
+from .ending import ends_at_once
 
 if TYPE_CHECKING:
     from ..flow import Result
@@ -109,7 +110,7 @@ Allow = Annotated[
     typer.Option("--allow", metavar="MODULE", help="A module whose blocks an artifact may use. Repeatable."),
 ]
 NoCache = Annotated[
-    bool, typer.Option("--no-cache", help="Trace the model anew, and neither read nor keep a trace on disk.")
+    bool, typer.Option("--no-cache", help="Make all anew, and neither read nor keep anything on disk.")
 ]
 ConfigArg = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped one.")]
 Subject = Annotated[str, typer.Argument(metavar="CONFIG_OR_DIR", help="A configuration, or the folder of a saved rewrite.")]
@@ -124,13 +125,12 @@ def read_config(config: str, set: list[str] | None) -> Config:
     return found
 
 
-def rewritten(config: str, set: list[str] | None, **how: Any) -> Result:
-    """The result of a configuration's rewrite, with progress shown; `set` holds changes such as `passes.0.lora.rank=8`."""
-    found = read_config(config, set)
+def rewritten(config: Config, **how: Any) -> Result:
+    """The result of a configuration's rewrite, with progress shown."""
     with uncollected():
         from ..flow import rewrite
     with uncollected() if how.get("dry_run") else nullcontext():
-        return rewrite(found, progress=progress, **how)
+        return rewrite(config, progress=progress, **how)
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def uncollected() -> Iterator[None]:
     try:
         yield
     finally:
-        if before:
+        if before and not ends_at_once():
             gc.enable()
 
 

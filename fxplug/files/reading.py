@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from ..errors import ArtifactError, FxplugError, did_you_mean, shown
 from ..limits import DEFAULT, Limits
 
+_notes: list[dict[str, os.stat_result]] = []
 PARSING, TRIES = threading.Lock(), 20
 Raises = Callable[[str], FxplugError]  # a finding about a file, such as "is a folder", as the error that tells it
 KINDS = {
@@ -93,12 +94,25 @@ def opened(path: str | os.PathLike[str], limit: int | None = None, raises: Raise
         with os.fdopen(handle, "rb") as file:
             before = os.fstat(handle)
             _check_kind(before, raises)
+            for note in _notes:
+                note[os.path.abspath(path)] = before
             if limit is not None and before.st_size > limit:
                 raise raises(f"has {before.st_size} bytes, and more than {limit} are not read; see Limits")
             yield file
             after = os.fstat(handle)
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise raises("changed while it was read")
+
+
+@contextmanager
+def noted() -> Iterator[dict[str, os.stat_result]]:
+    """The files that are opened here while it lasts, by any thread, as they were then."""
+    note: dict[str, os.stat_result] = {}
+    _notes.append(note)
+    try:
+        yield note
+    finally:
+        _notes[:] = [other for other in _notes if other is not note]
 
 
 def _check_kind(found: os.stat_result, raises: Raises) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from ..spec.run_config import Config
 from .state_dict import State, _assign, _on_meta, load_weights, read_weights
 from .undrawn import Undrawn
 
+# what makes a model where it is called, on meta for one; what it needs of its library is imported before that, which on meta
+# takes a third longer
+Make = Callable[[], nn.Module]
+
 
 def build(config: Config, *, device: str | None = None) -> nn.Module:
     """The model of a configuration with its weights, on its device, in its dtype and mode.
@@ -30,9 +35,9 @@ def build(config: Config, *, device: str | None = None) -> nn.Module:
     target = torch_device(config, device)
     on = torch.device("meta") if target.type == "meta" else torch.device("cpu")
     try:
+        make = {"timm": _timm, "diffusers": _diffusers, "call": _call}[spec.kind](spec, config.base)
         with on:
-            make = {"timm": _timm, "diffusers": _diffusers, "call": _call}[spec.kind]
-            model = _undrawn(make, config) if _filled(config) and on.type != "meta" else make(spec, config.base)
+            model = _undrawn(make) if _filled(config) and on.type != "meta" else make()
     except FxplugError:
         raise
     except Exception as error:  # the model's constructor, anybody's
@@ -53,11 +58,11 @@ def _filled(config: Config) -> bool:
     return folder or (kind != "call" and config.weights is not None)
 
 
-def _undrawn(make: Callable[[ModelSpec, Path], nn.Module], config: Config) -> nn.Module:
+def _undrawn(make: Make) -> nn.Module:
     """A model without random numbers; made again with them where something else was computed of one."""
     with Undrawn() as mode:
-        model = make(config.model, config.base)
-    return make(config.model, config.base) if mode.read else model
+        model = make()
+    return make() if mode.read else model
 
 
 def load_all(model: nn.Module, config: Config) -> None:
@@ -92,25 +97,27 @@ def _name(spec: ModelSpec) -> str:
     return f"{text}({options})" if options else text
 
 
-def _timm(spec: ModelSpec, base: Path) -> nn.Module:
+def _timm(spec: ModelSpec, base: Path) -> Make:
     import timm
 
     name = str(spec.target)
     if not timm.is_model(name):
         finding = f"timm has no model '{name}'{did_you_mean(name.partition('.')[0], timm.list_models())}"
         raise SpecError(finding, path=("model",), where=spec.where)
-    model: nn.Module = timm.create_model(name, **spec.options)
-    return model
+    return partial(timm.create_model, name, **spec.options)
 
 
-def _call(spec: ModelSpec, base: Path) -> Any:
-    made: Any = import_target(str(spec.target), spec.where)
-    if not callable(made):
-        raise SpecError(f"'{spec.target}' is not a function or class", path=("model", "call"), where=spec.where)
-    return made(**spec.options)
+def _call(spec: ModelSpec, base: Path) -> Make:
+    def make() -> Any:
+        made: Any = import_target(str(spec.target), spec.where)
+        if not callable(made):
+            raise SpecError(f"'{spec.target}' is not a function or class", path=("model", "call"), where=spec.where)
+        return made(**spec.options)
+
+    return make
 
 
-def _diffusers(spec: ModelSpec, base: Path) -> nn.Module:
+def _diffusers(spec: ModelSpec, base: Path) -> Make:
     """A diffusers model of the class that its configuration names, with new weights."""
     import diffusers
 
@@ -123,8 +130,7 @@ def _diffusers(spec: ModelSpec, base: Path) -> nn.Module:
         raise SpecError(finding, path=("model",), where=spec.where)
     given = [*spec.options, *(key for key in read if isinstance(spec.target, dict) and not key.startswith("_"))]
     check_known(given, taken(kind).names, f"{name} has no option", path=("model",), where=spec.where)
-    model: nn.Module = kind.from_config({**read, **spec.options})  # type: ignore[attr-defined]
-    return model
+    return partial(kind.from_config, {**read, **spec.options})  # type: ignore[attr-defined]
 
 
 def _diffusers_config(path: Path, spec: ModelSpec) -> dict[str, Any]:
