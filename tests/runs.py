@@ -7,11 +7,15 @@ import json
 from typing import Any
 
 import processes
+import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
 
 import fxplug
+from fxplug import flow
+from fxplug.spec.run_config import resolved
+from fxplug.training import monitor
 
 
 class Digits(Dataset[Any]):
@@ -68,8 +72,28 @@ def config(**changed: Any) -> dict[str, Any]:
     return {key: value for key, value in made.items() if value is not None}
 
 
-def run(out, resume=False, **changed: Any):
-    return fxplug.train(config(**changed), out=out, resume=resume, quiet=True)
+_traced: dict[str, Any] = {}
+_trace = flow._traced
+
+
+def _once(read, *given):
+    """A model of timm traced for a run: once for each configuration of it, and the runs train copies."""
+    if read.model.kind != "timm" or read.weights is not None:
+        return _trace(read, *given)
+    data = resolved(read)
+    key = repr([data.get(key) for key in ("model", "inputs", "dtype", "mode", "seed", "leaf", "passes", "device")])
+    if key not in _traced:
+        _traced[key] = _trace(read, *given)
+    return copy.deepcopy(_traced[key])
+
+
+def run(out, resume=False, drawn=False, **changed: Any):
+    """Train as a configuration says, on a copy of a trace that runs share; the curves are drawn where a test looks at them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flow, "_traced", _once)
+        if not drawn:
+            patch.setattr(monitor, "save_curves", lambda *given: False)
+        return fxplug.train(config(**changed), out=out, resume=resume, quiet=True)
 
 
 def launched(folder, run, *cases, world=2):
