@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import processes
 import pytest
 
 TASKS = Path(__file__).parent.parent / "examples" / "tasks"
@@ -37,8 +40,22 @@ def test_no_task_is_longer_than_its_peers_way_and_the_table_says_so():
         assert (TASKS / script).exists(), script
 
 
+@pytest.fixture
+def forked(monkeypatch, tmp_path):
+    """The command line's verbs each in a process of its own, which need not import torch anew."""
+
+    def run(command, **options):
+        assert command[:3] == [sys.executable, "-m", "fxplug"] and options == {"capture_output": True, "text": True}
+        folder = tmp_path / f"printed-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        done = processes.ended(processes.verb, *command[3:], folder=folder)
+        return subprocess.CompletedProcess(command, done.codes[0], done.stdout, done.stderr)
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_task(name, tmp_path, monkeypatch, capsys):
+def test_a_task(name, tmp_path, monkeypatch, capsys, forked):
     monkeypatch.syspath_prepend(str(TASKS))
     importlib.import_module(name).check(tmp_path / name)
     said = capsys.readouterr().out
