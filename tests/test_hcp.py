@@ -151,8 +151,7 @@ class Hooks(contextlib.ExitStack):
 
 def load(plugin, new, prefix):
     """Give a hooked plugin the weights that it has in the graph, key for key."""
-    prefix += "."
-    state = {k.removeprefix(prefix): v for k, v in new.state_dict().items() if k.startswith(prefix)}
+    state, prefix = new.get_submodule(prefix).state_dict(), f"{prefix}."
     assert state, f"nothing under {prefix}"
     plugin.load_state_dict(state)
     return [(f"{prefix}{k}", p) for k, p in plugin.named_parameters()]
