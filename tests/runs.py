@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from typing import Any
@@ -77,8 +78,8 @@ _trace = flow._traced
 
 
 def _once(read, *given):
-    """A model of timm traced for a run: once for each configuration of it, and the runs train copies."""
-    if read.model.kind != "timm" or read.weights is not None:
+    """A model that a configuration alone makes, traced once; the runs train copies."""
+    if not (read.model.kind == "timm" or isinstance(read.model.target, dict)) or read.weights is not None:
         return _trace(read, *given)
     data = resolved(read)
     key = repr([data.get(key) for key in ("model", "inputs", "dtype", "mode", "seed", "leaf", "passes", "device")])
@@ -87,12 +88,18 @@ def _once(read, *given):
     return copy.deepcopy(_traced[key])
 
 
-def run(out, resume=False, drawn=False, **changed: Any):
-    """Train as a configuration says, on a copy of a trace that runs share; the curves are drawn where a test looks at them."""
+@contextlib.contextmanager
+def sharing(drawn: bool = False):
+    """Runs within have traces in common, and their pictures are left out but where a test looks at them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flow, "_traced", _once)
-        if not drawn:
-            patch.setattr(monitor, "save_curves", lambda *given: False)
+        for name in () if drawn else ("save_curves", "save_sheet"):
+            patch.setattr(monitor, name, lambda *given: False)
+        yield
+
+
+def run(out, resume=False, drawn=False, **changed: Any):
+    with sharing(drawn):
         return fxplug.train(config(**changed), out=out, resume=resume, quiet=True)
 
 
