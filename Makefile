@@ -28,6 +28,7 @@ lint: install  ## ruff and mypy
 	$(BIN)/mypy fxplug
 
 test: export HF_HUB_OFFLINE = 1
+test: export PYTHONDONTWRITEBYTECODE =
 test: lint  ## lint, then all tests but the slow and the GPU ones
 	@command -v chromedriver > /dev/null || echo "tests in a browser are skipped: apt-get install chromium chromium-driver"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow and not gpu" --durations=25

@@ -16,7 +16,7 @@ import torch  # noqa: E402  (offline must be set before any library reads it)
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell has started us in the background, and children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 GOLDEN = Path(__file__).parent / "golden"
-gc.set_threshold(20_000, 20, 20)  # a graph is thousands of objects, and few of them die in cycles
+gc.set_threshold(500_000, 20, 20)  # a graph is thousands of objects, and few of them die in cycles
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 

@@ -387,7 +387,7 @@ def process() -> Any:
     """What a trace must leave alone in the process."""
     return [
         torch.get_rng_state(), hash(random.getstate()), torch.is_grad_enabled(), torch.get_default_dtype(), dict(os.environ),
-        torch.is_autocast_enabled("cpu"), nn.Module.__call__, nn.Module.__setattr__, torch.rand, torch.manual_seed,
+        torch.is_autocast_enabled("cpu"), nn.Module._call_impl, nn.Module.__setattr__, torch.rand, torch.manual_seed,
         torch.is_grad_enabled, torch.autocast.__enter__, random.random, "training" in vars(nn.Module),
         threading.active_count(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(),
     ]  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,14 @@ def ended(function: Callable[..., Any], *args: Any, folder: Path, world: int = 1
         process.join()
     texts = ["".join(path.read_text() for path in sorted(folder.glob(f"{name}-*"))) for name in ("stdout", "stderr")]
     return Ended([process.exitcode for process in processes], *texts)
+
+
+def verb(*args: str) -> None:
+    """A verb of the command line, as the program does it."""
+    from fxplug.__main__ import main
+
+    sys.argv = ["fxplug", *args]
+    main()
 
 
 def _environment(store: dist.TCPStore, world: int) -> dict[str, str]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from typing import Any
 
 import processes
+import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
 
 import fxplug
+from fxplug import flow
+from fxplug.spec.run_config import resolved
+from fxplug.training import monitor
 
 
 class Digits(Dataset[Any]):
@@ -68,8 +73,34 @@ def config(**changed: Any) -> dict[str, Any]:
     return {key: value for key, value in made.items() if value is not None}
 
 
-def run(out, resume=False, **changed: Any):
-    return fxplug.train(config(**changed), out=out, resume=resume, quiet=True)
+_traced: dict[str, Any] = {}
+_trace = flow._traced
+
+
+def _once(read, *given):
+    """A model that a configuration alone makes, traced once; the runs train copies."""
+    if not (read.model.kind == "timm" or isinstance(read.model.target, dict)) or read.weights is not None:
+        return _trace(read, *given)
+    data = resolved(read)
+    key = repr([data.get(key) for key in ("model", "inputs", "dtype", "mode", "seed", "leaf", "passes", "device")])
+    if key not in _traced:
+        _traced[key] = _trace(read, *given)
+    return copy.deepcopy(_traced[key])
+
+
+@contextlib.contextmanager
+def sharing(drawn: bool = False):
+    """Runs within have traces in common, and their pictures are left out but where a test looks at them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flow, "_traced", _once)
+        for name in () if drawn else ("save_curves", "save_sheet"):
+            patch.setattr(monitor, name, lambda *given: False)
+        yield
+
+
+def run(out, resume=False, drawn=False, **changed: Any):
+    with sharing(drawn):
+        return fxplug.train(config(**changed), out=out, resume=resume, quiet=True)
 
 
 def launched(folder, run, *cases, world=2):

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import runs
 import torch
 import transformers
 from PIL import Image
@@ -78,7 +79,8 @@ def draw(folder, out, *plugins, text="clip", **changed):
     for part in ("photos", "clip"):
         if not (Path.cwd() / part).exists():
             (Path.cwd() / part).symlink_to(folder / part)
-    return fxplug.train(config, out=out, quiet=True)
+    with runs.sharing():
+        return fxplug.train(config, out=out, quiet=True)
 
 
 class Sees(BasePlugin):

@@ -151,8 +151,7 @@ class Hooks(contextlib.ExitStack):
 
 def load(plugin, new, prefix):
     """Give a hooked plugin the weights that it has in the graph, key for key."""
-    prefix += "."
-    state = {k.removeprefix(prefix): v for k, v in new.state_dict().items() if k.startswith(prefix)}
+    state, prefix = new.get_submodule(prefix).state_dict(), f"{prefix}."
     assert state, f"nothing under {prefix}"
     plugin.load_state_dict(state)
     return [(f"{prefix}{k}", p) for k, p in plugin.named_parameters()]
@@ -476,9 +475,14 @@ CONTROLNET = """
 """
 
 
-def test_controlnet(unet, tmp_path):
-    (p,) = passes(tmp_path, CONTROLNET, inputs=COND)
-    new = fxplug.apply(unet.gm, p)
+@pytest.fixture(scope="module")
+def controlled(unet, tmp_path_factory):
+    """The UNet with its ControlNet, which tests read."""
+    return fxplug.apply(unet.gm, *passes(tmp_path_factory.mktemp("controlnet"), CONTROLNET, inputs=COND))
+
+
+def test_controlnet(unet, controlled):
+    new = controlled
     layers = parse_yaml(CONTROLNET).data["controlnet1"]
     options = {"cond_block_channels": (3, 8, 8, 8), "block_out_channels": WIDTHS}
     with Hooks(unet.model) as hooks:
@@ -491,19 +495,18 @@ def test_controlnet(unet, tmp_path):
         new(*unet.args, cond=torch.randn(2, 3, 16, 16))
 
 
-def test_controlnet_on_a_model_that_is_called_by_name(unet, tmp_path):
+def test_controlnet_on_a_model_that_is_called_by_name(unet, controlled, tmp_path):
     """As a configuration calls it: what its hooks see of the model is all that it is given."""
     named = dict(zip(("sample", "timestep", "encoder_hidden_states"), unet.args, strict=True))
     (p,) = passes(tmp_path, CONTROLNET, inputs=COND)
     by_name = fxplug.apply(fxplug.trace(unet.model, (), named), p)
-    by_place = fxplug.apply(unet.gm, p)
-    by_name.load_state_dict(by_place.state_dict())
+    by_name.load_state_dict(controlled.state_dict())
     cond = torch.randn(2, 3, 32, 32)
-    assert torch.equal(first(by_name(**named, cond=cond)), first(by_place(*unet.args, cond=cond)))
+    assert torch.equal(first(by_name(**named, cond=cond)), first(controlled(*unet.args, cond=cond)))
 
 
-def test_a_saved_controlnet_needs_no_class(unet, tmp_path):
-    new = fxplug.apply(unet.gm, *passes(tmp_path, CONTROLNET, inputs=COND))
+def test_a_saved_controlnet_needs_no_class(unet, controlled, tmp_path):
+    new = controlled
     fxplug.save(new, tmp_path / "saved")
     again = fxplug.load(tmp_path / "saved")
     cond = torch.randn(2, 3, 32, 32)

@@ -19,7 +19,7 @@ from test_parallel_faults import Tokens
 from typer.testing import CliRunner
 
 import fxplug
-from fxplug.__main__ import app, main
+from fxplug.__main__ import app
 from fxplug.cli import processes as cli_processes
 from fxplug.pages import SMALL
 from fxplug.parallel.checking import check_pretended, pretending, ways_in
@@ -183,17 +183,12 @@ def test_wrong_ways(ways, text):
     assert re.search(text, run("parallel", "c.yaml", "--ways", ways, code=1))
 
 
-def verb(*args):
-    sys.argv = ["fxplug", *args]
-    main()
-
-
 def torchrun(count, *args):
     """The verb in processes that believe that torchrun has started them."""
     folder = Path("printed")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    return processes.ended(verb, *args, folder=folder, world=count)
+    return processes.ended(processes.verb, *args, folder=folder, world=count)
 
 
 SAID = r"2 pretended processes differ from one by \S+, real ones from pretended ones by \S+; every value was compared\n"

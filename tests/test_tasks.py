@@ -5,9 +5,15 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import processes
 import pytest
+import torch
+
+from fxplug.ir.traced_module import TracedModule
 
 TASKS = Path(__file__).parent.parent / "examples" / "tasks"
 NAMES = sorted(path.stem for path in TASKS.glob("*.py") if "def check(" in path.read_text())
@@ -37,8 +43,29 @@ def test_no_task_is_longer_than_its_peers_way_and_the_table_says_so():
         assert (TASKS / script).exists(), script
 
 
+@pytest.fixture
+def forked(monkeypatch, tmp_path):
+    """The command line's verbs each in a process of its own, which need not import torch anew."""
+
+    def run(command, **options):
+        assert command[:3] == [sys.executable, "-m", "fxplug"] and options == {"capture_output": True, "text": True}
+        folder = tmp_path / f"printed-{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        done = processes.ended(processes.verb, *command[3:], folder=folder)
+        return subprocess.CompletedProcess(command, done.codes[0], done.stdout, done.stderr)
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+@pytest.fixture
+def compiled_here(monkeypatch):
+    """Our modules are compiled; the peer's numbers are the same without, and its code takes longer to compile than all else."""
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda m, **how: compiled(m, **how) if isinstance(m, TracedModule) else m)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_task(name, tmp_path, monkeypatch, capsys):
+def test_a_task(name, tmp_path, monkeypatch, capsys, forked, compiled_here):
     monkeypatch.syspath_prepend(str(TASKS))
     importlib.import_module(name).check(tmp_path / name)
     said = capsys.readouterr().out

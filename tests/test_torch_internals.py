@@ -369,6 +369,16 @@ def test_a_call_with_hooks_is_not_a_compiled_one():
     assert seen == ["hook"], "a trace would run the compiled forward of a module, of which it sees nothing"
 
 
+def test_every_call_of_a_module_asks_its_class_for_one_method(monkeypatch):
+    layer, seen = nn.Linear(2, 2), []
+    monkeypatch.setattr(nn.Module, modules.CALL, lambda module, x: seen.append(module) or x)
+    assert type(layer(torch.ones(1, 2))) is torch.Tensor and seen == [layer], "a trace would not see the calls of modules"
+    layer.compile(backend="eager")
+    assert callable(vars(layer).pop(modules.COMPILED)), "a compiled module in a model would be no part of its graph"
+    layer(torch.ones(1, 2))
+    assert seen == [layer, layer]
+
+
 def test_bases_of_torchs_layers():
     kinds = {
         modules.BatchNorm: (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),

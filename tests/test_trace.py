@@ -860,6 +860,17 @@ class Failing(Stateful):
         raise ValueError("on purpose")
 
 
+def test_a_compiled_part_of_a_model_is_in_its_graph_and_stays_compiled() -> None:
+    compiled: list[Any] = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    model[1].compile(backend=lambda graph, _: compiled.append(graph) or graph.forward)
+    model.compile(backend="eager")
+    gm = fxplug.trace(model, X())
+    assert [str(node.target) for node in gm.graph.nodes if node.op == "call_module"] == ["0", "1.0", "1.1"] and not compiled
+    assert not [m for m in gm.modules() if vars(m).get("_compiled_call_impl")]
+    assert torch.equal(model[1](X()), gm.get_submodule("1.1")(gm.get_submodule("1.0")(X()))) and len(compiled) == 1
+
+
 @pytest.mark.parametrize("kind", [Stateful, Failing])
 @pytest.mark.parametrize("real", [None, True])
 @pytest.mark.parametrize("training", [True, False])
@@ -870,7 +881,7 @@ def test_the_model_is_left_as_it_was(kind: type[Stateful], real: bool | None, tr
     values = {k: v.clone() for k, v in model.state_dict().items()}
     flags = [m.training for m in model.modules()]
     random_state = torch.get_rng_state()
-    call = nn.Module.__call__, torch.autocast.__enter__, torch.no_grad.__enter__, torch.from_numpy
+    call = nn.Module._call_impl, torch.autocast.__enter__, torch.no_grad.__enter__, torch.from_numpy
     if kind is Failing:
         with pytest.raises(ValueError, match="on purpose"):
             fxplug.trace(model, X(), real=real)
@@ -882,7 +893,7 @@ def test_the_model_is_left_as_it_was(kind: type[Stateful], real: bool | None, tr
     assert all(torch.equal(v, model.state_dict()[k]) for k, v in values.items())
     assert [m.training for m in model.modules()] == flags
     assert torch.equal(random_state, torch.get_rng_state())
-    assert call == (nn.Module.__call__, torch.autocast.__enter__, torch.no_grad.__enter__, torch.from_numpy)
+    assert call == (nn.Module._call_impl, torch.autocast.__enter__, torch.no_grad.__enter__, torch.from_numpy)
     assert "training" not in vars(nn.Module)
     state = [model.holder.last, model.holder.cache, model.nested, kind.kept, Holder.shared, GLOBAL["nested"]]
     assert state == [None, {}, {"a": [{"b": []}]}, None, None, [[]]]

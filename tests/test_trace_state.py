@@ -420,7 +420,7 @@ def fingerprint(model: nn.Module) -> Any:
         n: (id(t), t.data_ptr(), t.stride(), t.requires_grad, t._version, id(t.grad), sorted(vars(t)))
         for n, t in tensors.items()
     }
-    patched = [nn.Module.__call__, math.floor, torch.no_grad.__enter__, torch.autocast.__enter__, torch.from_numpy]
+    patched = [nn.Module._call_impl, math.floor, torch.no_grad.__enter__, torch.autocast.__enter__, torch.from_numpy]
     patched += [vars(torch.autograd.Function)["apply"], "training" in vars(nn.Module)]
     outside = [frozen(COUNTS), TOTAL, Shared.count, frozen(vars(function_attribute))]
     values = {n: frozen(t.detach()) for n, t in tensors.items()}
@@ -809,7 +809,7 @@ class Slow(nn.Module):
 
 
 def patches() -> list[Any]:
-    return [nn.Module.__call__, math.floor, math.sqrt, torch.no_grad.__enter__, "training" in vars(nn.Module)]
+    return [nn.Module._call_impl, math.floor, math.sqrt, torch.no_grad.__enter__, "training" in vars(nn.Module)]
 
 
 def test_traces_in_threads_take_turns() -> None:

@@ -41,6 +41,7 @@ def message(error, *args, **kwargs):
 def test_a_run_learns_and_leaves_all_that_it_says(tmp_path):
     done = run(
         tmp_path / "run",
+        drawn=True,
         train__epochs=12,
         train__log={"tensorboard": True},
         train__ema=0.9,

@@ -35,7 +35,7 @@ class Regions:
         self.calls: Counter[str] = Counter()
 
     def call(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands for `nn.Module.__call__` during the run."""
+        """What stands for a call of a module during the run."""
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             path = self.recording.paths.get(id(module))

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import TraceError
+from ..torch_internals.modules import CALL, COMPILED, call_with_hooks
 
 PATIENCE = 600.0  # seconds that a call of a model waits for the trace of it that another thread runs
 
@@ -22,7 +23,7 @@ class _Turn:
         self.lock = threading.RLock()
         self.thread: int | None = None
         self.open: list[tuple[contextlib.ExitStack, bool]] = []
-        self.call: Callable[..., Any] = nn.Module.__call__  # what a call of a module is while the trace lasts
+        self.call: Callable[..., Any] = call_with_hooks  # what a call of a module is while the trace lasts
 
 
 _turn = _Turn()
@@ -46,7 +47,10 @@ def alone(model: nn.Module) -> Iterator[None]:
         modules = {id(m) for m in model.modules()}
         # a thread that forward itself starts, and waits for, is part of the call
         others = {thread.ident for thread in threading.enumerate()} - {me}
-        original = turn.call = nn.Module.__call__
+        original = turn.call = getattr(nn.Module, CALL)
+        for module in model.modules():
+            if COMPILED in vars(module):  # the model's own code is what is traced
+                stack.callback(vars(module).__setitem__, COMPILED, vars(module).pop(COMPILED))
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if id(module) in modules and threading.get_ident() in others and turn.thread == me:
@@ -55,18 +59,14 @@ def alone(model: nn.Module) -> Iterator[None]:
                 turn.lock.release()
             return turn.call(module, *args, **kwargs)
 
-        stack.callback(setattr, nn.Module, "__call__", original)
-        nn.Module.__call__ = call  # type: ignore[method-assign]
+        stack.callback(setattr, nn.Module, CALL, original)
+        setattr(nn.Module, CALL, call)
         yield
 
 
 @contextlib.contextmanager
 def calls(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """For a time within a trace calls of modules are what `around` makes of torch's own.
-
-    `nn.Module.__call__` itself is set once a trace: Python then goes through all its subclasses, thousands in a process that
-    has imported the libraries of models.
-    """
+    """For a time within a trace calls of modules are what `around` makes of torch's own."""
     turn = _turn
     original = turn.call
     turn.call = around(original)

@@ -117,7 +117,8 @@ class TracedModule(fx.GraphModule):
         extras: dict[str, Any] | None = None,
     ):
         """`tree` holds parameters and children; `graphs` has one graph, or one for each of training False and True."""
-        super().__init__(nn.Module(), fx.Graph())
+        with code_when_asked():
+            super().__init__(nn.Module(), fx.Graph())
         cls = type(self)  # its own: FX makes one for each module
         cls.__name__ = cls.__qualname__ = TracedModule.__name__
         cls.__module__ = __name__.partition(".")[0]

@@ -16,7 +16,7 @@ from ..ir.containers import Container, plain_attributes
 from ..ir.editing import insert
 from ..ir.graph import Graph
 from ..ir.pytree import children, leaves, rebuilt
-from ..ir.traced_module import MODES, TracedModule
+from ..ir.traced_module import MODES, TracedModule, code_when_asked
 from ..spec.addresses import Port, identifier
 from ..torch_internals.tensors import memory_id
 
@@ -28,7 +28,8 @@ def traced(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -
     if isinstance(module, TracedModule):
         return module
     try:
-        return trace(module, map_nodes(args, _example), map_nodes(kwargs, _example))
+        with code_when_asked():  # its nodes are put into another graph
+            return trace(module, map_nodes(args, _example), map_nodes(kwargs, _example), variants=0)
     except (TraceError, SpecError) as error:
         raise type(error)(f"{what}: {error}") from error
     except Exception as error:  # the network's or torch's

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,17 +29,23 @@ class Where:
     line: int = 0
 
     def __str__(self) -> str:
-        shown = self.file
-        if Path(shown).is_absolute() and Path(shown).is_relative_to(Path.cwd()):
-            shown = str(Path(shown).relative_to(Path.cwd()))
+        shown, _ = _seen_from(os.getcwd(), self.file)
         return f"{shown}:{self.line}" if shown and self.line else shown
 
     @property
     def portable(self) -> str:
         """The same for a file that goes to other machines: of a path outside the working folder its last two parts."""
-        path = Path(self.file)
-        outside = path.is_absolute() and not path.is_relative_to(Path.cwd())
-        return str(Where("/".join(path.parts[-2:]), self.line)) if outside else str(self)
+        shown, outside = _seen_from(os.getcwd(), self.file)
+        return str(Where("/".join(Path(shown).parts[-2:]), self.line)) if outside else str(self)
+
+
+@functools.lru_cache(1024)  # each node that a pass puts in says its place
+def _seen_from(folder: str, file: str) -> tuple[str, bool]:
+    """A path as it is shown in a folder, and whether it is an absolute one outside."""
+    path = Path(file)
+    if not path.is_absolute():
+        return file, False
+    return (str(path.relative_to(folder)), False) if path.is_relative_to(folder) else (file, True)
 
 
 NOWHERE = Where()

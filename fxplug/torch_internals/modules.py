@@ -16,6 +16,8 @@ from torch.nn.modules import module as torch_module
 from torch.utils._contextlib import _DecoratorContextManager
 
 __all__ = [
+    "CALL",
+    "COMPILED",
     "GLOBAL_HOOKS",
     "TABLES",
     "WEIGHT_LISTS",
@@ -34,8 +36,12 @@ __all__ = [
 
 # where a module keeps its state; what else `nn.Module()` has are hooks and `training`
 TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
-# a call with its hooks, but not what `module.compile()` put around it; we need that `nn.Module.__call__` ends there
+# a call with its hooks, but not what `module.compile()` put around it; we need that `nn.Module.__call__` ends there, and asks
+# for it by this name: to set `__call__` itself makes Python go through all subclasses, thousands beside libraries of models
+CALL = "_call_impl"
 call_with_hooks: Callable[..., Any] = nn.Module._call_impl
+# where a module has what `module.compile()` put around its call; we need that without it the call is the module's own
+COMPILED = "_compiled_call_impl"
 # what is called before and after a module's forward
 forward_hooks: Callable[[nn.Module], tuple[Any, Any]] = attrgetter("_forward_hooks", "_forward_pre_hooks")
 _ALL_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -7,12 +7,16 @@ import copy
 import hashlib
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 import zoo
@@ -24,6 +28,7 @@ from typer.testing import CliRunner
 import fxplug
 from fxplug import ArtifactError
 from fxplug.__main__ import app
+from fxplug.artifacts import atomic_folder
 from fxplug.artifacts.module_json import difference as rebuilt_difference
 from fxplug.artifacts.module_json import write_modules
 from fxplug.artifacts.modules_read import read_modules
@@ -465,46 +470,52 @@ def test_without_exchange_the_old_folder_is_found(tmp_path: Path, monkeypatch: p
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
-KILLS = """
-import os, pathlib, random, signal, sys, time
-sys.path[:0] = sys.argv[2:]
-import torch, fxplug
-from test_artifact import small
-torch.set_num_threads(1)
-folder = pathlib.Path(sys.argv[1])
-modules = [small(0), small(1)]
-fxplug.save(modules[0], folder)
-began = time.monotonic()
-fxplug.save(modules[0], folder)
-spent = time.monotonic() - began
-rng = random.Random(0)
-for exchange in [True] * 10 + [False] * 10:
-    if not exchange:
-        fxplug.artifacts.atomic_folder._exchange = lambda a, b: False
-    fxplug.save(modules[0], folder)
+def killed(save: Callable[[], object], seconds: float) -> None:
+    """Save again and again in a process that is killed at some time."""
     saver = os.fork()
     if not saver:
         while True:
-            for module in reversed(modules):
-                fxplug.save(module, folder)
-    time.sleep(rng.random() * 4 * spent)
+            save()
+    time.sleep(seconds)
     os.kill(saver, signal.SIGKILL)
     os.waitpid(saver, 0)
-    left = sorted(p.name for p in folder.parent.iterdir())
-    again = fxplug.load(folder)
-    print([torch.equal(again.a.weight, m.a.weight) for m in modules].index(True), *left)
-fxplug.save(modules[0], folder)
-print(*os.listdir(folder.parent))
-"""
+
+
+def time_of(save: Callable[[], object]) -> float:
+    save()
+    began = time.monotonic()
+    save()
+    return time.monotonic() - began
+
+
+def kills(folder: Path) -> None:
+    modules = [small(0), small(1)]
+    spent = time_of(lambda: fxplug.save(modules[0], folder))
+    rng = random.Random(0)
+    for exchange in [True] * 10 + [False] * 10:
+        if not exchange:
+            atomic_folder._exchange = lambda a, b: False
+        fxplug.save(modules[0], folder)
+        killed(lambda: [fxplug.save(module, folder) for module in reversed(modules)], rng.random() * 4 * spent)
+        left = sorted(p.name for p in folder.parent.iterdir())
+        again = fxplug.load(folder)
+        print([torch.equal(again.a.weight, m.a.weight) for m in modules].index(True), *left)
+    fxplug.save(modules[0], folder)
+    print(*os.listdir(folder.parent), flush=True)
+
+
+def alone(function: Callable[[Path], None], tmp_path: Path) -> list[str]:
+    """What a function prints in a process of its own, which may fork: its folder has nothing beside it."""
+    for name in ("printed", "saved"):
+        (tmp_path / name).mkdir()
+    done = processes.ended(function, tmp_path / "saved" / "out", folder=tmp_path / "printed")
+    assert done.codes == [0], done.stderr
+    return done.stdout.splitlines()
 
 
 def test_a_kill_leaves_a_whole_artifact(tmp_path: Path) -> None:
-    paths = [str(Path(__file__).parents[n]) for n in range(3)]
-    command = [sys.executable, "-c", KILLS, str(tmp_path / "out"), *paths]
-    done = subprocess.run(command, capture_output=True, text=True)
-    *found, last = done.stdout.splitlines()
-    assert done.returncode == 0 and len(found) == 20, done.stderr
-    assert last == "out"
+    *found, last = alone(kills, tmp_path)
+    assert len(found) == 20 and last == "out"
     assert {line[0] for line in found} == {"0", "1"} and any("saving" in line for line in found), found
 
 
@@ -585,40 +596,25 @@ def test_where_links_cannot_be_made_files_are_written(tmp_path: Path, monkeypatc
     assert inodes(folder)["model.safetensors"] != first["model.safetensors"] and fxplug.load(folder)
 
 
-SWITCHES = """
-import os, pathlib, random, signal, sys, time
-sys.path[:0] = sys.argv[2:]
-import fxplug
-from test_artifact import inodes, slotted
-import torch
-torch.set_num_threads(1)
-folder = pathlib.Path(sys.argv[1])
-module = slotted()
-gate = next(name for name, b in module.named_buffers() if name.startswith("lora.gates"))
-fxplug.save(module, folder)
-first = inodes(folder)["model.safetensors"]
-began = time.monotonic()
-fxplug.save(module, folder)
-spent = time.monotonic() - began
-rng = random.Random(0)
-for _ in range(12):
-    saver = os.fork()
-    if not saver:
-        while True:
-            module.get_buffer(gate).add_(1)
-            fxplug.save(module, folder)
-    time.sleep(rng.random() * 4 * spent)
-    os.kill(saver, signal.SIGKILL)
-    os.waitpid(saver, 0)
-    fxplug.load(folder)
-    print(inodes(folder)["model.safetensors"] == first)
-"""
+def switches(folder: Path) -> None:
+    module = slotted()
+    gate = next(name for name, b in module.named_buffers() if name.startswith("lora.gates"))
+    spent = time_of(lambda: fxplug.save(module, folder))
+    first = inodes(folder)["model.safetensors"]
+    rng = random.Random(0)
+
+    def switched() -> None:
+        module.get_buffer(gate).add_(1)
+        fxplug.save(module, folder)
+
+    for _ in range(12):
+        killed(switched, rng.random() * 4 * spent)
+        fxplug.load(folder)
+        print(inodes(folder)["model.safetensors"] == first, flush=True)
 
 
 def test_a_kill_while_files_are_linked_leaves_a_whole_artifact(tmp_path: Path) -> None:
-    paths = [str(Path(__file__).parents[n]) for n in range(3)]
-    done = subprocess.run([sys.executable, "-c", SWITCHES, str(tmp_path / "out"), *paths], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.split() == ["True"] * 12, done.stderr
+    assert alone(switches, tmp_path) == ["True"] * 12
 
 
 # --- hostile and damaged artifacts

@@ -303,6 +303,7 @@ def test_verify_finds_nothing(case):
 
 
 @cache
+@cache
 def together(model, *without, on=None):
     """Every pass that has a case on a model, on as few copies of it as they fit on: capture and export take seconds each."""
     base, groups = getattr(small, on or model)(), []
@@ -325,6 +326,7 @@ def captured(case):
     assert "captures one graph" in _one_graph(case.base.gm, case.new, case.call), case.name
 
 
+@cache
 def all_on_a_vit():
     """More tokens are no grid, which others need: the passes that add some stand alone."""
     base, groups = small.plain_vit(), together("vit", "vpt", on="plain_vit")
