@@ -318,8 +318,10 @@ def test_files_are_put_into_the_models_that_they_have_layers_for(folder, tmp_pat
         pipe.set_adapters(name)
         torch.testing.assert_close(_picture(pipe), _picture(theirs), rtol=1e-5, atol=1e-5)
         assert not torch.allclose(_picture(pipe), before, atol=1e-3)
+    fxplug.rewrite_pipeline(pipe, adapters={"extra": files["film"]}, prompt="a cat", **CALL)
+    assert pipe.unet.adapters.names == ["ink", "film", "extra"] and pipe.unet.meta["passes"][1]["name"] == "adapter_2"
     pipe.load_lora_weights(files["film"], adapter_name="more")
-    assert pipe.unet.adapters.names == ["ink", "film", "more"]
+    assert pipe.unet.adapters.names == ["ink", "film", "more", "extra"]
 
 
 def test_passes_go_into_the_models_that_they_are_given_for(folder):
@@ -348,6 +350,9 @@ def test_a_pipeline_that_cannot_be_rewritten_is_as_it_was(folder, tmp_path):
         (None, {"adapters": {"ink": file}, "slots": 0.5}, SpecError, "slots"),
         (None, {"adapters": {"ink": other}}, ArtifactError, "layers for 'text_encoder_2', .*did you mean 'text_encoder'"),
         (None, {"adapters": {"ink": tmp_path / "missing.safetensors"}}, ArtifactError, "missing.safetensors"),
+        (lora, {}, SpecError, "passes are given by the models' names, not as .*: {\"unet\": fxplug.load_pass"),
+        (None, {"adapters": str(file)}, SpecError, "adapters are given by their own names"),
+        (None, {"adapters": {"ink": {}}}, SpecError, "adapter 'ink' is a file or a folder, not a mapping"),
         (None, {"join": True}, TraceError, "has not both 'unet' and 'controlnet'"),
     ):
         with pytest.raises(error, match=text_of):

@@ -860,6 +860,11 @@ class Failing(Stateful):
         raise ValueError("on purpose")
 
 
+def test_a_compiled_model_is_told() -> None:
+    with pytest.raises(fxplug.TraceError, match="what torch.compile made of a model: trace the model itself"):
+        fxplug.trace(torch.compile(nn.Linear(2, 2), backend="eager"), (torch.ones(1, 2),))
+
+
 def test_a_compiled_part_of_a_model_is_in_its_graph_and_stays_compiled() -> None:
     compiled: list[Any] = []
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))

@@ -74,6 +74,8 @@ def trace(
         raise TraceError(f"trace takes an nn.Module, not {type(model).__name__}")
     if isinstance(model, TracedModule):
         raise TraceError("this model is traced already; trace the model it came from")
+    if "_orig_mod" in model._modules:
+        raise TraceError("this is what torch.compile made of a model: trace the model itself, and compile its graph")
     args = args if isinstance(args, (tuple, list)) else (args,)
     patterns = [leaf] if isinstance(leaf, str) else list(leaf)
     gm = _checked_trace(model, patterns, real, check, (tuple(args), dict(kwargs or {})), False)

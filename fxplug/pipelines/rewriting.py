@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from itertools import count
 from typing import Any, TypeVar
 
 from ..adapters.files import read
 from ..errors import ArtifactError, SpecError, did_you_mean, shown
+from ..ir.traced_module import TracedModule
 from ..rewriter.adapter_passes import adapter_pass
 from ..rewriter.applying import apply
 from ..spec.rules import Pass
@@ -17,6 +19,7 @@ from .tracing import models_of, trace_pipeline
 P = TypeVar("P", bound=Callable[..., Any])
 Passes = Pass | Iterable[Pass]
 DENOISERS = "unet", "transformer"
+EXAMPLES = {"passes": '{"unet": fxplug.load_pass(...)}', "adapters": '{"ink": "ink.safetensors"}'}
 OF_DENOISERS = *DENOISERS, "diffusion_model", ""  # how files call the layers of whichever of them is there
 
 
@@ -38,12 +41,17 @@ def rewrite_pipeline(
     there on `pipe.set_adapters` and its kin work as ever. `join` and `variants` are those of `trace_pipeline`. Without passes
     and adapters every model that the call calls is traced and put in.
 
-    Raises TraceError as `trace_pipeline` does, ArtifactError for a file that cannot be read or has layers for a model that is
-    not there, and as `apply` does; the pipeline is as it was then.
+    Raises SpecError for other things than these, TraceError as `trace_pipeline` does, ArtifactError for a file that cannot be
+    read or has layers for a model that is not there, and as `apply` does; the pipeline is as it was then.
     """
+    for what, given in (("passes", passes), ("adapters", adapters)):
+        if not isinstance(given, (Mapping, type(None))):
+            named = "the models' names" if what == "passes" else "their own names"
+            raise SpecError(f"{what} are given by {named}, not as {shown(given)}: {EXAMPLES[what]}")
     wanted = {name: list(_listed(given, name)) for name, given in (passes or {}).items()}
     for name, files in _by_part(pipe, adapters or {}).items():
-        wanted.setdefault(name, []).append(adapter_pass({"files": files, **({} if slots is None else {"slots": slots})}))
+        settings = {"files": files, "name": _free(getattr(pipe, name)), **({} if slots is None else {"slots": slots})}
+        wanted.setdefault(name, []).append(adapter_pass(settings))
     parts = [*wanted, *(["unet"] if join and "unet" not in wanted else [])] or None
     made = trace_pipeline(pipe, parts=parts, join=join, variants=variants, **call)
     for name, own in wanted.items():
@@ -53,6 +61,12 @@ def rewrite_pipeline(
     for name, model in made.items():
         setattr(pipe, name, model)
     return pipe
+
+
+def _free(model: Any) -> str:
+    """A name for a pass of files that a model does not have yet."""
+    taken = {entry["name"] for entry in model.meta.get("passes", [])} if isinstance(model, TracedModule) else ()
+    return next(name for name in ("adapter", *(f"adapter_{n}" for n in count(2))) if name not in taken)
 
 
 def _listed(given: Any, name: str) -> Iterable[Pass]:
@@ -67,6 +81,11 @@ def _by_part(pipe: Any, adapters: Mapping[str, Any]) -> dict[str, dict[str, Any]
     models = models_of(pipe)
     found: dict[str, dict[str, Any]] = {}
     for adapter, path in adapters.items():
+        if not isinstance(path, (str, os.PathLike)):
+            raise SpecError(
+                f"adapter {shown(adapter)} is a file or a folder, not {shown(path)}: what is loaded already goes by "
+                "trace_pipeline, pass_for and adapters.load"
+            )
         for part in read(path, meta=True).parts:
             names = [part, *(DENOISERS if part in OF_DENOISERS else ())]
             name = next((each for each in names if each in models), None)
