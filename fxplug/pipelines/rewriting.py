@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from itertools import count
+from itertools import chain, count
 from typing import Any, TypeVar
 
 from ..adapters.files import read
@@ -66,7 +66,7 @@ def rewrite_pipeline(
 def _free(model: Any) -> str:
     """A name for a pass of files that a model does not have yet."""
     taken = {entry["name"] for entry in model.meta.get("passes", [])} if isinstance(model, TracedModule) else ()
-    return next(name for name in ("adapter", *(f"adapter_{n}" for n in count(2))) if name not in taken)
+    return next(name for name in chain(["adapter"], (f"adapter_{n}" for n in count(2))) if name not in taken)
 
 
 def _listed(given: Any, name: str) -> Iterable[Pass]:

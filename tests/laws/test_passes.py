@@ -303,7 +303,6 @@ def test_verify_finds_nothing(case):
 
 
 @cache
-@cache
 def together(model, *without, on=None):
     """Every pass that has a case on a model, on as few copies of it as they fit on: capture and export take seconds each."""
     base, groups = getattr(small, on or model)(), []
