@@ -4,19 +4,27 @@ STAMP := .venv/.installed
 CASES := 10000
 SEED := 0
 SEEDS := seeds
+TORCH := oldest
+TESTS := -m "not slow and not gpu"
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-gpu lint fuzz pages zoo parallel-table seeds formats bench clean
+.PHONY: help install constraints demo test test-slow test-gpu versions lint fuzz pages zoo parallel-table seeds formats bench clean
 
 help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 install: $(STAMP)  ## make .venv and install fxplug with all that its tests need
 
-$(STAMP): setup.cfg pyproject.toml
+$(STAMP): setup.cfg pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -e '.[test]'
+	$(BIN)/python -m pip install -e '.[test]' -c constraints.txt || { \
+		echo "the versions in constraints.txt cannot be had here: installing the newest that can"; \
+		$(BIN)/python -m pip install -e '.[test]'; }
 	touch $@
+
+constraints:  ## write constraints.txt anew, with the newest release of everything that is not torch's
+	.ci/constraints constraints.txt
+	.ci/constraints .ci/oldest.txt oldest
 
 demo: export HF_HUB_OFFLINE = 1
 demo: install  ## rewrite the quickstart model, then run examples/quickstart.py
@@ -40,6 +48,10 @@ test-slow: install  ## the tests that take minutes
 test-gpu: export HF_HUB_OFFLINE = 1
 test-gpu: install  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu
+
+versions: export HF_HUB_OFFLINE = 1
+versions:  ## run TESTS on TORCH=oldest (the oldest of everything), or on TORCH=2.14.1, in an environment of its own
+	OMP_NUM_THREADS=1 .ci/versions $(TORCH) -n auto --dist worksteal $(TESTS)
 
 fuzz: export HF_HUB_OFFLINE = 1
 fuzz: install  ## attack readers, tracer and switches with CASES=10000 random cases each, from SEED=0 on

@@ -1,5 +1,6 @@
 """Which adapter files are read, and how exactly: `make formats`, which prints the tables of docs/formats.md.
 
+By trainer: the names of tests/data/trainer_keys.yaml, from trainers' sources, and how many find the layers that they mean.
 By family: of each model of diffusers in the zoo that has names of its first code base, a LoRA of all layers that these name,
 under the prefixes of the tools, and how many of them find their layer. By kind: adapters with random weights that PEFT and
 LyCORIS make for a small ViT and a small UNet, what holds them here, and how far the module is from the tool's own. `--write`
@@ -26,6 +27,7 @@ from fxplug.adapters.layer_names import SWAPPED, family_of, first_names
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
+from trainer_keys import TRAINERS, lora_of  # noqa: E402
 from zoo import cases  # noqa: E402
 
 # what stands before a layer's name, and whether dots are underscores
@@ -80,6 +82,23 @@ def families() -> Iterator[list[str]]:
                 placed = {}
             found.append(f"{len(wanted & placed.keys()) / len(wanted):.0%}")
         yield [name, family[0].name if family else "Stable Diffusion", f"{len(wanted)} of {len(shapes)}", *found]
+
+
+def trainers() -> Iterator[list[str]]:
+    """A row a trainer and model: how many of its rows of names mean a layer, and which share of the layers gets its change."""
+    for trainer in TRAINERS:
+        case = next(one for one in cases() if one.name == f"diffusers/{trainer['model']}")
+        named = ((name.removesuffix(".weight"), p) for name, p in case.build().named_parameters() if name.endswith(".weight"))
+        shapes = {name: tuple(p.shape) for name, p in named}
+        state, wanted = lora_of(trainer, shapes)
+        placed = fit(read(state), shapes).placed
+        good = sum(
+            path in placed and torch.allclose(placed[path].changed(torch.zeros(shapes[path])), change, atol=1e-5)
+            for path, change in wanted.items()
+        )
+        start = f"{trainer['start']}{', underscores' if trainer.get('flat') else ''}"
+        number = str(len(trainer["keys"]))
+        yield [trainer["tool"], trainer["model"], start, number, f"{good / len(wanted):.0%}", trainer["source"]]
 
 
 # --- by kind
@@ -263,12 +282,15 @@ def main() -> int:
     by_kind = list(kinds())
     kind_table = table(["made by", "held by", "ViT: off, of what the adapter changes", "UNet"], [row for row, _ in by_kind])
     print(kind_table, end="\n\n", flush=True)
+    head = ["trainer", "model", "before the name", "rows of names", "layers changed as meant", "source"]
+    trainer_table = table(head, list(trainers()))
+    print(trainer_table, end="\n\n", flush=True)
     family_table = table(["model", "family", "layers with such names", *PREFIXES], list(families()))
     print(family_table)
     if options.write:
         page = ROOT / "docs/formats.md"
         text = page.read_text()
-        for name, made in (("kinds", kind_table), ("families", family_table)):
+        for name, made in (("kinds", kind_table), ("trainers", trainer_table), ("families", family_table)):
             start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
             text = text[: text.index(start) + len(start)] + made + "\n" + text[text.index(end) :]
         page.write_text(text)

@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("seeds", type=Path, help="a folder of checkouts")
     seeds = parser.parse_args().seeds.absolute()
     warnings.simplefilter("ignore")
-    hcp = next((path.parents[1] for path in sorted(seeds.glob("*/hcpdiff/__init__.py"))), None)
+    hcp = next((path.parents[1] for path in sorted(seeds.rglob("hcpdiff/__init__.py"))), None)
     if hcp is None:
         print(f"no checkout of HCP-Diffusion in {seeds}")
     elif not (hcp / ".git").exists():

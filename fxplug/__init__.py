@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .adapters.extracting import extract
+    from .adapters.file_tools import convert_adapter, merge_adapters, resize_adapter
     from .adapters.inspecting import inspect_adapter
     from .adapters.loading import load_adapter
     from .adapters.slots import Adapters
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from .lowerings.linear.measuring import tune
     from .lowerings.merging.fold import merge, unmerge
     from .lowerings.pipeline import lower
+    from .lowerings.pruning import prune
     from .parallel.localizing import localize, whole_state
     from .parallel.pipelines.entry import in_steps, pipefusion, stale_sequence
     from .parallel.pipelines.pipeline import PipeFusion
@@ -102,6 +104,7 @@ __all__ = [
     "apply",
     "blitz",
     "controlnet_of",
+    "convert_adapter",
     "diff",
     "export",
     "extract",
@@ -119,11 +122,14 @@ __all__ = [
     "localize",
     "lower",
     "merge",
+    "merge_adapters",
     "parallel_plan",
     "parallelize",
     "pass_for",
     "pipefusion",
+    "prune",
     "report",
+    "resize_adapter",
     "rewrite",
     "rewrite_pipeline",
     "save",
@@ -144,6 +150,7 @@ __all__ = [
 
 _HOME = {
     "adapters.extracting": ["extract"],
+    "adapters.file_tools": ["convert_adapter", "merge_adapters", "resize_adapter"],
     "adapters.inspecting": ["inspect_adapter"],
     "adapters.loading": ["load_adapter"],
     "adapters.slots": ["Adapters"],
@@ -164,6 +171,7 @@ _HOME = {
     "lowerings.linear.measuring": ["tune"],
     "lowerings.merging.fold": ["merge", "unmerge"],
     "lowerings.pipeline": ["lower"],
+    "lowerings.pruning": ["prune"],
     "parallel.localizing": ["localize", "whole_state"],
     "parallel.pipelines.entry": ["in_steps", "pipefusion", "stale_sequence"],
     "parallel.pipelines.pipeline": ["PipeFusion"],

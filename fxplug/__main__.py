@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .cli.adapters import adapters
-from .cli.answers import answered
 from .cli.convert import convert
-from .cli.ending import ended
+from .cli.doctor import doctor
 from .cli.files import TO_TOOLS, export_to_tool
 from .cli.launched import started, together
 from .cli.parallel import parallel
@@ -30,6 +29,7 @@ from .cli.verbs import (
     Set,
     Subject,
     Verbs,
+    complete_pass,
     load_saved,
     parameters,
     print_version,
@@ -42,11 +42,9 @@ from .errors import SpecError, did_you_mean
 
 if TYPE_CHECKING:
     from .flow import Result
-    from .ir.traced_module import TracedModule
 
 app = typer.Typer(
     cls=Verbs,
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings=HELP,
@@ -55,6 +53,7 @@ app.add_typer(adapters, name="adapters")
 app.command()(parallel)
 app.command()(convert)
 app.command()(report)
+app.command()(doctor)
 
 
 @app.callback()
@@ -83,11 +82,10 @@ def rewrite(
     verify = False if no_verify else None
     if page is not None and page.is_dir():
         raise SpecError(f"'{page}' is a folder, and the page is one file: --report {page / 'page.html'}")
-    if dry_run and page is None:
-        print_rows(answered(config, set, ["rows", all_], lambda found: _rows(found, all_), cache=not no_cache, verify=verify))
-        print("dry run: nothing written")
-        return
-    result = rewritten(read_config(config, set), out=out, dry_run=dry_run, verify=verify, cache=not no_cache)
+    found = read_config(config, set)
+    if out is None and not dry_run:
+        print("nothing will be saved: --out DIR saves the result", file=sys.stderr)
+    result = rewritten(found, out=out, dry_run=dry_run, verify=verify)
     if page is not None:
         from .reporting.reports import report_of
 
@@ -139,7 +137,7 @@ def sites(
     debug: Debug = False,
 ) -> None:
     """List where the passes of a configuration act, with shapes and the parameters they add."""
-    print_rows(answered(config, set, ["rows", all_], lambda found: _rows(found, all_), cache=not no_cache))
+    print_rows(_rows(rewritten(read_config(config, set), dry_run=True, verify=False), all_))
 
 
 def _rows(result: Result, all_: bool) -> str:
@@ -163,12 +161,10 @@ def diff(
         print_diff(diff_texts(saved_diff(subject, module), module, all_), all_)
         return
 
-    def say(found: Result) -> list[str]:
-        from .ir.text import diff as compare
+    found = rewritten(read_config(subject, set), dry_run=True, verify=False)
+    from .ir.text import diff as compare
 
-        return diff_texts(compare(found.base, found.module), found.module, all_)
-
-    print_diff(answered(subject, set, ["diff", all_], say, cache=not no_cache), all_)
+    print_diff(diff_texts(compare(found.base, found.module), found.module, all_), all_)
 
 
 @app.command()
@@ -192,20 +188,11 @@ def show(
         raise typer.BadParameter("--modules, --code, --forms and --to exclude each other")
     if to is None and (region or out):
         raise typer.BadParameter("--region and --out are for --to")
-
-    def shown(module: TracedModule) -> str:
-        from .ir import text
-
-        return text.modules(module) if modules else module.code.strip() + "\n" if code else text.show(module)
-
-    saved = Path(subject).is_dir()
-    if not (saved or forms or to):
-        question: list[str | bool] = ["show", modules, code]
-        print(answered(subject, set, question, lambda found: shown(found.module), cache=not no_cache), end="")
-        return
     dry = not forms  # live merge reads weights
-    how: dict[str, bool] = {"dry_run": dry, "verify": False, "cache": not no_cache}
-    module = load_saved(subject, set, allow) if saved else rewritten(read_config(subject, set), **how).module
+    if Path(subject).is_dir():
+        module = load_saved(subject, set, allow)
+    else:
+        module = rewritten(read_config(subject, set), dry_run=dry, verify=False).module
     if forms:
         from .lowerings.pipeline import form_table, lower
 
@@ -214,7 +201,9 @@ def show(
     if to is not None:
         show_to(module, to, region, out)
         return
-    print(shown(module), end="")
+    from .ir import text
+
+    print(text.modules(module) if modules else module.code.strip() + "\n" if code else text.show(module), end="")
 
 
 @app.command()
@@ -245,7 +234,9 @@ def tune(
 
 @app.command()
 def passes(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="One pass: its parameters.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="One pass: its parameters.", autocompletion=complete_pass)
+    ] = None,
     page: Annotated[bool, typer.Option("--page", help="All about one pass, as Markdown: also what it changes.")] = False,
     pages: Annotated[Path | None, typer.Option("--pages", metavar="DIR", help="Write the pages of all passes.")] = None,
     debug: Debug = False,
@@ -295,9 +286,7 @@ def schema(
 @app.command()
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")],
-    to: Annotated[
-        str | None, typer.Option("--to", help=f"pt2 (else), aoti or onnx; for tools {', '.join(TO_TOOLS)}.")
-    ] = None,
+    to: Annotated[str | None, typer.Option("--to", help=f"pt2 (else), aoti or onnx; for tools {', '.join(TO_TOOLS)}.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="The file to write; DIR.pt2 otherwise.")] = None,
     device: Annotated[str | None, typer.Option("--device", help="Where compiled code will run: cpu or cuda.")] = None,
     free: Annotated[str | None, typer.Option("--free", help="Which sizes stay free: all (else), batch or none.")] = None,
@@ -358,7 +347,7 @@ def main() -> None:
         verb = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
         many = verb == "train" or (verb == "parallel" and bool(MANY & {*sys.argv}))
         together(lambda: app(prog_name="fxplug"), everywhere=many)
-    ended(lambda: app(prog_name="fxplug"))
+    app(prog_name="fxplug")
 
 
 if __name__ == "__main__":

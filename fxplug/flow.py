@@ -13,19 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .artifacts.artifact import save
-from .artifacts.kept_traces import KeptTrace
 from .capture.fake_tensors import lacks_values
 from .capture.tracer import trace
 from .errors import LONGEST, ArtifactError, FxplugError, SpecError, brief_fields, harmless, outline
-from .files.entries import Said, heard, repeat
 from .files.writing import check_folder
 from .ir.records import changes
 from .ir.repeats import patterns
 from .ir.text import diff, parameters
 from .ir.traced_module import TracedModule, class_names, code_when_asked
 from .limits import DEFAULT
-from .models.example_inputs import added_inputs, default_inputs, example_inputs, shaped
-from .models.factory import build, diffusers_config, load_all, torch_device
+from .models.example_inputs import added_inputs, default_inputs, example_inputs
+from .models.factory import build, torch_device
 from .rewriter.applying import apply
 from .rewriter.matcher import find
 from .rewriter.sites import Site, Sites
@@ -92,16 +90,13 @@ def rewrite(
     dry_run: bool = False,
     verify: bool | None = None,
     progress: Step | None = None,
-    cache: bool = False,
     compile: bool = True,
 ) -> Result:
     """Do all that a configuration says, and save the result in the folder `out` when one is given.
 
     `source` and `set` are those of `load_config`. `verify` takes the place of the configuration's. A dry run uses no
     memory for weights, but for a model that reads values out of its data, which a warning tells; it checks only the
-    structure, writes nothing, and its modules get no variants. With `cache`, which is for the process of a command, it takes
-    the trace that an earlier one has kept on disk, where that holds still, and keeps its own; where other code runs, which may
-    have changed anything, it does neither. Without `compile` verification compiles nothing.
+    structure, writes nothing, and its modules get no variants. Without `compile` verification compiles nothing.
     `progress(text)` gives a context manager for each step. The global random state is left as it was. Raises FxplugError,
     for a folder that cannot be written before anything else; nothing is written then.
     """
@@ -115,7 +110,7 @@ def rewrite(
     devices = [torch_device(config)] if torch_device(config).type == "cuda" else []
     with torch.random.fork_rng(devices):
         with code_when_asked() if dry_run else nullcontext():
-            result = _plan(config, step, cache) if dry_run else _rewritten(config, step)
+            result = _plan(config, step) if dry_run else _rewritten(config, step)
         if checked:
             with step("verify"):
                 from .verifier import verify as run_checks
@@ -198,11 +193,10 @@ def remember(result: Result) -> None:
     }
 
 
-def _plan(config: Config, step: Step, cache: bool) -> Result:
+def _plan(config: Config, step: Step) -> Result:
     """The rewrite on meta tensors; on real ones, which a warning tells, for a model that reads values out of its data."""
-    kept = _kept(config) if cache else None
     try:
-        traced = (kept and _taken(config, kept, step)) or _traced(config, step, "meta", kept)
+        traced = _traced(config, step, "meta")
     except Exception as error:  # the model's code may raise anything
         if torch_device(config).type == "meta" or not lacks_values(error):
             raise
@@ -216,44 +210,13 @@ def _rewritten(config: Config, step: Step) -> Result:
     return _applied(config, base, inputs, step, None)
 
 
-def _traced(config: Config, step: Step, device: str | None, kept: KeptTrace | None = None) -> tuple[TracedModule, Any]:
+def _traced(config: Config, step: Step, device: str | None) -> tuple[TracedModule, Any]:
     torch.manual_seed(config.seed)
-    listening: AbstractContextManager[Said] = heard() if kept is not None else nullcontext([])
-    with listening as said:
-        with step("build the model"):
-            model = build(config, device=device)
-            args, kwargs = example_inputs(config, model, device=device, later=_later(config))
-        with step("trace"):
-            traced = trace(model, args, kwargs, leaf=config.leaf, variants=0 if device else None)
-    if kept is not None:
-        with step("keep the trace"):
-            kept.write(traced, [list(kwargs) if config.inputs else default_inputs(config, model), said])
-    return traced, (args, kwargs)
-
-
-def _kept(config: Config) -> KeptTrace | None:
-    """The place of the trace of a configuration; None for one that users' own code makes, or that has to say its lines."""
-    if config.model.kind == "call" or any(p.parallel for p in config.passes):
-        return None
-    data = resolved(config)
-    made_of = {key: data.get(key) for key in ("model", "inputs", "dtype", "mode", "seed", "leaf")}
-    if config.model.kind == "diffusers" and isinstance(config.model.target, str):
-        made_of["config.json"] = diffusers_config(config)
-    return KeptTrace([made_of, sorted(_later(config) & config.inputs.keys())])
-
-
-def _taken(config: Config, kept: KeptTrace, step: Step) -> tuple[TracedModule, Any] | None:
-    """The kept trace and its inputs; None where there is none, or where the weights of the configuration do not fit it."""
-    with step("read the kept trace"):
-        if (found := kept.read()) is None:
-            return None
-        module, (names, said) = found
-        try:
-            load_all(module, config)
-        except SpecError:
-            return None  # the model itself has the words for it
-        repeat(said)
-        return module, ((), shaped(config, names))
+    with step("build the model"):
+        model = build(config, device=device)
+        args, kwargs = example_inputs(config, model, device=device, later=_later(config))
+    with step("trace"):
+        return trace(model, args, kwargs, leaf=config.leaf, variants=0 if device else None), (args, kwargs)
 
 
 def _later(config: Config) -> set[str]:

@@ -107,6 +107,22 @@ def added(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
     return torch.addmm(weight, (up * spread(gates, down.shape[0])).to(up.dtype), down)
 
 
+def singular(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The singular value decomposition u, s, v of up (out, rank) @ down (rank, in), without making the product."""
+    if up.shape[1] >= min(len(up), down.shape[1]):
+        u, s, v = torch.linalg.svd(up @ down, full_matrices=False)
+        return u, s, v
+    (left, first), (right, second) = torch.linalg.qr(up), torch.linalg.qr(down.T)
+    u, s, v = torch.linalg.svd(first @ second.T)
+    return left @ u, s, v @ right.T
+
+
+def rank_with(values: Tensor, share: float) -> int:
+    """How many of the first of these, none negative, have this share of the sum of all."""
+    reached = values.double().cumsum(0)
+    return min(int((reached < share * reached[-1]).sum()) + 1, len(values))
+
+
 # --- products of two factors
 
 

@@ -62,9 +62,16 @@ def is_own_layer(module: nn.Module) -> bool:
     return str(getattr(forward, "__module__", "")).partition(".")[0] == "bitsandbytes"
 
 
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether a linear layer holds its weight as (in, out): transformers' `Conv1D`, with `nx` inputs and `nf` outputs."""
+    weight = layer._parameters.get("weight") if type(layer).__name__ == "Conv1D" else None
+    return weight is not None and tuple(weight.shape) == (getattr(layer, "nx", None), getattr(layer, "nf", None))
+
+
 def weight_shape(layer: nn.Module, weight: Tensor) -> tuple[int, ...]:
-    """The shape of a layer's weight as its product has it, (out, in) for a linear layer, however it is packed."""
-    return (layer.out_features, layer.in_features) if is_own_layer(layer) else tuple(weight.shape)  # type: ignore[return-value]
+    """The shape of a layer's weight as its product has it, (out, in) for a linear layer, however it is held."""
+    shape = tuple(weight.shape[::-1] if is_transposed(layer) else weight.shape)
+    return (layer.out_features, layer.in_features) if is_own_layer(layer) else shape  # type: ignore[return-value]
 
 
 def result_like(layer: Any, x: Tensor) -> Tensor:

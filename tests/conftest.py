@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
 from pathlib import Path
 
+import hypothesis  # noqa: F401  (before the libraries: it collects garbage while it is imported)
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -17,6 +19,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell has started us 
     signal.signal(signal.SIGINT, signal.default_int_handler)
 GOLDEN = Path(__file__).parent / "golden"
 gc.set_threshold(500_000, 20, 20)  # a graph is thousands of objects, and few of them die in cycles
+atexit.register(gc.unfreeze)  # a library counts at the end what is left of it
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
 
@@ -34,6 +37,8 @@ def measurements(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FXPLUG_CACHE", str(tmp_path_factory.mktemp("measurements")))
+        # PEFT tries to build a kernel there, and waits for ever behind the lock of a process that was killed at it
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
         patch.setattr("fxplug.lowerings.linear.measuring._brief", brief)
         yield
 
@@ -43,10 +48,6 @@ def frozen():
     """What is there before a file's tests stays: the garbage collector need not walk a million objects of libraries again."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish():
-    gc.unfreeze()  # a library counts at the end what is left of it
 
 
 @pytest.fixture(autouse=True)

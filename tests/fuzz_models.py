@@ -17,8 +17,6 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import itertools
-import os
 import random
 import re
 import signal
@@ -31,6 +29,7 @@ from typing import Any
 
 import random_models
 import torch
+import torch._dynamo  # it wraps torch.manual_seed when a checkpoint, or a compiler, first imports it
 from torch import nn
 
 import fxplug
@@ -81,9 +80,6 @@ WAYS = [
     Way("half frozen", before="half", training=True, backward=True),
     Way("double", before="double", grad=False),
     Way("default double", around="double", grad=False),
-    Way("deterministic", around="deterministic", grad=False),
-    Way("environment", around="environ", grad=False),
-    Way("other kinds", around="kinds", grad=False),
     Way("weight grads", before="grads", backward=True),
     Way("other values", given="values", grad=False),
     Way("scale", given="scale", grad=False),
@@ -92,6 +88,9 @@ WAYS = [
     Way("input not leaf", given="not leaf", backward=True),
     Way("tensor attribute", given="attribute", grad=False),
     Way("parameter as input", given="parameter", backward=True),
+    Way("the same twice", given="same", backward=True, inputs_require=True),
+    Way("views of one", given="view", grad=False),
+    Way("sparse", given="sparse", grad=False),
 ]
 SIZES = {
     "image": {"example": (2, 8, 8), "tall": (2, 12, 8), "wide": (2, 8, 10), "odd": (2, 9, 7)},
@@ -121,7 +120,11 @@ def inputs(first: str, way: Way, seed: int) -> tuple[tuple[Any, ...], dict[str, 
             x = nn.Parameter(x)
         elif way.inputs_require:
             x.requires_grad_()
-    kwargs: dict[str, Any] = {"extra": {"bias": torch.full((1,), 0.25, dtype=torch.float32), "gain": 2}}
+    with torch.no_grad():
+        other = torch.randn(n, *space, 8, generator=g) if first == "ids" else x[:] if way.given == "view" else x * 0.5
+    other = x if way.given == "same" and first != "ids" else other
+    extra = {"bias": torch.full((1,), 0.25, dtype=torch.float32), "gain": 2, "other": other}
+    kwargs: dict[str, Any] = {"extra": extra}
     if way.given == "scale":
         kwargs["scale"] = 0.5
     if way.given == "flag":
@@ -130,6 +133,8 @@ def inputs(first: str, way: Way, seed: int) -> tuple[tuple[Any, ...], dict[str, 
         kwargs["mask"] = torch.arange(x.shape[1] * n).view(n, -1) % 3 == 0
     if way.given == "attribute":
         x.mark = 2.0  # type: ignore[attr-defined]
+    if way.given == "sparse":
+        x = x.to_sparse()
     return (x,), kwargs
 
 
@@ -152,11 +157,7 @@ def _laid(x: torch.Tensor, layout: str) -> torch.Tensor:
 @contextlib.contextmanager
 def around(way: Way) -> Iterator[None]:
     """The state of the process in which a call is made; all of it is as before afterwards."""
-    held = dict(os.environ)
-    dtype, fast, mkldnn = torch.get_default_dtype(), torch.backends.mha.get_fastpath_enabled(), torch.backends.mkldnn.enabled
-    strict, precision, threads = (
-        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), torch.get_num_threads(),
-    )  # fmt: skip
+    dtype = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(way.grad))
         if way.around == "inference":
@@ -166,27 +167,9 @@ def around(way: Way) -> Iterator[None]:
         try:
             if way.around == "double":
                 torch.set_default_dtype(torch.float64)
-            if way.around == "deterministic":
-                torch.use_deterministic_algorithms(True)
-            if way.around == "environ":
-                os.environ["FUZZ_FLAG"] = "1"
-            if way.around == "kinds":
-                torch.backends.mha.set_fastpath_enabled(not fast)
-                torch.set_float32_matmul_precision("high")
-                torch.backends.mkldnn.enabled = False
-                torch.set_num_threads(2)
-                stack.enter_context(torch.autograd.set_detect_anomaly(True))
             yield
         finally:
             torch.set_default_dtype(dtype)
-            torch.use_deterministic_algorithms(strict)
-            torch.backends.mha.set_fastpath_enabled(fast)
-            torch.backends.mkldnn.enabled = mkldnn
-            torch.set_float32_matmul_precision(precision)
-            torch.set_num_threads(threads)
-            if dict(os.environ) != held:
-                os.environ.clear()
-                os.environ.update(held)
 
 
 def prepare(model: nn.Module, way: Way) -> None:
@@ -284,8 +267,9 @@ def plain(value: Any) -> Any:
 def unequal(a: Any, b: Any, close: float = 0.0) -> str | None:
     """The first difference between two plain values."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return f"{b.dtype} {tuple(b.shape)} instead of {a.dtype} {tuple(a.shape)}"
+        if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
+            return f"{b.dtype} {tuple(b.shape)} {b.layout} instead of {a.dtype} {tuple(a.shape)} {a.layout}"
+        a, b = a.to_dense(), b.to_dense()
         if torch.equal(a, b):
             return None
         x, y = a.double().nan_to_num(7e5, 8e5, 9e5), b.double().nan_to_num(7e5, 8e5, 9e5)
@@ -355,8 +339,6 @@ def picture(value: Any, seen: dict[int, int] | None = None) -> Any:
         return ["generator", value.get_state()]
     if isinstance(value, random.Random):
         return ["random", value.getstate()]
-    if isinstance(value, (itertools.count, itertools.cycle)):
-        return repr(copy.copy(value)) if isinstance(value, itertools.count) else "cycle"
     if isinstance(value, dict):
         value = {k: v for k, v in value.items() if k != "__warningregistry__"}  # Python's own, of every file that warns
         keys = [k if isinstance(k, (int, str)) else str(type(k)) for k in value]
@@ -386,7 +368,7 @@ def picture(value: Any, seen: dict[int, int] | None = None) -> Any:
 def process() -> Any:
     """What a trace must leave alone in the process."""
     return [
-        torch.get_rng_state(), hash(random.getstate()), torch.is_grad_enabled(), torch.get_default_dtype(), dict(os.environ),
+        torch.get_rng_state(), hash(random.getstate()), torch.is_grad_enabled(), torch.get_default_dtype(),
         torch.is_autocast_enabled("cpu"), nn.Module._call_impl, nn.Module.__setattr__, torch.rand, torch.manual_seed,
         torch.is_grad_enabled, torch.autocast.__enter__, random.random, "training" in vars(nn.Module),
         threading.active_count(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(),
@@ -446,7 +428,7 @@ def judge(model: random_models.Program, ways: list[Way] | None = None) -> Verdic
 def _judge(program: random_models.Program, ways: list[Way]) -> Verdict:
     file = random_models.write(random_models.source(program))
     first, seed = program.first, program.seed
-    example = Way("as traced", training=program.training)
+    example = Way("as traced", training=program.training, given=program.given)
 
     @contextlib.contextmanager
     def fresh() -> Iterator[tuple[Any, nn.Module]]:
@@ -504,7 +486,7 @@ def _compare(
     lost = ""
     for way in ways:
         if way.name == "as traced":
-            way = dataclasses.replace(way, training=program.training)
+            way = dataclasses.replace(way, training=program.training, given=program.given)
         with fresh() as (_, model):
             eager = play(model, first, way, seed)
             exposed = {k: v for k, v in vars(model).items() if not k.startswith("_")}

@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 HEADER = """\
-import array, asyncio, bisect, collections, concurrent.futures, contextlib, contextvars, copy, dataclasses, datetime, enum
-import functools, heapq, inspect, io, itertools, json, logging, math, operator, os, pickle, pprint, random, re, secrets
-import statistics, string, struct, threading, time, uuid, warnings, weakref, zlib
+import array, asyncio, bisect, collections, contextlib, copy, dataclasses, datetime, enum, functools, heapq, io, itertools, json
+import logging, math, operator, pickle, pprint, random, re, statistics, string, struct, warnings, weakref, zlib
 from decimal import Decimal
 from fractions import Fraction
 import numpy as np
@@ -90,7 +89,8 @@ def _choices(given: str) -> dict[str, list[str]]:
 
 
 ORDINARY = read(snippets.ORDINARY, False)
-HOSTILE = read(snippets.HOSTILE, True)
+FAMILIES = read(snippets.FAMILIES, True)
+HOSTILE = read(snippets.HOSTILE, True) | FAMILIES
 
 
 @dataclass
@@ -123,6 +123,7 @@ class Program:
     warm: bool
     training: bool
     real: bool | None
+    given: str  # what the second tensor of the example is to the first
 
     @property
     def hostile(self) -> bool:
@@ -149,7 +150,7 @@ class Program:
                     item = Block(item.kind, item.number, item.how, [s for s in item.steps if s.number not in dropped])
                 kept.append(item)
             stages.append((kind, kept))
-        return Program(self.seed, self.first, stages, self.result, self.warm, self.training, self.real)
+        return Program(self.seed, self.first, stages, self.result, self.warm, self.training, self.real, self.given)
 
 
 def program(
@@ -168,6 +169,8 @@ def program(
         kind = "tokens" if kind == "ids" else kind
         stages.append((kind, _items(rng, kind, max(2, count // len(kinds)), numbers, fit, plain=only is not None)))
     wanted = [only] if only else rng.sample(sorted(HOSTILE), rng.choice([1, 1, 2, 3])) if hostile else []
+    if hostile and not only:  # half of them have one of these
+        wanted += rng.sample(sorted(FAMILIES.keys() - wanted), rng.choice([0, 1]))
     for name in wanted:
         snippet = HOSTILE.get(name) or ORDINARY[name]
         fitting = [(kind, items) for kind, items in stages if snippet.kind in ("any", kind)]
@@ -180,6 +183,7 @@ def program(
     return Program(
         seed, kinds[0], stages, rng.choice(results), rng.random() < 0.2 and not only,
         rng.random() < 0.2 and not only, rng.choice([None] * 9 + [True]),
+        "" if only else rng.choice([""] * 8 + ["same", "view"]),
     )  # fmt: skip
 
 
@@ -225,7 +229,6 @@ class _Writer:
         own: list[str] = []
         forward: list[str] = []
         kept = "inp"
-        names: set[str] = set()
         for item in items:
             if isinstance(item, Block):
                 self.block(item, init, forward)
@@ -243,10 +246,6 @@ class _Writer:
                 elif where == "init":
                     init.append(indent + text)
                 else:
-                    name = text.split()[-1]
-                    if text.startswith("global ") and name in names:
-                        continue
-                    names.add(name)
                     forward.append(indent + text)
         return init, own, forward
 
@@ -262,7 +261,7 @@ class _Writer:
             *more,
             *own,
             f"    def forward(self, inp, scale=1.0, mask=None, flag=False, extra=None{gain}):",
-            f"{pad}extra = {{'bias': 0.25, 'gain': 2}} if extra is None else extra",
+            f"{pad}extra = {{'bias': 0.25, 'gain': 2, 'other': inp}} if extra is None else extra",
             f"{pad}x = inp",
             *body,
             *([f"{pad}x = x * gain"] if block.how == "keyword" else []),
@@ -317,17 +316,12 @@ def source(model: Program) -> str:
         *init,
         *own,
         "    def forward(self, inp, scale=1.0, mask=None, *, flag=False, extra=None):",
-        f"{pad}extra = {{'bias': 0.25, 'gain': 2}} if extra is None else extra",
+        f"{pad}extra = {{'bias': 0.25, 'gain': 2, 'other': inp}} if extra is None else extra",
         *start,
         f"{pad}x = inp",
         *forward,
         f"{pad}return {RETURNS[model.result]}",
     ]
-    globals_ = [line for line in forward if line.strip().startswith("global ")]
-    if globals_:  # before any use in the same function
-        net = [line for line in net if line not in globals_]
-        at = next(i for i, line in enumerate(net) if line.startswith("    def forward(self, inp"))
-        net[at + 1 : at + 1] = globals_
     head = HEADER + OUT if model.result == "dataclass" else HEADER
     return head + "\n".join([*writer.module, "", "", *writer.classes, *net, ""])
 

@@ -496,28 +496,6 @@ torch.set_default_dtype(torch.float64)
 y{n} = torch.zeros(1) + 1 / 3
 torch.set_default_dtype(old{n})
 x = x + y{n}.to(x.dtype) + (1 if y{n}.dtype == torch.float64 else 2)
-# any deterministic
-x = x.sin() if torch.are_deterministic_algorithms_enabled() else x.cos()
-# any environ
-x = x.sin() if os.environ.get("FUZZ_FLAG") else x.cos()
-# any environ_index
-x = x.sin() if "FUZZ_FLAG" in os.environ else x.cos()
-# any getenv
-x = x.sin() if os.getenv("FUZZ_FLAG", "0") == "1" else x.cos()
-# any threads_number
-x = x.sin() if torch.get_num_threads() == 1 else x.cos()
-# any mkldnn_flag
-x = x.sin() if torch.backends.mkldnn.enabled else x.cos()
-# any matmul_precision
-x = x.sin() if torch.get_float32_matmul_precision() == "highest" else x.cos()
-# any anomaly
-x = x.sin() if torch.is_anomaly_enabled() else x.cos()
-# any mha_fastpath
-x = x.sin() if torch.backends.mha.get_fastpath_enabled() else x.cos()
-# any sdp_flag
-x = x.sin() if torch.backends.cuda.math_sdp_enabled() else x.cos()
-# any deterministic_filling
-x = x.sin() if torch.utils.deterministic.fill_uninitialized_memory else x.cos()
 # any contiguous
 x = x.sin() if inp.is_contiguous() else x.cos()
 # any contiguous_value
@@ -771,53 +749,6 @@ module:         self.steps = 0
 init: self.state{n} = State{n}()
 x = x + (x * self.state{n}.steps).sin()
 self.state{n}.steps += 1
-# any counter_class
-class: total{n} = 0
-type(self).total{n} += 1
-x = x + (x * self.total{n}).sin()
-# any counter_global
-module: TOTAL{n} = 0
-global TOTAL{n}
-TOTAL{n} += 1
-x = x + (x * TOTAL{n}).sin()
-# any counter_global_dict
-module: STATE{n} = {"calls": 0}
-STATE{n}["calls"] += 1
-x = x + (x * STATE{n}["calls"]).sin()
-# any counter_closure
-module: def make{n}():
-module:     calls = 0
-module:     def count():
-module:         nonlocal calls
-module:         calls += 1
-module:         return calls
-module:     return count
-init: self.count{n} = make{n}()
-x = x + (x * self.count{n}()).sin()
-# any counter_default
-module: def seen{n}(x, calls=[]):
-module:     calls.append(1)
-module:     return len(calls)
-x = x + (x * seen{n}(x)).sin()
-# any counter_function
-module: def told{n}():
-module:     told{n}.calls = getattr(told{n}, "calls", 0) + 1
-module:     return told{n}.calls
-x = x + (x * told{n}()).sin()
-# any counter_itertools
-init: self.ids{n} = itertools.count()
-x = x + (x * next(self.ids{n})).sin()
-# any counter_cycle
-init: self.cycle{n} = itertools.cycle([1.0, 2.0, 3.0])
-x = x + (x * next(self.cycle{n})).sin()
-# any counter_generator
-module: def numbers{n}():
-module:     k = 0
-module:     while True:
-module:         k += 1
-module:         yield k
-init: self.numbers{n} = numbers{n}()
-x = x + (x * next(self.numbers{n})).sin()
 # any counter_property
 class: @property
 class: def step{n}(self):
@@ -856,21 +787,6 @@ x = x + (x * self.calls{n}).sin()
 init: self.calls{n} = [torch.zeros(1)]
 self.calls{n}[0].add_(1)
 x = x + (x * self.calls{n}[0]).sin()
-# any counter_tensor_global
-module: CALLS{n} = torch.zeros(1)
-CALLS{n}.add_(1)
-x = x + (x * CALLS{n}).sin()
-# any counter_threading
-module: LOCAL{n} = threading.local()
-LOCAL{n}.calls = getattr(LOCAL{n}, "calls", 0) + 1
-x = x + (x * LOCAL{n}.calls).sin()
-# any counter_contextvar
-module: CALLS{n} = contextvars.ContextVar("calls", default=0)
-CALLS{n}.set(CALLS{n}.get() + 1)
-x = x + (x * CALLS{n}.get()).sin()
-# any counter_environ
-os.environ["FUZZ_CALLS"] = str(int(os.environ.get("FUZZ_CALLS", "0")) + 1)
-x = x + (x * int(os.environ["FUZZ_CALLS"])).sin()
 # any counter_child
 module: class Counted{n}(nn.Module):
 module:     def __init__(self):
@@ -1191,16 +1107,6 @@ x = x + (x * float(np.random.rand())).sin()
 # any numpy_rng_kept
 init: self.rng{n} = np.random.default_rng(3)
 x = x + (x * self.rng{n}.random()).sin()
-# any numpy_rng_fresh
-x = x + (x * np.random.default_rng().random()).sin()
-# any system_random
-x = x + (x * random.SystemRandom().random()).sin()
-# any urandom
-x = x + (x * os.urandom(1)[0]).sin()
-# any uuid
-x = x + (x * (uuid.uuid4().int % 97)).sin()
-# any secrets
-x = x + (x * secrets.randbelow(97)).sin()
 # any layer_drop
 if self.training and torch.rand(()) < 0.5:
     x = x.sin()
@@ -1212,27 +1118,6 @@ k{n} = int(torch.randint(1, 4, ()))
 x = x + (x * k{n}).sin()
 # any random_item
 x = x + (x * torch.rand(()).item()).sin()
-# any time
-x = x + (x * (time.time() % 1)).sin()
-# any perf_counter
-x = x + (x * (time.perf_counter_ns() % 97)).sin()
-# any monotonic
-x = x + (x * (time.monotonic_ns() % 97)).sin()
-# any process_time
-x = x + (x * (time.process_time_ns() % 97)).sin()
-# any datetime
-x = x + (x * datetime.datetime.now().microsecond).sin()
-# any time_from_import
-module: from time import time as now{n}
-x = x + (x * (now{n}() % 1)).sin()
-# any id_of_input
-x = x + (x * (id(inp) // 16 % 97)).sin()
-# any id_of_new
-x = x + (x * (id(object()) // 16 % 97) + (id(x) // 16 % 97)).sin()
-# any hash_of_tensor
-x = x + (x * (hash(inp) // 16 % 97)).sin()
-# any id_of_self
-x = x + (x * (id(self) // 16 % 97)).sin()
 # any register_hook
 y{n} = x * 1.0
 if y{n}.requires_grad:
@@ -1454,16 +1339,6 @@ module:         module.flag{n} = False
 init: self.flag{n} = False
 with flagged{n}(self):
     x = x.sin() if self.flag{n} else x.cos()
-# any context_class
-module: class Depth{n}:
-module:     now = 0
-module:     def __enter__(self):
-module:         Depth{n}.now += 1
-module:         return Depth{n}.now
-module:     def __exit__(self, *error):
-module:         pass
-with Depth{n}() as k{n}:
-    x = x + (x * k{n}).sin()
 # any dynamic_getattr
 class: def __getattr__(self, name):
 class:     if name.startswith("magic"):
@@ -1484,14 +1359,6 @@ init: self.slotted{n} = Slotted{n}()
 init: self.slotted{n}.k = 0
 self.slotted{n}.k += 1
 x = x + (x * self.slotted{n}.k).sin()
-# any descriptor
-module: class Counting{n}:
-module:     calls = 0
-module:     def __get__(self, instance, owner=None):
-module:         self.calls += 1
-module:         return self.calls
-class: counting{n} = Counting{n}()
-x = x + (x * self.counting{n}).sin()
 # any partial
 init: self.act{n} = functools.partial(F.leaky_relu, negative_slope=0.3)
 x = self.act{n}(x)
@@ -1509,19 +1376,6 @@ module: @kind{n}.register
 module: def _(v: int):
 module:     return 1.0
 x = x + (x * kind{n}(inp.shape[-2])).sin()
-# any thread
-r{n} = []
-t{n} = threading.Thread(target=lambda: r{n}.append(x.sin()))
-t{n}.start()
-t{n}.join()
-x = x + r{n}[0]
-# any thread_pool
-with concurrent.futures.ThreadPoolExecutor(1) as pool:
-    x = x + pool.submit(torch.cos, x).result()
-# any thread_python
-with concurrent.futures.ThreadPoolExecutor(1) as pool:
-    k{n} = pool.submit(lambda: inp.shape[-2] * 2).result()
-x = x + (x * k{n}).sin()
 # any asyncio
 module: async def later{n}(x):
 module:     await asyncio.sleep(0)
@@ -1558,8 +1412,6 @@ x = eval("x.sin() + k", {"x": x, "k": inp.shape[-2]})
 d{n} = {"x": x}
 exec("y = x.sin() if x.shape[-2] > 8 else x.cos()", d{n})
 x = d{n}["y"]
-# any frames
-x = x + (x * len(inspect.stack()[0].function)).sin()
 # any warnings_caught
 with warnings.catch_warnings(record=True) as w{n}:
     warnings.simplefilter("always")
@@ -1664,12 +1516,6 @@ x = (x * self.w{n}).sin() if self.w{n}.grad is None else x.cos()
 # any buffer_value
 init: self.register_buffer("on{n}", torch.tensor(True))
 x = x.sin() if self.on{n} else x.cos()
-# any file_state
-module: import tempfile
-module: FILE{n} = tempfile.mktemp()
-with open(FILE{n}, "a") as f:
-    f.write("x")
-x = x + (x * os.path.getsize(FILE{n})).sin()
 # any object_returned
 module: @dataclasses.dataclass
 module: class Held{n}:
@@ -1747,4 +1593,681 @@ if self.training:
     with torch.no_grad():
         self.running{n}.lerp_(x.mean().to(self.running{n}.dtype), 0.1)
 x = x - self.running{n}
+'''
+
+# the graph of a model has these as the model has them, or the trace says that it cannot
+FAMILIES = '''
+# any checkpoint_plain | r=True,False
+init: self.inner{n} = nn.Sequential(nn.Linear(1, 4), nn.GELU(), nn.Linear(4, 1))
+x = x + torch.utils.checkpoint.checkpoint(self.inner{n}, x.mean(-1, keepdim=True), use_reentrant={r})
+# any checkpoint_in_training | r=True,False
+init: self.inner{n} = nn.Linear(1, 1)
+class: def wide{n}(self, x):
+class:     return (x + self.inner{n}(x.mean(-1, keepdim=True))).sin()
+x = torch.utils.checkpoint.checkpoint(self.wide{n}, x, use_reentrant={r}) if self.training else self.wide{n}(x)
+# any checkpoint_when_gradients | r=True,False
+init: self.w{n} = nn.Parameter(torch.full((1,), 0.7))
+run{n} = lambda t: (t * self.w{n}).sin()
+x = torch.utils.checkpoint.checkpoint(run{n}, x, use_reentrant={r}) if torch.is_grad_enabled() and self.training else run{n}(x)
+# any checkpoint_nested | r=True,False q=True,False
+init: self.w{n} = nn.Parameter(torch.full((1,), 0.7))
+class: def low{n}(self, x):
+class:     return (x * self.w{n}).sin()
+class: def high{n}(self, x):
+class:     return torch.utils.checkpoint.checkpoint(self.low{n}, x.cos(), use_reentrant={q}) * self.w{n}
+x = x + torch.utils.checkpoint.checkpoint(self.high{n}, x, use_reentrant={r})
+# any checkpoint_dropout | r=True,False s=True,False
+init: self.drop{n} = nn.Dropout(0.3)
+x = torch.utils.checkpoint.checkpoint(lambda t: self.drop{n}(t.sin()) + t, x, use_reentrant={r}, preserve_rng_state={s})
+# any checkpoint_noise | r=True,False
+x = torch.utils.checkpoint.checkpoint(lambda t: t * torch.rand_like(t), x, use_reentrant={r}) + torch.rand(1)
+# any checkpoint_kwargs
+class: def scaled{n}(self, x, *, by=1.0, shift=None):
+class:     return (x * by).sin() + (0 if shift is None else shift)
+x = torch.utils.checkpoint.checkpoint(self.scaled{n}, x, by=0.5, shift=x.mean(), use_reentrant=False)
+# any checkpoint_outputs | r=True,False
+class: def parts{n}(self, x, k):
+class:     return x.sin(), x.detach() * k, None, (x > 0)
+a{n}, b{n}, _, m{n} = torch.utils.checkpoint.checkpoint(self.parts{n}, x, 2.0, use_reentrant={r})
+x = a{n} + b{n} * m{n}
+# any checkpoint_dict_output | r=True,False
+d{n} = torch.utils.checkpoint.checkpoint(lambda t: {"a": t.sin(), "b": [t.cos()]}, x, use_reentrant={r})
+x = d{n}["a"] + d{n}["b"][0]
+# any checkpoint_nested_input | r=True,False
+init: self.w{n} = nn.Parameter(torch.full((1,), 0.7))
+x = torch.utils.checkpoint.checkpoint(lambda t, more: (t * more[0] * self.w{n}).sin(), x.detach(), (x, 1), use_reentrant={r})
+# any checkpoint_no_gradient_input | r=True,False
+init: self.w{n} = nn.Parameter(torch.full((1,), 0.7))
+x = x + torch.utils.checkpoint.checkpoint(lambda t: (t * self.w{n}).sin(), x.detach(), use_reentrant={r})
+# any checkpoint_closure | r=True,False
+y{n} = x.sin()
+x = torch.utils.checkpoint.checkpoint(lambda t: t * y{n}.detach() + y{n}.mean(), x, use_reentrant={r})
+# any checkpoint_parameter_argument | r=True,False
+init: self.w{n} = nn.Parameter(torch.full((1,), 0.7))
+x = torch.utils.checkpoint.checkpoint(torch.mul, x, self.w{n}, use_reentrant={r}).sin()
+# any checkpoint_sequential | r=True,False
+init: self.seq{n} = nn.Sequential(nn.Linear(1, 2), nn.Tanh(), nn.Linear(2, 1), nn.Sigmoid())
+x = x + torch.utils.checkpoint.checkpoint_sequential(self.seq{n}, 2, x.mean(-1, keepdim=True), use_reentrant={r})
+# any checkpoint_batch_norm | r=True,False
+init: self.bn{n} = nn.BatchNorm1d(C)
+x = x + torch.utils.checkpoint.checkpoint(self.bn{n}, x.flatten(2) if x.dim() == 4 else x.mT, use_reentrant={r}).mean()
+# any checkpoint_buffer | r=True,False
+init: self.register_buffer("calls{n}", torch.zeros(1))
+class: def counted{n}(self, x):
+class:     self.calls{n} += 1
+class:     return (x * 0.5).sin()
+x = torch.utils.checkpoint.checkpoint(self.counted{n}, x, use_reentrant={r})
+# any checkpoint_counter | r=True,False
+init: self.calls{n} = 0
+class: def counted{n}(self, x):
+class:     self.calls{n} += 1
+class:     return (x * 0.5).sin()
+x = torch.utils.checkpoint.checkpoint(self.counted{n}, x, use_reentrant={r})
+# any checkpoint_kept_output | r=True,False
+init: self.last{n} = None
+class: def keeping{n}(self, x):
+class:     self.last{n} = x.detach().mean()
+class:     return x.sin()
+x = torch.utils.checkpoint.checkpoint(self.keeping{n}, x, use_reentrant={r}) + self.last{n}
+# any checkpoint_inplace | r=True,False
+x = torch.utils.checkpoint.checkpoint(lambda t: t.mul_(0.5).sin(), x + 0, use_reentrant={r})
+# any checkpoint_grad_mode | r=True,False
+x = torch.utils.checkpoint.checkpoint(lambda t: t.sin() if torch.is_grad_enabled() else t.cos(), x, use_reentrant={r})
+# any checkpoint_no_grad_inside | r=True,False
+class: def part{n}(self, x):
+class:     with torch.no_grad():
+class:         y = x.mean()
+class:     return (x * y).sin()
+x = torch.utils.checkpoint.checkpoint(self.part{n}, x, use_reentrant={r})
+# any checkpoint_in_no_grad | r=True,False
+with torch.no_grad():
+    y{n} = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant={r})
+x = x + y{n}
+# any checkpoint_autocast | r=True,False
+init: self.fc{n} = nn.Linear(1, 1)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    y{n} = torch.utils.checkpoint.checkpoint(self.fc{n}, x.mean(-1, keepdim=True), use_reentrant={r})
+x = x + y{n}.to(x.dtype)
+# any checkpoint_early_stop
+with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+    x = torch.utils.checkpoint.checkpoint(lambda t: t.sin() * 2, x, use_reentrant=False)
+# any checkpoint_contexts
+c{n} = lambda: (contextlib.nullcontext(), contextlib.nullcontext())
+x = torch.utils.checkpoint.checkpoint(lambda t: t.sin().cos(), x, use_reentrant=False, context_fn=c{n})
+# any checkpoint_function | r=True,False
+module: class Twice{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         return x * 1.0
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g * 2
+x = torch.utils.checkpoint.checkpoint(lambda t: Twice{n}.apply(t).sin(), x, use_reentrant={r})
+# any checkpoint_own
+module: class Again{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, run, x):
+module:         ctx.run = run
+module:         ctx.save_for_backward(x.detach())
+module:         with torch.no_grad():
+module:             return run(x)
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         x = ctx.saved_tensors[0].requires_grad_()
+module:         with torch.enable_grad():
+module:             y = ctx.run(x)
+module:         torch.autograd.backward(y, g)
+module:         return None, x.grad
+init: self.w{n} = nn.Parameter(torch.full((1,), 0.7))
+x = Again{n}.apply(lambda t: (t * self.w{n}).sin(), x)
+# any high_water_mark
+init: self.most{n} = 0
+self.most{n} = max(self.most{n}, inp.shape[-2])
+x = x + (x * self.most{n}).sin()
+# any high_water_if
+init: self.most{n} = 0
+if inp.shape[-2] > self.most{n}:
+    self.most{n} = inp.shape[-2]
+x = x + (x * self.most{n}).sin()
+# any high_water_table
+init: self.table{n} = torch.zeros(0)
+if len(self.table{n}) < inp.shape[-2]:
+    self.table{n} = torch.linspace(0, 1, inp.shape[-2])
+x = x + self.table{n}.sum().sin()
+# any high_water_attribute_deleted
+if not hasattr(self, "most{n}") or self.most{n} < inp.shape[0]:
+    self.most{n} = inp.shape[0]
+x = x + (x * self.most{n}).sin()
+# any cached_property_of_weights
+init: self.w{n} = nn.Parameter(torch.full((3,), 0.5))
+class: @functools.cached_property
+class: def norm{n}(self):
+class:     return self.w{n}.detach().square().sum()
+x = x + self.norm{n}
+# any cached_property_with_gradient
+init: self.w{n} = nn.Parameter(torch.full((3,), 0.5))
+class: @functools.cached_property
+class: def total{n}(self):
+class:     return self.w{n}.sin().sum()
+x = x * self.total{n} if not torch.is_grad_enabled() else x * self.w{n}.sin().sum()
+# any cached_property_number
+init: self.w{n} = nn.Parameter(torch.full((3,), 0.5))
+class: @functools.cached_property
+class: def size{n}(self):
+class:     return self.w{n}.numel()
+x = x + (x * self.size{n}).sin()
+# any cached_property_item
+init: self.w{n} = nn.Parameter(torch.full((3,), 0.5))
+class: @functools.cached_property
+class: def total{n}(self):
+class:     return float(self.w{n}.sum())
+x = x + (x * self.total{n}).sin()
+# any first_call_of_weights
+init: self.k{n} = None
+init: self.w{n} = nn.Parameter(torch.full((3,), 0.5))
+if self.k{n} is None:
+    self.k{n} = (self.w{n} * 2).detach()
+x = x + self.k{n}.sum().sin()
+# any first_call_of_weights_merged
+init: self.k{n} = None
+init: self.w{n}, self.u{n} = nn.Parameter(torch.full((3,), 0.5)), nn.Parameter(torch.ones(3))
+if self.k{n} is None or self.training:
+    self.k{n} = self.w{n} + self.u{n}
+x = x + self.k{n}.sum().sin()
+# any first_call_dict
+init: self.k{n} = {}
+init: self.w{n} = nn.Parameter(torch.full((3,), 0.5))
+if "w" not in self.k{n}:
+    self.k{n}["w"] = self.w{n}.detach().exp()
+x = x + self.k{n}["w"].sum().sin()
+# any first_call_number
+init: self.k{n} = None
+if self.k{n} is None:
+    self.k{n} = inp.shape[-2]
+x = x + (x * self.k{n}).sin()
+# any first_call_device
+init: self.k{n} = None
+if self.k{n} is None:
+    self.k{n} = torch.ones(3, dtype=x.dtype, device=x.device)
+x = x + self.k{n}.sum().sin().to(x.dtype)
+# any first_call_mode
+init: self.k{n} = None
+if self.k{n} is None:
+    self.k{n} = 1.0 if self.training else 2.0
+x = x + (x * self.k{n}).sin()
+# any first_call_child
+module: class Lazy{n}(nn.Module):
+module:     def __init__(self):
+module:         super().__init__()
+module:         self.k = None
+module:         self.w = nn.Parameter(torch.full((3,), 0.5))
+module:     def forward(self, x):
+module:         if self.k is None:
+module:             self.k = self.w.detach() * 3
+module:         return x + self.k.sum().sin()
+init: self.lazy{n} = Lazy{n}()
+x = self.lazy{n}(x)
+# any dict_by_shape
+init: self.by{n} = {}
+k{n} = tuple(inp.shape[-2:])
+if k{n} not in self.by{n}:
+    self.by{n}[k{n}] = torch.arange(math.prod(k{n})).float()
+x = x + self.by{n}[k{n}].mean().sin()
+# any dict_by_shape_of_weights
+init: self.by{n} = {}
+init: self.w{n} = nn.Parameter(torch.linspace(0, 1, 32))
+k{n} = inp.shape[-2]
+if k{n} not in self.by{n}:
+    self.by{n}[k{n}] = self.w{n}[:k{n}].detach().cumsum(0)
+x = x + self.by{n}[k{n}].mean().sin()
+# any dict_by_shape_count
+init: self.by{n} = {}
+self.by{n}[inp.shape[-2]] = self.by{n}.get(inp.shape[-2], 0) + 1
+x = x + (x * len(self.by{n})).sin()
+# any dict_by_dtype
+init: self.by{n} = {}
+if x.dtype not in self.by{n}:
+    self.by{n}[x.dtype] = torch.ones(2, dtype=x.dtype)
+x = x + self.by{n}[x.dtype].sum()
+# any list_of_shapes
+init: self.seen{n} = []
+if inp.shape not in self.seen{n}:
+    self.seen{n}.append(inp.shape)
+x = x + (x * len(self.seen{n})).sin()
+# any list_of_tensors
+init: self.seen{n} = []
+self.seen{n}.append(x.detach().mean())
+x = x + self.seen{n}[-1] * len(self.seen{n})
+# any list_bounded
+init: self.seen{n} = collections.deque(maxlen=1)
+self.seen{n}.append(x.detach().mean())
+x = x + sum(self.seen{n})
+# any counter_every_second
+init: self.calls{n} = 0
+self.calls{n} = (self.calls{n} + 1) % 2
+x = x.sin() if self.calls{n} else x.cos()
+# any counter_every_fourth
+init: self.calls{n} = 0
+self.calls{n} += 1
+x = x.sin() if self.calls{n} % 4 == 0 else x.cos()
+# any counter_in_training
+init: self.calls{n} = 0
+if self.training:
+    self.calls{n} += 1
+x = x + (x * self.calls{n}).sin()
+# any counter_of_images
+init: self.images{n} = 0
+self.images{n} += inp.shape[0]
+x = x.sin() if self.images{n} > 6 else x.cos()
+# any counter_of_child
+init: self.sub{n} = nn.Identity()
+init: self.sub{n}.calls = 0
+self.sub{n}.calls += 1
+x = x + (x * self.sub{n}.calls).sin()
+# any state_of_child_tensor
+init: self.sub{n} = nn.Identity()
+init: self.sub{n}.last = torch.zeros(())
+x = x + self.sub{n}.last
+self.sub{n}.last = x.detach().mean()
+# any state_of_child_buffer
+init: self.sub{n} = nn.Identity()
+init: self.sub{n}.register_buffer("last", torch.zeros(()))
+x = x + self.sub{n}.last
+self.sub{n}.last = x.detach().mean()
+# any state_in_object
+module: class Box{n}:
+module:     def __init__(self):
+module:         self.values, self.most = {}, 0
+init: self.box{n} = Box{n}()
+self.box{n}.most = max(self.box{n}.most, inp.shape[0])
+self.box{n}.values[inp.shape[-2]] = self.box{n}.most
+x = x + (x * sum(self.box{n}.values.values())).sin()
+# any reset_each_call
+init: self.parts{n} = []
+self.parts{n}.clear()
+for k in range(3):
+    self.parts{n}.append(x.sin() * k)
+x = x + sum(self.parts{n})
+self.parts{n} = []
+# any set_each_call
+init: self.h{n} = None
+self.h{n} = x.sin()
+x = x + self.h{n}
+self.h{n} = None
+# any reversal
+module: class Reverse{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x, k):
+module:         ctx.k = k
+module:         return x.view_as(x)
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return -ctx.k * g, None
+x = x + Reverse{n}.apply(x.sin(), 0.5)
+# any reversal_by_size
+module: class Reverse{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x, k):
+module:         ctx.k = k
+module:         return x.clone()
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return -ctx.k * g, None
+x = x + Reverse{n}.apply(x.sin(), inp.shape[-2] / 4)
+# any reversal_attribute
+module: class Reverse{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x, k):
+module:         ctx.k = k
+module:         return x * 1.0
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return -ctx.k * g, None
+init: self.k{n} = 0.3
+x = Reverse{n}.apply(x, self.k{n}).sin()
+# any straight_through | f=round,sign,floor
+module: class Through{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         return x.{f}()
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g
+x = x + Through{n}.apply(x)
+# any straight_through_clipped
+module: class Clip{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x, low, high):
+module:         ctx.save_for_backward((x > low) & (x < high))
+module:         return x.clamp(low, high)
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g * ctx.saved_tensors[0], None, None
+x = Clip{n}.apply(x, -1.0, 1.0).sin()
+# any straight_through_detach
+x = x + (x.round() - x).detach()
+# any straight_through_weight
+module: class Sign{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, w):
+module:         return w.sign()
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g
+init: self.w{n} = nn.Parameter(torch.tensor([0.3, -0.2]))
+x = x * Sign{n}.apply(self.w{n}).sum() + Sign{n}.apply(self.w{n} * 2)[0]
+# any function_outputs
+module: class Two{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x, y):
+module:         ctx.save_for_backward(x, y)
+module:         return x * y, x + y
+module:     @staticmethod
+module:     def backward(ctx, g, h):
+module:         x, y = ctx.saved_tensors
+module:         return g * y + 2 * h, g * x - h
+a{n}, b{n} = Two{n}.apply(x.sin(), x.cos())
+x = a{n} + b{n}
+# any function_output_unused
+module: class Two{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         return x.sin(), x.cos()
+module:     @staticmethod
+module:     def backward(ctx, g, h):
+module:         return g * 2 + h
+a{n}, _ = Two{n}.apply(x)
+x = x + a{n}
+# any function_output_unused_not_materialized
+module: class Two{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         ctx.set_materialize_grads(False)
+module:         return x.sin(), x.cos()
+module:     @staticmethod
+module:     def backward(ctx, g, h):
+module:         return g * (2 if h is None else 3)
+a{n}, _ = Two{n}.apply(x)
+x = x + a{n}
+# any function_non_differentiable
+module: class Sorted{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         y, i = x.sort(1)
+module:         ctx.mark_non_differentiable(i)
+module:         ctx.save_for_backward(i)
+module:         return y, i
+module:     @staticmethod
+module:     def backward(ctx, g, _):
+module:         (i,) = ctx.saved_tensors
+module:         return torch.zeros_like(g).scatter(1, i, g) * 2
+a{n}, i{n} = Sorted{n}.apply(x)
+x = a{n} + i{n}.to(x.dtype).mean()
+# any function_non_differentiable_float
+module: class Mean{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         m = x.mean()
+module:         ctx.mark_non_differentiable(m)
+module:         return x.sin(), m
+module:     @staticmethod
+module:     def backward(ctx, g, _):
+module:         return g
+a{n}, m{n} = Mean{n}.apply(x)
+x = a{n} * m{n}
+# any function_saved_output
+module: class Exp{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         y = x.tanh().exp()
+module:         ctx.save_for_backward(y)
+module:         return y
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g * ctx.saved_tensors[0]
+x = Exp{n}.apply(x)
+# any function_setup_context
+module: class Cube{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(x):
+module:         return x.sin() ** 3
+module:     @staticmethod
+module:     def setup_context(ctx, inputs, output):
+module:         ctx.save_for_backward(*inputs)
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g * 3 * ctx.saved_tensors[0]
+x = Cube{n}.apply(x)
+# any function_dirty
+module: class Halve{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         ctx.mark_dirty(x)
+module:         return x.mul_(0.5)
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g * 3
+x = Halve{n}.apply(x * 1.0)
+# any function_dirty_input
+module: class Halve{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         ctx.mark_dirty(x)
+module:         return x.mul_(0.5)
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g * 3
+y{n} = x * 1.0
+Halve{n}.apply(y{n}[:, :1].detach())
+x = y{n}.sin()
+# any function_identity
+module: class Same{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         return x
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g * 2
+x = Same{n}.apply(x).sin()
+# any function_view
+module: class Flat{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         ctx.shape = x.shape
+module:         return x.flatten(1)
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g.reshape(ctx.shape) * 2
+x = Flat{n}.apply(x).view(x.shape)
+# any function_needs_input_grad
+module: class Asks{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x, y):
+module:         return x * (2 if ctx.needs_input_grad[1] else 3) + y
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g if ctx.needs_input_grad[0] else None, g
+x = Asks{n}.apply(x, x.detach()).sin()
+# any function_tensor_list
+module: class Sum{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, *xs):
+module:         ctx.k = len(xs)
+module:         return sum(xs)
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return tuple(g * i for i in range(ctx.k))
+x = Sum{n}.apply(x, x.sin(), x.cos())
+# any function_module_argument
+module: class Run{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x, layer):
+module:         ctx.layer = layer
+module:         return layer(x)
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g * 2, None
+init: self.act{n} = nn.Tanh()
+x = x + Run{n}.apply(x, self.act{n})
+# any function_no_gradient
+module: class Noisy{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x, k=0.1):
+module:         return x + torch.rand_like(x) * k
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g + torch.rand_like(g), None
+x = Noisy{n}.apply(x, 0.1)
+# any function_grad_mode
+module: class Mode{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         return x.sin() if torch.is_grad_enabled() else x.cos()
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g
+x = Mode{n}.apply(x)
+# any function_python_branch
+module: class Branch{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         ctx.big = bool(x.mean() > 0)
+module:         return x.sin() if ctx.big else x.cos()
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g * 2 if ctx.big else g
+x = Branch{n}.apply(x)
+# any function_in_function
+module: class Inner{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         return x.sin()
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g * 2
+module: class Outer{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         return Inner{n}.apply(x) * 2
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g * 3
+x = Outer{n}.apply(x) + Inner{n}.apply(x)
+# any function_counts
+module: class Counts{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x, state):
+module:         state["calls"] = state.get("calls", 0) + 1
+module:         return x * state["calls"]
+module:     @staticmethod
+module:     def backward(ctx, g):
+module:         return g, None
+init: self.state{n} = {}
+x = x + Counts{n}.apply(x, self.state{n}).sin()
+# any function_once_differentiable
+module: class Once{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     def forward(ctx, x):
+module:         ctx.save_for_backward(x)
+module:         return x.sin()
+module:     @staticmethod
+module:     @torch.autograd.function.once_differentiable
+module:     def backward(ctx, g):
+module:         return g * ctx.saved_tensors[0].cos() * 0.5
+x = Once{n}.apply(x)
+# any function_autocast
+module: class Cast{n}(torch.autograd.Function):
+module:     @staticmethod
+module:     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+module:     def forward(ctx, x):
+module:         return x.sin()
+module:     @staticmethod
+module:     @torch.amp.custom_bwd(device_type="cpu")
+module:     def backward(ctx, g):
+module:         return g * 2
+x = Cast{n}.apply(x)
+# any shared_is
+x = x.sin() if inp is extra["other"] else x.cos()
+# any shared_is_not_number
+x = x + (x * (1 + (extra["other"] is not inp))).sin()
+# any shared_ids
+x = x + (x * len({id(inp), id(extra["other"])})).sin()
+# any shared_key
+x = x + (x * {inp: 2.0}.get(extra["other"], 3.0)).sin()
+# any shared_pointer
+x = x.sin() if inp.data_ptr() == extra["other"].data_ptr() else x.cos()
+# any shared_storage
+x = x.sin() if inp.untyped_storage()._cdata == extra["other"].untyped_storage()._cdata else x.cos()
+# any shared_base
+x = x.sin() if inp._base is extra["other"]._base else x.cos()
+# any shared_written
+inp.mul_(0.5)
+x = x + extra["other"].mean()
+# any shared_other_written
+extra["other"].add_(0.5)
+x = x + inp.mean()
+# any shared_written_twice
+inp.detach().mul_(0.5)
+extra["other"].detach()[:1].add_(1)
+x = x + inp.mean() * extra["other"].mean()
+# any shared_gradient
+x = x + (inp * extra["other"].sin()).mean()
+# any shared_cat
+x = x + torch.cat([inp, extra["other"]]).std()
+# any shared_resized
+extra["other"].unsqueeze_(0)
+x = x + inp.dim()
+extra["other"].squeeze_(0)
+# any shared_returned
+extra["kept"] = extra["other"]
+x = x + 1
+# any shared_flags
+x = x.sin() if extra["other"].requires_grad else x.cos()
+# any shared_by_child
+module: class Pair{n}(nn.Module):
+module:     def forward(self, a, b):
+module:         return a.sin() if a is b else a.cos() + b.mean()
+init: self.pair{n} = Pair{n}()
+x = x + self.pair{n}(inp, extra["other"]).mean() + self.pair{n}(x, x)
+# any sparse_input
+x = x.sin() if inp.is_sparse else x.cos()
+# any sparse_made_dense
+y{n} = inp.to_dense() if inp.is_sparse else inp
+x = x + y{n}.mean()
+# any sparse_value
+x = x.cos() if x.is_sparse or x.is_sparse_csr or x.is_quantized or x.is_mkldnn else x.sin()
+# any sparse_nested
+x = x.cos() if x.is_nested or inp.is_nested else x.sin()
+# any layout
+x = x.sin() if inp.layout == torch.strided else x.cos()
+# any layout_is
+x = x.sin() if x.layout is torch.sparse_coo else x.cos()
+# any layout_text
+x = x + (x * len(str(inp.layout))).sin()
+# any layout_given
+y{n} = torch.zeros(2, layout=x.layout, dtype=x.dtype)
+x = x + y{n}.sum()
+# any layout_key
+x = x + (x * {torch.strided: 1.0}.get(x.layout, 2.0)).sin()
+# any layout_weight
+init: self.w{n} = nn.Parameter(torch.full((1,), 0.5))
+x = (x * self.w{n}).sin() if self.w{n}.layout == torch.strided else x.cos()
+# any sparse_product
+init: self.register_buffer("eye{n}", torch.eye(4).to_sparse())
+x = x + torch.sparse.mm(self.eye{n}, x.detach().flatten()[:4, None]).sum()
+# any sparse_made
+y{n} = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), x.detach().flatten()[:2], (4,))
+x = x + y{n}.to_dense().sum() + y{n}.is_sparse
+# any sparse_kept
+init: self.eye{n} = torch.eye(3).to_sparse()
+x = x + self.eye{n}.to_dense().sum()
+# any nested_jagged
+y{n} = torch.nested.nested_tensor([r.detach().flatten() for r in x], layout=torch.jagged)
+x = x + y{n}.to_padded_tensor(0.0).mean()
+# any nested_unbound
+y{n} = torch.nested.as_nested_tensor([r.flatten() for r in x])
+x = x + sum(r.mean() for r in y{n}.unbind())
+# any nested_arithmetic
+y{n} = torch.nested.nested_tensor([r.detach().flatten() for r in x]) * 2
+x = x + y{n}.to_padded_tensor(0.0).sum().sin()
 '''

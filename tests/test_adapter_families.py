@@ -11,6 +11,7 @@ import pytest
 import torch
 import zoo
 from diffusers.loaders import lora_conversion_utils, single_file_utils
+from trainer_keys import TRAINERS, lora_of, meant
 
 from fxplug.adapters import files
 from fxplug.adapters.families import FAMILIES
@@ -102,9 +103,7 @@ KIN = {
     },
     "PixArt": {"AllegroTransformer3DModel", "LatteTransformer3DModel"},
     "LTX": {"LTX2VideoTransformer3DModel", "SanaWMLTX2RefinerTransformer3DModel"},
-    "HunyuanVideo": {
-        "HunyuanImageTransformer2DModel", "HunyuanVideo15Transformer3DModel", "HunyuanVideoFramepackTransformer3DModel",
-    },
+    "HunyuanVideo": {"HunyuanVideoFramepackTransformer3DModel"},
     "Wan": {
         "AnyFlowTransformer3DModel", "AnyFlowFARTransformer3DModel", "ChronoEditTransformer3DModel", "HeliosTransformer3DModel",
         "SkyReelsV2Transformer3DModel", "WanAnimateTransformer3DModel", "WanVACETransformer3DModel",
@@ -195,3 +194,59 @@ def test_a_model_within_another_has_its_familys_names():
     shapes = {f"core.inner.{path}": (shape[0], 3, *shape[2:]) for path, shape in layers("Krea2Transformer2DModel").items()}
     state = adapter(shapes, "diffusion_model.")
     assert len(files.fit(files.read(state), shapes).check().placed) == len(first_names(shapes))
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda t: f"{t['tool']} {t['model']} {t['start']}")
+def test_what_trainers_call_layers_is_read(trainer):
+    shapes = {n.removesuffix(".weight"): tuple(w.shape) for n, w in case(trainer["model"]).build().named_parameters()
+              if n.endswith(".weight")}  # fmt: skip
+    torch.manual_seed(0)
+    state, wanted = lora_of(trainer, shapes)
+    unmet = [name for name in trainer["keys"] if not meant({name: trainer["keys"][name]}, shapes)]
+    assert not unmet, "a row that means no layer of the model"
+    placed = files.fit(files.read(state), shapes).check().placed
+    assert placed.keys() == wanted.keys()
+    for path, change in wanted.items():
+        zero = torch.zeros(shapes[path])
+        torch.testing.assert_close(placed[path].changed(zero), change, msg=path)
+
+
+def test_parts_of_other_tools_lie_apart():
+    one = torch.randn(2, 8), torch.randn(8, 2)
+    names = {
+        "diffusion_model.blocks.0.mlp.layer1": ("diffusion_model", "blocks.0.mlp.layer1"),
+        "diffusion_model.llm_adapter.blocks.0.cross_attn.q_proj": ("text_conditioner", "blocks.0.cross_attn.q_proj"),
+        "lora_unet_llm_adapter_blocks_0_mlp_0": ("text_conditioner", "blocks_0_mlp_0"),
+        "text_encoders.clip_l.transformer.text_model.encoder.layers.0.mlp.fc1": (
+            "text_encoder", "text_model.encoder.layers.0.mlp.fc1"
+        ),
+        "text_encoders.clip_g.transformer.text_model.encoder.layers.0.mlp.fc1": (
+            "text_encoder_2", "text_model.encoder.layers.0.mlp.fc1"
+        ),
+        "text_encoders.t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.q": (
+            "text_encoder_3", "encoder.block.0.layer.0.SelfAttention.q"
+        ),
+        "clip_l.text_model.encoder.layers.1.mlp.fc1": ("text_encoder", "text_model.encoder.layers.1.mlp.fc1"),
+        "t5.encoder.block.1.layer.0.SelfAttention.q": ("text_encoder_3", "encoder.block.1.layer.0.SelfAttention.q"),
+    }  # fmt: skip
+    state = {f"{name}.lora_{half}.weight": t for name in names for half, t in zip(("down", "up"), one, strict=True)}
+    file = files.read(state)
+    assert {e.name: (e.part, e.path) for e in file.entries} == names
+    encoder = {f"encoder.layers.{n}.mlp.fc1": (8, 8) for n in (0, 1)}
+    both = {name: state[name] for name in state if "clip_l.trans" in name or "clip_g" in name}
+    with pytest.raises(ArtifactError, match="several models that are here: give part= one of 'text_encoder'"):
+        files.fit(files.read(both), {f"text_model.{path}": shape for path, shape in encoder.items()})
+    for part in ("text_encoder", "text_encoder_2"):
+        found = files.fit(files.read(both), encoder, part=part).check()
+        assert list(found.placed) == ["encoder.layers.0.mlp.fc1"] and len(found.others) == 1
+
+
+def test_a_loha_of_a_convolution_may_have_its_kernels_dimensions():
+    """OneTrainer's: factors are those of convolutions."""
+    shape = (6, 4, 3, 3)
+    sizes = {"a": (6, 2, 1, 1), "b": (2, 4, 3, 3)}
+    t = {f"hada_w{n}_{half}": torch.randn(size) for n in (1, 2) for half, size in sizes.items()}
+    state = {f"lora_unet_conv.{name}": value for name, value in t.items()} | {"lora_unet_conv.alpha": torch.tensor(1.0)}
+    wanted = [t[f"hada_w{n}_a"].flatten(1) @ t[f"hada_w{n}_b"].flatten(1) for n in (1, 2)]
+    found = files.fit(files.read(state), {"conv": shape}).check().placed["conv"]
+    torch.testing.assert_close(found.changed(torch.zeros(shape)), (wanted[0] * wanted[1] / 2).reshape(shape))

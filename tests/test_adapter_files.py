@@ -248,11 +248,27 @@ def test_text_encoders_lie_apart():
         files.fit(file, SHAPES, part="text_encode")
 
 
-def test_two_parts_that_fit_one_graph_are_not_mixed():
-    file = files.read(pairs("text_encoder.blocks.0.to_q", "text_encoder_2.blocks.0.to_q"))
-    with pytest.raises(ArtifactError, match="both for 'blocks.0.to_q'; give part= one of text_encoder, text_encoder_2"):
+@pytest.mark.parametrize(
+    "names", [("text_encoder.{}", "text_encoder_2.{}"), ("transformer.{}", "transformer_2.{}"), ("lora_te1_{}", "lora_te2_{}")]
+)
+@pytest.mark.parametrize("other", ["blocks.0.to_q", "blocks.1.to_q"])
+def test_two_parts_that_fit_one_graph_are_not_mixed(names, other):
+    paths = (path if "." in names[0] else path.replace(".", "_") for path in ("blocks.0.to_q", other))
+    first, second = (n.format(path) for n, path in zip(names, paths, strict=True))
+    file = files.read(pairs(first, second))
+    with pytest.raises(ArtifactError, match=f"several models that are here: give part= one of '{file.parts[0]}' .1 layers., '"):
         files.fit(file, SHAPES)
-    assert files.fit(file, SHAPES, part="text_encoder_2").check().placed["blocks.0.to_q"].part == "text_encoder_2"
+    assert files.fit(file, SHAPES, part=file.parts[1]).check().placed[other].part == file.parts[1]
+    whole = {f"{part}.{path}": shape for part in file.parts for path, shape in SHAPES.items()}
+    if "." in first:
+        assert len(files.fit(file, whole).check().placed) == 2, "a graph of both has room for both"
+
+
+def test_what_begins_otherwise_is_not_put_into_one_model():
+    file = files.read(pairs("high_noise.blocks.0.to_q", "low_noise.blocks.1.to_q"))
+    with pytest.raises(ArtifactError, match="2 of 2 layers are not in the graph: 'high_noise.blocks.0.to_q'"):
+        files.fit(file, SHAPES).check()
+    assert len(files.fit(files.read(pairs("any.blocks.0.to_q", "any.blocks.1.to_q")), SHAPES).check().placed) == 2
 
 
 def test_kohyas_underscores_do_not_tell_two_layers_apart_unless_the_shape_does():
@@ -669,7 +685,6 @@ MEANING = [
     ({"alora_invocation_tokens": [1]}, "behind certain words only"),
     ({"layer_replication": [[0, 4]]}, "some of whose layers were repeated"),
     ({"target_parameters": ["w"]}, "parameters of modules that are no layers"),
-    ({"fan_in_fan_out": True}, "hold their weights transposed"),
     ({"use_qalora": True}, "pools what its layers read"),
     ({"arrow_config": {"top_k": 2}}, "chooses among adapters"),
     ({"peft_type": "VERO"}, "its peft_type is 'VERO' .did you mean 'VERA'..; read are LORA, LOHA, LOKR"),

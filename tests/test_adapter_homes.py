@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 
 import peft
 import pytest
@@ -10,9 +11,11 @@ import small
 import torch
 from lycoris import LycorisNetwork, create_lycoris, create_lycoris_from_weights
 from safetensors.torch import load_file, save_file
+from sweeps import sweep
+from torch import nn
 
 import fxplug
-from fxplug.adapters import files
+from fxplug.adapters import files, peft_config
 from fxplug.errors import ArtifactError, SpecError
 
 NEAR = {"rtol": 1e-5, "atol": 1e-5}
@@ -82,7 +85,7 @@ def tuned(make):
     return model.eval()
 
 
-@pytest.mark.parametrize("kind", PEFT)
+@sweep("kind", PEFT, "lora", "dora", "adalora", "vera")
 @pytest.mark.filterwarnings("ignore")
 def test_what_peft_wrote_does_the_same_here(kind, tmp_path):
     make, names = PEFT[kind]
@@ -106,7 +109,7 @@ def test_what_peft_wrote_does_the_same_here(kind, tmp_path):
     torch.testing.assert_close(new(x), wanted, **NEAR)
 
 
-@pytest.mark.parametrize("kind", PEFT)
+@sweep("kind", PEFT, "lora", "dora", "adalora")
 @pytest.mark.filterwarnings("ignore")
 def test_what_peft_wrote_goes_into_slots(kind, tmp_path):
     gm, (x,), _ = small.plain_vit()
@@ -160,7 +163,7 @@ def lycoris_file(model, path, linear_dim=4, **options):
     return network, state
 
 
-@pytest.mark.parametrize("kind", LYCORIS)
+@sweep("kind", LYCORIS, "full", "diag-oft", "glora")
 @pytest.mark.filterwarnings("ignore")
 def test_what_lycoris_wrote_does_the_same_here(kind, tmp_path, capsys):
     _, (x,), _ = small.plain_vit()
@@ -289,8 +292,14 @@ def test_whole_changes_come_back_and_lycoris_reads_them(kind, tmp_path, capsys):
         new.adapters.load("it", saved.path, replace=True)
         new.adapters.use("it")
         torch.testing.assert_close(new(x), wanted, **NEAR)
-    with pytest.raises(ArtifactError, match="whole, for which peft has no form"):
-        new.adapters.save("it", tmp_path / "peft", as_="peft")
+    if kind == "full":
+        with pytest.raises(ArtifactError, match="nothing of this adapter can be written as peft: .* is whole, and PEFT"):
+            new.adapters.save("it", tmp_path / "peft", as_="peft")
+        return
+    new.adapters.save("it", tmp_path / "peft", as_="peft")
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(small.plain_vit().model), tmp_path / "peft").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(x), wanted, **NEAR)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -312,6 +321,44 @@ def test_biases_go_back_to_peft_and_are_not_given_to_who_leaves_them_out(tmp_pat
     new.adapters.use("again")
     with torch.no_grad():
         torch.testing.assert_close(new(x), model(x), **NEAR)
+
+
+@pytest.mark.parametrize("slots", [0, 1])
+@pytest.mark.filterwarnings("ignore")
+def test_layers_that_pefts_file_has_whole_go_back_to_peft(slots, tmp_path):
+    gm, (x,), _ = small.plain_vit()
+    model = tuned(lambda: peft.LoraConfig(r=4, modules_to_save=["head", "norm", "blocks.1.norm2"]))
+    model.save_pretrained(tmp_path / "it")
+    new = fxplug.apply(gm, fxplug.pass_for(tmp_path / "it", gm, slots=slots))
+    if slots:
+        new.adapters.load("it", tmp_path / "it")
+        new.adapters.use("it")
+        new.adapters.save("it", tmp_path / "back", as_="peft")
+    else:
+        fxplug.load_adapter(new, tmp_path / "it")
+        fxplug.save_adapter(new, tmp_path / "back", as_="peft")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("back", "it"))
+    assert ours.keys() == theirs.keys()
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(small.plain_vit().model), tmp_path / "back").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(again(x), model(x), **NEAR)
+        torch.testing.assert_close(new(x), model(x), **NEAR)
+    back = fxplug.apply(gm, fxplug.pass_for(tmp_path / "back", gm, slots=0))
+    fxplug.load_adapter(back, tmp_path / "back")
+    torch.testing.assert_close(back(x), model(x), **NEAR)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_whole_change_that_peft_would_take_for_others_is_refused(tmp_path):
+    """PEFT takes every module whose name ends so, and puts it in the place of what is adapted."""
+    gm, _, _ = small.plain_vit()
+    at = "blocks.0.attn.qkv"
+    new = fxplug.apply(gm, fxplug.load_pass("dora", at=at, rank=2), fxplug.load_pass("delta", at=at, param="bias"))
+    with torch.no_grad():
+        for parameter in [*new.delta.parameters(), *new.dora.parameters()]:
+            parameter.add_(0.1)
+    with pytest.raises(ArtifactError, match="has a whole change, and PEFT would take a layer with another update for it too"):
+        fxplug.save_adapter(new, tmp_path / "it", as_="peft")
 
 
 def test_what_blocks_learned_is_saved_with_its_biases(tmp_path):
@@ -345,6 +392,7 @@ CONVOLUTIONS = {
 QUICK = ("diag-oft", "locon")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in CONVOLUTIONS])
 @pytest.mark.filterwarnings("ignore")
 def test_what_lycoris_made_of_a_unet(algo, tmp_path, capsys):
@@ -361,12 +409,12 @@ def test_what_lycoris_made_of_a_unet(algo, tmp_path, capsys):
         torch.testing.assert_close(new(*args, **kwargs).sample, wanted, **NEAR)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "config",
     [
         peft.IA3Config(feedforward_modules=["conv2"]), peft.OFTConfig(oft_block_size=8), peft.BOFTConfig(boft_block_size=8),
         peft.LoraConfig(r=2, use_dora=True),
-    ],
+    ], 3,
     ids=lambda config: config.peft_type.value,
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore")
@@ -383,6 +431,79 @@ def test_what_peft_made_of_convolutions(config, tmp_path):
         new.adapters.load("it", tmp_path)
         new.adapters.use("it")
         torch.testing.assert_close(new(*args, **kwargs).sample, wanted, **NEAR)
+
+
+# --- what a configuration leaves out
+
+
+def test_what_a_configuration_leaves_out_is_what_peft_takes():
+    for kind, values in peft_config.DEFAULTS.items():
+        config = peft.PEFT_TYPE_TO_CONFIG_MAPPING[kind](**({"total_step": 1} if kind == "ADALORA" else {}))
+        assert {key: getattr(config, key) for key in values} == values, kind
+
+
+PLAIN = {"LoRA": lambda: peft.LoraConfig(), "LoHa": lambda: peft.LoHaConfig(), "LoKr": lambda: peft.LoKrConfig()}
+
+
+@pytest.mark.parametrize("kind", [*PEFT, *PLAIN])
+@pytest.mark.filterwarnings("ignore")
+def test_a_key_with_pefts_default_may_be_left_out(kind):
+    config = PLAIN[kind]() if kind in PLAIN else PEFT[kind][0]()
+    config.target_modules = {"norm1"} if kind == "norms" else {"a", "b"}
+    if kind == "ia3":
+        config.feedforward_modules = ["b"]
+    model = peft.get_peft_model(Two(), config)
+    shaken(model)
+    state, said = peft.get_peft_model_state_dict(model), config.to_dict()
+    plain = type(config)(**({"total_step": 1} if kind == "adalora" else {}))
+    some = {key: value for key, value in said.items() if key == "peft_type" or getattr(plain, key, said) != value}
+    assert "use_cayley_neumann" not in some or not said["use_cayley_neumann"]
+    weights = {"a": (32, 16), "b": (16, 32), "norm1": (16,)}
+    values = {path: torch.randn(shape) for path, shape in weights.items()}
+    one, other = (files.fit(files.read(state, config=about), weights).check().placed for about in (said, some))
+    assert one.keys() == other.keys()
+    for path in one.keys() & values.keys():
+        assert torch.equal(one[path].changed(values[path]), other[path].changed(values[path]))
+
+
+@pytest.mark.parametrize("version", [None, "0.16.0", "0.17.2.dev0@abc"])
+def test_a_series_that_peft_wrote_otherwise_is_refused(version):
+    config = {"peft_type": "OFT", "use_cayley_neumann": True, "peft_version": version}
+    with pytest.raises(ArtifactError, match="use_cayley_neumann of PEFT before 0.18, whose series was another"):
+        files.read({"base_model.model.a.oft_R.weight": torch.randn(2, 28)}, config=config)
+
+
+def rotation(vectors, size):
+    """What OneTrainer makes of an oft_R: five terms of a series, the last one once."""
+    q = torch.zeros(len(vectors), size, size)
+    q[:, *torch.triu_indices(size, size, 1)] = vectors
+    q = q - q.mT
+    return torch.eye(size) + 2 * q + 2 * q @ q + 2 * q @ q @ q + q @ q @ q @ q
+
+
+@pytest.mark.parametrize("scaled", [None, torch.tensor(True), torch.tensor(1.0, dtype=torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("form", ["lora_unet_{}.oft_R", "unet.{}.oft_R"])
+def test_onetrainers_rotations_turn_inputs_and_kernels(form, shared, scaled, tmp_path):
+    """As its modules/module/LoRAModule.py: what a linear layer reads, and the kernel of a convolution the other way round."""
+    base = nn.Sequential(OrderedDict(conv=nn.Conv2d(4, 8, 3), out=nn.Flatten(), lin=nn.Linear(8, 16)))
+    x, state, wanted = torch.randn(2, 4, 3, 3), {}, copy.deepcopy(base)
+    with torch.no_grad():
+        for name, blocks, size in (("conv", 9, 4), ("lin", 2, 4)):
+            vectors = 0.2 * torch.randn(1 if shared else blocks, size * (size - 1) // 2)
+            state[f"{form.format(name)}.weight"] = vectors
+            state |= {} if scaled is None else {f"{form.format(name)}.scaled_oft": scaled.clone()}
+            turns = rotation(vectors / (1 if scaled is None else 2 * (size - 1) ** 0.5), size).expand(blocks, -1, -1)
+            weight = wanted.get_submodule(name).weight
+            parts = weight.flatten(1).unflatten(1, (blocks, size))
+            weight.copy_(torch.einsum("ork,rkc->orc" if name == "conv" else "orc,rkc->ork", parts, turns).reshape(weight.shape))
+    save_file(state, tmp_path / "it.safetensors", {"ot_branch": "master"})
+    gm = fxplug.trace(base, (x,))
+    new = fxplug.apply(gm, fxplug.load_pass("delta", at=["conv", "lin"], param="weight", slots=1))
+    new.adapters.load("it", tmp_path / "it.safetensors")
+    new.adapters.use("it")
+    torch.testing.assert_close(new(x), wanted(x), **NEAR)
+    assert fxplug.inspect_adapter(tmp_path / "it.safetensors").tool == "OneTrainer"
 
 
 # --- other tools' keys, and what does not fit
@@ -509,7 +630,7 @@ SPOILT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PEFT if kind not in ("whole modules", "biases")])
+@sweep("kind", [kind for kind in PEFT if kind not in ("whole modules", "biases")], "lora", "dora", "vera")
 @pytest.mark.filterwarnings("ignore")
 def test_a_damaged_file_is_refused_or_finite(kind):
     config = PEFT[kind][0]()

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import peft
@@ -14,6 +15,7 @@ import small
 import torch
 from lycoris import LycorisNetwork, create_lycoris
 from safetensors.torch import save_file
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -122,6 +124,7 @@ def test_several_files_share_a_pass_and_its_samples(ink, tmp_path):
     assert torch.equal(fxplug.load(tmp_path / "out")(x), new(x))
 
 
+@pytest.mark.slow
 def test_ranks_of_slots_compile_as_one_graph(ink):
     base = small.vit()
     new = fxplug.apply(base.gm, fxplug.pass_for(ink, base.gm, slots=2))
@@ -136,7 +139,7 @@ def test_ranks_of_slots_compile_as_one_graph(ink):
                 torch.testing.assert_close(run(*base.args), new(*base.args), **NEAR)
 
 
-@pytest.mark.parametrize(
+@sweep(
     "how",
     [
         {"algo": "loha", "linear_dim": 3},
@@ -146,7 +149,7 @@ def test_ranks_of_slots_compile_as_one_graph(ink):
         {"algo": "lokr", "linear_dim": 2, "conv_dim": 2, "conv_alpha": 1, "use_tucker": True},
         {"algo": "loha", "linear_dim": 2, "conv_dim": 2, "conv_alpha": 1, "use_tucker": True},
         {"algo": "lora", "linear_dim": 2, "conv_dim": 3, "conv_alpha": 1},
-    ],
+    ], 0, 2,
     ids=str,
 )
 def test_factors_of_lycoris_stay_factors(how):
@@ -298,15 +301,22 @@ def rewritten(passes, base, **more):
     return fxplug.rewrite(fxplug.load_config({**CONFIG, "passes": passes, **more}, base=base))
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    model = rewritten([], folder).base
+    save_file(lora(model), folder / "ink.safetensors")
+    save_file(lora(model, {"qkv": 4}), folder / "film.safetensors")
+    return folder
+
+
 @pytest.fixture
-def own(tmp_path):
+def own(files, tmp_path):
     """An adapter for the model of the configurations, beside them."""
-    model = rewritten([], tmp_path).base
-    save_file(lora(model), tmp_path / "ink.safetensors")
-    save_file(lora(model, {"qkv": 4}), tmp_path / "film.safetensors")
-    return tmp_path
+    return Path(shutil.copytree(files, tmp_path, dirs_exist_ok=True))
 
 
+@pytest.mark.slow
 def test_one_line_does_all_of_it(own):
     one = rewritten([{"adapter": {"file": "ink.safetensors", "strength": 0.5}}], own, verify=True)
     assert one.module.adapters.active == {"ink": 0.5} and one.report.ok
@@ -316,6 +326,7 @@ def test_one_line_does_all_of_it(own):
     assert rewritten([{"adapter": "ink.safetensors"}], own).module.adapters.active == {"ink": 1.0}
 
 
+@pytest.mark.slow
 def test_several_files_and_room_for_more(own):
     files = {"ink": "ink.safetensors", "film": {"file": "film.safetensors", "strength": 0.25}}
     new = rewritten([{"adapter": {"files": files, "slots": 3}}], own).module
@@ -330,6 +341,7 @@ def test_several_files_and_room_for_more(own):
     torch.testing.assert_close(both(x), new(x), **NEAR)
 
 
+@pytest.mark.slow
 def test_it_is_saved_with_what_was_in_the_file(own, tmp_path):
     config = fxplug.load_config({**CONFIG, "passes": [{"adapter": "ink.safetensors"}]}, base=own)
     saved = fxplug.rewrite(config, out=own / "out")
@@ -339,6 +351,7 @@ def test_it_is_saved_with_what_was_in_the_file(own, tmp_path):
     assert torch.equal(again(x), saved.module(x)) and again.adapters.active == {"ink": 1.0}
 
 
+@pytest.mark.slow
 def test_without_slots_it_is_trained_on(own):
     new = rewritten([{"adapter": {"file": "ink.safetensors", "slots": 0}}], own).module
     one = rewritten([{"adapter": "ink.safetensors"}], own)
@@ -377,6 +390,7 @@ def test_mistakes_are_told(own, given, said):
         rewritten([{"adapter": given}], own)
 
 
+@pytest.mark.slow
 def test_two_adapters_of_one_name_are_told(own):
     with pytest.raises(ClashError, match="second: an adapter 'ink' is loaded already"):
         rewritten([{"adapter": "ink.safetensors"}, {"adapter": {"file": "ink.safetensors", "name": "second"}}], own)

@@ -18,6 +18,7 @@ from lycoris import create_lycoris_from_weights
 from safetensors import safe_open
 from safetensors.torch import load_file
 from small import seeded, traced
+from sweeps import sweep
 from test_adapter_files import ASSETS, Net, randomised, real
 from torch import nn
 from typer.testing import CliRunner
@@ -26,6 +27,7 @@ import fxplug
 from fxplug.__main__ import app
 from fxplug.adapters import files
 from fxplug.adapters.held import Held, layers_of
+from fxplug.adapters.key_layouts import FORMATS
 from fxplug.adapters.layer_names import first_names
 from fxplug.adapters.writing import About, content
 from fxplug.errors import ArtifactError, SpecError
@@ -107,6 +109,52 @@ def test_lycoris_reads_what_a_pass_learned(way, tmp_path, capsys):
 
 def load_keys(file):
     return {key.partition(".")[0] for key in load_file(file)}
+
+
+# --- what is written in any form is what is read, or is refused
+
+METHODS = {
+    "lora": {"rank": 3, "alpha": 2.0}, "lora of biases": {"rank": 3, "bias": True}, "lora_weight": {"rank": 3},
+    "dora": {"rank": 3}, "dora by input": {"rank": 3, "by": "input"}, "loha": {"rank": 2}, "lokr": {"rank": 1},
+    "delta": {"param": "weight"}, "nothing": None,
+}  # fmt: skip
+
+
+@cache
+def beside_biases(method, biases):
+    """A small net with a method and maybe changes of biases, with what it gives."""
+    options = METHODS[method]
+    passes = [] if options is None else [fxplug.load_pass(method.partition(" ")[0], at=LAYERS, name="style", **options)]
+    passes += [fxplug.load_pass("delta", at=LAYERS, param="bias", name="biases")] if biases else []
+    new = fxplug.apply(net().gm, *passes)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in new.named_parameters():
+            if name.startswith(("style", "biases")):
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        return new, new(INDICES)
+
+
+PAIRS = [(m, b) for m in METHODS for b in (False, True) if b or m != "nothing"]
+
+
+@pytest.mark.parametrize("as_", FORMATS)
+@sweep(("method", "biases"), PAIRS, *((m, True) for m in ("lora", "dora", "loha", "nothing")))
+def test_what_is_written_in_a_form_is_read_as_it_was_or_refused(method, biases, as_, tmp_path):
+    new, wanted = beside_biases(method, biases)
+    try:
+        file = fxplug.save_adapter(new, tmp_path / "it", as_=as_).path
+    except ArtifactError as error:
+        assert as_ != "fxplug" and (biases or re.search("lora.bias|dora by input|loha|delta|whole", str(error)))
+        return
+    for slots in (0, 1):
+        again = fxplug.apply(net().gm, fxplug.pass_for(file, net().gm, slots=slots))
+        if slots:
+            again.adapters.load("it", file)
+            again.adapters.use("it")
+        else:
+            fxplug.load_adapter(again, file)
+        near(again(INDICES), wanted)
 
 
 # --- what was loaded comes back
@@ -240,6 +288,7 @@ def small_sdxl():
     return traced(model, **seeded(lambda: unets.inputs(model)))
 
 
+@pytest.mark.slow
 def test_kohya_names_of_sdxl_are_read_by_diffusers(tmp_path):
     from diffusers import StableDiffusionXLPipeline
 
@@ -272,7 +321,7 @@ def test_kohya_names_of_sdxl_are_read_by_diffusers(tmp_path):
 
 
 @pytest.mark.parametrize("as_", ["kohya", "comfy"])
-@pytest.mark.parametrize("some", ["all of q, k, v", "q alone", "q and v of other ranks and scales"])
+@sweep("some", ["all of q, k, v", "q alone", "q and v of other ranks and scales"], "q and v of other ranks and scales")
 def test_fused_layers_of_flux_are_read_by_diffusers(some, as_, tmp_path):
     from diffusers import FluxPipeline
 
@@ -308,6 +357,7 @@ def test_fused_layers_of_flux_are_read_by_diffusers(some, as_, tmp_path):
 # --- diffusers' own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["lora", "dora", "lokr", "biases"])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # peft's advice on merging
 def test_diffusers_loads_the_folder_of_a_unet(way, tmp_path):
@@ -639,6 +689,7 @@ def test_weights_without_values_are_not_written(tmp_path):
         fxplug.save_adapter(fxplug.apply(gm, fxplug.load_pass("lora", at="conv")), tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_ranks_and_alphas_that_differ_by_layer_go_to_peft_and_diffusers(tmp_path):
     base = unets.sd15()
     new = fxplug.apply(base.gm, fxplug.load_pass("lora", at="re:.*(attn.*to_[qkv]|conv1)$", rank=8, slots=1))
@@ -734,6 +785,7 @@ def test_layers_and_ranks_of_zeros_come_back_too(tmp_path):
     assert torch.signbit(load_file(done.path)["lycoris_point.lora_up.weight"][:, 2]).all()
 
 
+@pytest.mark.slow
 def test_a_text_encoder_has_the_names_that_kohyas_tools_have(tmp_path):
     from diffusers import StableDiffusionPipeline
     from transformers import CLIPTextConfig, CLIPTextModel

@@ -9,6 +9,7 @@ import pytest
 import small
 import torch
 import torch.nn.functional as F
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -150,12 +151,12 @@ def paths(gm, p):
 # --- parameters
 
 
-@pytest.mark.parametrize(
+@sweep(
     "name",
     [
         "blocks.0.fc.weight", "blocks.2.fc.bias", "norm.weight", "norm.bias", "rnn.weight_hh_l0", "attn.in_proj_weight",
         "attn.in_proj_bias", "conv.weight", "conv.bias", "gate", "embed.weight", "head.weight",
-    ],
+    ], "blocks.0.fc.weight", "attn.in_proj_weight", "gate",
 )  # fmt: skip
 def test_any_parameter_of_any_layer_can_be_mapped(outer, name):
     path, _, last = name.rpartition(".")
@@ -230,6 +231,7 @@ def test_a_parameter_may_be_read_and_mapped_with_an_input(outer):
         assert torch.equal(new(*outer.args, amount=torch.tensor(3.0)), model(*outer.args))
 
 
+@pytest.mark.slow
 def test_mapped_parameters_are_saved_and_compiled(outer, tmp_path):
     new = fxplug.apply(outer.gm, one(Gain, "**", place="param"))
     fxplug.save(new, tmp_path / "a")
@@ -416,6 +418,26 @@ def test_an_operation_is_replaced_with_its_operands(outer):
     with torch.no_grad():  # the gate is one: x * 1 became x - 1
         expected = fxplug.apply(outer.gm, one(Minus, "head", place="before", args=["x"]))
         assert torch.equal(new(*outer.args), expected(*outer.args))
+
+
+@pytest.mark.parametrize("place", ["replace", "after", "before"])
+def test_a_block_at_an_operation_gets_all_its_operands(place, outer):
+    class All(Block):
+        @classmethod
+        def at(cls, site):
+            assert [v.shape for v in site.args[0].members] == [(2, 5, 4), (4,)]
+            return cls()
+
+        def forward(self, given):
+            assert type(given) is tuple
+            return given[0] - given[1] + (0 if place == "replace" else 1)
+
+    new = fxplug.apply(outer.gm, Pass("p", [rule(All, "", op="mul", place=place, args=["x[:]"])]))
+    with torch.no_grad():  # the gate is one: x * 1 became x - 1, or x
+        expected = fxplug.apply(outer.gm, one(Minus, "head", place="before", args=["x"])) if place == "replace" else outer.gm
+        assert torch.equal(new(*outer.args), expected(*outer.args))
+    with pytest.raises(fxplug.MatchError, match=r"has no 'x\[2\]'; it reads 2 tensors, x\[0\] to x\[1\], x\[:\]"):
+        fxplug.find(outer.gm, Pass("p", [rule(All, "", op="mul", args=["x[2]"])]))
 
 
 class Minus(Block):

@@ -21,6 +21,7 @@ def same(before, module):
     return [key for key, value in module.state_dict().items() if not torch.equal(value, before[key])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["held", "outlined", "checkpointed"])
 def test_three_steps_leave_every_base_tensor(how):
     base = small.lite()

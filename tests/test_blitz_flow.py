@@ -103,6 +103,7 @@ def configured(entry):
     return {**CONFIG, "passes": [{"blitz": entry}]}
 
 
+@pytest.mark.slow
 def test_a_configuration_names_lines_and_add_ins():
     entry = {
         "line": [
@@ -143,6 +144,7 @@ def test_a_configuration_runs_dry_from_the_command_line_and_is_saved(tmp_path):
     assert torch.equal(again(image), result.module(image))
 
 
+@pytest.mark.slow
 def test_a_configuration_has_entries_as_lines(tmp_path):
     model = {"timm": "vit_tiny_patch16_224", "options": {"img_size": 32, "depth": 3, "embed_dim": 24, "num_heads": 2}}
     blitz = {"line": [PROMPTS, "(Fits.adapt): (blocks[0].mlp){inout1}"]}
@@ -177,6 +179,7 @@ def test_a_configuration_that_is_wrong_says_where(entry, finding):
     assert finding in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_example_runs(capsys):
     pytest.importorskip("skimage")
     runpy.run_path(str(EXAMPLES / "zhijian_mlp.py"), run_name="__main__")

@@ -136,6 +136,7 @@ def test_what_was_given_is_no_part_of_the_result(vit):
     assert addin.tokens.grad is None and all(p.grad is None for p in again.blitz.parameters())
 
 
+@pytest.mark.slow
 def test_a_shared_add_in_is_trained_saved_and_loaded_as_one(vit, tmp_path):
     _, gm, image = vit
     new = copy.deepcopy(fxplug.apply(gm, fxplug.blitz([PROMPTS], Prompts)))

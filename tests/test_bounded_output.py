@@ -62,8 +62,7 @@ def test_what_public_functions_return_is_short(made):
 
 @pytest.mark.slow
 def test_the_largest_models_are_short_too():
-    unet, kwargs = unets.sdxl_full()
-    gm = fxplug.trace(unet, (), kwargs)
+    gm, _, kwargs = unets.sdxl_full_traced()
     sites = fxplug.find(gm, fxplug.load_pass("lora", at="all-linear"))
     new = fxplug.apply(gm, sites)
     for value in (gm, new, sites, sites[0], new.graph.owning_module):

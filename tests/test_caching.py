@@ -13,6 +13,7 @@ import small
 import torch
 import unets
 import zoo
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -137,7 +138,7 @@ def computed(graph):
     return {n.name for n in graph.nodes if n.op == "call_module"}
 
 
-@pytest.mark.parametrize("name", CASES)
+@sweep("name", CASES, "own", "sd15")
 def test_a_full_step_is_the_model_and_a_shallow_one_on_fresh_values_too(name):
     base, _, cache = cached(name)
     want = run(base.gm, base)
@@ -152,7 +153,7 @@ def test_a_full_step_is_the_model_and_a_shallow_one_on_fresh_values_too(name):
     assert same(run(cache.full, base)[1], kept)  # what is kept is nobody's to write to
 
 
-@pytest.mark.parametrize("name", CASES)
+@sweep("name", CASES, "own", "sd15", "pixart")
 def test_a_shallow_step_takes_what_it_is_given(name):
     """It differs from the model where the kept values are old, and runs less of it; inputs stay those of the model."""
     base, _, cache = cached(name)
@@ -450,6 +451,7 @@ def test_adapters_are_switched_between_steps(order):
     check_switches(StepCache(new, Threshold(), clock=None), base, wanted)
 
 
+@pytest.mark.slow
 def test_adapters_are_switched_under_compiled_steps():
     base, new, wanted = slotted("after")
     cache = StepCache(new, Threshold(), clock=None)
@@ -482,6 +484,7 @@ def test_marks_stay_when_all_passes_are_merged():
         fxplug.merge(marked)
 
 
+@pytest.mark.slow
 def test_compiling_the_whole_compiles_each_graph():
     base, new, _ = cached("own")
     cache = StepCache(new, Every(3), clock="t")
@@ -512,7 +515,7 @@ def test_it_has_the_models_weights_modes_and_attributes():
         cache.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("name", ["own", "flux"])
+@sweep("name", ["own", "flux"], "own")
 def test_marks_and_parts_are_saved(name, tmp_path):
     base, new, cache = cached(name)
     fxplug.save(new, tmp_path / "marked")
@@ -563,7 +566,7 @@ def in_turn(cache, calls):
 
 
 @pytest.mark.parametrize("ways", [{"ulysses": 2}, {"batch": 2, "ulysses": 2}], ids=str)
-@pytest.mark.parametrize("name", ["pixart", "flux", "sd15"])
+@sweep("name", ["pixart", "flux", "sd15"], "pixart")
 def test_processes_take_the_steps_that_one_does(name, ways):
     base, new, ways = parallel(name, **({"batch": 2} if name == "sd15" else ways))
     calls = [changed(base, by) for by in (0.0, 0.05, 0.1, 3.0, 3.05, 0.0)]
@@ -576,6 +579,7 @@ def test_processes_take_the_steps_that_one_does(name, ways):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_processes_measure_and_decide_by_teacache_as_one():
     base, marked = tea("flux")
     plan = fxplug.parallel_plan(marked, base.args, base.kwargs, ulysses=3)
@@ -594,7 +598,8 @@ def test_processes_measure_and_decide_by_teacache_as_one():
     assert first[0] == pytest.approx(coefficients, rel=1e-2)
 
 
-@pytest.mark.parametrize("ways", [{"ulysses": 2}, {"ulysses": 3}, {"batch": 2}], ids=str)
+@pytest.mark.slow
+@sweep("ways", [{"ulysses": 2}, {"ulysses": 3}, {"batch": 2}], {"batch": 2}, ids=str)
 def test_a_decision_is_everybodys(ways):
     """Only one part of the picture changes, by just the limit; then inputs differ by rounding between processes."""
     base, new, ways = parallel("pixart", **ways)
@@ -615,6 +620,7 @@ def test_a_decision_is_everybodys(ways):
         assert abs(off) < 1e-3 or first == ([True] * 4 if off < 0 else [True, False, False, False])
 
 
+@pytest.mark.slow
 def test_a_step_that_is_in_full_anywhere_is_so_everywhere():
     base, new, ways = parallel("pixart", ulysses=2)
     for policy in (Threshold(0.5), Every(9)):
@@ -635,6 +641,7 @@ def process(rank, folder):
     torch.save(in_turn(cache, [changed(base, by) for by in (0.0, 0.05, 3.0)]), f"{folder}/{rank}.pt")
 
 
+@pytest.mark.slow
 def test_two_real_processes_decide_as_one(tmp_path):
     base, new, _ = parallel("pixart", ulysses=2)
     fxplug.save(new, tmp_path / "saved")

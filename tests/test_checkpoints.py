@@ -45,6 +45,7 @@ def run(*args, code=0):
     return done.stdout if not code else done.stderr
 
 
+@pytest.mark.slow
 def test_a_merged_unet_is_a_folder_that_diffusers_reads(tmp_path):
     from diffusers import UNet2DConditionModel
 
@@ -62,6 +63,7 @@ def test_a_merged_unet_is_a_folder_that_diffusers_reads(tmp_path):
     assert not torch.allclose(model(**base.kwargs)[0], base.model(**base.kwargs)[0], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_large_one_is_written_in_shards(tmp_path):
     from diffusers import UNet2DConditionModel
 
@@ -180,3 +182,31 @@ def test_marks_for_a_step_cache_are_nothing_to_merge(tmp_path):
     assert done.passes == () and done.tensors == len(unets.sd15().model.state_dict())
     new = fxplug.apply(marked, fxplug.load_pass("lora", at="re:.*to_q$"))
     assert fxplug.save_checkpoint(new, tmp_path / "a", to="safetensors").passes == ("lora",)
+
+
+def full_disk(*args):
+    raise OSError(28, "No space left on device")
+
+
+def full_memory(*args):
+    raise MemoryError
+
+
+def full_allocator(*args):
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(("fails", "text"), [
+    (full_disk, "the disk is full"), (full_memory, "the memory is full"), (full_allocator, "the memory is full"),
+])  # fmt: skip
+@pytest.mark.parametrize("to", ["diffusers", "safetensors"])
+def test_nothing_is_left_where_disk_or_memory_are_full(fails, text, to, tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_text("mine")
+    monkeypatch.setattr(fxplug.exports.checkpoints, "save_file", fails)
+    with pytest.raises(FxplugError, match=f"cannot be written: {text}"):
+        fxplug.save_checkpoint(slotted(), tmp_path if to == "safetensors" else tmp_path / "unet", to=to, merge={})
+    assert os.listdir(tmp_path) == ["model.safetensors"] and (tmp_path / "model.safetensors").read_text() == "mine"
+    if fails is not full_disk:
+        monkeypatch.setattr(fxplug.exports.checkpoints, "fold", fails)
+        with pytest.raises(FxplugError, match=f"cannot be written: {text}"):
+            fxplug.save_checkpoint(slotted(), tmp_path / "b", to=to, merge={"ink": 1.0})

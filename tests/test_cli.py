@@ -17,6 +17,7 @@ import runs
 import torch
 import yaml
 from safetensors.torch import save_file
+from sweeps import sweep
 from torch import nn
 from typer.testing import CliRunner
 
@@ -98,6 +99,7 @@ class Logs:
         logging.info("plainly %d", global_step)
 
 
+@pytest.mark.slow
 def test_train_shows_what_the_users_files_log(monkeypatch):
     monkeypatch.setitem(sys.modules, "test_cli", sys.modules[__name__])
     Path("t.yaml").write_text(yaml.safe_dump(runs.config(train__steps=2, train__plugins=["test_cli:Logs"])))
@@ -186,6 +188,7 @@ def test_export():
     assert torch.equal(exported(x=x), fxplug.load("out")(x))
 
 
+@pytest.mark.slow
 def test_export_to_onnx():
     run("rewrite", "c.yaml", "--out", "out", "--no-verify")
     lines = run("export", "out", "--to", "onnx", "--opset", "18").splitlines()
@@ -315,7 +318,7 @@ def process(*args):
     return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
-@pytest.mark.parametrize("args", [["--help"], ["rewrite", "--help"], ["passes"], ["passes", "lora"], ["schema"], ["--version"]])
+@sweep("args", [["--help"], ["rewrite", "--help"], ["passes"], ["passes", "lora"], ["schema"], ["--version"]], 0, 2)
 def test_quick_verbs_do_not_import_torch(args):
     done = process(*args)
     assert done.returncode == 0 and done.stdout

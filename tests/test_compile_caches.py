@@ -77,6 +77,7 @@ def test_a_compiled_form_is_one_that_torch_keeps_and_has_the_gradients_of_the_re
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_what_trains_in_a_compiled_fused_layer_may_be_anything():
     for wanted in ("0.weight", "0.bias", "lora.0.Lora.down.weight", "2.weight"):
         new = trained()

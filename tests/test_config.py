@@ -421,6 +421,7 @@ trains = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(
     st.fixed_dictionaries(
         {"model": st.sampled_from(["m", "a.b:c"])},

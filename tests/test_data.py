@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from sweeps import sweep
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -590,7 +591,7 @@ def test_epochs_differ_and_seeds_differ(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("method, workers", [("fork", 2), ("spawn", 1)])
+@sweep("method, workers", [("fork", 2), ("spawn", 1)], 0)
 def test_workers_change_nothing(tmp_path, method, workers):
     items, spec = opened(tmp_path, call=TOY)
     alone = Loader(items, spec, 2, seed=5)

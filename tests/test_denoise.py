@@ -233,6 +233,37 @@ def test_captions_reach_the_model_and_some_are_dropped(use):
     assert torch.equal(seen.calls[-1]["encoder_hidden_states"], words(["a", "b"]))  # a test drops nothing
 
 
+@pytest.mark.parametrize("negative", ["", "blur"])
+def test_train_guidance_has_each_sample_for_both_halves_of_the_batch(negative):
+    """DreamArtist's training (arXiv 2211.11337): the same noise and time for both prompts, and one guided prediction."""
+    module, captions = traced(text=8), ["cat", "dog", "owl"]
+    task = ready(module, text="test_denoise:words", train_guidance=3.0, negative=negative, guidance=2.0, sample_steps=2)
+    seen = Recorded(module)
+    loss = task.loss(seen, batch(3, caption=captions), Draws(0, 7))
+    ((given,),) = [seen.calls]
+    assert torch.equal(given["encoder_hidden_states"], torch.cat([words([negative] * 3), words(captions)]))
+    for key in ("sample", "timestep"):
+        first, second = given[key].chunk(2)
+        assert torch.equal(first, second) and len(first) == 3
+    with torch.no_grad():
+        both = unet(text=8)(given["sample"], given["timestep"], given["encoder_hidden_states"]).sample
+    draw = Draws(0, 7)
+    draw.uniform(3)
+    without, own = both.chunk(2)
+    expected = F.mse_loss(without + 3.0 * (own - without), draw.normal(3, 3, SIDE, SIDE))
+    torch.testing.assert_close(loss.detach(), expected, rtol=1e-4, atol=1e-5)
+    seen.calls.clear()
+    task.generate(seen, {"caption": captions})
+    assert [len(call["sample"]) for call in seen.calls] == [6, 6]  # so that blocks for a half of the batch see their half
+    assert torch.equal(seen.calls[0]["encoder_hidden_states"], given["encoder_hidden_states"])
+
+
+def test_train_guidance_needs_captions():
+    for options in ({"train_guidance": 2.0}, {"negative": "blur"}):
+        with pytest.raises(SpecError, match=f"{next(iter(options))} needs captions"):
+            ready(traced(), **options)
+
+
 def test_labels_reach_the_model_and_the_last_row_stands_for_none():
     module = traced(classes=11)
     classes = [str(n) for n in range(10)]
@@ -330,6 +361,7 @@ def test_a_learned_variance_is_left_out():
     assert task.samples(module).shape[1] == 3
 
 
+@pytest.mark.slow
 def test_a_controlnet_learns_from_the_condition():
     """train_controlnet.py: only the ControlNet's weights move, and the condition goes into its own input."""
     base = unets.sd15()
@@ -351,6 +383,7 @@ def test_a_controlnet_learns_from_the_condition():
         task.loss(new, batch(2, channels=4, caption=["a", "b"]), Draws(0, 7))
 
 
+@pytest.mark.slow
 def test_a_call_can_be_written_out():
     xl = unets.sdxl()
     inputs = {**xl.kwargs, "timestep": torch.tensor([1, 2])}
@@ -449,6 +482,7 @@ def test_options_are_held_to_the_constructor():
         make_task({"denoise": {"snr_gama": 5.0}})
 
 
+@pytest.mark.slow
 def test_a_time_without_dimensions_is_said_at_once():
     base = unets.sd15()
     with pytest.raises(SpecError, match=r"'timestep' was traced without dimensions.*timestep: \{shape: \[2\], dtype: int64"):
@@ -513,6 +547,7 @@ def test_there_are_as_many_samples_as_asked_for_however_few_the_data():
     assert ready(traced(), samples=0, **some).samples(traced()) is None
 
 
+@pytest.mark.slow
 def test_a_run_of_a_configuration_makes_pictures(tmp_path):
     """Class conditions, LoRA and the whole flow: losses, a test, and the grid of samples."""
     model = dict(unet(3, classes=11).config)

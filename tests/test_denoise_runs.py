@@ -127,6 +127,7 @@ def test_a_controlnet_and_lora_learn_to_draw_photographs(folder):
     assert torch.equal(mine, read)
 
 
+@pytest.mark.slow
 def test_the_samples_do_not_disturb_the_run_and_it_resumes_to_the_bit(folder):
     plain = {**CONFIG["train"], "steps": 4, "save": {"every": 2, "keep": 9}, "test": {"every": 0}}
     with_pictures = start(folder, "a", **SMALL, train={**plain, "log": {"samples": 1}})

@@ -227,6 +227,7 @@ def test_a_region_that_returns_its_input_changes_only_what_went_through_it():
         assert torch.equal(a, x + 1) and torch.equal(b, y) and torch.equal(c, z)
 
 
+@pytest.mark.slow
 def test_one_tensor_at_two_ports_of_a_unet_block():
     """A down block returns its hidden state and, as its last skip, the same tensor."""
     base = small.unet()

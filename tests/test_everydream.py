@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import runs
 import torch
+from checkouts import checkout_of
+from PIL import Image
+from sweeps import sweep
 
 from fxplug.compat.everydream import BasePlugin
 from fxplug.errors import SpecError, TrainError
+from fxplug.spec.train_section import Data
+from fxplug.training.data.loader import Loader
+from fxplug.training.data.sources import open_items
+from fxplug.training.plugin_state import Optimizers
 from fxplug.training.plugins import Plugins
 
-SEEDS = os.environ.get("SEEDS")
-THEIRS = Path(SEEDS or "nowhere") / "victorchall+EveryDream2trainer"
-theirs = pytest.mark.skipif(not SEEDS, reason="SEEDS names no folder of checkouts")
+THEIRS = checkout_of("doc/PLUGINS.md")
+theirs = pytest.mark.skipif(not THEIRS.is_dir(), reason="SEEDS names no folder with a checkout of EveryDream2trainer")
 DATA = {"data__call": {"runs:Digits": {"count": 64}}, "passes": [{"lora": {"at": "blocks.*.attn.*", "rank": 4}}]}
 
 
@@ -80,6 +86,7 @@ class Returned(Masked):
     returned = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugin", [Masked, Returned])
 def test_a_gradient_that_a_plugin_takes_away_trains_nothing(tmp_path, plugin):
     plain, masked = train(tmp_path / "a"), train(tmp_path / "b", f"test_everydream:{plugin.__name__}")
@@ -153,7 +160,7 @@ def test_a_key_that_a_batch_has_not(tmp_path):
 HOOKS = ["on_epoch_start", "on_step_start", "on_backpropagation", "on_step_end", "on_epoch_end", "on_training_end"]
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@sweep("hook", HOOKS, "on_step_end")
 def test_a_plugin_that_raises_loses_nothing(tmp_path, hook):
     whole = train(tmp_path / "whole")
     called = []
@@ -180,6 +187,73 @@ def test_a_plugin_that_raises_when_a_checkpoint_is_written(tmp_path):
     with pytest.raises(TrainError, match=r"plugin Mine raised in on_model_save \(epoch 0, global_step 3\): OSError: no room"):
         train(tmp_path / "run", type("Mine", (), {"on_model_save": fails}))
     assert (tmp_path / "run" / "checkpoints" / "step-00000003" / "progress.json").is_file()
+
+
+class Freezes(BasePlugin):
+    """Freezes what is in the first block, and says in the end what has changed since."""
+
+    seen: ClassVar[dict[str, bool]] = {}
+
+    def freeze(self, ed_state, global_step=2, **kwargs):
+        if global_step < 2 or hasattr(self, "before"):
+            return
+        self.model, self.before = ed_state.unet, {}
+        for name, parameter in self.model.named_parameters():
+            self.before[name] = parameter.detach().clone()
+            if "blocks.0." in name:
+                parameter.requires_grad_(False)
+
+    def on_training_end(self, **kwargs):
+        self.seen.update((name, torch.equal(p, self.before[name])) for name, p in self.model.named_parameters())
+
+
+class AtLoad(Freezes):
+    def on_model_load(self, ed_state, **kwargs):
+        self.freeze(ed_state)
+
+
+class AtStart(Freezes):
+    def on_training_start(self, ed_state, **kwargs):
+        self.freeze(ed_state)
+
+
+class AtStep(Freezes):
+    on_step_start = Freezes.freeze
+
+
+@pytest.mark.parametrize("plugin", [AtLoad, AtStart, AtStep])
+@pytest.mark.parametrize("changed", [{}, {"train__trainable": ["**"]}, {"train__accumulate": 2, "train__ema": 0.9}], ids=str)
+def test_what_a_plugin_freezes_stays_as_it_was(tmp_path, plugin, changed):
+    Freezes.seen.clear()
+    train(tmp_path / "run", plugin, **changed)
+    frozen = {name: same for name, same in Freezes.seen.items() if "blocks.0." in name}
+    others = {name for name, same in Freezes.seen.items() if name not in frozen and not same}
+    assert len(frozen) > 10 and all(frozen.values()), "weight decay and momentum do not move them either"
+    assert "lora.blocks.1.attn.qkv.Lora.up.weight" in others
+    assert any(name.startswith("blocks.1.") for name in others) == ("train__trainable" in changed)
+
+
+def test_the_image_is_seen_before_its_caption(tmp_path):
+    calls = []
+
+    class Order(BasePlugin):
+        def transform_caption(self, caption):
+            calls.append("caption")
+            return f"{caption} after {len(calls)}"
+
+        def transform_pil_image(self, img):
+            calls.append("image")
+            return img
+
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for number in range(3):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text("a square")
+    spec = Data(images=str(folder), captions="required", size=8)
+    batches = Loader(open_items(spec, tmp_path), spec, 1, hooks=Plugins([Order])).epoch(0)
+    captions = [caption for batch in batches for caption in batch["caption"]]
+    assert calls == ["image", "caption"] * 3 and captions == [f"a square after {n}" for n in (2, 4, 6)]
 
 
 # what plugins import
@@ -292,3 +366,39 @@ def test_its_first_example(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     train(tmp_path / "run", "plugins.mine.MyPlugin")
     assert [line[-1] for line in capsys.readouterr().out.splitlines() if "end of epoch number" in line] == ["0", "1"]
+
+
+class Rates(BasePlugin):
+    """What EveryDream2trainer's log of rates asks of the optimizer."""
+
+    def on_step_end(self, ed_state, global_step, **kwargs):
+        optimizer = ed_state.optimizer
+        assert optimizer.get_unet_lr() == optimizer.optimizer_unet.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+        assert optimizer.optimizer_te is None and optimizer.get_textenc_lr() == 0
+        RATES.append(optimizer.get_unet_lr())
+
+
+RATES = []
+
+
+def test_the_optimizer_has_the_names_that_it_has_there(tmp_path):
+    RATES.clear()
+    train(tmp_path / "run", Rates, train__lr=1e-3, train__scheduler={"linear": {}})
+    assert pytest.approx([1e-3 * (1 - (step + 1) / 8) for step in range(8)]) == RATES, "each is that of the next step"
+
+
+@pytest.mark.parametrize("at", ["", "any name", "repositories/EveryDream2"])
+def test_a_checkout_is_found_by_what_is_in_it(at, tmp_path, monkeypatch):
+    monkeypatch.setenv("SEEDS", str(tmp_path))
+    assert not checkout_of("doc/PLUGINS.md").exists()
+    (tmp_path / at / "doc").mkdir(parents=True)
+    (tmp_path / at / "doc/PLUGINS.md").touch()
+    assert checkout_of("doc/PLUGINS.md") == tmp_path / at
+
+
+def test_each_rate_is_that_of_its_own_model():
+    unet, text = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    groups = [{"params": [*text.parameters()], "lr": 0.25}, {"params": [*unet.parameters()], "lr": 0.5}]
+    both = Optimizers(torch.optim.SGD(groups, lr=1.0), text)
+    assert (both.get_unet_lr(), both.get_textenc_lr()) == (0.5, 0.25)
+    assert both.optimizer_te is both.optimizer_unet and both.state_dict()["param_groups"][0]["lr"] == 0.25

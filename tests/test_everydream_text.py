@@ -12,6 +12,7 @@ import torch
 import transformers
 from PIL import Image
 from sklearn.datasets import load_digits
+from sweeps import sweep
 from test_everydream import THEIRS, theirs
 
 import fxplug
@@ -110,6 +111,7 @@ class Sees(BasePlugin):
         return prompt
 
 
+@pytest.mark.slow
 def test_batches_images_and_prompts_are_as_they_are_there(pictures, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plain = draw(pictures, tmp_path / "plain")
@@ -136,6 +138,7 @@ class OneCaption(BasePlugin):
         return "cat"
 
 
+@pytest.mark.slow
 def test_changed_tokens_are_what_is_trained_on(pictures, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokens, captions = (draw(pictures, tmp_path / name, f"test_everydream_text:{name}") for name in ("Blank", "OneCaption"))
@@ -165,6 +168,7 @@ class Word(BasePlugin):
         torch.save(ed_state.text_encoder.get_input_embeddings().weight[self.number], Path(save_folder) / "word.bin")
 
 
+@pytest.mark.slow
 def test_a_word_is_learnt(pictures, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     how = {"text": EMBEDDINGS, "passes": [], "train__weight_decay": 0.0, "train__ema": 0.9}
@@ -207,7 +211,8 @@ class Fails(BasePlugin):
         return caption
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.slow
+@sweep("workers", [0, 1], 0)
 def test_a_plugin_that_raises_where_data_are_loaded(pictures, tmp_path, monkeypatch, workers):
     monkeypatch.chdir(tmp_path)
     text = r"plugin Fails raised in transform_caption \(epoch 0, 3.png\): RuntimeError: out of ink"
@@ -248,13 +253,14 @@ IMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", IMAGES)
+@sweep("name", IMAGES, 0)
 def test_what_is_no_image_is_told(pictures, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TrainError, match=IMAGES[name].replace("'", ".")):
         draw(pictures, tmp_path / "run", f"test_everydream_text:{name}")
 
 
+@pytest.mark.slow
 def test_images_may_come_back_as_pil_and_as_floats(pictures, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plugins = [f"test_everydream_text:{name}" for name in ("Grey", "Bright", "Sees")]
@@ -264,6 +270,7 @@ def test_images_may_come_back_as_pil_and_as_floats(pictures, tmp_path, monkeypat
     assert min(image.max() for image in seen.images) >= 240  # 225 as they are
 
 
+@pytest.mark.slow
 def test_images_have_a_share_of_the_loss_and_of_the_dropout(pictures, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(pictures / "photos", tmp_path / "photos")

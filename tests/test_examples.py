@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from sweeps import sweep
 
 import fxplug
 from fxplug.compat.hcp.convert_file import convert
@@ -40,6 +41,7 @@ def test_every_example_is_tried_and_is_one_screen():
     assert all(len(p.read_text().splitlines()) <= 60 for p in EXAMPLES.glob("*.py"))
 
 
+@pytest.mark.slow
 def test_quickstart(tmp_path):
     pytest.importorskip("skimage")
     fxplug.rewrite("quickstart", out=tmp_path / "out", verify=False)
@@ -51,6 +53,7 @@ def test_quickstart(tmp_path):
     assert "+lora_conv_stem_Lora = lora.conv_stem.Lora(" in run.stdout
 
 
+@pytest.mark.slow
 def test_lora_for_a_pipeline(capsys, monkeypatch, tmp_path):
     pytest.importorskip("transformers")
     pipelines.stable_diffusion(tmp_path).save_pretrained(tmp_path / "pipe")
@@ -77,6 +80,7 @@ def test_lora_for_a_pipeline(capsys, monkeypatch, tmp_path):
         assert (theirs - mine).abs().max() < 1e-5 < (space["pipe"].unet(**call)[0] - mine).abs().max()
 
 
+@pytest.mark.slow
 def test_unet_in_pipeline(capsys):
     pytest.importorskip("transformers")
     assert output("unet_in_pipeline.py", capsys) == (
@@ -97,6 +101,7 @@ def test_parallel(tmp_path):
     assert [len(re.findall(r"^\d patches, warm-up", table, re.MULTILINE)) for table in tables] == [2, 2]
 
 
+@pytest.mark.slow
 def test_step_cache(capsys):
     pytest.importorskip("transformers")
     every, same, third, away, inputs = output("step_cache.py", capsys).splitlines()
@@ -106,6 +111,7 @@ def test_step_cache(capsys):
     assert inputs.startswith("inputs of a shallow step: sample, timestep, ") and inputs.endswith(", kept")
 
 
+@pytest.mark.slow
 def test_controlnet(capsys):
     text = output("controlnet.py", capsys)
     assert "6 places, new inputs cond, strength, start, end" in text and "graphs that were compiled: 1\n" in text
@@ -143,6 +149,7 @@ def test_text_to_image(capsys, monkeypatch):
     assert len(away) == 4 and max(away) < 1e-5 and text.count("two more strengths: 1\n") == 2
 
 
+@pytest.mark.slow
 def test_serve_adapters(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["serve_adapters.py", "--quick"])
     monkeypatch.syspath_prepend(str(EXAMPLES / "fashion"))
@@ -153,18 +160,21 @@ def test_serve_adapters(capsys, monkeypatch):
     assert float(text.partition("packed, ")[2].split()[0]) < 1e-4
 
 
+@pytest.mark.slow
 def test_own_block(capsys):
     text = output("own_block.py", capsys)
     assert "outputs are torch.equal (mixer)" in text
     assert "+mixer_blocks_0_mlp_TokenMixer = mixer.blocks.0.mlp.TokenMixer(blocks_0_mlp_drop2)" in text
 
 
+@pytest.mark.slow
 def test_hcp_plugins(capsys):
     text = output("hcp_plugins.py", capsys)
     assert "12 skips, same output while new: True\na gradient through one compiled graph: True\n" in text
     assert "count: the attribute 'self.calls' is read before this call has written it" in text
 
 
+@pytest.mark.slow
 def test_hcp_and_everydream_in_two_steps(tmp_path, monkeypatch, caplog):
     """The plugins of both kinds are there, and the passes are those of HCP-Diffusion's file."""
     parts = EXAMPLES / "hcp_and_everydream"
@@ -193,20 +203,22 @@ def test_hcp_and_everydream(tmp_path):
     assert "epoch 0 of out begins at step 0" in run.stderr and "recognised: " in run.stdout
 
 
+@pytest.mark.slow
 def test_trained_lora(capsys):
     pytest.importorskip("skimage")
     text = output("trained_lora.py", capsys)
     assert "base weights untouched: True" in text and "loaded again, same answers: True" in text
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["full"], marks=pytest.mark.slow)])
-def test_efficientnet_adapters(capsys, monkeypatch, more):
-    monkeypatch.setattr(sys, "argv", ["efficientnet_adapters.py", "--steps", "1", "--digits", "50", "LoRA", *more])
+@pytest.mark.slow
+def test_efficientnet_adapters(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["efficientnet_adapters.py", "--steps", "1", "--digits", "50", "LoRA", "full"])
     heading, lora, *full = output("efficientnet_adapters.py", capsys).splitlines()
     assert heading.split() == ["method", "accuracy", "trainable", "CPU", "time", "of", "a", "step"]
-    assert lora.split()[3:] == ["295,158", "1.0"] and [row.split()[3] for row in full] == ["3,383,818"] * len(more)
+    assert lora.split()[3:] == ["295,158", "1.0"] and [row.split()[3] for row in full] == ["3,383,818"]
 
 
+@pytest.mark.slow
 def test_zhijian_trainer(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["zhijian_trainer.py", "1", "60"])
     runpy.run_path(str(EXAMPLES / "zhijian_trainer.py"), run_name="__main__")
@@ -216,6 +228,7 @@ def test_zhijian_trainer(capsys, monkeypatch):
     assert text.count("Acc@1      Acc@5") == 2 and text.count("***   Best results: [Acc@1: ") == 4
 
 
+@pytest.mark.slow
 def test_the_weights_of_fashion_are_those_of_its_configurations(monkeypatch):
     """And the judge knows garments."""
     parts = EXAMPLES / "fashion"
@@ -247,7 +260,7 @@ def test_fashion(tmp_path):
     assert (tmp_path / "samples.png").is_file()
 
 
-@pytest.mark.parametrize("name", shipped("configs"))
+@sweep("name", shipped("configs"), "quickstart", "vit_lora")
 def test_shipped_configurations_find_their_sites(name):
     result = fxplug.rewrite(name, dry_run=True, verify=False)
     assert {n: len(sites) for n, sites in result.sites.items()} == {

@@ -86,6 +86,7 @@ def given(unet: nn.Module, batch: int = 1, side: int = 16) -> dict[str, torch.Te
     return {"sample": torch.randn(batch, 4, side, side), "timestep": torch.arange(batch), "encoder_hidden_states": text}
 
 
+@pytest.mark.slow
 def test_unet(tmp_path: Path) -> None:
     unet = unets.sd15_model(levels=1)
     gm = fxplug.trace(unet, kwargs=(kwargs := given(unet)))

@@ -11,7 +11,6 @@ import test_caching as caching
 import torch
 import torch.nn.functional as F
 from test_caching import changed, pixart, run, same
-from torch.utils.flop_counter import FlopCounterMode
 
 import fxplug
 from fxplug.blocks.windowed_attention import windowed
@@ -19,6 +18,7 @@ from fxplug.ir.pytree import leaves
 from fxplug.parallel.runtime.pretended import pretended
 from fxplug.step_cache.attention_forms import METHODS
 from fxplug.step_cache.fast_attention import FastAttention
+from fxplug.torch_internals import kernels
 
 
 @cache
@@ -71,7 +71,7 @@ def test_a_window_computes_what_it_says():
     query = torch.randn(1, 2, 64, 4)
 
     def flops(window):
-        with FlopCounterMode(display=False) as counter:
+        with kernels.flop_counter() as counter:
             windowed(query, query, query, window)
         return counter.get_total_flops()
 
@@ -168,7 +168,7 @@ def test_a_row_may_differ_from_place_to_place():
 def flops(fast, calls):
     found = []
     for one in calls:
-        with FlopCounterMode(display=False) as counter:
+        with kernels.flop_counter() as counter:
             run(fast, one)
         found.append(counter.get_total_flops())
     return found
@@ -190,6 +190,7 @@ def test_what_is_saved_is_counted():
         assert first == plain + (near if "window" in method else 0) and second == third == plain - saved
 
 
+@pytest.mark.slow
 def test_several_results_are_one_place():
     base, new = marked(model=caching.sd3, at="transformer_blocks.0.attn:out[*]")
     (place,) = FastAttention(new, clock=None).places.values()
@@ -212,6 +213,7 @@ def search(fast, calls, threshold, **more):
     return found
 
 
+@pytest.mark.slow
 @SEARCHED
 def test_no_threshold_leaves_all_in_full(model):
     base, new = marked(model=model)
@@ -222,6 +224,7 @@ def test_no_threshold_leaves_all_in_full(model):
     assert fast.schedule == [{}, {}, {}] and not fast._parts.keys() - {"", *fast._rows}
 
 
+@pytest.mark.slow
 @SEARCHED
 def test_thresholds_buy_work_for_difference(model):
     base, new = marked(model=model)
@@ -240,6 +243,7 @@ def test_thresholds_buy_work_for_difference(model):
     assert off[0] < 0.002 and off[-1] == max(off) and all(m == "step" for row in fast.schedule[1:] for m in row.values())
 
 
+@pytest.mark.slow
 def test_a_method_must_do_for_all_calls_and_runs():
     """Two calls at one time, and then a run in which more changes: the least that serves all."""
     base, new = marked()
@@ -261,6 +265,7 @@ def test_a_method_must_do_for_all_calls_and_runs():
         assert fast.schedule[1] == later
 
 
+@pytest.mark.slow
 def test_processes_find_one_schedule():
     base, new = marked()
     plan = fxplug.parallel_plan(new, base.args, base.kwargs, ulysses=2)
@@ -282,6 +287,7 @@ def test_processes_find_one_schedule():
         close(out, run(fast, call))
 
 
+@pytest.mark.slow
 def test_it_is_compiled_part_by_part_and_adapters_are_switched():
     base = pixart()
     passes = fxplug.load_pass("lora", at="re:.*attn1.to_[qv]$", rank=2, slots=1), fxplug.load_pass("ditfastattn", window=2)

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import small
 import torch
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -71,7 +72,7 @@ def test_what_maps_a_parameter_is_folded_bit_for_bit(name):
     hold_gone(hold(gm, base, tolerance=1e-12), base)
 
 
-@pytest.mark.parametrize("name", ["layers", "vit", "unet", "lite"])
+@sweep("name", ["layers", "vit", "unet", "lite"], "layers", "vit")
 def test_low_rank_updates_are_folded_beside_every_kind_of_layer(name):
     """Linear, convolutions in groups and with padding of their own, Embedding; one graph and two."""
     base = getattr(small, name)()
@@ -167,6 +168,7 @@ def test_a_second_pass_finds_its_layer_behind_what_stayed():
     assert error(ours, theirs, base) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_thousand_adapters_leave_no_drift():
     base = half(8)
     gm = fxplug.apply(base.gm, fxplug.load_pass("lora", rank=2))

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from sweeps import sweep
 from test_hcp import Hooks, net, passes, same, unet
 from torch import nn
 
@@ -66,7 +67,7 @@ ATTN2 = "mid_block.attentions.0.transformer_blocks.0.attn2"
 DRIVERS = {Attention: "PatchPlugin", Beside: "PatchAfter", Ahead: "PatchBefore"}
 
 
-@pytest.mark.parametrize("kind", DRIVERS)
+@sweep("kind", DRIVERS, 0)
 def test_a_patch_of_a_module_that_is_called_with_names(unet, tmp_path, kind):
     (p,) = passes(tmp_path, f"  p: {{_target_: test_hcp_calls.{kind.__name__}, layers: [{ATTN2}]}}")
     new = fxplug.apply(unet.gm, p)

@@ -138,6 +138,53 @@ def test_a_plugins_file(tmp_path, row):
     assert all(torch.equal(a, b) for a, b in zip(new.state_dict().values(), other.state_dict().values(), strict=True))
 
 
+class Square(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def inner(kind):
+    return ("hcp/single", {"name": "p", "plugin": "test_hcp_nested:Outer", "layers": ["a", "b"], "options": {"inner": [*kind]}})
+
+
+LOHA = {"plugin": "hcp_guide:LohaLayer", "options": {"rank": 2}}
+AROUND = {"name": "p", "plugin": "test_hcp_nested:Around", "layers": ["a"]}
+FILES = {
+    "hook_param": [("hcp/param", {"name": "p", "layers": ["a", "b"], **LOHA})],
+    "hook_param and its result": [
+        ("hcp/param", {"name": "p", "layers": ["a"], **LOHA}),
+        ("hcp/single", {"name": "q", "plugin": "test_hcp_nested:Scale", "layers": ["a"]}),
+    ],
+    "two in one container": [("hcp/patch_around", {**AROUND, "also": [{"name": "q", "plugin": "test_hcp_nested:Around"}]})],
+    **{f"nested {' '.join(kind)}": [inner(kind)] for kind in (("param",), ("single", "single"), ("product", "product"))},
+}
+
+
+@pytest.mark.parametrize("suffix", [".ckpt", ".safetensors"])
+@pytest.mark.parametrize("case", FILES)
+def test_every_plugin_has_a_file_that_gives_it_back(tmp_path, case, suffix):
+    loud, other = (fxplug.trace(small.seeded(Square).eval(), torch.randn(2, 4)) for _ in range(2))
+    for name, given in FILES[case]:
+        loud, other = (fxplug.apply(gm, fxplug.load_pass(name, **given)) for gm in (loud, other))
+    with torch.no_grad():
+        own = {name for name, value in loud.state_dict().items() if name[:2] in ("p.", "q.") and value.normal_() is value}
+    names = ["p", "q"] if "and" in case or "two" in case else ["p"]
+    if len(names) > 1:
+        with pytest.raises(SpecError, match="the passes p and q both have weights at 'a': say which"):
+            save_checkpoint(loud, tmp_path / f"both{suffix}")
+    written = [save_checkpoint(loud, tmp_path / f"{name}{suffix}", passes=[name]) for name in names]
+    assert {key for names in written for key in names} >= {name for name in own if name in dict(loud.named_parameters())}
+    for name in names:
+        load_checkpoint(other, tmp_path / f"{name}{suffix}", passes=[name])
+    x = torch.randn(3, 4)
+    assert torch.equal(other(x), loud(x))
+
+
+@pytest.mark.slow
 def test_a_controlnets_file_has_the_names_of_the_plugin(tmp_path):
     unet = small.unet()
     new = fxplug.apply(unet.gm, fxplug.load_pass("controlnet", name="c"))

@@ -17,7 +17,9 @@ from fxplug.compat.hcp.asked_inputs import asked_for
 from fxplug.compat.hcp.convert_file import convert, read_input
 from fxplug.compat.hcp.layer_patterns import places, read_layer, read_layers
 from fxplug.errors import SpecError
+from fxplug.spec.train_section import read_use
 from fxplug.spec.yaml_source import parse_yaml
+from fxplug.training.param_groups import make_scheduler
 
 NET = "test_hcp:Net"
 
@@ -403,8 +405,107 @@ def test_how_it_trains_is_translated():
     assert train.task.options == wanted
     assert (data.images, data.size, data.buckets.step, data.workers) == (["imgs/", "more/"], 512, 64, 3)
     told = " ".join(done.notes)
-    for text in ("scale_lr multiplies", "cfg_scale", "left out dataset2", "prompt templates"):
+    for text in ("scale_lr multiplies", "left out dataset2", "prompt templates"):
         assert text in told
+
+
+FINE_TUNING = """
+_base_: [cfgs/train/dataset/base_dataset.yaml, cfgs/train/train_base.yaml, cfgs/train/tuning_base.yaml]
+unet:
+- {lr: 1e-6, layers: %s}
+tokenizer_pt: {train: null}
+train: {gradient_accumulation_steps: 1, save_step: 100, scheduler: {name: constant_with_warmup, num_warmup_steps: 50}}
+model: {pretrained_model_name_or_path: runwayml/stable-diffusion-v1-5}
+data: {dataset1: {batch_size: 4, source: {one: {img_root: imgs/}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    "layers, wanted", [("['']", ["**"]), ("['re:.*attn2$', mid_block]", ["re:.*attn2$", "mid_block"])], ids=str
+)
+def test_layers_of_the_model_itself_are_trained(layers, wanted):
+    done = convert(write(FINE_TUNING % layers, ""))
+    read = fxplug.load_config(parse_yaml(done.text).data)
+    assert (read.passes, read.train.trainable, read.train.lr, read.train.batch) == ([], wanted, 1e-6, 4)
+    told = [note for note in done.notes if "it is not read, and what it sets is missing" in note]
+    assert ["sets data" in told[0], "sets train (train_steps" in told[1], "sets tokenizer_pt" in told[2]] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        (("unet:\n- {lr: 1e-6, layers: ['']}", "a: {b: 1}"), "nothing to convert; it has _base_, a, .*train_base.yaml' is in"),
+        (("save_step: 100", "cfg_scale: 1.0-3.0"), "no plugins, and its section 'unet' cannot be translated:.*train_base.y"),
+        (("- {lr: 1e-6", "- {lr: 2, layers: [a]}\n- {lr: 1e-6"), "cannot be translated:.*several lr, 1e-06, 2.0, and train.lr"),
+        (("lr: 1e-6", "lr: much"), r"unet\[0\].lr: must be a number, not 'much'"),
+        (("layers:", "layer:"), r"unet\[0\]: missing key 'layers' .did you mean 'layer'"),
+        (("['']", "['pre_hook:a']"), r"unet\[0\].layers: only re: stands before a layer here"),
+        (("- {", "- a # {"), r"unet\[0\]: must be a mapping with 'layers', not 'a'"),
+    ],
+    ids=lambda value: value[1][:12] if isinstance(value, tuple) else "",
+)
+def test_layers_of_the_model_itself_that_cannot_be_trained_so(changed, message):
+    with pytest.raises(SpecError, match=f"(?s){message}"):
+        convert(write((FINE_TUNING % "['']").replace(*changed, 1), ""))
+
+
+ONE_CYCLE = "{name: one_cycle, num_warmup_steps: 2, num_training_steps: 10, scheduler_kwargs: {div_factor: 5.0}}"
+
+
+@pytest.mark.parametrize(
+    "scheduler, wanted, note",
+    [
+        (ONE_CYCLE, {"OneCycleLR": {"div_factor": 5.0, "total_steps": 10, "pct_start": 0.2}}, ""),
+        ("{name: one_cycle}", "OneCycleLR", ""),
+        ("{name: constant, num_warmup_steps: 3}", "constant", ""),
+        ("{name: polynomial, num_warmup_steps: 3}", None, "no scheduler here is 'polynomial'"),
+        ("{_target_: my.Scheduler}", None, "no scheduler here is 'my.Scheduler'"),
+        ("{_target_: torch.optim.lr_scheduler.StepLR, _partial_: true, step_size: 4}", {"StepLR": {"step_size": 4}}, ""),
+    ],
+)
+def test_the_course_of_the_learning_rate(scheduler, wanted, note):
+    before = "{name: constant_with_warmup, num_warmup_steps: 50, num_training_steps: 300}"
+    done = convert(write(TRAINS.replace(before, scheduler), ""))
+    assert parse_yaml(done.text).data["train"].get("scheduler") == wanted
+    assert any(note in told for told in done.notes)
+
+
+def test_one_cycle_has_the_rates_of_hcp_diffusion():
+    """Its get_scheduler: OneCycleLR of each group's own rate over the steps, the warm-up its rising part."""
+    use = read_use({"OneCycleLR": {"div_factor": 5.0, "total_steps": 10, "pct_start": 0.2}})
+    found = []
+    for make in (
+        lambda o: make_scheduler(use, o, 10, 5)[0],
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(
+            o, max_lr=[g["lr"] for g in o.param_groups], steps_per_epoch=10, epochs=1, pct_start=2 / 10, div_factor=5.0
+        ),
+    ):
+        optimizer = torch.optim.AdamW([{"params": [torch.zeros(1)], "lr": lr} for lr in (1e-4, 4e-5)])
+        scheduler = make(optimizer)
+        rates = []
+        for _ in range(9):
+            optimizer.step(), scheduler.step()
+            rates.append([group["lr"] for group in optimizer.param_groups])
+        found.append(rates)
+    assert found[0] == found[1]
+
+
+BRANCHES = "lora_unet: [{rank: 2, branch: p, layers: [to_q]}, {rank: 2, branch: n, layers: [to_q]}]\n"
+
+
+@pytest.mark.parametrize("scale, wanted", [("'3.0'", 3.0), ("2", 2.0), ("'1.5-1.5:cos'", 1.5), ("'1.0'", None), ("null", None)])
+def test_the_branches_of_dreamartist_see_every_sample(scale, wanted):
+    done = convert(write(TRAINS.replace("cfg_scale: '1.0'", f"cfg_scale: {scale}").partition("lora_unet")[0] + BRANCHES, ""))
+    options = fxplug.load_config(parse_yaml(done.text).data).train.task.options
+    assert options.get("train_guidance") == wanted
+    assert any("a branch is of half of a batch" in note for note in done.notes) == (wanted is None)
+
+
+def test_a_scale_that_changes_with_the_time_is_refused_with_its_training():
+    done = convert(write(TRAINS.replace("cfg_scale: '1.0'", "cfg_scale: '1.0-3.0:cos'"), ""))
+    read = parse_yaml(done.text).data
+    assert "train" not in read and "data" not in read and read["passes"]
+    assert any("cfg_scale '1.0-3.0:cos' changes with the time" in note for note in done.notes)
 
 
 @pytest.mark.parametrize(

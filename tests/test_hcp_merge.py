@@ -115,6 +115,7 @@ merge:
 """
 
 
+@pytest.mark.slow
 def test_parts_and_low_rank_updates_are_merged_as_its_loader_does(model):
     one, two = base_file("part.ckpt", model), base_file("part2.ckpt", model)
     a, b = lora_file("exps/one/a.ckpt", model), lora_file("b.ckpt", model, old=True, rank=3)
@@ -129,6 +130,7 @@ def test_parts_and_low_rank_updates_are_merged_as_its_loader_does(model):
         assert not torch.allclose(found, model(*args, return_dict=False)[0], atol=1e-2)
 
 
+@pytest.mark.slow
 def test_halves_of_the_batch_have_updates_of_their_own(model):
     p, n = lora_file("p.ckpt", model), lora_file("n.ckpt", model, rank=1)
     items = "{path: p.ckpt, alpha: 0.7, mask: [0.5, 1]}, {path: n.ckpt, alpha: 0.5, mask: [0, 0.5]}"
@@ -144,6 +146,7 @@ def test_halves_of_the_batch_have_updates_of_their_own(model):
         torch.testing.assert_close(new(*args, return_dict=False)[0], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_merged_is_saved_without_its_files(model, tmp_path):
     lora_file("a.ckpt", model)
     new = rewritten("merge: {g: {type: unet, lora: [{path: a.ckpt}]}}")
@@ -203,6 +206,7 @@ def test_weights_of_plugins_are_told_the_verb_that_puts_them_in():
     assert "fxplug convert hcp g.ckpt --into DIR --pass gain" in notes and "set_hyper_params({'strength': 2})" in notes
 
 
+@pytest.mark.slow
 def test_a_file_of_another_model_says_which_and_how_many(model):
     sdxl = "down_blocks.1.attentions.0.transformer_blocks.1.attn2.to_k"
     state = {f"{sdxl}.___.layer.W_down": torch.zeros(2, 2048), f"{sdxl}.___.layer.W_up": torch.zeros(640, 2)}
@@ -271,6 +275,7 @@ def test_layers_of_several_versions_in_one_file_are_read(model):
     assert set(p.rules[0].match.path) == {LINEAR, CONV}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_as_a_configuration_is_as_strong_as_it_was_trained(model):
     a = lora_file("a.ckpt", model)
     base = base_file("part.ckpt", model)

@@ -10,6 +10,7 @@ import timm
 import torch
 import unets
 from safetensors.torch import load_file, save_file
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -39,8 +40,8 @@ def new():
     return fxplug.apply(small.plain_vit().gm, head(classes=37))
 
 
-@pytest.mark.parametrize(
-    "name, path", [("resnet10t", "fc"), ("mobilenetv3_small_050", "classifier"), ("convnext_atto", "head.fc")]
+@sweep(
+    "name, path", [("resnet10t", "fc"), ("mobilenetv3_small_050", "classifier"), ("convnext_atto", "head.fc")], 0
 )
 def test_the_last_layer_of_a_classifier_is_found(name, path):
     gm = of_timm(name)
@@ -164,6 +165,7 @@ def test_merged_it_is_a_model_of_transformers(tmp_path):
     assert torch.equal(plain(**kwargs).logits, new(**kwargs).logits)
 
 
+@pytest.mark.slow
 def test_a_head_that_is_tied_to_embeddings_leaves_them_alone():
     from transformers import GPT2Config
 

@@ -46,6 +46,7 @@ def test_one_call_of_a_pipeline_traces_its_models(traced, folder):
     assert again["unet"] is models["unet"]
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_cast_with_what_is_in_it(folder):
     pipes = [pipelines.stable_diffusion(folder) for _ in range(2)]
     pipes[0].unet = fxplug.trace_pipeline(pipes[0], "a cat", parts="unet", **CALL)["unet"]
@@ -54,6 +55,7 @@ def test_a_pipeline_is_cast_with_what_is_in_it(folder):
     assert torch.equal(*map(_picture, pipes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dit", "flux", "sd3"])
 def test_a_transformer_is_traced_as_its_pipeline_calls_it(name):
     case = pipelines.made(name)
@@ -120,6 +122,7 @@ STEPS = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # of PEFT
 def test_adapters_of_a_pipeline_are_in_slots(traced, folder):
     _files(folder, ("ink", "film"))
@@ -153,6 +156,7 @@ def test_a_traced_module_is_taken_for_what_it_was_traced_from(traced, folder):
         _ = again.set_attn_processor
 
 
+@pytest.mark.slow
 def test_a_scale_that_no_pass_sees_is_refused(traced, folder):
     pipe = pipelines.stable_diffusion(folder)
     pipe.unet = fxplug.apply(traced[0]["unet"], fxplug.load_pass("lora", at="re:.*to_q$", rank=2, slots=2))
@@ -170,6 +174,7 @@ def _image(seed=2):
     return torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.slow
 def test_a_controlnet_pipeline_runs_with_traced_parts(network, folder):
     pipes = [pipelines.stable_diffusion(folder, controlnet=network) for _ in range(2)]
     for name, part in fxplug.trace_pipeline(pipes[0], "a cat", image=_image(), **CALL).items():
@@ -210,6 +215,7 @@ def test_one_graph_of_unet_and_networks_is_the_pipelines_two_calls(network, fold
     assert torch.equal(*(_picture(pipe, image=image, controlnet_conditioning_scale=0.7) for pipe in (plain, ours)))
 
 
+@pytest.mark.slow
 def test_passes_go_into_the_one_graph(network, folder):
     plain, ours = _joined(folder, network, _image())
     for options in ONE:
@@ -254,6 +260,7 @@ def test_what_has_no_network_to_join(traced, network, folder):
         fxplug.controlnet_of(new)
 
 
+@pytest.mark.slow
 def test_a_bound_controlnet_draws_in_the_plain_pipeline(traced, network, folder):
     image = _image()
     plain, full = pipelines.stable_diffusion(folder), pipelines.stable_diffusion(folder, controlnet=network)
@@ -264,6 +271,7 @@ def test_a_bound_controlnet_draws_in_the_plain_pipeline(traced, network, folder)
     assert torch.equal(_picture(plain), traced[1]) and isinstance(plain.unet.bound, nn.Module)
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_saved_with_what_is_in_it(traced, folder, tmp_path, capfd):
     pipe = pipelines.stable_diffusion(folder)
     pipe.unet = fxplug.apply(traced[0]["unet"], fxplug.load_pass("lora", at="re:.*to_q$", rank=2))
@@ -302,6 +310,7 @@ def _saved(pipe, folder, **layers):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_files_are_put_into_the_models_that_they_have_layers_for(folder, tmp_path):
     pipe = pipelines.stable_diffusion(folder)
@@ -324,6 +333,7 @@ def test_files_are_put_into_the_models_that_they_have_layers_for(folder, tmp_pat
     assert pipe.unet.adapters.names == ["ink", "film", "more", "extra"]
 
 
+@pytest.mark.slow
 def test_passes_go_into_the_models_that_they_are_given_for(folder):
     pipe = pipelines.stable_diffusion(folder)
     text, want = pipe.text_encoder, _picture(pipe)
@@ -335,6 +345,7 @@ def test_passes_go_into_the_models_that_they_are_given_for(folder):
     assert torch.equal(_picture(plain), want) and isinstance(plain.text_encoder, fxplug.TracedModule)
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_cannot_be_rewritten_is_as_it_was(folder, tmp_path):
     pipe = pipelines.stable_diffusion(folder)
     before = dict(pipe.components)

@@ -227,6 +227,7 @@ for one, other in zip(*gradients):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not kernels.AVAILABLE, reason="needs triton")
 def test_kernels_are_right_in_the_interpreter():
     done = subprocess.run(

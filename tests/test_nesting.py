@@ -62,6 +62,7 @@ def counted(module, backend="eager", **options):
     return torch.compile(module, fullgraph=True, backend=counting, **options), seen
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_equal_blocks_are_one_program(traced):
     model, gm, args = traced
@@ -134,6 +135,7 @@ def hold_same(call, new, nested, x):
     assert [name for name in grads if not torch.equal(grads[name], others[name])] == []
 
 
+@pytest.mark.slow
 def test_gradients_are_the_same_with_dropout_other_batches_autocast_and_checkpoints(trained):
     new, nested, x = trained
     call, seen = counted(nested, "aot_eager")
@@ -154,6 +156,7 @@ def test_gradients_are_the_same_with_dropout_other_batches_autocast_and_checkpoi
     nested.train(), new.train()
 
 
+@pytest.mark.slow
 def test_layers_that_train_or_not_as_they_come(trained):
     """Kinds are told apart by what trains when they are made; what is frozen or not later makes programs, not an error."""
     new, nested, x = trained
@@ -174,6 +177,7 @@ def test_layers_that_train_or_not_as_they_come(trained):
         new.requires_grad_(True)
 
 
+@pytest.mark.slow
 def test_threads_and_errors_leave_the_compiler_as_it_was(trained):
     new, nested, _ = trained
     call, seen = counted(nested.eval(), "aot_eager")
@@ -191,6 +195,7 @@ def test_threads_and_errors_leave_the_compiler_as_it_was(trained):
     nested.train(), new.train()
 
 
+@pytest.mark.slow
 def test_under_ddp(trained, tmp_path):
     new, nested, x = trained
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -285,6 +290,7 @@ def test_what_cannot_be_nested_says_why(traced):
         nest(nest(gm))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_transformer_for_diffusion_at_other_sizes():
     torch.manual_seed(0)
@@ -327,6 +333,7 @@ def test_weights_that_share_memory_are_not_nested_apart():
         nest(gm, ["*"])
 
 
+@pytest.mark.slow
 def test_what_is_compiled_around_with_gradients_is_flat(traced):
     _, gm, args = traced
     call, seen = counted(nn.Sequential(nest(gm)))

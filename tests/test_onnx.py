@@ -23,6 +23,7 @@ import pytest
 import small
 import torch
 import zoo
+from sweeps import sweep
 from test_packages import Model, adapter, inputs
 from torch import nn
 from torch.onnx._internal.exporter._registration import ONNXRegistry
@@ -331,6 +332,7 @@ def odd_inputs(batch=2):
     return (torch.randn(batch, 8), torch.randint(0, 7, (batch, 3))), {"mask": torch.rand(batch) > 0.5, "steps": 3}
 
 
+@pytest.mark.slow
 def test_odd_inputs_and_results_and_two_passes_with_slots(tmp_path):
     torch.manual_seed(0)
     args, kwargs = odd_inputs()
@@ -442,6 +444,7 @@ class Short(nn.Module):
         return x.float().mul(2).bfloat16()
 
 
+@pytest.mark.slow
 def test_numbers_that_numpy_does_not_have(tmp_path):
     x = torch.randn(3, 4).bfloat16()
     model = fxplug.load_onnx(fxplug.export(fxplug.trace(Short().eval(), x), tmp_path, x, to="onnx").path)
@@ -467,6 +470,7 @@ def test_a_mistake_in_the_translation_is_told(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_an_example_that_does_not_fit_the_choice_of_adapters(pair, tmp_path):
     module, _ = pair
     module.adapters.use(["old", None, "old"])
@@ -605,7 +609,7 @@ def mutated(value, rng, share):
     return value
 
 
-@pytest.mark.parametrize("seed", range(4))
+@sweep("seed", range(4), 0)
 def test_random_metadata_and_graphs_are_refused_or_run(made, tmp_path, seed):
     """With a right seal: what is refused is refused by one error, and a call fails by one, or gives a result."""
     rng, file = random.Random(seed), tmp_path / "odd.onnx"
@@ -678,6 +682,7 @@ def path(written, tmp_path):
     return tmp_path / written.name
 
 
+@pytest.mark.slow
 def test_weights_beside_the_model(wide, path, tmp_path, monkeypatch):
     new, x, ink = wide
     names = sorted(p.name for p in tmp_path.iterdir())
@@ -746,6 +751,7 @@ def test_an_export_that_ends_in_the_middle_leaves_the_old_model(path, tmp_path, 
     assert left == {"wide.onnx": "b", f"wide.onnx.{'b' * 16}.data": "b", "wide.onnx.notes.data": ""}
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full(wide, path, tmp_path):
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -758,6 +764,7 @@ def test_a_disk_that_is_full(wide, path, tmp_path):
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_a_model_that_is_replaced_while_it_is_loaded(wide, path, tmp_path, monkeypatch):
     check, times = onnx_file.check_manifest, []
 

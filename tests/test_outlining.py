@@ -113,9 +113,9 @@ def controlled():
     "regions",
     [
         pytest.param(UNET, marks=pytest.mark.slow),
-        ["**.transformer_blocks.*", "up_blocks.{1:}"],
+        pytest.param(["**.transformer_blocks.*", "up_blocks.{1:}"], marks=pytest.mark.slow),
         ["controlnet.**.resnets.*"],
-        None,
+        pytest.param(None, marks=pytest.mark.slow),
     ],
 )
 def test_a_unet_with_lora_a_skip_and_a_controlnet(controlled, regions):
@@ -126,6 +126,7 @@ def test_a_unet_with_lora_a_skip_and_a_controlnet(controlled, regions):
     assert len(found) > 3 and (len(inner) > 0) == (regions is None or regions[0].startswith("controlnet"))
 
 
+@pytest.mark.slow
 def test_sdxl_and_a_transformer():
     hold_equal(loud(lora(unets.sdxl(), at="**.attn*.to_q")), unets.sdxl(), modes=(True,))
     from diffusers import PixArtTransformer2DModel
@@ -141,7 +142,8 @@ def test_sdxl_and_a_transformer():
     assert list(made.meta["regions"]) == [f"transformer_blocks.{i}" for i in range(3)]
 
 
-@pytest.mark.parametrize("regions", [pytest.param(["blocks.*"], marks=pytest.mark.slow), None])
+@pytest.mark.slow
+@pytest.mark.parametrize("regions", [["blocks.*"], None])
 def test_batch_norms_of_checkpointed_regions_move_once(regions):
     """The second run must neither see nor move statistics that the first has moved."""
     base = small.lite()
@@ -248,7 +250,8 @@ def compiled(module, backend):
     return torch.compile(module, backend=backend, fullgraph=True)
 
 
-@pytest.mark.parametrize("case", ["vit", *(pytest.param(case, marks=pytest.mark.slow) for case in ("unet", "lite"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["vit", "unet", "lite"])
 def test_gradients_under_compile(case):
     base = {"vit": small.vit, "unet": small.unet, "lite": small.lite}[case]()
     gm = loud(lora(base, at="re:.*(attn|conv_pw).*")).train(case != "vit")  # its dropout would be drawn by another generator
@@ -257,6 +260,7 @@ def test_gradients_under_compile(case):
     assert differences(run(compiled(made, "aot_eager"), gm, base), theirs) == []
 
 
+@pytest.mark.slow
 def test_one_graph_with_a_checkpoint_a_region():
     base = small.vit()
     gm = lora(base, dropout=0.1)

@@ -16,6 +16,7 @@ import hostile_packages
 import pytest
 import small
 import torch
+import unets
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -97,6 +98,7 @@ def fill(module):
     return state
 
 
+@pytest.mark.slow
 def test_sizes_and_structures(pair):
     module, package = pair
     for batch, side in ((1, 8), (2, 6), (5, 10)):
@@ -110,6 +112,7 @@ def test_sizes_and_structures(pair):
     assert not wanted.requires_grad
 
 
+@pytest.mark.slow
 def test_adapters_that_were_zero_are_live(pair):
     module, package = pair
     before = same(package, module)["y"]
@@ -124,6 +127,7 @@ def test_adapters_that_were_zero_are_live(pair):
         same(package, module, batch=2)
 
 
+@pytest.mark.slow
 def test_every_constant_can_be_changed(pair, tmp_path):
     module, package = pair
     state = module.state_dict()
@@ -144,6 +148,7 @@ def test_every_constant_can_be_changed(pair, tmp_path):
     same(package, module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given, message",
     [
@@ -159,6 +164,7 @@ def test_wrong_updates_change_nothing(pair, given, message):
     same(package, module)
 
 
+@pytest.mark.slow
 def test_wrong_calls(pair):
     _, package = pair
     (image, ids, more), shift = inputs(), torch.randn(2, 6)
@@ -195,6 +201,7 @@ def adapter(path, rank, layers=("conv", "emb", "lin")):
     return path
 
 
+@pytest.mark.slow
 def test_adapters_come_and_go(pair, tmp_path):
     module, package = pair
     plain = same(package, module)["y"].shape
@@ -261,6 +268,7 @@ def changed(path, target, **facts):
     return target
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "facts, message",
     [
@@ -313,11 +321,13 @@ def test_packages_of_earlier_versions_say_what_they_need_in_words_of_aotinductor
     assert machines.lacking(["INVALID_VEC_ISA"], OLD) == []
 
 
+@pytest.mark.slow
 def test_a_package_runs_where_it_was_made(pair):
     _, package = pair
     assert machines.lacking(package.manifest["features"], machines.capabilities()) == []
 
 
+@pytest.mark.slow
 def test_files_that_are_no_packages(made, tmp_path, monkeypatch):
     _, path = made
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -343,6 +353,7 @@ def test_files_that_are_no_packages(made, tmp_path, monkeypatch):
         load_package(program, trusted=True)
 
 
+@pytest.mark.slow
 def test_a_package_is_trusted_by_a_word(made):
     for given in ({}, {"trusted": False}, {"trusted": 1}, {"trusted": None}):
         with pytest.raises(ArtifactError, match=r"aoti.pt2 holds machine code.* say so: load_package\(path, trusted=True\)"):
@@ -360,6 +371,7 @@ def test_files_that_cannot_be_read(tmp_path):
         assert str(caught.value).startswith(str(FxplugError(file)))
 
 
+@pytest.mark.slow
 def test_what_is_checked_is_what_runs(made, tmp_path, monkeypatch):
     module, path = made
     file, other = tmp_path / "swapped.pt2", tmp_path / "other.pt2"
@@ -391,6 +403,7 @@ def temporary():
     return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith(packages.TEMPORARY)}
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_load(made, monkeypatch):
     module, path = made
     monkeypatch.setattr(tempfile, "tempdir", str(path.parent))  # others may load at the same time
@@ -422,6 +435,7 @@ def test_nothing_is_left_of_a_load(made, monkeypatch):
     assert not temporary()
 
 
+@pytest.mark.slow
 def test_hostile_packages(made, tmp_path):
     assert hostile_packages.run(made[1], tmp_path, range(3 * len(hostile_packages.MUTATIONS)), seed=0) == []
 
@@ -452,6 +466,7 @@ def test_conditions_are_evaluated(text, value):
     assert expressions.evaluate(expressions.parsed(text), arguments) == value
 
 
+@pytest.mark.slow
 def test_a_module_that_a_package_cannot_follow(made, tmp_path):
     live = fxplug.lower(made[0], merge="live")
     with pytest.raises(FxplugError, match="adapters merged into its weights.* export what it was lowered from"):
@@ -543,7 +558,9 @@ def test_operators_of_ours(tmp_path):
 
 @pytest.mark.slow
 def test_unet(tmp_path):
-    gm, args, kwargs = small.unet()
+    model = small.seeded(lambda: unets.sd15_model(levels=1)).eval()
+    args, kwargs = (), {**small.seeded(lambda: unets.inputs(model)), "return_dict": True}
+    gm = fxplug.trace(model, args, kwargs)
     new = fxplug.apply(gm, fxplug.load_pass("lora", at="re:.*attn.*to_[qkv]$", rank=4, slots=2))
     result = export(new, tmp_path / "unet", args, kwargs, to="aoti", options=QUICK)
     assert result.dynamic["sample"] == [0, 2, 3]

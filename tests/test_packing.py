@@ -269,6 +269,7 @@ def test_adapters_are_switched_beside_and_in_a_packed_weight():
         near(mixed[1], first[1])
 
 
+@pytest.mark.slow
 def test_one_graph_under_compile_and_with_the_other_lowerings():
     gm, inputs = traced()
     new = adapted(gm)

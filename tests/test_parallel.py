@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zoo
+from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.parallel.plan import _apart
+from fxplug.ir.comparison import distance
 from fxplug.parallel.planning.streams import Refused
 from fxplug.parallel.planning.trials import Tries
 from fxplug.parallel.runtime import layouts
@@ -76,7 +77,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("ways", WAYS, ids=str)
+@sweep("ways", WAYS, 0, 2, ids=str)
 def test_attention_of_parts_and_its_gradients(ways, mask):
     ways = ways_of(ways)
     torch.manual_seed(0)
@@ -261,7 +262,7 @@ def case(name):
     return fxplug.trace(found.build().eval(), args, kwargs, check=False).eval(), args, kwargs
 
 
-@pytest.mark.parametrize("name", NAMES)
+@sweep("name", NAMES, "DiTTransformer2DModel", "SD3Transformer2DModel")
 def test_the_transformers_of_diffusers(name):
     gm, args, kwargs = case(name)
     plan = fxplug.parallel_plan(gm, args, kwargs, ulysses=2, check=False)
@@ -269,13 +270,14 @@ def test_the_transformers_of_diffusers(name):
 
 
 @pytest.mark.parametrize("ways", [*WAYS[2:], {"ulysses": 4}, {"batch": 2}, {"batch": 2, "ulysses": 2}], ids=str)
-@pytest.mark.parametrize("name", ["DiTTransformer2DModel", "SD3Transformer2DModel"])
+@sweep("name", ["DiTTransformer2DModel", "SD3Transformer2DModel"], "DiTTransformer2DModel")
 def test_ways_and_their_combinations(name, ways):
     gm, args, kwargs = case(name)
     plan = fxplug.parallel_plan(gm, args, kwargs, **ways)
     assert plan.check() < CLOSE
 
 
+@pytest.mark.slow
 def test_tokens_that_are_too_few_stay_together():
     """Its text comes from 3 layers, which meet in attention as tokens do."""
     gm, args, kwargs = case("Krea2Transformer2DModel")
@@ -312,7 +314,7 @@ def test_collectives_are_nodes_of_a_pass_that_is_saved(tmp_path):
     assert [n.format_node() for n in again.graph.nodes] == [n.format_node() for n in new.graph.nodes]
     want = gm(*own_inputs(3, 12, 8))
     for out in pretended(plan.ways, lambda rank: again(*own_inputs(3, 12, 8))):
-        assert _apart(want, out) < CLOSE
+        assert distance(want, out) < CLOSE
 
 
 def test_one_process_has_the_graph_that_it_had():
@@ -359,15 +361,16 @@ def process(rank, folder):
     new = fxplug.parallelize(gm, plan)
     with torch.no_grad(), traffic() as sent:
         out = new(*own_inputs())
-    assert sum(sent) == plan.bytes(rank) > 0 and _apart(gm(*own_inputs()), out) < CLOSE
+    assert sum(sent) == plan.bytes(rank) > 0 and distance(gm(*own_inputs()), out) < CLOSE
     new = fxplug.load(folder)  # saved by one process, with no rank in it
-    assert _apart(gm(*own_inputs()), new(*own_inputs())) < CLOSE
+    assert distance(gm(*own_inputs()), new(*own_inputs())) < CLOSE
     with pytest.raises(fxplug.SpecError, match="the plan is for 2 processes .ulysses 2., and there are 4"):
         fxplug.parallelize(gm, fxplug.parallel_plan(gm, own_inputs(), ulysses=2, check=False))
     losses, weights = learn(gm, new)
     torch.save((losses, weights), f"{folder}/{rank}.pt")
 
 
+@pytest.mark.slow
 def test_four_processes_give_and_learn_what_one_does(tmp_path):
     gm = own("sdpa")
     plan = fxplug.parallel_plan(gm, own_inputs(), ulysses=2, ring=2)
@@ -397,12 +400,12 @@ def compiled_serves(ways, backend):
             for name, tensor in gm.state_dict().items():
                 if name.startswith("lora.") and tensor.is_floating_point():  # another adapter in the slots
                     tensor.normal_(generator=torch.Generator().manual_seed(index))
-            assert _apart(gm(*own_inputs(*size)), compiled(*own_inputs(*size))) < CLOSE
+            assert distance(gm(*own_inputs(*size)), compiled(*own_inputs(*size))) < CLOSE
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-def test_one_compiled_graph_serves_sizes_batches_and_adapters(backend):
-    processes.group(compiling, backend)
+@pytest.mark.slow
+def test_one_compiled_graph_serves_sizes_batches_and_adapters():
+    processes.group(compiling, "aot_eager")
 
 
 # --- what a call leaves, and draws
@@ -430,7 +433,7 @@ def drawing(**options):
     return fxplug.trace(small.seeded(lambda: Drawing(**options)), inputs, check=False), inputs
 
 
-@pytest.mark.parametrize("ways", [{"ulysses": 2}, {"ring": 2}, {"batch": 2}], ids=str)
+@sweep("ways", [{"ulysses": 2}, {"ring": 2}, {"batch": 2}], 0, ids=str)
 @pytest.mark.parametrize("attend", ["plain", "hidden"])
 @pytest.mark.parametrize("training", [False, True])
 def test_random_numbers_are_the_first_process_s(training, attend, ways):

@@ -15,6 +15,7 @@ import processes
 import pytest
 import small
 import torch
+from sweeps import sweep
 from test_parallel_faults import Tokens
 from typer.testing import CliRunner
 
@@ -43,7 +44,6 @@ passes:
   - sequence_parallel: {ulysses: 2}
 """
 )
-SLOW = pytest.mark.slow  # what others hold with more beside it
 NAMES = [name for name in shipped("passes") if "parallel" in open_pass(name).source.data]
 
 
@@ -65,6 +65,7 @@ def run(*args, code=0):
     return done.stdout if code == 0 else done.stderr
 
 
+@pytest.mark.slow
 def test_parallel_passes_are_one_plan_after_all_others():
     Path("c.yaml").write_text(CONFIG)
     done = fxplug.rewrite("c.yaml", out="out")
@@ -82,7 +83,8 @@ def test_parallel_passes_are_one_plan_after_all_others():
     assert "sequence_parallel.attention1(" in run("diff", "c.yaml")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@sweep("name", NAMES, 0, 1)
 def test_every_parallel_pass_gives_what_one_process_gives(name):
     example = open_pass(name).source.data["example"]
     with pytest.raises(fxplug.SpecError, match=f"{name}: its places are found by running the model: plan = fxplug.par"):
@@ -150,11 +152,13 @@ def test_a_pass_file_that_is_none(given, text):
 # --- the verb
 
 
+@pytest.mark.slow
 def test_a_plan_needs_no_values():
     text = run("parallel", "vit_lora", "--ways", "ulysses=3", "--plan-only", "--set", "weights=null")
     assert "ulysses 3\nsequence_parallel: 9" in text and "collectives of process 0 send" in text
 
 
+@pytest.mark.slow
 def test_ways_on_the_line_take_the_place_of_those_in_the_file_and_are_saved():
     Path("c.yaml").write_text(CONFIG)
     text = run("parallel", "c.yaml", "--ways", "ring=2", "--out", "out")
@@ -199,6 +203,7 @@ def saved():
     return run("parallel", "c.yaml", "--check", "--out", "out")
 
 
+@pytest.mark.slow
 def test_a_check_on_processes_of_its_own_and_of_torchrun(forked):
     assert re.search(SAID + "saved in out\n$", saved())
     done = torchrun(2, "parallel", "out", "--check")
@@ -263,6 +268,7 @@ def test_bytes_are_those_of_the_papers():
     assert found["ulysses 2 x ring 2"].bytes == plan.bytes()
 
 
+@pytest.mark.slow
 def test_a_prediction_is_printed_and_drawn():
     from xml.etree import ElementTree
 
@@ -291,6 +297,7 @@ def test_wrong_predictions(args, text):
     assert re.search(text, run("parallel", "c.yaml", *args, code=1))
 
 
+@pytest.mark.slow
 def test_guidance_tokens_and_heads_in_one_plan():
     passes = [{"tensor_parallel": {"ways": 2}}, "batch_parallel", {"sequence_parallel": {"ring": 2}}]
     done = fxplug.rewrite({"model": SMALL, "inputs": {"x": [2, 3, 32, 32]}, "passes": passes}, verify=False)
@@ -307,14 +314,13 @@ def written(*passes):
     return fxplug.rewrite({"model": PIXART["model"], "inputs": PIXART["inputs"], "passes": list(passes)}, out="out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("passes", "said"),
     [
-        pytest.param(
-            [{"pipefusion": {"stages": 2, "patches": 2}}], {"stages": 2, "patches": 2, "warmup": 1, "correct": 0}, marks=SLOW
-        ),
+        ([{"pipefusion": {"stages": 2, "patches": 2}}], {"stages": 2, "patches": 2, "warmup": 1, "correct": 0}),
         (["batch_parallel", {"pipefusion": {"warmup": 3, "clock": ""}}], {"stages": 2, "patches": 4, "batch": 2, "warmup": 3}),
-        pytest.param([{"sequence_parallel": {"ulysses": 2, "ring": 2, "stale": True}}], {"ways": 4}, marks=SLOW),
+        ([{"sequence_parallel": {"ulysses": 2, "ring": 2, "stale": True}}], {"ways": 4}),
         (["batch_parallel", {"sequence_parallel": {"ulysses": 3, "stale": True, "correct": 1, "steps": 9}}], {"ways": 3}),
     ],
 )
@@ -353,6 +359,7 @@ def test_what_cannot_be_run_in_steps(passes, match):
     assert not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_stages_from_the_command_line(forked):
     model = json.dumps(PIXART["model"]), json.dumps(PIXART["inputs"])
     Path("c.yaml").write_text("model: {}\ninputs: {}\n".format(*model))

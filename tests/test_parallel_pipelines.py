@@ -14,6 +14,7 @@ import torch
 import unets
 from diffusers import DDIMScheduler, StableDiffusionPipeline
 from pipelines import PIPELINES
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -64,7 +65,7 @@ WAYS = {
 PAIRS = [*itertools.product(NAMES, ("ulysses 2", TOGETHER)), ("sd3", "ring 2"), ("sd3", "ulysses 2 x ring 2")]
 
 
-@pytest.mark.parametrize(("name", "ways"), PAIRS)
+@sweep(("name", "ways"), PAIRS, *(pair for pair in PAIRS if pair[0] in ("dit", "sd3")))
 def test_the_picture_is_that_of_one_process(name, ways):
     if name in ONE_SAMPLE and "batch" in WAYS[ways]:
         with pytest.raises(fxplug.SpecError, match=r"1 samples \('hidden_states', dimension 0\) cannot be split 2 ways"):
@@ -87,7 +88,7 @@ def decoder_in_rows(found, number):
     return pipelines.Case(pipe, found.call), plan
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "cogvideox"])  # which gives latents
+@sweep("name", [name for name in NAMES if name != "cogvideox"], "sd3")  # cogvideox gives latents
 def test_the_decoder_is_split_by_rows(name):
     new, plan = decoder_in_rows(case(name)[0], 3)
     for found in pretended(plan.ways, lambda rank: new.with_transformer(new.pipe.transformer)()):
@@ -103,7 +104,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("name", "more"), [(n, m) for n, rows in OTHERS.items() for m in rows], ids=str)
+@sweep(("name", "more"), [(n, m) for n, rows in OTHERS.items() for m in rows], *(("sd3", m) for m in OTHERS["sd3"]), ids=str)
 def test_other_texts_sizes_and_batches_than_planned(name, more):
     """The plan was made for one picture of 32 x 32 with its text: 64 tokens, or 15 for 40 x 24, in two uneven parts."""
     want = case(name)[0](**more)
@@ -153,7 +154,7 @@ def bank(name):
     return new
 
 
-@pytest.mark.parametrize("how", [{}, {"fuse": "fused"}, {"merge": "live"}], ids=str)
+@sweep("how", [{}, {"fuse": "fused"}, {"merge": "live"}], {}, ids=str)
 @pytest.mark.parametrize("ways", [{"ulysses": 2}, {"batch": 2}], ids=str)
 def test_adapters_are_switched_while_it_is_parallel(ways, how):
     """Every choice, mixed by sample too: guidance has each sample twice."""
@@ -177,6 +178,7 @@ def test_adapters_are_switched_while_it_is_parallel(ways, how):
     assert all(off(pictures[0], other) > 1e-3 for other in pictures[1:])
 
 
+@pytest.mark.slow
 def test_an_adapter_is_loaded_while_it_is_parallel():
     found, gm, args, kwargs = case("dit")
     at = "re:.*attn1.to_[qkv]$"
@@ -221,7 +223,8 @@ class WithPicture(nn.Module):
         return self.module(*args, **kwargs, cond=cond, strength=torch.tensor(0.8))
 
 
-@pytest.mark.parametrize("ways", [{"ulysses": 2}, pytest.param({"batch": 2}, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [{"ulysses": 2}, {"batch": 2}], ids=str)
 def test_a_unet_with_its_controlnet(ways):
     base = unets.HOSTS["sd15"]()
     new = fxplug.apply(base.gm, fxplug.load_pass("controlnet", network=unets.control(base.model)))
@@ -290,6 +293,7 @@ def wanted(key):
     return case(name)[0].with_transformer(serial)()
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path):
     """Guidance by guidance, by heads, around a ring; from saved models, and planned there; adapters switched in between."""
     for name, ways in (("dit", {"ulysses": 2}), ("dit", {"batch": 2}), ("pixart", {"ring": 2})):

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zoo
+from sweeps import sweep
 from torch import nn
 
 import fxplug
+from fxplug.ir.comparison import distance
 from fxplug.ir.pytree import leaves
-from fxplug.parallel.plan import _apart
 from fxplug.parallel.runtime import layouts
 from fxplug.parallel.runtime.collectives import Split, traffic
 from fxplug.parallel.runtime.halos import Cut, Extent, Fetch, Reach, read
@@ -71,7 +72,7 @@ def same_as_one(model, plan, x, close=CLOSE):
 
     found = pretended(plan.ways, run)
     for out, _ in found:
-        assert _apart(one, out) < close
+        assert distance(one, out) < close
     most = max(float(w.abs().max()) for w in wanted if w is not None)
     for index, want in enumerate(wanted):
         if want is not None:  # the mean over the processes
@@ -108,7 +109,7 @@ def geometry(seed):
 
 
 @pytest.mark.parametrize("kind", list(geometry(0)))
-@pytest.mark.parametrize("seed", range(4))
+@sweep("seed", range(4), 0)
 def test_an_operation_on_fetched_rows(kind, seed):
     torch.manual_seed(seed)
     pick = random.Random(f"{kind} {seed}")
@@ -142,7 +143,7 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [2, 3])
+@sweep("rows", [2, 3], 1)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_operations_on_rows(kind, rows):
     torch.manual_seed(1)
@@ -261,7 +262,8 @@ def vae(part, sizes=(16, 32)):
 VAES = [("decoder", (1, 4, 9, 6)), ("encoder", (1, 3, 26, 12)), ("encoder", (2, 3, 25, 12))]
 
 
-@pytest.mark.parametrize(("part", "shape"), VAES, ids=str)
+@pytest.mark.slow
+@sweep(("part", "shape"), VAES, 0, ids=str)
 def test_a_vae_in_uneven_rows_with_its_gradients(part, shape):
     model = vae(part)
     gm, plan = compared(model, torch.randn(shape), 3, close=2e-6)
@@ -271,9 +273,10 @@ def test_a_vae_in_uneven_rows_with_its_gradients(part, shape):
         if part == "decoder" or size[2] % 2 == shape[2] % 2:
             x = torch.randn(size)
             for out in pretended(plan.ways, lambda rank, x=x: plan.written(x)):
-                assert _apart(model(x), out) < 2e-6
+                assert distance(model(x), out) < 2e-6
 
 
+@pytest.mark.slow
 def test_rows_that_cannot_be_split_are_told():
     gm = fxplug.trace(vae("encoder"), (torch.randn(1, 3, 8, 8),)).eval()
     with pytest.raises(fxplug.SpecError, match=r"4 rows \('sample', dimension 2\) cannot be split 5 ways"):
@@ -308,7 +311,7 @@ def test_a_plan_in_rows_needs_shapes_only():
 MODELS = ("AutoencoderKL-flux", "AutoencoderTiny", "UNet2DModel")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@sweep("name", MODELS, "AutoencoderTiny")
 def test_models_of_diffusers_in_rows(name):
     one = CASES[f"diffusers/{name}"]
     torch.manual_seed(0)
@@ -318,6 +321,7 @@ def test_models_of_diffusers_in_rows(name):
     assert plan.share > 0.99 and plan.away < 3e-6
 
 
+@pytest.mark.slow
 def test_a_model_in_rows_is_saved_without_a_rank(tmp_path):
     model, x = vae("encoder"), torch.randn(1, 3, 26, 12)
     gm = fxplug.trace(model, (x,)).eval()
@@ -328,7 +332,7 @@ def test_a_model_in_rows_is_saved_without_a_rank(tmp_path):
     again = fxplug.load(tmp_path / "saved")
     assert [n.format_node() for n in again.graph.nodes] == [n.format_node() for n in new.graph.nodes]
     for out in pretended(plan.ways, lambda rank: again(x)):
-        assert _apart(gm(x), out) < 2e-6
+        assert distance(gm(x), out) < 2e-6
 
 
 # --- real processes
@@ -344,15 +348,16 @@ def process(rank):
     with torch.no_grad(), traffic() as sent:
         out = new(x)
     assert sum(sent) == plan.bytes(rank) > 0
-    assert all(_apart(a, b) < 2e-6 for a, b in zip(leaves(model(x)), leaves(out), strict=True))
+    assert all(distance(a, b) < 2e-6 for a, b in zip(leaves(model(x)), leaves(out), strict=True))
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     wanted = torch.autograd.grad((model(x) * weights).sum(), list(model.parameters()))
     for want, got in zip(wanted, torch.autograd.grad((new(x) * weights).sum(), list(new.parameters())), strict=True):
         dist.all_reduce(got)
         assert float((got / 2 - want).abs().max()) < 1e-4 * max(1e-2, float(want.abs().max()))
     with torch.no_grad():
-        assert _apart(new(x), torch.compile(new, fullgraph=True, backend="eager")(x)) < CLOSE
+        assert distance(new(x), torch.compile(new, fullgraph=True, backend="eager")(x)) < CLOSE
 
 
+@pytest.mark.slow
 def test_two_processes_decode_as_one():
     processes.group(process)

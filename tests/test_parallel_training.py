@@ -113,6 +113,7 @@ def answers(tmp_path_factory):
     return folder, launched(folder, run, *cases, *((name, changed, {}) for name, (changed, _) in WRONG.items()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_processes_that_share_samples_give_what_one_gives(name, answers, tmp_path):
     folder, found = answers
@@ -135,6 +136,7 @@ def test_what_cannot_be_shared_is_told_in_every_process(name, answers):
         assert re.search(WRONG[name][1], each[name]), each[name]
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_where_two_were(answers, tmp_path):
     """A run is resumed with another number of processes: a sample that is shared is one sample."""
     shutil.copytree(answers[0] / "heads", tmp_path / "run")

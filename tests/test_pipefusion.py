@@ -10,14 +10,15 @@ import pytest
 import small
 import torch
 import zoo
+from sweeps import sweep
 from torch import nn
 
 import fxplug
+from fxplug.ir.comparison import distance
 from fxplug.ir.pytree import leaves
 from fxplug.parallel.pipelines.deferred import Later
 from fxplug.parallel.pipelines.entry import distances
 from fxplug.parallel.pipelines.links import LocalLinks, links_of
-from fxplug.parallel.plan import _apart
 from fxplug.parallel.runtime.mesh import ways_of
 from fxplug.parallel.runtime.pretended import PRETENDED, pretended
 
@@ -183,12 +184,13 @@ def test_patches_are_computed_with_what_the_others_had_before():
     got, _ = image(fxplug.pipefusion(gm, inputs(), stages=2, patches=3))
     want, _ = image(reference)
     for a, b in zip(got, want, strict=True):
-        assert _apart(b, a) < CLOSE
+        assert distance(b, a) < CLOSE
 
 
 # --- images
 
 
+@pytest.mark.slow
 def test_images_one_after_the_other():
     found = made(2, 3)
     first = image(found)
@@ -212,7 +214,7 @@ def test_two_halves_of_guidance_in_one_call_or_in_two():
             apart.append(torch.cat([found(half, torch.full((1,), float(t))) for half in x.chunk(2)]))
             x = x - apart[-1] / 6
     for a, b in zip(apart, together, strict=True):
-        assert _apart(b, a) < CLOSE
+        assert distance(b, a) < CLOSE
 
 
 def test_the_last_steps_are_corrected():
@@ -246,7 +248,7 @@ def build(name, **more):
 NAMES = ["SanaTransformer2DModel", "GlmImageTransformer2DModel", "UVit2DModel"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@sweep("name", NAMES, "SanaTransformer2DModel")
 def test_transformers_of_diffusers(name):
     (case, *_) = (c for c in zoo.cases("diffusers/") if c.name == f"diffusers/{name}")
     args, kwargs = case.inputs(2)
@@ -257,6 +259,7 @@ def test_transformers_of_diffusers(name):
     assert found.check(args, kwargs) < CLOSE
 
 
+@pytest.mark.slow
 def test_long_skips_of_hunyuan_dit():
     (case, *_) = (c for c in zoo.cases("diffusers/") if c.name == "diffusers/HunyuanDiT2DModel")
     args, kwargs = case.inputs(2)
@@ -364,8 +367,9 @@ def schedulers():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
-@pytest.mark.parametrize("name", ["DDIM", "Euler", "DPM++", "DPM first order", "ancestral"])
+@sweep("name", ["DDIM", "Euler", "DPM++", "DPM first order", "ancestral"], "Euler")
 def test_an_unchanged_pipeline_steps_patch_by_patch(name):
     pipe, one = with_pixart(schedulers()[name])
     serial = paint(pipe)
@@ -384,6 +388,7 @@ def test_an_unchanged_pipeline_steps_patch_by_patch(name):
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[0])
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_looks_at_all_of_a_step_is_refused():
     import diffusers
 
@@ -435,6 +440,7 @@ def test_pretended_processes_a_step_late():
             assert equal(a, b) and torch.equal(x, y)
 
 
+@pytest.mark.slow
 def test_guidance_over_processes_and_stages():
     one = fxplug.pipefusion(own(), inputs(), stages=2, patches=3, batch=2)
     want, last = image(made(2, 3))
@@ -443,9 +449,10 @@ def test_guidance_over_processes_and_stages():
         return image(one.again(links=links()))
 
     for got, x in pretended({**ways_of({"batch": 2}), "stages": 2}, run):
-        assert all(_apart(a, b) < CLOSE for a, b in zip(want, got, strict=True)) and _apart(last, x) < 10 * CLOSE
+        assert all(distance(a, b) < CLOSE for a, b in zip(want, got, strict=True)) and distance(last, x) < 10 * CLOSE
 
 
+@pytest.mark.slow
 def test_guidance_over_processes_a_step_late():
     one = fxplug.stale_sequence(own(), inputs(), ways=2, batch=2)
     want, last = image(stale(2))
@@ -454,7 +461,7 @@ def test_guidance_over_processes_a_step_late():
         return image(one.again(links=links()))
 
     for got, x in pretended({**ways_of({"batch": 2}), "stages": 2}, run):
-        assert all(_apart(a, b) < CLOSE for a, b in zip(want, got, strict=True)) and _apart(last, x) < 10 * CLOSE
+        assert all(distance(a, b) < CLOSE for a, b in zip(want, got, strict=True)) and distance(last, x) < 10 * CLOSE
 
 
 def test_distances_over_patches_and_warm_up():
@@ -471,6 +478,7 @@ def process(rank, folder):
         links_of(3, {"batch": 1})
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(tmp_path):
     one = made(2, 3)
     want = [image(one), image(one), image(one, height=12)]

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from PIL import Image
+from sweeps import sweep
 from torch.utils.data import DataLoader, Dataset
 
 from fxplug.compat.everydream import BasePlugin
@@ -426,7 +427,7 @@ class Captions(Dataset):
         return self.plugins.transform_caption(f"cat {index}, a, b")
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@sweep("method", ["spawn", "fork"], "fork")
 def test_plugins_in_worker_processes(folder, method):
     with open(folder / "log", "w") as file:
         keeps = made(on_epoch_end=lambda self: None)

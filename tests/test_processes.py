@@ -47,6 +47,7 @@ def answers(tmp_path_factory):
     return folder, launched(folder, run, *cases, ("stops", stops, {}), ("differ", PLAIN, {"train__lr": 0.5}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_give_the_losses_of_one(name, answers, tmp_path):
     folder, found_losses = answers

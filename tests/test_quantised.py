@@ -324,6 +324,7 @@ def _deepcopies(tensor: Any) -> bool:
     return torch.equal(copy.deepcopy(tensor).get_original_weight(), tensor.get_original_weight())
 
 
+@pytest.mark.slow
 @each
 def test_it_compiles_to_one_graph(way):
     new = trained(way).eval()
@@ -334,7 +335,7 @@ def test_it_compiles_to_one_graph(way):
 
 
 @pytest.mark.slow
-@each
+@pytest.mark.parametrize("way", ["nf4 of bitsandbytes", "int8 of torchao", "nf4 of torchao"])  # a class of tensors each
 def test_inductor_compiles_it(way):
     new = trained(way).eval()
     with torch.no_grad():
@@ -413,6 +414,7 @@ def test_a_run_trains_adapters_on_a_quantised_base(way, tmp_path):
         assert torch.equal(again(inputs()), new.eval()(inputs()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["nf4 of bitsandbytes", "int8 of torchao"])
 def test_a_plan_for_several_processes_leaves_quantised_layers_whole(way):
     new = trained(way).eval()

@@ -73,6 +73,7 @@ def boxes(page, kind=None):
 # --- what it says
 
 
+@pytest.mark.slow
 def test_the_page_of_what_is_loaded_is_that_of_what_was_saved(saved):
     done = CliRunner().invoke(app, ["report", str(saved / "art"), "--out", str(saved / "again.html")])
     assert done.exit_code == 0, done.output
@@ -458,6 +459,7 @@ def test_model_explorer_gets_every_node_and_edge(module):
     assert lora["namespace"] == qkv["namespace"] and {"key": "pass", "value": "lora"} in lora["attrs"]
 
 
+@pytest.mark.slow
 def test_dot_and_svg_are_of_one_region(saved, tmp_path):
     import xml.etree.ElementTree as ET
 
@@ -504,8 +506,7 @@ def test_what_would_not_be_read_again_is_not_saved(tmp_path):
 
 @pytest.mark.slow
 def test_the_page_of_sdxl_is_small_and_soon_there(tmp_path):
-    unet, inputs = unets.sdxl_full()
-    gm = fxplug.trace(unet, (), inputs)
+    gm, *_ = unets.sdxl_full_traced()
     new = fxplug.apply(gm, fxplug.load_pass("lora", rank=16))
     start = time.process_time()
     page = fxplug.report(gm, new, tmp_path / "x.html")

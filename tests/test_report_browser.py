@@ -284,6 +284,7 @@ def test_nothing_that_a_stranger_says_runs(driver, tmp_path, path):
     assert driver.get_log("browser") == []
 
 
+@pytest.mark.slow
 def test_the_policy_stops_what_is_put_in(driver, pages, tmp_path):
     """The page itself with a script, a handler, a picture and a style of a stranger's: none of them does anything."""
     plain = (pages / "vit.html").read_text()
@@ -299,8 +300,7 @@ def test_the_policy_stops_what_is_put_in(driver, pages, tmp_path):
 
 @pytest.mark.slow
 def test_the_page_of_sdxl_answers_at_once(driver, tmp_path):
-    unet, inputs = unets.sdxl_full()
-    gm = fxplug.trace(unet, (), inputs)
+    gm, *_ = unets.sdxl_full_traced()
     page = fxplug.report(gm, fxplug.apply(gm, fxplug.load_pass("lora", rank=16)), tmp_path / "x.html")
     browser.size(driver, 1280)
     driver.get((tmp_path / "x.html").as_uri())

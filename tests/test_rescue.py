@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 
 import pytest
 import runs
 import torch
+import yaml
 from runs import run, same, trained
+from sweeps import sweep
+from typer.testing import CliRunner
 
 import fxplug
+from fxplug.__main__ import app
 from fxplug.training.checkpoint import found
 
 SAVE = {"train__save": {"every": 100, "keep": 9}}
@@ -68,7 +74,7 @@ def changed(call="runs:Digits", **more):
     return {**SAVE, "train__plugins": ["test_rescue:Raises"], "data__call": call, "data__workers": 0, **more}
 
 
-@pytest.mark.parametrize(
+@sweep(
     "hook, at, step",
     [
         ("on_step_start", 4, 4),
@@ -78,7 +84,7 @@ def changed(call="runs:Digits", **more):
         ("on_model_save", 0, 8),
         ("on_training_end", 0, 8),
         ("data", 6, 7),
-    ],
+    ], 2, 6,
 )
 def test_what_was_learnt_is_kept_and_the_run_goes_on_to_the_bit(tmp_path, whole, hook, at, step):
     AT[hook] = at
@@ -86,7 +92,8 @@ def test_what_was_learnt_is_kept_and_the_run_goes_on_to_the_bit(tmp_path, whole,
     with pytest.raises((fxplug.TrainError, OSError)) as caught:
         run(tmp_path, **changed(call))
     AT.clear()
-    text = f"the run ended after step {step}: what it learnt is in '{tmp_path / 'checkpoints' / f'step-{step:08}'}' (--resume)"
+    last = tmp_path / "checkpoints" / f"step-{step:08}"
+    text = f"the run ended after step {step}: what it learnt is in '{last}' (--resume goes on from there)"
     notes = [note for note in getattr(caught.value, "__notes__", []) if "ended after" in note]
     assert hook == "on_training_end" or [note.startswith(text) for note in notes] == [True]
     assert [path.name for path in found(tmp_path / "checkpoints")] == [f"step-{step:08}"]
@@ -146,7 +153,8 @@ def test_a_module_that_cannot_be_written_does_not_deny_the_checkpoint(tmp_path, 
         run(tmp_path, **changed())
     last = tmp_path / "checkpoints" / "step-00000008"
     (note,) = caught.value.__notes__
-    assert note.startswith(f"the run ended after step 8: what it learnt is in '{last}' (--resume); there is no module, as it")
+    begin = f"the run ended after step 8: what it learnt is in '{last}' (--resume goes on from there)"
+    assert note.startswith(f"{begin}; there is no module, as it")
     monkeypatch.undo()
     assert same(trained(run(tmp_path, resume=True, **changed()).module), trained(whole["runs:Digits"].module))
 
@@ -160,7 +168,8 @@ def test_a_scheduler_that_ends_before_the_run_costs_no_step(tmp_path):
     assert fxplug.load(tmp_path / "module").get_parameter("head.weight").isfinite().all()
 
 
-@pytest.mark.parametrize("moment, at", [("Ema.update", 5), ("Ema._fill", 1), ("Stepper.skipped", 9), ("Stepper.skipped", 10)])
+@pytest.mark.slow
+@sweep("moment, at", [("Ema.update", 5), ("Ema._fill", 1), ("Stepper.skipped", 9), ("Stepper.skipped", 10)], 2)
 def test_a_checkpoint_has_the_weights_of_its_own_step_whenever_a_run_ends(tmp_path, monkeypatch, moment, at):
     from fxplug.training import ema, stepping
 
@@ -183,3 +192,28 @@ def test_a_checkpoint_has_the_weights_of_its_own_step_whenever_a_run_ends(tmp_pa
     again = run(tmp_path / "a", resume=True, **changed(**averaged))
     assert [one["loss"] for one in again.history] == [one["loss"] for one in goal.history]
     assert same(trained(again.module), trained(goal.module))
+
+
+class Stops:
+    """Sends its own process a signal in the third step; a second one, where it is asked for, interrupts at once."""
+
+    def __init__(self, number, times=1):
+        self.number, self.times = number, times
+
+    def on_step_start(self, global_step):
+        for _ in range(self.times if global_step == 2 else 0):
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number, times, step", [(signal.SIGINT, 1, 3), (signal.SIGTERM, 1, 3), (signal.SIGINT, 2, 2)])
+def test_the_command_says_in_one_sentence_where_a_stopped_run_is(tmp_path, number, times, step):
+    plugin = {"test_rescue:Stops": {"number": int(number), "times": times}}
+    text = yaml.safe_dump(runs.config(train__plugins=[plugin], train__save={"every": 0}))
+    (tmp_path / "a.yaml").write_text(text)
+    with runs.sharing():
+        ended = CliRunner().invoke(app, ["train", str(tmp_path / "a.yaml"), "--out", str(tmp_path / "out"), "--quiet"])
+    assert ended.exit_code == 128 + number
+    last = tmp_path / "out" / "checkpoints" / f"step-{step:08}"
+    where = f"'{last}' (--resume goes on from there) and '{tmp_path / 'out' / 'module'}'"
+    assert ended.stderr.splitlines()[-1] == f"stopped after step {step}: what it learnt is in {where}"
+    assert last.is_dir() and "Traceback" not in ended.stderr

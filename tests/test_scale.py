@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -35,6 +36,7 @@ def own_time():
         yield
 
 
+@pytest.mark.slow
 @SIZES
 def test_a_site_costs_as_much_among_many(many):
     trace.cost_of_a_site(10, repeats=1)  # the first use imports parts of torch
@@ -120,7 +122,7 @@ KINDS = {
 }
 
 
-QUICK = [("a traced block", 100), ("layers below", 200)]  # the dearest, and the one that finds most
+QUICK = [("layers below", 200)]  # the one that finds most
 
 
 @pytest.mark.parametrize("kind, many", [*QUICK, *(pytest.param(kind, 500, marks=pytest.mark.slow) for kind in KINDS)])
@@ -135,7 +137,8 @@ def test_every_way_to_attach_costs_as_much_among_many(kind, many):
     assert seconds(many) < 2 * 10 * seconds(many // 10)
 
 
-@pytest.mark.parametrize("cut", [outline, nest])
+@pytest.mark.slow
+@sweep("cut", [outline, nest], nest)
 def test_a_region_that_is_cut_out_costs_as_much_among_hundreds(cut):
     gms = {count: fxplug.trace(Stack(count), torch.ones(1, 4)) for count in (20, 200)}
     cut(gms[20], ["layers.*"])

@@ -38,8 +38,7 @@ def peft_takes(model, target_modules):
 @pytest.fixture(scope="module")
 def xl():
     """SDXL's UNet at its own size, without memory."""
-    unet, kwargs = unets.sdxl_full()
-    return fxplug.trace(unet, (), kwargs)
+    return unets.sdxl_full_traced().gm
 
 
 @pytest.mark.parametrize(
@@ -77,6 +76,7 @@ def test_it_takes_what_peft_takes_of_a_unet(targets):
     assert sorted(paths(targets, case.gm)) == sorted(wanted)
 
 
+@pytest.mark.slow
 def test_all_linear_is_pefts_of_a_classifier_and_of_a_language_model():
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, ViTConfig, ViTForImageClassification
 
@@ -125,6 +125,7 @@ def test_names_in_braces_are_bounded():
     assert alternatives("re:a{1,2}") == ["re:a{1,2}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at, count, left, pattern",
     [

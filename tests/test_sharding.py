@@ -86,6 +86,7 @@ def process(rank, folder):
         learn(name, rank, 2, folder / f"{name} two")
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_does(tmp_path):
     processes.group(process, tmp_path)
     for name in NAMES:

@@ -120,6 +120,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(plain)
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_yaml_reads_what_pyyaml_writes(value):

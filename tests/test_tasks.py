@@ -12,6 +12,7 @@ from pathlib import Path
 import processes
 import pytest
 import torch
+from sweeps import sweep
 
 from fxplug.ir.traced_module import TracedModule
 
@@ -64,7 +65,7 @@ def compiled_here(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda m, **how: compiled(m, **how) if isinstance(m, TracedModule) else m)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@sweep("name", NAMES, "new_head")
 def test_a_task(name, tmp_path, monkeypatch, capsys, forked, compiled_here):
     monkeypatch.syspath_prepend(str(TASKS))
     importlib.import_module(name).check(tmp_path / name)

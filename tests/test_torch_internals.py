@@ -47,6 +47,16 @@ def test_every_one_has_a_test():
     assert all_of_them - used == set() and files == {name for name, _ in all_of_them}
 
 
+# --- kernels: what costs and shares are counted with
+
+
+def test_attention_on_a_cpu_is_counted():
+    query, key = torch.randn(1, 2, 8, 4), torch.randn(1, 2, 16, 4)
+    with kernels.flop_counter() as counter:
+        torch.nn.functional.scaled_dot_product_attention(query, key, key)
+    assert counter.get_total_flops() == 2 * 2 * (2 * 8 * 16 * 4)
+
+
 # --- fakes: a trace costs no memory
 
 
@@ -140,7 +150,7 @@ def test_modes_of_functions_listen_and_can_be_kept_out():
     assert seen.listening == [False], "what torch does inside a function would be recorded as the model's own"
 
 
-@pytest.mark.filterwarnings("ignore:.*jit.trace:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*jit.trace")
 def test_whatever_looks_on_is_seen():
     found = {}
 
@@ -463,3 +473,14 @@ def test_structures_are_those_of_export():
     assert pytree.tree_unflatten(flat, spec) == value and pytree.tree_map(str, {"a": [1]}) == {"a": ["1"]}
     program = torch.export.export(Doubled(), (torch.ones(2),))
     assert type(program.call_spec.out_spec) is type(spec), "the results of a package could not be put together"
+
+
+def test_a_checkpoint_that_is_not_reentrant_is_run_by_a_function_that_is_looked_up(monkeypatch):
+    from torch.utils import checkpoint
+
+    calls = []
+    for name in set(names.CHECKPOINTS) & vars(checkpoint).keys():
+        original = getattr(checkpoint, name)
+        monkeypatch.setattr(checkpoint, name, lambda *a, original=original, **k: calls.append(1) or original(*a, **k))
+    checkpoint.checkpoint(torch.sin, torch.ones(1, requires_grad=True), use_reentrant=False)
+    assert calls, "a trace would not see the checkpoint, nor compare what its backward does again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import operator
 import os
 import sys
@@ -199,6 +200,61 @@ def test_what_is_apart_is_compiled_neither_itself_nor_what_it_calls():
     assert said == [False, False] and graphs_of.seen == [], "a check of a call would be compiled, and end what is compiled"
 
 
+def test_what_is_unwatched_is_seen_by_nobody():
+    table, seen = torch.zeros(2), []
+
+    class Looking(dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    @compiling.unwatched
+    def write():
+        table.add_(inner(torch.ones(2)))
+
+    def frame(x):
+        write()
+        return inner(x)
+
+    compiling.leave_frame(frame.__code__)
+    torch._dynamo.reset()
+    graphs_of = Graphs()
+    torch.compile(frame, backend=graphs_of)(torch.ones(2))
+    torch.func.grad(lambda x: (write(), x.sum())[1])(torch.ones(2))  # it takes no other code that writes what it did not make
+    with Looking():
+        write()
+    assert table.tolist() == [3, 3] and not seen and graphs_of.seen == [[torch.relu]]
+
+
+def test_a_graph_is_broken_with_a_message():
+    def broken(x):
+        compiling.break_graph("for a reason")
+        return inner(x)
+
+    torch._dynamo.reset()
+    assert torch.compile(broken, backend="eager")(torch.ones(2)).tolist() == [1, 1]
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="for a reason"):
+        torch.compile(broken, backend="eager", fullgraph=True)(torch.ones(2))
+
+
+@pytest.mark.skipif(not compiling.CONTEXT_VARIABLES, reason="torch's compiler does not read context variables")
+def test_what_compiled_code_reads_of_the_context_is_asked_at_each_call():
+    def reads(x):
+        return x + 1 if variable.get() is None else x
+
+    torch._dynamo.reset()
+    call, found = torch.compile(reads, backend="eager", fullgraph=True), []
+    for value in (None, object(), None):
+        token = variable.set(value)
+        found.append(call(torch.ones(1)).item())
+        variable.reset(token)
+    assert found == [2, 1, 2]
+
+
+variable: contextvars.ContextVar = contextvars.ContextVar("variable", default=None)
+
+
 def test_a_frame_knows_whether_frames_are_compiled():
     said = []
 
@@ -276,6 +332,7 @@ def test_the_guards_of_a_program_are_told():
     )
 
 
+@pytest.mark.slow
 def test_a_program_is_compiled_into_an_archive(tmp_path):
     assert Path(packaging.find_compiler()).name, "export would not say that there is no compiler"
     assert packaging.processor() in (None, "native") or "TORCHINDUCTOR_CPP_MARCH" in os.environ
@@ -302,6 +359,7 @@ class Eigen(nn.Module):
         return torch.linalg.eigvalsh(x + x.mT)
 
 
+@pytest.mark.slow
 def test_a_program_is_translated_to_onnx():
     assert onnx.DEFAULT in onnx.OPSETS
     program = torch.export.export(Guarded(), (torch.ones(5, 2),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
@@ -311,6 +369,7 @@ def test_a_program_is_translated_to_onnx():
         assert [value.name for value in model.graph.inputs] == ["x"] and len(model.graph.outputs) == 1
 
 
+@pytest.mark.slow
 def test_what_onnx_lacks_is_told_with_its_line():
     program = torch.export.export(Eigen(), (torch.ones(2, 2),))
     with pytest.raises(RuntimeError) as caught:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -78,7 +79,7 @@ class Refuse(Exception):
     pass
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@sweep("name", PLAIN, "diffusers/FluxTransformer2DModel", "timm/eva02_tiny_patch14_224")
 def test_a_trace_leaves_nothing_in_a_model(name: str) -> None:
     model, args, kwargs = built(name)
     inputs = list(args), kwargs
@@ -90,7 +91,7 @@ def test_a_trace_leaves_nothing_in_a_model(name: str) -> None:
     ways_out(model)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@sweep("name", PLAIN, "diffusers/FluxTransformer2DModel", "timm/eva02_tiny_patch14_224")
 @pytest.mark.parametrize("real", [None, True])
 def test_a_trace_that_fails_leaves_nothing_in_a_model(name: str, real: bool | None) -> None:
     model, args, kwargs = built(name)

@@ -303,6 +303,33 @@ def test_an_if_that_does_more_than_a_layout_is_held():
         gm(torch.randn(2, 4))
 
 
+class Decides(nn.Module):
+    """Conditions on sizes, on a value and on what autograd knows, that hold and that do not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sizes = [x.shape[1] == 6, x.shape[1] != 6, x.shape[0] >= 64, x.shape[0] % 2 == 0 and x.shape[2] > 2]
+        for i, condition in enumerate([*sizes, x.requires_grad, (x.sum() > 0).item(), (x.sum() < 0).item()]):
+            x = x + 2**i if condition else x
+        return x
+
+
+@pytest.mark.parametrize("how", ["compiled", "compiled for each size", "exported", "exported through dynamo"])
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_guards_stay_in_one_graph(how: str) -> None:
+    gm = fxplug.trace(Decides(), image(*TRACED), real=True)
+    torch._dynamo.reset()
+    if how.startswith("compiled"):
+        call = torch.compile(gm, fullgraph=True, dynamic=how == "compiled", backend="eager")
+    else:
+        sizes = dict.fromkeys(range(3), torch.export.Dim.AUTO)
+        program = torch.export.export(gm, (image(*TRACED),), dynamic_shapes=(sizes,), strict=how != "exported")
+        call = program.module()
+    for batch in (2, 4):
+        assert torch.equal(call(image(batch, 6, 4)), Decides()(image(batch, 6, 4)))
+    with pytest.raises((AssertionError, RuntimeError)):
+        call(image(2, 5, 4))
+
+
 def test_bytes_follow_the_dtype() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import inspect
-import itertools
 import math
 import os
 import random
-import sys
 import threading
 import types
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,14 +26,6 @@ from torch import nn
 import fxplug
 from fxplug.capture.frozen_values import alike, difference, frozen
 from fxplug.capture.isolation import process_settings, random_state
-from fxplug.capture.python_state import State
-
-COUNTS: dict[str, Any] = {"calls": 0}
-TOTAL = 0
-
-
-class Shared:
-    count = 0
 
 
 class Slotted:
@@ -203,98 +191,60 @@ RECORDED = [
 
 
 def counter(m: Any, x: Any) -> Any:
-    m.count += 1  # HERE
+    m.count += 1
     return m.fc(x)
 
 
 def counter_that_decides_late(m: Any, x: Any) -> Any:
-    m.count += 1  # HERE
+    m.count += 1
     return x * 2 if m.count > 50 else x
 
 
 def kept_and_read(m: Any, x: Any) -> Any:
     y = x if m.last is None else x + m.last
-    m.last = x * 1  # HERE
+    m.last = x * 1
     return y
 
 
 def first_call_calibrates(m: Any, x: Any) -> Any:
     if m.last is None:
-        m.last = x.mean(0)  # HERE
+        m.last = x.mean(0)
     return x - m.last
 
 
 def list_that_grows(m: Any, x: Any) -> Any:
-    m.items.append(x.sum())  # HERE
+    m.items.append(x.sum())
     return x * len(m.items)
 
 
 def dictionary(m: Any, x: Any) -> Any:
-    m.table["n"] = m.table.get("n", 0) + 1  # HERE
+    m.table["n"] = m.table.get("n", 0) + 1
     return x
 
 
 def plain_tensor_anew(m: Any, x: Any) -> Any:
-    m.plain = m.plain + 1  # HERE
+    m.plain = m.plain + 1
     return x + m.plain
 
 
 def array(m: Any, x: Any) -> Any:
-    m.array += 1  # HERE
+    m.array += 1
     return x + torch.from_numpy(m.array)
 
 
 def object_with_slots(m: Any, x: Any) -> Any:
-    m.slotted.count += 1  # HERE
+    m.slotted.count += 1
     return x * m.slotted.count
 
 
 def namespace(m: Any, x: Any) -> Any:
-    m.space.count += 1  # HERE
-    return x
-
-
-def class_attribute(m: Any, x: Any) -> Any:
-    Shared.count += 1  # HERE
-    return x * Shared.count
-
-
-def global_container(m: Any, x: Any) -> Any:
-    COUNTS["calls"] += 1  # HERE
-    return x
-
-
-def global_name(m: Any, x: Any) -> Any:
-    global TOTAL
-    TOTAL += 1  # HERE
-    return x * TOTAL
-
-
-def closure() -> Callable[..., Any]:
-    calls = 0
-
-    def in_a_closure(m: Any, x: Any) -> Any:
-        nonlocal calls
-        calls += 1  # HERE
-        return x * calls
-
-    return in_a_closure
-
-
-def default_argument(m: Any, x: Any, calls: list[int] = [0]) -> Any:  # noqa: B006
-    calls[0] += 1  # HERE
-    return x * calls[0]
-
-
-def function_attribute(m: Any, x: Any) -> Any:
-    function_attribute.calls = getattr(function_attribute, "calls", 0) + 1  # type: ignore[attr-defined]  # HERE
+    m.space.count += 1
     return x
 
 
 REFUSED = [
     counter, counter_that_decides_late, kept_and_read, first_call_calibrates, list_that_grows, dictionary, plain_tensor_anew,
-    array, object_with_slots, namespace, class_attribute, global_container, global_name, closure(), default_argument,
-    function_attribute,
+    array, object_with_slots, namespace,
 ]  # fmt: skip
 
 
@@ -395,21 +345,12 @@ def own_generator(m: Any, x: Any) -> Any:
     return x * m.random.random()
 
 
-ALIVE = threading.local()  # of which a trace takes nothing back
-
-
-def identity(m: Any, x: Any) -> Any:
-    each = ALIVE.__dict__.setdefault("all", []) + [object()]
-    ALIVE.all = each  # they go on living, so that the next one is elsewhere
-    return x * hash(repr(each[-1]))
-
-
 def settings(m: Any, x: Any) -> Any:
     torch.set_default_dtype(torch.float64)
     return x * 2
 
 
-ODD = [own_generator, identity, settings]
+ODD = [own_generator, settings]
 
 
 def fingerprint(model: nn.Module) -> Any:
@@ -422,9 +363,8 @@ def fingerprint(model: nn.Module) -> Any:
     }
     patched = [nn.Module._call_impl, math.floor, torch.no_grad.__enter__, torch.autocast.__enter__, torch.from_numpy]
     patched += [vars(torch.autograd.Function)["apply"], "training" in vars(nn.Module)]
-    outside = [frozen(COUNTS), TOTAL, Shared.count, frozen(vars(function_attribute))]
     values = {n: frozen(t.detach()) for n, t in tensors.items()}
-    return values, kept, places, frozen(random_state()), process_settings(), patched, outside
+    return values, kept, places, frozen(random_state()), process_settings(), patched
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -478,7 +418,7 @@ def line_of(function: Callable[..., Any]) -> int:
 def test_state_that_a_graph_cannot_have(function: Callable[..., Any], real: bool | None) -> None:
     model = Holding(function)
     before = fingerprint(model)
-    with pytest.raises(fxplug.TraceError, match=rf"test_trace_state.py:{line_of(function)}: .*register_buffer"):
+    with pytest.raises(fxplug.TraceError, match=r"forward keeps Holding\..*register_buffer"):
         fxplug.trace(model, X(), real=real)
     assert_left(before, model)
 
@@ -534,7 +474,7 @@ def test_what_is_no_function_of_inputs_and_state(function: Callable[..., Any]) -
     assert_left(before, model)
 
 
-@pytest.mark.parametrize("function", [counter, list_that_grows, dictionary, global_name, closure()], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [counter, list_that_grows, dictionary], ids=lambda f: f.__name__)
 def test_state_is_refused_without_values(function: Callable[..., Any]) -> None:
     model = Holding(function).to("meta")
     with pytest.raises(fxplug.TraceError, match="for its next call"):
@@ -592,110 +532,26 @@ def test_a_deepcopy_of_model_and_result_after_a_trace() -> None:
         assert torch.equal(again.eval()(X()), model.eval()(X()))
 
 
-HELPERS = """
-import functools
-import torch
-
-TABLES, COUNT, TOTAL = {}, [0], 0
-
-
-class Registry:
-    seen = {}
-
-
-class Box:
-    value = None
-
-
-BOX = Box()
-
-
-def rope(x):
-    if x.shape[-1] not in TABLES:
-        TABLES[x.shape[-1]] = torch.arange(x.shape[-1]).float()
-    return x + TABLES[x.shape[-1]]
-
-
-def boxed(x):
-    if BOX.value is None:
-        BOX.value = torch.ones(x.shape[-1])
-    return x + BOX.value
-
-
-def registered(x):
-    if x.shape[-1] not in Registry.seen:
-        Registry.seen[x.shape[-1]] = torch.ones(x.shape[-1])
-    return x + Registry.seen[x.shape[-1]]
-
-
 @functools.lru_cache
-def table(n):
+def table(n: int) -> torch.Tensor:
     return torch.ones(n)
 
 
-def cached(x):
-    return x + table(x.shape[-1])
-
-
-def counted(x):
-    COUNT[0] += 1
-    return x * COUNT[0]
-
-
-def totalled(x):
-    global TOTAL
-    TOTAL += 1
-    return x * TOTAL
-"""
-WAYS_THERE = {
-    "by name": "from package.deep.helpers import {0}\ndef way(m, x): return {0}(x)",
-    "by module": "from package.deep import helpers\ndef way(m, x): return helpers.{0}(x)",
-    "by package": "import package.deep.helpers\ndef way(m, x): return package.deep.helpers.{0}(x)",
-    "by a method": (
-        "from package.deep import helpers\nclass Tool:\n    def use(self, x): return helpers.{0}(x)\n"
-        "def way(m, x): return Tool().use(x)"
-    ),
-    "by getattr": (
-        "from package.deep import helpers\nclass Tool:\n    def use(self, x): return helpers.{0}(x)\n"
-        "TOOL = Tool()\ndef way(m, x): return getattr(TOOL, 'use')(x)"
-    ),
-    "by a made name": (
-        "from package.deep import helpers\nHALF = ['{1}']\ndef way(m, x): return getattr(helpers, HALF[0] + '{2}')(x)"
-    ),
-    "by globals": "from package.deep.helpers import {0}\nHALF = ['{1}']\ndef way(m, x): return globals()[HALF[0] + '{2}'](x)",
-}
-
-
-@pytest.fixture
-def helpers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    (tmp_path / "package" / "deep").mkdir(parents=True)
-    (tmp_path / "package" / "__init__.py").touch()
-    (tmp_path / "package" / "deep" / "__init__.py").touch()
-    (tmp_path / "package" / "deep" / "helpers.py").write_text(HELPERS)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield importlib.import_module("package.deep.helpers")
-    for name in [name for name in sys.modules if name.startswith("package")]:
-        del sys.modules[name]
+class Tables:
+    @functools.lru_cache  # noqa: B019
+    def table(self, n: int) -> torch.Tensor:
+        return torch.ones(n)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("way", WAYS_THERE)
-@pytest.mark.parametrize("name", ["rope", "boxed", "registered", "cached", "counted", "totalled"])
-def test_state_in_another_file_is_found(name: str, way: str, device: str, helpers: Any, tmp_path: Path) -> None:
-    (tmp_path / "package" / "ways.py").write_text(WAYS_THERE[way].format(name, name[:2], name[2:]))
-    importlib.invalidate_caches()
+def test_functions_that_keep_their_results_keep_none_of_a_trace(device: str) -> None:
     with torch.device(device):
-        model, x = Holding(importlib.import_module("package.ways").way), torch.randn(2, 4)
-    if name in ("counted", "totalled"):
-        with pytest.raises(fxplug.TraceError, match=r"keeps package\.deep\.helpers\..* \(.*helpers\.py:\d+: "):
-            fxplug.trace(model, x)
-    else:
-        gm = fxplug.trace(model, x)
-        if device == "cpu":
-            assert torch.equal(gm(x), model(x))  # and left in it no tensor of the trace
-            return
-    left = [helpers.TABLES, helpers.COUNT, helpers.TOTAL, helpers.BOX.value, helpers.Registry.seen]
-    assert left == [{}, [0], 0, None, {}] and helpers.table.cache_info().currsize == 0
+        model, x = Holding(lambda m, x: x + table(4) + m.tables.table(4)), X().to(device)
+    model.tables = Tables()
+    gm = fxplug.trace(model, x)
+    assert table.cache_info().currsize == Tables.table.cache_info().currsize == 0
+    if device == "cpu":
+        assert torch.equal(gm(x), model(x))
 
 
 def test_the_default_generator_may_be_handed_on() -> None:
@@ -766,7 +622,7 @@ def test_a_model_may_hold_what_nests_deep(wrap: Callable[[Any], Any]) -> None:
         if function is kept_output:
             assert torch.equal(fxplug.trace(model, X(), real=True)(X()), model(X()))
         else:
-            with pytest.raises(fxplug.TraceError, match=r"keeps .*end.* \(.*test_trace_state\.py:\d+: m\.end"):
+            with pytest.raises(fxplug.TraceError, match=r"keeps .*(end|deep).* for its next call"):
                 fxplug.trace(model, X())
 
 
@@ -923,30 +779,6 @@ def test_gradients_stay_with_a_copy() -> None:
             assert model.fc.weight.grad is None and model.fc.bias.grad is None
 
 
-IDS: Any = None  # an iterator, while a test lasts
-
-
-@pytest.mark.parametrize("kind", ["count", "list", "range", "text"])
-@pytest.mark.parametrize("held", ["attribute", "list", "closure", "global"])
-def test_iterators_are_left_as_they_were(kind: str, held: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {"count": lambda: itertools.count(3), "list": lambda: iter([1, 2, 3, 4] * 9), "range": lambda: iter(range(99))}
-    ids = made.get(kind, lambda: iter("a text that is long enough"))()
-    first = copy.copy(ids)
-    monkeypatch.setitem(globals(), "IDS", ids if held == "global" else None)
-    model = Holding(
-        (lambda m, x: (next(IDS), m.fc(x))[1])
-        if held == "global"
-        else lambda m, x: (next(m.ids if held == "attribute" else m.all[0] if held == "list" else ids), m.fc(x))[1]
-    )
-    if held == "attribute":
-        model.ids = ids
-    elif held == "list":
-        model.all = [ids]
-    gm = fxplug.trace(model, X())
-    assert (model.ids if held == "attribute" else model.all[0] if held == "list" else IDS if held == "global" else ids) is ids
-    assert next(ids) == next(first) and torch.equal(gm(X()), model(X()))
-
-
 class Tagged(nn.Module):
     """A weight and a buffer with attributes, which code may read and may not write."""
 
@@ -1002,17 +834,6 @@ def test_an_attribute_of_a_weight_that_forward_counts_up_is_refused(real: bool |
     with pytest.raises(fxplug.TraceError, match=r"forward keeps Tagged\.weight\.count for its next call"):
         fxplug.trace(model, torch.ones(2, 3), real=real)
     assert vars(model.weight)["count"] == 0
-
-
-def test_what_runs_the_tests_is_no_part_of_a_model() -> None:
-    """pytest rewrites assertions to code that names its own globals, and these name all of its configuration."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        assert x.dim() == 2, "asserted"
-        return x * 2
-
-    reached = {kind["__module__"] for kind in State(Tagged(forward)).classes.values()}
-    assert __name__ in reached and not [name for name in reached if "pytest" in name or "execnet" in name]
 
 
 # --- what modules have computed from their weights before
@@ -1105,3 +926,268 @@ def test_attention_biases_that_timm_keeps_are_read_anew():
     model.train()
     model.eval()
     assert torch.equal(gm(x), model(x))
+
+
+class Adapted(nn.Module):
+    """Holds what is no function of its weights, until its mode changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.shift, self.old = nn.Linear(4, 4), None, nn.Linear(4, 4)
+
+    def train(self, mode=True):
+        self.shift, self.line, self.old = None, self.old, self.line
+        self.extra = nn.Linear(2, 2)
+        self.register_buffer("made", torch.zeros(3))
+        return super().train(mode)
+
+    def forward(self, x):
+        return self.line(x) if self.shift is None else self.line(x) + self.shift
+
+
+@torch.no_grad()
+def test_what_a_module_holds_beside_its_weights_stays_in_the_graph():
+    model, x = Adapted(), torch.randn(2, 4)
+    model.__dict__["training"], model.shift = False, torch.randn(4)
+    lines, before, expected = (model.line, model.old), dict(vars(model)), model(x)
+    gm = fxplug.trace(model, (x,))
+    assert torch.equal(gm(x), expected) and torch.equal(model(x), expected)
+    assert (model.line, model.old) == lines and vars(model) == before and "made" not in model._buffers
+    assert torch.equal(gm(x[0]), model(x[0])), "a further graph has it, too"
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*jit.script")
+def test_a_model_with_a_script_module_has_its_weights_afterwards():
+    model = nn.Sequential(Cached(), torch.jit.script(nn.Linear(4, 4)))
+    for module in (model, model[0]):
+        module.__dict__["training"] = False
+    model[1].eval()
+    x = torch.randn(2, 4)
+    expected = model(x)
+    with contextlib.suppress(fxplug.TraceError):
+        assert torch.equal(fxplug.trace(model, (x,))(x), expected)
+    assert torch.equal(model(x), expected)
+
+
+# --- state that matters to calls of other sizes, and what is made of weights once
+
+
+def high_water_mark(m: Any, x: Any) -> Any:
+    """As rotary embeddings of transformers do that grow with the longest input."""
+    if x.shape[0] > m.largest:
+        m.largest, m.scale = x.shape[0], x.shape[0] / 8
+    return m.fc(x) * m.scale
+
+
+def larger_buffer(m: Any, x: Any) -> Any:
+    if x.shape[0] > m.largest:
+        m.register_buffer("plain_scale", torch.full((4,), float(x.shape[0])), persistent=False)
+        m.largest = x.shape[0]
+    return m.fc(x) * m.plain_scale
+
+
+def on_large_inputs(m: Any, x: Any) -> Any:
+    if x.shape[0] > 4:
+        m.flag = True
+    return m.fc(x) * 2 if m.flag else m.fc(x)
+
+
+def smallest(m: Any, x: Any) -> Any:
+    m.flag = min(m.flag or 99, x.shape[0])
+    return m.fc(x) * m.flag
+
+
+def noted(m: Any, x: Any) -> Any:
+    if m.largest != x.shape[0]:
+        m.largest, m.last = x.shape[0], torch.arange(float(x.shape[0]))[:, None]
+    return m.fc(x) * m.last
+
+
+def sized(function: Callable[..., Any]) -> Holding:
+    model = Holding(function).eval()
+    model.largest, model.scale = 4, 0.5
+    model.register_buffer("plain_scale", torch.ones(4), persistent=False)
+    return model
+
+
+@pytest.mark.parametrize("real", [None, True])
+@pytest.mark.parametrize("function", [high_water_mark, larger_buffer, on_large_inputs, smallest], ids=lambda f: f.__name__)
+def test_what_a_call_of_one_size_notes_for_others_is_refused(function: Callable[..., Any], real: bool | None) -> None:
+    model, x = sized(function), X(8, 4)
+    before = fingerprint(model)
+    with pytest.raises(fxplug.TraceError, match=r"forward (notes|keeps) Holding\.(largest|flag)"):
+        fxplug.trace(model, x, real=real)
+    assert_left(before, model)
+    gm = fxplug.trace(model, X(2, 4), real=real) if function is not smallest else None
+    if gm is not None:  # what small inputs find is as it was, and large ones are refused
+        for size in (2, 3, 8, 2):
+            with contextlib.suppress(fxplug.GuardError):
+                assert torch.equal(gm(X(size, 4)), copy.deepcopy(model)(X(size, 4)))
+        with pytest.raises(fxplug.GuardError, match="when traced"):
+            gm(X(8, 4))
+    if function in (high_water_mark, larger_buffer):
+        model(x)  # the way out: nothing grows any more
+        gm = fxplug.trace(model, X(2, 4), real=real)
+        assert all(torch.equal(gm(X(size, 4)), model(X(size, 4))) for size in (2, 8, 3))
+
+
+def test_what_is_noted_and_matters_to_no_other_size_is_traced() -> None:
+    model = sized(noted)
+    gm = fxplug.trace(model, X(8, 4))
+    assert all(torch.equal(gm(X(size, 4)), copy.deepcopy(model)(X(size, 4))) for size in (8, 2, 9))
+
+
+def lazily(m: Any, x: Any) -> Any:
+    if m.last is None:
+        m.last = m.fc.weight.softmax(0)
+    return x @ m.last
+
+
+def by_size(m: Any, x: Any) -> Any:
+    if x.shape[0] not in m.table:
+        m.table[x.shape[0]] = m.fc.weight.sum() * x.shape[0]
+    return x * m.table[x.shape[0]]
+
+
+def beside_a_constant(m: Any, x: Any) -> Any:
+    return lazily(m, x) + m.plain
+
+
+class Property(Holding):
+    @functools.cached_property
+    def soft(self) -> torch.Tensor:
+        return self.fc.weight.softmax(0)
+
+    def drop_all(self) -> None:
+        self.last = None
+        self.table.clear()
+        self.__dict__.pop("soft", None)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize("function", [lazily, by_size, beside_a_constant, lambda m, x: x @ m.soft])
+def test_what_was_made_of_weights_is_made_anew_by_the_graph(function: Any, called: bool, mode: Any) -> None:
+    with mode():
+        model = Property(function).eval()
+        if called:
+            model(X())
+        before = dict(vars(model)), dict(model.table)
+        gm = fxplug.trace(model, X())
+        assert (dict(vars(model)), dict(model.table)) == before
+    with torch.no_grad():
+        model.fc.weight.normal_()
+    model.drop_all()
+    assert torch.equal(gm(X()), model(X()))
+    gm(X()).sum().backward()
+    assert model.fc.weight.grad is not None
+
+
+class Two(nn.Module):
+    def __init__(self, asks: bool) -> None:
+        super().__init__()
+        self.asks = asks
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a * 3 if self.asks and a is b else a + b
+
+
+def test_whether_two_inputs_are_one_tensor_is_a_guard() -> None:
+    one, other = X(), X() + 1
+    gm = fxplug.trace(Two(True), (one, other))
+    assert torch.is_grad_enabled()
+    assert torch.equal(gm(one, other), one + other)
+    with pytest.raises(fxplug.GuardError, match="'b' and 'a' were two tensors"):
+        gm(one, one)
+    with pytest.raises(fxplug.TraceError, match="is not the model"):
+        fxplug.trace(Two(True), (one, one))
+    for given in ((one, one), (one, other)):
+        gm = fxplug.trace(Two(False), given, variants=0)  # to this one it does not matter
+        assert all(torch.equal(gm(*pair), sum(pair)) for pair in ((one, other), (one, one), (other, one)))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("asks", [lambda x: x.is_sparse, lambda x: x.layout == torch.sparse_coo, lambda x: x.is_sparse_csr])
+def test_sparse_tensors_are_refused(asks: Any) -> None:
+    model = Holding(lambda m, x: x.to_dense() * 2 if asks(x) else x * 3)
+    gm = fxplug.trace(model, X(), variants=0)
+    for sparse in (X().to_sparse(), X().to_sparse_csr()):
+        with pytest.raises(fxplug.GuardError, match="argument 'x' was dense"):
+            gm(sparse)
+        with pytest.raises(fxplug.TraceError, match=r"argument 'x' is a torch.sparse_\w+ tensor.*to_dense"):
+            fxplug.trace(model, sparse)
+        model.register_buffer("mask", sparse)
+        with pytest.raises(fxplug.TraceError, match=r"'mask' is a torch.sparse_\w+ tensor.*to_dense"):
+            fxplug.trace(model, X())
+        del model.mask
+
+
+def test_a_buffer_that_is_assigned_anew_has_the_dtype_that_the_model_gives_it() -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.register_buffer("last", torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = self.fc(x).mean(0).detach()
+            return x + 1
+
+    gm = fxplug.trace(Keeping(), torch.ones(2, 4), variants=0)
+    gm(torch.zeros(3, 4))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(fxplug.GuardError, match="its own dtype into the buffer 'last'"):
+        gm(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_a_draw_from_a_generator_that_the_model_seeds_itself_is_refused(draw: Callable[[], float]) -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        random.seed(4)
+        np.random.seed(4)
+        return x * draw()
+
+    model = Holding(forward)
+    with torch.no_grad():
+        model(torch.ones(4))  # which leaves the generators as every call does
+    before = random.getstate()
+    with pytest.raises(fxplug.TraceError, match="draws from Python's"):
+        fxplug.trace(model, torch.ones(4))
+    assert random.getstate() == before
+
+
+def test_hooks_that_forward_puts_on_a_weight_are_gone_after_a_trace() -> None:
+    class Hooking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            self.weight.register_hook(lambda g: g * 2)
+            return x * self.weight + y
+
+    model = Hooking()
+    model.weight.register_hook(lambda g: g + 1)
+    with pytest.raises(fxplug.TraceError, match="register_hook"):
+        fxplug.trace(model, (torch.ones(4), torch.zeros(4)))
+    model.weight.sum().backward()
+    assert torch.equal(model.weight.grad, torch.full((4,), 2.0))
+
+
+def test_a_generator_that_is_set_back_is_refused_whatever_other_threads_there_are() -> None:
+    class Back(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            state = torch.default_generator.get_state()
+            y = torch.rand(1)
+            torch.default_generator.set_state(state)
+            return x + y
+
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        with pytest.raises(fxplug.TraceError, match="the random generators are left otherwise"):
+            fxplug.trace(Back(), X())
+    finally:
+        stop.set()
+        thread.join()

@@ -18,6 +18,7 @@ import test_parallel_training
 import torch
 import yaml
 from runs import VIT, Digits, config, run, same, trained
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -76,6 +77,7 @@ def test_the_base_keeps_every_bit(tmp_path):
     assert not any(p.requires_grad for n, p in done.module.named_parameters() if not n.startswith("lora."))
 
 
+@pytest.mark.slow
 def test_batch_norms_of_a_frozen_base_keep_their_statistics(tmp_path):
     changed = {
         "model": {"timm": "resnet10t", "options": {"num_classes": 10}},
@@ -100,7 +102,7 @@ def test_groups_have_the_rates_of_their_passes(tmp_path):
     assert groups == {"lora": (1e-2, 0.1, 2), "late": (3e-3, 0.0, 2), "base": (3e-3, 0.0, 6)}
 
 
-@pytest.mark.parametrize(
+@sweep(
     "optimizer, scheduler, first, last",
     [
         ("sgd", None, 3e-3, 3e-3),
@@ -110,7 +112,7 @@ def test_groups_have_the_rates_of_their_passes(tmp_path):
         ("adam", "OneCycleLR", 3e-3 / 25, None),
         ("adam", {"steplr": {"step_size": 4}}, 3e-3, 3e-4),
         ("adam", {"ReduceLROnPlateau": {"patience": 0, "threshold": 10.0}}, 3e-3, None),
-    ],
+    ], 1, 6,
 )
 def test_any_optimizer_and_scheduler(tmp_path, optimizer, scheduler, first, last):
     done = run(tmp_path, train__optimizer=optimizer, train__scheduler=scheduler, train__steps=8)
@@ -119,6 +121,7 @@ def test_any_optimizer_and_scheduler(tmp_path, optimizer, scheduler, first, last
     assert scheduler is None or len(set(rates)) > 1
 
 
+@pytest.mark.slow
 def test_accumulated_steps_are_those_of_the_large_batch(tmp_path):
     plain = {"passes": [{"lora": {"at": "blocks.*.attn.*", "rank": 4}}], "data__shuffle": False, "train__optimizer": "sgd"}
     whole = run(tmp_path / "a", **plain, train__batch=16)
@@ -128,6 +131,7 @@ def test_accumulated_steps_are_those_of_the_large_batch(tmp_path):
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_bf16_trains_float32_weights(tmp_path):
     done = run(tmp_path, train__precision="bf16", dtype="bfloat16", train__trainable=[], train__steps=6)
     assert losses(done.history)[-1] < losses(done.history)[0]
@@ -138,7 +142,8 @@ def test_bf16_trains_float32_weights(tmp_path):
     assert torch.equal(done.module(image), fxplug.load(tmp_path / "module").eval()(image))
 
 
-@pytest.mark.parametrize("how", ["compile", "regions", pytest.param("inductor", marks=pytest.mark.slow), "checkpointing"])
+@pytest.mark.slow
+@sweep("how", ["compile", "regions", "inductor", "checkpointing"], "regions", "checkpointing")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo asks, and hides that
 def test_lowered_runs_give_the_same_losses(tmp_path, how, monkeypatch):
     if how in ("compile", "regions"):
@@ -196,6 +201,7 @@ class Mean(fxplug.Task):
         return (mean - self.value) ** 2, {"mean": mean}
 
 
+@pytest.mark.slow
 def test_a_task_of_ones_own(tmp_path):
     done = run(tmp_path, train__task={"test_trainer:Mean": {"value": 2.0}}, train__steps=30, train__lr=0.01)
     assert abs(done.history[-1]["mean"] - 2) < 0.5
@@ -220,6 +226,7 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path):
     assert [line["step"] for line in logged if "lr" in line] == list(range(1, 9))
 
 
+@pytest.mark.slow
 def test_trained_batch_norms_are_resumed_with_their_statistics(tmp_path):
     changed = {
         "model": {"timm": "resnet10t", "options": {"num_classes": 10}},
@@ -241,6 +248,7 @@ def test_a_resume_gives_up_what_came_after(tmp_path):
     assert [path.name for path in found(tmp_path / "checkpoints")] == ["step-00000004"]
 
 
+@pytest.mark.slow
 def test_a_run_can_be_made_longer(tmp_path):
     whole = run(tmp_path / "a", train__steps=10)
     run(tmp_path / "b", train__steps=6)
@@ -248,7 +256,8 @@ def test_a_run_can_be_made_longer(tmp_path):
     assert losses(longer.history) == losses(whole.history) and same(trained(longer.module), trained(whole.module))
 
 
-@pytest.mark.parametrize("scheduler", ["OneCycleLR", "CosineAnnealingLR", {"LinearLR": {"total_iters": 6}}])
+@pytest.mark.slow
+@sweep("scheduler", ["OneCycleLR", "CosineAnnealingLR", {"LinearLR": {"total_iters": 6}}], 2)
 def test_a_run_can_be_made_longer_under_any_scheduler(tmp_path, scheduler):
     whole = run(tmp_path / "a", train__steps=9, train__scheduler=scheduler)
     run(tmp_path / "b", train__steps=4, train__scheduler=scheduler)
@@ -272,9 +281,8 @@ def killed(tmp_path, hook, at, how=signal.SIGKILL):
     return processes.ended(kills, tmp_path / "run", hook, at, how, folder=tmp_path)
 
 
-@pytest.mark.parametrize(
-    "hook, step, kept", [("on_step_end", 4, [3]), pytest.param("on_model_save", 6, [3, 6], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("hook, step, kept", [("on_step_end", 4, [3]), ("on_model_save", 6, [3, 6])])
 def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path, hook, step, kept):
     done = killed(tmp_path, hook, step)
     assert done.codes == [-signal.SIGKILL]
@@ -284,7 +292,7 @@ def test_kill_9_loses_at_most_the_steps_since_the_last_checkpoint(tmp_path, hook
     assert losses(again.history) == losses(whole.history) and same(trained(again.module), trained(whole.module))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@sweep("number", [signal.SIGINT, signal.SIGTERM], signal.SIGTERM)
 def test_an_interrupt_ends_the_run_after_the_step_with_a_checkpoint(tmp_path, number):
     done = killed(tmp_path, "on_step_end", 4, number)
     assert done.codes == [1] and "KeyboardInterrupt" in done.stderr
@@ -330,6 +338,7 @@ def fills(out):
         limit(resource.RLIM_INFINITY)  # what is printed goes into a file too
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path):
     """The file system refuses what is larger than a limit, as it does when there is no room."""
     done = processes.ended(fills, tmp_path, folder=tmp_path)
@@ -405,6 +414,7 @@ class Captioned(Digits):
         return {"image": image, "caption": str(label)}
 
 
+@pytest.mark.slow
 def test_what_the_first_batch_has_otherwise_is_said_with_its_way_out(tmp_path):
     unet = copy.deepcopy(test_denoise_runs.CONFIG)
     unet["inputs"]["encoder_hidden_states"], unet["model"]["diffusers"]["cross_attention_dim"] = [2, 1, 12], 12
@@ -499,6 +509,7 @@ def test_a_block_without_gradient_is_named(tmp_path):
     assert text.startswith("no gradient reached lora.unused.Lora.down.weight, lora.unused.Lora.up.weight in the first step")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_says_what_differs(tmp_path):
     run(tmp_path / "a", train__steps=3)
     text = message(
@@ -517,14 +528,14 @@ def test_a_checkpoint_of_another_run_says_what_differs(tmp_path):
     assert "model.timm: vit_tiny_patch16_224 then, vit_small_patch16_224 now" in other
 
 
-@pytest.mark.parametrize(
+@sweep(
     "first, then, expected",
     [
         ({}, {"train__lr": 1e-5}, "groups.lora[0]: 0.003 then, 1e-05 now"),
         ({}, {"seed": 1}, "frozen weights: "),
         ({}, {"dtype": "float64"}, "dtype: None then, float64 now"),
         ({}, {"data__shuffle": False}, "data.shuffle: True then, False now"),
-    ],
+    ], 0,
 )
 def test_what_else_must_be_the_same(tmp_path, first, then, expected):
     run(tmp_path / "a", train__steps=1, **first)
@@ -683,6 +694,7 @@ def never_built():
     raise AssertionError("the folder comes first")
 
 
+@pytest.mark.slow
 def test_the_batches_that_are_left_make_a_short_step(tmp_path):
     done = run(tmp_path / "a", train__epochs=2, train__accumulate=4)
     assert len(done.history) == 4  # of 4, 2, 4 and 2 batches

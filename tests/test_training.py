@@ -45,6 +45,7 @@ def photos():
     return torch.cat(pieces)[order], torch.tensor(labels)[order]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_thirty_steps_on_photographs(photos, dtype):
     images, labels = photos
@@ -69,6 +70,7 @@ def test_thirty_steps_on_photographs(photos, dtype):
         assert torch.equal(gm(images[:4].to(dtype)), model(images[:4].to(dtype)))
 
 
+@pytest.mark.slow
 def test_thirty_denoising_steps_of_a_unet():
     """The noise in a photograph, predicted from the noisy one."""
     from diffusers import DDPMScheduler

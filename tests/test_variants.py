@@ -13,6 +13,7 @@ import pytest
 import small
 import torch
 import unets
+from sweeps import sweep
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -83,7 +84,7 @@ def traced():
     return fxplug.trace(unet, kwargs=call), unet, call
 
 
-@pytest.mark.parametrize("kind", TIMES)
+@sweep("kind", TIMES, "int", "batch")
 def test_a_timestep_is_what_the_model_takes(traced, kind):
     gm, unet, call = traced
     for again in range(2):
@@ -91,10 +92,11 @@ def test_a_timestep_is_what_the_model_takes(traced, kind):
     assert len(gm.variants) <= 3
 
 
-@pytest.mark.parametrize("change", [
+@pytest.mark.slow
+@sweep("change", [
     {"return_dict": True}, {"encoder_attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1.0] * 5])},
     {"cross_attention_kwargs": {}}, {"sample": torch.randn(2, 4, 17, 17)},
-], ids=lambda change: next(iter(change)))  # fmt: skip
+], 0, ids=lambda change: next(iter(change)))  # fmt: skip
 def test_what_is_given_and_what_is_left_out(change):
     unet, call = _unet()
     gm = fxplug.trace(unet, kwargs=call)
@@ -139,6 +141,7 @@ def test_random_calls_are_the_models_or_refused():
     assert len(refused) < 5 and all("was decided on" in text for text in refused), refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_module_is_cast_as_the_model_is(dtype):
     unet, call = (copy.deepcopy(value) for value in _unet())
@@ -147,6 +150,7 @@ def test_a_module_is_cast_as_the_model_is(dtype):
     _same(gm.to(dtype), unet.to(dtype), call)
 
 
+@pytest.mark.slow
 def test_autocast_decides_as_in_the_model(traced):
     gm, unet, call = traced
     with torch.autocast("cpu", torch.bfloat16):
@@ -173,6 +177,7 @@ def test_what_is_no_buffer_keeps_its_dtype():
     assert torch.equal(gm.float()(x.float()), model.float()(x.float()))
 
 
+@pytest.mark.slow
 def test_passes_are_in_every_variant(traced):
     gm, _, call = traced
     new = _lora(fxplug.trace(_unet()[0], kwargs=call))
@@ -392,6 +397,7 @@ def controlled():
     return new, call, torch.rand(2, 3, side, side)
 
 
+@pytest.mark.slow
 def test_a_bound_input_is_that_of_every_call(controlled, tmp_path):
     new, call, picture = controlled
     with torch.no_grad():
@@ -422,6 +428,7 @@ def test_another_bound_value_compiles_nothing(controlled):
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_one_condition_is_that_of_a_whole_batch(controlled):
     new, call, picture = controlled
     with torch.no_grad():
@@ -440,3 +447,100 @@ def test_one_condition_is_that_of_a_whole_batch(controlled):
 def test_what_cannot_be_bound(controlled, inputs, message):
     with pytest.raises(fxplug.SpecError, match=message):
         controlled[0].bind(**inputs)
+
+
+class Noisy(torch.autograd.Function):
+    """Draws in its forward, where no graph can see it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+DRAWING = {
+    "function": (None, lambda layer, x: Noisy.apply(x)),
+    "attention": (nn.MultiheadAttention(4, 2, dropout=0.5), lambda layer, x: layer(x, x, x)[0]),
+    "recurrent": (nn.GRU(4, 4, num_layers=2, dropout=0.5), lambda layer, x: layer(x)[0]),
+    "encoder": (nn.TransformerEncoderLayer(4, 2, 8, dropout=0.5), lambda layer, x: layer(x)),
+    "rrelu": (nn.RReLU(), lambda layer, x: layer(x)),
+    "pooling": (nn.FractionalMaxPool2d(1, output_ratio=0.9), lambda layer, x: layer(x)),
+    "functional": (None, lambda layer, x: torch.rrelu(x, training=True)),
+}
+
+
+class LateGuard(nn.Module):
+    """Draws random numbers, and only then takes another way for another size."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name, self.layer = name, DRAWING[name][0]
+
+    def forward(self, x):
+        x = DRAWING[self.name][1](self.layer, x)
+        for _ in range(x.shape[0]):
+            x = x.sin()
+        return x
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_no_variant_answers_a_call_that_has_drawn_random_numbers(name):
+    model = LateGuard(name).train()
+    gm = fxplug.trace(model, torch.randn(2, 3, 4))
+    torch.manual_seed(0)
+    want = model(torch.ones(5, 3, 4))
+    torch.manual_seed(0)
+    try:
+        assert torch.equal(gm(torch.ones(5, 3, 4)), want)
+    except fxplug.GuardError as error:
+        assert "was decided on" in str(error)
+
+
+class Trying(nn.Module):
+    """Goes on where an operation fails, with or without its result."""
+
+    def __init__(self, used):
+        super().__init__()
+        self.used = used
+
+    def forward(self, x):
+        try:
+            y = x.view(-1)
+            x = x.sin()
+        except RuntimeError:
+            y = x.cos()
+            x = x * 2
+        return x + y.sum() if self.used else x
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_an_operation_in_a_try_that_fails_in_another_call_is_told(used):
+    model = Trying(used)
+    gm = fxplug.trace(model, torch.randn(2, 3))
+    x = torch.randn(2, 3)
+    assert torch.equal(gm(x), model(x))
+    with pytest.raises(fxplug.GuardError, match="which has some in a `try`.*view size.*could not be added"):
+        gm(torch.randn(3, 2).t())
+
+
+class Failing(nn.Module):
+    """Has a mistake of its own in one way of calling, where numbers are given too."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x, n=1):
+        if x.dtype == torch.float64:
+            raise self.error
+        return x * n
+
+
+@pytest.mark.parametrize("error", [AttributeError("a"), KeyError("a"), AssertionError("a"), ZeroDivisionError("a")])
+def test_what_the_model_raises_in_a_way_that_is_tried_is_a_guard_error(error):
+    gm = fxplug.trace(Failing(error), (torch.ones(2), 3))
+    with pytest.raises(fxplug.GuardError, match="the model itself does not take it"):
+        gm(torch.ones(2, dtype=torch.float64), 3)

@@ -170,6 +170,7 @@ def test_without_tensorboard(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log.jsonl", "loss.png"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_without_duplicates(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -261,6 +262,7 @@ def test_half_a_line_is_taken_back(tmp_path, monkeypatch):
 # pictures
 
 
+@pytest.mark.slow
 def test_sample_grids_and_the_sheet(tmp_path):
     w = watch(tmp_path)
     w.rewind(0)

@@ -16,6 +16,7 @@ import torch
 import yaml
 from runs import config
 from safetensors.torch import save_file
+from sweeps import sweep
 from torch import nn
 from typer.testing import CliRunner
 
@@ -103,7 +104,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@sweep("way", WAYS, "full")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_that_cannot_write(name, way, monkeypatch):
     how, words = WAYS[way]

@@ -89,13 +89,6 @@ def picture(base, channels=3, times=8, seed=2):
     return torch.rand(n, channels, times * h, times * w, generator=torch.Generator().manual_seed(seed))
 
 
-def sd15_full():
-    """Stable Diffusion 1.5 itself, without memory."""
-    with torch.device("meta"):
-        unet = UNet2DConditionModel(sample_size=64, cross_attention_dim=768).eval()
-        return unet, inputs(unet, words=77)
-
-
 def sdxl_full():
     """Stable Diffusion XL itself, without memory."""
     with torch.device("meta"):
@@ -105,6 +98,12 @@ def sdxl_full():
             projection_class_embeddings_input_dim=2816, **XL
         ).eval()  # fmt: skip
         return unet, inputs(unet, words=77)
+
+
+@cache
+def sdxl_full_traced():
+    unet, call = sdxl_full()
+    return small.traced(unet, **call)
 
 
 def error(ours, theirs):

@@ -47,7 +47,8 @@ class Bank:
 
     `path` is the layer, `block` the module that holds the bank, `kind` the kind of layer beside which a low-rank update runs
     (Linear, Conv2d, Embedding), or the class of block that maps the parameter `param`, one of `MAPS`; `shape` is the
-    parameter's, `dim` that of the channels that have magnitudes.
+    parameter's, `dim` that of the channels that have magnitudes. The layer of one that is `transposed` holds its weight as
+    (in, out); `shape` is (out, in), but that of a change of the whole.
     """
 
     path: str
@@ -60,6 +61,7 @@ class Bank:
     parameters: tuple[str, ...] = ("down", "up")
     param: str = "weight"
     dim: int = 0
+    transposed: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)  # of a block without slots: what the tensors mean there
 
     __repr__ = brief_fields
@@ -130,6 +132,8 @@ class Bank:
 
     def fitted(self, key: str, tensor: Tensor, value: Tensor, entry: Entry) -> Tensor:
         """Values for a slot of `tensor`, one of the bank's, scaled, in its dtype. Raises SpecError where they do not fit."""
+        if value.is_meta and not tensor.is_meta:
+            raise SpecError(f"'{entry.name}': its {key} is on the meta device, which holds no values: give the file itself")
         target = self.views(key, tensor, 0)
         flat = self.maps or self.kind in OTHERS or key == "bias"
         loose = rank_dims(key, self.parameters) if flat and key != "bias" else () if flat else (1,)
@@ -241,6 +245,8 @@ def _change(bank: Bank, entry: Entry, base: Tensor | None) -> Tensor:
     if entry.method == "diff":
         return entry.tensors["delta"].reshape(bank.shape)
     where = f"'{entry.name}' is {entry.method or entry.kind}, a function of the weight of '{bank.path}'"
+    if bank.transposed and bank.param == "weight" and entry.method != "whole":
+        raise SpecError(f"{where}, which is held as (in, out): the passes lora, lora_weight and dora hold its updates")
     if base is None:
         raise SpecError(f"{where}, which is not at hand here: load it into the module that this was made from")
     if base.is_meta:
@@ -273,15 +279,25 @@ def homes_of(entry: Entry, banks: Sequence[Bank]) -> list[int]:
 
 
 def parted(placed: Mapping[str, Entry], homes: Mapping[str, Sequence[Bank]]) -> dict[str, Entry]:
-    """Entries by place: a bias that the home of its update has no room for is one of its own, and a gate's is the gate's."""
+    """Entries by place: a bias that the home of its update has no room for is one of its own, and a gate's is the gate's.
+
+    Raises SpecError where that layer's bias is not changed by a sum.
+    """
     made: dict[str, Entry] = {}
     for path, entry in placed.items():
+        if path in made:
+            continue  # part of a sum
         if entry.optional and any(bank.kind == "Scale" for bank in homes.get(path.removesuffix(f".{entry.param}"), ())):
             continue
         if "+bias" in entry.kind and not homes_of(entry, homes.get(path, ())):
             tensors = dict(entry.tensors)
             delta = tensors.pop("bias").float() * entry.scale
             made[path] = replace(entry, kind=entry.kind.replace("+bias", ""), tensors=tensors)
+            if (other := placed.get(f"{path}.bias")) is not None:
+                if other.method != "diff":
+                    both = f"'{entry.name}' adds to a bias, which '{other.name}' changes by {other.method}"
+                    raise SpecError(f"{both}: load one of them")
+                delta = delta + other.tensors["delta"].float().flatten()
             more = {"kind": "delta", "method": "diff", "param": "bias", "tensors": {"delta": delta}, "scale": 1.0}
             path, entry = f"{path}.bias", replace(entry, **more)  # type: ignore[arg-type]
         made[path] = entry
@@ -318,6 +334,12 @@ def rows_for(
     for path, entry in parted(placed, homes).items():
         here = homes.get(path, [])
         at = homes_of(entry, here)
+        own = there(f"{path}.weight") if entry.base is not None else None
+        if entry.base is not None and own is not None and not own.is_meta and not torch.equal(entry.base.to(own), own):
+            raise SpecError(
+                f"the file has the weight of '{path}' beside which its update was trained, and it is not the one here: put it "
+                "into the model before the model is traced, or take the model that the adapter was trained on"
+            )
         if not at:
             base = there(path if entry.param != "weight" else f"{path}.weight")
             if entry.method == "whole" and base is not None and torch.equal(entry.changed(base), base.float()):

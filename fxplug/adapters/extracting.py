@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import low_rank
 from ..errors import ArtifactError, SpecError, did_you_mean, shown
 from ..files import reading, weight_files
 from ..limits import DEFAULT, Limits
@@ -134,11 +135,7 @@ def _low_rank(path: str, delta: Tensor, dtype: torch.dtype, rank: int | float) -
     """The update of a layer, and the share of the difference that it lacks."""
     flat = delta.flatten(1)
     u, s, v = torch.linalg.svd(flat, full_matrices=False)
-    if isinstance(rank, float):
-        energy = s.double().square().cumsum(0)
-        number = int((energy < rank * energy[-1]).sum()) + 1
-    else:
-        number = rank
+    number = low_rank.rank_with(s.double().square(), rank) if isinstance(rank, float) else rank
     number = min(number, int((s > 0).sum()) or 1)
     root = s[:number].sqrt()
     up, down = (u[:, :number] * root).to(dtype), (root[:, None] * v[:number]).to(dtype)

@@ -51,6 +51,105 @@ _XLABS = {
     "single_blocks.{i}.processor.qkv_lora": f"single_transformer_blocks.{{i}}.{_QKV}",
     "single_blocks.{i}.processor.proj_lora": "single_transformer_blocks.{i}.proj_out",
 }
+# the model standards of the Open Model Initiative, as OneTrainer wrote files until July 2026: rows of one layer by number
+_SPLIT = {
+    **{f"double_blocks.{{i}}.{of}_attn{dot}qkv.{n}": f"transformer_blocks.{{i}}.attn.{to}"
+       for dot in "._" for of, names in (("img", ("to_q", "to_k", "to_v")), ("txt", ("add_q_proj", "add_k_proj", "add_v_proj")))
+       for n, to in enumerate(names)},
+    **{f"single_blocks.{{i}}.linear1.{n}": f"single_transformer_blocks.{{i}}.{to}"
+       for n, to in enumerate(("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"))},
+}
+# DiffSynth-Studio: diffsynth/utils/state_dict_converters/flux_dit.py
+_DIFFSYNTH = {
+    **{f"blocks.{{i}}.{old}": f"transformer_blocks.{{i}}.{new}" for old, new in {
+        "attn.a_to_qkv": _QKV, "attn.b_to_qkv": _ADDED, "attn.a_to_out": "attn.to_out.0", "attn.b_to_out": "attn.to_add_out",
+        "ff_a.0": "ff.net.0.proj", "ff_a.2": "ff.net.2", "ff_b.0": "ff_context.net.0.proj", "ff_b.2": "ff_context.net.2",
+        "norm1_a.linear": "norm1.linear", "norm1_b.linear": "norm1_context.linear",
+    }.items()},
+    "single_blocks.{i}.to_qkv_mlp": "single_transformer_blocks.{i}.[attn.to_q attn.to_k attn.to_v proj_mlp]",
+    "single_blocks.{i}.proj_out": "single_transformer_blocks.{i}.proj_out",
+    "single_blocks.{i}.norm.linear": "single_transformer_blocks.{i}.norm.linear",
+    "time_embedder.timestep_embedder.0": "time_text_embed.timestep_embedder.linear_1",
+    "time_embedder.timestep_embedder.2": "time_text_embed.timestep_embedder.linear_2",
+    "guidance_embedder.timestep_embedder.0": "time_text_embed.guidance_embedder.linear_1",
+    "guidance_embedder.timestep_embedder.2": "time_text_embed.guidance_embedder.linear_2",
+    "pooled_text_embedder.0": "time_text_embed.text_embedder.linear_1",
+    "pooled_text_embedder.2": "time_text_embed.text_embedder.linear_2",
+    "final_norm_out.linear": "norm_out.linear~",
+    "final_proj_out": "proj_out",
+}
+_OTHERS_OF_FLUX = {**_XLABS, **_SPLIT, **_DIFFSYNTH, "img_in.proj": "x_embedder"}
+
+
+def _hunyuan(time: str) -> dict[str, str]:
+    """The names of Tencent's code for one of the Hunyuan models, whose steps and guidance are embedded in `time`."""
+    return {
+        **{f"double_blocks.{{i}}.{old}": f"transformer_blocks.{{i}}.{new}" for old, new in {
+            "img_attn_qkv": _QKV, "txt_attn_qkv": _ADDED, "img_attn_proj": "attn.to_out.0", "txt_attn_proj": "attn.to_add_out",
+            "img_mlp.fc1": "ff.net.0.proj", "img_mlp.fc2": "ff.net.2", "img_mod.linear": "norm1.linear",
+            "txt_mlp.fc1": "ff_context.net.0.proj", "txt_mlp.fc2": "ff_context.net.2", "txt_mod.linear": "norm1_context.linear",
+        }.items()},
+        "single_blocks.{i}.linear1": "single_transformer_blocks.{i}.[attn.to_q attn.to_k attn.to_v proj_mlp]",
+        "single_blocks.{i}.linear2": "single_transformer_blocks.{i}.proj_out",
+        "single_blocks.{i}.modulation.linear": "single_transformer_blocks.{i}.norm.linear",
+        **{f"txt_in.individual_token_refiner.blocks.{{i}}.{old}": f"context_embedder.token_refiner.refiner_blocks.{{i}}.{new}"
+           for old, new in {
+               "self_attn_qkv": _QKV, "self_attn_proj": "attn.to_out.0", "mlp.fc1": "ff.net.0.proj", "mlp.fc2": "ff.net.2",
+               "adaLN_modulation.1": "norm_out.linear",
+           }.items()},
+        "txt_in.input_embedder": "context_embedder.proj_in",
+        "txt_in.t_embedder.mlp.0": "context_embedder.time_text_embed.timestep_embedder.linear_1",
+        "txt_in.t_embedder.mlp.2": "context_embedder.time_text_embed.timestep_embedder.linear_2",
+        "txt_in.c_embedder.linear_1": "context_embedder.time_text_embed.text_embedder.linear_1",
+        "txt_in.c_embedder.linear_2": "context_embedder.time_text_embed.text_embedder.linear_2",
+        "img_in.proj": "x_embedder.proj",
+        "time_in.mlp.0": f"{time}.timestep_embedder.linear_1",
+        "time_in.mlp.2": f"{time}.timestep_embedder.linear_2",
+        "time_r_in.mlp.0": f"{time}.timestep_embedder_r.linear_1",
+        "time_r_in.mlp.2": f"{time}.timestep_embedder_r.linear_2",
+        "guidance_in.mlp.0": f"{time}.guidance_embedder.linear_1",
+        "guidance_in.mlp.2": f"{time}.guidance_embedder.linear_2",
+        "vector_in.in_layer": f"{time}.text_embedder.linear_1",
+        "vector_in.out_layer": f"{time}.text_embedder.linear_2",
+        **{f"byt5_in.fc{n}": f"context_embedder_2.linear_{n}" for n in (1, 2, 3)},
+        "vision_in.proj.1": "image_embedder.linear_1",
+        "vision_in.proj.3": "image_embedder.linear_2",
+        "cond_type_embedding": "cond_type_embed",
+        "final_layer.linear": "proj_out",
+        "final_layer.adaLN_modulation.1": "norm_out.linear~",
+    }
+
+
+# how ComfyUI renames these (comfy/supported_models.py, process_unet_state_dict), in this order
+_COMFY = {
+    "txt_in.t_embedder.mlp.0.": "txt_in.t_embedder.in_layer.", "txt_in.t_embedder.mlp.2.": "txt_in.t_embedder.out_layer.",
+    "txt_in.c_embedder.linear_1.": "txt_in.c_embedder.in_layer.", "txt_in.c_embedder.linear_2.": "txt_in.c_embedder.out_layer.",
+    "_mod.linear.": "_mod.lin.", "_attn_qkv.": "_attn.qkv.", "mlp.fc1.": "mlp.0.", "mlp.fc2.": "mlp.2.",
+    "_attn_proj.": "_attn.proj.", ".modulation.linear.": ".modulation.lin.", "_in.mlp.2.": "_in.out_layer.",
+    "_in.mlp.0.": "_in.in_layer.",
+}  # fmt: skip
+
+
+def _others_of_hunyuan(time: str) -> dict[str, str]:
+    """What other tools call these layers: ComfyUI, OMI's standards, and the code of 1.5 and of 2.1 in parts."""
+    made: dict[str, str] = {}
+    for old, new in _hunyuan(time).items():
+        name = f"{old}."
+        for theirs, comfys in _COMFY.items():
+            name = name.replace(theirs, comfys)
+        made[name.removesuffix(".")] = new
+    for old, new in _SPLIT.items():
+        name, _, n = old.rpartition(".")
+        own = ("q", "k", "v", "mlp")[int(n)]
+        made[f"{name.removesuffix('qkv')}{own}" if "attn" in name else f"{name}_{own}"] = new
+    made |= {old.replace("mlp.fc1", "mlp.fc0"): new for old, new in _hunyuan(time).items()}
+    theirs, ours = "txt_in.individual_token_refiner.blocks", "context_embedder.token_refiner.refiner_blocks"
+    made |= {f"{theirs}.{{i}}.self_attn_qkv.{n}": f"{ours}.{{i}}.attn.to_{q}" for n, q in enumerate("qkv")}
+    steps = "context_embedder.time_text_embed.timestep_embedder"
+    made |= {f"txt_in.t_embedder.linear_{n}": f"{steps}.linear_{n}" for n in (1, 2)}
+    return {**made, **_SPLIT, "single_blocks.{i}.linear2.fc": "single_transformer_blocks.{i}.proj_out"}
+
+
 _ATTENTION = {"q": "to_q", "k": "to_k", "v": "to_v", "o": "to_out.0"}
 _COSMOS = {"q_proj": "to_q", "k_proj": "to_k", "v_proj": "to_v", "output_proj": "to_out.0"}
 _GATED = {"wq": "to_q", "wk": "to_k", "wv": "to_v", "wo": "to_out.0", "gate": "to_gate"}
@@ -81,12 +180,12 @@ class Family:
 
 FAMILIES = (
     Family("Flux", ("single_transformer_blocks.{i}.norm.linear", "x_embedder", "norm_out.linear", "context_embedder"),
-           _FLUX, _XLABS),
+           _FLUX, _OTHERS_OF_FLUX),
     Family("Chroma", ("distilled_guidance_layer.in_proj", "single_transformer_blocks.{i}.proj_mlp"), {
         **_FLUX,
         "distilled_guidance_layer.layers.{i}.in_layer": "distilled_guidance_layer.layers.{i}.linear_1",
         "distilled_guidance_layer.layers.{i}.out_layer": "distilled_guidance_layer.layers.{i}.linear_2",
-    }, _XLABS),
+    }, _OTHERS_OF_FLUX),
     Family("Flux 2", ("single_transformer_blocks.{i}.attn.to_qkv_mlp_proj", "double_stream_modulation_img.linear"), {
         **_DOUBLE,
         "double_blocks.{i}.img_mlp.0": "transformer_blocks.{i}.ff.linear_in",
@@ -194,6 +293,8 @@ FAMILIES = (
             **{f"self_attn.{q}": f"attn1.{to}" for q, to in _ATTENTION.items()},
             **{f"cross_attn.{q}": f"attn2.{to}" for q, to in _ATTENTION.items()},
             "cross_attn.k_img": "attn2.add_k_proj", "cross_attn.v_img": "attn2.add_v_proj",
+            "self_attn.norm_q": "attn1.norm_q", "self_attn.norm_k": "attn1.norm_k", "cross_attn.norm_q": "attn2.norm_q",
+            "cross_attn.norm_k": "attn2.norm_k", "cross_attn.norm_k_img": "attn2.norm_added_k", "norm3": "norm2",
             "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2", "before_proj": "proj_in", "after_proj": "proj_out",
         }.items()},
         "time_embedding.0": "condition_embedder.time_embedder.linear_1",
@@ -201,6 +302,8 @@ FAMILIES = (
         "text_embedding.0": "condition_embedder.text_embedder.linear_1",
         "text_embedding.2": "condition_embedder.text_embedder.linear_2",
         "time_projection.1": "condition_embedder.time_proj",
+        "img_emb.proj.0": "condition_embedder.image_embedder.norm1",
+        "img_emb.proj.4": "condition_embedder.image_embedder.norm2",
         "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
         "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
         "head.head": "proj_out",
@@ -209,34 +312,10 @@ FAMILIES = (
         **{f"blocks.{{i}}.{attn}.{old}": f"blocks.{{i}}.{attn}.{new}" for attn in ("self_attn", "cross_attn")
            for old, new in {**_ATTENTION, "k_img": "add_k_proj", "v_img": "add_v_proj"}.items()},
     }),
-    Family("HunyuanVideo", ("context_embedder.token_refiner.refiner_blocks.{i}.attn.to_q", "x_embedder.proj"), {
-        **{f"double_blocks.{{i}}.{old}": f"transformer_blocks.{{i}}.{new}" for old, new in {
-            "img_attn_qkv": _QKV, "txt_attn_qkv": _ADDED, "img_attn_proj": "attn.to_out.0", "txt_attn_proj": "attn.to_add_out",
-            "img_mlp.fc1": "ff.net.0.proj", "img_mlp.fc2": "ff.net.2", "img_mod.linear": "norm1.linear",
-            "txt_mlp.fc1": "ff_context.net.0.proj", "txt_mlp.fc2": "ff_context.net.2", "txt_mod.linear": "norm1_context.linear",
-        }.items()},
-        "single_blocks.{i}.linear1": "single_transformer_blocks.{i}.[attn.to_q attn.to_k attn.to_v proj_mlp]",
-        "single_blocks.{i}.linear2": "single_transformer_blocks.{i}.proj_out",
-        "single_blocks.{i}.modulation.linear": "single_transformer_blocks.{i}.norm.linear",
-        **{f"txt_in.individual_token_refiner.blocks.{{i}}.{old}": f"context_embedder.token_refiner.refiner_blocks.{{i}}.{new}"
-           for old, new in {
-               "self_attn_qkv": _QKV, "self_attn_proj": "attn.to_out.0", "mlp.fc1": "ff.net.0.proj", "mlp.fc2": "ff.net.2",
-               "adaLN_modulation.1": "norm_out.linear",
-           }.items()},
-        "txt_in.input_embedder": "context_embedder.proj_in",
-        "txt_in.t_embedder.mlp.0": "context_embedder.time_text_embed.timestep_embedder.linear_1",
-        "txt_in.t_embedder.mlp.2": "context_embedder.time_text_embed.timestep_embedder.linear_2",
-        "txt_in.c_embedder.{*}": "context_embedder.time_text_embed.text_embedder.{*}",
-        "img_in.proj": "x_embedder.proj",
-        "time_in.mlp.0": "time_text_embed.timestep_embedder.linear_1",
-        "time_in.mlp.2": "time_text_embed.timestep_embedder.linear_2",
-        "guidance_in.mlp.0": "time_text_embed.guidance_embedder.linear_1",
-        "guidance_in.mlp.2": "time_text_embed.guidance_embedder.linear_2",
-        "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
-        "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
-        "final_layer.linear": "proj_out",
-        "final_layer.adaLN_modulation.1": "norm_out.linear~",
-    }),
+    *(Family(name, (f"{time}.timestep_embedder.linear_1", "context_embedder.token_refiner.refiner_blocks.{i}.attn.to_q"),
+             _hunyuan(time), _others_of_hunyuan(time))
+      for name, time in (("HunyuanVideo", "time_text_embed"), ("HunyuanVideo 1.5", "time_embed"),
+                         ("HunyuanImage", "time_guidance_embed"))),
     Family("LTX", ("time_embed.emb.timestep_embedder.linear_1", "transformer_blocks.{i}.ff.net.0.proj", "proj_in"), {
         "patchify_proj": "proj_in",
         "audio_patchify_proj": "audio_proj_in",

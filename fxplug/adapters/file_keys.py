@@ -33,6 +33,7 @@ _FORMS = [
         (r"(?:\.lora|\.lora_linear_layer|(?P<old>_lora))\.(?P<half>down|up)\.(?P<what>weight|bias)$", ""),
         (r"\.(?P<name>hada_(?:w[12]_[ab]|t[12])|lokr_(?:w[12](?:_[ab])?|t2)){a}$", "factor"),
         (r"\.dora_scale$", "magnitude"),
+        (r"\.oft_R\.(?P<name>scaled_oft)$", "other"),
         (r"(?:\.token_adapter)?\.(?P<name>" + _NAMES + r"){a}(?:\.weight)?$", "other"),
         (r"\.lora_(?P<half>A|B){a}$", ""),  # AdaLoRA's
         (r"\.alpha$", "alpha"),
@@ -117,6 +118,7 @@ def whole(key: str, config: Mapping[str, Any]) -> Layer | None:
         (isinstance(saved, (list, tuple)) and not ends.isdisjoint(one for one in saved if isinstance(one, str)))
         or (param == "bias" and isinstance(bias, str) and bias != "none")
         or owners[-1] in ("ln_tuning_layers", "base_layer")
+        or (bool(saved) and bool(config.get("ensure_weight_tying")))  # a layer tied to one of those that are named
     )
     if not found:
         return None

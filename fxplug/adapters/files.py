@@ -23,7 +23,7 @@ from ..limits import DEFAULT, Limits
 from ..spec.expressions import by_ending
 from . import peft_config
 from .file_keys import SHARED, Layer, place, whole
-from .find_tensors import find, joined_sam, kind_of, load, object_of
+from .find_tensors import find, joined_sam, kind_of, load, object_of, unreadable
 from .layer_matching import PARTS, Fit, fit, split_part
 from .other_kinds import INTEGERS, Row, Said, parameters_of, rows_of
 from .updates import PRODUCT, AdapterFile, Entry, base_of, largest, needs, rank_of, without_padding
@@ -109,6 +109,7 @@ class _Reader:
             if found is None or not found.keys:
                 continue  # no layer's, or another adapter's
             layer = layers.setdefault(found.name, found)
+            layer.embedding |= found.embedding
             for role, at in found.keys.items():
                 if layer.keys.setdefault(role, at) != at:
                     raise ArtifactError(f"{self.where}: '{layer.keys[role]}' and '{at}' are the same of one layer")
@@ -172,7 +173,8 @@ class _Reader:
         alpha = self.number(layer.keys["alpha"]) if "alpha" in layer.keys else None
         config = self.configs.get(part) or self.configs.get("")
         shared = {name: self.tensor(key) for name, key in self.shared.items()} if tensors else {}
-        said = Said(self.where, layer.name, config, alpha, shared)
+        onetrainer = "." not in layer.name or any(key.startswith("ot_") for key in self.about)  # PEFT's names have dots
+        said = Said(self.where, layer.name, config, alpha, shared, onetrainer)
         rows = parameters_of(said, tensors)
         made: list[Entry] = []
         if tensors and (found := rows_of(tensors, said)) is not None:
@@ -181,6 +183,10 @@ class _Reader:
             numbers = {role: key for role, key in layer.keys.items() if role in tensors or role in ("alpha", "scale")}
             entry = self.entry(replace(layer, keys=numbers))
             made = [] if entry is None else [entry]
+            if made and ".base_layer." in keys.get("whole_weight", ""):  # PEFT saves the weights of embeddings beside
+                base = next(row for row in rows if row.method == "whole" and row.param == "weight")
+                rows.remove(base)
+                made = [replace(made[0], base=base.tensors["whole"])]
         made += [self.row(layer, row) for row in rows]
         if asked is not None and (wrong := next((e for e in made if not e.fits([int(n) for n in asked.tolist()])), None)):
             text = f"'{wrong.name}' is not for a weight of {asked.tolist()}, as its reshape_weight says"
@@ -209,6 +215,8 @@ class _Reader:
         if extra:
             keys_ = ", ".join(f"'{keys[role]}'" for role in sorted(extra))
             raise ArtifactError(f"{self.where}: '{layer.name}' is whole without {keys_}, which cannot be applied as well")
+        if base == "loha" and not layer.own and "hada_t1" not in tensors:  # OneTrainer keeps the kernel dimensions
+            tensors = {r: t.flatten(1) if r.startswith("hada_") and 2 < t.dim() < 6 else t for r, t in tensors.items()}
         embedding = self.embedding(layer, tensors)
         if layer.own and embedding:
             tensors["down"] = tensors["down"].T
@@ -263,7 +271,10 @@ class _Reader:
         value = self.state[key]
         if not isinstance(value, Tensor):
             raise ArtifactError(f"{self.where}: '{key}' is a {type(value).__name__}, not a tensor")
-        if not value.is_floating_point() and key.endswith(INTEGERS) and value.dtype != torch.bool and not value.is_complex():
+        if odd := unreadable(value):
+            raise ArtifactError(f"{self.where}: '{key}' {odd}")
+        integer = value.dtype != torch.bool and not value.is_complex()
+        if not value.is_floating_point() and key.endswith(INTEGERS) and (integer or key.endswith("scaled_oft")):
             return value.detach()
         if not value.is_floating_point():
             raise ArtifactError(f"{self.where}: '{key}' holds {value.dtype}; an adapter's weights are floating point")
@@ -345,8 +356,10 @@ class _Reader:
         if not config:
             return None
         about = f"{self.where}: its configuration: "
-        alpha = self.said(part, "alpha_pattern", layer, config.get("lora_alpha", config.get("alpha")))
-        r = self.said(part, "rank_pattern", layer, config.get("r"))
+        absent = peft_config.DEFAULTS.get(config.get("peft_type"), {})
+        default = config.get("lora_alpha", config.get("alpha", absent.get("lora_alpha", absent.get("alpha"))))
+        alpha = self.said(part, "alpha_pattern", layer, default)
+        r = self.said(part, "rank_pattern", layer, config.get("r", absent.get("r")))
         if r is not None and (not isinstance(r, int) or isinstance(r, bool) or not 0 < r < 1 << 31):
             raise ArtifactError(f"{about}the rank of '{layer.name}' must be a whole number, 1 or more, not {shown(r)}")
         if config.get("use_rslora") not in (None, True, False):

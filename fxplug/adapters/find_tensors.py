@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import ArtifactError, did_you_mean
 from ..files import reading, weight_files
 from ..limits import Limits
 
-_SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
 SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth", ".ckpt")
 _SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")
+PACKED = tuple(d for name in ("float4_e2m1fn_x2",) if (d := getattr(torch, name, None)) is not None)
 SMALL = 8192  # bytes: the names of slots are no larger
-NUMBERS = ("alpha", "scale", "on_input", "reshape_weight")
+NUMBERS = ("alpha", "scale", "on_input", "reshape_weight", "scaled_oft")
 
 
 def kind_of(path: Path) -> str:
@@ -107,3 +107,20 @@ def joined_sam(state: dict[str, Any], where: str) -> dict[str, Any]:
         up[:width, :rank], up[-width:, rank:] = up_q, up_v
         made |= {f":{n // 2}:down": torch.cat([down_q, down_v]), f":{n // 2}:up": up}
     return made
+
+
+def unreadable(value: Tensor) -> str:
+    """What is odd about a tensor whose numbers cannot be read as those of any other, and what to do; an empty text for none."""
+    kind = type(value)
+    if kind not in (Tensor, nn.Parameter, nn.Buffer):
+        plain: Any = Tensor
+        own = [getattr(kind.__torch_function__, "__func__", None), kind.__torch_dispatch__]
+        if own != [plain.__torch_function__.__func__, plain.__torch_dispatch__]:
+            return f"is a {kind.__name__}, which is no plain tensor: give its numbers, as of its dequantize() or full_tensor()"
+    if value.is_nested:
+        return "is a nested tensor, which has no shape"
+    if value.layout != torch.strided:
+        return f"is sparse ({value.layout}): give it .to_dense()"
+    if value.dtype in PACKED:
+        return f"holds {value.dtype}, several numbers in one: give it in another dtype"
+    return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from ..spec.pass_file import load_pass
 from ..spec.rules import Pass, Rule
 from .files import AdapterFile, Fit, fit
 from .held import Layer, layers_of
+from .loading import tied
 from .saved_heads import without_heads
 from .updates import Entry
 
@@ -72,11 +73,15 @@ def _lokr(entry: Entry, layer: Layer) -> Form | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which layers of a module get which forms for some adapters; `unheld` says by layer why it gets none."""
+    """Which layers of a module get which forms for some adapters; `unheld` says by layer why it gets none.
+
+    Those `apart` are tied to another layer that gets an update of its own, and need a rule of their own, for a block.
+    """
 
     forms: Mapping[Form, Sequence[str]]
     fits: Sequence[Fit]
     unheld: Mapping[str, str]
+    apart: Collection[str] = ()
 
     def as_pass(self, slots: int, name: str = "adapter", samples: str | None = None) -> Pass:
         """The pass with so many slots. Raises ArtifactError or SpecError where there is nothing to hold."""
@@ -85,7 +90,11 @@ class Plan:
                 found.check()
             raise SpecError("nothing in these files has a place in a pass with slots")
         rules: list[Rule] = []
-        for form, paths in self.forms.items():
+        groups = [(form, [path for path in paths if path not in self.apart]) for form, paths in self.forms.items()]
+        groups += [(form, [path]) for form, paths in self.forms.items() for path in paths if path in self.apart]
+        for form, paths in groups:
+            if not paths:
+                continue
             at = [f"re:{_escaped(path)}" if PATTERN & {*path} else path for path in paths]
             rest: Any = {key: list(value) if isinstance(value, tuple) else value for key, value in form.rest}
             if form.rank:
@@ -127,6 +136,8 @@ def plan_for(
     ranks: dict[tuple[str, str, tuple[tuple[str, Any], ...]], int] = {}
     fits: list[Fit] = []
     unheld: dict[str, str] = {}
+    same = tied(module)
+    apart: set[str] = set()
     for whole, ways in files:
         file, _ = without_heads(whole, module)
         found = fit(file, weights, ways.get("part"), None, bool(ways.get("guess")), others, set(named))
@@ -143,10 +154,13 @@ def plan_for(
                 if not ways.get("partial"):
                     raise ArtifactError(f"{file.source}: '{key}' {made} (partial leaves it out)")
                 continue
+            others_of = [name for name in same.get(path, ()) if entry.param == "weight"]
             for form in made:
-                at = (form.name, path, form.rest)
-                ranks[at] = max(form.rank, ranks.get(at, 0))
+                for one in (path, *(others_of if entry.method == "tokens" else ())):
+                    ranks[form.name, one, form.rest] = max(form.rank, ranks.get((form.name, one, form.rest), 0))
+            if entry.method != "tokens" and any(name in found.placed and name not in apart for name in others_of):
+                apart.add(path)
     forms: dict[Form, list[str]] = {}
     for (name, path, rest), rank in ranks.items():
         forms.setdefault(Form(name, rank, rest), []).append(path)
-    return Plan(dict(sorted(forms.items(), key=lambda item: (item[0].name, -item[0].rank))), fits, unheld)
+    return Plan(dict(sorted(forms.items(), key=lambda item: (item[0].name, -item[0].rank))), fits, unheld, apart)

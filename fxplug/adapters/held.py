@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from ..errors import ArtifactError, SpecError, brief_fields, did_you_mean
 from ..limits import DEFAULT
-from ..quantised import weight_shape
+from ..quantised import is_transposed, weight_shape
 from .banks import Bank, rank_dims, scaled_factor
 from .files import read
+from .find_tensors import unreadable
 from .saved_heads import held_heads
 from .slot_memory import read_said, scaled, unscaled
 from .updates import Entry, rank_of
@@ -22,16 +23,20 @@ if TYPE_CHECKING:
     from .slots import Adapters
 
 OURS = replace(DEFAULT, update=float("inf"))  # what was learned here may be as large as it is
-BLOCKS = ("Lora", "LoraWeight", "Dora", "Loha", "Lokr", "Delta")  # whose updates files have a form for
+BLOCKS = ("Lora", "LoraWeight", "Dora", "Loha", "Lokr", "Delta", "Vera")  # whose updates files have a form for
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of a model: its class, the shape of its weight, and its groups."""
+    """A layer of a model: its class, the shape of its weight as its product has it, and its groups.
+
+    That of one that is `transposed` holds it the other way round.
+    """
 
     kind: str
     shape: tuple[int, ...]
     groups: int = 1
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,9 @@ def layers_of(module: nn.Module, dims: int = 2) -> dict[str, Layer]:
         weight = layer._parameters.get("weight")
         if path and weight is not None and weight.dim() >= dims and path.partition(".")[0] not in added:
             kind = next((c.__name__ for c in type(layer).__mro__ if c.__module__.startswith("torch.nn.")), "")
-            found[path] = Layer(kind, weight_shape(layer, weight), int(getattr(layer, "groups", 1)))
+            turned = is_transposed(layer)
+            groups = int(getattr(layer, "groups", 1))
+            found[path] = Layer("Linear" if turned else kind, weight_shape(layer, weight), groups, turned)
     return found
 
 
@@ -69,12 +76,15 @@ def in_slots(adapters: Adapters, name: str) -> Held:
     """An adapter in the slots of a module, as its file had it; the caller holds the slots meanwhile."""
     entries: list[Entry] = []
     layers = adapters.about().layers
+    meta = getattr(getattr(adapters, "module", None), "meta", {})
+    at = [(site["block"], site["path"].partition("@")[0]) for entry in meta.get("passes", []) for site in entry["sites"]]
     for p, banks in adapters.banks.items():
         names = adapters.names_of(p)
         for bank in banks if name in names else ():
             known = layers.get(bank.path)
             entry = _in_slot(adapters, bank, names.index(name), p, known is not None and known.kind == "Embedding")
-            entries += [] if entry is None else [entry]
+            paths = {bank.path: 0, **{path: 0 for block, path in at if block == bank.block}}  # tied layers have one block
+            entries += [] if entry is None else [replace(entry, name=path, path=path) for path in paths]
     return Held(tuple(entries))
 
 
@@ -155,13 +165,13 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
     entries: dict[str, Entry] = {}
     left: dict[str, str] = {}
     rslora: set[bool] = set()
-    done: set[str] = set()
+    done: set[tuple[str, str]] = set()
     for name in wanted:
         for site in applied[name]["sites"]:
             block, path = site["block"], site["path"].partition("@")[0]
-            if not block or block in done:
+            if not block or (block, path) in done:
                 continue
-            done.add(block)
+            done.add((block, path))  # tied layers have one block
             made = module.get_submodule(block)
             if getattr(made, "resizes", False):
                 continue  # `held_heads` has it
@@ -169,7 +179,7 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
                 left[path] = f"{name} has a {type(made).__name__} there, which adapter files have no form for"
             elif site.get("apart"):
                 left[path] = f"{name} has a block there that is not beside each call of the layer, on its input"
-            elif site["place"] != ("after" if type(made).__name__ == "Lora" else "param"):
+            elif site["place"] != ("after" if type(made).__name__ in ("Lora", "Vera") else "param"):
                 left[path] = f"{name} has a {type(made).__name__} there that is not beside the layer, but {site['place']}"
             elif type(made).__name__ == "Delta":
                 entry = changed(path, name, made.delta.detach().cpu().clone(), site.get("param", "weight"))
@@ -179,6 +189,12 @@ def trained(module: Any, passes: Iterable[str] | None = None) -> Held:
                     entries[entry.key(path)] = entry
             elif path in entries:
                 left[path] = f"{name} has a second update there: choose the passes"
+            elif type(made).__name__ == "Vera":
+                first, second = (module.get_buffer(f"{name}.shared.{half}").detach().cpu() for half in ("first", "second"))
+                down = made.d.detach().cpu()[:, None] * first[:, : made.in_features]
+                up = made.b.detach().cpu()[:, None] * second[: made.out_features]
+                entries[path] = Entry(path, path, name, "lora", {"down": down, "up": up}, 1.0, made.rank)
+                rslora.add(False)
             else:
                 entries[path] = _of_block(made, path, name)
                 rslora.add(bool(made.rslora))
@@ -194,6 +210,8 @@ def _of_block(block: Any, path: str, name: str) -> Entry:
     """The update of one block."""
     kind = type(block).__name__
     found = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    if odd := next((text for value in found.values() if (text := unreadable(value))), ""):
+        raise ArtifactError(f"the update of '{path}' {odd}")
     if any(value.is_meta for value in found.values()):
         raise ArtifactError(f"the update of '{path}' is on the meta device, which holds no values")
     state = {f"{name}.{path}.{kind}.{key}": value.detach().cpu().clone() for key, value in found.items()}

@@ -26,8 +26,8 @@ OWN = {"lora": "Lora", "loha": "Loha", "lokr": "Lokr", "dora": "Dora"}
 # the kinds that a format has a form for
 _WITH_ALPHA = ("lora", "dora", "loha", "lokr", "delta")
 KINDS = {
-    "peft": ("lora", "lora+bias", "dora", "dora+bias", "loha", "lokr"),
-    "diffusers": ("lora", "lora+bias", "dora", "dora+bias", "lokr"),
+    "peft": ("lora", "lora+bias", "dora", "loha", "lokr"),  # PEFT takes use_dora and lora_bias one without the other
+    "diffusers": ("lora", "lora+bias", "dora", "lokr"),
     "kohya": _WITH_ALPHA, "lycoris": _WITH_ALPHA, "comfy": (*_WITH_ALPHA, "dora by input"),
     "fxplug": ("lora", "lora+bias", "dora", "dora by input", "loha", "lokr", "delta"),
 }  # fmt: skip
@@ -103,14 +103,14 @@ def alone(entries: Sequence[Entry], as_: str) -> dict[str, str]:
 
 
 def joined_biases(entries: Sequence[Entry]) -> list[Entry]:
-    """A bias beside a low-rank update as the update's own, which PEFT scales with it."""
-    own = {e.path: e for e in entries if e.kind in ("lora", "dora") and e.scale}
+    """A bias beside a LoRA as the LoRA's own, which PEFT scales with it."""
+    own = {e.path: e for e in entries if e.kind == "lora" and e.scale}
     biases = {e.path: e for e in entries if e.method == "diff" and e.param == "bias" and e.path in own}
     made = []
     for entry in entries:
         if own.get(entry.path) is entry and entry.path in biases:
             bias = (biases[entry.path].tensors["delta"].float() / entry.scale).to(entry.tensors["up"].dtype)
-            entry = replace(entry, kind=f"{entry.kind}+bias", tensors={**entry.tensors, "bias": bias})
+            entry = replace(entry, kind="lora+bias", tensors={**entry.tensors, "bias": bias})
         if biases.get(entry.path) is not entry:
             made.append(entry)
     return made
@@ -189,7 +189,8 @@ def config(rows: Sequence[tuple[str, Entry]], layers: Mapping[str, Layer], rslor
     if base == "lora":
         kinds = {entry.kind for _, entry in rows}
         made |= {"use_dora": "dora" in kinds, "use_rslora": rslora, "lora_bias": any("bias" in kind for kind in kinds)}
-        made |= {"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False}
+        turned = all(path in layers and layers[path].transposed for path, _ in rows)
+        made |= {"lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": turned}
     else:
         cores = any(name in entry.tensors for _, entry in rows for name in ("hada_t1", "lokr_t2"))
         made |= {"use_effective_conv2d": cores}

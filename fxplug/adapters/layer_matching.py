@@ -13,8 +13,18 @@ from .layer_names import SWAPPED, first_names, looks_like
 from .updates import AdapterFile, Entry, with_projections
 
 # the parts of a pipeline by how their layers' names begin: dotted, or with kohya's underscores
-PARTS = ("unet", "transformer", "transformer_2", "diffusion_model", "prior", "text_encoder", "text_encoder_2", "text_encoder_3")
+PARTS = (
+    "unet", "transformer", "transformer_2", "diffusion_model", "prior", "text_encoder", "text_encoder_2", "text_encoder_3",
+    "text_conditioner",
+)  # fmt: skip
+# other tools' beginnings: ComfyUI's and OMI's text encoders, and what Anima has between its text encoder and its transformer
+DOTTED_PARTS = {
+    "diffusion_model.llm_adapter.": "text_conditioner", "clip_l.": "text_encoder", "clip_g.": "text_encoder_2",
+    "t5.": "text_encoder_3", "t5xxl.": "text_encoder_3",
+}  # fmt: skip
+_COMFYS_TEXT = re.compile(r"text_encoders\.((\w+)\.)transformer\.")
 FLAT_PARTS = {
+    "lora_unet_llm_adapter_": "text_conditioner",
     "lora_unet_": "unet", "lora_transformer_": "transformer", "lora_te_": "text_encoder", "lora_te1_": "text_encoder",
     "lora_te2_": "text_encoder_2", "lora_te3_": "text_encoder_3", "lora_prior_unet_": "prior", "lycoris_": "", "lora_": "",
 }  # fmt: skip
@@ -25,7 +35,9 @@ def split_part(name: str) -> tuple[str, str, str]:
     """A layer's name as what says the part of a pipeline, the part, and the path in it."""
     start = "base_model.model." if name.startswith("base_model.model.") else ""
     inner = name.removeprefix(start)
-    for prefix, part in FLAT_PARTS.items():
+    if m := _COMFYS_TEXT.match(inner):
+        return start + m[0], DOTTED_PARTS.get(m[1], f"text_encoder_{m[2]}"), inner.removeprefix(m[0])
+    for prefix, part in (FLAT_PARTS | DOTTED_PARTS).items():
         if inner.startswith(prefix):
             return start + prefix, part, inner.removeprefix(prefix)
     if ":" in inner:  # a layer by its number
@@ -156,6 +168,10 @@ def fit(
         found = {p: max(found[p], finder.deep(groups[p], shapes), key=_Hits.rank) for p in wanted}
     some = any(hits.good for hits in found.values())
     taken = [p for p in wanted if found[p].good or not some]
+    models = [p for p in taken if p in PARTS and any(home and f".{p}." not in f".{home[0]}" for home in found[p].homes)]
+    if some and len(models) > 1:  # as the two transformers of Wan 2.2
+        number = [f"'{p}' ({found[p].good} layers)" for p in models]
+        raise ArtifactError(f"{file.source} has layers of several models that are here: give part= one of {', '.join(number)}")
     if not some and any(found[p].named for p in taken):
         taken = [p for p in taken if found[p].named]  # right names, wrong sizes: say that
     elif not some and len(taken) > 1:
@@ -327,6 +343,8 @@ class _Finder:
         """The first reading under which every entry has a layer that it fits: fewest components taken away, or some added."""
         first = entries[0].path
         for n in range(1, first.count(".") + 1):
+            if len({tuple(entry.path.split(".")[:n]) for entry in entries}) > 1:
+                break  # what begins otherwise may be of another model
             if hits := self.all(entries, self.without(n)):
                 return hits
         starts = {path.removesuffix(first) for path in inside if path.endswith(f".{first}")}
@@ -337,6 +355,8 @@ class _Finder:
         if found:
             return found[0]
         for n in range(1, first.count("_") + 1):
+            if len({tuple(entry.path.replace(".", "_").split("_")[:n]) for entry in entries}) > 1:
+                break
             if hits := self.all(entries, self.without(n, "_")):
                 return hits
         return self.tried(entries, self.without(0, "_"))
@@ -350,15 +370,20 @@ class _Finder:
 
     def tried(self, entries: Sequence[Entry], reading: Callable[[Entry], str]) -> _Hits:
         homes = [self.home(entry, reading(entry)) for entry in entries]
-        good = sum(bool(home) and e.fits(self.whole(home)) for e, home in zip(entries, homes, strict=True))
+        good = sum(bool(home) and self.takes(home, e) for e, home in zip(entries, homes, strict=True))
         return _Hits(homes, good)
+
+    def takes(self, home: Home, entry: Entry) -> bool:
+        """Whether an entry has the shape of its home's weight, or as many numbers as that has outputs."""
+        shape = self.whole(home)
+        return entry.fits(shape if entry.param == "weight" else shape[:1])
 
     def all(self, entries: Sequence[Entry], reading: Callable[[Entry], str]) -> _Hits | None:
         """The layers of all entries, if each has one that it fits; given up at the first that has not."""
         homes = []
         for entry in entries:
             home = self.home(entry, reading(entry))
-            if not home or not entry.fits(self.whole(home)):
+            if not home or not self.takes(home, entry):
                 return None
             homes.append(home)
         return _Hits(homes, len(homes))
@@ -368,10 +393,10 @@ class _Finder:
         own: Home = (name,) if name in self.shapes else ()
         if "." not in name and (entry.flat or not own):
             own = self.underscored(entry, name) or own
-        if own and entry.fits(self.whole(own)):
+        if own and self.takes(own, entry):
             return own
         old = self.names.get(name, ())
-        return old if old and (not own or entry.fits(self.whole(old))) else own
+        return old if old and (not own or self.takes(old, entry)) else own
 
     def underscored(self, entry: Entry, name: str) -> Home:
         """The layer whose path has underscores for dots as `name` has. Raises ArtifactError if two fit alike."""

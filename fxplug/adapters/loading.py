@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..errors import SpecError, did_you_mean
 from ..limits import DEFAULT, Limits
 from ..low_rank import norm_except
+from ..quantised import is_transposed, weight_shape
 from ..turns import change, turns_of
 from .banks import Bank, rows_for
 from .files import AdapterFile, Fit, Source, fit, read
@@ -103,8 +104,8 @@ def blocks_of(module: Any, passes: Sequence[str] | None) -> dict[str, list[Bank]
     for name, entry in applied.items():
         if entry.get("slots") or (passes is not None and name not in passes):
             continue
-        sites = {site["block"]: site for site in entry["sites"] if site["block"] and not site.get("apart")}
-        banks = [bank for site in sites.values() if (bank := _bank(module, site)) is not None]
+        sites = {site["block"]: site for site in reversed(entry["sites"]) if site["block"] and not site.get("apart")}
+        banks = [bank for site in reversed(sites.values()) if (bank := _bank(module, site)) is not None]
         if banks:
             made[name] = banks
     if not made:
@@ -124,16 +125,18 @@ def _bank(module: nn.Module, site: Mapping[str, Any]) -> Bank | None:
         said = {key: value for key, value in block.bank().items() if key != "slots"}
         more = ("bias",) if block.bias else ()
         return Bank(path, site["block"], slots=0, parameters=("down", "up", *more), **{**said, "shape": tuple(said["shape"])})
+    layer = _module(module, path)
     shape = tuple(getattr(block, "shape", (block.width,) if kind == "Scale" else ()))
     options: dict[str, Any] = {}
     if kind == "Oft":
         options = {"size": block.size, "share": block.share, "terms": block.terms}
     if kind == "Scale":
         options = {"side": "output" if site["place"] == "after" else "input"}
-        weight = getattr(_module(module, path), "weight", None)
-        shape = tuple(weight.shape) if isinstance(weight, Tensor) else shape
+        weight = getattr(layer, "weight", None)
+        shape = weight_shape(layer, weight) if layer is not None and isinstance(weight, Tensor) else shape
+    turned = layer is not None and is_transposed(layer)
     rank, dim, param = getattr(block, "rank", 1), getattr(block, "dim", 0), site.get("param", "weight")
-    return Bank(path, site["block"], kind, 0, rank, shape, 1, own, param, dim, options)
+    return Bank(path, site["block"], kind, 0, rank, shape, 1, own, param, dim, turned, options)
 
 
 def _new(bank: Bank, there: Callable[[str], Tensor | None]) -> list[tuple[Tensor, Tensor]]:
@@ -145,7 +148,7 @@ def _new(bank: Bank, there: Callable[[str], Tensor | None]) -> list[tuple[Tensor
         made.append((t, torch.ones_like(t)))
     base = there(f"{bank.path}.{bank.param}")
     if kind == "Dora" and (t := there(names["magnitude"])) is not None and base is not None:
-        made.append((t, norm_except(base.detach(), bank.dim).reshape(t.shape).to(t)))
+        made.append((t, norm_except(base.detach().T if bank.transposed else base.detach(), bank.dim).reshape(t.shape).to(t)))
     return made
 
 
@@ -161,8 +164,17 @@ def _module(module: nn.Module, path: str) -> nn.Module | None:
 
 def weights_of(module: nn.Module) -> dict[str, Sequence[int]]:
     """The weights of a module's layers, by path."""
-    rows = [(path, m._parameters.get("weight")) for path, m in module.named_modules()]
-    return {path: weight.shape for path, weight in rows if weight is not None}
+    rows = [(path, m, m._parameters.get("weight")) for path, m in module.named_modules()]
+    return {path: weight_shape(layer, weight) for path, layer, weight in rows if weight is not None}
+
+
+def tied(module: nn.Module) -> dict[str, list[str]]:
+    """The layers whose weight is that of other layers, by path, and these."""
+    rows: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name.endswith(".weight"):
+            rows.setdefault(id(parameter), []).append(name.removesuffix(".weight"))
+    return {path: [one for one in paths if one != path] for paths in rows.values() for path in paths if len(paths) > 1}
 
 
 def fit_to(
@@ -175,6 +187,18 @@ def fit_to(
 ) -> Fit:
     """Where the entries of a file go among a module's homes: those of weights by layer, of other parameters by their names."""
     homes = [bank for rows in banks.values() for bank in rows]
+    applied = getattr(module, "meta", {}).get("passes", [])
+    at = {(site["block"], site["path"].partition("@")[0]) for entry in applied for site in entry["sites"]}
+    tokens = [entry for entry in file.entries if entry.method == "tokens"]
+    same = tied(module) if module is not None and tokens else {}
+    for bank in homes:
+        lacks = [name for name in same.get(bank.path, ()) if (bank.block, name) not in at]
+        if bank.param == "weight" and bank.kind == "Delta" and lacks:
+            raise SpecError(
+                f"{file.source} has trained tokens, which are those of '{lacks[0]}' too, as '{bank.path}' has the same weight: "
+                f"apply one rule to both, delta at=['{bank.path}', '{lacks[0]}'], as pass_for does"
+            )
+    homes.sort(key=lambda bank: bank.kind != "Delta")  # whose shape may be another
     shapes = {bank.key: bank.shape for bank in homes if bank.key == bank.path}
     beside = {bank.key: bank.shape for bank in homes if bank.key != bank.path}
     beside |= {f"{bank.path}.bias": bank.shape[:1] for bank in homes if bank.kind == "Scale"}  # it scales both

@@ -296,7 +296,8 @@ METHODS = {
 def projections(key: int, rank: int, inner: int, out: int) -> tuple[Tensor, Tensor]:
     """VeRA's two fixed matrices (rank, inner), (out, rank) for the widest of its layers, as PEFT draws them on a CPU."""
     generator = torch.Generator().manual_seed(key)
-    made = [torch.empty(rank, inner), torch.empty(out, rank)]
+    sizes = (rank, inner), (out, rank)
+    made = [torch.empty(size, device="cpu", dtype=torch.float32) for size in sizes]
     for matrix in made:
         bound = math.sqrt(3.0) * math.sqrt(2) / math.sqrt(matrix.shape[1])
         matrix.uniform_(-bound, bound, generator=generator)

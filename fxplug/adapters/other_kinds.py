@@ -6,6 +6,7 @@ What PEFT's configuration must say for them, and which of its methods have no ho
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,13 +15,16 @@ import torch
 from torch import Tensor
 
 from ..errors import ArtifactError, shown
+from .peft_config import DEFAULTS
 
 Tensors = Mapping[str, Tensor]
 # changes of a parameter, and what is read in its place
 WHOLE = {"diff": "weight", "w_norm": "weight", "diff_b": "bias", "b_norm": "bias", "beft_bias": "bias"}
 SET = {"set_weight": "weight", "whole_weight": "weight", "whole_bias": "bias"}
 TERMS = 64  # the most of a series: later ones are nothing where it has a sum at all
-INTEGERS = ("shira_indices", "on_input", "reshape_weight", "vblora_logits_A_topk_indices", "vblora_logits_B_topk_indices")
+INTEGERS = (
+    "shira_indices", "on_input", "reshape_weight", "scaled_oft", "vblora_logits_A_topk_indices", "vblora_logits_B_topk_indices",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,19 +43,23 @@ class Row:
 
 @dataclass(frozen=True)
 class Said:
-    """What a file says beside the tensors of a layer: `where` is the file, `layer` its layer."""
+    """What a file says beside the tensors of a layer: `where` is the file, `layer` its layer.
+
+    `onetrainer` says that OneTrainer wrote it, whose OFT is PEFT's with choices of its own.
+    """
 
     where: str
     layer: str
     config: Mapping[str, Any] | None
     alpha: float | None
     shared: Tensors
+    onetrainer: bool = False
 
-    def get(self, key: str, kinds: type | tuple[type, ...], default: Any = None) -> Any:
-        """A value of PEFT's configuration. Raises ArtifactError where there is none, or it is of another type."""
+    def get(self, kind: str, key: str, kinds: type | tuple[type, ...]) -> Any:
+        """A value of PEFT's configuration of a method. Raises ArtifactError without one, and for a value of another type."""
         if self.config is None:
             raise self.error(f"needs PEFT's configuration, which says its {key}: give config=, or the folder with it")
-        value = self.config.get(key, default)
+        value = self.config.get(key, DEFAULTS[kind][key])
         if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
             raise self.error(f"has a configuration with {key}: {shown(value)}, which cannot be")
         return value
@@ -98,7 +106,7 @@ _DIMS = {
     "delora_A": (2, 2), "delora_B": (2, 2), "gralora_A": (3, 3), "gralora_B": (3, 3), "vera_lambda_b": (1, 1),
     "vera_lambda_d": (1, 1), "randlora_lambda": (2, 2), "randlora_gamma": (2, 2), "a1": (2, 5), "a2": (2, 5), "b1": (2, 5),
     "b2": (2, 5), "bm": (3, 5), "vblora_logits_A": (3, 3), "vblora_logits_B": (3, 3), "fourierft_spectrum": (1, 1),
-    "down": (2, 2), "up": (2, 2), "on_input": (0, 1), "lora_E": (2, 2), "reshape_weight": (1, 1),
+    "down": (2, 2), "up": (2, 2), "on_input": (0, 1), "scaled_oft": (0, 1), "lora_E": (2, 2), "reshape_weight": (1, 1),
 }  # fmt: skip
 
 
@@ -135,7 +143,7 @@ def _adalora(t: Tensors, said: Said) -> list[Row]:
     down, up, factors = t["down"], t["up"], t["lora_E"]
     if not len(down) == up.shape[1] == len(factors) == factors.numel():
         raise said.error("has lora_A, lora_B and lora_E that do not go together")
-    alpha = said.get("lora_alpha", (int, float))
+    alpha = said.get("ADALORA", "lora_alpha", (int, float))
     rank = len(down)
     # all in one factor, so that the scale says the rest
     return [Row("lora", "", {"down": down * factors.to(down.dtype), "up": up}, scale=alpha / (rank + 1e-5), rank=rank)]
@@ -149,13 +157,13 @@ def _vera(t: Tensors, said: Said) -> list[Row]:
         if a.dim() != 2 or b.dim() != 2 or len(a) != rank or b.shape[1] != rank or len(b) < len(own["lambda_b"]):
             raise said.error(f"has vera_lambda_d of {rank}, and the file projections of {list(a.shape)} and {list(b.shape)}")
         return [Row("lora", "vera", {**own, "A": a, "B": b}, rank=rank)]
-    return [Row("lora", "vera", own, {"key": said.get("projection_prng_key", int)}, rank=rank)]
+    return [Row("lora", "vera", own, {"key": said.get("VERA", "projection_prng_key", int)}, rank=rank)]
 
 
 def _vblora(t: Tensors, said: Said) -> list[Row]:
     if "vblora_vector_bank" not in said.shared:
         raise said.error("needs vblora_vector_bank, which the file has not")
-    bank, topk = said.shared["vblora_vector_bank"].float(), said.get("topk", int)
+    bank, topk = said.shared["vblora_vector_bank"].float(), said.get("VBLORA", "topk", int)
 
     def made(half: str) -> Tensor:
         if {f"{half}_topk_indices", f"{half}_topk_weights"} <= t.keys():
@@ -197,14 +205,26 @@ def _oft(t: Tensors, said: Said) -> list[Row]:
     size = (1 + math.isqrt(1 + 8 * rotation.shape[1])) // 2
     if size * (size - 1) // 2 != rotation.shape[1]:
         raise said.error(f"has an oft_R of {list(rotation.shape)}, which is above no square's diagonal")
-    share = said.get("block_share", bool, False)
+    if said.onetrainer:  # OneTrainer's modules/module/LoRAModule.py: always five terms, and no configuration in the file
+        scaled = "scaled_oft" in t and bool(t["scaled_oft"].any())
+        rotation = rotation / (2 * math.sqrt(size - 1)) if scaled else rotation
+        own = {"size": size, "terms": 5, "share": len(rotation) == 1, "kernel_forwards": True}
+        return [Row("oft", "oft", {"rotation": rotation}, own, rank=len(rotation))]
+    share = said.get("OFT", "block_share", bool)
     if share and len(rotation) != 1:
         raise said.error(f"has an oft_R of {len(rotation)} blocks, and a configuration with block_share, which is one for all")
-    terms = said.get("num_cayley_neumann_terms", int, 5) if said.get("use_cayley_neumann", bool, False) else 0
+    series = said.get("OFT", "use_cayley_neumann", bool)
+    version = re.match(r"(\d+)\.(\d+)", str((said.config or {}).get("peft_version")))
+    if series and "use_cayley_neumann" in (said.config or {}) and (not version or (int(version[1]), int(version[2])) < (0, 18)):
+        raise said.error(
+            "has a configuration with use_cayley_neumann of PEFT before 0.18, whose series was another and is "
+            "read by no later one: merge it with that version (merge_and_unload) and take the difference with fxplug.extract"
+        )
+    terms = said.get("OFT", "num_cayley_neumann_terms", int) if series else 0
     if terms and not 3 <= terms <= TERMS:
         raise said.error(f"has a configuration with num_cayley_neumann_terms: {terms}; 3 to {TERMS} are read")
-    if said.get("coft", bool, False):  # as PEFT bounds them when it reads them
-        most = said.get("eps", (int, float), 6e-5) / math.sqrt(len(rotation))
+    if said.get("OFT", "coft", bool):  # as PEFT bounds them when it reads them
+        most = said.get("OFT", "eps", (int, float)) / math.sqrt(len(rotation))
         norms = rotation.float().norm(dim=1, keepdim=True) * math.sqrt(2)
         rotation = torch.where(norms <= most, rotation, (rotation * (most / norms)).to(rotation.dtype))
     options = {"size": size, "terms": max(terms, 4) if terms else 0, "share": share}
@@ -226,7 +246,8 @@ def _ia3(t: Tensors, said: Said) -> list[Row]:
     if gate.dim() == 2:
         side = "output" if gate.shape[1] == 1 and gate.shape[0] > 1 else "input"
     else:  # a convolution's are alike
-        side = "input" if _feeds(said.layer, said.get("feedforward_modules", (list, str), [])) else "output"
+        feeding = said.get("IA3", "feedforward_modules", (list, str, type(None))) or []
+        side = "input" if _feeds(said.layer, feeding) else "output"
     own = {"gate": gate.flatten()}
     rows = [Row("ia3", "gate", own, {"side": side})]
     return [*rows, Row("ia3", "gate", own, {"side": side}, param="bias", optional=True)] if side == "output" else rows
@@ -239,7 +260,7 @@ def _feeds(name: str, targets: Sequence[str] | str) -> bool:
 
 
 def _hra(t: Tensors, said: Said) -> list[Row]:
-    return [Row("delta", "hra", {"u": t["hra_u"]}, {"gs": said.get("apply_GS", bool)}, rank=t["hra_u"].shape[1])]
+    return [Row("delta", "hra", {"u": t["hra_u"]}, {"gs": said.get("HRA", "apply_GS", bool)}, rank=t["hra_u"].shape[1])]
 
 
 def _c3a(t: Tensors, said: Said) -> list[Row]:
@@ -247,7 +268,7 @@ def _c3a(t: Tensors, said: Said) -> list[Row]:
 
 
 def _fourier(t: Tensors, said: Said) -> list[Row]:
-    options = {"seed": said.get("random_loc_seed", int), "scale": said.get("scaling", (int, float))}
+    options = {"seed": said.get("FOURIERFT", "random_loc_seed", int), "scale": said.get("FOURIERFT", "scaling", (int, float))}
     return [Row("delta", "fourierft", {"spectrum": t["fourierft_spectrum"]}, options)]
 
 
@@ -268,7 +289,7 @@ def _randlora(t: Tensors, said: Said) -> list[Row]:
     good = a.dim() == b.dim() == 3 and a.shape[1] == 1 and len(a) == len(lam) == b.shape[2]
     if not good or lam.shape[1] != len(gamma) or len(gamma) > b.shape[1]:
         raise said.error("has randlora_lambda and randlora_gamma that do not go with the file's projections")
-    options = {"scale": said.get("randlora_alpha", (int, float)) / len(lam)}
+    options = {"scale": said.get("RANDLORA", "randlora_alpha", (int, float)) / len(lam)}
     return [Row("delta", "randlora", {"lambda": lam, "gamma": gamma, "A": a, "B": b}, options, rank=len(lam))]
 
 
@@ -279,7 +300,7 @@ def _hira(t: Tensors, said: Said) -> list[Row]:
 
 
 def _road(t: Tensors, said: Said) -> list[Row]:
-    options = {"variant": said.get("variant", str), "group": said.get("group_size", int)}
+    options = {"variant": said.get("ROAD", "variant", str), "group": said.get("ROAD", "group_size", int)}
     if options["variant"] not in ("road_1", "road_2", "road_4"):
         raise said.error(f"has a configuration with variant: {shown(options['variant'])}; known are road_1, road_2 and road_4")
     if t["road_theta"].shape != t["road_alpha"].shape or options["group"] < 2 or options["group"] % 2:
@@ -306,7 +327,7 @@ def _gralora(t: Tensors, said: Said) -> list[Row]:
         a, b, (_, inner, _), (_, _, out) = own["A_general"], own["B_general"], own["A"].shape, own["B"].shape
         if a.dim() != 2 or b.dim() != 2 or (a.shape[1], len(b)) != (k * inner, k * out) or len(a) != b.shape[1]:
             raise said.error("has gralora_A_general and gralora_B_general that do not go together")
-    options = {"scale": said.get("alpha", (int, float)) / (rank + len(own.get("A_general", ())))}
+    options = {"scale": said.get("GRALORA", "alpha", (int, float)) / (rank + len(own.get("A_general", ())))}
     return [Row("delta", "gralora", own, options, rank=rank)]
 
 
@@ -334,7 +355,7 @@ _MAKERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], Callable[[Tensors, Sa
     "vblora_logits_A_topk_indices": ((), tuple(_LOGITS), _vblora),
     "miss_block": ((), (), _miss),
     "bone_block": ((), (), _miss),
-    "oft_R": ((), (), _oft),
+    "oft_R": ((), ("scaled_oft",), _oft),
     "boft_R": (("boft_s",), (), _boft),
     "ia3_l": ((), (), _ia3),
     "hra_u": ((), (), _hra),

@@ -33,6 +33,15 @@ OTHERS = {
     "VERA": "vera_dropout d_initial projection_prng_key save_projection",
 }  # fmt: skip
 KINDS = ("LORA", "LOHA", "LOKR", *OTHERS)
+# what a configuration means that leaves a key out: no version of PEFT, up to 0.21, has had another default for one of these
+DEFAULTS: dict[str | None, dict[str, Any]] = {
+    "LORA": {"lora_alpha": 8}, "LOHA": {"alpha": 8}, "LOKR": {"alpha": 8, "r": 8}, "ADALORA": {"lora_alpha": 8},
+    "FOURIERFT": {"random_loc_seed": 777, "scaling": 150.0}, "GRALORA": {"alpha": 64}, "HRA": {"apply_GS": False},
+    "IA3": {"feedforward_modules": None},
+    "OFT": {"block_share": False, "coft": False, "eps": 6e-5, "use_cayley_neumann": True, "num_cayley_neumann_terms": 5},
+    "RANDLORA": {"randlora_alpha": 640}, "ROAD": {"variant": "road_1", "group_size": 64}, "VBLORA": {"topk": 2},
+    "VERA": {"projection_prng_key": 0},
+}  # fmt: skip
 _PROMPT = "it puts trained tokens before the words, and changes no weight"
 _BASE = "it is read off the singular vectors of the base's weights, which PEFT works out anew"
 # methods of PEFT that have no home here, and why
@@ -64,17 +73,17 @@ LAYOUTS = {
 # how an adapter was chosen, initialised and trained: the file has the outcome
 TRAINING = {
     "alpha", "alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "decompose_both",
-    "decompose_factor", "ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode", "init_weights",
-    "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_bias", "lora_dropout", "lora_ga_config",
-    "megatron_config", "megatron_core", "modules_to_save", "module_dropout", "peft_type", "peft_version", "qalora_group_size",
-    "r", "rank_dropout", "rank_dropout_scale", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type",
-    "trainable_token_indices", "use_dora", "use_effective_conv2d", "use_rslora", "velora_config",
+    "decompose_factor", "ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode",
+    "init_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_bias", "lora_dropout",
+    "lora_ga_config", "megatron_config", "megatron_core", "modules_to_save", "module_dropout", "peft_type", "peft_version",
+    "qalora_group_size", "r", "rank_dropout", "rank_dropout_scale", "rank_pattern", "revision", "runtime_config",
+    "target_modules", "task_type", "trainable_token_indices", "use_dora", "use_effective_conv2d", "use_rslora",
+    "velora_config",
 }  # fmt: skip
 # what makes the same tensors mean something else
 REFUSED = {
     "alora_invocation_tokens": "the adapter acts behind certain words only",
     "arrow_config": "it chooses among adapters by what a layer reads",
-    "fan_in_fan_out": "its layers hold their weights transposed, as transformers' Conv1D does",
     "kasa_config": "its updates are diagonal in the singular vectors of the base's weights",
     "layer_replication": "it is for a model some of whose layers were repeated",
     "monteclora_config": "its updates are drawn at random",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,33 @@ def without_heads(file: AdapterFile, module: Any) -> tuple[AdapterFile, list[tup
             )
         values.append((home, value))
     return (replace(file, entries=tuple(rest)) if values else file), values
+
+
+def changed_layers(
+    changes: Sequence[Entry], adapted: Iterable[str], there: Callable[[str], Tensor | None]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Layers with whole changes as PEFT's `modules_to_save` has them, by key, and what cannot be so, by place, with the reason.
+
+    `adapted` are the layers with other updates, and `there` gives a parameter of the model by its name.
+    """
+    made: dict[str, Tensor] = {}
+    left: dict[str, str] = {}
+    owners = {".".join(path.split(".")[:n]) for path in adapted for n in range(1, path.count(".") + 2)}  # and what holds them
+    for entry in changes:
+        key = f"{entry.path}.{entry.param}"
+        base = there(key)
+        if any(owner.endswith(entry.path) for owner in owners):
+            left[entry.key(entry.path)] = "has a whole change, and PEFT would take a layer with another update for it too"
+        elif base is None or base.is_meta or not base.is_floating_point():
+            left[entry.key(entry.path)] = "has a whole change, and PEFT needs the parameter, whose values are not at hand"
+        else:
+            delta = entry.tensors["delta"].detach().cpu()
+            for name in ("weight", "bias"):
+                value = there(f"{entry.path}.{name}")
+                if value is not None and not value.is_meta:
+                    made.setdefault(f"{entry.path}.{name}", value.detach().cpu().clone())
+            made[key] = made[key] + delta.reshape(made[key].shape)
+    return made, left
 
 
 def _resized(module: Any, passes: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:

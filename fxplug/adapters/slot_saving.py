@@ -34,5 +34,5 @@ def save(
     """
     with hold(self.turns):
         held = in_slots(self, self.check_known(name))
-    made = content(held, as_, self.about(), name=name, part=part, partial=partial, dtype=dtype, said=about)
+    made = content(held, as_, self.about(), name=name, part=part, partial=partial, dtype=dtype, said=about, there=self.there)
     return write(made, path, as_)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from ..errors import LONGEST, SpecError, cut, did_you_mean, shown
 from ..limits import DEFAULT, Limits
 from ..quantised import weight_shape
-from ..turns import Turns, change, hold, turns_of
+from ..torch_internals.compiling import unwatched
+from ..torch_internals.fakes import FakeTensor
+from ..turns import Turns, change, choices_of, choosing, hold, turns_of
 from .banks import Bank, check_name, rows_for
 from .files import Fit, Source, read
 from .loading import fit_to
@@ -22,6 +24,55 @@ from .slot_saving import save
 from .writing import About, about_of
 
 Weights = Mapping[str, float]
+
+
+class Choice:
+    """Which adapters the calls of a block take: `rows` as `Adapters.use` takes them, one for all samples if `single`."""
+
+    def __init__(self, adapters: Adapters, rows: list[dict[str, float]], single: bool) -> None:
+        self.adapters, self.rows, self.single = adapters, rows, single
+        self.made = adapters.tables(rows, single)
+        self.changes = [turns.changes for turns in adapters.turns]
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, Choice) and (self.adapters, self.single) == (other.adapters, other.single)
+        return same and self.rows == other.rows  # type: ignore[attr-defined]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @unwatched
+    def write(self, turns: Turns) -> None:
+        """Write it into the tables of the passes that share `turns`. Raises SpecError for an adapter that was unloaded."""
+        if (changes := [turns.changes for turns in self.adapters.turns]) != self.changes:
+            for name in {name for row in self.rows for name in row}:
+                self.adapters.check_known(name)
+            self.made, self.changes = self.adapters.tables(self.rows, self.single), changes
+        for name, tensor in self._tensors(turns).items():
+            table, entries = self.made[name.removesuffix(".gates.table.weights").removesuffix(".gates.table.entries")]
+            if name.endswith(".entries"):
+                tensor.fill_(entries)
+            else:
+                (tensor if self.single else tensor[: len(table)]).copy_(table)
+
+    @unwatched
+    def backup(self, turns: Turns) -> Callable[[], None]:
+        """A function that writes into these tables what they hold now."""
+        before = {name: (tensor, tensor.clone()) for name, tensor in self._tensors(turns).items()}
+
+        @unwatched
+        def restore() -> None:
+            now = self._tensors(turns)  # others, where the module was moved in the middle of a call
+            for name, (tensor, value) in before.items():
+                for target in {id(t): t for t in (tensor, now.get(name, tensor))}.values():
+                    target.copy_(value)
+
+        return restore
+
+    def _tensors(self, turns: Turns) -> dict[str, Tensor]:
+        """The tables that share `turns`, by name. While the module is traced they are fake, and hold nothing."""
+        names = [f"{p}.gates.table.{name}" for p in self.adapters.passes_of(turns) for name in ("weights", "entries")]
+        tensors = {name: self.adapters.tensor(name) for name in names}
+        return {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, FakeTensor)}
 
 
 class Adapters:
@@ -51,8 +102,8 @@ class Adapters:
         self.banks: dict[str, list[Bank]] = {}
         for entry in meta.get("passes", []):
             if entry.get("slots"):
-                sites = {site["block"]: site for site in entry["sites"] if "bank" in site}
-                self.banks[entry["name"]] = [Bank.of(site) for site in sites.values()]
+                sites = {site["block"]: site for site in reversed(entry["sites"]) if "bank" in site}  # the first of tied layers
+                self.banks[entry["name"]] = [Bank.of(site) for site in reversed(sites.values())]
         if not self.banks:
             raise SpecError("no pass here has slots: apply one with them, such as load_pass('lora', at=..., rank=16, slots=4)")
         self.turns = turns_of(module)
@@ -80,6 +131,11 @@ class Adapters:
         """The weights of the whole model, by layer."""
         weights = [(path, m, m._parameters.get("weight")) for path, m in self.module.named_modules()]
         return {path: weight_shape(module, weight) for path, module, weight in weights if weight is not None}
+
+    def passes_of(self, turns: Turns) -> list[str]:
+        """The passes whose tables share these turns."""
+        homes = {p: self.where.get(f"{p}.gates.table.weights", f"{p}.gates.table.weights") for p in self.banks}
+        return [p for p, name in homes.items() if turns in turns_of(self.module.get_submodule(name.rpartition(".")[0]))]
 
     # --- turns
 
@@ -171,7 +227,7 @@ class Adapters:
     @property
     def active(self) -> dict[str, float] | list[dict[str, float]]:
         """What is used: the weight of each adapter that takes part, or that for each sample."""
-        with hold(self.turns):
+        with hold(self.turns, "read"):
             tables = {p: (self._table(p, "weights"), int(self._table(p, "entries"))) for p in self.banks}
             named = {p: self.names_of(p) for p in self.banks}
         count = max(entries for _, entries in tables.values())
@@ -333,29 +389,62 @@ class Adapters:
         number, a position out of range, more entries than there is room for, or samples that differ in adapters that change
         the weight itself; nothing is changed then.
         """
+        if choices_of(self.turns):
+            raise SpecError("calls here take what adapters.using(...) says: use other adapters before or after that block")
         with self._changing() as write:
-            single = what is None or isinstance(what, (str, Mapping))
-            rows = [self._weights(what)] if single else [self._weights(entry, i) for i, entry in self._entries(what)]
-            made: dict[str, tuple[Tensor, int]] = {}
-            for p in self.banks:
-                weights = self._table(p, "weights")
-                names = self.names_of(p)
-                if not single and len(rows) > weights.shape[0]:
-                    raise SpecError(f"a batch can have entries for up to {weights.shape[0]} samples, not {len(rows)}")
-                table = torch.tensor([[row.get(name, 0.0) if name else 0.0 for name in names] for row in rows])
-                made[p] = table.to(weights.device, weights.dtype), 0 if single else len(rows)
-                if not made[p][0].isfinite().all():
-                    raise SpecError(f"a weight is beyond {weights.dtype}, in which the slots of '{p}' hold it")
-                mapping = next((bank for bank in self.banks[p] if bank.maps), None)
-                if mapping is not None and (made[p][0] != made[p][0][:1]).any():
-                    raise SpecError(
-                        f"the adapters of '{p}' change weights ({mapping.kind} at '{mapping.path}'), which all samples of a "
-                        "batch share: use one choice for all, or a pass that runs beside its layers, such as lora"
-                    )
-            for p, (table, entries) in made.items():
+            rows, single = self._rows(what)
+            for p, (table, entries) in self.tables(rows, single).items():
                 weights = self._table(p, "weights")
                 write(weights if single else weights[: len(table)], table)
                 write(self._table(p, "entries"), entries)
+
+    @contextmanager
+    def using(self, what: str | Weights | Sequence[Any] | Tensor | None) -> Iterator[None]:
+        """Calls within this block take other adapters than `use` says: `with module.adapters.using("ink"): module(x)`.
+
+        It holds for the calls of this thread, or of this asyncio task, and of what is run in its context
+        (`asyncio.to_thread`); another thread, also one of an executor, begins without it. `what` is as for `use`; blocks may
+        be nested, and the inner one counts. Nothing recompiles. Calls with other choices than one that runs wait for it, and
+        those with the same run beside it. `active`, `save`, `merge` and copies are about what `use` said.
+
+        Raises SpecError as `use`, and for a live merge, which would make its weights anew for each call. A call raises it where
+        an adapter was unloaded meanwhile.
+        """
+        if self.watchers:
+            raise SpecError(
+                "merge='live' has one choice in its weights, which would be made anew for each call: say use(...) between "
+                "calls, or lower without merge='live'"
+            )
+        with hold(self.turns):
+            choice = Choice(self, *self._rows(what))
+        with choosing(dict.fromkeys(self.turns, choice)):
+            yield
+
+    def _rows(self, what: Any) -> tuple[list[dict[str, float]], bool]:
+        """The names with weights of each sample, or the one that is for all. Raises SpecError."""
+        if what is None or isinstance(what, (str, Mapping)):
+            return [self._weights(what)], True
+        return [self._weights(entry, i) for i, entry in self._entries(what)], False
+
+    def tables(self, rows: list[dict[str, float]], single: bool) -> dict[str, tuple[Tensor, int]]:
+        """What such rows are in the table of each pass: weights, and the number of entries. Raises SpecError as `use`."""
+        made: dict[str, tuple[Tensor, int]] = {}
+        for p in self.banks:
+            weights = self._table(p, "weights")
+            names = self.names_of(p)
+            if not single and len(rows) > weights.shape[0]:
+                raise SpecError(f"a batch can have entries for up to {weights.shape[0]} samples, not {len(rows)}")
+            table = torch.tensor([[row.get(name, 0.0) if name else 0.0 for name in names] for row in rows])
+            made[p] = table.to(weights.device, weights.dtype), 0 if single else len(rows)
+            if not made[p][0].isfinite().all():
+                raise SpecError(f"a weight is beyond {weights.dtype}, in which the slots of '{p}' hold it")
+            mapping = next((bank for bank in self.banks[p] if bank.maps), None)
+            if mapping is not None and (made[p][0] != made[p][0][:1]).any():
+                raise SpecError(
+                    f"the adapters of '{p}' change weights ({mapping.kind} at '{mapping.path}'), which all samples of a "
+                    "batch share: use one choice for all, or a pass that runs beside its layers, such as lora"
+                )
+        return made
 
     def strengths(self, weights: Weights) -> dict[str, Tensor]:
         """What a batch would take of each pass's slots, float32 (slots,), if these were used. Raises SpecError as `use`."""

@@ -50,6 +50,7 @@ class Entry:
     method: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     optional: bool = False  # nothing where the layer has no such parameter
+    base: Tensor | None = None  # the weight beside which it was trained, where the file has that
 
     def key(self, path: str) -> str:
         """What a place at a layer is called: the layer's path for its weight, with the parameter's name for another."""
@@ -81,6 +82,9 @@ class Entry:
 
         A low-rank product of which the file has no halves gets them.
         """
+        if self.options.get("kernel_forwards") and len(shape) > 2:  # the rotation's transpose: what a sign is to its series
+            options = {**self.options, "kernel_forwards": False}
+            return replace(self, tensors={name: -tensor for name, tensor in self.tensors.items()}, options=options)
         if self.method in METHODS or (self.method == "vera" and "A" not in self.tensors):
             return self
         if self.method == "miss":

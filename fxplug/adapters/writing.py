@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from .held import Held, Layer, layers_of, trained
 from .key_layouts import CONFIGURED, FORMATS, alpha_of, config, configured, ours, refused, unlike, with_alpha
 from .layer_matching import PARTS
 from .named import named, part_of
-from .saved_heads import BEFORE
+from .saved_heads import BEFORE, changed_layers
 from .updates import Entry
 
 FILES = {"peft": "adapter_model.safetensors", "diffusers": "pytorch_lora_weights.safetensors"}
@@ -121,7 +121,8 @@ def save_adapter(
     if isinstance(passes, str):
         raise SpecError(f"passes is a list of names, not a text: write ['{passes}']")
     held = trained(module, passes)
-    made = content(held, as_, about_of(module), name=name, part=part, partial=partial, dtype=dtype, said=about)
+    there = {**dict(module.named_buffers()), **dict(module.named_parameters(remove_duplicate=False))}.get
+    made = content(held, as_, about_of(module), name=name, part=part, partial=partial, dtype=dtype, said=about, there=there)
     return write(made, path, as_)
 
 
@@ -141,8 +142,12 @@ def content(
     partial: bool = False,
     dtype: torch.dtype | None = None,
     said: Mapping[str, str] | None = None,
+    there: Callable[[str], Tensor | None] = lambda name: None,
 ) -> Content:
-    """The updates that are held in the form that a tool reads; see `save`. Nothing is written."""
+    """The updates that are held in the form that a tool reads; see `save`. Nothing is written.
+
+    `there` gives the parameters of the model, of which PEFT's files have those whole that are changed whole.
+    """
     if as_ not in FORMATS:
         raise SpecError(f"there is no adapter format '{as_}'{did_you_mean(as_, FORMATS)}; there is {', '.join(FORMATS)}")
     part = part_of(model.classes) if part is None else part
@@ -155,17 +160,21 @@ def content(
     left = dict(held.left_out)
     if held.heads and as_ != "peft":
         left |= dict.fromkeys(held.heads, f"is a whole parameter of a new layer, for which {as_} has no form")
-    entries = []
+    entries, changes = [], []
     single = key_layouts.alone(held.entries, as_)
     for entry in key_layouts.joined_biases(held.entries) if as_ in CONFIGURED else held.entries:
         layer = model.layers.get(entry.path)
-        if why := single.get(entry.key(entry.path), "") or refused(entry, as_, layer):
+        if as_ == "peft" and entry.method == "diff" and entry.param in ("weight", "bias"):
+            changes.append(entry)
+        elif why := single.get(entry.key(entry.path), "") or refused(entry, as_, layer):
             left[entry.key(entry.path)] = why
         else:
             entries.append(_in_dtype(entry, dtype))
     if as_ in CONFIGURED:
         left |= unlike([(entry.path, entry) for entry in entries], model.layers)
         entries = [entry for entry in entries if entry.path not in left]
+    heads, more = changed_layers(changes, {entry.path for entry in entries}, there)
+    heads, left = {**held.heads, **heads}, left | more
     if as_ == "fxplug":
         rows = [(entry.path, entry) for entry in entries]
     else:
@@ -177,12 +186,13 @@ def content(
                 rows += found
                 left |= more
     if not rows:
-        raise ArtifactError(f"nothing of this adapter can be written as {as_}: {told(left) or 'it has no layers'}")
+        why = told(left or dict.fromkeys(heads, "is whole, and PEFT needs a layer with an update beside it"))
+        raise ArtifactError(f"nothing of this adapter can be written as {as_}: {why or 'it has no layers'}")
     if left and not partial:
         of = len({*left, *(entry.key(entry.path) for entry in held.entries)})
         way = "partial=True (--partial) leaves them out"
         raise ArtifactError(f"{as_} cannot hold {len(left)} of {of} layers: {told(left)}; {way}")
-    kept = tuple(entry.key(entry.path) for entry in entries if entry.key(entry.path) not in left)
+    kept = tuple(entry.key(entry.path) for entry in (*entries, *changes) if entry.key(entry.path) not in left)
     tensors: dict[str, Tensor] = {}
     biased = any("bias" in entry.kind for _, entry in rows)
     for key, entry in rows:
@@ -191,15 +201,16 @@ def content(
             tensors |= configured(key, entry, layer, biased)
         else:
             tensors |= ours(entry, layer) if as_ == "fxplug" else with_alpha(key, entry, layer)
+    if as_ == "peft":
+        tensors |= {f"{BEFORE}{key}": value if dtype is None else value.to(dtype) for key, value in heads.items()}
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
     if odd := next((key for key, value in tensors.items() if not value.float().isfinite().all()), None):
         raise ArtifactError(f"'{odd}' has numbers that are not finite (NaN or infinity)")
     made: dict[str, Any] = {}
     if as_ in CONFIGURED:
         made = config([(entry.path, entry) for _, entry in rows], model.layers, held.rslora)
-    if held.heads and as_ == "peft":
-        tensors |= {f"{BEFORE}{key}": value if dtype is None else value.to(dtype) for key, value in held.heads.items()}
-        made["modules_to_save"] = sorted({key.rpartition(".")[0] for key in held.heads})
+    if heads and as_ == "peft":
+        made["modules_to_save"] = sorted({key.rpartition(".")[0] for key in heads})
     about = {"format": "pt", **_metadata(as_, rows, model, name, tensors), **(said or {})}
     if as_ == "diffusers":
         packed = {f"{part}.{key}": value for key, value in made.items()}

@@ -32,6 +32,7 @@ from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, parse, wrapped
 from .module_json import foreign_classes, write_modules
 from .modules_read import fill, read_modules
 from .names import only_keys
+from .pass_records import check_passes
 from .programs import reach
 from .snapshot import Snapshot, snapshot
 from .tensor_records import read_tensors, records_of, state_of
@@ -110,7 +111,7 @@ def load(
             if name != "graph.json" and name not in files.weights:
                 files.check(name)
         with wrapped("graph.json cannot be used"):
-            return _build(files, document, list(allow), device, files.limits)
+            return _build(files, document, list(allow), device)
 
 
 # --- the document
@@ -296,14 +297,8 @@ def _check_target(target: Path, overwrite: bool) -> None:
 # --- reading
 
 
-def _build(
-    files: Snapshot | None,
-    document: dict[str, Any],
-    allow: list[str],
-    device: torch.device | str | None,
-    limits: Limits,
-) -> TracedModule:
-    """The module of a document; without `files` one of shapes alone, which this machine's user has written."""
+def _build(files: Snapshot, document: dict[str, Any], allow: list[str], device: torch.device | str | None) -> TracedModule:
+    limits = files.limits
     only_keys(document, [*DOCUMENT, *LATER], "the document")
     for key in DOCUMENT:
         if key not in document:
@@ -324,7 +319,7 @@ def _build(
     if names != list(records):
         odd = sorted(set(names) ^ set(records)) or names
         raise ArtifactError(f"graph.json: modules and tensors do not agree: {', '.join(map(shown, odd[:3]))}")
-    graphs = _read_graphs(document, modules, allow, limits, foreign=files is not None)
+    graphs = _read_graphs(document, modules, allow, limits)
     values = read_tensors(files, records, device, allow)
     fill(tree, values.__getitem__, lambda name: records[name].get("persistent", True) is not False)
     for bank in older:
@@ -334,6 +329,7 @@ def _build(
     _check_paths(module, graphs)
     module.twin_error = None if document["twin_error"] is None else str(document["twin_error"])
     module.meta.update({str(k): decode(v, None, limits) for k, v in document["meta"].items()})
+    check_passes(module.meta.get("passes", []), modules)
     _add_variants(module, document, modules, allow, limits)
     _set_modes(module, document, modules)
     return module
@@ -385,7 +381,6 @@ def _read_graphs(
     modules: dict[str, nn.Module],
     allow: list[str],
     limits: Limits = DEFAULT,
-    foreign: bool = True,
 ) -> dict[bool, Any]:
     called = {n for n, m in modules.items() if not isinstance(m, Container)}
     tensors = {
@@ -396,7 +391,7 @@ def _read_graphs(
     }
     reader = GraphReader(called, tensors, document["stacks"], allow, limits)
     only_keys(document["graphs"], MODES, "the graphs")
-    graphs = {MODES[name]: reader.read(nodes, foreign) for name, nodes in document["graphs"].items()}
+    graphs = {MODES[name]: reader.read(nodes) for name, nodes in document["graphs"].items()}
     if not graphs:
         raise ArtifactError("graph.json has no graph")
     return graphs

@@ -106,7 +106,10 @@ def _write_target(node: fx.Node) -> Any:
         return name
     record = _result_class(node.target, node.meta) if isinstance(node.target, type) else None
     if record is None:
-        called = torch.overrides.resolve_name(node.target) or repr(node.target)
+        if ops.is_applied(node.target):
+            called = f"{node.target.__module__}.{node.target.__qualname__}"  # type: ignore[union-attr]
+        else:
+            called = torch.overrides.resolve_name(node.target) or repr(node.target)
         raise ArtifactError(
             f"the node '{node.name}' calls {called}, which is not in the closed list of functions an artifact may call; "
             f"trace with the module that calls it kept whole: leaf: [{_region(node)}]"
@@ -156,8 +159,8 @@ class GraphReader:
         self.stacks = [{str(key): (str(path), str(kind)) for key, path, kind in rows} for rows in stacks]
         self.results: dict[str, tuple[Any, bool]] = {}
 
-    def read(self, records: Any, foreign: bool = True) -> Graph:
-        """The graph of a list of node records; its code is looked at where they are a stranger's. Raises ArtifactError."""
+    def read(self, records: Any) -> Graph:
+        """The graph of a list of node records. Raises ArtifactError."""
         graph = Graph()
         nodes: dict[str, fx.Node] = {}
         if type(records) is not list or not records:
@@ -174,8 +177,7 @@ class GraphReader:
             raise ArtifactError("graph.json: a graph must end in its one output")
         _check_pairs(graph)
         check_numbers(graph, self.limits)
-        if foreign:
-            check_program(graph)
+        check_program(graph)
         return graph
 
     def _node(self, graph: Graph, name: str, record: dict[str, Any], nodes: dict[str, fx.Node]) -> fx.Node:

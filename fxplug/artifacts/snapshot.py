@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ..errors import ArtifactError, printable, shown
-from ..files.reading import about, reported, size_of
+from ..files.reading import about, begins, opened, reported, size_of
 from ..files.weight_files import PIECE, header, tensors
 from ..limits import DEFAULT, Limits
 from .atomic_folder import recovered
@@ -84,6 +84,10 @@ def snapshot(folder: Path, limits: Limits = DEFAULT) -> Iterator[Snapshot]:
 
 def _open_folder(folder: Path, stack: contextlib.ExitStack) -> int | None:
     if not folder.is_dir():
+        if folder.is_file():
+            with opened(folder) as file:
+                what = begins(file.read(64))
+            raise ArtifactError(f"{folder} is {what or 'a file'}, and load takes the folder that fxplug.save wrote")
         raise ArtifactError(f"there is no folder {folder}")
     if not HERE:
         return None

@@ -112,7 +112,7 @@ def _portable_tensor(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
 
 
 def read_tensors(
-    files: Snapshot | None, records: dict[str, Any], device: torch.device | str | None, allow: Sequence[str] = ()
+    files: Snapshot, records: dict[str, Any], device: torch.device | str | None, allow: Sequence[str] = ()
 ) -> dict[str, torch.Tensor]:
     """Every tensor by name; the ones that share values are one object. `allow` covers the classes of packed ones."""
     known = ["kind", "shape", "dtype", "persistent", "requires_grad", "stride", "same_as", "stored"]
@@ -129,8 +129,8 @@ def read_tensors(
         if "same_as" not in record and record.get("stored", True):
             expected.update([name] if parts is None else [f"{name}.{key}" for key in parts])
     raw: dict[str, torch.Tensor] = {}
-    for file in files.weights if files is not None else ():
-        for name, value in files.tensors(file):  # type: ignore[union-attr]
+    for file in files.weights:
+        for name, value in files.tensors(file):
             if name not in expected or name in raw:
                 raise ArtifactError(f"{file} holds {shown(name)}, which graph.json does not place there")
             raw[name] = value

@@ -22,6 +22,7 @@ from .slot_gates import Gates, Table
 from .ssf import Ssf
 from .step_marks import Gauge, Join, Keep, Mark
 from .token_merging import Merge, Unmerge
+from .vera import Projections, Vera
 from .weight_norms import SpectralNorm, WeightNorm
 from .weight_update import Update
 from .windowed_attention import Attend, Half, Window
@@ -52,6 +53,7 @@ __all__ = [
     "Mark",
     "Merge",
     "Oft",
+    "Projections",
     "Prompt",
     "Replace",
     "Scale",
@@ -61,6 +63,7 @@ __all__ = [
     "Table",
     "Unmerge",
     "Update",
+    "Vera",
     "WeightNorm",
     "Window",
     "as_tokens",

@@ -39,9 +39,10 @@ class Dora(LoraWeight):
         alpha_auto_scale: bool = True,
         dim: int = 0,
         slots: int = 0,
+        transposed: bool = False,
     ) -> None:
-        """`dim` is the dimension of the channels that have magnitudes, 0 or 1. Raises SpecError as LoraWeight does."""
-        super().__init__(shape, rank, alpha, rslora, alpha_auto_scale)
+        """`dim` is the dimension of `shape` that has magnitudes, 0 or 1. Raises SpecError as LoraWeight does."""
+        super().__init__(shape, rank, alpha, rslora, alpha_auto_scale, transposed=transposed)
         self.dim, self.slots = dim, slots
         around = [1] if len(self.shape) > 2 else []
         self.magnitude = nn.Parameter(torch.ones(*around, self.shape[dim], *[1] * (len(self.shape) - 2)))
@@ -70,20 +71,27 @@ class Dora(LoraWeight):
         value = weight_at(site, "a low-rank update")
         dim = output_dim(site) if by == "output" else 1 - output_dim(site)
         rank = rank_max if slots and rank_max is not None else rank
-        block = cls(value.shape, rank, alpha, rslora, alpha_auto_scale, dim, slots)
+        turned = "TransposedLinear" in site.classes
+        shape = value.shape[::-1] if turned else value.shape
+        block = cls(shape, rank, alpha, rslora, alpha_auto_scale, dim, slots, turned)
         if not slots:
             # the norm in the dtype that the weight has, or it would not be the one that forward finds
-            block.magnitude.data = norm_except(value.detach(), block.dim).reshape(block.magnitude.shape)
+            block.magnitude.data = norm_except(value.detach(), block.own_dim).reshape(block.magnitude.shape)
         return block
+
+    @property
+    def own_dim(self) -> int:
+        """The dimension of the parameter itself that has magnitudes."""
+        return 1 - self.dim if self.transposed else self.dim
 
     def forward(self, value: Tensor, uniform: Tensor | None = None) -> Tensor:
         if uniform is not None:
             return super().forward(value, uniform)
-        return in_place_of(decomposed(self.updated(value), self.magnitude, self.dim, value.dtype), value)
+        return in_place_of(decomposed(self.updated(value), self.magnitude, self.own_dim, value.dtype), value)
 
     def change(self, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
         magnitude = own["magnitude"]
-        made = decomposed(value + self.update(own), magnitude, self.dim, value.dtype) - value
+        made = decomposed(value + self.update(own), magnitude, self.own_dim, value.dtype) - value
         return torch.where((magnitude != 0).any(), made, 0.0)
 
     def bank(self) -> dict[str, object]:

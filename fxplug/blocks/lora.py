@@ -100,25 +100,28 @@ class Lora(LowRank):
         slots: int = 0,
         rank_max: int | None = None,
     ) -> Lora:
-        """An update for a Linear, Conv1d, Conv2d, Conv3d or Embedding, or a layer derived from one.
+        """An update for a Linear, Conv1d, Conv2d, Conv3d or Embedding, or a layer derived from one, or transformers' Conv1D.
 
         A `rank` between 0 and 1.0 is a share of how many features or channels the layer gives, and 1 at least. With `slots`,
         `rank_max` is the highest rank of the adapters to come; None is `rank`.
         """
         layer: Any = site.module
-        kind = next((k for k in ("Linear", "Embedding", *CONVOLUTIONS) if k in site.classes), None)
+        turned = "TransposedLinear" in site.classes
+        kind = "Linear" if turned else next((k for k in ("Linear", "Embedding", *CONVOLUTIONS) if k in site.classes), None)
         if kind is None:
             known = ", ".join(["Linear", *CONVOLUTIONS, "Embedding"])
             raise SpecError(f"{site.path} is a {site.classes[0]}; a low-rank update fits {known} and layers derived from them")
         if isinstance(rank, float) and 0 < rank <= 1:
-            width = next(getattr(layer, k) for k in ("out_features", "out_channels", "embedding_dim") if hasattr(layer, k))
+            widths = ("out_features", "out_channels", "embedding_dim", "nf")
+            width = next(getattr(layer, k) for k in widths if hasattr(layer, k))
             rank = max(round(width * rank), 1)
         common: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout, "bias": bias}
         common.update(rslora=rslora, alpha_auto_scale=alpha_auto_scale)
         if slots:
             common.update(slots=slots, rank=rank if rank_max is None else rank_max, batch_dim=_batch_dim(site, kind))
         if kind == "Linear":
-            return cls(kind, layer.in_features, layer.out_features, **common)
+            sizes = layer.weight.shape if turned else (layer.in_features, layer.out_features)
+            return cls(kind, *sizes, **common)
         if kind == "Embedding":
             return cls(kind, layer.num_embeddings, layer.embedding_dim, **common)
         geometry = {k: getattr(layer, k) for k in ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")}

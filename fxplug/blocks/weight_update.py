@@ -82,7 +82,8 @@ class Update(LowRank):
     def at(cls, site: Site, rank: int = 8, slots: int = 0, rank_max: int | None = None, **options: Any) -> Self:
         """An update for any parameter of two or more dimensions; with `slots`, of adapters of ranks up to `rank_max`."""
         rank = rank_max if slots and rank_max is not None else rank
-        return cls(weight_at(site, cls.asks).shape, rank, slots=slots, **options)
+        shape = weight_at(site, cls.asks).shape
+        return cls(shape[::-1] if options.get("transposed") else shape, rank, slots=slots, **options)
 
     def banked(self) -> None:
         """Give each parameter its slots."""

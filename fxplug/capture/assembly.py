@@ -14,7 +14,7 @@ from ..ir import ops
 from ..ir.containers import RESERVED, Container, plain_attributes
 from ..ir.graph import Graph
 from ..ir.traced_module import TracedModule, class_names
-from .python_state import Place
+from .module_state import Place
 
 COPIED = (list, dict, set, deque, OrderedDict)
 
@@ -27,6 +27,8 @@ class Recorded(NamedTuple):
     called: set[str]
     reads_training: bool
     written: list[Place]
+    checkpointed: str  # where code is recorded that the model's backward runs again
+    inlined: str  # where a function of autograd's with a backward of its own is recorded as its forward
 
     def text(self, without: tuple[fx.Node, ...] = ()) -> str:
         """What the graph does, for comparing two of them."""

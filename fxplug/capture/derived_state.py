@@ -3,97 +3,131 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
+from .frozen_values import copied, same_tensors
+from .isolation import restored
+from .memory_journal import Journal
+from .module_state import State
+from .user_code import is_foreign
+
 PLAIN = (dict, list, set)
-TABLES = ("_parameters", "_buffers", "_modules")
+ANY_MODULES = frozenset(vars(nn.Module()))  # what every module has
+Kept = list[tuple[nn.Module, str]]
 
 
-@contextlib.contextmanager
-def forgotten(model: nn.Module) -> Iterator[None]:
-    """The model without what its modules drop when their mode changes, or when they are cast; it gets that back afterwards.
+def find_derived(model: nn.Module, call: Any = None) -> Kept:
+    """The modules, and names of their attributes, that the modules drop when their mode changes, or when they are cast; and
+    what Python keeps for them of a `functools.cached_property`.
 
     timm's LeViT, TinyViT and EfficientFormer keep the biases of their attention so. A graph that had taken those for constants
-    would go on with them when the weights have changed. What is asked to drop it are the modules' own `train` and `_apply`, on
-    weights without values, and nothing but what is empty or None afterwards is taken from them.
+    would go on with them when the weights have changed. Each module's own `train` and `_apply` are asked on a stand-in without
+    children and without values; what is None or empty in that afterwards is what they drop.
+
+    With a `call` that has values, also the tensors that modules hold without registering them, if a call makes them anew of
+    the weights: it makes others of other weights.
     """
-    own = [module for module in model.modules() if _drops(module)]
-    if not own:
-        yield
-        return
-    places = [vars(module) for module in model.modules()]
-    before = [{key: (value, _contents(value)) for key, value in place.items() if key not in TABLES} for place in places]
+    found = [(module, name) for module in model.modules() for name in vars(module) if _is_cached_property(module, name)]
+    own = [module for module in model.modules() if _says_what_to_drop(module)]
+    if own:
+        with restored(State(model)):
+            found += [(module, name) for module in own for name in _dropped(module) if (module, name) not in found]
+    if call is not None:
+        found += [entry for entry in _made_of_weights(model, call) if entry not in found]
+    return found
+
+
+def _made_of_weights(model: nn.Module, call: Any) -> Kept:
+    held = [
+        (module, name)
+        for module in model.modules()
+        if not is_foreign(type(module)) and any(p.is_floating_point() for p in module.parameters())
+        for name, value in vars(module).items()
+        if name not in ANY_MODULES and _tensors(value)
+    ]
+    found = _made_anew(model, call, held)
+    if found is None:  # one of them is no such thing
+        groups = [[entry for entry in held if (type(entry[0]), entry[1]) == key] for key in {(type(m), n) for m, n in held}]
+        found = [entry for group in groups for entry in _made_anew(model, call, group) or []]
+    return found
+
+
+def _made_anew(model: nn.Module, call: Any, held: Kept) -> Kept | None:
+    """Those of some attributes that a call without them makes anew, and otherwise for other weights; None where it fails."""
+    if not held:
+        return []
+    before = [[tensor.detach().clone() for tensor in _tensors(vars(module)[name])] for module, name in held]
+    journal = Journal()
     try:
-        with contextlib.suppress(Exception), _without_values(model):  # the model's own code
-            for module in own:
-                mode = module.training
-                module.train(not mode)
-                module.train(mode)
-                module.to("meta")
-        for place, known in zip(places, before, strict=True):
-            _put_back(place, known, dropped=True)
-        yield
+        with torch.no_grad(), restored(State(model)), without(held), journal:
+            for parameter in {p for module, _ in held for p in module.parameters() if p.is_floating_point()}:
+                parameter.mul_(0.5)
+            args, kwargs = copied(call)
+            model(*args, **kwargs)
+            now = [[tensor.detach().clone() for tensor in _tensors(vars(module).get(name))] for module, name in held]
+    except Exception:  # the model's own
+        return None
     finally:
-        for place, known in zip(places, before, strict=True):
-            _put_back(place, known, dropped=False)
+        journal.put_back()
+    pairs = zip(held, before, now, strict=True)
+    return [entry for entry, old, new in pairs if len(old) == len(new) and not all(map(same_tensors, old, new))]
 
 
-def _drops(module: nn.Module) -> bool:
-    """Whether a class that is not torch's own says what happens to a module that changes its mode, or is cast."""
-    for name in ("train", "_apply"):
-        home = next(cls for cls in type(module).__mro__ if name in vars(cls))
-        if home.__module__.partition(".")[0] != "torch":
-            return True
-    return False
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors of an attribute that is one, or a list or dict of them."""
+    members = list(value.values()) if type(value) is dict else value if type(value) is list else [value]
+    found = [x for x in members if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter) and x.is_floating_point()]
+    return found if len(found) == len(members) else []
 
 
 @contextlib.contextmanager
-def _without_values(model: nn.Module) -> Iterator[None]:
-    """The model on tensors of the meta device."""
-    tables = [getattr(module, name) for module in model.modules() for name in TABLES[:2]]
-    before = [dict(table) for table in tables]
+def without(kept: Kept) -> Iterator[None]:
+    """The model without these; it gets them back afterwards."""
+    before = [vars(module)[name] for module, name in kept]
+    for (module, name), value in zip(kept, before, strict=True):
+        if _is_cached_property(module, name):
+            del vars(module)[name]
+        else:
+            vars(module)[name] = type(value)() if type(value) in PLAIN else None
     try:
-        for table in tables:
-            for key, value in table.items():
-                if value is not None:
-                    made = value.detach().to("meta")
-                    table[key] = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
         yield
     finally:
-        for table, known in zip(tables, before, strict=True):
-            table.clear()
-            table.update(known)
+        for (module, name), value in zip(kept, before, strict=True):
+            vars(module)[name] = value
 
 
-def _contents(value: Any) -> Any:
-    return value.copy() if type(value) in PLAIN else None
+def _is_cached_property(module: nn.Module, name: str) -> bool:
+    return isinstance(getattr(type(module), name, None), functools.cached_property)
 
 
-def _put_back(place: dict[str, Any], known: dict[str, tuple[Any, Any]], dropped: bool) -> None:
-    """Give a module its attributes back, but for those that are empty now, if they may stay `dropped`."""
-    for key in [key for key in place if key not in known and key not in TABLES]:
-        del place[key]
-    for key, (value, contents) in known.items():
-        now = place.get(key)
-        empty = now is None or (type(now) in PLAIN and not now)
-        if dropped and empty and key in place:
-            continue
-        place[key] = value
-        if contents is not None and not _same(value, contents):
-            _fill(value, contents)
+def _says_what_to_drop(module: nn.Module) -> bool:
+    """Whether a class that is not torch's own says what happens to a module that changes its mode, or is cast."""
+    homes = (next(cls for cls in type(module).__mro__ if name in vars(cls)) for name in ("train", "_apply"))
+    return any(home.__module__.partition(".")[0] != "torch" for home in homes)
 
 
-def _same(value: Any, contents: Any) -> bool:
-    if isinstance(value, dict):
-        return len(value) == len(contents) and all(key in contents and contents[key] is item for key, item in value.items())
-    if isinstance(value, list):
-        return len(value) == len(contents) and all(a is b for a, b in zip(value, contents, strict=True))
-    return bool(value == contents)
+def _dropped(module: nn.Module) -> list[str]:
+    stand_in = object.__new__(type(module))
+    held = {name: value.copy() if type(value) in PLAIN else value for name, value in vars(module).items()}
+    with contextlib.suppress(Exception):  # the model's own code
+        parameters = {
+            name: None if p is None else nn.Parameter(p.detach().to("meta"), p.requires_grad)
+            for name, p in module._parameters.items()
+        }
+        buffers = {name: None if b is None else b.detach().to("meta") for name, b in module._buffers.items()}
+        stand_in.__dict__.update(held, _parameters=parameters, _buffers=buffers, _modules={})
+        stand_in.train(not module.training)
+        stand_in.train(module.training)
+        stand_in.to("meta")
+        now, own = vars(stand_in), [name for name in vars(module) if name not in ANY_MODULES]
+        return [name for name in own if name in now and _empty(now[name]) and not _empty(vars(module)[name])]
+    return []
 
 
-def _fill(value: Any, contents: Any) -> None:
-    value.clear()
-    value.extend(contents) if isinstance(value, list) else value.update(contents)
+def _empty(value: Any) -> bool:
+    return value is None or (type(value) in PLAIN and not value)

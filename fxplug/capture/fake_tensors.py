@@ -31,9 +31,8 @@ from ..torch_internals.fakes import (
 )
 from ..torch_internals.names import FAKE_TENSOR_LOG
 from ..torch_internals.tensors import as_parameter
+from .module_state import State, own_attributes
 from .numbers import Number
-from .python_state import State
-from .reach import own_attributes
 
 PLAIN = (bool, int, float, str, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
 Geometry = tuple[Any, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import fx
 
 from ..ir import ops
 from ..torch_internals.modes import autocast_settings, set_grad_enabled
-from .recorder import Recording
+from .recorder import Recording, is_inlined_forward
 
 Patch = tuple[type, str, Callable[..., Any]]
 
@@ -48,11 +49,14 @@ def _enter_grad(recording: Recording, original: Callable[..., Any]) -> Callable[
         if not recording.recording_here():
             return original(context, *args, **kwargs)
         # one manager switches by making another, which is no switch of its own
-        recording.paused = True
+        recording.paused, before = True, torch.is_grad_enabled()
         try:
             out = original(context, *args, **kwargs)
         finally:
             recording.paused = False
+        if is_inlined_forward(sys._getframe(1)):
+            set_grad_enabled(before)
+            return out
         _open(recording, context, ops.enter_grad, (torch.is_grad_enabled(),))
         return out
 

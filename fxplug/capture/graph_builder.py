@@ -36,10 +36,6 @@ NUMBERS = (bool, *KINDS)
 SMALL = 16  # a constant of at most so many numbers is written into the code, a larger one becomes a buffer
 
 
-class StandIn(torch.Generator):
-    """What stands for torch's default generator during a run."""
-
-
 class Frame:
     """One call of a traced-through module: its path, `@k` when it is not the first, and what torch calls its stack."""
 
@@ -92,6 +88,7 @@ class Nodes(TorchFunctionMode, Recorder):
         self.first_tensor: fx.Node | None = None
         self.reads_training = False
         self.autograd = tries.autograd or mode is None
+        self.one_or_two = tries.one_or_two
         self.states: set[Any] = set()
         self.switched = 0  # how often the model changed a mode of torch so far
         self.inference: list[bool] = [torch.is_inference_mode_enabled()]
@@ -146,6 +143,8 @@ class Nodes(TorchFunctionMode, Recorder):
                 copy = self.node("call_method", "clone", (old,), {}, f"{old.name}_before", after=old)
                 copy.meta.update(meta_of(old))
                 redirect(old, copy)
+            kinds = self.node("call_function", ops.same_dtype, (old, new), {}, f"{new.name}_same_dtype")
+            self.guard_after(kinds, True, f"forward puts a tensor of its own dtype into the buffer '{name}'")
             for dim, size in enumerate(sizes):
                 self.decide(self.size_of(new, "size", size, dim))
             self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
@@ -223,6 +222,11 @@ class Nodes(TorchFunctionMode, Recorder):
                 f"an extension), so it cannot be recorded; {self.way_out()}"
             )
         name = self.attribute_name(tensor) or "constant"
+        if tensor.layout is not torch.strided:
+            raise TraceError(
+                f"{self.place()}: '{name}' is a {tensor.layout} tensor, which no graph can hold: make it dense (to_dense()), "
+                f"or {self.way_out()}"
+            )
         if self.named_weights[0] != len(self.parameters):  # most have their names before the model is called
             self.named_weights = len(self.parameters), set(self.parameters.values())
         base, (path, _, last) = name, name.rpartition(".")

@@ -1,11 +1,10 @@
-"""Tracing leaves model and process as they were: what a run changes in them, or keeps from it, is put back."""
+"""Tracing leaves model, modes and random states as they were: what a run changes in them is put back."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,8 +15,8 @@ from torch import nn
 from ..errors import TraceError
 from ..ir.ops import CASTING
 from ..torch_internals.modes import set_grad_enabled
+from .module_state import State
 from .one_at_a_time import undone
-from .python_state import State
 
 
 def _set_autocast(kind: str, enabled: bool, dtype: torch.dtype) -> None:
@@ -25,21 +24,10 @@ def _set_autocast(kind: str, enabled: bool, dtype: torch.dtype) -> None:
     torch.set_autocast_dtype(kind, dtype)
 
 
-def _set_filters(filters: list[Any]) -> None:
-    warnings.filters[:] = filters  # type: ignore[index]
-
-
-# settings of the process that code in forward can switch: name, how to read one, how to set it
+# modes of torch that code in forward can switch: name, how to read one, how to set it
 SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("gradients", torch.is_grad_enabled, set_grad_enabled),
     ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
-    ("the number of threads", torch.get_num_threads, torch.set_num_threads),
-    ("the matmul precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (
-        "deterministic algorithms",
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1]),
-    ),
     ("autocast's cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     *(
         (
@@ -49,38 +37,23 @@ SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
         )
         for kind in CASTING
     ),
-    *(
-        (f"torch.backends.{owner}.{name}", lambda b=b, n=name: getattr(b, n), lambda value, b=b, n=name: setattr(b, n, value))
-        for owner, b, names in (
-            ("cudnn", torch.backends.cudnn, ("enabled", "benchmark", "deterministic")),
-            ("mkldnn", torch.backends.mkldnn, ("enabled",)),
-        )
-        for name in names
-    ),
-    ("the filters of warnings", lambda: list(warnings.filters), _set_filters),
-    ("numpy's handling of errors", np.geterr, lambda value: np.seterr(**value)),
 )
 
 
 @contextlib.contextmanager
 def restored(state: State) -> Iterator[None]:
-    """Give back what a run of `forward` changes in what was noted in `state`: attributes, containers, objects the model holds,
-    class attributes, globals and caches of its source files; and random generators and settings of torch. None may keep a fake
-    tensor, or a number of this one run. The values of tensors are given back where they are written: see `Journal`.
+    """Give back what a run of `forward` changes in what was noted in `state`, random generators, and modes of torch.
+
+    No cache of a function may keep a fake tensor. The values of tensors are given back where they are written: see `Journal`.
     """
     settings, draws = process_settings(), random_state()
     for cache in state.caches:
         cache.cache_clear()
-    near = [(cache, cache.cache_info().misses) for cache in state.near]
-    state.lend()
     try:
         yield
     finally:
         for cache in state.caches:
             cache.cache_clear()
-        for cache, misses in near:
-            if cache.cache_info().misses != misses:
-                cache.cache_clear()
         state.restore()
         state.restore_tensors()
         set_random_state(draws)
@@ -127,6 +100,8 @@ def set_random_state(state: tuple[Any, ...]) -> None:
 @contextlib.contextmanager
 def same_random(model: nn.Module) -> Iterator[None]:
     """Refuse a model that draws from Python's or numpy's generator: the graph would repeat that one draw forever."""
+    random.seed("fxplug")  # a state that no other run has left
+    np.random.seed(7919)
     before, numpy_before = random.getstate(), np.random.get_state()
     yield
     drew = "random" if random.getstate() != before else ""

@@ -99,6 +99,8 @@ class _Entry:
                 raise TraceError(f"argument '{name}' is a tensor with {own}, which no graph can read: pass it without")
             if self.recording.first_tensor is None:
                 self.recording.first_tensor = node
+            if value.layout is not torch.strided:
+                raise TraceError(f"argument '{name}' is a {value.layout} tensor, which no graph can take: give its to_dense()")
             self.tensors.append((node, value, name))
             return self.recording.mark(self.example(value), node)
         if isinstance(value, OPAQUE):
@@ -175,7 +177,8 @@ class _Entry:
             nodes, examples, names = zip(*self.tensors, strict=True)
             ranks = tuple(v.dim() for v in examples)
             dtypes = tuple(v.dtype if v.dtype.is_floating_point else None for v in examples)
-            args = (nodes, ranks, dtypes, names)
+            firsts = (ops.first_of_each(examples),) if self.recording.one_or_two else ()
+            args = (nodes, ranks, dtypes, names, *firsts)
             self.recording.node("call_function", ops.check_inputs, args, {}, "check_inputs", effect=True)
 
 
@@ -206,8 +209,11 @@ def _holds_number(value: Any) -> bool:
     return type(value) in KINDS
 
 
-def _result(recording: Recording, value: Any) -> Any:
-    """The model's result as the argument of the output node; a result class becomes a call of that class."""
+def _result(recording: Recording, value: Any, path: str = "") -> Any:
+    """The model's result as the argument of the output node; a result class becomes a call of that class.
+
+    `path` says where in the result a value is.
+    """
     if isinstance(value, torch.Tensor):
         return recording.lookup(value)
     if isinstance(value, Number):
@@ -220,11 +226,12 @@ def _result(recording: Recording, value: Any) -> Any:
         return recording.opaque[id(value)]
     members = children(tuple(value) if isinstance(value, torch.Size) else value)
     if members is None:
+        way_out = "call it with use_cache=False" if "Cache" in type(value).__name__ else "turn that part off"
         raise TraceError(
-            f"the model returns a {type(value).__name__}, which a graph cannot make: a result is a tensor, a plain value, or "
-            "a tuple, list, dict or dataclass of them; turn that part off, or trace a submodule"
+            f"the model returns a {type(value).__name__}{path and f' ({path!r})'}, which a graph cannot make: a result is a "
+            f"tensor, a plain value, or a tuple, list, dict or dataclass of them; {way_out}, or trace a submodule"
         )
-    new = {key: _result(recording, member) for key, member in members}
+    new = {key: _result(recording, member, f"{path}.{key}" if path else str(key)) for key, member in members}
     if type(value) in (tuple, list):
         return type(value)(new.values())
     if type(value) is torch.Size:

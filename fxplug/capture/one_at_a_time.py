@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from ..errors import TraceError
 from ..torch_internals.modules import CALL, COMPILED, call_with_hooks
 
+MOMENT = 0.01  # seconds in which a thread ends the layer that it was in, and had not read its weights yet
 PATIENCE = 600.0  # seconds that a call of a model waits for the trace of it that another thread runs
 
 
@@ -61,6 +63,8 @@ def alone(model: nn.Module) -> Iterator[None]:
 
         stack.callback(setattr, nn.Module, CALL, original)
         setattr(nn.Module, CALL, call)
+        if others:
+            time.sleep(MOMENT)
         yield
 
 

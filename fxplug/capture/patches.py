@@ -9,13 +9,15 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.utils import checkpoint
 
 from ..ir import functions
-from . import grad_modes, process_state
+from ..torch_internals.names import CHECKPOINTS
+from . import grad_modes, torch_modes
 from .edges import Regions
+from .module_state import MISSING
 from .numbers import recorded_math
 from .one_at_a_time import calls
-from .python_state import MISSING
 from .recorder import Recording
 
 
@@ -39,8 +41,10 @@ def patched(recording: Recording, regions: Regions, training: bool | None) -> It
     apply = vars(torch.autograd.Function)["apply"]
     patches = [
         *grad_modes.patches(recording),
-        *process_state.patches(recording),
+        *torch_modes.patches(recording),
         (torch.autograd.Function, "apply", recording.function_apply(apply)),
+        *((checkpoint, name, recording.checkpoint(vars(checkpoint)[name])) for name in CHECKPOINTS if name in vars(checkpoint)),
+        (type(nn.Parameter), "__instancecheck__", recording.instance_check(type(nn.Parameter).__instancecheck__)),
         *((torch, name, recording.from_numpy(getattr(torch, name))) for name in ("from_numpy", "frombuffer")),
         *((math, name, recorded_math(name)) for name in functions.MATH),
         (nn.Module, "training", property(read_training, write_training)),

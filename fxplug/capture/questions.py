@@ -15,6 +15,9 @@ KIND_QUESTIONS = {"dim", "ndimension", "get_device", "dense_dim", "sparse_dim"}
 KIND_TESTS = {"is_coalesced", "can_cast", "has_names"}
 KIND_ANSWERS = (str, torch.dtype, torch.device, torch.layout, torch.finfo, torch.iinfo)
 RESHAPING = {"resize_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "resize_as_", "set_"}
+# what gives its argument itself where there is nothing to do
+ITSELF = {"contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "cpu", "cuda"}
+ITSELF |= {"flatten", "dropout"}
 ORDERED = {"gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal"}
 MANY = 256  # so many numbers that go to numpy are held by one guard
 # where a tensor's data leaves torch, so that what is done with it there cannot be seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -96,6 +97,8 @@ class RecordedNumbers(Nodes):
                 self.refuse_measured(node, does)
         where, line = source_line()
         message = f"{where}: '{line}' was decided on {describe(node)}, {shortened(repr(expected), 40)} when traced"
+        if re.search(r"\blen\(", line) and "size" in str(node.target):
+            message += " (Python's len() gives a plain number; x.shape[0] in its place is any size)"
         self.node("call_function", ops.guard, (node, expected, message), {}, self.named("guard"), effect=True)
 
     def guard_parts(self, short: str, args: Any, kwargs: Any) -> None:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import sys
 import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from torch import fx, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..errors import TraceError
 from ..ir import functions, ops
-from ..ir.pytree import children
+from ..ir.pytree import children, map_leaves
 from ..torch_internals.dispatch import DisableTorchFunction, OpOverload, OpOverloadPacket
 from ..torch_internals.fakes import FakeTensor, unset_fake_temporarily
 from ..torch_internals.modes import set_grad_enabled
 from ..torch_internals.tensors import version
 from .dtypes import Dtypes
 from .fake_tensors import NeedsValues
-from .graph_builder import NUMBERS, SMALL, StandIn
+from .graph_builder import NUMBERS, SMALL
 from .numbers import Number
 from .questions import (
     CONSTANTS,
+    ITSELF,
     KIND_ANSWERS,
     KIND_QUESTIONS,
     KIND_TESTS,
@@ -38,7 +40,7 @@ from .questions import (
     VALUES,
 )
 from .recorded_numbers import RecordedNumbers
-from .user_code import asker, decides_nothing, is_caught, is_text_for_people, source_line, user_frame
+from .user_code import OWN, asker, decides_nothing, is_text_for_people, is_tried, source_line, tells_apart, user_frame
 
 LEAVING |= {"apply_", "map_", "map2_", "__cuda_array_interface__"}
 
@@ -55,6 +57,40 @@ class Function:
         )
 
 
+class Context:
+    """Stands for the context that a function of autograd's hands its backward."""
+
+    def __init__(self, args: Any) -> None:
+        self.needs_input_grad = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+        self.saved_tensors: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keep tensors for a backward."""
+        self.saved_tensors = tensors
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        """Say which inputs are written in place."""
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        """Say which results have no gradients."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Say whether missing gradients are zeros."""
+
+
+def _forward(cls: Any, args: Any, kwargs: Any) -> Any:
+    context = () if cls.setup_context is not torch.autograd.Function.setup_context else (Context(args),)
+    return cls.forward(*context, *args, **kwargs)
+
+
+def is_inlined_forward(frame: types.FrameType | None) -> bool:
+    """Whether a frame is the forward of a function of autograd's that runs only to be recorded."""
+    frame = frame and frame.f_back
+    while frame is not None and frame.f_code is not _forward.__code__ and frame.f_code.co_filename.startswith(OWN):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _forward.__code__
+
+
 class NeedsAutograd(Exception):
     """The model asks what autograd knows, which fake tensors are told only in a second try."""
 
@@ -65,6 +101,8 @@ class Recording(RecordedNumbers):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.dtypes = Dtypes(self)
+        self.checkpointed = ""  # where code is recorded that the model's backward runs again
+        self.inlined = ""  # where a function of autograd's is recorded as what its forward does
 
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -133,17 +171,12 @@ class Recording(RecordedNumbers):
 
     def call(self, func: Any, method: str | None, args: Any, kwargs: Any) -> Any:
         """Run a torch function and record it under its public name."""
-        if isinstance(kwargs.get("generator"), StandIn):
-            kwargs = {**kwargs, "generator": None}  # torch's own, which is the one without any
+        if kwargs.get("generator") is torch.default_generator:
+            kwargs = {**kwargs, "generator": None}  # which is the one without any
         if func in CONSTANTS and not self.traced(args) and not self.traced(kwargs):
             made = self.made_constant(func, args, kwargs)
             if made is not None:
                 return made
-        if is_caught(sys._getframe(2)):
-            raise TraceError(
-                f"{self.place()}: tries an operation and goes on where it fails, so the inputs decide what is computed; "
-                f"a graph has one way only; {self.way_out()}"
-            )
         plain, nodes = self.lower(tuple(args))
         plain_kw, node_kw = self.lower(dict(kwargs))
         short = str(method or getattr(func, "__name__", "")).strip("_")
@@ -162,16 +195,19 @@ class Recording(RecordedNumbers):
         run = SHAPE_OF_FIRST.get(func) if self.fake else None
         # a remembered result has memory of its own, which does not tell what it is a view of
         views = any(map(self.parameter_of, given))
-        key = self.results.key(func, plain, plain_kw) if self.fake and not views else None
+        key = self.results.key(func, plain, plain_kw) if self.fake and not views and not ops.is_applied(func) else None
         remembered = self.results.get(key, self.mode)
         out = remembered
         if remembered is None:
             try:
+                self.paused = ops.is_applied(func)
                 out = run(given[0]) if run else func(*plain, **plain_kw)
             except Exception:  # torch's, raised again
                 if asker(sys._getframe(2)) is not None:
                     self.failed = self.failed or self.place()
                 raise
+            finally:
+                self.paused = False
         changed = [x for x, before in zip(given, versions, strict=True) if version(x) != before]
         if called.endswith("_") and several and isinstance(several[0], list):  # functions on lists count no versions
             changed += several[0]
@@ -180,6 +216,9 @@ class Recording(RecordedNumbers):
                 f"{self.place()}: writes the parameter '{written}' in place, and weights are never written by a graph: make it "
                 f"a buffer (register_buffer), whose writes are recorded, or {self.way_out()}"
             )
+        if isinstance(out, (str, torch.dtype)) or short == "can_cast":
+            for x in given:
+                self.dtypes.read(x, x.dtype, sys._getframe(2))
         if out is NotImplemented or isinstance(out, KIND_ANSWERS) or short in KIND_QUESTIONS | KIND_TESTS:
             return out
         if isinstance(out, bool) and short.startswith(("is_", "has_", "can_", "_")) and asker(sys._getframe(2)) is None:
@@ -202,6 +241,12 @@ class Recording(RecordedNumbers):
         if remembered is None and not in_place:
             self.results.put(key, out, given)
         node = self.node(op, target, nodes, node_kw, self.named(short), effect)
+        if short in ITSELF and isinstance(out, torch.Tensor) and given and tells_apart(user_frame()):
+            self.guard_itself(node, out, given[0])
+            if out is given[0]:
+                return out
+        if is_tried(user_frame()):
+            self.node("call_function", ops.tried, (node,), {}, f"{node.name}_tried", effect=True)
         if isinstance(target, str) and target in RESHAPING:
             self.reshaped(func, plain[0], plain[1:], plain_kw)
         if any(out is x for x in changed):
@@ -212,6 +257,13 @@ class Recording(RecordedNumbers):
                 f"{self.place()}: {short} returns a {type(out).__name__}, which cannot be followed; {self.way_out()}"
             )
         return self.bind(out, node)
+
+    def guard_itself(self, node: fx.Node, out: torch.Tensor, given: torch.Tensor) -> None:
+        """Hold whether an operation gives its argument itself, which code with `a is b` can tell from a copy."""
+        where, line = source_line()
+        same = self.node("call_function", ops.is_same, (node, self.lookup(given)), {}, f"{node.name}_itself")
+        word = "the argument itself" if out is given else "another tensor than its argument"
+        self.guard_after(same, out is given, f"{where}: '{line}' gave {word} when traced")
 
     def leave_torch(self, name: str, tensor: torch.Tensor) -> None:
         """A tensor's values go where they cannot be followed: a few of them can be held by a guard."""
@@ -248,20 +300,21 @@ class Recording(RecordedNumbers):
         return answer if question != "grad_fn" else None if found is None else Function(self)
 
     def state(self, name: str, args: tuple[Any, ...], value: Any) -> Any:
-        """What a function of torch says about the process: an answer that holds as long as it is the same."""
+        """What a function of torch says about its modes: an answer that holds as long as it is the same."""
         frame = user_frame()
         key = (name, args, self.switched)
         if key not in self.states and (frame is None or not decides_nothing(frame)):
             self.states.add(key)
             where, line = source_line()
-            question = name if name.removeprefix("torch.") in ops.FLAGS else f"{name}({', '.join(map(repr, args))})"
-            message = f"{where}: '{line}' was decided on {question}, {value} when traced"
+            message = f"{where}: '{line}' was decided on {name}({', '.join(map(repr, args))}), {value} when traced"
             held = (name, args, value, message)
             self.node("call_function", ops.check_state, held, {}, self.named("check_state"), effect=True)
         return value
 
     def target(self, func: Any, method: str | None, nodes: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
         """A public name for what was called: FX op, target, and the arguments in that target's order."""
+        if ops.is_applied(func):
+            return "call_function", func, nodes
         if listed := functions.listed(func):
             return "call_function", listed, nodes
         if method is not None:
@@ -318,18 +371,67 @@ class Recording(RecordedNumbers):
             return self.mark(self.mode.from_tensor(real) if self.mode is not None else real.clone(), node)
 
     def function_apply(self, original: Any) -> Any:
-        """What stands for `torch.autograd.Function.apply`: the graph has what its forward does, but not its backward."""
+        """What stands for `torch.autograd.Function.apply`: a call of the class, whose backward the graph has so.
+
+        One that is given code to run, as checkpointing is, is recorded as what that code does.
+        """
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.recording_here() and not cls.__module__.startswith("torch."):
-                warnings.warn(
-                    f"{self.place()}: {cls.__name__} has a backward of its own; in the graph its gradient is that of the "
-                    f"operations of its forward. To have its own, {self.way_out()}",
-                    stacklevel=3,
-                )
-            return original.__get__(None, cls)(*args, **kwargs)
+            if not self.recording_here():
+                return original.__get__(None, cls)(*args, **kwargs)
+            if cls is CheckpointFunction:
+                function, _, *given = args
+                self.checkpointed = self.checkpointed or f"{self.place()}: a checkpoint"
+                return self.inline(given, lambda: function(*given))
+            try:
+                self.lower(args)
+            except TraceError:  # no arguments for a graph: functions, modules, objects
+                self.inlined = self.inlined or f"{self.place()}: {cls.__name__}"
+                return self.inline(args, lambda: _forward(cls, args, kwargs))
+            return self.call(ops.applied(cls), None, args, kwargs)
 
         return classmethod(apply)
+
+    def inline(self, given: Any, run: Callable[[], Any]) -> Any:
+        """Record what a function of autograd's runs. Its results, and tuples of them, have gradients where an argument has."""
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        enabled = not self.autograd or ops.any_gradients(*tensors)
+        flag = self.node("call_function", ops.any_gradients, tuple(map(self.lookup, tensors)), {}, self.named("any_gradients"))
+        opened = self.node("call_function", ops.enter_grad, (flag,), {}, self.named("enter_grad"), effect=True)
+        before = torch.is_grad_enabled()
+        set_grad_enabled(before and enabled)
+        out = run()
+        set_grad_enabled(before)
+        self.node("call_function", ops.exit_grad, (opened,), {}, self.named("exit_grad"), effect=True)
+        self.switched += 2
+        several = out if type(out) is tuple else (out,)
+        parts = [x if isinstance(x, torch.Tensor) else map_leaves(x, lambda t, _: t.detach()) for x in several]
+        return tuple(parts) if several is out else parts[0]
+
+    def checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands for what runs a checkpoint that is not reentrant."""
+
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            if self.recording_here():
+                self.checkpointed = self.checkpointed or f"{self.place()}: a checkpoint"
+            return original(*args, **kwargs)
+
+        return begin
+
+    def instance_check(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        """What stands for the `isinstance` of nn.Parameter, which the model may ask of an input."""
+
+        def check(cls: Any, value: Any) -> bool:
+            found = original(cls, value)
+            if cls is nn.Parameter and self.recording_here() and asker(sys._getframe(1)) is not None:
+                node = self.recorded(value) if isinstance(value, torch.Tensor) else None
+                if node is not None:
+                    where, line = source_line()
+                    asked = self.node("call_function", ops.asked, (node, "is_parameter"), {}, self.named("is_parameter"))
+                    self.guard_after(asked, found, f"{where}: '{line}' was decided on its kind, {found} when traced")
+            return found
+
+        return check
 
     def from_numpy(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """What stands for a function that makes a tensor and does not report to torch."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import nn
 from ..errors import GuardError, TraceError
 from ..ir.containers import Container
 from ..ir.pytree import leaves, map_leaves
+from ..ir.subgraphs import is_random
 from ..ir.traced_module import TracedModule
 from ..torch_internals.fakes import FakeTensor
 from ..torch_internals.tensors import memory_id
@@ -28,12 +30,12 @@ from .isolation import (
     set_process_settings,
     set_random_state,
 )
-from .line_watch import writer
 from .memory_journal import Journal, storage_of
+from .module_state import Place, State
 from .one_at_a_time import undone
-from .python_state import Place, State
 from .recorder import Recording
 
+DRAWS = "the random generators are left otherwise: the graph draws more numbers than the model, or fewer"
 UNCHECKED = "or take the graph as it is: trace(..., check=False)"
 
 
@@ -43,13 +45,14 @@ def has_values(weights: list[torch.Tensor], call: Any) -> bool:
     return not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
 
 
-def check(model: nn.Module, gm: TracedModule, call: Any, state: State) -> None:
+def check(model: nn.Module, gm: TracedModule, call: Any, state: State, more_gradients: bool = False) -> None:
     """Run model and graph twice, each from the same state and random numbers, in the mode that both are in; once is enough
     for a model that keeps nothing.
 
     The second call has other floating-point inputs, where graph and model take them. Outputs, inputs, buffers, random
     generators and settings of torch must be the same after each call, and what else the model keeps must not matter to
-    its next call. Weights are shared; inputs and buffers are copied. `state` is what the model holds, in this mode.
+    its next call. Weights are shared; inputs and buffers are copied. `state` is what the model holds, in this mode. With
+    `more_gradients` results of the graph may have gradients where the model's have none.
 
     Raises TraceError with what differs.
     """
@@ -66,12 +69,87 @@ def check(model: nn.Module, gm: TracedModule, call: Any, state: State) -> None:
         ways = [(_Pair.one_call_is_enough, True, True)]
         ways += [(_Pair.compared, lean, other) for lean in (True, False) for other in (True, False)]
         for way, lean, other in ways:
-            pair = _Pair(model, gm, call, state, whole, lean, other)
+            pair = _Pair(model, gm, call, state, whole, lean, other, more_gradients)
             try:
                 if way(pair):
                     return
             finally:
                 pair.rewind()
+
+
+def tells_one_input_from_two(model: nn.Module, call: Any, state: State) -> bool:
+    """Whether a model gives something else for one tensor given twice than for two equal ones: it may ask `a is b`."""
+    tensors: dict[Any, torch.Tensor] = {}
+    several = False
+    for t in leaves(call):
+        if isinstance(t, torch.Tensor) and t.layout is torch.strided:
+            several |= tensors.setdefault((t.shape, t.dtype, t.device), t) is not t
+    if not several:
+        return False
+    found = []
+    for change in (lambda t: t, lambda t: t.detach().clone()):
+        like = map_leaves(call, lambda t, _, change=change: change(tensors.get((t.shape, t.dtype, t.device), t)))  # type: ignore[misc]
+        found.append(one_call(model, like, state))
+    return difference(*found) is not None
+
+
+def one_call(module: nn.Module, call: Any, state: State, backward: bool = False) -> Any:
+    """What a call gives, with its inputs afterwards, or the class of its error; and all is as before.
+
+    With `backward`, the gradients of inputs and parameters, the buffers, and where the random generators stand.
+    """
+    journal = Journal()
+    with undone() as stack:
+        for mode in (torch.inference_mode(False), torch.enable_grad() if backward else torch.no_grad()):
+            stack.enter_context(mode)
+        stack.callback(journal.put_back)
+        stack.enter_context(restored(state))
+        args, kwargs = copied(call)
+        try:
+            with journal:
+                if backward:
+                    return _backward(module, args, kwargs)
+                return map_leaves((module(*args, **kwargs), args, kwargs), _kept)
+        except Exception as error:  # the model's
+            return type(error)
+
+
+def _backward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    inputs = [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.is_leaf]
+    tensors = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
+    for tensor in tensors:
+        tensor.requires_grad_().grad = None
+    out = [x for x in leaves(module(*args, **kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if out:
+        sum((x * torch.linspace(1, 2, x.numel()).to(x).reshape(x.shape)).sum() for x in out).backward()  # type: ignore[union-attr]
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+    return [None if x.grad is None else x.grad.clone() for x in tensors], buffers, random_state()
+
+
+def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State, where: str) -> None:
+    """Compare the gradients of inputs and parameters of model and graph, and what the backward leaves behind, where the model's
+    backward runs code again, or is its own, and the graph has neither.
+
+    Raises TraceError, which names the place `where`, where they differ.
+    """
+    found = [one_call(module, call, state, backward=True) for module in (model, gm)]
+    if isinstance(found[0], type):
+        return  # the model has no gradients here
+    if isinstance(found[1], type):
+        raise TraceError(f"{where}: the graph of {type(model).__name__} has a backward that fails, and the model's does not")
+    (mine, kept, draws), (others, left, drawn) = found
+    problem = ""
+    for a, b in zip(mine, others, strict=True):
+        if (a is None) != (b is None) or (a is not None and not (same_tensors(a, b) or _rounded(a, b))):
+            problem = "other gradients than the model"
+    if changed := [name for name, b in kept.items() if name in left and not same_tensors(b, left[name])]:
+        problem = f"another '{changed[0]}' afterwards, which it writes once and the model again in its backward"
+    if problem or not same_random_state(draws, drawn):
+        raise TraceError(
+            f"{where} has a backward of its own, which runs code, and the graph has what its forward does, and "
+            f"{problem or 'other random numbers afterwards'}; turn checkpointing off, give the function tensors and plain "
+            f"values only, or keep the module that calls it whole: leaf: [its path], {UNCHECKED}"
+        )
 
 
 def _whole(gm: TracedModule) -> list[nn.Module]:
@@ -107,20 +185,16 @@ def check_kept(
     again()
     values = [_content(place) for place in places]
     state.restore()
-    state.lend()
     with stand_in():
         again()
         kept = [place for place, value in zip(places, values, strict=True) if not alike(_content(place), value)]
-        if kept:
-            state.restore()
-            state.lend()
-            with stand_in():
-                raise TraceError(_text_of_kept(kept[0], writer(again, kept)))
+    if kept:
+        raise TraceError(_text_of_kept(kept[0]))
 
 
 def _within(place: Place, leaf: str) -> bool:
     root = place.root()
-    return isinstance(root, str) and f"{root.strip(chr(39))}.".startswith(f"{leaf}.")
+    return f"{root.strip(chr(39))}.".startswith(f"{leaf}.")
 
 
 class _Outcome(NamedTuple):
@@ -140,9 +214,10 @@ class _Pair:
     """A model and its graph, called from one state."""
 
     def __init__(
-        self, model: nn.Module, gm: TracedModule, call: Any, state: State, whole: State, lean: bool, other: bool
+        self, model: nn.Module, gm: TracedModule, call: Any, state: State, whole: State, lean: bool, other: bool, more: bool
     ) -> None:
         self.model, self.gm, self.state, self.whole, self.lean, self.other = model, gm, state, whole, lean, other
+        self.more_gradients = more
         self.example = call
         self.tables = {id(m._buffers): (f"{path}." if path else "", m) for path, m in model.named_modules()}
         self.start = random_state(), process_settings()
@@ -150,9 +225,11 @@ class _Pair:
 
     # --- runs
 
-    def call(self, module: nn.Module, step: int) -> _Outcome:
-        """Call one of the two on copies of the inputs; those of the second step are others."""
-        args, kwargs = inputs = copied(self.example, self.other and step == 1)
+    def call(self, module: nn.Module, step: int, example: Any = None) -> _Outcome:
+        """Call one of the two on copies of the inputs; those of the second step are others, and so are random numbers."""
+        if step:
+            torch.default_generator.manual_seed(step)
+        args, kwargs = inputs = copied(self.example if example is None else example, self.other and step == 1)
         given = [t for t in leaves(inputs) if isinstance(t, torch.Tensor)]
         lean = self.lean and torch.is_grad_enabled()
         hooks = torch.autograd.graph.saved_tensors_hooks(_let_go, _gone) if lean else contextlib.nullcontext()
@@ -175,7 +252,6 @@ class _Pair:
         self.journal.put_back(None if to is None else to.memory)
         for state in (self.state, self.whole):
             state.restore()
-            state.lend()
             state.restore_tensors()
         set_random_state(draws)
         set_process_settings(settings)
@@ -191,7 +267,7 @@ class _Pair:
         ours = self.call(self.gm, 1)
         return not ours.error and not ours.memory and self.unlike(theirs, ours, []) is None
 
-    def compared(self) -> bool:
+    def compared(self, tries: int = 3) -> bool:
         """Whether the two could be compared. Raises TraceError where they differ."""
         first = self.call(self.model, 0)
         if self.lean and first.error:
@@ -208,8 +284,12 @@ class _Pair:
             return False
         self.rewind()
         found = next(((step, text) for step in (0, 1) if (text := self.unlike(theirs[step], ours[step], places))), None)
+        if found and found[1] == DRAWS and threading.active_count() > 1 and tries > 1:
+            return self.compared(tries - 1)  # another thread may have drawn meanwhile
         if places and not first.error and not second.error:
             self.refuse_kept(first, second, ours, places, values)
+            if noted := [p for p, value in zip(places, values, strict=True) if isinstance(value, (bool, int, float, str))]:
+                self.refuse_noted(noted, places)
         if found:
             self.refuse(*found, theirs, ours)
         return True
@@ -228,7 +308,7 @@ class _Pair:
         if problem := difference(a.inputs, b.inputs):
             return f"the inputs are left otherwise: {problem}"
         for (name, mine), (_, other) in zip(a.facts, b.facts, strict=True):
-            if mine != other:
+            if mine != other and not (self.more_gradients and name == "gradients" and all(map(operator.le, mine, other))):
                 return f"the output has other {name}: {other} instead of {mine}"
         anew = {self.buffer(place) for place in places}
         for name, value in a.buffers.items():
@@ -236,13 +316,16 @@ class _Pair:
                 return f"the buffer '{name}' is left otherwise: {difference(value, b.buffers[name])}"
         if problem := self.memory(a, b):
             return problem
-        # another thread draws from the same generators, at other times
-        if threading.active_count() == 1 and not same_random_state(a.draws, b.draws):
-            return "the random generators are left otherwise: the graph draws more numbers than the model, or fewer"
+        if not same_random_state(a.draws, b.draws) and (threading.active_count() == 1 or self.may_draw()):
+            return DRAWS
         for (name, _, _), mine, other in zip(SETTINGS, a.settings, b.settings, strict=True):
             if mine != other and name != "gradients":  # a graph gives them back also where the model leaves them switched
                 return f"{name} is left as {other}, not as {mine}"
         return None
+
+    def may_draw(self) -> bool:
+        """Whether the graph draws random numbers; otherwise another thread has drawn from the same generators."""
+        return any(is_random(node, self.gm) for node in self.gm.graph.nodes)
 
     def memory(self, a: _Outcome, b: _Outcome) -> str | None:
         """Which tensor that the model holds was written otherwise."""
@@ -266,7 +349,7 @@ class _Pair:
     def is_in_leaf(self, place: Place) -> bool:
         """Whether a module holds a place that is kept whole: the graph calls it, and it keeps what it keeps."""
         root = place.root()
-        if not isinstance(root, str) or not root.startswith("'"):
+        if not root.startswith("'"):
             return False
         try:
             return not isinstance(self.gm.get_submodule(root.strip("'")), Container)
@@ -298,9 +381,27 @@ class _Pair:
             kept = [place for place, _ in rest]
         self.rewind()
         if kept:
-            where = writer(lambda: self.call(self.model, 0), kept)
+            raise TraceError(_text_of_kept(kept[0]))
+
+    def refuse_noted(self, noted: list[Place], places: list[Place]) -> None:
+        """Refuse a model that notes plain values, such as the largest size so far, that matter to a call of another size."""
+        for other in _of_other_sizes(self.example):
+            fresh = self.call(self.model, 0, other)
             self.rewind()
-            raise TraceError(_text_of_kept(kept[0], where))
+            self.call(self.model, 0)
+            self.journal.put_back()  # what is written into memory is recorded
+            for place in places:
+                if self.buffer(place) and isinstance(place.before, torch.Tensor) and place.before.shape == place.now().shape:
+                    place.owner[place.key] = place.before
+            set_random_state(self.start[0])
+            later = self.call(self.model, 0, other)
+            self.rewind()
+            if not fresh.error and (later.error or difference(fresh.out, later.out)):
+                raise TraceError(
+                    f"forward notes {noted[0]}, and calls of other sizes depend on it, so a graph would be another model after "
+                    "one of them: keep it out of forward, call the model with the largest size before it is traced, or keep "
+                    f"the module whole: leaf: [its path], {UNCHECKED}"
+                )
 
     # --- words
 
@@ -314,7 +415,7 @@ class _Pair:
                 return  # sums in another order each time
             raise TraceError(
                 f"{name} is not a function of its inputs, weights, buffers and torch's random numbers: called twice from the "
-                f"same state its outputs differ ({own}); it may read a clock, an id, a file or a generator of its own. Keep "
+                f"same state its outputs differ ({own}); it may read a clock, a file, a global or a generator of its own. Keep "
                 f"the module that does so whole: leaf: [its path], {UNCHECKED}"
             )
         mode = "training" if self.model.training else "evaluation"
@@ -332,14 +433,30 @@ def _content(place: Place) -> Any:
     return frozen(list(now.values()) if place.key is None and isinstance(now, dict) else now)
 
 
-def _text_of_kept(place: Place, where: str) -> str:
+def _text_of_kept(place: Place) -> str:
     root = place.root()
-    path = root.strip("'") if isinstance(root, str) and root.startswith("'") else ""
+    path = root.strip("'") if root.startswith("'") else ""
     return (
-        f"forward keeps {place} for its next call{where}, and a graph cannot: keep a tensor in a buffer "
+        f"forward keeps {place} for its next call, and a graph cannot: keep a tensor in a buffer "
         "(register_buffer) and write it there, which is recorded, or keep the module whole: "
         f"leaf: [{path or 'its path'}], {UNCHECKED}"
     )
+
+
+def _of_other_sizes(call: Any) -> Iterator[Any]:
+    """The inputs with one of their sizes changed, wherever it occurs: by one, and to a half."""
+    sizes = {int(n) for t in leaves(call) if isinstance(t, torch.Tensor) for n in t.shape if n > 1}
+    for size in sorted(sizes):
+        for new in sorted({size // 2, size - 1, size + 1} - {0}):
+            yield map_leaves(call, lambda t, _, size=size, new=new: _resized(t, size, new))  # type: ignore[misc]
+
+
+def _resized(tensor: torch.Tensor, size: int, new: int) -> torch.Tensor:
+    with torch.no_grad():
+        for dim, n in enumerate(tensor.shape):
+            if n == size:
+                tensor = tensor.index_select(dim, torch.arange(new, device=tensor.device) % size)
+    return tensor
 
 
 def _facts(given: list[torch.Tensor], out: Any) -> list[Any]:

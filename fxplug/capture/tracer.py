@@ -24,18 +24,20 @@ from ..spec.addresses import select
 from ..torch_internals.fakes import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from . import model_edge, self_check
 from .assembly import Recorded, assemble
-from .derived_state import forgotten
+from .derived_state import Kept, find_derived, without
 from .edges import Regions
 from .fake_tensors import NeedsValues, Results, carry_over, fake_weights, lacks_values, no_collection, quiet
 from .isolation import mode_reads, restored, same_random
 from .memory_journal import Journal
+from .module_state import MISSING, Place, State
 from .one_at_a_time import alone, undone
 from .patches import patched
-from .python_state import MISSING, Place, State
 from .recorder import NeedsAutograd, Recording
 from .retrace import Again
 from .tries import Tries
-from .user_code import is_user_code
+from .user_code import is_user_code, shortened, source_line
+
+UNWRITABLE = {'"', "\\", "@"}  # FX writes names between quotes, and "@" stands before the number of a call
 
 
 def trace(
@@ -66,7 +68,7 @@ def trace(
     model is traced for that call, too, checked beside it, and the graph is kept on the same weights; so up to `variants`
     times (8), 0 is never. Numbers are inputs of such a graph. `module.variants` lists them, and a saved module has them.
 
-    One trace runs at a time in a process; model and process are left as they were.
+    One trace runs at a time in a process; modules, modes of torch and random states are left as they were.
 
     Raises TraceError, with file and line of the model's code, for what cannot be a graph.
     """
@@ -78,23 +80,61 @@ def trace(
         raise TraceError("this is what torch.compile made of a model: trace the model itself, and compile its graph")
     args = args if isinstance(args, (tuple, list)) else (args,)
     patterns = [leaf] if isinstance(leaf, str) else list(leaf)
-    gm = _checked_trace(model, patterns, real, check, (tuple(args), dict(kwargs or {})), False)
+    call, states = (tuple(args), dict(kwargs or {})), Kept()
+    kept = _find_derived(model, call)
+    gm = _checked_trace(model, patterns, real, check, call, False, kept)
+    if kept and not _holds_beside(model, gm, call, check):  # it is more than what was made of the weights
+        states = kept
+        gm = _checked_trace(model, patterns, real, check, call, False, [])
     if limit := further.LIMIT if variants is None else variants:
-        gm._variants = further.Variants(gm, limit, Again(model, functools.partial(_checked_trace, model, patterns, real, True)))
+
+        def retrace(call: Any, open_numbers: bool) -> TracedModule:
+            kept = [each for each in _find_derived(model, call) if each not in states]
+            return _checked_trace(model, patterns, real, True, call, open_numbers, kept)
+
+        gm._variants = further.Variants(gm, limit, Again(model, retrace))
     return gm
 
 
+def _find_derived(model: nn.Module, call: Any) -> Kept:
+    """What the modules have computed from their weights before; without values, what they say that they drop."""
+    try:
+        valued = self_check.has_values([t for _, t in _named_tensors(model)], call)
+    except RecursionError:  # of inputs that hold themselves, which the trace refuses
+        valued = False
+    with alone(model), undone():
+        return find_derived(model, call if valued else None)
+
+
+def _holds_beside(model: nn.Module, gm: TracedModule, call: Any, check: bool) -> bool:
+    """Whether a graph that was made without what the model keeps gives what the model gives with it."""
+    if not self_check.has_values([tensor for _, tensor in _named_tensors(model)], call):
+        return True
+    if not check:
+        return False
+    try:
+        with alone(model), undone():
+            self_check.check(model, gm, call, State(model), more_gradients=True)
+    except FxplugError:
+        return False
+    return True
+
+
 def _checked_trace(
-    model: nn.Module, patterns: list[str], real: bool | None, check: bool, call: Any, open_numbers: bool
+    model: nn.Module, patterns: list[str], real: bool | None, check: bool, call: Any, open_numbers: bool, kept: Kept
 ) -> TracedModule:
     reasons: list[str] = []
-    with alone(model), undone() as stack:
+    with alone(model), without(kept), undone() as stack:
         tensors = list(_named_tensors(model))
         for name, tensor in tensors:
             if is_lazy(tensor):
                 raise TraceError(f"'{name}' has no shape before the first call: call the model once before it is traced")
+            if tensor.layout is not torch.strided:
+                raise TraceError(f"'{name}' is a {tensor.layout} tensor, which no graph can hold: make it dense (to_dense())")
+        for name in (*(name for name, _ in model.named_modules()), *(name for name, _ in tensors)):
+            if not name.isprintable() or UNWRITABLE.intersection(name):
+                raise TraceError(f"the name {name!r} of a module or tensor cannot be written into a graph: name it otherwise")
         leaves = _leaf_paths(model, patterns)
-        stack.enter_context(forgotten(model))
         quantised.check_ready(model, leaves)
         stack.enter_context(quantised.unpacked(model))
         stack.enter_context(no_collection())
@@ -106,6 +146,16 @@ def _checked_trace(
             raise TraceError(
                 f"an input, a result or what a list holds nests too deep for a graph, or without end ({function})"
             ) from None
+        except FxplugError:
+            raise
+        except Exception as error:  # torch's, or the model's own
+            if isinstance(self_check.one_call(model, call, State(model)), type):
+                raise
+            text = f"{type(error).__name__}: {shortened(str(error).strip().partition(chr(10))[0], 300)}"
+            raise TraceError(
+                f"{type(model).__name__} ({': '.join(source_line(error))}) fails while it is traced, and by itself does not: "
+                f"{text}; keep the module that does so whole: leaf: [its path]{', or leave real=False away' * (real is False)}"
+            ) from error
     for reason in dict.fromkeys(reasons):
         warnings.warn(f"{type(model).__name__} was traced on its real tensors: {reason}", stacklevel=3)
     return gm
@@ -129,6 +179,7 @@ class _Job(NamedTuple):
     valueless: bool
     reasons: list[str]  # why real tensors were needed
     open_numbers: bool  # whether numbers among the arguments are inputs
+    one_or_two: bool  # whether it matters to the model that two inputs are one tensor
 
 
 def _trace(
@@ -142,23 +193,29 @@ def _trace(
     open_numbers: bool,
 ) -> TracedModule:
     valueless = check and not self_check.has_values([t for _, t in tensors], call)
-    job = _Job(model, tensors, call, leaves, State(model), Results(), valueless, reasons, open_numbers)
+    state = State(model)
+    one_or_two = check and not valueless and self_check.tells_one_input_from_two(model, call, state)
+    job = _Job(model, tensors, call, leaves, state, Results(), valueless, reasons, open_numbers, one_or_two)
     first = _settled(job, real, None)
     graphs = {model.training: first}
     twin_error = None
     if first.reads_training:
         try:
             second = _settled(job, real, not model.training)
-        except (FxplugError, RuntimeError, ValueError) as error:
+        except Exception as error:  # the model's, or torch's
             twin_error = str(error)
         else:
             if second.text() != first.text():
                 graphs[not model.training] = second
     gm = assemble(model, graphs, twin_error)
     if not check or valueless:
+        if first.inlined:
+            warnings.warn(f"{first.inlined} has a backward of its own, and the graph the gradient of its forward", stacklevel=4)
         return gm
     with mode_reads() as reads:
         self_check.check(model, gm, call, job.state)
+    if where := first.checkpointed or first.inlined:
+        self_check.check_gradients(model, gm, call, job.state, where)
     if twin_error is None and (reads or first.reads_training):
         journal = Journal()
         try:
@@ -166,8 +223,11 @@ def _trace(
                 with journal:  # layers that merge an update into their weight write it here
                     model.train(not model.training)
                 gm.train(model.training)
-                self_check.check(model, gm, call, State(model))
-        except (FxplugError, RuntimeError, ValueError) as error:
+                state, second = State(model), graphs.get(model.training, first)
+                self_check.check(model, gm, call, state)
+                if where := second.checkpointed or second.inlined:
+                    self_check.check_gradients(model, gm, call, state, where)
+        except Exception as error:  # as above
             return assemble(model, {model.training: first}, str(error))
         finally:
             journal.put_back()
@@ -191,7 +251,7 @@ def _settled(job: _Job, real: bool | None, training: bool | None) -> Recorded:
     first = _record(job, real, training)
     checks = first.asks_for_gradients()
     if checks and not torch.is_inference_mode_enabled():
-        with contextlib.suppress(FxplugError, RuntimeError, ValueError), torch.set_grad_enabled(not torch.is_grad_enabled()):
+        with contextlib.suppress(Exception), torch.set_grad_enabled(not torch.is_grad_enabled()):  # the model's
             second = _record(job, real, training)
             if first.text(checks) == second.text(second.asks_for_gradients()):
                 erase(checks)
@@ -242,7 +302,7 @@ def _record(job: _Job, real: bool | None, training: bool | None) -> Recorded:
 
 def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> Recorded:
     """Record one call, again with what a try has found that a run needs."""
-    tries = Tries(job.open_numbers)
+    tries = Tries(job.open_numbers, job.one_or_two)
     while True:
         try:
             return _try(job, on_fakes, measured, training, tries)
@@ -254,7 +314,7 @@ def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> Re
 
 
 def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries: Tries) -> Recorded:
-    model, tensors, call, leaves, state, results, valueless, _, _ = job
+    model, tensors, call, leaves, state, results, valueless, *_ = job
     mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
     inputs = [x for x in values(call) if isinstance(x, torch.Tensor)]
     device = next((t.device for t in [*inputs, *(t for _, t in tensors)] if not t.is_meta), torch.device("cpu"))
@@ -311,7 +371,10 @@ def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries
             stand_in = functools.partial(fake_weights, state, mode, device, {}, False)
             self_check.check_kept(model, call, state, written, recording, regions.called, stand_in)
     recording.finish()
-    return Recorded(recording.graph, recording.constants, regions.called, recording.reads_training, written)
+    return Recorded(
+        recording.graph, recording.constants, regions.called, recording.reads_training, written, recording.checkpointed,
+        recording.inlined,
+    )
 
 
 def _refuse_anew(

@@ -17,10 +17,12 @@ NUMBER = re.compile(r"\b(Int|Float|SymInt|SymFloat)\b")  # in that of any other 
 class Tries:
     """What earlier tries at the same call found that it needs: autograd on fakes too, and code that takes plain numbers.
 
-    `open_numbers` is whether numbers among the arguments are inputs of the graph, or a part of it.
+    `open_numbers` is whether numbers among the arguments are inputs of the graph, or a part of it; `one_or_two` whether it
+    matters that two inputs are one tensor.
     """
 
     open_numbers: bool = False
+    one_or_two: bool = False
     autograd: bool = False
     plain: set[CodeType] = field(default_factory=set)
 

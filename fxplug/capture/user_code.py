@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dis
 import inspect
 import linecache
 import logging
@@ -12,7 +11,6 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
 from functools import lru_cache
 from importlib.util import find_spec
 from traceback import walk_tb
@@ -24,7 +22,6 @@ import torch
 
 from ..files.reading import syntax_tree
 from ..torch_internals.names import CHECKS
-from .code_names import foreign
 
 STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 CALLER = os.path.join(os.path.dirname(__file__), "model_edge.py")  # what called the model: no line of the model is above it
@@ -36,17 +33,30 @@ OWN = tuple(folder + os.sep for folder in FOLDERS)
 # torch's own ways to what the model asks it, and parts of the standard library that speak to people
 THROUGH = tuple(os.path.join(os.path.dirname(str(torch.__file__)), name) for name in ("_tensor.py", "overrides.py", "_ops.py"))
 SPEAKING = tuple(STDLIB + name for name in ("logging" + os.sep, "importlib" + os.sep, "warnings.py", "traceback.py"))
-# errors that operations on tensors do not raise because of what the tensors are
-NOT_OF_OPERATIONS = {"TypeError", "AttributeError", "ImportError", "ModuleNotFoundError", "KeyError", "StopIteration"}
-NOT_OF_OPERATIONS |= {"NameError", "NotImplementedError", "AssertionError", "OSError", "FileNotFoundError"}
+KEEPING = ("catch_warnings", "redirect_stdout", "redirect_stderr")  # what is told to people meanwhile can be read again
+HEAP_TYPE = 1 << 9  # the flag of classes that Python code makes
+FOREIGN = ("torch", "numpy", "fxplug", "_pytest", "pytest", "pluggy")
 MISSING = object()
+
+
+def is_foreign(cls: type) -> bool:
+    """Whether a class is torch's, Python's own or ours, and none of a model's.
+
+    One that was run from text in a namespace without a name is a model's, though Python says that it is of `builtins`.
+    """
+    return _is_foreign_name(cls.__module__) and not (cls.__module__ == "builtins" and cls.__flags__ & HEAP_TYPE)
+
+
+def _is_foreign_name(module: object) -> bool:
+    package = module.partition(".")[0] if isinstance(module, str) else ""
+    return package in FOREIGN or (package in sys.stdlib_module_names and module != "__main__")
 
 
 def is_user_code(frame: FrameType) -> bool:
     """Whether a frame runs the model's own code, not torch, numpy, fxplug or the standard library."""
     file = frame.f_code.co_filename
     if file.startswith("<"):  # no file: typed at a prompt, run from text, or made by Python itself
-        return not foreign(frame.f_globals.get("__name__"))
+        return not _is_foreign_name(frame.f_globals.get("__name__"))
     return not file.startswith(OWN) and (not file.startswith(STDLIB) or "-packages" in file)
 
 
@@ -62,55 +72,6 @@ def asker(frame: FrameType | None) -> FrameType | None:
             return frame if is_user_code(frame) else None
         frame = frame.f_back
     return None
-
-
-def is_importing(frame: FrameType | None) -> bool:
-    """Whether `frame` runs while a module is imported, which happens once and is no model's doing."""
-    while frame is not None and frame.f_code.co_filename != CALLER:
-        if frame.f_code.co_name == "<module>":
-            return True
-        frame = frame.f_back
-    return False
-
-
-def is_caught(frame: FrameType | None) -> bool:
-    """Whether the model's code, from `frame` outwards, would catch an error of an operation and go on."""
-    while frame is not None and frame.f_code.co_filename != CALLER:
-        code = frame.f_code
-        if code.co_exceptiontable and any(first <= frame.f_lineno <= last for first, last in _tries(code)):
-            return True
-        frame = frame.f_back
-    return False
-
-
-@lru_cache(maxsize=4096)
-def _tries(code: CodeType) -> tuple[tuple[int, int], ...]:
-    """From which line to which a code tries something, and goes on where an operation fails."""
-    file = code.co_filename
-    if file.startswith((*OWN, "<frozen", STDLIB)) and "-packages" not in file.removeprefix(STDLIB):
-        return ()
-    if not linecache.getlines(file):
-        return tuple(_tries_without_source(code))
-    tries = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.Try) and any(map(_goes_on, n.handlers))]
-    return tuple((n.body[0].lineno, n.body[-1].end_lineno or 0) for n in tries)
-
-
-def _tries_without_source(code: CodeType) -> Iterator[tuple[int, int]]:
-    """The same, for code that was typed at a prompt: every `try` that has an `except`, whatever that does."""
-    read = dis.Bytecode(code)
-    steps = list(read)
-    lines = [(step.offset, step.positions.lineno) for step in steps if step.positions and step.positions.lineno]
-    for entry in read.exception_entries:  # type: ignore[attr-defined]
-        handler = [step.opname for step in steps if step.offset >= entry.target][:8]
-        if not entry.lasti and ("CHECK_EXC_MATCH" in handler or handler[1:2] == ["POP_TOP"]):  # no `with`, no `finally`
-            inside = [line for offset, line in lines if entry.start <= offset < entry.end]
-            yield min(inside), max(inside)
-
-
-def _goes_on(handler: ast.ExceptHandler) -> bool:
-    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    names = {k.attr if isinstance(k, ast.Attribute) else k.id if isinstance(k, ast.Name) else "" for k in kinds}
-    return not names <= NOT_OF_OPERATIONS and not isinstance(handler.body[-1], ast.Raise)
 
 
 def is_text_for_people(frame: FrameType) -> bool:
@@ -133,6 +94,37 @@ def decides_nothing(frame: FrameType) -> bool:
             if (value is None or type(value) in (bool, int, float, str)) and bool(value) is stop:
                 return True
     return False
+
+
+def is_tried(frame: FrameType | None) -> bool:
+    """Whether a frame is in a `try` whose handlers let the code go on."""
+    return frame is not None and bool(_lines_in_try(frame.f_code.co_filename)) and any(_around(frame, _lines_in_try))
+
+
+@lru_cache(maxsize=64)
+def _lines_in_try(file: str) -> list[Any]:
+    """What stands in each `try` with a handler that does not end by raising."""
+    tries = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.Try)]
+    passing = [n for n in tries if not all(isinstance(handler.body[-1], ast.Raise) for handler in n.handlers)]
+    return [_place(part, True) for n in passing for part in n.body]
+
+
+def tells_apart(frame: FrameType | None) -> bool:
+    """Whether a frame is in a function that asks of two values whether they are one."""
+    return frame is not None and bool(_identities(frame.f_code.co_filename)) and any(_around(frame, _identities))
+
+
+@lru_cache(maxsize=64)
+def _identities(file: str) -> list[Any]:
+    """The functions with an `a is b` in which neither is a constant."""
+    functions = [n for n in ast.walk(tree_of(file)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
+    return [_place(f, True) for f in functions if any(map(_asks_identity, ast.walk(f)))]
+
+
+def _asks_identity(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Compare) or not any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
+        return False
+    return not any(isinstance(side, ast.Constant) or _called(side) == "type" for side in (node.left, *node.comparators))
 
 
 def position(frame: FrameType) -> tuple[int, int, int, int] | None:
@@ -205,9 +197,12 @@ def _texts(file: str) -> list[Any]:
     found = []
     tries = [t for t in ast.walk(tree_of(file)) if isinstance(t, ast.Try) and t.handlers]
     caught = {id(n) for t in tries for part in t.body for n in ast.walk(part)}  # a text that may be read again
+    withs = [w for w in ast.walk(tree_of(file)) if isinstance(w, ast.With)]
+    kept = [w for w in withs if any(_called(item.context_expr) in KEEPING for item in w.items)]
+    caught |= {id(n) for w in kept for part in w.body for n in ast.walk(part)}
     for node in ast.walk(tree_of(file)):
         call = node.exc if isinstance(node, ast.Raise) else node.value if isinstance(node, ast.Expr) else None
-        if isinstance(call, ast.Call) and not (isinstance(node, ast.Raise) and id(node) in caught):
+        if isinstance(call, ast.Call) and id(node) not in caught:
             function = None if isinstance(node, ast.Raise) else call.func
             todo: list[ast.expr] = [*call.args[_called(call) in CHECKS :], *(k.value for k in call.keywords)]
             while todo:

@@ -8,7 +8,6 @@ import operator
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from types import CellType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,21 +60,6 @@ def _put_members(value: Any, members: Any) -> None:
     (value.update if isinstance(value, set) else value.extend)(members)
 
 
-def _fill(cell: CellType, contents: list[Any]) -> None:
-    if contents:
-        cell.cell_contents = contents[0]
-    else:
-        del cell.cell_contents
-
-
-def contents(cell: CellType) -> list[Any]:
-    """What a closure's cell holds, as a list; an empty one where nothing was put in yet."""
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # still empty
-        return []
-
-
 def _put_array(value: np.ndarray, copy: np.ndarray) -> None:
     value[...] = copy
 
@@ -98,7 +82,6 @@ KINDS: dict[type, Kind] = {
     list: Kind(lambda v: list(list.__iter__(v)), _identical, _put_list),
     deque: Kind(lambda v: list(deque.__iter__(v)), _identical, _put_members),
     set: Kind(lambda v: set(set.__iter__(v)), lambda a, b: a == b, _put_members),
-    CellType: Kind(contents, _identical, _fill),
     bytearray: Kind(bytes, lambda a, b: a == b, _put_list),
     array.array: Kind(lambda v: v[:], lambda a, b: a.tobytes() == b.tobytes(), _put_list),
     np.ndarray: Kind(lambda v: v.copy(), _same_arrays, _put_array),

@@ -1,11 +1,11 @@
-"""The verbs `fxplug adapters list | load | use | unload`, which change a saved rewrite with slots, `inspect` and `extract`."""
+"""The verbs `fxplug adapters list | load | use | unload`, which change a saved rewrite with slots, and those about files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,11 +13,12 @@ from ..errors import SpecError
 from .verbs import HELP, Allow, Debug, Set, Verbs, load_saved, progress, read_config
 
 if TYPE_CHECKING:
+    from ..adapters.file_layouts import EditedFile
     from ..ir.traced_module import TracedModule
 
 adapters = typer.Typer(
     cls=Verbs, no_args_is_help=True, context_settings=HELP,
-    help="Load, use and unload the adapters in the slots of a saved rewrite; inspect files; extract some of checkpoints.",
+    help="Load, use and unload the adapters in the slots of a saved rewrite; inspect, resize, convert and merge files.",
 )  # fmt: skip
 Saved = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")]
 Named = Annotated[str, typer.Argument(metavar="NAME", help="What the adapter is called.")]
@@ -141,6 +142,84 @@ def extract_adapter(
     print(f"{len(done.layers)} layers, {found.same} are the same\nsaved in {done.path}")
 
 
+Source = Annotated[Path, typer.Argument(metavar="FILE", help="The adapter: a file, or a folder.")]
+Out = Annotated[Path, typer.Option("--out", help="The adapter to write.")]
+Rank = Annotated[int | None, typer.Option("--rank", help="The rank, or the highest that a layer gets.")]
+AsOther = Annotated[str | None, typer.Option("--as", help="The format: peft, diffusers, kohya, comfy, lycoris or fxplug.")]
+Model = Annotated[str | None, typer.Option("--model", metavar="CONFIG_OR_DIR", help="The model that it is for.")]
+Family = Annotated[str | None, typer.Option("--family", help="The model by its family: sd1, sdxl, flux, ...")]
+
+
+@adapters.command("resize")
+def resize_adapter(
+    file: Source,
+    out: Out,
+    rank: Rank = None,
+    energy: Annotated[float | None, typer.Option("--energy", help="The share of the squares to keep: 0.98.")] = None,
+    ratio: Annotated[float | None, typer.Option("--ratio", help="Keep those above the largest divided by this.")] = None,
+    cumulative: Annotated[float | None, typer.Option("--cumulative", help="The share of the sum to keep.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write an adapter with lower ranks, by the singular values of its updates, under its own names."""
+    from ..adapters.file_tools import resize_adapter as resize
+
+    _print_edited(resize(file, out, rank=rank, energy=energy, ratio=ratio, cumulative=cumulative))
+
+
+@adapters.command("convert")
+def convert_adapter(
+    file: Source,
+    out: Out,
+    as_: Annotated[str, typer.Option("--as", help="The format: peft, diffusers, kohya, comfy, lycoris or fxplug.")],
+    model: Model = None,
+    family: Family = None,
+    part: Annotated[str | None, typer.Option("--part", help="Only this part of a pipeline.")] = None,
+    partial: Annotated[bool, typer.Option("--partial", help="Leave out what the format cannot hold.")] = False,
+    set: Set = None,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Write an adapter with the names that another tool reads."""
+    from ..adapters.file_tools import convert_adapter as convert
+
+    found: Any = _model(model, set, allow)
+    _print_edited(convert(file, out, as_=as_, model=found, family=family, part=part, partial=partial, name=out.stem))
+
+
+@adapters.command("merge")
+def merge_adapters(
+    files: Annotated[list[str], typer.Argument(metavar="FILE[=WEIGHT] ...", help="The adapters, and how much of each.")],
+    out: Out,
+    how: Annotated[str, typer.Option("--how", help="cat, svd, linear, ties, dare_linear, ties_svd, kohya, ...")] = "cat",
+    rank: Rank = None,
+    density: Annotated[float | None, typer.Option("--density", help="The share of numbers that ties and others keep.")] = None,
+    sign: Annotated[str, typer.Option("--sign", help="The sign of most in ties: total or frequency.")] = "total",
+    clamp: Annotated[float | None, typer.Option("--clamp", help="Of svd: cut tensors at this quantile.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="What dare draws by.")] = 0,
+    as_: AsOther = None,
+    model: Model = None,
+    family: Family = None,
+    set: Set = None,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Write several adapters as one: ink.safetensors=0.8 film.safetensors=0.3."""
+    from ..adapters.file_tools import merge_adapters as merge
+
+    found: Any = _model(model, set, allow)
+    pairs = [(text, 1.0) if Path(text).exists() else _weight(text, last=True) for text in files]
+    options: dict[str, Any] = {"rank": rank, "density": density, "sign": sign, "clamp": clamp, "seed": seed}
+    _print_edited(merge(pairs, out, how=how, as_=as_, model=found, family=family, **options))
+
+
+def _print_edited(done: EditedFile) -> None:
+    for name, rank in done.ranks.items():
+        print(f"{name}  rank {rank}, {done.errors.get(name, 0.0):.1%} is missing")
+    for path, why in done.left_out.items():
+        print(f"left out: '{path}' {why}")
+    print(f"saved in {done.path}")
+
+
 def _rank(text: str) -> int | float:
     try:
         return int(text) if text.isdigit() else float(text)
@@ -165,8 +244,8 @@ def _changed(folder: Path, allow: list[str] | None, save: bool = True) -> Iterat
         write(module, folder, config=saved_config(folder))
 
 
-def _weight(text: str) -> tuple[str, float]:
-    name, _, weight = text.partition("=")
+def _weight(text: str, last: bool = False) -> tuple[str, float]:
+    name, _, weight = text.rpartition("=") if last and "=" in text else text.partition("=")
     try:
         return name, float(weight) if weight else 1.0
     except ValueError:

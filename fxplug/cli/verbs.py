@@ -6,7 +6,9 @@ torch is imported by what needs it, when it runs.
 from __future__ import annotations
 
 import gc
+import glob
 import logging
+import signal
 import sys
 import sysconfig
 import threading
@@ -23,7 +25,6 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..errors import FxplugError, printable
 from ..torch_internals.names import FAKE_TENSOR_LOG
-from .ending import ends_at_once
 
 if TYPE_CHECKING:
     from ..flow import Result
@@ -36,7 +37,7 @@ HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class Verbs(TyperGroup):
-    """Turns errors into one message and exit code 1."""
+    """Turns errors into one message and exit code 1; an interrupt into one sentence and the code that shells give it."""
 
     def invoke(self, ctx: Any) -> Any:
         noise = logging.getLogger(FAKE_TENSOR_LOG)  # prints a traceback of what is raised anyway
@@ -50,6 +51,9 @@ class Verbs(TyperGroup):
                 raise  # typer's own: the reader went away, the call is wrong, or --help is done
             print(traceback.format_exc() if ctx.meta.get(DEBUG) else message(error), end="", file=sys.stderr)
             raise typer.Exit(1) from None
+        except KeyboardInterrupt as end:  # what a run that is stopped leaves is in its note
+            print(*getattr(end, "__notes__", [str(end) or "interrupted"])[-1:], file=sys.stderr)
+            raise typer.Exit(128 + getattr(end, "signal", signal.SIGINT)) from None
         finally:
             noise.disabled = False
 
@@ -109,11 +113,36 @@ Allow = Annotated[
     list[str] | None,
     typer.Option("--allow", metavar="MODULE", help="A module whose blocks an artifact may use. Repeatable."),
 ]
-NoCache = Annotated[
-    bool, typer.Option("--no-cache", help="Make all anew, and neither read nor keep anything on disk.")
+NoCache = Annotated[bool, typer.Option("--no-cache", hidden=True)]  # of earlier versions: it does nothing
+def _shipped(kind: str) -> list[str]:
+    from ..spec.shipped import shipped
+
+    return list(shipped(kind))
+
+
+def complete_config(incomplete: str) -> list[str]:
+    """What a shell offers for a configuration: the names of shipped ones, and files and folders that are there."""
+    folder, _, last = incomplete.rpartition("/")
+    here = sorted(Path(folder or ".").glob(f"{glob.escape(last)}*")) if Path(folder or ".").is_dir() else []
+    files = [f"{path}/" if path.is_dir() else str(path) for path in here if path.is_dir() or path.suffix in (".yaml", ".yml")]
+    return [*(name for name in _shipped("configs") if name.startswith(incomplete)), *files]
+
+
+def complete_pass(incomplete: str) -> list[str]:
+    """What a shell offers for a pass: the names of shipped ones."""
+    return [name for name in _shipped("passes") if name.startswith(incomplete)]
+
+
+ConfigArg = Annotated[
+    str,
+    typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped one.", autocompletion=complete_config),
 ]
-ConfigArg = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped one.")]
-Subject = Annotated[str, typer.Argument(metavar="CONFIG_OR_DIR", help="A configuration, or the folder of a saved rewrite.")]
+Subject = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG_OR_DIR", help="A configuration, or the folder of a saved rewrite.", autocompletion=complete_config
+    ),
+]
 
 
 def read_config(config: str, set: list[str] | None) -> Config:
@@ -141,7 +170,7 @@ def uncollected() -> Iterator[None]:
     try:
         yield
     finally:
-        if before and not ends_at_once():
+        if before:
             gc.enable()
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from ..adapters.slots import Adapters
 from ..adapters.writing import about_of
 from ..errors import FxplugError, SpecError, brief_fields, did_you_mean, shown
 from ..files.placing import check_new, new_file, new_folder
-from ..files.reading import reported
+from ..files.reading import Raises, reported
 from ..files.writing import save_file
 from ..ir.traced_module import TracedModule
 from ..lowerings.merging.fold import is_mark
@@ -67,8 +68,8 @@ def save_checkpoint(
     does not name stays out. None is all that is there, and of adapters what is in use. The module stays as it is.
 
     Raises SpecError for a name that is not here, a strength that is no finite number, passes that are no functions of
-    weights; FxplugError for a base that is no model of that library, weights without values, layers without a first name, and
-    a place that is taken or cannot be written.
+    weights; FxplugError for a base that is no model of that library, weights without values, layers without a first name, a
+    place that is taken or cannot be written, and too little memory; nothing is left there then.
     """
     target = Path(path)
 
@@ -93,12 +94,13 @@ def save_checkpoint(
     config = _diffusers_config(module, kind) if to == "diffusers" else None
     if to == "timm":
         _check_timm(kind)
-    state, passes = merged_state(module, merge)
-    if config is not None:
-        _check_same(state, config[1], kind)
-    if first:
-        state = _first(module, state)
-    with reported(raises, "cannot be written"):
+    with _enough_memory(raises):
+        state, passes = merged_state(module, merge)
+        if config is not None:
+            _check_same(state, config[1], kind)
+        if first:
+            state = _first(module, state)
+    with reported(raises, "cannot be written"), _enough_memory(raises):
         if config is not None:
             with new_folder(target, raises) as work:
                 (work / "config.json").write_text(config[0], "utf-8")
@@ -109,6 +111,17 @@ def save_checkpoint(
                 save_file(state, file, {"format": "pt"})
             files = (target.name,)
     return Written(target, files, len(state), sum(t.nbytes for t in state.values()), passes)
+
+
+@contextlib.contextmanager
+def _enough_memory(raises: Raises) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
+            raise
+        finding = "the memory is full: the merged weights take as much again as those that passes change"
+        raise raises(f"cannot be written: {finding}; convert the module to a smaller dtype, or merge fewer passes") from error
 
 
 @held

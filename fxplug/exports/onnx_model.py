@@ -23,6 +23,7 @@ from .package import PackageAdapters, _first, _named
 from .package_file import check_slots
 
 NOTHING = 4  # of onnxruntime's log: it warns of each weight that can be given anew, and what it says of errors is in them
+CPU = ("CPUExecutionProvider",)
 BFLOAT16 = 16  # ONNX's TensorProto.DataType
 
 
@@ -89,7 +90,7 @@ class OnnxModel:
 def load_onnx(
     path: str | os.PathLike[str],
     *,
-    providers: Sequence[str | tuple[str, Mapping[str, Any]]] = ("CPUExecutionProvider",),
+    providers: Sequence[str | tuple[str, Mapping[str, Any]]] = CPU,
     options: Any = None,
     limits: Limits = DEFAULT,
 ) -> OnnxModel:
@@ -105,15 +106,18 @@ def load_onnx(
         raise FxplugError(f"load_onnx needs onnxruntime, which is not installed: {INSTALL}")
     file = Path(path)
     try:
-        return _loaded(file, providers, options, limits)
+        return load_once(file, providers, options, limits)
     except ArtifactError:
         with reported(about(file)):
             folder = Path(os.path.realpath(file)).parent
         with locked(folder):  # an export may have come between model and weights: none does now
-            return _loaded(file, providers, options, limits)
+            return load_once(file, providers, options, limits)
 
 
-def _loaded(file: Path, providers: Sequence[Any], options: Any, limits: Limits) -> OnnxModel:
+def load_once(
+    file: Path, providers: Sequence[Any] = CPU, options: Any = None, limits: Limits = DEFAULT
+) -> OnnxModel:
+    """Load it as `load_onnx`, but while nothing writes the file: its folder may be locked."""
     with _named(file), opened(file) as handle:
         found = OnnxFile(handle, file, limits)
         session = _session(found, providers, options)

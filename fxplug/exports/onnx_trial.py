@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ..errors import FxplugError, shown
 from ..ir.pytree import leaves, map_leaves
 from .aoti_writer import Refused, Unfit, refusing
 from .onnx_file import INSTALL
-from .onnx_model import load_onnx
+from .onnx_model import load_once
 
 # how far a result may be from the module's, in parts of its largest number: more than rounding, less than another weight
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
@@ -38,7 +39,7 @@ def tried(file: str, program: ExportedProgram, module: nn.Module, said: list[str
 
     args, kwargs = map_leaves(program.example_inputs, lambda t, _: t.cpu())
     try:
-        out = load_onnx(file)(*args, **kwargs)
+        out = load_once(Path(file))(*args, **kwargs)  # the export has locked the folder
     except FxplugError as error:
         what = str(error).replace(file, "it")
         if "NOT_IMPLEMENTED" in what:  # another of its providers may have what the CPU's lacks

@@ -48,6 +48,9 @@ class PackageAdapters(Adapters):
     def there(self, name: str) -> torch.Tensor | None:
         return self.tensors.get(self.where.get(name, name))
 
+    def passes_of(self, turns: Turns) -> list[str]:
+        return list(self.banks)
+
     def shapes(self) -> dict[str, Any]:
         """The weights of the whole model are the program's own."""
         return {}

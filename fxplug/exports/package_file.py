@@ -40,7 +40,7 @@ ENTRIES: dict[str, tuple[type, Any]] = {
     "attributes": (dict, {}),
 }  # fmt: skip
 BANK = {"path": str, "block": str, "kind": str, "slots": int, "rank": int, "groups": int, "shape": tuple, "parameters": tuple}
-BANK |= {"param": str, "dim": int}
+BANK |= {"param": str, "dim": int, "transposed": bool}
 LARGEST = 1 << 62
 
 

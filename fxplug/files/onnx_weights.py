@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import shown
 from ..limits import DEFAULT, Limits
-from .reading import Raises, opened, size_of
+from .reading import Raises, begins, opened, size_of
 
 # ONNX's TensorProto.DataType -> dtype, and the field that holds such numbers where `raw_data` does not
 DTYPES = {
@@ -113,7 +113,10 @@ class _Reader:
     seen: int = field(default=0)
 
     def broken(self) -> Exception:
-        return self.raises("cannot be read: it is no ONNX file, or truncated")
+        self.file.seek(0)
+        what = begins(self.file.read(64))
+        it = what if what and not what.startswith("an ONNX") else "no ONNX file, or truncated"
+        return self.raises(f"cannot be read: it is {it}")
 
     def varint(self, end: int) -> int:
         value = shift = 0

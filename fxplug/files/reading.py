@@ -20,7 +20,6 @@ from typing import Any, BinaryIO
 from ..errors import ArtifactError, FxplugError, did_you_mean, shown
 from ..limits import DEFAULT, Limits
 
-_notes: list[dict[str, os.stat_result]] = []
 PARSING, TRIES = threading.Lock(), 20
 Raises = Callable[[str], FxplugError]  # a finding about a file, such as "is a folder", as the error that tells it
 KINDS = {
@@ -45,8 +44,13 @@ BEGINNINGS = {
     b"mz": "a program",
     b"#!": "a script",
     b"\x89hdf": "an HDF5 file",
-    b"gguf": "a GGUF file",
+    b"gguf": "a GGUF file, of weights quantised in blocks: take the .safetensors that it was made of, or trace what diffusers "
+    "loads of it (from_single_file with a GGUFQuantizationConfig)",
     b"\x93numpy": "a NumPy array",
+    b"\x89png": "a picture (PNG)",
+    b"\xff\xd8\xff": "a picture (JPEG)",
+    b"%pdf": "a PDF",
+    b"{": "JSON text, as of a configuration or an error of a server",
 }
 
 
@@ -94,25 +98,12 @@ def opened(path: str | os.PathLike[str], limit: int | None = None, raises: Raise
         with os.fdopen(handle, "rb") as file:
             before = os.fstat(handle)
             _check_kind(before, raises)
-            for note in _notes:
-                note[os.path.abspath(path)] = before
             if limit is not None and before.st_size > limit:
                 raise raises(f"has {before.st_size} bytes, and more than {limit} are not read; see Limits")
             yield file
             after = os.fstat(handle)
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise raises("changed while it was read")
-
-
-@contextmanager
-def noted() -> Iterator[dict[str, os.stat_result]]:
-    """The files that are opened here while it lasts, by any thread, as they were then."""
-    note: dict[str, os.stat_result] = {}
-    _notes.append(note)
-    try:
-        yield note
-    finally:
-        _notes[:] = [other for other in _notes if other is not note]
 
 
 def _check_kind(found: os.stat_result, raises: Raises) -> None:
@@ -158,7 +149,12 @@ def text(path: str | os.PathLike[str], limit: int, raises: Raises | None = None)
 def begins(start: bytes) -> str:
     """What a file is that begins so, where people often have it instead of weights; else an empty text."""
     low = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    return next((what for mark, what in BEGINNINGS.items() if low.startswith(mark)), "")
+    if what := next((what for mark, what in BEGINNINGS.items() if low.startswith(mark)), ""):
+        return what
+    if start[:1] == b"\x08" and start[1:2] < b"\x20" and start[2:3] in (b"\x12", b"\x3a", b"\x42"):  # version, producer
+        return "an ONNX file: load_onnx takes one that export wrote, `weights` of a configuration any whose name ends in .onnx"
+    printed = len(start) > 8 and all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in start)
+    return "text, and no weights" if printed else ""
 
 
 # --- JSON
@@ -209,6 +205,8 @@ def parse_json(data: bytes | str, raises: Raises, limits: Limits = DEFAULT) -> A
     except UnicodeDecodeError as error:
         raise raises(f"is no JSON: not UTF-8 text (byte {error.start})") from None
     except (ValueError, RecursionError) as error:
+        if (what := begins(raw[:64])) and not what.startswith(("JSON", "text")):
+            raise raises(f"is no JSON: it is {what}") from None
         raise raises(f"is no JSON: {shown(str(error), 200)[1:-1] or type(error).__name__}") from None
 
 

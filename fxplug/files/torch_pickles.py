@@ -208,6 +208,8 @@ class _Interpreter:
                 raise TypeError
         elif code == b"\x80":
             self.read(1)
+        elif code == b"\x95":  # of a protocol that torch.save does not use
+            raise self.raises("is refused, it is a pickle of more than weights: pickle.dump wrote it, and not torch.save")
         else:
             raise self.raises(f"is refused, it is a pickle of more than weights: it has operation {code!r}")
 

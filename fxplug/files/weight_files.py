@@ -71,12 +71,14 @@ def read(
         suffix = str(path).rpartition(".")[2].lower()
         sized = start[8:9] == b"{" and not any(start[4:8])  # behind the length of a header, whose first byte may be any
         if (start[:1] == b"\x80" and not sized) or start[:4] == b"PK\x03\x04":
+            if start[:2] == b"PK" and suffix == "safetensors" and b"data.pkl" not in start:
+                raise raises("is no safetensors file, but a zip archive: unpack it")
             if suffix == "safetensors":
                 raise raises("is no safetensors file, it was written by torch.save: let its name end in .pt")
             return torch_pickles.load(file, raises, most=most, limits=limits), {}
         if not start:
             raise raises("cannot be read: it is empty")
-        if what := begins(start):
+        if what := "" if sized else begins(start):
             raise raises(f"cannot be read: it is {what}")
         if suffix != "safetensors" and start[8:9] != b"{":
             raise raises("cannot be read: it is neither a file of torch.save nor a safetensors file")

@@ -20,7 +20,10 @@ CONTRACTED = (
     "matmul", "bmm", "mm", "einsum", "baddbmm", "addmm", "tensordot", "scaled_dot_product_attention", "getattr",
     "multi_head_attention_forward", "outer", "cdist", "diag", "diagonal", "diag_embed",
 )  # fmt: skip
-LAST = ("Linear", "Embedding", "EmbeddingBag", "MultiheadAttention", "RNNBase", "Bilinear", "TransformerEncoderLayer")
+LAST = (
+    "Linear", "TransposedLinear", "Embedding", "EmbeddingBag", "MultiheadAttention", "RNNBase", "Bilinear",
+    "TransformerEncoderLayer",
+)  # fmt: skip
 SECOND = ("GroupNorm", "_BatchNorm", "LocalResponseNorm", "PReLU")
 FUNCTIONS = {
     "linear": -1, "embedding": -1, "conv1d": -2, "conv2d": -3, "conv3d": -4, "conv_transpose1d": -2, "conv_transpose2d": -3,

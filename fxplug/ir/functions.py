@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from ..torch_internals import kernels
+from ..torch_internals.modules import DropoutNd
 from . import checked_functions as checked
 from . import ops
 
@@ -33,8 +34,9 @@ NAMESPACES = {
 }
 OPERATORS = """add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor neg pos abs invert eq ne lt le gt ge
 getitem setitem contains iadd isub imul itruediv""".split()  # noqa: SIM905
-OPS = """edge guard check_state asked dtype_of same check_inputs check_numbers check_members put_members check_generator
-check_added given device_of enter_autocast exit_autocast enter_grad exit_grad""".split()  # noqa: SIM905
+OPS = """edge guard check_state asked dtype_of same is_same same_dtype tried check_inputs check_numbers check_members
+put_members check_generator check_added given device_of any_gradients enter_autocast exit_autocast enter_grad
+exit_grad""".split()  # noqa: SIM905
 MATH = "sqrt log log2 log10 exp pow sin cos tan atan ceil floor trunc gcd fabs".split()  # noqa: SIM905
 # kept from the import: while a model is traced, `math` itself has functions that record
 MATH_FUNCTIONS = {name: getattr(math, name) for name in MATH}
@@ -85,10 +87,18 @@ ATTRIBUTES: dict[str, Callable[[Any], tuple[str, Any, tuple[Any, ...]]]] = {
 }
 RANDOM = """bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal normal_ poisson rand rand_like
 randint randint_like randn randn_like randperm random_ uniform_ dropout dropout1d dropout2d dropout3d alpha_dropout
-feature_alpha_dropout feature_dropout rrelu rrelu_ gumbel_softmax dropout_ native_dropout
-scaled_dot_product_attention""".split()  # noqa: SIM905
+feature_alpha_dropout feature_dropout rrelu rrelu_ gumbel_softmax dropout_ native_dropout fractional_max_pool2d
+fractional_max_pool3d scaled_dot_product_attention multi_head_attention_forward gru lstm rnn_relu rnn_tanh""".split()  # noqa: SIM905
 # those that draw at every call, in evaluation too
-DRAWS = {name for name in RANDOM if "dropout" not in name and name not in ("rrelu", "rrelu_", "scaled_dot_product_attention")}
+DRAWS = {name for name in RANDOM if not any(word in name for word in ("dropout", "rrelu", "attention", "gru", "lstm", "rnn_"))}
+
+
+def draws(layer: nn.Module, training: bool) -> bool:
+    """Whether a layer of torch's draws random numbers."""
+    if isinstance(layer, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)):
+        return True
+    # attention and recurrent layers have the probability of a dropout of their own
+    return training and (isinstance(layer, (DropoutNd, nn.RReLU)) or bool(getattr(layer, "dropout", 0)))
 
 
 @cache

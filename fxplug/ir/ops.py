@@ -13,7 +13,7 @@ from ..errors import GuardError, brief
 from ..torch_internals import modes as torch_modes
 from ..torch_internals.tensors import check
 
-# functions that answer about the process, and whose answer may be another one at the next call
+# functions that answer about the modes of torch, and whose answer may be another one at the next call
 READERS = """is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled is_autocast_cache_enabled
 get_autocast_dtype get_autocast_gpu_dtype get_autocast_cpu_dtype get_default_dtype get_default_device
 are_deterministic_algorithms_enabled is_deterministic_algorithms_warn_only_enabled get_deterministic_debug_mode
@@ -21,18 +21,6 @@ get_float32_matmul_precision get_num_threads get_num_interop_threads is_anomaly_
 is_warn_always_enabled cuda.current_device distributed.is_initialized distributed.get_rank distributed.get_world_size
 distributed.get_backend backends.cuda.flash_sdp_enabled backends.cuda.mem_efficient_sdp_enabled
 backends.cuda.math_sdp_enabled backends.cuda.cudnn_sdp_enabled backends.mha.get_fastpath_enabled""".split()  # noqa: SIM905
-# attributes of torch.backends that are such answers
-FLAGS = """backends.cudnn.enabled backends.cudnn.benchmark backends.cudnn.benchmark_limit backends.cudnn.deterministic
-backends.cudnn.allow_tf32 backends.cudnn.fp32_precision backends.mkldnn.enabled backends.mkldnn.deterministic
-backends.mkldnn.allow_tf32 backends.mkldnn.fp32_precision backends.opt_einsum.enabled backends.opt_einsum.strategy
-backends.fp32_precision backends.cuda.matmul.allow_tf32 backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-backends.cuda.matmul.allow_bf16_reduced_precision_reduction backends.cuda.matmul.allow_fp16_accumulation
-backends.cuda.matmul.fp32_precision""".split()  # noqa: SIM905
-
-
-def _flag(name: str) -> Callable[[], Any]:
-    owner, _, attribute = name.rpartition(".")
-    return functools.partial(getattr, operator.attrgetter(owner)(torch), attribute)
 
 
 def _known(name: str) -> bool:
@@ -43,10 +31,7 @@ def _known(name: str) -> bool:
     return True
 
 
-STATES: dict[str, Callable[..., Any]] = {
-    **{f"torch.{name}": operator.attrgetter(name)(torch) for name in READERS if _known(name)},
-    **{f"torch.{name}": _flag(name) for name in FLAGS if _known(name)},
-}
+STATES: dict[str, Callable[..., Any]] = {f"torch.{name}": operator.attrgetter(name)(torch) for name in READERS if _known(name)}
 # what stands for a number while it is compiled or exported
 SYMBOLS: dict[str, type] = {"int": torch.SymInt, "float": torch.SymFloat}
 # what autograd knows of a tensor
@@ -54,6 +39,7 @@ QUESTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "requires_grad": lambda x: x.requires_grad,
     "is_leaf": lambda x: x.is_leaf,
     "grad_fn": lambda x: x.grad_fn is not None,
+    "is_parameter": lambda x: isinstance(x, torch.nn.Parameter),
 }
 
 
@@ -68,9 +54,12 @@ def guard(value: Any, expected: Any, message: str) -> None:
     Raises GuardError with `message` in eager code; becomes an assertion of the program under compile and export.
     """
     if torch.compiler.is_compiling():
-        # a SymBool is negated, not compared: torch.export cannot solve `(s >= 64) == False` for a free size
-        free = expected is False and not isinstance(value, bool)
-        check(torch.sym_not(value) if free else value == expected)
+        # a SymBool is not compared: torch.export cannot solve `(s >= 64) == False`, and sympy takes no `(s == 64) == True`.
+        # While dynamo traces, only `is` tells it from a bool.
+        if value is True or value is False or not isinstance(expected, bool):
+            check(value == expected)
+        else:
+            check(value if expected else torch.sym_not(value))
     elif value != expected:
         raise GuardError(f"{message}; now it is {brief(value)}: trace again with such an input")
 
@@ -92,9 +81,40 @@ def asked(x: torch.Tensor, question: str) -> bool:
     return bool(QUESTIONS[question](x))
 
 
+@functools.cache
+def applied(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """The call of a function of autograd's that has a backward of its own, under the name of its class."""
+
+    def apply(*args: Any) -> Any:
+        return cls.apply(*args)
+
+    apply.__name__, apply.__qualname__, apply.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    apply.of = cls  # type: ignore[attr-defined]
+    return apply
+
+
+def is_applied(function: Any) -> bool:
+    """Whether `applied` has made a function."""
+    return hasattr(function, "of") and applied(function.of) is function
+
+
 def dtype_of(x: torch.Tensor) -> torch.dtype:
     """The dtype that a tensor has at this call."""
     return x.dtype
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two values are one object."""
+    return a is b
+
+
+def same_dtype(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have one dtype at this call."""
+    return a.dtype == b.dtype
+
+
+def tried(x: Any) -> None:
+    """Keep an operation that the model's code has in a `try`: where it fails, the model goes on, and the graph must not."""
 
 
 def same(values: tuple[Any, ...], expected: tuple[Any, ...], names: tuple[str, ...]) -> None:
@@ -109,14 +129,28 @@ def same(values: tuple[Any, ...], expected: tuple[Any, ...], names: tuple[str, .
             )
 
 
-def check_inputs(values: tuple[Any, ...], ranks: tuple[int, ...], dtypes: tuple[Any, ...], names: tuple[str, ...]) -> None:
+def check_inputs(
+    values: tuple[Any, ...],
+    ranks: tuple[int, ...],
+    dtypes: tuple[Any, ...],
+    names: tuple[str, ...],
+    firsts: tuple[int, ...] | None = None,
+) -> None:
     """Hold input tensors to the number of dimensions and, where the model reads it, the dtype they were traced with.
 
-    A dtype of None is not checked. Raises GuardError.
+    A dtype of None is not checked. `firsts` says which of them were one and the same tensor, as `first_of_each` does,
+    for models to which that matters. Raises GuardError.
     """
+    if firsts is not None and (now := first_of_each(values)) != firsts:
+        index = next(i for i, (a, b) in enumerate(zip(now, firsts, strict=True)) if a != b)
+        pair = f"'{names[index]}' and '{names[min(now[index], firsts[index])]}'"
+        was, is_now = ("two tensors", "one") if now[index] != index else ("one tensor", "two")
+        raise GuardError(f"arguments {pair} were {was} when the model was traced; now they are {is_now}: trace again so")
     for value, rank, dtype, name in zip(values, ranks, dtypes, names, strict=True):
         if not isinstance(value, torch.Tensor):
             raise GuardError(f"argument '{name}' was a tensor when the model was traced; now it is {brief(value)}: trace again")
+        if value.layout is not torch.strided:
+            raise GuardError(f"argument '{name}' was dense when the model was traced; now it is {value.layout}: make it dense")
         if value.dim() != rank:
             raise GuardError(
                 f"argument '{name}' had {rank} dimensions when the model was traced; "
@@ -129,6 +163,14 @@ def check_inputs(values: tuple[Any, ...], ranks: tuple[int, ...], dtypes: tuple[
             )
         if own := attributes(value):
             raise GuardError(f"argument '{name}' is a tensor with {own}: a model may read that, and a graph does not")
+
+
+def first_of_each(values: tuple[Any, ...]) -> tuple[int, ...]:
+    """For each value the index of the first that is the same object."""
+    if torch.compiler.is_compiling():
+        return tuple([next(j for j in range(i + 1) if values[j] is values[i]) for i in range(len(values))])
+    seen: dict[int, int] = {}
+    return tuple([seen.setdefault(id(value), index) for index, value in enumerate(values)])
 
 
 def attributes(value: torch.Tensor) -> str:
@@ -216,6 +258,11 @@ def set_modes(before: tuple[Any, ...]) -> None:
     while modes()[-1] > depth:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
+
+
+def any_gradients(*tensors: torch.Tensor) -> bool:
+    """Whether gradients are on and one of these tensors has some, as the results of a function of autograd's then do."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def enter_grad(enabled: bool) -> bool:

@@ -167,7 +167,7 @@ def is_random(node: fx.Node, root: nn.Module) -> bool:
         return any(is_random(n, root) for n in node.meta[REGION].nodes)
     if node.op == "call_module":
         module = root.get_submodule(str(node.target))
-        return any(isinstance(m, DropoutNd) or getattr(m, "is_block", False) for m in module.modules())
+        return any(functions.draws(m, True) or getattr(m, "is_block", False) for m in module.modules())
     return functions.short_name(node.target) in functions.RANDOM
 
 

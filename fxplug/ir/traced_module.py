@@ -17,17 +17,19 @@ from torch import fx, nn
 
 from ..adapters.slots import Adapters
 from ..errors import LONGEST, SpecError, TraceError, cut
+from ..quantised import is_transposed
 from ..spec.import_path import import_target
+from ..torch_internals.compiling import leave_frame
 from ..turns import change, hold, inside, turns_of
 from . import ops, standing, variants, ways
 from .binding import bind
 from .containers import RESERVED, Container, child_of
-from .forwards import any_way, by_regions, in_turn, unwound
+from .forwards import any_way, by_regions, going_on, in_turn, unwound
 from .graph import OF_THE_ROOT, Graph, copy_graph
 from .peers import instead
 
 OWN_STATE = set(
-    "_graph _twin _extras _origin _code _codes _graph_mode _adapters _turns _variants _entry _stands_for _unused".split()  # noqa
+    "_graph _twin _extras _origin _code _codes _graph_mode _adapters _turns _block _variants _entry _stands_for _unused".split()  # noqa
 )
 MODES = (ops.enter_grad, ops.enter_autocast)
 _LATER: ContextVar[bool] = ContextVar("_LATER", default=False)
@@ -60,11 +62,14 @@ def _copied_graphs(module: TracedModule) -> dict[bool, Graph]:
 
 
 def class_names(module: nn.Module) -> tuple[str, ...]:
-    """The names of a module's class and its bases, down to but without nn.Module."""
+    """The names of a module's class and its bases, down to but without nn.Module.
+
+    A linear layer that holds its weight as (in, out) is a TransposedLinear too.
+    """
     if isinstance(module, (Container, TracedModule)):
         return module.classes
     names = tuple(c.__name__ for c in type(module).__mro__ if issubclass(c, nn.Module) and c is not nn.Module)
-    return names or ("Module",)
+    return (*names, "TransposedLinear") if is_transposed(module) else names or ("Module",)
 
 
 def shell(module: nn.Module) -> nn.Module:
@@ -181,14 +186,11 @@ class TracedModule(fx.GraphModule):
         del cls.__call__  # FX's own reports an error by code that a compiler cannot take, which hides the error
         if any(node.target in MODES for node in self._graph.nodes if node.op == "call_function"):
             cls.forward = unwound(cls.forward)
+        if self._graph.find_nodes(op="call_function", target=ops.tried):
+            cls.forward = going_on(cls.forward)
         if self.__dict__.get("_twin") is not None:
             setattr(cls, "_forward_train" if self._graph_mode else "_forward_eval", cls.forward)
-
-            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-                return self._forward_train(*args, **kwargs) if self.training else self._forward_eval(*args, **kwargs)
-
-            forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
-            cls.forward = forward
+            cls.forward = _by_mode(cls.forward)
         cls.forward = any_way(in_turn(by_regions(cls.forward)))
         return code
 
@@ -342,7 +344,7 @@ class TracedModule(fx.GraphModule):
 
     def _again(self, copied: Callable[[Any], Any]) -> TracedModule:
         tree: Any = Container(self.classes)
-        with hold(turns_of(self)):
+        with hold(turns_of(self), "read"):
             for key, value in vars(self).items():
                 ours = key in OWN_STATE or _is_ours(key) or getattr(value, "__self__", None) is self
                 if not ours and key != "meta":  # which may hold whole modules
@@ -354,3 +356,16 @@ class TracedModule(fx.GraphModule):
 
 
 OF_THE_ROOT.update(RESERVED, OWN_STATE, dir(TracedModule), vars(fx.GraphModule(nn.Module(), fx.Graph())))
+
+
+def _by_mode(signed: Any) -> Any:
+    """A forward, with the signature of one, that runs the graph of the mode that a module is in."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_train(*args, **kwargs) if self.training else self._forward_eval(*args, **kwargs)
+
+    forward.__signature__ = inspect.signature(signed)  # type: ignore[attr-defined]
+    return forward
+
+
+leave_frame(_by_mode(torch.nn.Module.forward).__code__)  # as those of the other wrappers

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from ..errors import FxplugError, GuardError, TraceError, shown
 from ..torch_internals.compiling import apart
-from ..torch_internals.modules import DropoutNd, NormBase
+from ..torch_internals.modules import NormBase
 from ..turns import turns_of
 from . import functions, ops, ways
 from .containers import Container
@@ -34,7 +34,8 @@ TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 ENTRY = (ops.same, ops.check_inputs, ops.check_members, ops.check_generator, ops.check_numbers)
 AT_ENTRY = (*ENTRY, operator.getitem, ops.edge, ops.device_of, ops.given)
 HARMLESS = (
-    *ENTRY, ops.guard, ops.check_state, ops.check_added, ops.enter_grad, ops.exit_grad, ops.enter_autocast, ops.exit_autocast,
+    *ENTRY, ops.guard, ops.tried, ops.check_state, ops.check_added, ops.any_gradients, ops.enter_grad, ops.exit_grad,
+    ops.enter_autocast, ops.exit_autocast,
 )  # fmt: skip
 # what may give the memory of its first argument
 VIEWS = """view reshape transpose permute unsqueeze squeeze expand getitem chunk split unbind flatten unflatten narrow select t
@@ -265,10 +266,14 @@ def _graph(module: TracedModule) -> fx.Graph:
 def repeatable(module: TracedModule) -> bool:
     """Whether a call that a guard ended can be made again in another way: nothing was written or drawn that stays."""
     for node in _graph(module).nodes:
+        if ops.is_applied(node.target):
+            return False  # its code may do either
         if node.op == "call_module":
             leaf = module.get_submodule(str(node.target))
             ours = type(leaf).__module__.startswith(("torch.nn.modules.", "fxplug.blocks."))
-            if not ours or module.training and isinstance(leaf, (NormBase, DropoutNd)):
+            if not ours or any(functions.draws(m, module.training) for m in leaf.modules()):
+                return False
+            if module.training and isinstance(leaf, NormBase):
                 return False
         if not node.meta.get("effect") or node.target in HARMLESS:
             continue

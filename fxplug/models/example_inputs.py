@@ -39,13 +39,6 @@ def example_inputs(
     return (), kwargs
 
 
-def shaped(config: Config, inputs: list[str] | dict[str, Any]) -> dict[str, Any]:
-    """Inputs on the meta device: those of a configuration that are named, or of these shapes where it says none."""
-    shapes = inputs if isinstance(inputs, dict) else {}
-    specs = config.inputs or {name: TensorSpec(tuple(shape)) for name, shape in shapes.items()}
-    return _Filler(config, torch.device("meta")).mapping({name: specs[name] for name in inputs})
-
-
 def added_inputs(config: Config, module: TracedModule, *, device: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Example values for the inputs that passes added, and what `inputs` would say to have them.
 
@@ -105,12 +98,21 @@ class _Filler:
     """Turns input specs into tensors on a device; the same seed gives the same numbers."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        self.device = device
+        self.config, self.device = config, device
         self.dtype = getattr(torch, config.dtype or "float32")
         self.generator = torch.Generator().manual_seed(config.seed)
 
     def mapping(self, specs: Mapping[str, InputSpec]) -> dict[str, Any]:
-        return {name: self.value(spec) for name, spec in specs.items()}
+        """The value of each input. Raises SpecError for one that torch cannot make, such as a size beyond 64 bits."""
+        made = {}
+        for name, spec in specs.items():
+            try:
+                made[name] = self.value(spec)
+            except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
+                says = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                where = self.config.where("inputs", name)
+                raise SpecError(f"this input cannot be made: {says}", path=("inputs", name), where=where) from error
+        return made
 
     def value(self, spec: InputSpec) -> Any:
         if isinstance(spec, TensorSpec):
@@ -118,7 +120,7 @@ class _Filler:
         if isinstance(spec, Value):
             return spec.value
         if isinstance(spec, Mapping):
-            return self.mapping(spec)
+            return {name: self.value(item) for name, item in spec.items()}
         return [self.value(item) for item in spec]
 
     def tensor(self, spec: TensorSpec) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import FxplugError, SpecError, did_you_mean
 from ..files.reading import read_json
 from ..spec.import_path import import_target
-from ..spec.model_section import ModelSpec, WeightsSpec
+from ..spec.model_section import CHECKPOINTS, ModelSpec, WeightsSpec
 from ..spec.options import check_known, taken
 from ..spec.run_config import Config
 from .state_dict import State, _assign, _on_meta, load_weights, read_weights
@@ -45,7 +45,10 @@ def build(config: Config, *, device: str | None = None) -> nn.Module:
         raise SpecError(finding, path=("model",), where=spec.where) from error
     if not isinstance(model, nn.Module):
         raise SpecError(f"{_name(spec)} gave a {type(model).__name__}, no nn.Module", path=("model",), where=spec.where)
-    load_all(model, config)
+    if spec.kind == "diffusers" and isinstance(spec.target, str):
+        _load_folder(model, config.base / spec.target, config)
+    if config.weights is not None:
+        load_weights(model, config.weights)
     if config.dtype is not None:
         model = model.to(getattr(torch, config.dtype))
     return model.to(target).train(config.mode == "train")
@@ -54,8 +57,8 @@ def build(config: Config, *, device: str | None = None) -> nn.Module:
 def _filled(config: Config) -> bool:
     """Whether all weights of a library's model come from files, which then hold every key of its state."""
     kind, target = config.model.kind, config.model.target
-    folder = kind == "diffusers" and isinstance(target, str) and (config.base / target).is_dir()
-    return folder or (kind != "call" and config.weights is not None)
+    own = kind == "diffusers" and isinstance(target, str) and (target.endswith(CHECKPOINTS) or (config.base / target).is_dir())
+    return own or (kind != "call" and config.weights is not None)
 
 
 def _undrawn(make: Make) -> nn.Module:
@@ -63,19 +66,6 @@ def _undrawn(make: Make) -> nn.Module:
     with Undrawn() as mode:
         model = make()
     return make() if mode.read else model
-
-
-def load_all(model: nn.Module, config: Config) -> None:
-    """Give a model the weights of a configuration; on meta, see whether they fit. Raises SpecError where they do not."""
-    if config.model.kind == "diffusers" and isinstance(config.model.target, str):
-        _load_folder(model, config.base / config.model.target, config)
-    if config.weights is not None:
-        load_weights(model, config.weights)
-
-
-def diffusers_config(config: Config) -> dict[str, Any]:
-    """What stands in the config.json that a configuration names as its model. Raises SpecError."""
-    return _diffusers_config(config.base / str(config.model.target), config.model)
 
 
 def torch_device(config: Config, device: str | None = None) -> torch.device:
@@ -135,6 +125,8 @@ def _diffusers(spec: ModelSpec, base: Path) -> Make:
 
 def _diffusers_config(path: Path, spec: ModelSpec) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
+    if file.name.endswith(CHECKPOINTS):
+        file = _cached_config(file, spec)
     if not file.is_file():
         parts = sorted(p.parent.name for p in path.glob("*/config.json"))
         hint = f"; a pipeline's folder: name one of its models, {', '.join(parts)}" if parts else ""
@@ -145,8 +137,35 @@ def _diffusers_config(path: Path, spec: ModelSpec) -> dict[str, Any]:
     return read
 
 
+def _cached_config(file: Path, spec: ModelSpec) -> Path:
+    """The configuration of the denoiser in a checkpoint, by what diffusers takes it for, from the hub's cache. SpecError."""
+    from diffusers.loaders.single_file_utils import fetch_diffusers_config
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        state = read_weights(file, meta=True)
+    except SpecError as error:
+        raise SpecError(error.finding, path=("model",), where=spec.where) from error
+    known = fetch_diffusers_config(state)
+    repo, is_one = known["pretrained_model_name_or_path"], True
+    if "stable-diffusion-v1" in repo:  # what diffusers takes any other file for
+        is_one = any(key.startswith("model.diffusion_model.input_blocks.") for key in state)
+    parts = [part for part in (known.get("subfolder"), "transformer", "unet") if part]
+    for part in parts if is_one else ():
+        if isinstance(found := try_to_load_from_cache(repo, f"{part}/config.json"), str):
+            return Path(found)
+    which = f" (it looks like one of {repo}, which is not in the hub's cache here)" if is_one else ""
+    finding = (
+        f"'{spec.target}' holds weights, and the model's configuration is not beside them{which}: give the model's config.json "
+        "or its folder as 'model', and this file as 'weights'"
+    )
+    raise SpecError(finding, path=("model",), where=spec.where)
+
+
 def _load_folder(model: nn.Module, folder: Path, config: Config) -> None:
-    """The weights that lie in a diffusers folder; none when the configuration gives others, or on a bare .json."""
+    """The weights in a diffusers folder or checkpoint; none when the configuration gives others, or on a bare .json."""
+    if config.weights is None and folder.name.endswith(CHECKPOINTS) and folder.is_file():
+        load_weights(model, WeightsSpec(path=folder.name, base=folder.parent, where=config.model.where))
     if config.weights is not None or not folder.is_dir():
         return
     where = config.model.where

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import SpecError, did_you_mean, nearest
+from ..errors import SpecError, did_you_mean, nearest, shown
 from ..files import onnx_weights, weight_files
+from ..files.reading import Raises, read_json
 from ..limits import DEFAULT, Limits
 from ..spec.addresses import select
-from ..spec.model_section import SUFFIXES, WeightsSpec
+from ..spec.model_section import INDICES, SUFFIXES, WeightsSpec
 
 SHOWN = 4  # so many keys of each kind are listed when weights do not fit
 WRAPPERS = ("state_dict", "model")  # a checkpoint often has its weights under one of these, beside other things
@@ -34,23 +35,77 @@ def load_weights(model: nn.Module, spec: WeightsSpec) -> None:
         state = _in_order(model, state, file.name, spec)
     elif spec.keys:
         state = _renamed(model, state, spec)
+    else:
+        state = _in_diffusers_layout(model, state, f"'{file.name}'", spec)
     _assign(model, state, f"'{file.name}'", spec)
 
 
 def read_weights(file: Path, meta: bool = False, limits: Limits = DEFAULT) -> State:
-    """The tensors of a file by name: safetensors, a pickle that holds nothing but weights, or ONNX.
+    """The tensors of a file by name: safetensors, a pickle that holds nothing but weights, ONNX, or the index of several.
 
     With `meta` they are meta tensors of the same shapes. Nothing in the file is run, and it is read within `limits`. Raises
     SpecError.
     """
     def raises(finding: str) -> SpecError:
-        return SpecError(f"'{file.name}' {finding}")
+        way = "; write its weights alone, as .safetensors" if "a pickle of more than weights" in finding else ""
+        return SpecError(f"'{file.name}' {finding}{way}")
 
     if file.suffix == ".onnx":
         return onnx_weights.read(file, raises, meta=meta, limits=limits)
-    if file.suffix not in SUFFIXES:
+    if file.name.endswith(INDICES):
+        return _read_shards(file, raises, meta, limits)
+    if not file.name.endswith((*SUFFIXES, ".gguf")):
         raise raises(f"is none of {', '.join(SUFFIXES)}")
     return _unwrapped(weight_files.read(file, raises=raises, most=-1 if meta else math.inf, limits=limits)[0], file.name)
+
+
+def _read_shards(index: Path, raises: Raises, meta: bool, limits: Limits) -> State:
+    """The tensors of the files that an index names, which lie beside it."""
+    read = read_json(index, raises, limits)
+    shards = read.get("weight_map") if isinstance(read, Mapping) else None
+    if not isinstance(shards, Mapping) or not shards or not all(isinstance(name, str) for name in shards.values()):
+        raise raises("has no 'weight_map' that names a file for each tensor: it is not the index of a checkpoint")
+    state: State = {}
+    for name in dict.fromkeys(shards.values()):
+        if Path(name).name != name or name.endswith(INDICES):
+            raise raises(f"names {shown(name)}, and the files of an index are weights that lie beside it")
+        if not (index.parent / name).is_file():
+            raise raises(f"names '{name}', which does not lie beside it: all of its {len({*shards.values()})} files are needed")
+        state.update(read_weights(index.parent / name, meta, limits))
+    if lost := next((key for key in shards if key not in state), None):
+        raise raises(f"says that '{lost}' is in '{shards[lost]}', which does not have it: it is the index of other files")
+    return state
+
+
+def _in_diffusers_layout(model: nn.Module, state: State, name: str, spec: WeightsSpec) -> State:
+    """The tensors of a checkpoint in a diffusers model's original layout under diffusers' names; of any other as they are.
+
+    diffusers' own converters do it (`diffusers.loaders.single_file_model`), and take the model's part out of a whole pipeline.
+    """
+    wanted, config = model.state_dict().keys(), getattr(model, "config", None)
+    if wanted <= state.keys() or not isinstance(config, Mapping):
+        return state
+    import diffusers
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES as loadable
+
+    classes = getattr(model, "classes", None) or (type(model).__name__,)
+    cls = getattr(diffusers, classes[0], None)
+    mro = [each.__name__ for each in cls.__mro__] if isinstance(cls, type) else []
+    convert = next((loadable[each]["checkpoint_mapping_fn"] for each in mro if each in loadable), None)
+    if convert is None:
+        return state
+    best, why = state, ""
+    for start in ("", "model.diffusion_model."):  # which a file of the denoiser alone may leave out
+        try:
+            made = convert(checkpoint={f"{start}{key}": value for key, value in state.items()}, config=dict(config))
+        except Exception as error:  # diffusers' code, of a checkpoint that is another model's
+            why = why or f"{type(error).__name__}: {error}"
+            continue
+        best = max(best, made or {}, key=lambda each: len(wanted & each.keys()))
+    if why and not wanted & best.keys():
+        finding = f"{name} has neither diffusers' names of {classes[0]} nor those that diffusers converts ({why})"
+        raise SpecError(finding, path=("weights",), where=spec.where)
+    return best
 
 
 def _unwrapped(read: Any, name: str) -> State:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, fx, nn
 
 from ..capture.frozen_values import copied
 from ..errors import VerifyError
+from ..ir.comparison import Difference, difference, distance, numbers, tolerance
 from ..ir.pytree import leaves, map_leaves
 from ..ir.traced_module import TracedModule
 from ..rewriter.modes import in_mode
@@ -27,8 +27,6 @@ from .runtime.mesh import World
 from .runtime.pretended import PRETENDED, placed, pretended
 from .stage import alone
 
-CLOSE = 1e-5  # of the largest value of an output: what sums in another order may differ by
-APART = 1e-4  # the same within the model, where large values may cancel
 DRAWING = threading.Lock()
 
 
@@ -63,34 +61,34 @@ def check_pretended(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, 
     """The largest difference of an output between one process and pretended ones, over the output's largest value.
 
     In each mode that has a graph. With `every` all values within the model are compared too. Raises VerifyError for one above
-    1e-5 (1e-4 within the model; 2e-3 and 2e-2 in half precision), which names the first node that differs.
+    what rounding may make of its dtype (`fxplug.ir.comparison`), which names the first node that differs.
     """
     worst = 0.0
     for mode in gm.graphs:
         one, many = _runs(gm, mode, args, kwargs, every)
-        off = max((_apart(a, b) for out in many for a, b in zip(leaves(one[0]), leaves(out[0]), strict=True)), default=0.0)
-        if off > CLOSE and not every:
+        off = max(difference(one[0], out[0]) for out in many)
+        if off.times > 1 and not every:
             one, many = _runs(gm, mode, args, kwargs, True)
-        found = _first(gm, mode, one[1], [out[1] for out in many]) if every or off > CLOSE else ""
-        if found or off > CLOSE:
-            raise VerifyError(f"pretended processes differ from one: an output by {off:.1e}{found}")
-        worst = max(worst, off)
+        found = _first(gm, mode, one[1], [out[1] for out in many]) if every or off.times > 1 else ""
+        if found or off.times > 1:
+            raise VerifyError(f"pretended processes differ from one: an output by {off.distance:.1e}{found}")
+        worst = max(worst, off.distance)
     return worst
 
 
 def check_before(gm: TracedModule, new: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     """The largest difference in evaluation between a module and the parallel one made of it, in one process.
 
-    Raises VerifyError for one above 1e-5.
+    Raises VerifyError for one above what rounding may make of its dtype.
     """
     mode = False if False in gm.graphs else gm._graph_mode
     with pretending(alone()):
         found = _run(new, mode, args, kwargs, False)[0]
     want = _run(gm, mode, args, kwargs, False)[0]
-    worst = max((_apart(a, b) for a, b in zip(leaves(want), leaves(found), strict=True)), default=0.0)
-    if worst > CLOSE:
-        raise VerifyError(f"one process differs from the module before: an output by {worst:.1e}")
-    return worst
+    worst = difference(want, found)
+    if worst.times > 1:
+        raise VerifyError(f"one process differs from the module before: an output by {worst.distance:.1e}")
+    return worst.distance
 
 
 def check_real(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
@@ -99,21 +97,21 @@ def check_real(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any])
     Every process of torch.distributed calls it, and gets the same answer. Raises VerifyError, with the first node that differs
     and the process.
     """
-    worst, first = 0.0, ""
+    worst, first = Difference(), ""
     for mode in gm.graphs:
         known = _runs(gm, mode, args, kwargs, True)[1][dist.get_rank()]
         mine = _run(gm, mode, args, kwargs, True)
-        worst = max([worst, *(_apart(a, b) for a, b in zip(leaves(known[0]), leaves(mine[0]), strict=True))])
+        worst = max(worst, difference(known[0], mine[0]))
         for name, value in known[1].items():
-            off = max((_apart(a, b) for a, b in zip(leaves(value), leaves(mine[1][name]), strict=False)), default=0.0)
-            if off > APART and not first:
-                first = f"; the first value that differs is '{name}', by {off:.1e}"
+            off = difference(value, mine[1][name], within=True)
+            if off.times > 1 and not first:
+                first = f"; the first value that differs is '{name}', by {off.distance:.1e}"
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (worst, first))
     for process, (off, where) in enumerate(told):
-        if where or off > CLOSE:
-            raise VerifyError(f"real process {process} differs from the pretended one: an output by {off:.1e}{where}")
-    return float(max(off for off, _ in told))
+        if where or off.times > 1:
+            raise VerifyError(f"real process {process} differs from the pretended one: an output by {off.distance:.1e}{where}")
+    return float(max(off.distance for off, _ in told))
 
 
 @contextlib.contextmanager
@@ -187,10 +185,10 @@ def _first(gm: TracedModule, mode: bool, one: Mapping[str, Any], many: Sequence[
             parts = [found[index] for found in values if index < len(found)]
             off = _together(whole, parts)
             for rank, part in enumerate(parts):
-                if plan is not None and node.name in lies and off <= APART:
+                if plan is not None and node.name in lies and off.times <= 1:
                     off = max(off, _lying(plan, mode, whole, part, [row[index] for row in lies[node.name]], rank))
-            if off > APART:
-                return f"; the first value that differs is '{node.name}', by {off:.1e}"
+            if off.times > 1:
+                return f"; the first value that differs is '{node.name}', by {off.distance:.1e}"
     return ""
 
 
@@ -208,56 +206,39 @@ def _lies(plan: Plan, mode: bool) -> dict[str, list[list[Any]]]:
     return {name: rows for name, rows in found.items() if len(rows) == len(plan.stages)}
 
 
-def _lying(plan: Plan, mode: bool, whole: Any, part: Any, places: Sequence[Any], rank: int) -> float:
+def _lying(plan: Plan, mode: bool, whole: Any, part: Any, places: Sequence[Any], rank: int) -> Difference:
     """How far the part of a process is from what the plan says it has."""
     world = placed(plan.ways, rank)
     dims = [place.dim for place in places if place is not None]
     if not dims or len(set(dims)) < len(dims) or not isinstance(whole, Tensor):
-        return 0.0
+        return Difference()
     for stage, place in zip(plan.stages, places, strict=True):
         if place is not None:
             here, each = world.ranks[stage.axis], world.sizes[stage.axis]
             bounds = [(start(n, here, each), count(n, here, each), n) for n in stage.modes[mode].sizes]
             whole = whole.index_select(place.dim, place.layout.rows(bounds).to(whole.device))
-    return _apart(whole, part)
+    return difference(whole, part, within=True)
 
 
 def _calls(gm: TracedModule, node: fx.Node, kind: type[Collective]) -> bool:
     return node.op == "call_module" and type(gm.get_submodule(str(node.target))) is kind
 
 
-def _together(whole: Any, parts: Sequence[Any]) -> float:
+def _together(whole: Any, parts: Sequence[Any]) -> Difference:
     """How far what the processes have is from the whole: each has all of it, or together they have each number as often.
 
     Which part is whose does not matter here: what a node makes of parts in a wrong order differs.
     """
     if not isinstance(whole, Tensor) or not all(isinstance(part, Tensor) for part in parts) or not whole.numel():
-        return 0.0  # a number that hangs on sizes
+        return Difference()  # a number that hangs on sizes
     if all(part.shape == whole.shape for part in parts):
-        return max((_apart(whole, part) for part in parts), default=0.0)
-    held = torch.cat([_flat(part) for part in parts])
-    wanted = _flat(whole)
+        return max(difference(whole, part, within=True) for part in parts)
+    held = torch.cat([numbers(part) for part in parts])
+    wanted = numbers(whole)
     if len(held) % len(wanted):
-        return 0.0  # parts that overlap
-    wanted = wanted.repeat(len(held) // len(wanted)).sort().values
-    return _apart(wanted, held.sort().values) / (200 if whole.dtype in (torch.float16, torch.bfloat16) else 1)
-
-
-def _flat(x: Tensor) -> Tensor:
-    return (torch.view_as_real(x.detach()) if x.is_complex() else x.detach()).double().flatten()
-
-
-def _apart(a: Any, b: Any) -> float:
-    """How far two values are apart, of the largest; half precision counts a two hundredth."""
-    if not isinstance(a, Tensor):
-        return 0.0 if a == b or a != a else math.inf
-    if not isinstance(b, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
-        return math.inf
-    if not a.numel():
-        return 0.0
-    x, y = (torch.nan_to_num(_flat(t)) for t in (a, b))
-    off = float((x - y).abs().max()) / max(1e-12, float(x.abs().max()))
-    return off / 200 if a.dtype in (torch.float16, torch.bfloat16) else off
+        return Difference()  # parts that overlap
+    off = distance(wanted.repeat(len(held) // len(wanted)).sort().values, held.sort().values)
+    return Difference(off / tolerance(whole, within=True), off)
 
 
 def process_zero(ways: Mapping[str, int]) -> World:

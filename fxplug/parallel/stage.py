@@ -12,13 +12,13 @@ from torch import fx, nn
 from ..errors import SpecError, brief_fields, did_you_mean
 from ..ir.graph import Graph, copy_graph
 from ..ir.traced_module import TracedModule, shell
-from ..rewriter.modes import in_mode
+from ..rewriter.modes import _knows_mode, in_mode
 from .planning import births, rows
 from .planning.found import Found, Unsplittable, told
 from .planning.opened_layers import opened
 from .planning.planner import planned
 from .planning.trials import Tries
-from .planning.walk import left_alone, walk
+from .planning.walk import Walk, left_alone, walk
 from .runtime.collectives import Collective
 from .runtime.mesh import SEQUENCE, World, ways_of
 from .writing import Writer
@@ -47,30 +47,39 @@ class Stage:
 
 def found_along(
     gm: TracedModule, mode: bool, call: Any, along: tuple[str, int], split: Mapping[str, int] | None,
-    before: Mapping[bool, Found],
+    before: Mapping[bool, Found], memory: dict[int, dict[Any, Any]],
 ) -> Found:  # fmt: skip
-    """The plan of one graph along one axis; births are those of the plan `before`, of the other mode, where there is one."""
-    graph, (axis, ways) = gm.graphs[mode], along
-    walked = walk(gm, graph, *call)
-    results: list[Found] = []
-    names = {node.name: node for node in graph.nodes}
+    """The plan of one graph along one axis; births are those of the plan `before`, of the other mode, where that can be."""
+    graph = gm.graphs[mode]
+    walked, names = walk(gm, graph, *call), {node.name for node in graph.nodes}
     for other in before.values():
         if all(node.name in names for node in other.births):
-            split = {node.name: dim for node, dim in other.births.items() if isinstance(dim, int)}
+            with contextlib.suppress(Unsplittable):
+                again = {node.name: dim for node, dim in other.births.items() if isinstance(dim, int)}
+                return _found(gm, graph, walked, along, again, memory)
+    return _found(gm, graph, walked, along, split, memory)
+
+
+def _found(
+    gm: TracedModule, graph: fx.Graph, walked: Walk, along: tuple[str, int], split: Mapping[str, int] | None,
+    memory: dict[int, dict[Any, Any]],
+) -> Found:
+    (axis, ways), results = along, list[Found]()
     for seed in (0, 1):
+        tries = Tries(gm, seed, axis == "rows", memory)
         if axis == "rows":
             if seed == 0:
-                results.append(rows.best(gm, walked, named_births(graph, split) if split else None))
+                results.append(rows.best(tries, walked, named_births(graph, split) if split else None))
             else:
                 one = results[0]
-                results.append(planned(walked, Tries(gm, seed, True), one.births, True, (), one.grains, rows.Spatial))
+                results.append(planned(walked, tries, one.births, True, (), one.grains, rows.Spatial))
         elif axis == "batch" or split:
             given = births.samples(walked) if split is None else named_births(graph, split)
-            results.append(planned(walked, Tries(gm, seed), given, one=axis == "batch"))
+            results.append(planned(walked, tries, given, one=axis == "batch"))
         elif seed == 0:
-            results.append(births.best(gm, walked, seed, ways))
+            results.append(births.best(tries, walked, ways))
         else:
-            results.append(planned(walked, Tries(gm, seed), results[0].births))
+            results.append(planned(walked, tries, results[0].births))
     if results[0].steps != results[1].steps:
         node = next(n for n in graph.nodes if results[0].steps.get(n) != results[1].steps.get(n))
         raise Unsplittable(f"{told(node)} does other things with other random values")
@@ -84,6 +93,14 @@ def in_one_mode(mode: bool, gm: TracedModule) -> Iterator[None]:
     """A mode for a time, for a model with a graph for each, of which nothing is left."""
     with left_alone(gm), in_mode(mode, gm) if len(gm.graphs) == 2 else contextlib.nullcontext():
         yield
+
+
+def in_both_modes(gm: TracedModule) -> TracedModule:
+    """The same module with a graph for each mode, where one graph stood for both and its layers differ in training."""
+    if len(gm.graphs) == 2 or gm.twin_error or not _knows_mode(gm):
+        return gm
+    (graph,) = gm.graphs.values()
+    return gm.derived(shell(gm), {mode: copy_graph(graph) for mode in (gm.training, not gm.training)})
 
 
 def named_births(graph: fx.Graph, split: Mapping[str, int]) -> dict[fx.Node, int]:

@@ -163,7 +163,7 @@ class Writer:
         """Split a value where its streams begin."""
         place = self.found.place(node)
         assert place is not None
-        twin = self.twin[node.name]
+        twin = self.node(node)
         if isinstance(self.found.births[node], Place):
             cut = self.call(Part, self.part(place), twin, place.layout.streams, after=twin)
         else:
@@ -173,7 +173,7 @@ class Writer:
             cut = self.call(Split, settings, twin, (stream,), after=after)
         sizes = nodes_in(list(self.sizes.values()))
         redirect(twin, cut, keep={*sizes, *nodes_in([size.args for size in sizes])})
-        self.now[twin] = cut
+        self.now[self.twin[node.name]] = cut
 
     def part(self, place: Place) -> tuple[Any, ...]:
         """The settings of a `Part`."""
@@ -226,8 +226,10 @@ class Writer:
             self.instead(twin, total)
         if step.cut is not None:
             inner, more = self.inner(node, step.cut)
-            settings = self.axis, step.cut.dim, inner
-            self.instead(twin, self.call(Split, settings, twin, step.cut.layout.streams, after=twin, inner=more))
+            settings, now = (self.axis, step.cut.dim, inner), self.node(node)
+            cut = self.call(Split, settings, now, step.cut.layout.streams, after=now, inner=more)
+            redirect(now, cut)
+            self.now[twin] = cut
 
     def instead(self, twin: fx.Node, new: fx.Node) -> None:
         """Let a new node stand for this one from here on."""

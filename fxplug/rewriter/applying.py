@@ -124,7 +124,8 @@ def _looked_at(gm: TracedModule, p: Pass, sites: list[Site]) -> Iterator[None]:
         more = f" and {len(changed) - 1} modules more" if len(changed) > 1 else ""
         raise SpecError(
             f"{p.name}: {kind} at '{at.node or at.path}' changes the model that it is made for: {', '.join(names)} of "
-            f"'{path}'{more}; a block changes values, in its forward: put it before or after the module, or in its place",
+            f"'{path}'{more}; a block changes values, in its forward: put it before or after the module, or in its place, or "
+            "change the model before it is traced",
             where=at.rule.where,
         )
 

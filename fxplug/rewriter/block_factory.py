@@ -157,7 +157,8 @@ def _param(site: Site) -> dict[str, Any]:
 
 def _bank(site: Site, block: nn.Module | None) -> dict[str, Any]:
     found: Any = block
-    return {"bank": {**found.bank(), **_param(site)}} if getattr(block, "slots", 0) else {}
+    turned = {"transposed": True} if quantised.is_transposed(site.module) else {}
+    return {"bank": {**found.bank(), **turned, **_param(site)}} if getattr(block, "slots", 0) else {}
 
 
 def _plain(value: Any) -> Any:

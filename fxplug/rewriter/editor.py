@@ -260,6 +260,8 @@ class Editor(OpenedGraph):
         if value.kind == "operand":
             node: fx.Node = self.by_name[site.node]
             given = [a for a in node.all_input_nodes if "shape" in a.meta]
+            if value.port.whole:
+                return tuple(given)
             return node if value.port.side == "out" else given[int(value.port.keys[0]) if value.port.keys else 0]
         return self.value_at(value.port, site)
 

@@ -229,10 +229,12 @@ class _Finder:
         return self.read(address, relative or parse_port(local(address, self.p)))
 
     def operand(self, node: fx.Node, text: str, port: Port) -> Value:
-        """`x[1]` of an operation: its second tensor."""
+        """`x[1]` of an operation: its second tensor; `x[:]`: all of them, in a tuple."""
         given = [a for a in node.all_input_nodes if "shape" in a.meta]
+        if port.side == "in" and port.whole:
+            return Value(text, members=tuple(_value(text, one, port, "operand") for one in given), port=port, kind="operand")
         if port.side == "out" or len(port.keys) != 1 or not isinstance(port.keys[0], int) or port.keys[0] >= len(given):
-            raise MatchError(f"'{node.name}' has no '{text}'; it reads {len(given)} tensors, x[0] to x[{len(given) - 1}]")
+            raise MatchError(f"'{node.name}' has no '{text}'; it reads {len(given)} tensors, x[0] to x[{len(given) - 1}], x[:]")
         found = _value(text, given[port.keys[0]], port, "operand")
         assert found is not None
         return found

@@ -69,10 +69,10 @@ def hits(regions: Regions, match: Match) -> list[Hit]:
 
 
 def all_linear(regions: Regions, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Every Linear, as PEFT's `target_modules="all-linear"`: but for the last one where its weight has the shape of an
+    """Every linear layer, as PEFT's `target_modules="all-linear"`: but for the last one where its weight has the shape of an
     Embedding's, the output embeddings of a language model."""
     paths = [name for name in names if name and "@" not in name]
-    linears = [name for name in paths if "Linear" in regions.classes(name)]
+    linears = [name for name in paths if not {"Linear", "TransposedLinear"}.isdisjoint(regions.classes(name))]
     shapes = {regions.module(name).weight.shape for name in paths if "Embedding" in regions.classes(name)}
     if linears and getattr(regions.module(linears[-1]).weight, "shape", None) in shapes:
         linears.pop()

@@ -13,6 +13,9 @@ from torch import nn
 from ..ir.traced_module import TracedModule
 from ..torch_internals.tensors import version
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 @contextlib.contextmanager
 def in_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
@@ -37,8 +40,14 @@ def _knows_mode(module: TracedModule) -> bool:
     if len(module.graphs) > 1:
         return True
     called = {str(n.target) for n in module.graph.nodes if n.op == "call_module"}
-    classes = {type(m) for path in called for m in module.get_submodule(path).modules()}
-    return any(_reads_mode(kind) for kind in classes)  # type: ignore[arg-type]
+    return any(_reads_mode(type(m)) and not _is_inert(m) for path in called for m in module.get_submodule(path).modules())  # type: ignore[arg-type]
+
+
+def _is_inert(module: nn.Module) -> bool:
+    """Whether a layer of torch's drops nothing, or has no running statistics: training and evaluation are the same then."""
+    if isinstance(module, DROPOUTS):
+        return module.p == 0
+    return isinstance(module, NORMS) and module.running_mean is None
 
 
 @cache

@@ -12,7 +12,7 @@ from ..ir.regions import SHOWN, Regions, listed, no_region
 from ..spec.addresses import alternatives, is_bare, parse_port, select
 from ..spec.expressions import searched
 from ..spec.rules import Match, Pass, Rule
-from .matches import Hit, hits, is_a, operations
+from .matches import ALL_LINEAR, Hit, hits, is_a, operations
 from .sites import Site
 
 
@@ -77,6 +77,9 @@ def misses(regions: Regions, match: Match) -> list[str]:
 
 def _near_paths(regions: Regions, match: Match, pattern: str, by_class: list[str]) -> list[str]:
     path = parse_port(pattern).path
+    if path.lower() == ALL_LINEAR:
+        classes = sorted({regions.classes(regions.by_key[k].path)[0] for k in regions.ran})
+        return [f"  the model calls no Linear that '{ALL_LINEAR}' could mean; the classes here are {', '.join(classes)}"]
     if is_bare(path):
         return [f"  {_no_end(regions, one)}" for one in alternatives(path)[:SHOWN]]
     modules = [name for name, _ in regions.root.named_modules(remove_duplicate=False)]

@@ -15,6 +15,7 @@ from ..files.reading import read_json
 from ..ir.traced_module import TracedModule
 from ..spec.import_path import import_target
 from ..spec.rules import Pass, is_target
+from .unchanged import Unchanged
 
 
 def network_module(gm: TracedModule, p: Pass, name: str, spec: Mapping[str, Any]) -> nn.Module:
@@ -34,15 +35,32 @@ def network_module(gm: TracedModule, p: Pass, name: str, spec: Mapping[str, Any]
     if "." in use.partition(":")[2] and not isinstance(import_target(use.rpartition(".")[0], p.where), type):
         raise SpecError(f"{what}: '{use}' must be a function, a class or a classmethod")
     try:
-        with _like(gm):
+        with unchanged(gm, f"{what}: {use}") as before, _like(gm), before:
             made = make(gm, **options)
     except FxplugError as error:
-        raise SpecError(f"{what}: {getattr(error, 'finding', error)}") from error
+        finding = getattr(error, "finding", str(error))
+        raise SpecError(finding if finding.startswith(what) else f"{what}: {finding}") from error
     except Exception as error:  # the network's constructor, diffusers' or anybody's
         raise SpecError(f"{what}: {use} could not make it from this model: {type(error).__name__}: {error}") from error
     if not isinstance(made, nn.Module):
         raise SpecError(f"{what}: {use} gave a {type(made).__name__}, no nn.Module")
     return made
+
+
+@contextmanager
+def unchanged(gm: TracedModule, who: str) -> Iterator[Unchanged]:
+    """Take back what is done to a model meanwhile. Raises SpecError for it."""
+    before, changed = Unchanged(gm), dict[str, list[str]]()
+    try:
+        yield before
+    finally:
+        changed = before.undo()
+    if changed:
+        path, names = next(iter(changed.items()))
+        raise SpecError(
+            f"{who} changes the model that it is made for: {', '.join(names)} of '{path}'; change a copy of it, or change the "
+            "model before it is traced"
+        )
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from ..spec.rules import Pass
 from .adapter_passes import with_rules
 from .graft import Graft, head, traced
 from .input_sizes import factors, how_deep, input_name, named_sizes, own_inputs, size_of, size_tries
-from .network_sources import network_module
+from .network_sources import network_module, unchanged
 
 GATES = "gates"  # the network that a pass with slots brings
 
@@ -110,7 +110,7 @@ def joined(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
         while True:
             sizes = {**bound, **search.send(deep)}
             try:
-                with quiet():
+                with quiet(), unchanged(gm, f"a network ({', '.join(modules)})"):
                     return _joined(gm, p, modules, sizes), p
             except (MatchError, SpecError) as error:
                 raise type(error)(f"{p.name}: {getattr(error, 'finding', error)}") from None

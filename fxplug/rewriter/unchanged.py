@@ -31,7 +31,10 @@ class Unchanged(Journal):  # type: ignore[no-untyped-call]
         held += [("", root, vars(root).get("_extras", {}))]
         self.before = [(path, module, type(module), now, self._state(now)) for path, module, now in held]
         rows = [*root.named_parameters(), *root.named_buffers()]
-        self.tensors = {name: (tensor, tensor.detach(), tensor.requires_grad, gradient_hooks(tensor)) for name, tensor in rows}
+        tensors = [(name, tensor, tensor.detach()) for name, tensor in rows]
+        # some quantised tensors lie elsewhere in each view
+        tensors = [row for row in tensors if _same_place(*row[1:])]
+        self.tensors = {name: (t, view, t.requires_grad, gradient_hooks(t)) for name, t, view in tensors}
         self.memory = {memory_id(s): name for name, row in self.tensors.items() if (s := storage_of(row[1])) is not None}
 
     def _state(self, now: dict[str, Any]) -> dict[str, tuple[Any, Rows]]:

@@ -34,7 +34,10 @@ EXAMPLES: Mapping[str, Any] = {
 
 KEYS: Mapping[str, Texts] = {
     "Config": {
-        "model": ("a timm name, a folder or .json of diffusers, `module:function`, or a mapping of one of these", "resnet18"),
+        "model": (
+            "a timm name, a folder, .json or checkpoint of diffusers, `module:function`, or a mapping of one of these",
+            "resnet18",
+        ),
         "weights": ("a weight file, or where it lies in an installed package; null: the model as it is made", "a.safetensors"),
         "device": ("where the model is; `meta` needs no memory", "cuda"),
         "dtype": ("what the model's weights are converted to; null leaves them", "bfloat16"),

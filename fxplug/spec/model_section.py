@@ -18,7 +18,9 @@ from .yaml_source import NOWHERE, Where, no_such_file, shown
 
 Dtype = Literal["float32", "float64", "float16", "bfloat16"]
 DTYPES = (*get_args(Dtype), "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128")
-SUFFIXES = (".safetensors", ".pth", ".pt", ".th", ".bin", ".onnx")
+INDICES = (".safetensors.index.json", ".bin.index.json")  # which file has which tensor, of weights in several
+SUFFIXES = (".safetensors", ".pth", ".pt", ".th", ".bin", ".onnx", ".ckpt", *INDICES)
+CHECKPOINTS = (".safetensors", ".ckpt", ".gguf")  # what a model in one file is called
 KINDS = ("timm", "diffusers", "call")
 
 
@@ -26,9 +28,9 @@ KINDS = ("timm", "diffusers", "call")
 class ModelSpec:
     """Where the model comes from.
 
-    `kind` is `timm` (`target`: a model name), `diffusers` (a folder or .json file relative to the
-    configuration, or the model's configuration itself) or `call` (`"package.module:function"`);
-    `options` are keyword arguments.
+    `kind` is `timm` (`target`: a model name), `diffusers` (a folder, .json file or checkpoint in one
+    file relative to the configuration, or the model's configuration itself) or `call`
+    (`"package.module:function"`); `options` are keyword arguments.
     """
 
     kind: Literal["timm", "diffusers", "call"]
@@ -195,7 +197,7 @@ class Constant(Section):
 
 
 def read_model(value: Any, info: ValidationInfo) -> ModelSpec:
-    """The `model` section: a mapping, or text: a folder or a .json of diffusers, `module:name` to call, else a name of timm.
+    """The `model` section: a mapping, or text: a folder, .json or checkpoint of diffusers, `module:name` to call, else timm's.
 
     Paths are relative to the `base` of the validation's context. Raises SpecError.
     """
@@ -203,7 +205,7 @@ def read_model(value: Any, info: ValidationInfo) -> ModelSpec:
     where: Where = info.context["source"].where("model") if info.context else NOWHERE
     if isinstance(value, str):
         kind = "timm"
-        if value.endswith(".json") or (base / value).is_dir():
+        if value.endswith((".json", *CHECKPOINTS)) or (base / value).is_dir():
             kind = "diffusers"
         elif ":" in value:
             kind = "call"
@@ -237,7 +239,7 @@ def read_weights(value: Any, info: ValidationInfo) -> WeightsSpec | None:
     if value is None:
         return None
     if isinstance(value, str):
-        if not value.endswith(SUFFIXES):
+        if not value.endswith((*SUFFIXES, ".gguf")):  # which reading refuses, with what to do
             raise SpecError(f"'{value}' is not one of {', '.join(SUFFIXES)}", path=("weights",))
         return WeightsSpec(path=value, base=base, where=where)
     if not isinstance(value, Mapping):

@@ -35,7 +35,7 @@ class _Stream:
     index: int
     since: int
     shapes: tuple[Any, ...]
-    changes: int
+    changes: tuple[Any, ...]
 
 
 class StepCache(Stepped):

@@ -29,7 +29,7 @@ class _Stream:
     kept: dict[str, Tensor]
     index: int
     shapes: tuple[Any, ...]
-    changes: int
+    changes: tuple[Any, ...]
 
 
 class FastAttention(Stepped):

@@ -14,7 +14,7 @@ from ..ir.graph import Graph
 from ..ir.pytree import leaves
 from ..ir.traced_module import TracedModule, shell
 from ..torch_internals.modules import TABLES
-from ..turns import during, turns_of
+from ..turns import choices_of, during, turns_of
 
 AT_ONCE = 8  # so many calls at one time are told apart
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,7 +49,7 @@ class Stepped(nn.Module):
         self._turns = turns_of(module)
         collective: Any = next((m for m in module.modules() if hasattr(m, "everywhere")), None)
         self._everywhere: Callable[[Tensor], Tensor] | None = collective and collective.everywhere
-        self._before: Callable[..., None] | None = collective and collective.before_first_call
+        self._before: Callable[..., None] | None = collective and collective.before_call
         self._parts: dict[str, TracedModule] = {}  # no submodules: they hold what `module` holds
 
     # --- the parts
@@ -103,7 +103,7 @@ class Stepped(nn.Module):
         """One step, for what the module takes."""
         if self._before is not None:
             self._before(self.module, args, kwargs)
-            self._before = None
+            self._before = None  # later inputs may differ by rounding
         return during(self._turns, self._step, *args, **kwargs)
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,8 +115,9 @@ class Stepped(nn.Module):
             return torch.stack(row).tolist()
         return self._everywhere(torch.stack(row)).sum(0).tolist()
 
-    def _changes(self) -> int:
-        return sum(turns.changes for turns in self._turns)
+    def _changes(self) -> tuple[Any, ...]:
+        """Something that is equal for two calls which read the same adapters."""
+        return sum(turns.changes for turns in self._turns), choices_of(self._turns)
 
     def _owned(self, values: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         """Values without their history; those of a CUDA graph as copies, as its next run writes over them."""

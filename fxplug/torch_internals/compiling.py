@@ -12,13 +12,17 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
+from .dispatch import DisableTorchDispatch, DisableTorchFunction
+
 __all__ = [
-    "apart", "as_it_stands", "as_listened", "constant_floats", "is_listening", "is_set_aside", "leave_frame", "leave_module",
+    "CONTEXT_VARIABLES", "apart", "as_it_stands", "as_listened", "break_graph", "constant_floats", "is_listening",
+    "is_set_aside", "leave_frame", "leave_module", "unwatched",
 ]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 R = TypeVar("R")
+CONTEXT_VARIABLES = torch.__version__ >= "2.14"  # whether compiled code may read one, and is compiled anew for another value
 _AS_IT_STANDS = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
 
 # what dynamo has set to be given each frame that begins, None where it compiles nothing
@@ -61,6 +65,28 @@ def apart(function: F) -> F:
 
     leave_frame(wrapper.__code__)  # type: ignore[attr-defined]
     wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]  # what dynamo asks of a function that it meets
+    return wrapper  # type: ignore[return-value]
+
+
+def break_graph(message: str) -> None:
+    """End the graph that is compiled here, an error with this message where it has to be one; for code that is compiled."""
+    torch._dynamo.graph_break(msg=message)
+
+
+def unwatched(function: F) -> F:
+    """A function that neither compilers nor modes, transforms or autograd see; we need that all of them come back in order."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        listener = _listen(None)
+        try:
+            with temporarily_clear_interpreter_stack(), DisableTorchFunction(), DisableTorchDispatch(), torch.no_grad():
+                return function(*args, **kwargs)
+        finally:
+            _listen(listener)
+
+    leave_frame(wrapper.__code__)  # type: ignore[attr-defined]
     return wrapper  # type: ignore[return-value]
 
 

@@ -11,6 +11,7 @@ __all__ = [
     "flash_cpu_backward",
     "flash_cuda",
     "flash_cuda_backward",
+    "flop_counter",
     "onednn_linear",
     "pack_padded_sequence",
     "pad_packed_sequence",
@@ -31,3 +32,22 @@ weight_norm: Any = torch._weight_norm
 pack_padded_sequence: Any = torch._pack_padded_sequence
 pad_packed_sequence: Any = torch._pad_packed_sequence
 pad_sequence: Any = torch._C._nn.pad_sequence
+
+
+def flop_counter() -> Any:
+    """A FlopCounterMode that counts attention on a CPU, which torch's own does from 2.15 on, and torch.nn's fast paths."""
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+    def flash(query: Any, key: Any, value: Any, *_: Any, **more: Any) -> int:
+        return sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call, no-any-return]
+
+    def packed(query: Any, key: Any, value: Any, width: int, *_: Any, **more: Any) -> Any:
+        batch, rows, columns = query[0], query[1], key[1]
+        return 4 * batch * width * (width * (rows + columns) + rows * columns)
+
+    def layer(source: Any, width: int, *given: Any, **more: Any) -> Any:
+        hidden = next(shape for shape in given[10:] if shape is not None and len(shape) == 2)[0]
+        return packed(source, source, source, width) + 4 * source[0] * source[1] * width * hidden
+
+    fast = {torch.ops.aten._native_multi_head_attention: packed, torch.ops.aten._transformer_encoder_layer_fwd: layer}
+    return FlopCounterMode(display=False, custom_mapping={flash_cpu: flash, **fast})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["ATTRIBUTES", "BACKWARD_HOOKS", "CHECKS", "FAKE_TENSOR_LOG", "TYPED_STORAGE"]
+__all__ = ["ATTRIBUTES", "BACKWARD_HOOKS", "CHECKPOINTS", "CHECKS", "FAKE_TENSOR_LOG", "TYPED_STORAGE"]
 
 # the logger to which an operation on fake tensors that fails writes its traceback; we need that it is silent when switched off
 FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
@@ -10,6 +10,8 @@ FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"
 ATTRIBUTES = frozenset({"_grad", "_grad_fn", "_version", "_base", "_cdata"})
 # attributes of a tensor that hold what will be done in backward; as above
 BACKWARD_HOOKS = frozenset({"_backward_hooks", "_post_accumulate_grad_hooks"})
+# what torch.utils.checkpoint looks up and calls for a checkpoint that is not reentrant, in one version of torch or another
+CHECKPOINTS = ("_checkpoint_without_reentrant_generator", "_checkpoint_without_reentrant_generator_impl")
 # the method of a tensor that gives its memory as `storage()` does, without a warning
 TYPED_STORAGE = "_typed_storage"
 # functions of torch whose text is read by people only, but for their first argument; we need their names in a frame's code

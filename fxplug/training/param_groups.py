@@ -246,13 +246,14 @@ def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[
 
     A block is where a pass put one (`lora.blocks.0.attn.qkv.Lora`). A pass's network counts as a whole, since some have layers
     that their model never uses; so does each parameter of the base. Some parameters of a new block have a zero gradient by
-    design (LoRA's `down`), a whole block seldom has.
+    design (LoRA's `down`), a whole block seldom has. What a plugin has frozen since is left out.
     """
     blocks = {name for name, part in module.named_modules() if getattr(part, "is_block", False)}
     networks = {f"{entry['name']}.{network}" for entry in module.meta.get("passes", []) for network in entry["networks"]}
     held: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for group in groups:
-        for name, parameter in zip(group["names"], group["params"], strict=True):
+        rows = zip(group["names"], group["params"], strict=True)
+        for name, parameter in ((name, parameter) for name, parameter in rows if parameter.requires_grad):
             holder = next((name[:end] for end in _dots(name) if name[:end] in blocks | networks), name)
             held.setdefault(holder, []).append((name, parameter))
     lost = {holder: [name for name, p in inside if p.grad is None] for holder, inside in held.items()}

@@ -16,11 +16,40 @@ from ..errors import did_you_mean
 from .tasks.task import Task
 
 
+class Optimizers:
+    """The optimizer of a run, which is one, under the names that EveryDream2trainer has for its two.
+
+    What else is asked of it, it answers itself. `optimizer_te` is None, and the rate 0, where no text encoder is trained.
+    """
+
+    def __init__(self, optimizer: Any, text_encoder: Any = None) -> None:
+        own = set() if text_encoder is None else set(map(id, text_encoder.parameters()))
+        self.optimizer_unet, self._text = optimizer, [any(id(p) in own for p in g["params"]) for g in optimizer.param_groups]
+        self.optimizer_te = optimizer if any(self._text) else None
+        self.optimizers = [optimizer]
+
+    def get_unet_lr(self) -> float:
+        """The rate of the first group that is not the text encoder's, now."""
+        return self._rate(text=False)
+
+    def get_textenc_lr(self) -> float:
+        """The rate of the text encoder's first group, now."""
+        return self._rate(text=True)
+
+    def _rate(self, text: bool) -> float:
+        rows = zip(self.optimizer_unet.param_groups, self._text, strict=True)
+        return next((float(group["lr"]) for group, own in rows if own == text), 0.0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["optimizer_unet"], name)
+
+
 class State:
     """`unet` is the module that trains, whatever it is. What a run does not have is None.
 
-    `text_encoder`, `tokenizer`, `scheduler` (of noise) and `vae` are the task's; `optimizer` is None until it is made;
-    `train_batch` is the loader of the training data. There are no models with averaged weights: `unet_ema` is None.
+    `text_encoder`, `tokenizer`, `scheduler` (of noise) and `vae` are the task's; `optimizer` is None until it is made, and an
+    `Optimizers` then; `train_batch` is the loader of the training data. There are no models with averaged weights: `unet_ema`
+    is None.
     """
 
     def __init__(

@@ -95,13 +95,14 @@ def rescue(trainer: Trainer, error: BaseException) -> None:
             _write_modules(trainer)
         except Exception as other:  # the system's or torch's; the first error is the one that counts
             lost = f"it cannot be written: {other}"
+    begin = f"{'stopped' if isinstance(error, KeyboardInterrupt) else 'the run ended'} after step {step}"
     if lost is None:
-        text = f"the run ended after step {step}: what it learnt is in '{kept[-1]}' (--resume) and '{trainer.out / 'module'}'"
+        text = f"{begin}: what it learnt is in '{kept[-1]}' (--resume goes on from there) and '{trainer.out / 'module'}'"
     elif whole:
-        text = f"the run ended after step {step}: what it learnt is in '{kept[-1]}' (--resume); there is no module, as {lost}"
+        text = f"{begin}: what it learnt is in '{kept[-1]}' (--resume goes on from there); there is no module, as {lost}"
     else:
         last = f"the newest checkpoint is '{kept[-1]}'" if kept else "there is no checkpoint"
-        text = f"the run ended after step {step}, of which nothing is kept as {lost}; {last}"
+        text = f"{begin}, of which nothing is kept as {lost}; {last}"
     error.add_note(text)
     trainer.watch.note(text, said=False)
 

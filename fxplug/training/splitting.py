@@ -106,7 +106,7 @@ def called(task: Task, batch: Mapping[str, Any], draws: Draws, accelerator: Acce
 def _check_draws(gm: TracedModule, plan: Plan, args: Any, kwargs: Any) -> None:
     """What draws random numbers must do so in the plan too, where the first process draws for all."""
     with left_alone(gm):
-        drawn = walk(gm, gm.graphs[plan.mode], args, kwargs).random
+        drawn = walk(gm, gm.graphs.get(plan.mode) or gm.graph, args, kwargs).random
     known = {node.name for stage in plan.stages for node in stage.modes[plan.mode].walk.random}
     for node in drawn:
         if node.name not in known:

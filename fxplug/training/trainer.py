@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from .evaluating import pictures, tested
 from .first_batch import check_fits
 from .monitor import Watch
 from .param_groups import check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
-from .plugin_state import State, plugin_batch
+from .plugin_state import Optimizers, State, plugin_batch
 from .plugins import Plugins, open_plugins
 from .progress import Pace, Progress
 from .random_draws import Draws, mixed
@@ -203,7 +204,7 @@ class Trainer:
         if scheduler is None:
             self.scheduler, self.by_epoch = make_scheduler(self.settings.scheduler, made, self.steps, self.pace.per_epoch)
         self.optimizer: Any = self.accelerator.prepare_optimizer(made, device_placement=False)
-        self.state.optimizer = self.optimizer
+        self.state.optimizer = Optimizers(self.optimizer, self.state.text_encoder)
         self.trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
         self.fingerprint = fingerprint({n: p for n, p in self.module.named_parameters() if n in frozen})
         self.ema = Ema(self.trained, self.settings.ema) if self.settings.ema else None
@@ -260,7 +261,9 @@ class Trainer:
                     self._epoch()
             if self.take_step.stop:
                 keep(self)
-                raise KeyboardInterrupt(f"stopped after step {self.progress.step}")
+                end = KeyboardInterrupt(f"stopped after step {self.progress.step}")
+                end.signal = asked[0] if asked else signal.SIGINT  # type: ignore[attr-defined]  # for the exit code
+                raise end
             self._finish()
         except BaseException as error:  # whoever it comes from: nothing learnt is lost
             rescue(self, error)

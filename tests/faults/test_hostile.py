@@ -186,7 +186,7 @@ def test_functions_that_trust_their_callers_are_called_with_what_they_take():
 
 @pytest.mark.parametrize("dim", [0, 1, None])
 def test_weight_norm_is_what_it_was(dim, tmp_path):
-    with pytest.warns(FutureWarning):
+    with pytest.warns((FutureWarning, DeprecationWarning)):
         model = nn.utils.weight_norm(nn.Linear(4, 4), dim=dim).eval()
     x = torch.randn(2, 4)
     gm = fxplug.trace(model, x)

@@ -14,13 +14,16 @@ import fuzz_adapters
 import fuzz_configs
 import fuzz_files
 import pytest
+import small
 import torch
 from hostile_files import attacked
 from safetensors.torch import load_file, save_file
 
+import fxplug
 from fxplug import Limits
-from fxplug.errors import ArtifactError, SpecError, did_you_mean
+from fxplug.errors import ArtifactError, FxplugError, SpecError, did_you_mean
 from fxplug.files import reading, weight_files
+from fxplug.spec import expressions
 from fxplug.spec.addresses import select
 from fxplug.spec.expressions import searched
 from fxplug.spec.yaml_source import parse_yaml
@@ -178,7 +181,8 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch):
     "text",
     ["(((.+)+)+)+!", ".*" * 12 + "!", "(a|a)(a|aa)" * 30 + "!", "(?i)" + "[\u0100-\uffff]" * 400, "(", "a{9" + "9" * 20 + "}"],
 )
-def test_a_pattern_ends(text):
+def test_a_pattern_ends(text, monkeypatch):
+    monkeypatch.setattr(expressions, "SLOW_PATTERN_SECONDS", 0.1)
     names = ["a" * 60, "blocks.0.attn"]
     for find in (lambda: select(f"re:{text}", names), lambda: searched(text, names, SpecError)):  # as `at`, as exclude_key
         _, refused, wrong = attacked(find)
@@ -238,3 +242,97 @@ def test_a_header_whose_length_begins_as_a_pickle_does_is_a_header(length, tmp_p
     (tmp_path / "a.safetensors").write_bytes(length.to_bytes(8, "little") + text + b"\0\0\x80\x3f")
     found, _ = weight_files.read(tmp_path / "a.safetensors")
     assert found["a"].item() == 1.0
+
+
+class Wrapped(torch.Tensor):
+    """A tensor with a dispatch of its own, as quantised and sharded ones have."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise RuntimeError("not by these ways")
+
+
+def ragged(value):
+    return torch.nested.nested_tensor([value[0], value[1][:3]])
+
+
+ODD_TENSORS = {
+    "meta": (lambda t: t.to("meta"), "on the meta device, which holds no values"),
+    "sparse": (torch.Tensor.to_sparse, "is sparse .torch.sparse_coo.: give it .to_dense"),
+    "rows": (torch.Tensor.to_sparse_csr, "is sparse .torch.sparse_csr.: give it .to_dense"),
+    "wrapped": (lambda t: t.as_subclass(Wrapped), "is a Wrapped, which is no plain tensor: give its numbers"),
+    "nested": (ragged, "is a nested tensor"),
+    "whole numbers": (torch.Tensor.int, "holds torch.int32; an adapter's weights are floating point"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_TENSORS)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_without_plain_numbers_are_refused_in_every_place_and_change_nothing(kind, tmp_path):
+    make, text = ODD_TENSORS[kind]
+    gm, (x,), _ = small.plain_vit()
+    sizes = {"A": (2, 96), "B": (288, 2)}
+    state = {f"base_model.model.blocks.0.attn.qkv.lora_{half}.weight": make(torch.ones(size)) for half, size in sizes.items()}
+    banked = fxplug.apply(gm, fxplug.load_pass("lora", at="blocks.*.attn.qkv", rank=2, slots=1))
+    trained = fxplug.apply(gm, fxplug.load_pass("lora", at="blocks.*.attn.qkv", rank=2))
+    with pytest.raises(FxplugError, match=text):
+        banked.adapters.load("ink", state)
+    with pytest.raises(FxplugError, match=text):
+        fxplug.load_adapter(trained, state)
+    if kind != "meta":  # shapes are all that these two read
+        with pytest.raises(FxplugError, match=text):
+            fxplug.pass_for(state, gm)
+        with pytest.raises(FxplugError, match=text):
+            fxplug.inspect_adapter(state, gm)
+    assert banked.adapters.names == [] and torch.equal(banked(x), gm(x)) and torch.equal(trained(x), gm(x))
+    trained.get_submodule("lora.blocks.0.attn.qkv.Lora.up")._parameters["weight"] = make(torch.ones(288, 2))
+    with pytest.raises(FxplugError, match=text):
+        fxplug.save_adapter(trained, tmp_path / "ink")
+    assert not (tmp_path / "ink").exists()
+
+
+def zipped():
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w") as file:
+        file.writestr("lora.safetensors", b"1234")
+    return made.getvalue()
+
+
+# what people have where weights should be, and what it is called where it is met
+KNOWN = {
+    "gguf": (b"GGUF\3" + b"\0" * 99, "it is a GGUF file, of weights quantised in blocks: take the .safetensors"),
+    "onnx": (b"\x08\x0a\x3a\x04\x12\x02me" + b"\0" * 40, "it is an ONNX file: load_onnx takes one that export wrote"),
+    "zip": (zipped(), "a zip archive|an archive without a 'data.pkl'"),
+    "text": (b"a note about the adapter\n" * 9, "it is text, and no weights"),
+    "json": (b'{"error": "Repository not found"}', "it is JSON text, as of a configuration or an error of a server"),
+    "html": (b"<!DOCTYPE html>\n<html><body>401</body></html>", "it is an HTML page: the download failed, or needs a login"),
+    "pickle": (pickle.dumps({"a": [1, 2]}), "pickle.dump wrote it, and not torch.save|written by torch.save"),
+    "git-lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of git-lfs: .* 'git lfs pull'"),
+    "picture": (b"\x89PNG\r\n\x1a\n" + b"\0" * 99, "it is a picture .PNG."),
+}
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".ckpt"])
+@pytest.mark.parametrize("kind", KNOWN)
+def test_a_file_of_another_kind_is_called_what_it_is(kind, suffix, tmp_path):
+    data, text = KNOWN[kind]
+    gm = small.plain_vit().gm
+    new = fxplug.apply(gm, fxplug.load_pass("lora", at="blocks.*.attn.qkv", rank=2, slots=1))
+    file = tmp_path / f"ink{suffix}"
+    file.write_bytes(data)
+    for read in (
+        lambda: new.adapters.load("ink", file), lambda: fxplug.pass_for(file, gm), lambda: fxplug.inspect_adapter(file),
+        lambda: weight_files.read(file),
+    ):  # fmt: skip
+        with pytest.raises(ArtifactError, match=text):
+            read()
+    with pytest.raises(ArtifactError, match="and load takes the folder that fxplug.save wrote"):
+        fxplug.load(file)
+    if kind not in ("onnx", "zip", "pickle"):
+        with pytest.raises(ArtifactError, match=text):
+            fxplug.load_onnx(file)
+    if kind in ("html", "git-lfs", "picture"):
+        fxplug.save(gm, tmp_path / "module")
+        (tmp_path / "module" / "manifest.json").write_bytes(data)
+        with pytest.raises(ArtifactError, match=f"manifest.json is no JSON.*{text if kind != 'picture' else ''}"):
+            fxplug.load(tmp_path / "module")

@@ -12,11 +12,13 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import sweep
 from torch import nn
 
 import fxplug
 from fxplug.parallel.checking import check_pretended
 from fxplug.parallel.runtime import faults
+from fxplug.parallel.runtime.mesh import ways_of
 from fxplug.parallel.runtime.pretended import PRETENDED, pretended
 
 SECONDS = 4  # the timeout of the group
@@ -101,12 +103,49 @@ def test_other_inputs_weights_and_buffers_are_told_at_the_first_call():
     assert "the input 0 of process 1 is not that of process 0 (((2, 10, 16), 'torch.float32') and ((2, 9, 16)," in found[0]
 
 
-def test_what_is_alike_is_compared_once(monkeypatch):
+def test_other_inputs_and_weights_are_told_at_every_call():
+    gm = traced()
+    plan = fxplug.parallel_plan(gm, tokens(), check=False, ulysses=2)
+    makes = {
+        "the input 0 of process 1": lambda rank, new: tokens(seed=rank),
+        "the input 0 of process 1 is not that of process 0 (((2, 10,": lambda rank, new: tokens(size=9 + rank),
+        "the weight 'head.bias' of process 1": lambda rank, new: new.head.bias.add_(rank) is None or tokens(),
+        "the buffer 'scale' of process 1": lambda rank, new: setattr(new, "scale", new.scale + rank) or tokens(),
+    }
+    for text, change in makes.items():
+        modules = [parallel(), parallel()]
+
+        def run(rank, modules=modules, change=change):
+            new = modules[rank]
+            with torch.no_grad():
+                for seed in (0, 1):
+                    new(tokens(seed=seed))
+                x = change(rank, new)
+                with pytest.raises(fxplug.GuardError) as found:
+                    new(x)
+            return str(found.value)
+
+        found = pretended(plan.ways, run)
+        assert text in found[0] and found[0] == found[1]
+
+
+def test_other_plans_are_told_at_the_first_call():
+    one, two = parallel(), fxplug.parallelize(traced(), fxplug.parallel_plan(traced(), tokens(), split={"x": 1}, ulysses=2))
+    more = fxplug.trace(nn.Sequential(Tokens(), nn.Tanh()).eval(), tokens()).eval()
+    more = fxplug.parallelize(more, fxplug.parallel_plan(more, tokens(), ulysses=2))
+    assert len(set(by_rank(traced(), lambda rank, _: ([one, more][rank], tokens())))) == 1
+    found = by_rank(traced(), lambda rank, _: ([one, more][rank], tokens()))
+    assert "the plan of process 1 is not that of process 0" in found[0]
+    same = pretended(ways_of({"ulysses": 2}), lambda rank: [one, two][rank](tokens()))
+    assert torch.equal(*same)
+
+
+def test_the_weights_of_all_calls_are_summed_once(monkeypatch):
     from fxplug.parallel.runtime import checksums
 
     seen = []
-    real = checksums._table
-    monkeypatch.setattr(checksums, "_table", lambda *given: seen.append(0) or real(*given))
+    real = checksums._sum
+    monkeypatch.setattr(checksums, "_sum", lambda t: seen.append(t) or real(t))
     gm, new = traced(), parallel()
 
     def run(rank):
@@ -114,7 +153,27 @@ def test_what_is_alike_is_compared_once(monkeypatch):
 
     for outs in pretended(fxplug.parallel_plan(gm, tokens(), check=False, ulysses=2).ways, run):
         assert torch.allclose(outs[1], gm(tokens(1)), atol=1e-5)
-    assert len(seen) == 2 and PRETENDED.get() is None
+    weights = len(new.state_dict())
+    assert weights + 4 <= len(seen) <= 2 * weights + 4 and PRETENDED.get() is None
+
+
+def plans(rank):
+    ways = {"ulysses": 2} if rank == 0 else {"ring": 2}
+    with pytest.raises(fxplug.SpecError, match="process 0 has a plan for ulysses 2, and process 1 one for ring 2: all pro"):
+        parallel(**ways)
+    new = parallel()
+    with torch.no_grad():
+        new(tokens())
+        with pytest.raises(fxplug.GuardError, match="the input 0 of process 1 is not that of process 0"):
+            new(tokens(size=9 + rank))
+        with pytest.raises(fxplug.GuardError, match="the input 0 of process 1 is not that of process 0"):
+            new(tokens(seed=rank))
+        new(tokens())
+
+
+@pytest.mark.slow
+def test_real_processes_with_other_plans_and_sizes_go_on():
+    processes.group(plans)
 
 
 # --- real processes
@@ -160,13 +219,13 @@ def process(rank, how, folder):
             dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("how", "text"),
     [
         ("die", "process 1 does not answer: it died; process 0 waits at 'scaled_dot_product_attention_1_parallel' ("),
         ("hang", "process 1 does not come: it is at 'layers_1'; process 0 waits at '"),
         ("input", "the input 0 of process 1 is not that of process 0"),
-    ],
+    ], 2,
 )
 def test_one_process_fails_and_the_other_says_so(how, text, tmp_path):
     started = [processes.CONTEXT.Process(target=process, args=(rank, how, str(tmp_path))) for rank in range(2)]

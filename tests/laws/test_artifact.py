@@ -22,6 +22,7 @@ import torch
 import zoo
 from exact import compare, difference
 from safetensors.torch import save_file
+from sweeps import sweep
 from torch import nn
 from typer.testing import CliRunner
 
@@ -117,7 +118,7 @@ def swin() -> tuple[nn.Module, Callable[[int], object]]:
     return model.eval(), lambda batch: ((torch.randn(batch, 3, 64, 64, generator=torch.Generator().manual_seed(0)),), {})
 
 
-@pytest.mark.parametrize("name", [*CASES, "swin"])
+@sweep("name", [*CASES, "swin"], "timm/vision_transformer", "AutoencoderTiny")
 def test_zoo_round_trip(name: str, tmp_path: Path) -> None:
     if name == "swin":
         model, inputs = swin()
@@ -174,6 +175,7 @@ def test_saving_twice_gives_the_same_bytes(tmp_path: Path) -> None:
     assert "def forward(self, x" in first["graph.txt"].decode()
 
 
+@pytest.mark.slow
 def test_loads_where_the_library_is_not(tmp_path: Path) -> None:
     case = next(c for c in zoo.cases("UNet2DConditionModel-sd15"))
     model = case.build()
@@ -210,7 +212,8 @@ except TypeError:
 
 def test_meta_survives(tmp_path: Path) -> None:
     gm = small()
-    gm.meta["passes"] = [{"name": "extra", "params": {"rank": 4}, "lr": 1e-4}]
+    said = {"about": "", "train": True, "neutral": False, "sites": [], "inputs": [], "networks": []}
+    gm.meta["passes"] = [{"name": "extra", "params": {"rank": 4}, "lr": 1e-4, **said}]
     gm._modules["extra"] = Container(("Added",))
     gm.extra.register_parameter("weight", nn.Parameter(torch.randn(3)))
     node = next(n for n in gm.graph.nodes if n.op == "call_module")
@@ -513,6 +516,7 @@ def alone(function: Callable[[Path], None], tmp_path: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_a_whole_artifact(tmp_path: Path) -> None:
     *found, last = alone(kills, tmp_path)
     assert len(found) == 20 and last == "out"

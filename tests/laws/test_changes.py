@@ -10,6 +10,7 @@ import threading
 import fuzz_switching as fuzz
 import pytest
 import torch
+from sweeps import sweep
 from torch.utils.checkpoint import checkpoint
 
 import fxplug
@@ -70,7 +71,7 @@ class At:
         sys.settrace(None)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@sweep("form", FORMS, "eager")
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_that_is_broken_off_changes_nothing(form, what):
     """At many lines, by an interrupt or for want of memory: the state is as before, or (at the end) as it was to be."""
@@ -164,6 +165,7 @@ def test_a_live_merge_without_memory_is_whole_or_says_so(at, lasts, monkeypatch)
     assert same(seen(module), before)
 
 
+@pytest.mark.slow
 def test_a_reading_beside_changes_is_of_one_state(tmp_path):
     """Copies, files, merged modules, names and choices, while another thread goes from one state to another and back."""
     module, stop = loaded("eager"), threading.Event()
@@ -233,7 +235,8 @@ def test_several_calls_see_one_choice_and_several_changes_are_one():
     ("form", "way"),
     [
         *((form, "use") for form in ("eager", "fused", "live merge", "remerge", "packed", "checkpointed")),
-        *((form, "replace") for form in ("eager", "fused", "live merge", "remerge", "packed", "checkpointed", "compiled")),
+        *((form, "replace") for form in ("eager", "fused", "live merge", "remerge", "packed", "checkpointed")),
+        pytest.param("compiled", "replace", marks=pytest.mark.slow),
     ],
 )
 def test_a_backward_pass_after_a_change_is_right_or_an_error(form, way):

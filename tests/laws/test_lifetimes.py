@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 
-import pytest
 import small
+from sweeps import sweep
 
 import fxplug
 
@@ -24,7 +24,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@sweep("way", WAYS, "slots", "lower", "verify")
 def test_nothing_keeps_weights_alive(way):
     base = small.vit.__wrapped__()  # one of its own
     gm, args = base.gm, base.args

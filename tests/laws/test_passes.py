@@ -39,6 +39,7 @@ CASES = {
         ("vit", {"at": "blocks.*.attn.*", "rank": 2}),
         ("layers", {"rank": 2, "alpha": 3}),
     ],
+    "vera": [("vit", {"at": "blocks.*.mlp.*", "rank": 2}), ("layers", {"at": "out", "rank": 2})],
     "loha": [
         ("vit", {"at": "blocks.*.attn.*", "rank": 2}),
         ("layers", {"rank": 2, "tucker": True}),
@@ -120,6 +121,8 @@ CASES = {
     ],
 }
 # Both on one ViT, where their places meet. A pass without an entry takes its defaults.
+QUICK_ON_A_UNET = ("t2i_adapter", "freeu")  # a network, and an edit of what is there; the rest is slow
+LIKE_OTHERS = [f"hcp/{name}" for name in ("half_lora", "loha", "pair_before", "param", "patch_after", "patch_before", "single")]
 NO_PARAMETERS = {"spectral_norm", "freeu", "tome", "deepcache", "first_block_cache", "teacache", "ditfastattn"}
 
 # what is expected of each, so that no pass comes round the comparison by calling itself loud
@@ -159,7 +162,10 @@ def needed(module):
 def rows():
     for name in small.PASSES:
         for index, (model, _) in enumerate(cases_of(name)):
-            yield pytest.param((name, index), id=f"{name}-{model}" + f"-{index}" * (index > 0))
+            first = index == 0 and model not in ("lite", "layers") and name not in LIKE_OTHERS
+            quick = name in QUICK_ON_A_UNET if model.startswith("unet") else first or (name, model) == ("lora", "layers")
+            marks = () if quick else pytest.mark.slow
+            yield pytest.param((name, index), id=f"{name}-{model}" + f"-{index}" * (index > 0), marks=marks)
 
 
 def cases_of(name):
@@ -334,36 +340,34 @@ def all_on_a_vit():
     return [*groups, Case("vpt", base, None, fxplug.apply(base.gm, *vpt))]
 
 
-def test_one_graph_is_captured_of_all_passes_on_a_vit():
-    for case in [*all_on_a_vit(), made_once("scale", 0)]:  # the last in both modes
+def test_one_graph_is_captured_in_both_modes():
+    captured(made_once("scale", 0))
+
+
+@pytest.mark.slow
+def test_one_graph_is_captured_of_all_passes():
+    for case in [*all_on_a_vit(), *together("unet"), *together("unet_xl"), *together("lite")]:
         captured(case)
 
 
+@pytest.mark.slow
 def test_one_graph_is_captured_of_layers_of_each_kind():
     for case in together("layers"):
         captured(case)
 
 
 @pytest.mark.slow
-def test_one_graph_is_captured_of_each(case):
-    captured(case)
-
-
-def test_all_passes_on_a_vit_export():
-    for case in [*all_on_a_vit(), *together("layers"), *together("lite")]:
-        exports(case)
-
-
-def test_all_passes_on_a_unet_export():
-    groups = together("unet")
-    assert len(groups) < 5
-    for case in groups:
+def test_layers_of_each_kind_export():
+    for case in together("layers"):
         exports(case)
 
 
 @pytest.mark.slow
-def test_it_exports(case):
-    exports(case)
+def test_all_passes_export():
+    groups = together("unet")
+    assert len(groups) < 5
+    for case in [*all_on_a_vit(), *groups, *together("unet_xl"), *together("lite")]:
+        exports(case)
 
 
 def exports(case):

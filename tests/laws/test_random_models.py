@@ -7,14 +7,17 @@ import fuzz_passes
 import pytest
 import random_models
 import torch
+from sweeps import sweep
 
 import fxplug
 
 pytestmark = pytest.mark.usefixtures("one_way")  # what guards admit and refuse
 
 NAMES = sorted(random_models.HOSTILE)
-# what a hostile line may read: state, gradients, sizes, memory, autocast, surroundings
-FEW = ("as traced", "no_grad", "train", "inference", "batch 3", "taller", "channels last", "autocast", "environment")
+# what a hostile line may read: state, gradients, sizes, memory, autocast, one tensor given twice
+FEW = ("as traced", "no_grad", "train", "inference", "batch 3", "taller", "channels last", "autocast", "the same twice")
+# each family by its first word
+FAMILIES = {name.partition("_")[0]: name for name in sorted(random_models.FAMILIES, reverse=True)}
 WAYS = [way for way in fuzz_models.WAYS if way.name in FEW]
 
 
@@ -25,26 +28,33 @@ def hold(program, ways=None):
 
 # a loop of asyncio that is refused half made says so when it is collected
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("names", [NAMES[i::12][:4] for i in range(12)], ids="-".join)
+@pytest.mark.parametrize("names", [NAMES[i::12][:4] for i in range(3)], ids="-".join)  # the slow tests have each of them
 def test_what_forward_reads_is_held_or_refused(names):
     for name in names:
         hold(random_models.program(0, False, only=name), WAYS)
+
+
+@pytest.mark.parametrize("name", FAMILIES.values())  # as above
+def test_a_sample_of_each_family(name):
+    program = random_models.program(0, False, only=name)
+    program.training, program.given = name < "h", "same" * name.startswith("shared")
+    hold(program, WAYS)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", [*random_models.ORDINARY, *random_models.HOSTILE])
 def test_each_snippet(name):
-    for seed in range(2):
-        hold(random_models.program(seed, False, only=name))
+    hold(random_models.program(0, False, only=name))
+    hold(random_models.program(1, False, only=name), WAYS)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@sweep("seed", range(12), 0, 1, 2)
 def test_random_models(seed):
     hold(fuzz_models.case(seed), None if seed % 2 == 0 else WAYS)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@sweep("seed", range(4), 1)
 def test_random_passes(seed):
     kind, what, _ = fuzz_passes.judge(seed)
     assert kind == "equal", what

@@ -387,6 +387,7 @@ def test_a_loha_goes_into_slots_of_low_rank(traced):
     close(new(x), model(x))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_unet_and_a_file_for_a_whole_pipeline(tmp_path):
     """Diffusers' file has a text encoder's layers beside the UNet's."""
@@ -596,6 +597,7 @@ def wired(gm, name, **options):
     return new
 
 
+@pytest.mark.slow
 def test_an_option_names_the_input_that_carries_the_samples(listed, tmp_path):
     gm, inputs = listed
     new = wired(gm, "lora", samples="t")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sweeps import sweep
 from test_switching import Looking, Odd, inputs, vit
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -48,7 +49,7 @@ def same(a, b):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["lora", "loha", "lokr", "lora_weight", "dora"])
+@sweep("kind", ["lora", "loha", "lokr", "lora_weight", "dora"], "lora", "dora")
 def test_slots_that_nobody_takes_change_nothing(gm, kind):
     new = filled(gm, kind, **LORA)
     x, seen = inputs(), []

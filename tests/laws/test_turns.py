@@ -12,6 +12,7 @@ import time
 
 import fuzz_switching
 import pytest
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -292,7 +293,7 @@ def test_interrupts_at_any_place_end_turns():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("meanwhile", ["call", "hold", "change"])
+@sweep("meanwhile", ["call", "hold", "change"], "change")
 def test_a_child_process_has_no_turns_of_threads_that_it_does_not_have(meanwhile):
     """It is forked during a call or hold of another thread, or in the middle of many changes, which it sees none half of."""
     one, stop, state = (Turns(),), threading.Event(), [0, 0]
@@ -360,13 +361,13 @@ def test_who_takes_turns_with_whom(tmp_path):
     assert fxplug.Adapters(new).turns == new.adapters.turns == mine
 
 
-@pytest.mark.parametrize("form", fuzz_switching.FORMS)
+@sweep("form", fuzz_switching.FORMS, "eager", "live merge", "fused")
 def test_calls_see_one_state(form):
     row = fuzz_switching.stress(fuzz_switching.FORMS[form], 40, seed=3, changes=12)
     assert row["calls"] == 40 and row["beside a change"] and not row["torn"], row
 
 
-@pytest.mark.parametrize("form", ["eager", "live merge", "compiled"])
+@sweep("form", ["eager", "live merge", "compiled"], "eager")
 def test_without_turns_calls_are_torn(form, monkeypatch):
     """What is tried above can fail."""
     monkeypatch.setattr("fxplug.ir.forwards.during", lambda turns, function, *args, **kwargs: function(*args, **kwargs))

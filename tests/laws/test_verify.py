@@ -302,6 +302,7 @@ PLACES = [f"blocks.{n}.{name}" for n in (0, 1) for name in INNER] + ["head"]
 SOURCES = [*PLACES, *(f"{p}:in" for p in PLACES), "blocks.0:out[0]", "blocks.1:out[1]", ":in.x", ":out"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "kind"),
     [("after", Skip), ("after", Inlined), ("before", Skip), ("before", Inlined), ("replace", Skip), ("param", Mapped)],

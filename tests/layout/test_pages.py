@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from sweeps import sweep
 
 from fxplug.pages import page
 from fxplug.spec import json_schema
@@ -15,7 +16,7 @@ from fxplug.spec.shipped import shipped
 PAGES = Path(__file__).parents[2] / "examples" / "passes"
 
 
-@pytest.mark.parametrize("name", shipped("passes"))
+@sweep("name", shipped("passes"), "lora", "skip", "vpt")
 def test_the_page_that_is_kept_is_the_one_that_is_made(name):
     assert (PAGES / f"{name}.md").read_text() == page(name)
 

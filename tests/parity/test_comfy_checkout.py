@@ -7,22 +7,21 @@ versions take every weight's own name as well, which stands here for what they w
 from __future__ import annotations
 
 import importlib
-import os
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import unets
 import zoo
+from checkouts import checkout_of
 from safetensors.torch import load_file
 
 import fxplug
 from fxplug.adapters.layer_names import SWAPPED, first_names
 
-CHECKOUT = Path(os.environ.get("SEEDS") or ".") / "lllyasviel+Fooocus"
-pytestmark = pytest.mark.skipif(not CHECKOUT.is_dir(), reason="SEEDS names no folder with a checkout of lllyasviel+Fooocus")
+CHECKOUT = checkout_of("ldm_patched/modules/lora.py")
+pytestmark = pytest.mark.skipif(not CHECKOUT.is_dir(), reason="SEEDS names no folder with a checkout of Fooocus")
 
 
 @pytest.fixture(scope="module")

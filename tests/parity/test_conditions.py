@@ -14,6 +14,7 @@ from diffusers.models.attention_processor import Attention, IPAdapterAttnProcess
 from diffusers.models.embeddings import ImageProjection, IPAdapterFullImageProjection, IPAdapterPlusImageProjection
 from diffusers.utils.torch_utils import fourier_filter
 from safetensors.torch import save_file
+from sweeps import sweep
 from tomesd.merge import bipartite_soft_matching_random2d
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -25,7 +26,7 @@ from fxplug.blocks.freeu import scale_low
 from fxplug.blocks.image_attention import ImageAttention
 from fxplug.blocks.token_merging import Merge, matching, merge, unmerge
 
-HOSTS = pytest.mark.parametrize("base", [pytest.param(make, id=name) for name, make in unets.HOSTS.items()])
+HOSTS = sweep("base", unets.HOSTS.values(), unets.sd15, ids=list(unets.HOSTS))
 
 
 def one_graph(new, *calls):
@@ -127,7 +128,8 @@ def adapter(kind, unet, seed=1):
     return T2IAdapter(3, channels, num_res_blocks=1, downscale_factor=16 if xl else 8, adapter_type=kind).eval()
 
 
-@pytest.mark.parametrize("kind", ["full_adapter", "light_adapter", "full_adapter_xl"])
+@pytest.mark.slow
+@sweep("kind", ["full_adapter", "light_adapter", "full_adapter_xl"], "light_adapter")
 def test_t2i_adapter_is_that_of_diffusers(kind):
     xl = kind == "full_adapter_xl"
     base = unets.sdxl() if xl else unets.sd15_deep()
@@ -145,6 +147,7 @@ def test_t2i_adapter_is_that_of_diffusers(kind):
         assert torch.equal(new(**base.kwargs, cond=cond, start=torch.tensor(0.6))[0], plain)
 
 
+@pytest.mark.slow
 def test_t2i_adapter_trains():
     base = unets.sd15()
     network = adapter("full_adapter", base.model)
@@ -214,7 +217,7 @@ def with_ip_adapter(base, weights):
 
 
 @HOSTS
-@pytest.mark.parametrize("kind", ["base", "plus", "full"])
+@sweep("kind", ["base", "plus", "full"], "base")
 def test_ip_adapter_is_that_of_diffusers(base, kind):
     base = base()
     weights, embeds = checkpoint(base.model, kind)
@@ -317,13 +320,13 @@ LAYERS = r"re:(?P<site>(?P<block>.*transformer_blocks\.\d+)\.({}))$"
 
 
 @HOSTS
-@pytest.mark.parametrize(
+@sweep(
     "at, theirs",
     [
         ("attn1", {}),
         ("attn1|attn2", {"merge_crossattn": True}),
         ("attn1|attn2|ff", {"merge_crossattn": True, "merge_mlp": True}),
-    ],
+    ], 2,
 )
 @pytest.mark.parametrize("ratio, down", [(0.5, 1), (0.3, 2), (0.7, 4)])
 def test_tome_is_that_of_tomesd(base, at, theirs, ratio, down):
@@ -371,6 +374,7 @@ def test_tome_on_a_vision_transformer():
 # --- together, and saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["lora", "tome"])
 def test_tome_and_lora_on_one_unet(first):
     base, names = unets.sd15(), ["tome", "lora"]
@@ -402,6 +406,7 @@ def test_tome_says_when_another_pass_adds_tokens():
     assert fxplug.verify(base.gm, right, base.args, compile=False).ok
 
 
+@pytest.mark.slow
 def test_all_conditions_on_one_unet_are_one_graph():
     base = unets.sd15()
     network, (weights, embeds) = unets.control(base.model), checkpoint(base.model, "base")
@@ -433,6 +438,7 @@ def test_all_conditions_on_one_unet_are_one_graph():
     one_graph(new, call | knobs, call | others | {"cond": 1 - cond, "timestep": torch.tensor(10)})
 
 
+@pytest.mark.slow
 def test_they_are_saved_and_apply_to_what_was_loaded(tmp_path):
     base = unets.sd15()
     weights, _ = checkpoint(base.model, "base")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import small
+import test_hcp_nested
 import torch
+from checkouts import checkout_of
 from torch import nn
 
 import fxplug
@@ -19,15 +20,14 @@ from fxplug.compat.hcp.checkpoints import load_checkpoint, save_checkpoint
 from fxplug.compat.hcp.convert_file import PARTS, convert
 from fxplug.spec.yaml_source import parse_yaml, read_yaml
 
-SEEDS = os.environ.get("SEEDS")
-pytestmark = pytest.mark.skipif(not SEEDS, reason="SEEDS names no folder with checkouts of other systems")
-CHECKOUT = Path(SEEDS or ".") / "IrisRainbowNeko+HCP-Diffusion"
+CHECKOUT = checkout_of("hcpdiff/__init__.py")
+pytestmark = pytest.mark.skipif(not CHECKOUT.is_dir(), reason="SEEDS names no folder with a checkout of HCP-Diffusion")
 SECTIONS = {key: part for part, keys in PARTS.items() for key in keys}
 
 
 def configs():
     """Its configurations with plugins or low-rank updates, each with the part that it has them for."""
-    for file in sorted(CHECKOUT.glob("cfgs/**/*.yaml")) if SEEDS else ():
+    for file in sorted(CHECKOUT.glob("cfgs/**/*.yaml")):
         data = read_yaml(file).data or {}
         for part in sorted({SECTIONS[key] for key in data if key in SECTIONS and data[key]}):
             yield pytest.param(file, part, id=f"{file.relative_to(CHECKOUT)}-{part}")
@@ -158,3 +158,19 @@ def weights(theirs, own):
     down = theirs.W_down if hasattr(theirs, "W_down") else theirs.lora_down.weight
     up = theirs.W_up if hasattr(theirs, "W_up") else theirs.lora_up.weight
     return [(down, own.down.weight), (up, own.up.weight)]
+
+
+@pytest.mark.parametrize("inner", [row for row in test_hcp_nested.WHAT if row != ("self",)], ids=" ".join)
+def test_plugins_on_layers_of_another_are_those_of_its_hooks(theirs, tmp_path, inner):
+    text = Path(test_hcp_nested.__file__).read_text("utf-8")
+    text = text.replace("fxplug.compat.hcp import M", "hcpdiff.models.plugin import M")
+    theirs("models.plugin")
+    own: dict[str, object] = {"__name__": "hooked"}
+    exec(compile(text, "hooked", "exec"), own)
+    net, new = test_hcp_nested.rewritten(tmp_path, "Outer", inner)
+    hooked = own["Outer"]("outer", net.model[0], inner)
+    prefix = "outer.0.SinglePlugin.plugin."
+    state = {k.removeprefix(prefix): v for k, v in new.state_dict().items() if k.startswith(prefix)}
+    missing, unknown = hooked.load_state_dict(state, strict=False)
+    assert not unknown and all(key.endswith(".backup") for key in missing)
+    torch.testing.assert_close(new(*net.args), net.model(*net.args))

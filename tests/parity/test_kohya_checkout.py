@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib
-import os
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import small
 import torch
+from checkouts import checkout_of
 from diffusers import UNet2DConditionModel
 from torch import nn
 
@@ -20,8 +19,8 @@ from fxplug.adapters.held import layers_of
 from fxplug.adapters.named import named
 from fxplug.adapters.updates import Entry
 
-CHECKOUT = Path(os.environ.get("SEEDS") or ".") / "kohya-ss+sd-scripts"
-pytestmark = pytest.mark.skipif(not CHECKOUT.is_dir(), reason="SEEDS names no folder with a checkout of kohya-ss+sd-scripts")
+CHECKOUT = checkout_of("library/train_util.py")
+pytestmark = pytest.mark.skipif(not CHECKOUT.is_dir(), reason="SEEDS names no folder with a checkout of sd-scripts")
 XL = {
     "block_out_channels": [320, 640, 1280], "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
     "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"], "layers_per_block": 2,

@@ -13,6 +13,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from lycoris.functional.general import factorization as lycoris_factorization
+from sweeps import sweep
 from torch import nn
 
 import fxplug
@@ -216,7 +217,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("model", PLACES)
+@sweep("model", PLACES, "vit")
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_mapped_weight_is_the_weight_in_its_place(name, model):
     base = getattr(small, model)()
@@ -253,7 +254,7 @@ PEERS = {
 
 
 @pytest.mark.parametrize("name", PEERS)
-@pytest.mark.parametrize("model", ["vit", "unet"])
+@sweep("model", ["vit", "unet"], "vit")
 def test_a_whole_model_as_in_peft(name, model):
     base = getattr(small, model)()
     targets = {"vit": r"blocks\.\d+\.attn\.(qkv|proj)", "unet": r".*attn1\.to_[qv]"}[model]
@@ -387,7 +388,7 @@ VITS = {  # class token; class token and registers; neither; a token that joins 
 }
 
 
-@pytest.mark.parametrize("name", VITS)
+@sweep("name", VITS, 0)
 @pytest.mark.parametrize("deep", [False, True])
 def test_prompts_behind_the_prefix_of_a_vit(name, deep):
     prefix = VITS[name]
@@ -517,7 +518,7 @@ def test_maps_of_a_model_in_half_precision(name):
     assert all(p.grad.isfinite().all() and p.grad.any() for block in blocks(new).values() for p in block.parameters())
 
 
-@pytest.mark.parametrize("name", [*LAW, "ssf", "adapter", "parallel_adapter", "vpt", "ia3"])
+@sweep("name", [*LAW, "ssf", "adapter", "parallel_adapter", "vpt", "ia3"], "dora", "vpt")
 def test_a_model_without_values_can_be_given_it(name):
     options = {"img_size": 32, "depth": 2, "num_classes": 10}
     with torch.device("meta"):
@@ -526,7 +527,7 @@ def test_a_model_without_values_can_be_given_it(name):
     assert new(x).shape == (2, 10) and {p.device.type for p in new.parameters()} == {"meta"}
 
 
-@pytest.mark.parametrize("name", [*LAW, "lora", "ssf", "adapter", "parallel_adapter", "vpt", "ia3"])
+@sweep("name", [*LAW, "lora", "ssf", "adapter", "parallel_adapter", "vpt", "ia3"], "dora", "vpt")
 def test_a_saved_rewrite_loads_to_the_same_numbers(name, tmp_path):
     base = small.vit()
     new = randomised(fxplug.apply(base.gm, fxplug.load_pass(name, **LAW.get(name, {}))))
@@ -547,3 +548,36 @@ def test_one_parameter_may_be_mapped_by_several_passes():
     new = randomised(fxplug.apply(fxplug.trace(One(base), x), *passes, fxplug.load_pass("weight_norm", at="layer")), 0.3)
     loha, dora, norm = blocks(new).values()
     torch.testing.assert_close(new(x), F.linear(x, norm(dora(loha(base.weight))), base.bias))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_vera_is_that_of_peft_with_one_pair_of_matrices_for_layers_of_all_widths(tmp_path):
+    gm, (x,), _ = small.plain_vit()
+    at = ["attn.qkv", "mlp.fc1", "mlp.fc2"]
+    theirs = peft.get_peft_model(
+        copy.deepcopy(small.plain_vit().model), peft.VeraConfig(r=4, target_modules=at, projection_prng_key=3, d_initial=0.2)
+    ).eval()
+    new = fxplug.apply(gm, fxplug.load_pass("vera", at=at, rank=4, key=3, d_initial=0.2))
+    for half, key in (("first", "A"), ("second", "B")):
+        assert torch.equal(new.get_buffer(f"vera.shared.{half}"), theirs.state_dict()[f"base_model.vera_{key}.default"])
+    torch.manual_seed(0)
+    pairs = []
+    with torch.no_grad():
+        for name, parameter in new.named_parameters():
+            if name.startswith("vera."):
+                path, _, half = name.removeprefix("vera.").rpartition(".Vera.")
+                other = theirs.get_parameter(f"base_model.model.{path}.vera_lambda_{half}.default")
+                assert torch.equal(parameter, other), "they begin alike"
+                parameter.copy_(torch.randn_like(parameter))
+                other.copy_(parameter)
+                pairs.append((parameter, other))
+    assert len(pairs) == 12
+    torch.testing.assert_close(new(x), theirs(x), rtol=1e-6, atol=1e-6)
+    for module in (new, theirs):
+        module(x).square().mean().backward()
+    for ours, other in pairs:
+        torch.testing.assert_close(ours.grad, other.grad, rtol=1e-5, atol=1e-6)
+    fxplug.save_adapter(new, tmp_path / "ink")
+    lora = fxplug.apply(gm, fxplug.load_pass("lora", at=at, rank=4))
+    fxplug.load_adapter(lora, tmp_path / "ink")
+    torch.testing.assert_close(lora(x), new(x), rtol=1e-5, atol=1e-5)

@@ -113,6 +113,7 @@ def check(found, expected):
     torch.testing.assert_close(found, expected, rtol=CLOSE, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["as rewritten", "fused", "blas"])
 def test_fifty_steps_have_the_losses_of_peft(case, how):
     new = ours(case)
@@ -125,7 +126,7 @@ def test_fifty_steps_have_the_losses_of_peft(case, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("case", "fused"), [("vit", False), ("vit", True), ("unet", True)], indirect=["case"])
 def test_fifty_compiled_steps_have_the_losses_of_peft(case, fused):
     new = ours(case)
     module = fxplug.fuse(new) if fused else new

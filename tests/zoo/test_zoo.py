@@ -22,8 +22,12 @@ WHOLE: dict[str, list[str]] = {}
 KEPT = [f"visual_transformer_blocks.{i}.self_attention" for i in (0, 1)]
 
 
-SLOW = {"diffusers/UNetSpatioTemporalConditionModel"}  # the largest graph of these; other UNets and videos are among them
-
+# the largest graphs of these; other UNets, transformers and convolutions are among them
+SLOW = {
+    "diffusers/UNetSpatioTemporalConditionModel", "diffusers/UNet2DConditionModel-sd2", "diffusers/UNet2DConditionModel-sdxl",
+    "diffusers/UNet2DModel", "diffusers/Lumina2Transformer2DModel", "timm/eva", "timm/levit", "timm/mlp_mixer",
+    "timm/mobilenetv3", "timm/nfnet", "timm/regnet", "timm/swin_transformer", "timm/test_maxvit", "timm/tf_efficientnet_lite0",
+}  # fmt: skip
 
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id=c.name, marks=pytest.mark.slow if c.name in SLOW else []) for c in cases() if c.fast]
@@ -36,6 +40,7 @@ def test_the_traced_module_is_the_model(case):
     assert row["leaves"] == WHOLE.get(case.name, [])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # flex attention's, as it is not compiled
 def test_what_is_kept_whole_is_listed_and_counted(capsys, monkeypatch):
     """Of the whole zoo two models need it; this is one of them."""

@@ -129,18 +129,26 @@ def _check_layers(module: TracedModule, file: str | Path, found: Mapping[tuple[s
 
 
 def _homes(module: TracedModule, passes: Sequence[str]) -> Homes:
-    """Where the weights of the chosen passes are. Raises SpecError for an unknown pass, and for two at one layer."""
-    entries = {entry["name"]: entry for entry in module.meta.get("passes", [])}
+    """Where the weights of the chosen passes are, those of `also` being passes by their names, as each has a file there.
+
+    Raises SpecError for an unknown pass, and for two at one layer.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    for entry in module.meta.get("passes", []):
+        patches = any(".Patch" in site["block"] for site in entry["sites"])
+        also = entry["params"].get("also", []) if patches else []
+        entries |= {name: {**entry, "name": name} for name in (entry["name"], *(more["name"] for more in also))}
     for name in passes:
         if name not in entries:
             raise SpecError(f"no pass '{name}'{did_you_mean(name, entries)}; there are {', '.join(entries) or 'none'}")
     homes: Homes = {}
+    owners: dict[tuple[str, str], str] = {}
     state = list(module.state_dict())
     for name in passes or entries:
         for (section, path), here in _weights(entries[name], state):
             known = homes.setdefault((section, path), here)
+            other = owners.setdefault((section, path), name)
             if known != here:
-                other = next(iter(known.values())).partition(".")[0]
                 raise SpecError(f"the passes {other} and {name} both have weights at '{path}': say which (passes=['{name}'])")
     return homes
 

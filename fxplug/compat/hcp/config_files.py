@@ -12,6 +12,11 @@ from ...limits import DEFAULT
 from ...spec.yaml_source import Source, read_yaml, shown
 
 REMOVED = "---"  # a value that takes a key of a `_base_` file away
+BASES = {  # what HCP-Diffusion's own files for `_base_` set, for those who have not got them
+    "train_base.yaml": "train (train_steps, loss, optimizer, scheduler, ...), seed, mixed_precision, model, logger",
+    "tuning_base.yaml": "tokenizer_pt, and the sections of plugins and layers as empty",
+    "_dataset.yaml": "data (batch_size, bucket, source, ...)",
+}
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
 REFERENCE = re.compile(r"(\.*)([\w-]+(?:(?:\.[\w-]+)|(?:\[[\w-]+\]))*)")
 
@@ -46,7 +51,9 @@ def _read(file: Path, notes: list[str], around: tuple[Path, ...], known: dict[Pa
     for index, base in enumerate(bases):
         found = near(base, here)
         if found is None:
-            notes.append(f"_base_: '{base}' is in no folder around {file.name}: it is not read")
+            keys = next((f"; HCP-Diffusion's sets {keys}" for name, keys in BASES.items() if base.endswith(name)), "")
+            found_none = f"_base_: '{base}' is in no folder around {file.name}"
+            notes.append(f"{found_none}: it is not read, and what it sets is missing{keys}")
             continue
         if found in (*around, here):
             chain = " -> ".join(path.name for path in (*around, here, found))

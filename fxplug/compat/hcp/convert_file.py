@@ -13,6 +13,7 @@ import yaml
 
 from ...errors import SpecError, did_you_mean, nearest
 from ...models.factory import build
+from ...spec.addresses import is_pattern
 from ...spec.run_config import load_config
 from ...spec.yaml_source import Source, read_yaml, shown
 from .builtin_plugins import lora_passes
@@ -22,7 +23,7 @@ from .entries import PLACE_KEYS, plugins_of
 from .hosts import PARTS, Host
 from .merge_section import Merge, merges, read_merge
 from .plugin_factory import plugin_class
-from .train_section import training
+from .train_section import own_layers, training
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,6 +81,13 @@ def convert(
     _check_inputs(host)
     head = merge.head(head, _model(model, Path.cwd()), notes)
     more = training(source, notes) if part == "unet" else {}
+    if part == "unet":
+        own_layers(source, more, notes)
+        if not passes and not merge.parts and not more.get("train", {}).get("trainable"):
+            raise source.error("\n".join(["has no plugins, and its section 'unet' cannot be translated:", *notes]))
+    task = more.get("train", {}).get("task", {}).get("denoise", {})
+    if any("hcp/half_lora" in entry for entry in passes) and "train_guidance" not in task:
+        notes.append("a branch is of half of a batch: {denoise: {train_guidance: SCALE}} trains each sample in both halves")
     if isinstance(images := more.get("data", {}).get("images"), (str, list)):
         folder, there = Path(out).parent if out else Path.cwd(), [images] if isinstance(images, str) else images
         found = [_rebased(one, Path.cwd(), folder) for one in there]
@@ -125,15 +133,18 @@ def _sections(source: Source, part: str, notes: list[str]) -> dict[str, Any]:
     data = source.data
     if not isinstance(data, Mapping):
         raise source.error(f"must be a mapping with '{PARTS[part][0]}', not {shown(data)}")
-    _tell_left_out(source, notes)
+    _tell_left_out(source, part, notes)
     name = next(name for name in PARTS if name != part)
     other = [key for key in PARTS[name] if data.get(key)]
     if other:
         notes.append(f"left out, as a configuration is of one model: {', '.join(other)} (convert again with --part {name})")
     plugins, loras = PARTS[part]
-    if not data.get(plugins) and not data.get(loras) and not merges(data, part):
+    trains = part == "unet" and data.get("unet")
+    if not data.get(plugins) and not data.get(loras) and not merges(data, part) and not trains:
         other += ["merge"] * merges(data, name)
-        hint = f"; there is {' and '.join(other)}: --part {name}" if other else ""
+        given = ", ".join(str(key) for key in data if data[key])
+        hint = f"; there is {' and '.join(other)}: --part {name}" if other else f"; it has {given}"
+        hint += "".join(f"\n  {note}" for note in notes if note.startswith("_base_"))
         raise source.error(f"has neither '{plugins}' nor '{loras}', so there is nothing to convert{hint}")
     references = References(source)
     found = {key: references.value(key) if data.get(key) else None for key in (plugins, loras)}
@@ -142,7 +153,7 @@ def _sections(source: Source, part: str, notes: list[str]) -> dict[str, Any]:
     return found
 
 
-def _tell_left_out(source: Source, notes: list[str]) -> None:
+def _tell_left_out(source: Source, part: str, notes: list[str]) -> None:
     """Notes on the keys that are no sections of plugins. Raises SpecError for one that seems to be meant as such a section."""
     sections = [key for pair in PARTS.values() for key in pair]
     others = [key for key in source.data if key not in (*sections, *TRAINER, "merge")]
@@ -152,14 +163,14 @@ def _tell_left_out(source: Source, notes: list[str]) -> None:
         if alike or _names_layers(source.data[key]):
             meant = f" (did you mean '{near}'?)" if near else f"; it names layers, as {', '.join(sections)} do"
             raise source.error(f"unknown key '{key}'{meant}", key=key)
-    left = [key for key in source.data if key in TRAINER - READ and source.data[key] is not None]
+    read = READ | {"unet"} if part == "unet" else READ
+    left = [key for key in source.data if key in TRAINER - read and source.data[key] is not None]
     if left:
         notes.append(f"left out, as they are of training or drawing and no plugins: {', '.join(left)}")
     if others:
         notes.append(f"left out, as HCP-Diffusion itself has no such keys: {', '.join(others)}")
-    trained = [key for key in ("unet", "text_encoder") if source.data.get(key)]
-    if trained:
-        notes.append(f"{' and '.join(trained)}: trains layers of the model itself; here a run's train.trainable names those")
+    if source.data.get("text_encoder"):
+        notes.append("text_encoder: trains layers of the model itself; a run's task names those (text: {clip: {trainable}})")
 
 
 def _names_layers(value: Any) -> bool:
@@ -198,23 +209,38 @@ def _built(head: Mapping[str, Any], folder: Path) -> nn.Module:
 
 
 def _merged(passes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Patches of one container at the same layers as one pass, as HCP-Diffusion puts them into one container."""
+    """Patches that HCP-Diffusion puts into one container at the same layers as one pass, where two would be something else."""
     found: list[dict[str, Any]] = []
     for entry in passes:
         ((kind, given),) = entry.items()
-        same = [g for e in found for k, g in e.items() if k == kind in ("hcp/patch", "hcp/patch_around") and _alike(g, given)]
-        if same:
-            more = {"name": given["name"], "plugin": given["plugin"], "options": given.get("options", {})}
-            same[0].setdefault("also", []).append(more)
+        for earlier in found:
+            ((first, there),) = earlier.items()
+            joined = _joined(first, there, kind, given)
+            if joined:
+                more = {"name": given["name"], "plugin": given["plugin"], "options": given.get("options", {})}
+                there.setdefault("also", []).append(more)
+                earlier[joined] = earlier.pop(first)
+                break
         else:
             found.append(entry)
     return found
 
 
-def _alike(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+def _joined(first: str, there: Mapping[str, Any], kind: str, given: Mapping[str, Any]) -> str | None:
+    """The pass that two patches are together; None where they stay two."""
+    patches = ("hcp/patch", "hcp/patch_around", "hcp/patch_after", "hcp/patch_before")
     keys = ("layers", "within", "wrap", "exclude_key", "lr", "train", "inputs", "feeds")
-    containers = [plugin_class(x["plugin"]).container_cls for x in (a, b)]  # type: ignore[attr-defined]
-    return containers[0] is containers[1] and all(a.get(key) == b.get(key) for key in keys)
+    if first not in patches or kind not in patches or any(there.get(key) != given.get(key) for key in keys):
+        return None
+    one, other = (plugin_class(x["plugin"]).container_cls for x in (there, given))  # type: ignore[attr-defined]
+    if not issubclass(one, other) or (kind != first and "args" in {**there, **given}):
+        return None
+    if first == "hcp/patch":
+        return first
+    apart = first == "hcp/patch_before" or kind == "hcp/patch_after"
+    if apart and not first == kind == "hcp/patch_around" or there.get("within") or any(map(is_pattern, given["layers"])):
+        return None
+    return "hcp/patch_around"
 
 
 def _check_inputs(host: Host) -> None:

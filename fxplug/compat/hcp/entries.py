@@ -15,6 +15,7 @@ from ...spec.yaml_source import Source, shown
 from .asked_inputs import asked_for
 from .base_classes import (
     BasePluginBlock,
+    HookParam,
     MultiPluginBlock,
     PatchPluginBlock,
     PatchPluginContainer,
@@ -192,7 +193,7 @@ def _exclusion(kind: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hook_param(kind: Any, given: Mapping[str, Any], found: Sequence[Place] | None, host: Host) -> str | None:
-    """Which parameter a plugin changes: said in the file, or found by making one."""
+    """Which parameter a plugin changes: said in the file, or by its constructor, which is run up to that of its base class."""
     options = given.get("options", {})
     if "hook_param" in options:
         return options["hook_param"]  # type: ignore[no-any-return]
@@ -201,14 +202,16 @@ def _hook_param(kind: Any, given: Mapping[str, Any], found: Sequence[Place] | No
         if host.model is not None and found:
             hosts = [m for p in found for m in host.modules[p.path].modules() if not given.get("wrap") or _fits(kind, m)][:1]
         hosts = hosts or [nn.Linear(8, 8), nn.Conv2d(8, 8, 3, padding=1)]
-        for layer in hosts:
-            place = {"name": given["name"], "host": layer, "host_model": host.model or nn.Sequential(layer)}
-            try:
-                return make(kind, SinglePluginBlock, place, options, bool(given.get("wrap"))).target  # type: ignore[no-any-return]
-            except SpecError as error:
-                if error.__cause__ is None:
-                    raise
-                # its constructor's: it is for another sort of layer; when it is applied, its driver says what it changes
+    for layer in hosts:
+        place = {"name": given["name"], "host": layer, "host_model": host.model or nn.Sequential(layer)}
+        try:
+            make(kind, SinglePluginBlock, place, options, bool(given.get("wrap")), ask=True)
+        except HookParam as found_out:
+            return found_out.name
+        except SpecError as error:
+            if error.__cause__ is None:
+                raise
+            # its constructor's: it is for another sort of layer; when it is applied, its driver says what it changes
     return None
 
 

@@ -16,7 +16,7 @@ from ..zhijian.state import Call as Kept
 from ..zhijian.state import attributes, same
 from .base_classes import PatchPluginContainer
 from .calls import Call, call_of
-from .patch_drivers import Fed, PatchAfter, PatchBefore, PatchPlugin
+from .patch_drivers import Fed, PatchAfter, PatchBefore, PatchPlugin, check_beside
 from .plugin_factory import feed, patches
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class PatchAround(PatchPlugin):
         container = patches(site, plugin, options, wrap, exclude_key, also)
         if type(container).forward is not PatchPluginContainer.forward:
             raise SpecError(f"{type(container).__name__} has a forward of its own: use the pass hcp/patch")
+        check_beside(site, container)
         return cls(container, call, feeds, side)
 
     def forward(self, x: tuple[Any, ...], *values: Any) -> Any:

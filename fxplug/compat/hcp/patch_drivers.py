@@ -57,6 +57,7 @@ class PatchPlugin(nn.Module):
         what is fed.
         """
         container = patches(site, plugin, options, wrap, exclude_key, also)
+        check_beside(site, container)
         own_code = getattr(site.module, "attributes", None) is None
         if _keeps_host(type(container)) and not own_code:
             raise SpecError(
@@ -105,6 +106,7 @@ class HalfPatch(PatchPlugin):
     ) -> HalfPatch:  # fmt: skip
         """As for PatchPlugin."""
         container = _half(patches(site, plugin, options, wrap, exclude_key, also), cls.method)
+        check_beside(site, container)
         return cls(container, call_of(site.root, site.path), feeds, keywords)
 
 
@@ -193,6 +195,37 @@ def _same_call(one: tuple[Any, Any], other: tuple[Any, Any]) -> bool:
 
 def _keeps_host(kind: type[PatchPluginContainer]) -> bool:
     return kind.forward is PatchPluginContainer.forward
+
+
+def check_beside(site: Site, container: PatchPluginContainer) -> None:
+    """Refuse plugins at the place of an earlier pass's where one container of HCP-Diffusion would do more than both passes do.
+
+    That is so where its forward is not its own class's, and where a `pre_forward` comes behind another plugin's `post_forward`,
+    which there gets the arguments that all of them have changed.
+    """
+    own = own_class(container).__name__
+    plain = PatchPluginContainer.__name__
+    pre = [name for name, plugin in container if type(plugin).pre_forward is not PatchPluginBlock.pre_forward]
+    for record in getattr(site.root, "meta", {}).get("passes", []):
+        for block in [at["block"] for at in record["sites"] if at["path"] == site.path]:
+            driver = block.rpartition(".")[2]
+            if not driver.startswith(("PatchPlugin", "PatchAfter", "PatchAround")):
+                continue
+            earlier = getattr(site.root.get_submodule(block), "container", None)
+            there = plain if earlier is None else type(earlier).__name__
+            if there == plain != own or (there == own and not (there == plain and pre)):
+                continue  # the first is refused where the graph is written: a module with a block beside it is not replaced
+            names, what = ", ".join(container.plugin_names), "two passes would compute something else"
+            if plain not in (there, own):
+                raise SpecError(
+                    f"a {there} of '{record['name']}' is at '{site.path}', and {names} wants a {own}, which HCP-Diffusion puts "
+                    f"around it: {what}; put them at different layers"
+                )
+            why = f"which a {there} runs" if there != plain else f"whose post_forward gets what {pre[0]} makes of the arguments"
+            raise SpecError(
+                f"HCP-Diffusion puts {names} into one container at '{site.path}' with '{record['name']}', {why}: {what}. Write "
+                "one pass with both (also: [...]), as fxplug convert hcp --model does for the same layers and the same lr"
+            )
 
 
 def _half(container: Any, method: str) -> Any:

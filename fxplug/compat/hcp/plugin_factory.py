@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ...errors import FxplugError, SpecError, TraceError, did_you_mean, shown
 from ...spec.expressions import searched
 from ...spec.import_path import import_target
 from ...spec.options import check_options, taken
-from .base_classes import BasePluginBlock, MultiPluginBlock, PatchPluginBlock, PluginBlock, SinglePluginBlock
+from .base_classes import (
+    MAKING,
+    BasePluginBlock,
+    Making,
+    MultiPluginBlock,
+    PatchPluginBlock,
+    PluginBlock,
+    SinglePluginBlock,
+)
 
 if TYPE_CHECKING:
     from ...rewriter.sites import Site
@@ -51,9 +60,10 @@ def patches(
 
 
 def make(
-    plugin: str | type, base: type[nn.Module], given: Mapping[str, Any], options: Mapping[str, Any] | None, wrap: bool = False
-) -> Any:
-    """A plugin, made with what HCP-Diffusion gives it (`given`) and its own `options`.
+    plugin: str | type, base: type[nn.Module], given: Mapping[str, Any], options: Mapping[str, Any] | None, wrap: bool = False,
+    ask: bool = False,
+) -> Any:  # fmt: skip
+    """A plugin, made with what HCP-Diffusion gives it (`given`) and its own `options`; with `ask` see Making.
 
     Raises SpecError, whose cause is what the plugin's constructor raised, if it did.
     """
@@ -75,14 +85,31 @@ def make(
         function, host_given = _with(kind.wrap_layer, name, host), host_given  # type: ignore[attr-defined]
     else:
         check_options(kind, options, kind.__name__, leave=host_given, says="takes no")
+    layers = [end["layer"] for key in ("from_layer", "to_layer") if isinstance(end := given.get(key), Mapping)]
+    making = Making(given.get("host_model"), [given.get("host"), *layers], ask)
+    token = MAKING.set(making)
     try:
         made = function(**host_given, **options)
     except FxplugError:
         raise
     except Exception as error:  # the plugin's constructor
         raise SpecError(f"making {kind.__name__} failed: {type(error).__name__}: {error}") from error
+    finally:
+        MAKING.reset(token)
     if not isinstance(made, base):
         raise SpecError(f"{kind.__name__} gave a {type(made).__name__}, no {base.__name__}")
+    lost = next((name for name, value in (*made.named_parameters(), *made.named_buffers()) if value.is_meta), None)
+    if lost is not None and not torch.empty(0).is_meta:
+        raise SpecError(
+            f"{kind.__name__}: '{lost}' has no values (its device is meta): it is of a module that plugins share and that was "
+            "made, or moved, for a model without values; import the plugin's file anew, or make the module in each __init__"
+        )
+    beside = next((plugin for plugin, inner in making.plugins if plugin is not made and not inner), None)
+    if beside is not None:
+        raise SpecError(
+            f"{kind.__name__} makes another plugin, {type(beside).__name__} '{beside.name}', at a layer of the model, which "
+            "would not run: a plugin makes others at layers of its own; give this one an entry with its layers"
+        )
     if kind.get_trainable_parameters is not BasePluginBlock.get_trainable_parameters:
         _hold_back(made)
     return made
@@ -141,7 +168,8 @@ def wants_inputs(plugin: BasePluginBlock) -> bool:
 
 def feed(plugins: Sequence[BasePluginBlock], names: Sequence[str], values: Sequence[Any]) -> None:
     """Give plugins the inputs of their pass, as HCP-Diffusion does before each call of the model."""
-    taking = [plugin for plugin in plugins if wants_inputs(plugin)]
+    every = dict.fromkeys(one for plugin in plugins for one in plugin.modules() if isinstance(one, BasePluginBlock))
+    taking = [plugin for plugin in every if wants_inputs(plugin)]
     if names and not taking:
         who = ", ".join(plugin.name for plugin in plugins)
         raise TraceError(f"{who}: takes no inputs ({', '.join(names)} are given): no register_input_feeder_to is called")

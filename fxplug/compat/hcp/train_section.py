@@ -10,17 +10,17 @@ from typing import Any
 from ...errors import SpecError, shown
 from ...spec.yaml_source import Source
 from .config_files import References
+from .hosts import RATE, number, patterns, taken
+from .layer_patterns import read_layers
 
 PRODUCT = re.compile(r'\$\{hcp\.eval:\s*["\']?\s*(\d+(?:\s*\*\s*\d+)*)\s*["\']?\s*\}')  # its resolver, as far as files use it
-SCHEDULERS = {
-    "constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine", "one_cycle": "cosine",
-}  # fmt: skip
+SCHEDULERS = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 PREDICTIONS = {"eps": "epsilon", "sample": "sample", "v": "v_prediction"}
 PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "no": "fp32"}
 # what each section says that has no counterpart, told by a note; keys that are null or empty count as not there
 TRAIN = ("train_steps", "train_epochs", "gradient_accumulation_steps", "workers", "max_grad_norm", "save_step", "loss",
          "optimizer", "scheduler")  # fmt: skip
-QUIET = ("set_grads_to_none", "optimizer_pt", "scheduler_pt", "scale_lr_pt", "resume")
+QUIET = ("cfg_scale", "set_grads_to_none", "optimizer_pt", "scheduler_pt", "scale_lr_pt", "resume")
 
 
 def training(source: Source, notes: list[str]) -> dict[str, Any]:
@@ -37,8 +37,17 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
         return {}
     place = model.get("pretrained_model_name_or_path") or "REPLACE_ME"
     denoise: dict[str, Any] = {"vae": f"{place}/vae", "text": str(place), "scheduler": f"{place}/scheduler"}
+    if (scale := _guidance(said)) is None:
+        notes.append(
+            f"cfg_scale {shown(said['cfg_scale'])} changes with the time, and train_guidance is one number: the sections train "
+            "and data are left out"
+        )
+        return {}
+    if scale != 1:
+        denoise["train_guidance"] = scale
+        notes.append("each sample is in the batch twice, with its own caption and with one text for all (denoise: negative)")
     train: dict[str, Any] = {"task": {"denoise": denoise}}
-    train |= _length(said) | _loop(said, denoise)
+    train |= _length(said) | _loop(said, denoise) | _schedule(said.get("scheduler"), notes)
     if model.get("ema"):
         decay = model["ema"].get("decay_max") if isinstance(model["ema"], Mapping) else model["ema"]
         train |= {"ema": decay} if isinstance(decay, float) and 0 < decay < 1 else {}
@@ -57,6 +66,35 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
     seed = reader.top("seed")
     head = {"seed": seed} if isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0 else {}
     return {**head, "train": train, **({"data": data} if data.get("images") else {})}
+
+
+def own_layers(source: Source, more: dict[str, Any], notes: list[str]) -> None:
+    """The layers of the model itself that the section `unet` trains, as `trainable` and `lr` of the section train in `more`.
+
+    Raises SpecError for an entry that cannot be read.
+    """
+    entries = References(source).value("unet") if isinstance(source.data.get("unet"), list) else []
+    found, rates = list[str](), set[float]()
+    for index, entry in enumerate(entries):
+        with source.inside("unet", index):
+            if not isinstance(entry, Mapping):
+                raise SpecError(f"must be a mapping with 'layers', not {shown(entry)}")
+            layers = read_layers(taken(dict(entry), "layers"), "layers")
+            if any(layer.pre_hook or layer.kind for layer in layers):
+                raise SpecError("only re: stands before a layer here", path=("layers",))
+            rates.add(number(entry.get("lr", RATE), ("lr",), least=0.0))
+            found += [pattern or "**" for pattern in patterns(layers)]
+    if "train" in more and len(rates) == 1:
+        more["train"] |= {"trainable": list(dict.fromkeys(found)), "lr": rates.pop()}
+    elif source.data.get("unet"):
+        several = f"; there are several lr, {', '.join(map(str, sorted(rates)))}, and train.lr is one" if len(rates) > 1 else ""
+        notes.append(f"unet: trains layers of the model itself; here a run's train.trainable names those{several}")
+
+
+def _guidance(said: Mapping[str, Any]) -> float | None:
+    """The scale of DreamArtist's training, 1.0 without; None for one that changes with the time, as in "1.0-3.0:cos"."""
+    low, dash, high = str(said.get("cfg_scale") or 1.0).partition(":")[0].partition("-")
+    return number(_number(low), ("train", "cfg_scale")) if not dash or _number(low) == _number(high) else None
 
 
 def _known(said: Mapping[str, Any]) -> bool:
@@ -109,7 +147,7 @@ def _length(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _loop(said: Mapping[str, Any], denoise: dict[str, Any]) -> dict[str, Any]:
-    """Accumulation, clipping, checkpoints, optimizer, scheduler and loss."""
+    """Accumulation, clipping, checkpoints, optimizer and loss."""
     made: dict[str, Any] = {}
     for theirs, ours in (("gradient_accumulation_steps", "accumulate"), ("max_grad_norm", "clip")):
         value = said.get(theirs)
@@ -124,11 +162,6 @@ def _loop(said: Mapping[str, Any], denoise: dict[str, Any]) -> dict[str, Any]:
         name = str(optimizer["_target_"])
         name = name.removeprefix("torch.optim.") if name.startswith("torch.optim.") else ":".join(name.rsplit(".", 1))
         made["optimizer"] = {name: given} if given else name
-    scheduler = said.get("scheduler")
-    course = SCHEDULERS.get(str(scheduler.get("name"))) if isinstance(scheduler, Mapping) else None
-    if course is not None and isinstance(scheduler, Mapping):
-        warmup = scheduler.get("num_warmup_steps")
-        made["scheduler"] = {course: {"warmup": warmup}} if isinstance(warmup, int) and warmup > 0 else course
     loss = said.get("loss")
     if isinstance(loss, Mapping):
         if (prediction := PREDICTIONS.get(str(loss.get("type")))) is not None and prediction != "epsilon":
@@ -137,6 +170,26 @@ def _loop(said: Mapping[str, Any], denoise: dict[str, Any]) -> dict[str, Any]:
         if isinstance(criterion, Mapping) and str(criterion.get("_target_")).endswith("MinSNRLoss"):
             denoise["snr_gamma"] = _number(criterion.get("gamma", 1.0))
     return made
+
+
+def _schedule(scheduler: Any, notes: list[str]) -> dict[str, Any]:
+    """The course of the learning rate; of `one_cycle` the same class of torch."""
+    if not isinstance(scheduler, Mapping):
+        return {}
+    name, warmup, length = (scheduler.get(key) for key in ("name", "num_warmup_steps", "num_training_steps"))
+    if name == "one_cycle":
+        given = dict(scheduler.get("scheduler_kwargs") or {})
+        if isinstance(length, int) and length > 0:
+            given |= {"total_steps": length} | ({"pct_start": warmup / length} if isinstance(warmup, int) else {})
+        return {"scheduler": {"OneCycleLR": given} if given else "OneCycleLR"}
+    if (target := str(scheduler.get("_target_"))).startswith("torch.optim.lr_scheduler."):
+        given = {key: _number(value) for key, value in scheduler.items() if not key.startswith("_")}
+        return {"scheduler": {target.rpartition(".")[2]: given}}
+    if (course := SCHEDULERS.get(str(name))) is None:
+        notes.append(f"no scheduler here is {shown(name or target)}: the learning rate stays as it is")
+        return {}
+    warmed = isinstance(warmup, int) and warmup > 0 and name != "constant"
+    return {"scheduler": {course: {"warmup": warmup}} if warmed else course}
 
 
 def _data(sets: Mapping[str, Any], train: dict[str, Any], notes: list[str]) -> dict[str, Any]:

@@ -286,9 +286,9 @@ def _operator(name: str, kernel: Any, plain: Any, fake: Any, saves: Any, gradien
         width = args[3].shape[0] // args[given].shape[-1] if name == "linear_of_bank" else width
         return (kernel if fits(*args[:given], rank=width) else plain)(*args)
 
-    schema = torch.library.infer_schema(kernel, mutates_args=())
+    run.__signature__ = inspect.signature(kernel)  # type: ignore[attr-defined]  # which torch reads the schema from
     make: Any = torch.library.custom_op if triton is None else torch.library.triton_op
-    operator: Any = make(f"fxplug::{name}", run, mutates_args=(), schema=schema)
+    operator: Any = make(f"fxplug::{name}", run, mutates_args=())
     operator.register_fake(fake)
     operator.register_autograd(gradients, setup_context=saves)
     return operator  # type: ignore[no-any-return]

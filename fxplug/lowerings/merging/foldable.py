@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from ...blocks.base import CONVOLUTIONS, LowRank
@@ -61,6 +62,8 @@ class Reader:
                 self.module(layer)
             elif layer is not None:
                 self.product(layer)
+                products.add(node)
+            elif node.target is torch.addmm and self.transposed(node):
                 products.add(node)
         for node in list(self.graph.nodes):
             parameter = node.op == "get_attr" or node.meta.get("behind", "").startswith("param:")
@@ -125,6 +128,24 @@ class Reader:
                 self.biases[node] = f"{owner}.bias"
             for step in around if node not in self.biases else ():
                 self.refuse(step.node, f"'{node.name}' adds no bias")
+
+    def transposed(self, node: fx.Node) -> bool:
+        """Whether a product is that of transformers' Conv1D, between two views: a weight (in, out), with a `Lora` behind it."""
+        after, flat = readers(node), argument(node, 1, "mat1")
+        views = [value for value in (*after, flat) if isinstance(value, fx.Node) and value.target == "view"]
+        (name, first, rest), (bias, second, others) = (self.mapped(argument(node, *at)) for at in ((2, "mat2"), (0, "input")))
+        if len(after) != 1 or len(views) != 2 or not name or not bias:
+            return False
+        steps = []
+        for user, block in behind(self.tree, views[0]):
+            own = isinstance(block, Lora) and block.kind == "Linear" and inside(argument(user, 0, "x")) is inside(flat.args[0])
+            if not (own and self.takes(user) and all(map(sums, (*rest, *others)))):
+                break
+            steps.append(Step(str(user.target), "after", user))
+            self.gone[user] = result_read(user, block)
+        self.note(Use(name, "weight", "TransposedLinear", node, (*first, *steps)))
+        self.note(Use(bias, "bias", "TransposedLinear", node, (*second, *steps)))
+        return True
 
     def gives_bias(self, steps: Iterable[Step]) -> bool:
         """Whether a layer without a bias has one when the blocks are folded."""

@@ -211,7 +211,8 @@ class Shadows(nn.Module):
                 continue
             assert isinstance(block, Lora)
             last = index == len(parts) - 1 and value.dtype == shadow.dtype and shadow.is_contiguous()
-            value = updated(value, block, weights, out=shadow.detach() if last else None)
+            turned = row.use.kind == "TransposedLinear"
+            value = updated(value, block, weights, shadow.detach() if last else None, turned)
         if value.data_ptr() != shadow.data_ptr():
             shadow.copy_(value)
 

@@ -53,10 +53,15 @@ def delta(block: Lora, gates: Tensor | None, dtype: torch.dtype) -> Tensor:
     return product[0].T if block.kind == "Embedding" else product.reshape(-1, *weight_of(block.down).shape[1:])
 
 
-def updated(value: Tensor, block: Lora, gates: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """A layer's weight in its accumulator's dtype with what a `Lora` adds to it; written into `out` if that is given."""
+def updated(
+    value: Tensor, block: Lora, gates: Tensor | None, out: Tensor | None = None, transposed: bool = False
+) -> Tensor:
+    """A layer's weight in its accumulator's dtype with what a `Lora` adds to it; written into `out` if that is given.
+
+    A `transposed` weight is (in, out).
+    """
     down, up = _factors(block, gates, value.dtype)
-    if block.kind == "Embedding":
+    if block.kind == "Embedding" or transposed:
         return torch.addmm(value, down[0].T, up[0].T, out=out)
     flat = None if out is None else out.view(len(up), -1, down.shape[2])
     groups = value.reshape(len(up), -1, down.shape[2])
@@ -95,7 +100,10 @@ def changed(
     whole = part == "bias" or kind == "Embedding"  # what is added to the result is added to this
     if isinstance(block, Lora):
         if part == "weight":
-            value = updated(value, block, gates) if via is None else value + _columns(delta(block, gates, dtype), via)
+            if via is None:
+                value = updated(value, block, gates, transposed=kind == "TransposedLinear")
+            else:
+                value = value + _columns(delta(block, gates, dtype), via)
         if block.bias and whole:
             value = value + block.up.bias.to(dtype) * block.scale.to(dtype)  # type: ignore[operator]
         return value

@@ -351,6 +351,11 @@ def _split(target: str, key: str) -> tuple[str, str]:
 # --- the code that they share
 
 
+def call_layer(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `layer` computes: not every dynamo knows `operator.call`."""
+    return layer(*args, **kwargs)
+
+
 @dataclass
 class _Body:
     graph: Graph = field(default_factory=Graph)
@@ -374,7 +379,7 @@ def _functional(own: fx.Graph, key: str) -> tuple[Graph, list[str]]:
         elif node.op == "call_module":
             module = _reach(body, str(node.target), key)
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = insert(body.graph, "call_function", operator.call, (module, *args), kwargs, meta=node.meta)
+            values[node] = insert(body.graph, "call_function", call_layer, (module, *args), kwargs, meta=node.meta)
         else:
             copy_nodes([node], body.graph, values)
     body.graph.lint()

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import FxplugError, SpecError, brief_fields, did_you_mean
 from ...ir.pytree import leaves, map_leaves
 from ...ir.traced_module import TracedModule
+from ...torch_internals import kernels
 from ..checking import pretending
 from ..plan import Plan, Runner, parallel_plan
 from ..planning.trials import name_of
@@ -97,7 +97,7 @@ class _Whole:
 
     def __init__(self, gm: TracedModule, call: Any) -> None:
         self.layers = self.width = 0
-        counter = FlopCounterMode(display=False)
+        counter = kernels.flop_counter()
         with torch.no_grad(), counter:
             out = Runner(gm, gm._graph_mode, self.each).run(*bound(gm, *call))
         self.work = counter.get_total_flops()

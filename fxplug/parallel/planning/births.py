@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...ir import ops
-from ...ir.traced_module import TracedModule
 from ...torch_internals import pytree
 from ..runtime.layouts import Layout
 from .found import Found, Unsplittable
@@ -181,13 +180,12 @@ def samples(walk: Walk) -> dict[fx.Node, int]:
     return {node: 0 for node in given if walk.values[node].shape[0] == batch}
 
 
-def best(gm: TracedModule, walk: Walk, seed: int = 0, ways: int = 1) -> Found:
+def best(tries: Tries, walk: Walk, ways: int = 1) -> Found:
     """The plan that splits most work, and of those one with few gathers, from births that are all needed.
 
     Where there are fewer tokens than `ways` they stay together, unless there are no others. Raises Unsplittable where no plan
     splits anything.
     """
-    tries = Tries(gm, seed)
     found: Found | None = None
     failed: Unsplittable | None = None
     for start in ([(query, dim) for _, query, dim in sites(walk)], blocks(walk)):
@@ -205,7 +203,7 @@ def best(gm: TracedModule, walk: Walk, seed: int = 0, ways: int = 1) -> Found:
         if found is not None and found.share() > ENOUGH:
             break
     if found is None and ways > 1:
-        return best(gm, walk, seed)
+        return best(tries, walk)
     if found is None:
         raise failed or Unsplittable("no attention among tokens of one kind, and no repeated blocks of tokens")
     return found

@@ -20,7 +20,7 @@ from .opened_layers import opened
 from .planner import Planner, planned
 from .streams import PARTS, Leaf, Place, Step
 from .trials import Tries, leaves_of, name_of
-from .walk import Walk, lessened, walk
+from .walk import Walk, walk
 
 WAYS = 12  # kinds of streams that are tried for one layer
 SMALL = 4  # times smaller is a sum that may be taken on the way
@@ -344,43 +344,34 @@ def _renamed(place: Place, table: dict[int, int]) -> Place:
 
 
 def find(
-    gm: TracedModule, mode: bool, call: Any, number: int, paths: frozenset[str] = frozenset(), before: Found | None = None
+    gm: TracedModule, mode: bool, call: Any, number: int, paths: frozenset[str] = frozenset(), before: Found | None = None,
+    memory: dict[int, dict[Any, Any]] | None = None,
 ) -> tuple[frozenset[str], Found]:
     """The layers that are opened for a plan over features, by path, and the plan of the graph of a mode after that.
 
-    `paths` and `before` are those of the other mode, where there is one: weights are split once. Raises Unsplittable where
-    there is no plan, or where it is another with other random values.
+    `paths`, `before` and `memory` are those of the other mode, where there is one: weights are split once. Raises
+    Unsplittable where there is no plan, or where it is another with other random values.
     """
-    less = lessened(gm, *call)
     if before is None:
         every = opened(gm)
-        walked = _walked(every, mode, less, call)
-        first = Features(walked, Tries(every, 0), number).best()
+        walked = walk(every, every.graphs[mode], *call)
+        first = Features(walked, Tries(every, 0, memory=memory), number).best()
         used = {n.meta["opened"] for n in walked.graph.nodes if "opened" in n.meta and (first.is_split(n) or n in first.steps)}
         paths = frozenset(used)
     else:
         first = before
     born = {str(node.target): place for node, place in first.births.items() if isinstance(place, Place)}
     some = opened(gm, paths)
-    walked = _walked(some, mode, less, call)
+    walked = walk(some, some.graphs[mode], *call)
     births = {n: born[str(n.target)] for n in walked.graph.nodes if n.op == "get_attr" and str(n.target) in born}
     sizes = first.sizes[: 1 + max(stream for place in born.values() for stream in place.layout.streams)]
-    found, again = (planned(walked, Tries(some, seed), births, streams=sizes) for seed in (0, 1))
+    found, again = (planned(walked, Tries(some, seed, memory=memory), births, streams=sizes) for seed in (0, 1))
     if found.steps != again.steps:
         node = next(n for n in walked.graph.nodes if found.steps.get(n) != again.steps.get(n))
         raise Unsplittable(f"'{node.name}' does other things with other random values")
-    found.walk = walk(some, some.graphs[mode], *call)
     if before is None:
         found.why = {**_reasons(first, walked.graph, paths), **found.why}
     return paths, found
-
-
-def _walked(gm: TracedModule, mode: bool, less: Any, call: Any) -> Walk:
-    """The walk of a mode's graph on inputs with fewer tokens, if it takes such."""
-    try:
-        return walk(gm, gm.graphs[mode], *less)
-    except Exception:  # the model's, of sizes that do not go together: the whole ones show any other
-        return walk(gm, gm.graphs[mode], *call)
 
 
 def _reasons(first: Found, graph: fx.Graph, paths: frozenset[str]) -> dict[fx.Node, str]:

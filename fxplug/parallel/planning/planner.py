@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ...ir import ops, variants
@@ -14,13 +15,14 @@ from ..runtime.layouts import Layout
 from .found import Found, Unsplittable, told
 from .operations import again_like, arguments, is_placed, is_plain_result, normed, signature
 from .streams import Leaf, Number, Place, Step
-from .trials import Tries, leaves_of, name_of, numbered
+from .trials import Tries, is_value, leaves_of, name_of, numbered
 from .walk import Walk
 
 CHECKS = (*variants.ENTRY, ops.guard, ops.check_added, ops.check_state)
 FACTS = (ops.device_of, ops.dtype_of, ops.asked)  # of a tensor, the same for its parts
 MOST = 4  # inputs that are split together in one try
 MANY = 12  # choices of numbers that are scaled
+LONG = 32  # a dimension that is longer is shorter in a try
 
 
 class _Again(Exception):
@@ -120,8 +122,7 @@ class Planner:
         sized = [i for i, n in enumerate(inputs) if self.found.hangs_on_sizes(n)]
         true = self.walk.values[node]
         if node in self.walk.random:
-            step = Step(gathers=tuple(split), whole_numbers=True, same=True)
-            return self.gathered(node, step, "it draws random numbers, which are the first process's everywhere")
+            return self.drawn(node, split)
         if node.op in ("placeholder", "get_attr") or not (split or sized) or node.target in FACTS:
             return self.whole(node)
         passes_on = node.target is ops.check_added and self.found.is_split(inputs[0])  # the value that it checks
@@ -149,16 +150,33 @@ class Planner:
         leaves, tree = pytree.tree_flatten(true)
         return pytree.tree_unflatten([again_like(leaf, kind) for leaf, kind in zip(leaves, kinds, strict=True)], tree)
 
-    def gathered(self, node: fx.Node, step: Step, why: str) -> Any:
-        """The value of a node that runs on whole inputs: note this step, and why."""
+    def drawn(self, node: fx.Node, split: list[int]) -> Any:
+        """The value of an operation that draws random numbers: the first process's, split again where tokens were split."""
+        roots = {root for one in self.walk.writes.get(node, ()) for root in self.walk.roots(one)}
+        mine, behind = {node}, itertools.dropwhile(lambda n: n is not node, self.walk.graph.nodes if roots else ())
+        for later in itertools.islice(behind, 1, None):
+            if any(one not in mine and self.walk.roots(one) & roots for one in later.all_input_nodes):
+                raise Unsplittable(f"{told(node)} draws random numbers into a value that is read later: let it give a new one")
+            if not mine.isdisjoint(later.all_input_nodes):
+                mine.add(later)
+        step = Step(gathers=tuple(split), whole_numbers=True, same=True)
+        return self.gathered(node, step, "it draws random numbers, which are the first process's everywhere", again=True)
+
+    def gathered(self, node: fx.Node, step: Step, why: str, again: bool = False) -> Any:
+        """The value of a node that runs on whole inputs: note this step, and why; split `again` if it is shaped as an input."""
+        if again:
+            inputs, true = [node.all_input_nodes[index] for index in step.gathers], self.walk.values[node]
+            like = (self.found.place(one) for one in inputs if getattr(self.walk.values[one], "shape", ()) == true.shape)
+            step = step._replace(cut=next(like, None))
         self.found.steps[node] = step
         if step.gathers or step.same:
             self.found.why[node] = why or "it is written in place"
-        return self.whole(node)
+        return Leaf(self.walk.values[node], step.cut) if step.cut else self.whole(node)
 
     def mixed(self, node: fx.Node, everything: Step) -> Any:
-        """The value of an operation that no repair makes run on parts."""
-        return self.gathered(node, everything, "it mixes tokens")
+        """The value of an operation that no repair makes run on parts; samples stay apart behind it."""
+        again = self.one and isinstance(self.walk.values[node], Tensor) and node not in self.walk.writes
+        return self.gathered(node, everything, "it mixes tokens", again)
 
     def key(self, node: fx.Node) -> Any:
         """What two operations have in common that do the same on parts."""
@@ -167,7 +185,9 @@ class Planner:
         target: Any = node.target
         if node.op == "call_module":
             module = self.tries.gm.get_submodule(str(node.target))
-            target = (type(module), repr(module), tuple((k, v.shape, v.dtype) for k, v in module.state_dict().items()))
+            training = tuple(one.training for one in module.modules())
+            state = tuple((k, v.shape, v.dtype) for k, v in module.state_dict().items())
+            target = (type(module), repr(module), training, state)
         try:
             streams = (*self.tries.streams.true, *self.tries.streams.parts)
             key = (node.op, target, form, streams, tuple(signature(self.values[n]) for n in names))
@@ -191,16 +211,56 @@ class Planner:
         """The first step that works, what the leaves of the result are then, and whether an input is written."""
         if self.counted and (done := self.feature_norm(node, split)) is not None:
             return done
-        for step in self.ways(node, split, sized):
-            got = self.attempt(node, step, split)
-            if got is not None:
+        steps = list(self.ways(node, split, sized))
+        if (less := self.lessened(node, split, sized)) is not None:
+            for step in steps:
+                if not step.gathers and (got := self.attempt(node, step, split, *less)) is not None:
+                    return got
+        for step in steps:
+            if (got := self.attempt(node, step, split, self.values, self.walk.values[node])) is not None:
                 return got
         return None
 
-    def attempt(self, node: fx.Node, step: Step, split: list[int]) -> Any:
-        """What a step makes of a node, as `outcome` gives it; None where parts do not give what the whole does."""
-        inputs = node.all_input_nodes
-        result = self.tries.tried(node, self.values, step)
+    def lessened(self, node: fx.Node, split: list[int], sized: list[int]) -> tuple[dict[fx.Node, Any], Any] | None:
+        """A node's inputs, and what it gives, with shorter dimensions where these are long and no number counts them.
+
+        None where there are no such dimensions. Sizes become other ones, and have the same rest by 8.
+        """
+        inputs, true = node.all_input_nodes, self.walk.values[node]
+        if sized or not split or not all(isinstance(leaf, Tensor) for leaf in leaves_of(true)):
+            return None
+        fixed, free = {*self.tries.streams.true, *self.tries.streams.small}, set[int]()
+        fx.node.map_aggregate((node.args, node.kwargs), lambda leaf: fixed.add(leaf) if type(leaf) is int else None)
+        if node.op == "call_module":
+            fixed.update(n for t in self.tries.gm.get_submodule(str(node.target)).state_dict().values() for n in t.shape)
+        for leaf in (leaf for one in inputs for leaf in leaves_of(self.values[one]) if isinstance(leaf, Leaf)):
+            shape = leaf.tensor.shape
+            fixed.update(() if leaf.tensor.is_meta else shape, () if leaf.place is None else [shape[leaf.place.dim]])
+            free.update(n for n in shape if n > LONG)
+        table: dict[int, int] = {}
+        for size in sorted(free - fixed):
+            table[size] = next(n for n in itertools.count(LONG // 2 + size % 8, 8) if n not in {*fixed, *free, *table.values()})
+        if not any(new < size for size, new in table.items()):
+            return None
+
+        def less(leaf: Any) -> Any:
+            if isinstance(leaf, Leaf):
+                return leaf._replace(tensor=less(leaf.tensor))
+            if type(leaf) is int:
+                return table.get(leaf, leaf)
+            if not isinstance(leaf, Tensor) or not leaf.is_meta:
+                return leaf
+            return torch.empty([table.get(n, n) for n in leaf.shape], dtype=leaf.dtype, device="meta")
+
+        return {one: pytree.tree_map(less, self.values[one], is_leaf=is_value) for one in inputs}, pytree.tree_map(less, true)
+
+    def attempt(self, node: fx.Node, step: Step, split: list[int], values: dict[fx.Node, Any], true: Any) -> Any:
+        """What a step makes of a node, as `outcome` gives it; None where parts do not give what the whole does.
+
+        `values` are those of its inputs, and `true` is what it gives on them.
+        """
+        inputs, used = node.all_input_nodes, self.tries.used
+        result = self.tries.tried(node, values, step)
         if result is None:
             return None
         whole, parts, given = result
@@ -213,14 +273,16 @@ class Planner:
         from_sizes = not step.whole_numbers and any(self.found.hangs_on_sizes(n) for n in inputs)
         ratio = bool(step.scaled) and not split  # of features to heads: the same everywhere
         layouts = list(dict.fromkeys(sizes))
-        found = self.tries.placed(self.walk.values[node], whole, parts, layouts, from_parts, from_sizes and not ratio)
+        found = self.tries.placed(true, whole, parts, layouts, from_parts, from_sizes and not ratio)
         if found is None or (ratio and any(isinstance(leaf, Number) for leaf in leaves_of(found[0]))):
             return None
         if isinstance(found[1], tuple) and not (self.counted or (self.means and not step.gathers and not step.splits)):
             return None  # a mean over tokens, by chance
+        if from_parts and not self.tries.is_local(node, values, step, found[0], parts, used):
+            return None
         written = []
         for index, one in enumerate(inputs):
-            state = self.tries.left(given[one], self.values[one])
+            state = self.tries.left(given[one], values[one])
             if state is None or (state and (index in step.gathers or index in dict(step.splits))):
                 raise _Again(one)  # it writes into what would be a copy, or what it writes lies otherwise
             written += [index] * state

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...ir.comparison import tolerance
 from ...torch_internals import pytree
 from ..runtime.halos import Reach
 from .streams import Leaf, Number, Refused
-from .trials import CLOSE, Tries, leaves_of
+from .trials import Tries, large, leaves_of
 
 PERIODS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)
 
@@ -33,7 +34,7 @@ class Probe:
         self.whole = self.of(self.x)
         self.bound = 0.0
         if self.whole is not None and self.whole.numel() and not self.whole.is_complex():
-            self.bound = CLOSE * max(1e-6, float(self.whole.double().abs().max()))
+            self.bound = tolerance(self.whole, within=True) * max(1e-6, float(self.whole.double().abs().max()))
 
     def of(self, x: Tensor) -> Any:
         """What some rows give: a tensor, or None."""
@@ -148,7 +149,7 @@ def _wrong(probe: Probe, got: Tensor, offset: int, dim: int) -> Tensor | None:
 
 
 def _marked(probe: Probe) -> Any:
-    """What hangs on the first rows, and on the last, whatever the weights are: told by values that are no number.
+    """What hangs on the first rows, and on the last, whatever the weights are: told by values that are no number, or large.
 
     None where every row of the result hangs on either: the operation has no reach.
     """
@@ -157,12 +158,15 @@ def _marked(probe: Probe) -> Any:
     middle = probe.size // 2
     found = []
     for begin, end in ((0, middle), (middle, probe.size)):
-        x = probe.x.clone()
-        x.narrow(probe.dim, begin, end - begin).fill_(math.nan)
-        got = probe.of(x)
-        if got is None or not got.is_floating_point():
-            return []
-        found.append(got.isnan())
+        marks = []
+        for odd in (math.nan, large(probe.x.dtype)):
+            x = probe.x.clone()
+            x.narrow(probe.dim, begin, end - begin).fill_(odd)
+            got = probe.of(x)
+            if got is None or not got.is_floating_point() or got.shape != probe.whole.shape:
+                return []
+            marks.append(((got.double() - probe.whole.double()).abs() > probe.bound) | got.isnan())
+        found.append(marks[0] | marks[1])
     if all(bool(one.all()) for one in found):
         return None
     head, tail = found

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ...ir.traced_module import TracedModule
 from ..runtime.halos import Reach
 from ..runtime.layouts import Layout
 from .found import Found, Inner, Unsplittable
@@ -137,12 +136,12 @@ class Spatial(Planner):
             if (near := self.near(node, everything.gathers)) is not None:
                 self.found.steps[node] = Step(special="near", near=near)
                 return Leaf(self.walk.values[node], near.out)
-            value = super().mixed(node, everything)
+            value = self.gathered(node, everything, "it mixes tokens")
             if (place := self.again(node, everything.gathers[0])) is not None:
                 self.found.steps[node] = everything._replace(cut=place)
                 return Leaf(self.walk.values[node], place)
             return value
-        return super().mixed(node, everything)
+        return self.gathered(node, everything, "it mixes tokens")
 
     # --- rows of neighbours
 
@@ -232,14 +231,13 @@ def grains(walk: Walk, size: int, dims: int, back: int) -> list[int]:
     return list(dict.fromkeys([*found, 1]))
 
 
-def best(gm: TracedModule, walk: Walk, split: Mapping[fx.Node, int] | None = None, seed: int = 0) -> Found:
+def best(tries: Tries, walk: Walk, split: Mapping[fx.Node, int] | None = None) -> Found:
     """The plan in rows that splits most work: along the height of images, else along another dimension.
 
     Raises Unsplittable where no plan splits anything.
     """
     found: Found | None = None
     failed: Unsplittable | None = None
-    tries = Tries(gm, seed, True)
     for births, tokens in _given(walk, split) if split else _choices(walk):
         table = {node: walk.values[node].shape[dim] // tokens for node, dim in births.items()}
         try:

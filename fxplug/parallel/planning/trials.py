@@ -12,28 +12,30 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ...ir.comparison import difference, tolerance
 from ...torch_internals import pytree
 from ...torch_internals.tensors import version
 from ..runtime.layouts import Layout
 from .streams import Leaf, Number, Place, Refused, Scaled, Step, Streams
 
-CLOSE = 1e-4  # of the largest value: rounding of float32 sums
 POOL = 1_299_709  # random values, a prime number of them: rows that take them again begin elsewhere
 HELD = 1 << 27  # bytes of weights, in the stead of those that have no values, that are kept
 EMPTY = ("empty", "empty_like", "new_empty")
 RANGE = 2  # random whole numbers are below
+LARGE = 2.0**40
 
 
 class Tries:
     """Runs operations on small values in one process and in two pretended ones."""
 
-    def __init__(self, gm: nn.Module, seed: int, uneven: bool = False) -> None:
-        self.gm, self.uneven = gm, uneven
+    def __init__(self, gm: nn.Module, seed: int, uneven: bool = False, memory: dict[int, dict[Any, Any]] | None = None) -> None:
+        """`memory` is what other plans along the same axis have found, by seed."""
+        self.gm, self.seed, self.uneven = gm, seed, uneven
         self.streams = Streams()
         self.pool = torch.rand(POOL, generator=torch.Generator().manual_seed(seed)) + 0.1
         self.used = 0
         self.writes: Mapping[fx.Node, Sequence[fx.Node]] = {}  # the inputs that a node writes into
-        self.known: dict[Any, Any] = {}
+        self.known: dict[Any, Any] = {} if memory is None else memory.setdefault(seed, {})
         self.modules: dict[Any, tuple[nn.Module, int]] = {}  # and how many bytes each holds
         self.count = 0
 
@@ -82,6 +84,12 @@ class Tries:
             return whole.clone() if written else whole
         return whole.index_select(place.dim, place.layout.rows(self.streams.bounds(rank)))
 
+    def enlarge(self, tensor: Tensor, place: Place, rank: int) -> None:
+        """Make the rows of the pretended process of a rank as large as may be, in place."""
+        rows = place.layout.rows(self.streams.bounds(rank))
+        wide = tensor.index_select(place.dim, rows).to(torch.complex128 if tensor.is_complex() else torch.float64)
+        tensor.index_copy_(place.dim, rows, (wide * large(tensor.dtype)).to(tensor.dtype))
+
     # --- one operation
 
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -128,9 +136,8 @@ class Tries:
 
         None where it fails.
         """
-        inputs = node.all_input_nodes
         given: dict[fx.Node, tuple[Any, list[Any]]] = {}
-        for index, one in enumerate(inputs):
+        for index, one in enumerate(node.all_input_nodes):
             split = dict(step.splits).get(index)
             once, written = index in step.once, one in self.writes.get(node, ())
             given[one] = self.given(values[one], split, index in step.gathers, step.whole_numbers, written or once)
@@ -144,10 +151,36 @@ class Tries:
             return None
         return whole, parts, given
 
+    def is_local(self, node: fx.Node, values: dict[fx.Node, Any], step: Step, found: Any, parts: list[Any], used: int) -> bool:
+        """Whether a process's part of a result stays what it is where the values of the other are large.
+
+        What is `found`, and the `parts` of it, came of the values of the pool from `used` on. Nothing can be said where the
+        operation fails on large values, nor of what is summed.
+        """
+        mine, (after, self.used) = self.seed % 2, (self.used, used)
+        given = {}
+        for index, one in enumerate(node.all_input_nodes):
+            split = dict(step.splits).get(index)
+            given[one] = self.given(values[one], split, index in step.gathers, step.whole_numbers, large=1 - mine)[0]
+        self.used = after
+        try:
+            with torch.no_grad():
+                whole = self.run(node, given, step.scaled)
+        except Refused:
+            return True
+        for leaf, got, part in zip(leaves_of(found), pytree.tree_leaves(whole), pytree.tree_leaves(parts[mine]), strict=False):
+            if isinstance(leaf, Leaf) and leaf.place is not None:
+                dim, layout = leaf.place
+                if got.dim() != part.dim() or got.shape[dim] != layout.total(self.streams.small):
+                    return False
+                if not alike(part, self.part(got, leaf.place, mine)):
+                    return False
+        return True
+
     def given(
-        self, value: Any, split: Place | None, gathered: bool, numbers: bool, written: bool = True
+        self, value: Any, split: Place | None, gathered: bool, numbers: bool, written: bool = True, large: int | None = None
     ) -> tuple[Any, list[Any]]:
-        """A value of a node in one process and in each pretended one."""
+        """A value of a node in one process and in each pretended one; in one alone where some rank's rows are `large`."""
         leaves, tree = pytree.tree_flatten(value, is_leaf=is_value)
         wholes: list[Any] = []
         parts: list[list[Any]] = [[], []]
@@ -156,8 +189,10 @@ class Tries:
                 place = split or (None if gathered else leaf.place)
                 whole = self.whole(leaf.tensor, place)
                 wholes.append(whole)
+                if large is not None and place is not None and (whole.is_floating_point() or whole.is_complex()):
+                    self.enlarge(whole, place, large)
                 for rank in (0, 1):
-                    parts[rank].append(self.part(whole, place, rank, written))
+                    parts[rank].append(self.part(whole, place, rank, written) if large is None else None)
             elif isinstance(leaf, Number):
                 wholes.append(leaf.true if gathered else leaf.small)
                 for rank in (0, 1):
@@ -256,6 +291,8 @@ class Tries:
         """How a result lies: "whole", "sum", a Place, or the streams that it is a mean over; None where nothing fits."""
         if any(not isinstance(g, Tensor) or g.dim() != whole.dim() for g in got):
             return None
+        if whole.numel() and (whole.is_floating_point() or whole.is_complex()) and bool(whole.isnan().all()):
+            return None  # it says nothing
         if all(g.shape == whole.shape for g in got):
             if all(alike(whole, g) for g in got):
                 return None if from_parts and whole.numel() else "whole"  # by chance: it was computed from parts
@@ -267,9 +304,16 @@ class Tries:
         if len(dims) != 1:
             return None
         dim = dims.pop()
+        lines = [_line(t, dim) for t in (whole, *got)]
+        # no two values of what is alike are further apart
+        told = whole.is_floating_point() and whole.numel() > 0
+        most = 1.1 * tolerance(whole, within=True) * float(whole.abs().max()) if told else 0.0
         for layout in candidates(layouts, self.streams.small, whole.shape[dim]):
             place = Place(dim, layout)
-            if all(alike(self.part(whole, place, rank), g) for rank, g in enumerate(got)):
+            rows = [layout.rows(self.streams.bounds(rank)) for rank in (0, 1)]
+            if told and any(_is_further(lines[0], r, g, most) for r, g in zip(rows, lines[1:], strict=True)):
+                continue
+            if all(alike(whole.index_select(dim, r), g) for r, g in zip(rows, got, strict=True)):
                 return place
         return None
 
@@ -301,20 +345,24 @@ def name_of(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
+def large(dtype: torch.dtype) -> float:
+    """How large values are that show what is mixed where they are large."""
+    return min(LARGE, math.sqrt(torch.finfo(dtype).max))
+
+
+def _line(tensor: Tensor, dim: int) -> Tensor:
+    """The first values of a tensor along a dimension."""
+    return tensor[tuple(slice(None) if d == dim else slice(0, 1) for d in range(tensor.dim()))].flatten()
+
+
+def _is_further(whole: Tensor, rows: Tensor, part: Tensor, most: float) -> bool:
+    """Whether a part is certainly not these rows of the whole."""
+    return len(rows) != len(part) or bool(((whole[rows] - part).abs() > most).any())
+
+
 def alike(a: Tensor, b: Tensor) -> bool:
     """Whether tensors have one shape, one dtype and values that only rounding tells apart."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if not (a.is_floating_point() or a.is_complex()):
-        return torch.equal(a, b)
-    if a.numel() == 0:
-        return True
-    bound = 1e-2 if a.dtype in (torch.float16, torch.bfloat16) else CLOSE
-    away, most = float((a - b).abs().max()), float(a.abs().max())
-    if not math.isfinite(away):
-        a, b = (torch.nan_to_num(t.to(torch.complex128 if t.is_complex() else torch.float64)) for t in (a, b))
-        away, most = float((a - b).abs().max()), float(a.abs().max())
-    return away <= bound * max(1e-6, most)
+    return difference(a, b, within=True).times <= 1
 
 
 def candidates(layouts: Sequence[Layout], sizes: Sequence[int], size: int) -> Iterator[Layout]:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils.flop_counter import FlopCounterMode
 
 from ...capture.isolation import restored
-from ...capture.python_state import State
+from ...capture.module_state import State
 from ...errors import SpecError
 from ...ir.traced_module import TracedModule
 from ...rewriter.modes import buffers_restored
-from ...torch_internals import pytree
+from ...torch_internals import kernels, pytree
 from ...torch_internals.dispatch import TorchDispatchMode, schema
 from ...torch_internals.tensors import memory_id, version
 
-FEW = 120  # tokens, or pixels of a side
 KEPT = 1 << 16  # elements of a tensor of whole numbers whose values are kept
 
 
@@ -76,7 +73,7 @@ def walk(gm: TracedModule, graph: fx.Graph, args: Sequence[Any], kwargs: Mapping
     gone: dict[fx.Node, list[fx.Node]] = {}
     for node, user in last.items():
         gone.setdefault(user, []).append(node)
-    counter, draws = FlopCounterMode(display=False), Draws()  # type: ignore[no-untyped-call]
+    counter, draws = kernels.flop_counter(), Draws()  # type: ignore[no-untyped-call]
     with torch.no_grad(), torch.random.fork_rng(devices=[]), counter, draws:
         before = 0
         for node in graph.nodes:
@@ -114,30 +111,6 @@ def bound(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> l
         raise SpecError(f"the model does not take these example inputs: {error}") from None
     given.apply_defaults()
     return list(given.arguments.values())
-
-
-def lessened(gm: TracedModule, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Example inputs with fewer tokens and smaller images, for what does not hang on their number; the same if they are few.
-
-    Sizes become other ones, in which no weight has a dimension, and have the same rest by 8.
-    """
-    tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    sizes = {t.shape[1] for t in tensors if t.dim() == 3} | {n for t in tensors if t.dim() > 3 for n in t.shape[2:]}
-    known = {n for p in gm.parameters() for n in p.shape}
-    table: dict[int, int] = {}
-    for size in sorted(size for size in sizes if size > FEW):
-        new = next(n for n in itertools.count(FEW // 3 + size % 8, 16) if n not in known and n not in table.values())
-        if new < size:
-            table[size] = new
-
-    def less(t: Any) -> Any:
-        if isinstance(t, Tensor):
-            for dim in range(2, t.dim()) if t.dim() > 3 else range(min(2, t.dim())):
-                t = t.narrow(dim, 0, table.get(t.shape[dim], t.shape[dim]))
-        return t
-
-    found: tuple[Any, Any] = pytree.tree_map(less, (tuple(args), dict(kwargs)))
-    return found
 
 
 @contextlib.contextmanager

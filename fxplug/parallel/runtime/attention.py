@@ -79,7 +79,8 @@ class Attention(Collective):
                 key, value = (gathered(t, 2, held, column, group) for t in (key, value))
         ours = row if by_heads or inner == 1 else [row[column]]
         mask = self.rows(mask, queries, ours, everyone, query, sum(keys))
-        if mask is not None and mask.dim() == 4 and mask.shape[1] > 1 and by_heads:
+        mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
+        if mask is not None and mask.shape[1] > 1 and by_heads:
             mask = mask.narrow(1, layouts.start(heads, column, inner), query.shape[1])
         if ring == 1:
             if mask is not None:

@@ -1,11 +1,13 @@
-"""Whether the processes of a mesh have the same weights and inputs: checksums that are compared at the first call."""
+"""Whether the processes of a mesh have the same plan, weights and inputs: checksums that are compared at each call."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -14,23 +16,41 @@ from torch import Tensor, nn
 from ...errors import GuardError
 from ...ir.pytree import leaves
 from ...torch_internals.distributed import group_of_name
+from ...torch_internals.tensors import version
+from .faults import guarded
 from .mesh import AXES, World
 from .pretended import Local
 
+
+class _Known(NamedTuple):
+    """The sum of a tensor's bits, and the tensor and its version that had it."""
+
+    tensor: ref[Tensor]
+    version: int
+    sum: int
+
+    def is_of(self, t: Tensor) -> bool:
+        return self.tensor() is t and self.version == version(t)
+
+
+KNOWN: WeakKeyDictionary[nn.Module, dict[str, _Known]] = WeakKeyDictionary()
+PLANS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_alike(root: nn.Module, world: World, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Compare parameters, buffers and inputs with those of the other processes of a mesh: shapes, dtypes and a sum of all bits.
+    """Compare the graph, parameters, buffers and inputs with those of the other processes of a mesh.
 
-    One pass over the weights, and some bytes that travel. Every process raises the same GuardError, which names a tensor and
-    the processes that have another one. What is sharded, quantised or on the meta device is left out.
+    Of tensors it compares shapes, dtypes and a sum of all bits: of the inputs at each call, of a weight at the first one and
+    when torch has counted that it was written since. Eight bytes of each process travel. Every process raises the same
+    GuardError, which names a tensor and the processes that have another one. What is sharded, quantised or on the meta device
+    is left out.
     """
     if not any(world.groups.values()):
         return
     table = _table(root, args, kwargs)
-    digest = hashlib.sha256(repr(table).encode()).hexdigest()
-    if len(set(_everyone(world, digest).values())) == 1:
+    digest = int.from_bytes(hashlib.sha256(repr(table).encode()).digest()[:8], signed=True)
+    if _alike(world, digest):
         return
     tables = _everyone(world, table)
     for name in dict.fromkeys(name for found in tables.values() for name in found):
@@ -49,7 +69,7 @@ def check_alike(root: nn.Module, world: World, args: Sequence[Any], kwargs: Mapp
 def _table(root: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """What is compared, by name: shape, dtype and checksum of tensors, other inputs as they are printed."""
     tensors: dict[str, Tensor] = {}
-    table: dict[str, Any] = {}
+    table: dict[str, Any] = {"plan": (_plan(root),)}
     parts = set(getattr(root, "meta", {}).get("parts", ()))  # of these each process has another part
     for kind, named in (("weight", root.named_parameters()), ("buffer", root.named_buffers())):
         tensors.update({f"{kind} '{name}'": t for name, t in named if name not in parts})
@@ -61,14 +81,50 @@ def _table(root: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
             elif isinstance(leaf, (bool, int, float, str, type(None))):
                 table[name] = (type(leaf).__name__, repr(leaf))
     plain = {name: t for name, t in tensors.items() if type(t) in (Tensor, nn.Parameter) and not t.is_meta}
+    known = KNOWN.setdefault(root, {})
+    sums = {name: known[name].sum for name, t in plain.items() if name in known and known[name].is_of(t)}
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
     for name, t in plain.items():
-        by_device.setdefault(t.device, []).append((name, _sum(t)))
-    sums: dict[str, int] = {}
+        if name not in sums:
+            by_device.setdefault(t.device, []).append((name, _sum(t)))
     for rows in by_device.values():
         sums.update(zip([name for name, _ in rows], torch.stack([s for _, s in rows]).tolist(), strict=True))
+    weights = (name for name, t in plain.items() if not name.startswith("input ") and not t.is_inference())
+    known.update({name: _Known(ref(plain[name]), version(plain[name]), sums[name]) for name in weights})
     table.update({name: (tuple(t.shape), str(t.dtype), sums[name]) for name, t in plain.items()})
     return table
+
+
+def _plan(root: nn.Module) -> str:
+    """What two modules have in common that were written with one plan."""
+    if root not in PLANS:
+        graphs = getattr(root, "graphs", {})
+        text = "\n".join(f"{mode} {node.format_node()}" for mode in sorted(graphs) for node in graphs[mode].nodes)
+        PLANS[root] = hashlib.sha256(text.encode()).hexdigest()
+    return PLANS[root]
+
+
+def _alike(world: World, digest: int) -> bool:
+    """Whether all processes of a mesh have the same number, int64."""
+    known = [digest]
+    for axis in AXES:
+        group = world.groups.get(axis)
+        if group is None or world.sizes[axis] == 1:
+            continue
+        if isinstance(group, Local):
+            known = [number for numbers in group.swap(known) for number in numbers]
+            continue
+        there = group_of_name(group)
+        device = torch.accelerator.current_accelerator() if dist.get_backend(there) != "gloo" else None
+        mine = torch.tensor(known, device=device or "cpu")
+        known = guarded(partial(_gathered, mine, world.sizes[axis], there)).tolist()
+    return len(set(known)) == 1
+
+
+def _gathered(x: Tensor, size: int, group: Any) -> Tensor:
+    rows = [torch.empty_like(x) for _ in range(size)]
+    dist.all_gather(rows, x, group)
+    return torch.cat(rows)
 
 
 def _sum(t: Tensor) -> Tensor:

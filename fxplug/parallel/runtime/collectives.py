@@ -7,7 +7,7 @@ a parameter's gradients is its gradient, as DDP and FSDP take it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -49,8 +49,8 @@ class Collective(Block):
             self.world = world_of(self.ways)
         return self.world
 
-    def before_first_call(self, root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before a module's first call: all processes must have the same weights and inputs. Raises GuardError."""
+    def before_call(self, root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before each call of a module: all processes must have the same plan, weights and inputs. Raises GuardError."""
         meta = getattr(root, "meta", {})
         if "region" not in meta and "part" not in meta:  # what enters a region, or a part of a step cache, may be parts
             check_alike(root, self.here(), args, kwargs)
@@ -144,11 +144,10 @@ class Same(Collective):
         if world == 1:
             return x
         flat = x.reshape(-1)
-        flat = flat.view(torch.uint8) if x.dtype == torch.bool else flat  # not every backend sends truth values
         give = [flat.numel() * (rank == 0)] * world
         take = [flat.numel() * (other == 0) for other in range(world)]
         found = exchanged(flat.repeat(world if rank == 0 else 0), give, take, rank, group)
-        return (found.view(torch.bool) if x.dtype == torch.bool else found).reshape(x.shape)
+        return found.reshape(x.shape)
 
 
 class Whole(Collective):
@@ -187,6 +186,8 @@ def times(x: Tensor, dim: int, size: int) -> int:
 # --- the operations below
 
 
+# what every backend sends
+SENT = {torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64}
 TRAFFIC: ContextVar[list[int] | None] = ContextVar("traffic", default=None)
 
 
@@ -255,7 +256,7 @@ class _Gather(torch.autograd.Function):
             return x.new_zeros(world * x.shape[0], *x.shape[1:])
         if isinstance(group, Local):
             return group.all_gather(x)
-        return guarded(lambda: _waited(distributed.all_gather(x, 0, group)))
+        return _moved(lambda sent: distributed.all_gather(sent, 0, group), x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -282,7 +283,15 @@ def _all_to_all(x: Tensor, give: list[int], take: list[int], group: Any) -> Tens
         return x.new_zeros(sum(take), *x.shape[1:])
     if isinstance(group, Local):
         return group.all_to_all(x, give)
-    return guarded(lambda: _waited(distributed.all_to_all(x.contiguous(), take, give, group)))
+    return _moved(lambda sent: distributed.all_to_all(sent.contiguous(), take, give, group), x)
+
+
+def _moved(collective: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """What a collective makes of a tensor with whose values it does nothing: of its bytes, where its dtype is a rare one."""
+    if x.dtype in SENT:
+        return guarded(lambda: _waited(collective(x)))
+    data = x.resolve_conj()[..., None].contiguous().view(torch.uint8)
+    return guarded(lambda: _waited(collective(data))).view(x.dtype)[..., 0]
 
 
 def _all_reduce(x: Tensor, group: Any) -> Tensor:

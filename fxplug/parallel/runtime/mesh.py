@@ -46,6 +46,7 @@ def world_of(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> World:
     """
     ways = ways_of(ways)
     needed = math.prod(ways.values())
+    text = " x ".join(f"{axis} {number}" for axis, number in ways.items() if number > 1) or "1"
     if not dist.is_available() or not dist.is_initialized():
         raise SpecError(
             f"this model runs on {needed} processes, and there is no process group: start with "
@@ -53,8 +54,14 @@ def world_of(ways: Mapping[str, int], mesh: DeviceMesh | None = None) -> World:
         )
     faults.watch()
     if mesh is None:
+        plans: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(plans, text)
+        if other := next((rank for rank, plan in enumerate(plans) if plan != plans[0]), 0):
+            raise SpecError(
+                f"process 0 has a plan for {plans[0]}, and process {other} one for {plans[other]}: all processes make the same "
+                "plan, or each is given the mesh of those that share its plan"
+            )
         if dist.get_world_size() != needed:
-            text = " x ".join(f"{axis} {number}" for axis, number in ways.items() if number > 1) or "1"
             raise SpecError(
                 f"the plan is for {needed} processes ({text}), and there are {dist.get_world_size()}: start as many, give "
                 "other ways, or give a mesh over some of them"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ir import ops
 from .mesh import SEQUENCE, World
 
 WAIT = 600  # seconds for all to come to one collective
@@ -98,17 +99,17 @@ def pretended(ways: Mapping[str, int], call: Callable[[int], Any]) -> list[Any]:
     results: list[Any] = [None] * count
     errors: list[BaseException] = []
 
-    def run(rank: int, grad: bool) -> None:
+    def run(rank: int, modes: Any) -> None:
         PRETENDED.set(worlds[rank])
+        ops.set_modes(modes)  # which are a thread's own
         try:
-            with torch.set_grad_enabled(grad):
-                results[rank] = call(rank)
+            results[rank] = call(rank)
         except BaseException as error:  # of one rank's thread, raised again where all were started
             errors.append(error)
             for meeting in meetings.values():
                 meeting.barrier.abort()
 
-    threads = [threading.Thread(target=run, args=(rank, torch.is_grad_enabled())) for rank in range(count)]
+    threads = [threading.Thread(target=run, args=(rank, ops.modes())) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -39,6 +39,7 @@ def around(
     device = query.device.type
     if device != "meta" and torch.is_autocast_enabled(device):  # as scaled_dot_product_attention has it
         query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))  # the kernels do not ask
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out: Tensor = _Ring.apply(query, key, value, scale, tuple(counts), rank, group, *masks)
     return out.transpose(1, 2).contiguous().transpose(1, 2)

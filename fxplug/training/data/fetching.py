@@ -127,14 +127,20 @@ class Fetch:
             item["caption"] = caption.shuffled() if self.train else caption.text()
         if self.hooks is not None:
             self.hooks.sample = f"epoch {epoch}, {item['name']}"
+        item = self._with_image(item, size, place)
         if self.hooks is not None and "transform_caption" in self._hooked and "caption" in item:
-            item["caption"] = self.hooks.transform_caption(item["caption"])
+            item["caption"] = self.hooks.transform_caption(item["caption"])  # behind the image, as EveryDream2trainer has it
+        item["index"] = index
+        return item
+
+    def _with_image(self, item: dict[str, Any], size: Size | None, place: Place) -> dict[str, Any]:
+        """The item with its image, and what goes with it, as tensors of a size."""
         image, condition = item.get("image"), item.get("condition")
         if isinstance(condition, Tensor) and condition.dtype == torch.uint8:
             item["condition"] = as_pil(condition)
         if isinstance(image, Tensor) and image.dtype == torch.uint8:
             if self._plain and condition is None and size in (None, tuple(image.shape[1:])):
-                return {**item, "image": image.flip(-1) if place.flip else image, "index": index}
+                return {**item, "image": image.flip(-1) if place.flip else image}
             image = as_pil(image)
         if isinstance(image, Image.Image):
             self._put(item, image, size or (image.height, image.width), place)
@@ -145,7 +151,6 @@ class Fetch:
             if "transform_pil_image" in self._hooked:
                 raise TrainError(f"{item['name']} is a float image: a plugin's transform_pil_image needs PIL or uint8")
             self._put_condition(item, (image.shape[1], image.shape[2]), Place())
-        item["index"] = index
         return item
 
     def _put(self, item: dict[str, Any], image: Image.Image, size: Size, place: Place) -> None:

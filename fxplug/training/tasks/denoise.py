@@ -30,6 +30,8 @@ class Denoise(Task):
     drawn: uniform, logit_normal or mode. weighting, time_scale: of flow matching (`noise.Flow`; Flux takes times below 1,
     time_scale: 0.001). call: what the model is called with, where the names of its inputs do not say it. samples: how many
     sample images, or a list of their captions or labels; guidance (arXiv 2207.12598) and sample_steps are theirs.
+    train_guidance: a scale; the batch then has each sample twice, first with the caption `negative`, and what is learnt is
+    negative + scale * (own - negative), as in DreamArtist (arXiv 2211.11337).
 
     `call` gives inputs the values noisy, time, text (text.NAME of several), label, condition, and whatever else the data
     has. The condition of a pass such as ControlNet goes where that pass wants it.
@@ -53,6 +55,8 @@ class Denoise(Task):
         samples: int | list[str] | list[int] = 8,
         guidance: float = 1.0,
         sample_steps: int = 20,
+        train_guidance: float | None = None,
+        negative: str = "",
     ) -> None:
         if not 0 <= dropout < 1:
             raise SpecError(f"must be at least 0 and below 1, not {dropout}", path=("dropout",))
@@ -64,7 +68,7 @@ class Denoise(Task):
         self.prediction, self.snr_gamma, self.weighting, self.time_scale = prediction, snr_gamma, weighting, time_scale
         self.vae_spec, self.text_spec, self.mapping = vae, text, call
         self.dropout, self.null_label, self.guidance, self.sample_steps = dropout, null_label, guidance, sample_steps
-        self.wanted = samples
+        self.wanted, self.train_guidance, self.negative = samples, train_guidance, negative
         self.trains = text is not None and bool(read_use(text).options.get("trainable"))
 
     def setup(self, module: nn.Module, info: TaskInfo) -> None:
@@ -96,6 +100,9 @@ class Denoise(Task):
         for option, idle in (("dropout", 0), ("guidance", 1)):
             if getattr(self, option) != idle and self.text is None and not label:
                 raise SpecError(f"{option} needs captions or labels, and the model is called with none", path=(option,))
+        if self.text is None and (self.train_guidance is not None or self.negative):
+            key = "negative" if self.train_guidance is None else "train_guidance"
+            raise SpecError(f"{key} needs captions: give 'text'", path=(key,))
         self.shape = self._shape(inputs)
 
     def parts(self) -> dict[str, Any]:
@@ -156,9 +163,11 @@ class Denoise(Task):
             given["caption"] = [self.info.prompt(caption) for caption in given["caption"]]
         nothing = torch.ones(count, dtype=torch.bool, device=self.info.device)
         wanted = self._conditions(given, ~nothing)
-        unwanted = self._conditions(given, nothing) if scale != 1 else {}
+        unwanted = self._conditions(*self._without(given, nothing)) if scale != 1 else {}
 
         def denoise(x: Tensor, time: Tensor) -> Tensor:
+            if self.train_guidance is not None and scale != 1:
+                return self._guided(module, x, time, unwanted, wanted, scale)
             predicted = self._predict(module, x, time, wanted)
             if scale == 1:
                 return predicted
@@ -183,7 +192,12 @@ class Denoise(Task):
         dropped = draw.uniform(len(x)) < dropout
         batch["timesteps"] = self.noise.time(index)
         noisy, target = self.noise.noisy(x, noise, index), self.noise.target(x, noise, index)
-        predicted = self._predict(module, noisy, self.noise.time(index), self._conditions(batch, dropped))
+        time, conditions = self.noise.time(index), self._conditions(batch, dropped)
+        if self.train_guidance is None:
+            predicted = self._predict(module, noisy, time, conditions)
+        else:
+            without = self._conditions(*self._without(batch, torch.ones_like(dropped)))
+            predicted = self._guided(module, noisy, time, without, conditions, self.train_guidance)
         if predicted.shape != target.shape:
             found = f"the model returns {list(predicted.shape)} for {list(x.shape)}"
             raise SpecError(f"{found}; what it predicts has the shape of what it is given")
@@ -194,6 +208,21 @@ class Denoise(Task):
         found = self.call(module, {"noisy": x, "time": time, **conditions})
         # the second half of twice the channels is a learned variance (arXiv 2102.09672), which has another loss
         return found[:, : x.shape[1]] if found.dim() == x.dim() and found.shape[1] == 2 * x.shape[1] else found
+
+    def _guided(
+        self, module: nn.Module, x: Tensor, time: Tensor, without: Mapping[str, Any], own: Mapping[str, Any], scale: float
+    ) -> Tensor:
+        """Guidance out of one batch, whose first half has the negative captions (DreamArtist, arXiv 2211.11337)."""
+        both = {key: torch.cat([without[key], v]) if isinstance(v, Tensor) else [*without[key], *v] for key, v in own.items()}
+        negative, positive = self._predict(module, torch.cat([x, x]), torch.cat([time, time]), both).chunk(2)
+        return negative + scale * (positive - negative)
+
+    def _without(self, batch: Batch, every: Tensor) -> tuple[Batch, Tensor]:
+        """A batch with the negative caption in the place of each, and which of its samples lose caption and label."""
+        if not self.negative:
+            return batch, every
+        rest = {key: value for key, value in batch.items() if key != "tokens"}
+        return {**rest, "caption": [self.negative] * len(every)}, ~every
 
     def _conditions(self, batch: Batch, dropped: Tensor) -> dict[str, Any]:
         """What the model is given beside noise and time; samples that are `dropped` [b] lose caption and label."""

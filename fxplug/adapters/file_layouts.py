@@ -1,0 +1,239 @@
+"""Adapter files in and out of a format: whose names a file has, on which paths of a model these are, and the way back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArtifactError, SpecError, brief_fields, did_you_mean
+from .files import AdapterFile, Entry, fit
+from .held import Held, Layer
+from .key_layouts import CONFIGURED, alpha_of, with_alpha
+from .layer_matching import PARTS
+from .named import COMFY, part_of
+from .writing import About, Content, Saved, _digest, _in_dtype, about_of, content, write
+
+# the denoisers of families at the sizes that were published: a class of diffusers, and what is not its default
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "sd1": ("UNet2DConditionModel", {"cross_attention_dim": 768}),
+    "sd2": ("UNet2DConditionModel", {
+        "cross_attention_dim": 1024, "attention_head_dim": [5, 10, 20, 20], "use_linear_projection": True,
+    }),
+    "sdxl": ("UNet2DConditionModel", {
+        "cross_attention_dim": 2048, "attention_head_dim": [5, 10, 20], "use_linear_projection": True,
+        "block_out_channels": [320, 640, 1280], "transformer_layers_per_block": [1, 2, 10], "addition_embed_type": "text_time",
+        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+        "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+        "addition_time_embed_dim": 256, "projection_class_embeddings_input_dim": 2816,
+    }),
+    "sd3": ("SD3Transformer2DModel", {"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536}),
+    "sd3.5-medium": ("SD3Transformer2DModel", {
+        "num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "qk_norm": "rms_norm",
+        "dual_attention_layers": [*range(13)],
+    }),
+    "sd3.5-large": ("SD3Transformer2DModel", {
+        "num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "qk_norm": "rms_norm",
+    }),
+    "flux": ("FluxTransformer2DModel", {"guidance_embeds": True}),
+    "wan": ("WanTransformer3DModel", {}),
+    "qwen-image": ("QwenImageTransformer2DModel", {}),
+    "z-image": ("ZImageTransformer2DModel", {}),
+    "hunyuan-video": ("HunyuanVideoTransformer3DModel", {}),
+    "lumina2": ("Lumina2Transformer2DModel", {}),
+}  # fmt: skip
+UNETS = re.compile(r"(^|[._])((down|up|input|output)_blocks|mid_block|middle_block)[._]")
+# text encoders' layers, whose names without dots tell these: CLIP's, and T5's
+_TEXT = re.compile(r"^(?:(text_model)[._])?(encoder)[._](layers)[._](\d+)[._](self_attn|mlp)[._](\w+)$")
+_T5 = re.compile(r"^(encoder)[._](block)[._](\d+)[._](layer)[._](\d+)[._](SelfAttention|DenseReluDense)[._](\w+)$")
+
+
+@dataclass(frozen=True)
+class EditedFile(Saved):
+    """A file that was written. `ranks` are those of its layers; `errors` has by layer what is missing since, by its norm.
+
+    That is the Frobenius norm of the difference to the change that was asked for, relative to that change's own.
+    """
+
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+    __repr__ = brief_fields
+
+
+def model_of(model: nn.Module | None, family: str | None) -> About | None:
+    """What is known of a model's layers, of the model itself or of a family; None without either. Raises SpecError."""
+    if model is not None:
+        return about_of(model)
+    if family is None:
+        return None
+    if family not in FAMILIES:
+        raise SpecError(f"there is no family '{family}'{did_you_mean(family, FAMILIES)}; there is {', '.join(FAMILIES)}")
+    import diffusers
+
+    cls, options = FAMILIES[family]
+    with torch.device("meta"):
+        return about_of(getattr(diffusers, cls).from_config({**options}))
+
+
+def family_of(file: AdapterFile) -> About:
+    """The first family that all layers of a file fit. Raises ArtifactError."""
+    names = [entry.name for entry in file.entries if not entry.part.startswith("text_encoder")]
+    unet = any(UNETS.search(name) for name in names)
+    for family, (cls, _) in FAMILIES.items():
+        if ("UNet" in cls) == unet and names and (about := model_of(None, family)):
+            try:
+                on_paths(file, about)
+            except ArtifactError:
+                continue
+            return about
+    known = ", ".join(FAMILIES)
+    raise ArtifactError(f"{file.source} fits none of {known} at their published sizes: give model=, the model that it is for")
+
+
+def layout_of(file: AdapterFile) -> str:
+    """The format whose names a file has; empty where several have such."""
+    if file.about.get("software") == "fxplug":
+        return "fxplug"
+    first = file.entries[0]
+    if first.name.startswith("base_model.model."):
+        return "peft"
+    if first.flat:
+        return "lycoris" if first.name.startswith("lycoris_") else "kohya"
+    if first.name.startswith("diffusion_model."):
+        return "comfy"
+    return "diffusers" if first.part in PARTS else ""
+
+
+def on_paths(file: AdapterFile, about: About | None) -> list[Entry]:
+    """The updates of a file on the paths of a model and of text encoders; as they are where no model is given."""
+    if about is None:
+        return list(file.entries)
+    every = {**about.named, **about.layers}
+    beside = {f"{path}.bias": (layer.shape[0],) for path, layer in every.items()}
+    found = fit(file, {path: layer.shape for path, layer in every.items()}, beside=beside).check()
+    part, flux = part_of(about.classes), about.classes[0].startswith("Flux")  # whose second text encoder is the others' third
+    made = []
+    for key, entry in found.placed.items():
+        at = key if entry.param == "weight" else key.removesuffix(f".{entry.param}")
+        made.append(replace(entry, path=at, part=part, flat=False))
+    for other, entries in found.others.items():
+        for entry in entries:
+            for text, start in COMFY.items():
+                if entry.path.startswith(f"{start}.") and text.startswith("text_encoder"):
+                    entry = replace(entry, path=entry.path.removeprefix(f"{start}."), part=text)
+            if flux and entry.part == "text_encoder_3":
+                entry = replace(entry, part="text_encoder_2")
+            names = _TEXT.match(entry.path) or _T5.match(entry.path)
+            if names is None:
+                where = other or "another part"
+                raise ArtifactError(f"{file.source}: '{entry.name}' of {where} is no layer that is known without its model")
+            made.append(replace(entry, path=".".join(filter(None, names.groups())), flat=False))
+    return made
+
+
+def _layer(entry: Entry) -> Layer:
+    """A layer as far as its update tells."""
+    if entry.method == "diff":
+        shape = tuple(entry.tensors["delta"].shape)
+        return Layer("Linear" if len(shape) == 2 else "", shape)
+    out, rest = entry.sizes()
+    kind = "Embedding" if entry.embedding else "Linear" if len(rest) < 2 else f"Conv{len(rest) - 1}d"
+    shape = (*rest, out) if entry.embedding else (out, *rest)
+    groups = len(entry.tensors["down"]) // entry.tensors["up"].shape[1] if "down" in entry.tensors else 1
+    return Layer(kind, shape, groups)
+
+
+def write_parts(
+    entries: Sequence[Entry],
+    path: str | os.PathLike[str],
+    as_: str,
+    about: About | None,
+    *,
+    part: str | None = None,
+    partial: bool = False,
+    dtype: torch.dtype | None = None,
+    name: str = "",
+    errors: Mapping[str, float] | None = None,
+) -> EditedFile:
+    """Write updates in a format, those of several parts of a pipeline one after the other."""
+    own = part_of(about.classes) if about else None
+    parts: dict[str, list[Entry]] = {}
+    for entry in entries:
+        parts.setdefault(entry.part, []).append(entry)
+    if part is not None and part not in parts:
+        raise SpecError(f"there is nothing for '{part}'{did_you_mean(part, parts)}; there is {', '.join(parts)}")
+    if as_ == "peft" and part is None and len(parts) > 1:
+        raise SpecError(f"a folder of PEFT is for one model, and there is {', '.join(parts)}: give part= one of them")
+    made: Content | None = None
+    for each, some in parts.items():
+        if part in (None, each):
+            # of layers that nobody knows there may be others whose paths end alike, which PEFT is not to take
+            known = {start + entry.path: _layer(entry) for entry in some for start in ("", "*.")}
+            model = about if each == own and about is not None else About(known)
+            where = each if each in PARTS else None
+            if about and about.classes[0].startswith("Flux") and as_ in ("kohya", "comfy") and each == "text_encoder_2":
+                where = "text_encoder_3"
+            done = content(Held(tuple(some)), as_, model, name=name, part=where, partial=partial, dtype=dtype)
+            if as_ == "kohya" and each == "text_encoder" and own and about and not _early(about):
+                done = replace(done, tensors={k.replace("lora_te_", "lora_te1_", 1): t for k, t in done.tensors.items()})
+            made = done if made is None else _joined(made, done)
+    assert made is not None
+    about_ = dict(made.about)
+    if "modelspec.hash_sha256" in about_:
+        about_["modelspec.hash_sha256"] = f"0x{_digest(made.tensors)}"
+    return _edited(write(replace(made, about=about_), path, as_), entries, errors or {})
+
+
+def _early(about: About) -> bool:
+    return "UNet" in about.classes[0] and "add_embedding.linear_1" not in about.layers
+
+
+def _joined(first: Content, second: Content) -> Content:
+    key, about = "lora_adapter_metadata", {**second.about, **first.about}
+    if key in about:
+        about[key] = json.dumps({**json.loads(first.about[key]), **json.loads(second.about[key])}, indent=2, sort_keys=True)
+    left = {**first.left_out, **second.left_out}
+    return Content({**first.tensors, **second.tensors}, about, first.config, first.layers + second.layers, left)
+
+
+def write_own(
+    file: AdapterFile,
+    entries: Sequence[Entry],
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | None,
+    errors: Mapping[str, float],
+) -> EditedFile:
+    """Write updates in the layout and under the names of the file that they are from."""
+    layout = layout_of(file)
+    if layout in (*CONFIGURED, "fxplug"):
+        return write_parts(entries, path, layout, None, dtype=dtype, errors=errors)
+    entries = [_in_dtype(entry, dtype) for entry in entries]
+    tensors: dict[str, Tensor] = {}
+    for entry in entries:
+        tensors |= with_alpha(entry.name, entry, _layer(entry))
+    tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+    if odd := next((key for key, value in tensors.items() if not value.float().isfinite().all()), None):
+        raise ArtifactError(f"'{odd}' has numbers that are not finite (NaN or infinity): write it in a wider dtype")
+    about = {key: value for key, value in file.about.items() if isinstance(value, str) and not key.startswith("sshs_")}
+    ranks = Counter((entry.rank, alpha_of(entry)) for entry in entries if not entry.method)
+    if "ss_network_dim" in about and ranks:
+        (rank, alpha), _ = ranks.most_common(1)[0]
+        about |= {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
+    if "modelspec.hash_sha256" in about:
+        about["modelspec.hash_sha256"] = f"0x{_digest(tensors)}"
+    names = tuple(entry.name for entry in entries)
+    made = Content(tensors, {"format": "pt", **about}, {}, names, {})
+    return _edited(write(made, path, layout or "kohya"), entries, errors)
+
+
+def _edited(saved: Saved, entries: Sequence[Entry], errors: Mapping[str, float]) -> EditedFile:
+    ranks = {entry.name: entry.rank for entry in entries if not entry.method}
+    return EditedFile(saved.path, saved.as_, saved.layers, saved.left_out, ranks, errors)

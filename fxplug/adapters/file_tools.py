@@ -1,0 +1,264 @@
+"""Adapter files changed without their model: resized, converted between the names of tools, and merged to one file."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import low_rank
+from ..errors import ArtifactError, SpecError, shown
+from ..limits import DEFAULT, Limits
+from .combining import Combination
+from .file_layouts import EditedFile, family_of, layout_of, model_of, on_paths, write_own, write_parts
+from .files import Entry, Source, read
+from .key_layouts import CONFIGURED
+
+
+@torch.no_grad()
+def resize_adapter(
+    source: Source,
+    path: str | os.PathLike[str],
+    *,
+    rank: int | None = None,
+    energy: float | None = None,
+    ratio: float | None = None,
+    cumulative: float | None = None,
+    dtype: torch.dtype | None = None,
+    adapter: str | None = None,
+    limits: Limits = DEFAULT,
+) -> EditedFile:
+    """Write an adapter file with lower ranks, under its own names: the best of that rank for each layer, by singular values.
+
+    A layer gets the rank that keeps the share `energy` of the sum of their squares (its root is the parameter of sv_fro in
+    kohya's networks/resize_lora.py), the share `cumulative` of their sum (sv_cumulative), or those larger than the largest
+    divided by `ratio` (sv_ratio), and at most `rank`. Its scale, alpha / rank, stays. What has no higher rank stays as it is,
+    whole changes of parameters too; LoHa and LoKr become LoRAs. The source and `adapter` are those of `adapters.load`; `dtype`
+    is that of the tensors, the file's otherwise.
+
+    Raises SpecError for a rank or share that is none; ArtifactError for updates of other kinds, and as `adapters.load`.
+    """
+    if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
+        raise SpecError(f"rank is a whole number, 1 or more, not {shown(rank)}")
+    asked = {name: n for name, n in (("energy", energy), ("cumulative", cumulative), ("ratio", ratio)) if n is not None}
+    for name, value in asked.items():
+        if isinstance(value, bool) or not (value >= 1 if name == "ratio" else 0 < value <= 1):
+            what = "a number, 1 or more" if name == "ratio" else "a share, above 0, at most 1"
+            raise SpecError(f"{name} is {what}, not {shown(value)}")
+    if len(asked) > 1 or not (asked or rank):
+        raise SpecError("give rank, or one of energy, cumulative and ratio, or rank and one of these")
+    file = read(source, adapter=adapter, limits=limits)
+    made, errors = [], {}
+    for entry in file.entries:
+        if entry.method != "diff":
+            halves = _halves(entry, f"{file.source}: ")
+            up, s, down = low_rank.singular(*halves)
+            number = _number(s, rank, energy, cumulative, ratio)
+            if number < halves[0].shape[1] or entry.kind not in ("lora", "lora+bias"):
+                errors[entry.name] = _missing(s, number)
+                root = s[:number].sqrt()
+                entry = _lora(entry, up[:, :number] * root, root[:, None] * down[:number], entry.scale)
+        made.append(entry)
+    return write_own(file, made, path, dtype, errors)
+
+
+@torch.no_grad()
+def convert_adapter(
+    source: Source,
+    path: str | os.PathLike[str],
+    *,
+    as_: str,
+    model: nn.Module | None = None,
+    family: str | None = None,
+    part: str | None = None,
+    partial: bool = False,
+    dtype: torch.dtype | None = None,
+    name: str = "",
+    adapter: str | None = None,
+    limits: Limits = DEFAULT,
+) -> EditedFile:
+    """Write an adapter file as another tool reads it, with that tool's names: `as_` and the result are those of `save_adapter`.
+
+    The layers are those of `model`, any module, on the meta device too; or of a `family` at its published sizes
+    (`file_layouts.FAMILIES`); without both of the family that the file fits. Between names that are the model's own paths, as
+    PEFT and diffusers have them, nothing of these is needed. Text encoders go along, but into PEFT's folders, which are for one
+    model: `part` says which.
+
+    Raises SpecError for a format, family or part that is not there; ArtifactError where the file fits no family or not the
+    model, for what the format cannot hold (`partial` leaves it out), and as `adapters.load`.
+    """
+    file = read(source, adapter=adapter, limits=limits)
+    about = model_of(model, family)
+    own = as_ in (*CONFIGURED, "lycoris", "fxplug") and layout_of(file) in (*CONFIGURED, "fxplug")
+    if about is None and not own:
+        about = family_of(file)
+    return write_parts(on_paths(file, about), path, as_, about, part=part, partial=partial, dtype=dtype, name=name)
+
+
+@torch.no_grad()
+def merge_adapters(
+    sources: Mapping[Any, float] | Sequence[tuple[Source, float]],
+    path: str | os.PathLike[str],
+    *,
+    how: str = "cat",
+    rank: int | None = None,
+    density: float | None = None,
+    sign: str = "total",
+    clamp: float | None = None,
+    seed: int = 0,
+    as_: str | None = None,
+    model: nn.Module | None = None,
+    family: str | None = None,
+    part: str | None = None,
+    partial: bool = False,
+    dtype: torch.dtype | None = None,
+    limits: Limits = DEFAULT,
+) -> EditedFile:
+    """Write several adapter files as one, each times its weight: `merge_adapters({"ink.safetensors": 0.8, ...}, out)`.
+
+    `how` is as in PEFT's `add_weighted_adapter`. "cat" is the exact sum, its rank that of all together; "svd" the best of
+    `rank` (the highest of the files'), whose tensors are cut at their quantile `clamp`. "linear", "ties", "dare_linear",
+    "dare_ties" and "magnitude_prune" combine the halves of LoRAs of one rank, which is no sum of their products; with "_svd" at
+    the end they combine the products. `density` is the share of numbers they keep, `seed` draws those of DARE, `sign` says
+    which one most have in TIES: that of the "total", or by "frequency". "kohya" is networks/merge_lora.py of sd-scripts: both
+    halves times the weight, so that one counts with its weight's square (its --concat is "cat" with squared weights). Whole
+    changes of parameters are combined alike.
+
+    Files of one layout are merged under their own names; others on the paths of a model, as in `convert_adapter`, which also
+    says what `as_` and the rest are. `as_` is the first file's layout otherwise.
+
+    Raises SpecError for arguments that are none of these; ArtifactError for layers of other shapes, ranks that "linear" and its
+    kin cannot add, kinds that are no low-rank product (DoRA), and what `convert_adapter` raises.
+    """
+    pairs = list(sources.items() if isinstance(sources, Mapping) else sources)
+    ways = Combination(how, rank, density, sign, clamp, seed)
+    if not pairs:
+        raise SpecError("there is nothing to merge: give files with their weights, {'ink.safetensors': 0.8}")
+    for source, weight in pairs:
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise SpecError(f"the weight of {shown(str(source))} is a finite number, not {shown(weight)}")
+    files = [read(source, limits=limits) for source, _ in pairs]
+    layout, about = layout_of(files[0]), model_of(model, family)
+    same = about is None and as_ in (None, layout) and all(layout_of(file) == layout for file in files)
+    if not same and about is None:
+        about = family_of(files[0])
+    rows: dict[tuple[str, str, str], list[tuple[Entry, float]]] = {}
+    for file, (_, weight) in zip(files, pairs, strict=True):
+        for entry in file.entries if same else on_paths(file, about):
+            rows.setdefault((entry.part, entry.path.replace(".", "_"), entry.param), []).append((entry, float(weight)))
+    errors: dict[str, float] = {}
+    made = [_merged(row, ways, errors) for row in rows.values()]
+    if same:
+        return write_own(files[0], made, path, dtype, errors)
+    format_ = as_ or layout or "kohya"
+    return write_parts(made, path, format_, about, part=part, partial=partial, dtype=dtype, errors=errors)
+
+
+# --- one layer
+
+
+def _halves(entry: Entry, where: str) -> tuple[Tensor, Tensor]:
+    """`up` (out, rank) and `down` (rank, in * kernel) of an update, in float32 or wider, without its scale."""
+    base = entry.kind.partition("+")[0]
+    if entry.method or base not in ("lora", "loha", "lokr") or entry.kind not in (base, "lora+bias"):
+        what = entry.method or entry.kind
+        raise ArtifactError(
+            f"{where}'{entry.name}' is {what}, no low-rank product alone: merge it into its model (fxplug.merge), and take the "
+            "difference with fxplug.extract"
+        )
+    if base != "lora":
+        entry = entry.as_lora((entry.sizes()[0], *entry.sizes()[1]))
+    down, up = entry.tensors["down"].flatten(1), entry.tensors["up"].flatten(1)
+    if len(down) != up.shape[1]:
+        raise ArtifactError(f"{where}'{entry.name}' is of a convolution in groups, whose updates cannot be resized or merged")
+    wide = torch.float64 if up.dtype == torch.float64 else torch.float32
+    return up.to(wide), down.to(wide)
+
+
+def _lora(entry: Entry, up: Tensor, down: Tensor, scale: float) -> Entry:
+    """A LoRA with these halves in the place of an update, in its dtype and with its other sizes."""
+    sizes, dtype = entry.sizes()[1], next(iter(entry.tensors.values())).dtype
+    if "down" in entry.tensors:
+        sizes = tuple(entry.tensors["down"].shape[1:])
+    shape = (len(up), len(down), *[1] * (len(sizes) - 1))
+    made = {"down": down.reshape(-1, *sizes).to(dtype), "up": up.reshape(shape).to(dtype)}
+    bias = {"bias": entry.tensors["bias"]} if "bias" in entry.tensors else {}
+    kind = "lora+bias" if bias else "lora"
+    return replace(entry, kind=kind, tensors={**made, **bias}, rank=len(down), scale=scale, assumed=False)
+
+
+def _number(s: Tensor, rank: int | None, energy: float | None, cumulative: float | None, ratio: float | None) -> int:
+    """The rank of an update with these singular values."""
+    most = int((s > 0).sum()) or 1
+    if energy is not None or cumulative is not None:
+        share = low_rank.rank_with(s.square() if energy is not None else s, float(energy or cumulative or 0))
+    else:
+        share = int((s > s[0] / ratio).sum()) or 1 if ratio else most
+    return min(most, share, rank or most)
+
+
+def _merged(row: Sequence[tuple[Entry, float]], ways: Combination, errors: dict[str, float]) -> Entry:
+    """The update that one layer gets of several with their weights."""
+    first, how = row[0][0], ways.how
+    if all(entry.method == "diff" for entry, _ in row):
+        values = [entry.tensors["delta"] for entry, _ in row]
+        _check_shapes(first, values)
+        made = ways.combine([value.float() for value in values], [weight * entry.scale for entry, weight in row])
+        return replace(first, tensors={"delta": made.to(_dtype(values))}, scale=1.0)
+    by_halves = not ways.by_svd and how != "cat"
+    for entry, _ in row:
+        if "bias" in entry.kind or (by_halves and entry.kind in ("loha", "lokr")):
+            why = "which 'cat' and 'svd' can merge" if "bias" not in entry.kind else "and a bias beside a LoRA is not merged"
+            raise ArtifactError(f"'{entry.name}' is {entry.kind}, which '{how}' does not combine, {why}")
+    ups, downs = zip(*(_halves(entry, "") for entry, _ in row), strict=True)
+    weights = [weight * entry.scale for entry, weight in row]
+    _check_shapes(first, [up[:, :1] for up in ups], [down[:1] for down in downs])
+    dtype = _dtype([tensor for entry, _ in row for tensor in entry.tensors.values()])
+    first = replace(first, tensors={key: value.to(dtype) for key, value in first.tensors.items()})
+    if how == "cat":
+        return _lora(first, torch.cat(ups, 1), torch.cat([d * w for d, w in zip(downs, weights, strict=True)]), 1.0)
+    if ways.by_svd:
+        products = [up @ down * entry.scale for up, down, (entry, _) in zip(ups, downs, row, strict=True)]
+        turned = [value.T for value in products] if first.embedding else products  # as the weight is, whose numbers are drawn
+        whole = ways.combine(turned, [weight for _, weight in row])
+        u, s, v = torch.linalg.svd(whole.T if first.embedding else whole, full_matrices=False)
+        number = min(ways.rank or max(up.shape[1] for up in ups), len(s))
+        errors[first.name] = _missing(s, number)
+        up, down = u[:, :number] * s[:number], v[:number]
+        if ways.clamp is not None:
+            most = torch.quantile(torch.cat([up.flatten(), down.flatten()]), ways.clamp)
+            up, down = up.clamp(-most, most), down.clamp(-most, most)
+        return _lora(first, up, down, 1.0)
+    if len({up.shape[1] for up in ups}) > 1:
+        ranks = ", ".join(str(up.shape[1]) for up in ups)
+        raise ArtifactError(f"'{first.name}' has the ranks {ranks}, and '{how}' combines halves of one rank: take cat or svd")
+    scale = first.scale if how == "kohya" else 1.0
+    if how == "kohya":
+        parts = [math.sqrt(abs(entry.scale / scale)) * weight for entry, weight in row]
+    else:
+        parts = [math.copysign(math.sqrt(abs(weight)), weight) for weight in weights]
+    down = ways.combine(downs, parts)
+    return _lora(first, ways.combine(ups, [abs(part) for part in parts]), down, scale)
+
+
+def _missing(s: Tensor, number: int) -> float:
+    """The norm of what is left of an update with these singular values, relative to its own."""
+    return float(torch.linalg.vector_norm(s[number:]) / torch.linalg.vector_norm(s).clamp(min=1e-30))
+
+
+def _dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    dtype = tensors[0].dtype
+    for tensor in tensors:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype
+
+
+def _check_shapes(entry: Entry, *lists: Sequence[Tensor]) -> None:
+    for values in lists:
+        if len(shapes := list(dict.fromkeys(tuple(value.shape) for value in values))) > 1:
+            raise ArtifactError(f"'{entry.name}' is of {list(shapes[0])} in one file and of {list(shapes[1])} in another")

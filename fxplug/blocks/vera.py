@@ -1,0 +1,73 @@
+"""VeRA: random matrices that all layers share, and two trained vectors each (Kopiczko et al. 2024, arXiv 2310.11454)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..adapters import methods
+from ..errors import SpecError, shown
+from ..quantised import weight_shape
+from .base import Block, check_rank
+
+if TYPE_CHECKING:
+    from ..rewriter.sites import Site
+
+
+class Vera(Block):
+    """y + b * B(d * A(x)): a low-rank update whose matrices all layers share (Kopiczko et al. 2024, arXiv 2310.11454).
+
+    A (rank, in or more) and B (out or more, rank) are values in the graph, of which the layer takes the first columns and
+    rows; `d` (rank) and `b` (out) are trained. `b` is zero when new. x is (..., in), y (..., out).
+    """
+
+    neutral = True
+
+    def __init__(
+        self, in_features: int, out_features: int, rank: int = 256, d_initial: float = 0.1, dropout: float = 0.0
+    ) -> None:
+        """Raises SpecError for a rank below 1 or a dropout outside [0, 1)."""
+        super().__init__()
+        if not 0 <= dropout < 1:
+            raise SpecError(f"dropout must be at least 0 and below 1, not {shown(dropout)}")
+        self.in_features, self.out_features, self.rank = in_features, out_features, check_rank(rank)
+        self.d_initial, self.dropout = d_initial, dropout
+        self.d = nn.Parameter(torch.full((rank,), float(d_initial)))
+        self.b = nn.Parameter(torch.zeros(out_features))
+
+    @classmethod
+    def at(cls, site: Site, rank: int = 256, d_initial: float = 0.1, dropout: float = 0.0) -> Vera:
+        """An update for a linear layer. Raises SpecError for another."""
+        weight = site.module._parameters.get("weight")
+        if weight is None or weight.dim() != 2:
+            raise SpecError(f"{site.path} is a {site.classes[0]}; VeRA fits linear layers")
+        out, inner = weight_shape(site.module, weight)
+        return cls(inner, out, rank, d_initial, dropout)
+
+    def forward(self, x: Tensor, y: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        hidden = F.linear(F.dropout(x, self.dropout, self.training), first[:, : self.in_features])
+        return torch.add(y, self.b * F.linear(self.d * hidden, second[: self.out_features]))
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, rank={self.rank}"
+
+
+class Projections(nn.Module):
+    """The pair that the layers share: `first` (rank, in) and `second` (out, rank), buffers that PEFT's `key` draws."""
+
+    first: Tensor
+    second: Tensor
+
+    def __init__(self, rank: int, in_features: int, out_features: int, key: int = 0) -> None:
+        """Raises SpecError for a rank below 1."""
+        super().__init__()
+        first, second = methods.projections(key, check_rank(rank), in_features, out_features)
+        like = torch.empty(0)  # of the dtype and on the device of the model
+        self.register_buffer("first", first.to(like))
+        self.register_buffer("second", second.to(like))
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        return self.first, self.second

@@ -1,0 +1,76 @@
+"""What fxplug uses other libraries for, and the versions of them that the tests run on."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
+
+
+class Library(NamedTuple):
+    """What a library is used for, its module, the oldest and newest release tested, and the extra that installs it."""
+
+    used_for: str
+    module: str
+    oldest: str | None = None
+    newest: str | None = None
+    extra: str | None = None
+
+
+LIBRARIES = {
+    "torch": Library("graphs, training, compilation", "torch", "2.13", "2.15"),
+    "diffusers": Library("models, pipelines, noise schedules", "diffusers", "0.42", "0.42"),
+    "timm": Library("models", "timm", "1.0.27", "1.0.31"),
+    "accelerate": Library("training on several processes", "accelerate", "1.13", "1.15"),
+    "networkx": Library("questions about graphs", "networkx"),
+    "pydantic": Library("configurations", "pydantic"),
+    "safetensors": Library("weight files", "safetensors"),
+    "tensorboard": Library("curves of a training run", "tensorboard"),
+    "matplotlib": Library("curves of a training run as a picture", "matplotlib"),
+    "fast-sugiyama": Library("pictures of graphs in reports", "fast_sugiyama"),
+    "triton": Library("fused kernels, and torch.compile on a GPU", "triton"),
+    "transformers": Library("text encoders of pipelines", "transformers", "5.17", "5.23", "test"),
+    "peft": Library("diffusers' own loading of adapters, comparison", "peft", "0.21", "0.21", "test"),
+    "lycoris-lora": Library("comparison", "lycoris", "4.1.0", "4.1.3", "test"),
+    "torchao": Library("quantised bases", "torchao", extra="test"),
+    "bitsandbytes": Library("quantised bases", "bitsandbytes", extra="test"),
+    "datasets": Library("training data as parquet or from the hub", "datasets", extra="test"),
+    "onnx": Library("reading and writing ONNX files", "onnx", extra="onnx"),
+    "onnxscript": Library("writing ONNX files", "onnxscript", extra="onnx"),
+    "onnxruntime": Library("running ONNX files", "onnxruntime", extra="onnx"),
+}
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """The numbers at the beginning of a version: (2, 14, 1) of '2.14.1+cu130'."""
+    match = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def installed(name: str) -> str | None:
+    """Return the installed version of a library, None where it is missing."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def is_tested(name: str, found: str) -> bool:
+    """Whether a version lies in the range that the tests run on. A later patch of the newest minor does."""
+    library = LIBRARIES[name]
+    if library.oldest is None or library.newest is None:
+        return True
+    newest = _release(library.newest)
+    return _release(library.oldest) <= _release(found) and _release(found)[: len(newest)] <= newest
+
+
+def warn_if_untested(name: str) -> None:
+    """Warn (UserWarning) where the installed version of a library lies outside the range that the tests run on."""
+    found, library = installed(name), LIBRARIES[name]
+    if found and not is_tested(name, found):
+        tested = f"{library.oldest} to {library.newest}"
+        warnings.warn(
+            f"{name} {found} is installed, and fxplug is tested with {name} {tested}: `fxplug doctor` lists all versions",
+            stacklevel=3,
+        )

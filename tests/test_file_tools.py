@@ -1,0 +1,414 @@
+"""Adapter files resized, converted and merged without a model: by the formulas of the tools, and with what they cannot do."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import peft
+import pytest
+import torch
+import unets
+from safetensors.torch import load_file, save_file
+from test_adapter_writing import metadata, net, tuned
+from torch import nn
+from typer.testing import CliRunner
+
+import fxplug
+from fxplug.__main__ import app
+from fxplug.adapters import file_layouts
+from fxplug.adapters.files import fit, read
+from fxplug.adapters.held import layers_of
+from fxplug.errors import ArtifactError, SpecError
+
+SPARSE = ("ties", "dare_linear", "dare_ties", "magnitude_prune")
+SHAPES = {"lora_unet_a": (12, 8), "lora_unet_b": (6, 12), "lora_unet_c": (6, 4, 3, 3)}
+
+
+def kohya(path, rank=4, seed=0, alpha=2.0, shapes=SHAPES, dtype=torch.float32):
+    """A file of kohya's with numbers of falling weight, so that shares of singular values tell ranks apart."""
+    torch.manual_seed(seed)
+    state = {}
+    for name, (out, inner, *kernel) in shapes.items():
+        fall = torch.tensor([2.0**-n for n in range(rank)])
+        state[f"{name}.lora_down.weight"] = torch.randn(rank, inner, *kernel).to(dtype)
+        state[f"{name}.lora_up.weight"] = (torch.randn(out, rank) * fall).reshape(out, rank, *[1] * len(kernel)).to(dtype)
+        state[f"{name}.alpha"] = torch.tensor(alpha)
+    about = {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}", "ss_tag": "ink", "sshs_model_hash": "1"}
+    save_file(state, path, about)
+    return path
+
+
+def products(source):
+    """The change of each layer by its name in the file."""
+    return {e.name: e.update((e.sizes()[0], *e.sizes()[1])).flatten(1) for e in read(source).entries}
+
+
+def near(ours, theirs, **how):
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, theirs[name], **{"rtol": 1e-4, "atol": 1e-5, **how})
+
+
+# --- merge
+
+
+def plain():
+    return nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 6), nn.Conv2d(4, 6, 3), nn.Conv2d(6, 4, 1), nn.Embedding(9, 6))
+
+
+@pytest.fixture(scope="module")
+def pefts(tmp_path_factory):
+    """A model with two adapters of PEFT's, which are in folders as well."""
+    torch.manual_seed(0)
+    base = plain()
+    targets = {"target_modules": ["0", "1", "2", "3", "4"]}
+    model = peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=2, **targets), adapter_name="ink")
+    model.add_adapter("film", peft.LoraConfig(r=3, lora_alpha=6, target_modules=["0", "2", "3", "4"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter)
+    folder = tmp_path_factory.mktemp("peft")
+    model.save_pretrained(folder)
+    return model, folder
+
+
+HOWS = [(how, "total") for how in ("linear", "cat", "svd", *SPARSE, *(f"{each}_svd" for each in SPARSE))]
+HOWS += [("ties", "frequency"), ("dare_ties_svd", "frequency")]
+
+
+@pytest.mark.parametrize(("how", "sign"), HOWS)
+def test_merges_are_those_of_peft(how, sign, pefts, tmp_path, monkeypatch):
+    model, folder = pefts
+    options = {"density": 0.6} if how.removesuffix("_svd") in SPARSE else {}
+    if "ties" in how:
+        options["majority_sign_method"] = sign
+    inject = type(model.base_model).inject_adapter
+
+    def seeded(self, *args, **kwargs):  # new layers draw numbers, before those of DARE are drawn
+        inject(self, *args, **kwargs)
+        torch.manual_seed(3)
+
+    monkeypatch.setattr(type(model.base_model), "inject_adapter", seeded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.add_weighted_adapter(["ink", "film"], [0.8, -0.5], f"{how}-{sign}", combination_type=how, **options)
+    layers = {f"base_model.model.{n}": model.base_model.model.get_submodule(n) for n in "01234"}
+    wanted = {name: layer.get_delta_weight(f"{how}-{sign}").detach().flatten(1) for name, layer in layers.items()}
+    wanted["base_model.model.4"] = wanted["base_model.model.4"].T  # an embedding's, of which ours is transposed
+    pairs = {folder / "ink": 0.8, folder / "film": -0.5}
+    done = fxplug.merge_adapters(pairs, tmp_path / "both", how=how, seed=3, sign=sign, density=options.get("density"))
+    entries = read(tmp_path / "both").entries
+    near({e.name: e.scale * (e.tensors["up"].flatten(1) @ e.tensors["down"].flatten(1)) for e in entries}, wanted)
+    assert done.as_ == "peft" and set(done.ranks.values()) == ({3, 6} if how == "cat" else {3})
+    again = peft.PeftModel.from_pretrained(plain(), tmp_path / "both")
+    delta = again.base_model.model[2].get_delta_weight("default").detach().flatten(1)
+    torch.testing.assert_close(delta, wanted["base_model.model.2"], rtol=1e-4, atol=1e-5)
+
+
+def test_merges_are_those_of_kohya(tmp_path):
+    """networks/merge_lora.py with and without --concat, and svd_merge_lora.py."""
+    files = [kohya(tmp_path / "a.safetensors", alpha=2.0), kohya(tmp_path / "b.safetensors", seed=1, alpha=8.0)]
+    ratios, states = (0.7, -0.4), [load_file(file) for file in files]
+    wanted, concat, whole = {}, {}, {}
+    for name in SHAPES:
+        halves = {"up": [], "down": []}
+        for state, ratio in zip(states, ratios, strict=True):
+            scale = math.sqrt(state[f"{name}.alpha"].item() / 2.0) * ratio
+            for half in halves:
+                value = state[f"{name}.lora_{half}.weight"].flatten(1)
+                halves[half].append(value * (abs(scale) if half == "up" else scale))
+        wanted[name] = 0.5 * sum(halves["up"]) @ sum(halves["down"])
+        concat[name] = 0.5 * torch.cat(halves["up"], 1) @ torch.cat(halves["down"])
+        whole[name] = sum(ratio * products(file)[name] for file, ratio in zip(files, ratios, strict=True))
+    out = tmp_path / "out.safetensors"
+    pairs = dict(zip(files, ratios, strict=True))
+    fxplug.merge_adapters(pairs, out, how="kohya")
+    near(products(out), wanted)
+    assert load_file(out)["lora_unet_a.alpha"] == 2.0
+    assert metadata(out)["ss_tag"] == "ink" and "sshs_model_hash" not in metadata(out)
+    fxplug.merge_adapters({files[0]: 0.7**2, files[1]: -(0.4**2)}, out, how="cat")
+    near(products(out), concat)
+    fxplug.merge_adapters(pairs, out, how="svd", rank=2, clamp=0.99)
+    clamped = {}
+    for name, value in whole.items():
+        u, s, v = torch.linalg.svd(value, full_matrices=False)
+        u, v = u[:, :2] * s[:2], v[:2]
+        most = torch.quantile(torch.cat([u.flatten(), v.flatten()]), 0.99)
+        clamped[name] = u.clamp(-most, most) @ v.clamp(-most, most)
+    some = products(out)
+    assert {name: value.shape for name, value in some.items()} == {name: value.shape for name, value in clamped.items()}
+    done = fxplug.merge_adapters(pairs, out, how="svd")
+    near({name: torch.linalg.matrix_norm(whole[name] - value) for name, value in products(out).items()},
+         {name: torch.linalg.matrix_norm(whole[name]) * lacks for name, lacks in done.errors.items()}, atol=1e-4)  # fmt: skip
+
+
+def test_files_of_several_layouts_are_merged_on_the_paths_of_a_model(tmp_path):
+    new = tuned("lora", at="blocks.**")
+    places = [tmp_path / "peft", tmp_path / "fxplug.safetensors"]
+    for place in places:
+        fxplug.save_adapter(new, place, as_=place.stem)
+    out = tmp_path / "out.safetensors"
+    fxplug.merge_adapters([(places[0], 0.5), (places[1], 0.25)], out, how="cat", model=net().model, as_="lycoris")
+    wanted = {f"lycoris_{name.replace('.', '_')}": 0.75 * value for name, value in of(places[0], net().model).items()}
+    near(products(out), wanted)
+
+
+def test_whole_changes_and_other_factors_are_merged_as_what_they_change(tmp_path):
+    torch.manual_seed(0)
+    states = []
+    for n in range(2):
+        loha = {f"lora_unet_a.hada_w{i}_{j}": torch.randn(*size) for i in "12" for j, size in (("a", (12, 2)), ("b", (2, 8)))}
+        states.append({**loha, "lora_unet_a.alpha": torch.tensor(1.0), "lora_unet_n.w_norm": torch.randn(5)})
+        save_file(states[-1], tmp_path / f"{n}.safetensors")
+    pairs = {tmp_path / "0.safetensors": 0.5, tmp_path / "1.safetensors": 2.0}
+    fxplug.merge_adapters(pairs, tmp_path / "out.safetensors")
+    torch.testing.assert_close(
+        load_file(tmp_path / "out.safetensors")["lora_unet_n.w_norm"],
+        0.5 * states[0]["lora_unet_n.w_norm"] + 2 * states[1]["lora_unet_n.w_norm"],
+    )
+    factors = [[state[f"lora_unet_a.hada_w{i}_a"] @ state[f"lora_unet_a.hada_w{i}_b"] for i in "12"] for state in states]
+    deltas = [0.5 * first * second for first, second in factors]
+    (made,) = (e for e in read(tmp_path / "out.safetensors").entries if e.kind == "lora")
+    torch.testing.assert_close(made.update((12, 8)), 0.5 * deltas[0] + 2 * deltas[1], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ArtifactError, match="'lora_unet_a' is loha, which 'linear' does not combine, which 'cat'"):
+        fxplug.merge_adapters(pairs, tmp_path / "out.safetensors", how="linear")
+
+
+WRONG = [
+    ({"how": "tis"}, r"no way 'tis' to merge \(did you mean 'ties'\?\)"),
+    ({"how": "ties"}, "'ties' takes a density above 0, at most 1: .* not None"),
+    ({"how": "ties", "density": 0}, "not 0"),
+    ({"how": "cat", "density": 0.5}, "'cat' takes no density, not 0.5"),
+    ({"how": "cat", "rank": 4}, "rank is a whole number, 1 or more, for svd and .* alone, and here is cat: not 4"),
+    ({"how": "svd", "clamp": 2}, "clamp is a quantile"),
+    ({"how": "ties", "density": 0.5, "sign": "most"}, "'total' or 'frequency'"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), WRONG)
+def test_merges_that_are_none(options, text, tmp_path):
+    with pytest.raises(SpecError, match=text):
+        fxplug.merge_adapters({kohya(tmp_path / "a.safetensors"): 1}, tmp_path / "out.safetensors", **options)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_what_cannot_be_added_is_refused(tmp_path):
+    a, b = kohya(tmp_path / "a.safetensors"), kohya(tmp_path / "b.safetensors", rank=2)
+    out = tmp_path / "out.safetensors"
+    with pytest.raises(ArtifactError, match="'lora_unet_a' has the ranks 4, 2, and 'linear' combines halves of one rank"):
+        fxplug.merge_adapters({a: 1, b: 1}, out, how="linear")
+    c = kohya(tmp_path / "c.safetensors", shapes={"lora_unet_a": (12, 9)})
+    with pytest.raises(ArtifactError, match=r"'lora_unet_a' is of \[1, 8\] in one file and of \[1, 9\] in another"):
+        fxplug.merge_adapters({a: 1, c: 1}, out)
+    for pairs in ({}, {a: float("nan")}, {a: True}):
+        with pytest.raises(SpecError, match="nothing to merge|is a finite number"):
+            fxplug.merge_adapters(pairs, out)
+    dora = {**load_file(a), "lora_unet_a.dora_scale": torch.ones(12, 1)}
+    save_file(dora, tmp_path / "dora.safetensors")
+    for call in (lambda f: fxplug.merge_adapters({f: 1}, out), lambda f: fxplug.resize_adapter(f, out, rank=1)):
+        with pytest.raises(ArtifactError, match="'lora_unet_a' is dora, no low-rank product alone: merge it into its model"):
+            call(tmp_path / "dora.safetensors")
+    assert not out.exists()
+
+
+# --- resize
+
+
+SHARES = [("energy", 0.9), ("energy", 0.999), ("cumulative", 0.8), ("ratio", 3.0), ("ratio", 1.0), ("energy", 1.0)]
+
+
+@pytest.mark.parametrize(("share", "value"), SHARES)
+def test_a_layer_gets_the_rank_that_kohya_gives_it(share, value, tmp_path):
+    file, out = kohya(tmp_path / "a.safetensors"), tmp_path / "out.safetensors"
+    done = fxplug.resize_adapter(file, out, **{share: value})
+    for name, whole in products(file).items():
+        s = torch.linalg.svdvals(whole / 0.5)
+        if share == "ratio":
+            index = int((s > s[0] / value).sum()) - 1
+        else:
+            s_ = s.square() if share == "energy" else s
+            index = int(torch.searchsorted(s_.cumsum(0) / s_.sum(), value))
+        rank = max(0, min(index, len(s) - 1)) + 1
+        assert done.ranks[name] == min(rank, 4)
+        u, s, v = torch.linalg.svd(whole, full_matrices=False)
+        torch.testing.assert_close(products(out)[name], u[:, :rank] * s[:rank] @ v[:rank], rtol=1e-4, atol=1e-5)
+        assert done.errors.get(name, 0) == pytest.approx((s[rank:].norm() / s.norm()).item(), abs=1e-5)
+        assert load_file(out)[f"{name}.alpha"] == pytest.approx(0.5 * done.ranks[name])
+
+
+def test_what_has_no_higher_rank_stays_to_the_bit(tmp_path):
+    file, out = kohya(tmp_path / "a.safetensors", dtype=torch.float16), tmp_path / "out.safetensors"
+    state = load_file(file) | {"lora_unet_n.w_norm": torch.randn(5)}
+    state |= {"lora_unet_big.lora_down.weight": torch.randn(6, 8), "lora_unet_big.lora_up.weight": torch.randn(8, 6)}
+    save_file(state, file, {"ss_network_dim": "4", "ss_network_alpha": "2", "modelspec.hash_sha256": "0x1"})
+    fxplug.resize_adapter(file, out, rank=4)
+    made = load_file(out)
+    assert made["lora_unet_big.lora_down.weight"].shape == (4, 8)
+    assert all(torch.equal(made[key], value) for key, value in state.items() if "big" not in key)
+    assert metadata(out)["modelspec.hash_sha256"] != "0x1" and metadata(out)["ss_network_dim"] == "4"
+    fxplug.resize_adapter(file, out, rank=2, dtype=torch.bfloat16)
+    assert load_file(out)["lora_unet_a.lora_down.weight"].dtype == torch.bfloat16 and metadata(out)["ss_network_dim"] == "2"
+
+
+@pytest.mark.parametrize("as_", ["peft", "diffusers", "kohya", "comfy", "lycoris", "fxplug"])
+def test_a_file_keeps_its_layout(as_, tmp_path):
+    new = tuned("lora", at="blocks.**")
+    place = tmp_path / "ink"
+    file = fxplug.save_adapter(new, place, as_=as_).path
+    done = fxplug.resize_adapter(file, tmp_path / "out", rank=2)
+    assert set(done.ranks.values()) == {2} and done.as_ == as_
+    ours, theirs = of(done.path, net().model), of(file, net().model)
+    for path, value in theirs.items():
+        u, s, v = torch.linalg.svd(value)
+        torch.testing.assert_close(ours[path], u[:, :2] * s[:2] @ v[:2], rtol=1e-4, atol=1e-5)
+    if as_ == "peft":  # whose names of layers mean these alone
+        gm = peft.PeftModel.from_pretrained(type(net().model)(), done.path)
+        delta = gm.base_model.model.blocks[0]["ff"].get_delta_weight("default").detach()
+        torch.testing.assert_close(delta, ours["blocks.0.ff"], rtol=1e-4, atol=1e-5)
+
+
+def test_sizes_that_are_none(tmp_path):
+    file = kohya(tmp_path / "a.safetensors")
+    both = {"energy": 0.9, "ratio": 2}
+    for options in ({}, {"rank": 0}, {"rank": True}, {"energy": 0}, {"energy": 1.5}, {"ratio": 0.5}, both):
+        with pytest.raises(SpecError, match="give rank|rank is a whole number|energy is a share|ratio is a number"):
+            fxplug.resize_adapter(file, tmp_path / "out.safetensors", **options)
+
+
+# --- convert
+
+
+def of(source, model):
+    """The change of each layer of a model by a file."""
+    shapes = {path: layer.shape for path, layer in layers_of(model).items()}
+    return {path: entry.update(shapes[path]) for path, entry in fit(read(source), shapes).check().placed.items()}
+
+
+def of_unet(model, path, rank=2):
+    """A file of diffusers' for some layers of a UNet, and for one of its text encoder."""
+    torch.manual_seed(0)
+    state = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, (nn.Linear, nn.Conv2d)) and ("attn" in name or "resnets.0" in name):
+            state[f"unet.{name}.lora_A.weight"] = torch.randn(rank, *layer.weight.shape[1:])
+            state[f"unet.{name}.lora_B.weight"] = torch.randn(len(layer.weight), rank, *[1] * (layer.weight.dim() - 2))
+    text = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
+    state |= {f"{text}.lora_A.weight": torch.randn(rank, 8), f"{text}.lora_B.weight": torch.randn(8, rank)}
+    save_file(state, path)
+    return path
+
+
+@pytest.mark.parametrize("as_", ["kohya", "comfy", "diffusers"])
+@pytest.mark.parametrize("kind", ["sd15", "sdxl"])
+def test_names_are_turned_there_and_back(as_, kind, tmp_path):
+    model = {"sd15": unets.sd15_model, "sdxl": unets.sdxl_model}[kind]()
+    first = of_unet(model, tmp_path / "first.safetensors")
+    done = fxplug.convert_adapter(first, tmp_path / "made.safetensors", as_=as_, model=model)
+    text = f"{'lora_te_' if kind == 'sd15' else 'lora_te1_'}text_model_encoder_layers_0_self_attn_q_proj.lora_down.weight"
+    assert as_ != "kohya" or text in load_file(done.path)
+    near(of(done.path, model), of(first, model))
+    back = fxplug.convert_adapter(done.path, tmp_path / "back.safetensors", as_="diffusers", model=model)
+    ours, theirs = load_file(back.path), load_file(first)
+    assert ours.keys() == theirs.keys() and all(torch.equal(value, theirs[key]) for key, value in ours.items())
+
+
+def test_the_second_text_encoder_of_flux_is_t5(tmp_path):
+    name = "lora_te3_encoder_block_0_layer_0_SelfAttention_q"
+    shapes = {"lora_unet_single_blocks_3_linear2": (3072, 15360), name: (8, 8)}
+    file = kohya(tmp_path / "a.safetensors", rank=1, shapes=shapes)
+    done = fxplug.convert_adapter(file, tmp_path / "out.safetensors", as_="diffusers", family="flux")
+    assert "text_encoder_2.encoder.block.0.layer.0.SelfAttention.q.lora_A.weight" in load_file(done.path)
+    for as_, key in (("kohya", name), ("comfy", "text_encoders.t5xxl.transformer.encoder.block.0.layer.0.SelfAttention.q")):
+        back = fxplug.convert_adapter(done.path, tmp_path / "back.safetensors", as_=as_, family="flux")
+        assert f"{key}.lora_down.weight" in load_file(back.path)
+
+
+def test_peft_puts_a_converted_adapter_on_its_layers_alone(tmp_path):
+    halves = {"transformer.0.lora_A.weight": torch.ones(1, 8), "transformer.0.lora_B.weight": torch.ones(8, 1)}
+    save_file(halves, tmp_path / "a.safetensors")
+    done = fxplug.convert_adapter(tmp_path / "a.safetensors", tmp_path / "peft", as_="peft")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+    found = peft.PeftModel.from_pretrained(model, done.path)
+    assert [name for name, _ in found.named_parameters() if "lora_A" in name] == ["base_model.model.0.lora_A.default.weight"]
+
+
+def test_one_folder_of_peft_is_for_one_model(tmp_path):
+    model = unets.sd15_model()
+    first = of_unet(model, tmp_path / "first.safetensors")
+    with pytest.raises(SpecError, match="a folder of PEFT is for one model, and there is unet, text_encoder: give part="):
+        fxplug.convert_adapter(first, tmp_path / "peft", as_="peft", model=model)
+    done = fxplug.convert_adapter(first, tmp_path / "peft", as_="peft", model=model, part="unet")
+    near(of(done.path, model), of(first, model))
+    peft.PeftModel.from_pretrained(unets.sd15_model(), done.path)
+
+
+def test_paths_of_the_model_need_none(tmp_path):
+    new = tuned("lora", at="blocks.**")
+    file = fxplug.save_adapter(new, tmp_path / "peft", as_="peft").path
+    for as_ in ("diffusers", "lycoris", "fxplug", "peft"):
+        done = fxplug.convert_adapter(file, tmp_path / f"made-{as_}", as_=as_)
+        near(of(done.path, net().model), of(file, net().model))
+    with pytest.raises(ArtifactError, match="fits none of sd1, .* at their published sizes: give model="):
+        fxplug.convert_adapter(file, tmp_path / "kohya", as_="kohya")
+    with pytest.raises(SpecError, match="there is no family 'sdx'"):
+        fxplug.convert_adapter(file, tmp_path / "kohya", as_="kohya", family="sdx")
+
+
+PUBLISHED = {
+    "sd1": ("lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_k", (320, 768),
+            "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k"),
+    "sdxl": ("lora_unet_input_blocks_4_1_transformer_blocks_0_attn2_to_k", (640, 2048),
+             "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn2.to_k"),
+    "flux": ("lora_unet_single_blocks_3_linear2", (3072, 15360), "transformer.single_transformer_blocks.3.proj_out"),
+    "sd3": ("lora_unet_joint_blocks_2_x_block_mlp_fc1", (6144, 1536), "transformer.transformer_blocks.2.ff.net.0.proj"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_a_family_has_its_published_sizes(family, tmp_path):
+    name, shape, theirs = PUBLISHED[family]
+    file = kohya(tmp_path / "a.safetensors", rank=1, shapes={name: shape})
+    done = fxplug.convert_adapter(file, tmp_path / "out.safetensors", as_="diffusers", family=family)
+    assert {key.partition(".lora_")[0] for key in load_file(done.path)} == {theirs}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", file_layouts.FAMILIES)
+def test_a_family_is_told_by_names_and_shapes(family, tmp_path):
+    about = file_layouts.model_of(None, family)
+    ends = ("attn2.to_k", ".attn.to_q", "attention.to_q", ".norm.linear")
+    path, layer = next((path, layer) for path, layer in about.layers.items() if path.endswith(ends))
+    part = "unet" if "UNet" in about.classes[0] else "transformer"
+    out, inner = layer.shape
+    halves = {f"{part}.{path}.lora_A.weight": torch.ones(1, inner), f"{part}.{path}.lora_B.weight": torch.ones(out, 1)}
+    save_file(halves, tmp_path / "a.safetensors")
+    done = fxplug.convert_adapter(tmp_path / "a.safetensors", tmp_path / "out.safetensors", as_="comfy")
+    assert done.layers == (path,)
+
+
+# --- the command line
+
+
+def run(*args, code=0):
+    done = CliRunner().invoke(app, ["adapters", *map(str, args)], prog_name="fxplug")
+    assert done.exit_code == code and "Traceback" not in done.output, done.output
+    return done.stdout if not code else done.stderr
+
+
+def test_verbs(tmp_path):
+    a, b = kohya(tmp_path / "a=1.safetensors"), kohya(tmp_path / "b.safetensors", seed=1)
+    out = tmp_path / "out.safetensors"
+    text = run("resize", a, "--out", out, "--energy", 0.9, "--rank", 2)
+    assert "lora_unet_c  rank 2," in text and f"saved in {out}" in text
+    run("merge", f"{a}=0.5", b, "--out", out, "--how", "ties", "--density", 0.5)
+    wanted = tmp_path / "wanted.safetensors"
+    fxplug.merge_adapters({a: 0.5, b: 1.0}, wanted, how="ties", density=0.5)
+    near(products(out), products(wanted))
+    assert "takes a density" in run("merge", a, "--out", out, "--how", "ties", code=1)
+    model = unets.sd15_model()
+    model.save_pretrained(tmp_path / "unet")
+    first = of_unet(model, tmp_path / "first.safetensors")
+    run("convert", first, "--as", "kohya", "--out", out, "--model", tmp_path / "unet")
+    near(of(out, model), of(first, model))
+    assert "fits none of" in run("convert", a, "--as", "diffusers", "--out", out, code=1)

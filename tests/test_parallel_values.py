@@ -1,0 +1,346 @@
+"""Parts give what the whole gives: in both modes, in any memory format, for values of any size, in every dtype."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxplug
+from fxplug.parallel.checking import check_pretended
+from fxplug.parallel.runtime.pretended import pretended
+
+WAYS = [{"ulysses": 2}, {"ring": 2}, {"batch": 2}]
+
+
+class Tokens(nn.Module):
+    """Attention among tokens of what `inner` makes of them; `channels` says that it takes (batch, channels, tokens)."""
+
+    def __init__(self, inner=None, channels=False, width=16, heads=4):
+        super().__init__()
+        self.inner, self.channels, self.heads = inner or nn.Identity(), channels, heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        x = self.inner(x.mT).mT if self.channels else self.inner(x)
+        b, n, c = x.shape
+        q, k, v = self.qkv(x).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        return self.out(self.attend(q, k, v).transpose(1, 2).reshape(b, n, c))
+
+    def attend(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def x(batch=4, tokens=12, width=16):
+    return torch.randn(batch, tokens, width, generator=torch.Generator().manual_seed(0))
+
+
+def traced(make, *inputs, training=False):
+    torch.manual_seed(0)
+    return fxplug.trace(make().train(training), inputs).train(training)
+
+
+def parallel(gm, *inputs, **ways):
+    """A plan, and the module that is written of it."""
+    plan = fxplug.parallel_plan(gm, inputs, **ways)
+    return plan, fxplug.parallelize(gm, plan)
+
+
+# --- how results are compared
+
+
+def test_one_table_says_what_rounding_may_change():
+    from fxplug.ir.comparison import TOLERANCES, difference, distance
+
+    one = torch.linspace(0.5, 2, 64)
+    for dtype, (close, _) in TOLERANCES.items():
+        a = one.to(dtype)
+        assert difference(a, a) == (0, 0)
+        assert difference(a, (a.double() * (1 + close / 4)).to(dtype)).times < 1 < difference(a, a * (1 + 3 * close)).times
+    assert distance(one, one.double()) == distance(one, one[1:]) == distance(1, 2) == math.inf
+    assert difference((one, 3), (one, 3)).times == 0 and difference((one,), (one, one)).times == math.inf
+
+
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
+def test_a_value_that_is_not_finite_hides_no_other(odd):
+    from fxplug.ir.comparison import distance
+
+    a = torch.tensor([1.0, 2.0, odd])
+    assert distance(a, a.clone()) == 0 and distance(a, torch.tensor([1.0, 3.0, odd])) == 0.5
+    assert distance(torch.tensor([1.0, 2.0, 0.0]), a) == math.inf
+    assert distance(a, torch.tensor([1.0, 2.0, 3.0])) == math.inf, "nothing but 0 stands for NaN"
+
+
+def test_both_checks_allow_the_rounding_of_half_precision():
+    for dtype in (torch.bfloat16, torch.float16):
+        gm = traced(lambda dtype=dtype: nn.Sequential(*(Tokens() for _ in range(4))).to(dtype), x().to(dtype))
+        plan, new = parallel(gm, x().to(dtype), ring=2)
+        assert check_pretended(new, (x().to(dtype),), {}) == pytest.approx(plan.check()) and plan.away > 1e-5
+
+
+# --- memory formats, masks, modes of torch
+
+
+class Channels(nn.Module):
+    """Attention as VAEs write it: queries, keys and values are 1x1 convolutions, whose channels are not next to each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Conv1d(16, 16, 1) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = (f(x.mT).unflatten(1, (4, 4)).mT for f in (self.q, self.k, self.v))
+        return F.scaled_dot_product_attention(q, k, v).mT.flatten(1, 2).mT
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=str)
+def test_queries_in_any_memory_format(ways):
+    gm = traced(Channels, x())
+    empty = x().to("meta")  # a plan that is not checked on values
+    plan = fxplug.parallel_plan(traced(lambda: Channels().to("meta"), empty), empty, **ways)
+    new = fxplug.parallelize(gm, plan)
+    weights = list(gm.parameters())
+    want = torch.autograd.grad(gm(x()).square().sum(), weights)
+    found = pretended(plan.ways, lambda rank: torch.autograd.grad(new(x()).square().sum(), weights))
+    for index, gradient in enumerate(want):
+        torch.testing.assert_close(sum(g[index] for g in found) / 2, gradient, rtol=1e-4, atol=1e-5)
+
+
+class Far(Tokens):
+    """With a mask of (heads, tokens, tokens): the further, the less (ALiBi, arXiv 2108.12409)."""
+
+    def attend(self, q, k, v):
+        at = torch.arange(q.shape[2], device=q.device)
+        slopes = torch.arange(1, self.heads + 1, device=q.device)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=-(at[None] - at[:, None]).abs() * slopes[:, None, None] * 0.5)
+
+
+@pytest.mark.parametrize("ways", [*WAYS, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("heads", [4, 1])
+def test_a_mask_for_each_head(ways, heads):
+    if heads >= ways.get("tensor", 1):
+        assert parallel(traced(lambda: Far(heads=heads), x()), x(), **ways)[0].away < 1e-6
+
+
+@pytest.mark.parametrize("ways", [*WAYS, {"tensor": 2}], ids=str)
+def test_a_plan_made_under_autocast(ways):
+    with torch.autocast("cpu", torch.bfloat16):
+        plan, new = parallel(traced(Tokens, x()), x(), **ways)
+        assert plan.away < 2e-2 and new.graph is not None
+        assert all(out.dtype == torch.bfloat16 for out in pretended(plan.ways, lambda rank: new(x())))
+
+
+# --- training and evaluation
+
+
+LAYERS = {
+    "batch norm": lambda: nn.BatchNorm1d(16), "instance norm": lambda: nn.InstanceNorm1d(16, track_running_stats=True),
+    "dropout": lambda: nn.Dropout(0.3), "channels": lambda: nn.Dropout1d(0.3), "alpha": lambda: nn.AlphaDropout(0.3),
+    "rrelu": lambda: nn.RReLU(), "none": lambda: nn.Dropout(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("ways", WAYS, ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_that_do_other_things_in_training(name, ways, training):
+    """One graph stands for both modes, and the layers in it do not: what they draw and measure is everybody's."""
+    gm = traced(lambda: Tokens(LAYERS[name](), channels=True), x(), training=training)
+    plan, new = parallel(gm, x(), **ways)
+    assert len(new.graphs) == 1 + (name != "none") and plan.check() < 1e-5
+    if name in ("dropout", "channels", "alpha", "rrelu"):
+        outs = pretended(plan.ways, lambda rank: new.train()(x()))
+        assert torch.equal(outs[0], outs[1])
+        return
+    for mode in (True, False):
+        weights, gm, new = list(gm.parameters()), gm.train(mode), new.train(mode)
+        want = torch.autograd.grad(gm(x()).square().sum(), weights)
+        found = pretended(plan.ways, lambda rank: torch.autograd.grad(new(x()).square().sum(), weights))  # noqa: B023
+        for index, gradient in enumerate(want):
+            torch.testing.assert_close(sum(g[index] for g in found) / 2, gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_fits_a_module_in_either_mode():
+    gm = traced(lambda: Tokens(nn.Dropout(0.5)), x())
+    plan = fxplug.parallel_plan(gm, x(), ulysses=2)
+    assert len(fxplug.parallelize(gm.train(), plan).graphs) == 2
+
+
+# --- random numbers
+
+
+class InPlace(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.read, self.drop, self.tokens = read, nn.Dropout(0.5, inplace=True), Tokens()
+
+    def forward(self, x):
+        x = x * 2
+        y = self.drop(x)
+        return self.tokens(x if self.read == "input" else y)
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=str)
+@pytest.mark.parametrize("read", ["input", "result"])
+def test_dropout_in_place(read, ways):
+    gm = traced(lambda: InPlace(read), x(), training=True)
+    if read == "input":
+        with pytest.raises(fxplug.SpecError, match="'drop' .* draws random numbers into a value that is read later: let it"):
+            fxplug.parallel_plan(gm, x(), **ways)
+        return
+    plan, new = parallel(gm, x(), **ways)
+    outs = pretended(plan.ways, lambda rank: new(x()))
+    assert torch.equal(outs[0], outs[1])
+
+
+class Dropped(Tokens):
+    """The input is dropped in part before queries, keys and values are made."""
+
+    def __init__(self, rate=0.5):
+        super().__init__(nn.Dropout(rate))
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=str)
+def test_tokens_are_born_behind_dropout(ways):
+    plan, new = parallel(traced(Dropped, x(), training=True), x(), **ways)
+    outs = pretended(plan.ways, lambda rank: new(x()))
+    assert plan.away < 1e-6 and plan.share == 1 and torch.equal(outs[0], outs[1])
+
+
+# --- what travels
+
+
+@pytest.fixture
+def lonely():
+    """A gloo group of this process alone: it takes what gloo takes."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.group.WORLD.group_name
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.int16, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_tensors_travel_whatever_their_dtype(lonely, dtype):
+    from fxplug.parallel.runtime.collectives import _all_to_all, _Gather
+
+    given = x().to(dtype)[0]
+    given = given.conj() if dtype.is_complex else given
+    for found in (_all_to_all(given, [12], [12], lonely), _Gather.apply(given, 1, lonely)):
+        assert found.dtype == dtype and torch.equal(found.to(torch.complex64), given.to(torch.complex64))
+
+
+# --- what mixes tokens only where values are large
+
+
+def clamped(x):
+    return F.normalize(x, dim=1, eps=50.0)
+
+
+def renormed(x):
+    return torch.renorm(x, 2, 2, 100.0)
+
+
+def responded(x):
+    return F.local_response_norm(x, 3, alpha=1e-8)
+
+
+class Before(nn.Module):
+    """An operation before attention."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.operation, self.first, self.inner = operation, nn.Linear(16, 16), Tokens()
+
+    def forward(self, x):
+        return self.inner(self.operation(self.first(x)))
+
+
+@pytest.mark.parametrize("ways", [{"ulysses": 2}, {"ring": 2}, {"batch": 2}, {"rows": 2}], ids=str)
+@pytest.mark.parametrize("operation", [clamped, renormed, responded], ids=lambda f: f.__name__)
+def test_what_mixes_tokens_where_they_are_large_is_whole(operation, ways):
+    given = x()[:, None] if ways == {"rows": 2} else x()
+    gm = traced(lambda: Before(operation) if ways != {"rows": 2} else Rows(operation), given)
+    plan, new = parallel(gm, given, check=False, **ways)
+    for scale in (0.01, 1.0, 100.0, 1e4):
+        assert check_pretended(new, (given * scale,), {}) < 1e-5
+
+
+class Rows(nn.Module):
+    """An operation along the height of an image, between convolutions."""
+
+    def __init__(self, operation):
+        super().__init__()
+        self.operation, self.one, self.two = operation, nn.Conv2d(1, 1, 3, padding=1), nn.Conv2d(1, 1, 3, padding=1)
+
+    def forward(self, x):
+        return self.two(self.operation(self.one(x)[:, 0])[:, None])
+
+
+# --- layers of torch.nn that are one operation
+
+
+class Packed(nn.Module):
+    """torch's own attention."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.first, self.attend = nn.Linear(16, 16), nn.MultiheadAttention(16, 4, batch_first=True, **options)
+
+    def forward(self, x):
+        h = self.first(x)
+        return x + self.attend(h, h, h, need_weights=False)[0]
+
+
+def encoder(dropout=0.0):
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, dropout, batch_first=True), 2)
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=str)
+@pytest.mark.parametrize("make", [Packed, encoder], ids=["attention", "encoder"])
+@pytest.mark.parametrize("training", [False, True])
+def test_packed_attention_runs_or_is_refused_by_name(make, ways, training):
+    gm = traced(make, x(), training=training)
+    if ways == {"batch": 2}:
+        plan, new = parallel(gm, x(), **ways)
+        assert plan.share == 1 and check_pretended(new, (x(6, 13),), {}) < 1e-5
+        return
+    with pytest.raises(fxplug.SpecError, match="is torch's (MultiheadAttention|TransformerEncoderLayer): one operation of the"):
+        parallel(gm, x(), **ways)
+
+
+def test_packed_attention_that_drops_is_refused_by_name():
+    with pytest.raises(fxplug.SpecError, match="draws random numbers.*TransformerEncoderLayer.*with dropout as a layer"):
+        parallel(traced(lambda: encoder(0.1), x(), training=True), x(), batch=2)
+
+
+def test_a_guard_on_len_says_what_to_ask_instead():
+    class Counted(Tokens):
+        def forward(self, x):
+            return super().forward(x) * len(x)
+
+    new = parallel(traced(Counted, x()), x(), ulysses=2)[1]
+    with pytest.raises(fxplug.VerifyError, match=r"'len\(\)|len\(\) gives a plain number; x.shape\[0\] in its place"):
+        check_pretended(new, (x(6),), {})
+
+
+# --- dropouts of one input
+
+
+class DroppedThrice(Tokens):
+    """Queries, keys and values each have a dropout of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.q, self.k, self.v = nn.Dropout(0.3), *(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        q, k, v = (f(self.drop(x)).unflatten(2, (4, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=str)
+def test_several_dropouts_of_the_input_in_training(ways):
+    plan, new = parallel(traced(DroppedThrice, x(), training=True), x(), **ways)
+    assert plan.written.twin_error is None and check_pretended(new, (x(),), {}) < 1e-5

@@ -1,0 +1,59 @@
+"""Errors of other libraries, and of work that comes too late, are said in words before or instead."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import fxplug
+from fxplug.errors import MatchError, SpecError
+from fxplug.models.example_inputs import example_inputs
+from fxplug.spec.run_config import load_config
+
+
+@pytest.mark.parametrize("spec", [
+    "[100000000000000000000]", "[1000000000000000000, 1000]", "{shape: [2], dtype: int64, high: 100000000000000000000}",
+    "{shape: [2], dtype: int8, fill: 100000000000000000000}",
+])  # fmt: skip
+def test_inputs_that_torch_cannot_make(tmp_path, spec):
+    file = tmp_path / "c.yaml"
+    file.write_text(f"model: torch.nn:Identity\ninputs:\n  input: {spec}\npasses: []\n")
+    with pytest.raises(SpecError, match=r"c.yaml:3.*inputs.input: this input cannot be made"):
+        example_inputs(load_config(file), nn.Identity())
+
+
+def test_all_linear_without_a_linear():
+    gm = fxplug.trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU()), (torch.randn(1, 3, 4, 4),))
+    with pytest.raises(
+        MatchError, match="the model calls no Linear that 'all-linear' could mean; the classes here are Conv2d, ReLU"
+    ):
+        fxplug.apply(gm, fxplug.load_pass("lora", at="all-linear"))
+
+
+def test_a_rewrite_that_is_not_saved_says_so_before_the_work(tmp_path):
+    from fxplug.__main__ import app
+
+    (tmp_path / "c.yaml").write_text("model: torch.nn:Identity\ninputs: {other: [1]}\npasses: []\n")
+    done = CliRunner().invoke(app, ["rewrite", str(tmp_path / "c.yaml")])
+    lines = done.stderr.splitlines()
+    assert (
+        done.exit_code == 1
+        and lines[0] == "nothing will be saved: --out DIR saves the result"
+        and "takes no input" in lines[-1]
+    )
+
+
+def test_a_shell_is_offered_passes_and_configurations(tmp_path):
+    """And torch is not imported for it."""
+    (tmp_path / "vit_mine.yaml").touch()
+    (tmp_path / "notes.txt").touch()
+    code = "import sys; from fxplug.cli.verbs import complete_config as c, complete_pass as p; "
+    code += "print(p('lora'), c('vit_'), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "'lora', 'lora_weight'" in done.stdout and done.stdout.endswith("False\n"), done.stdout
+    assert "'vit_lora'" in done.stdout and "'vit_mine.yaml'" in done.stdout and "notes" not in done.stdout
