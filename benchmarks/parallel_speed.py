@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import fxplug
-from fxplug.parallel.checking import process_zero, standing
+from fxplug.verifier import as_first_rank
 
 SIZE = {
     "num_layers": 28, "num_attention_heads": 4, "attention_head_dim": 72, "cross_attention_dim": 288, "caption_channels": 64,
@@ -57,7 +57,7 @@ def process(rank: int, world: int, port: int, args: argparse.Namespace, ways: di
         for index in range(args.turns + 1):
             for name in calls if index % 2 else reversed(calls):
                 dist.barrier()
-                with standing(many, process_zero(plan.ways)) if name == "apart" else contextlib.nullcontext():
+                with as_first_rank(many) if name == "apart" else contextlib.nullcontext():
                     if name != "one" or rank == 0:
                         spent = timing.by_the_clock(lambda call=calls[name]: call(**inputs))
                         times[name] += [spent] * (index > 0)

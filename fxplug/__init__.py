@@ -10,10 +10,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from . import extensions
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .adapters.extracting import extract
+    from .adapters.file_passes import pass_for
     from .adapters.file_tools import convert_adapter, merge_adapters, resize_adapter
     from .adapters.inspecting import inspect_adapter
     from .adapters.loading import load_adapter
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from .exports.exporter import export
     from .exports.onnx_model import OnnxModel, load_onnx
     from .exports.package import Package, load_package
+    from .extensions import Extension
     from .flow import Result, rewrite
     from .ir.text import diff, show
     from .ir.traced_module import TracedModule
@@ -54,7 +58,6 @@ if TYPE_CHECKING:
     from .pipelines.tracing import load_pipeline, save_pipeline, trace_pipeline
     from .reporting.contents import Page
     from .reporting.reports import report
-    from .rewriter.adapter_passes import pass_for
     from .rewriter.applying import apply
     from .rewriter.matcher import find
     from .rewriter.sites import Site
@@ -75,6 +78,7 @@ __all__ = [
     "ArtifactError",
     "ClashError",
     "Every",
+    "Extension",
     "FastAttention",
     "FxplugError",
     "GuardError",
@@ -148,67 +152,37 @@ __all__ = [
     "whole_state",
 ]
 
-_HOME = {
-    "adapters.extracting": ["extract"],
-    "adapters.file_tools": ["convert_adapter", "merge_adapters", "resize_adapter"],
-    "adapters.inspecting": ["inspect_adapter"],
-    "adapters.loading": ["load_adapter"],
-    "adapters.slots": ["Adapters"],
-    "adapters.writing": ["save_adapter"],
+_CORE = {
     "artifacts.artifact": ["load", "save"],
     "capture.tracer": ["trace"],
-    "compat.zhijian.blitz": ["blitz"],
     "errors": [name for name in __all__ if name.endswith("Error")],
-    "exports.checkpoints": ["save_checkpoint"],
-    "exports.exporter": ["export"],
-    "exports.onnx_model": ["OnnxModel", "load_onnx"],
-    "exports.package": ["Package", "load_package"],
+    "extensions": ["Extension"],
     "flow": ["Result", "rewrite"],
     "ir.text": ["diff", "show"],
     "ir.traced_module": ["TracedModule"],
     "limits": ["Limits"],
-    "lowerings.linear.fused": ["fuse"],
-    "lowerings.linear.measuring": ["tune"],
-    "lowerings.merging.fold": ["merge", "unmerge"],
-    "lowerings.pipeline": ["lower"],
-    "lowerings.pruning": ["prune"],
-    "parallel.localizing": ["localize", "whole_state"],
-    "parallel.pipelines.entry": ["in_steps", "pipefusion", "stale_sequence"],
-    "parallel.pipelines.pipeline": ["PipeFusion"],
-    "parallel.plan": ["Plan", "parallel_plan", "parallelize"],
-    "pipelines.control": ["controlnet_of"],
-    "pipelines.rewriting": ["rewrite_pipeline"],
-    "pipelines.tracing": ["load_pipeline", "save_pipeline", "trace_pipeline"],
-    "reporting.contents": ["Page"],
-    "reporting.reports": ["report"],
-    "rewriter.adapter_passes": ["pass_for"],
     "rewriter.applying": ["apply"],
     "rewriter.matcher": ["find"],
     "rewriter.sites": ["Site"],
     "spec.pass_file": ["load_pass"],
     "spec.rules": ["Match", "Pass", "Rule"],
     "spec.run_config": ["load_config"],
-    "step_cache.cache": ["StepCache"],
-    "step_cache.fast_attention": ["FastAttention"],
-    "step_cache.policies": ["Every", "TeaCache", "Threshold"],
-    "training.param_groups": ["trainable"],
-    "training.run": ["Run", "train"],
-    "training.tasks.task": ["Task"],
-    "training.trainer": ["Trainer"],
     "verifier": ["verify"],
 }
-_MODULE = {name: module for module, names in _HOME.items() for name in names}
+_MODULE = {name: module for module, names in _CORE.items() for name in names}
 _ASKED = {"ModelMixin": "TracedModule"}  # what diffusers looks for in a library of which a saved pipeline has a part
 
 
 def __getattr__(name: str) -> Any:
     name = _ASKED.get(name, name)
-    if name not in _MODULE:
-        raise AttributeError(f"module 'fxplug' has no attribute '{name}'")
-    value = getattr(import_module(f".{_MODULE[name]}", __name__), name)
+    if name in _MODULE:
+        value = getattr(import_module(f".{_MODULE[name]}", __name__), name)
+    elif name.startswith("_") or (value := extensions.import_part("names", name)) is None:
+        note = "" if name.startswith("_") else extensions.unusable_note()
+        raise AttributeError(f"module 'fxplug' has no attribute '{name}'{note}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *extensions.parts("names")})

@@ -1,4 +1,4 @@
-"""The command line: `fxplug rewrite | train | sites | diff | show | parallel | adapters | tune | ...`.
+"""The command line: `fxplug rewrite | sites | diff | show | passes | schema | doctor`, and the verbs of extensions.
 
 torch is imported by the verbs that need it, when they run: `--help`, `passes` and `schema` answer at once.
 """
@@ -12,13 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .cli.adapters import adapters
-from .cli.convert import convert
 from .cli.doctor import doctor
-from .cli.files import TO_TOOLS, export_to_tool
 from .cli.launched import started, together
-from .cli.parallel import parallel
-from .cli.reports import report, show_to
 from .cli.terminal import diff_texts, print_diff, print_rows
 from .cli.verbs import (
     HELP,
@@ -26,9 +21,9 @@ from .cli.verbs import (
     ConfigArg,
     Debug,
     NoCache,
+    RootVerbs,
     Set,
     Subject,
-    Verbs,
     complete_pass,
     load_saved,
     parameters,
@@ -36,23 +31,19 @@ from .cli.verbs import (
     progress,
     read_config,
     rewritten,
-    users_logs,
 )
-from .errors import SpecError, did_you_mean
+from .errors import SpecError
+from .extensions import need_hook
 
 if TYPE_CHECKING:
     from .flow import Result
 
 app = typer.Typer(
-    cls=Verbs,
+    cls=RootVerbs,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings=HELP,
 )
-app.add_typer(adapters, name="adapters")
-app.command()(parallel)
-app.command()(convert)
-app.command()(report)
 app.command()(doctor)
 
 
@@ -87,10 +78,9 @@ def rewrite(
         print("nothing will be saved: --out DIR saves the result", file=sys.stderr)
     result = rewritten(found, out=out, dry_run=dry_run, verify=verify)
     if page is not None:
-        from .reporting.reports import report_of
-
+        write_page = need_hook("report_of_result", "reporting")
         with progress("report"):
-            report_of(result, page)
+            write_page(result, page)
     if dry_run:
         print_rows(_rows(result, all_))
         print("dry run: nothing written")
@@ -99,33 +89,6 @@ def rewrite(
         print(f"{name}: {sites.summary}")
     print(result.report.listing if result.report else f"{parameters(result)}\nnot verified")
     print(f"saved in {out}" if out else "not saved: --out DIR saves it")
-
-
-@app.command()
-def train(
-    config: ConfigArg,
-    out: Annotated[Path | None, typer.Option("--out", help="The folder of the run; out/NAME-TIME otherwise.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
-    start: Annotated[
-        Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Go on from this checkpoint, or another run's newest.")
-    ] = None,
-    set: Set = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
-    debug: Debug = False,
-) -> None:
-    """Rewrite a model and train what its passes added, as the sections train and data say."""
-    found = read_config(config, set)
-    from .training.run import train as run
-
-    with users_logs():
-        done = run(found, out=out, name=Path(config).stem, resume=start or resume, quiet=quiet, progress=progress)
-    last = f", loss {done.history[-1]['loss']:.4g}" if done.history else ""
-    print(f"{len(done.history)} steps{last}")
-    for key, value in done.metrics.items():
-        print(f"{key} {value:.4g}")
-    print(f"saved in {done.out}")
-    if done.use:
-        print(f"\n{done.use}")
 
 
 @app.command()
@@ -194,42 +157,14 @@ def show(
     else:
         module = rewritten(read_config(subject, set), dry_run=dry, verify=False).module
     if forms:
-        from .lowerings.pipeline import form_table, lower
-
-        print(form_table(lower(module, merge=merge, pack=pack)), end="")
+        print(need_hook("table_of_forms", "lowerings")(module, merge=merge, pack=pack), end="")
         return
     if to is not None:
-        show_to(module, to, region, out)
+        need_hook("show_to", "reporting")(module, to, region, out)
         return
     from .ir import text
 
     print(text.modules(module) if modules else module.code.strip() + "\n" if code else text.show(module), end="")
-
-
-@app.command()
-def tune(
-    subject: Subject,
-    compiled: Annotated[bool, typer.Option("--compiled", help="Measure the forms as torch.compile makes them.")] = False,
-    turns: Annotated[int, typer.Option("--turns", help="How often each form is measured.")] = 15,
-    set: Set = None,
-    allow: Allow = None,
-    debug: Debug = False,
-) -> None:
-    """Measure which form each layer with an update takes on this device; `lower` then takes the fastest."""
-    from .flow import saved_inputs
-    from .lowerings.linear.measuring import tune as run
-    from .models.example_inputs import example_inputs
-
-    if Path(subject).is_dir():
-        module = load_saved(subject, set, allow)
-        args, kwargs = saved_inputs(subject, module)
-    else:
-        result = rewritten(read_config(subject, set), verify=False)
-        module = result.module
-        args, kwargs = example_inputs(read_config(subject, set), module)
-    with progress("measure"):
-        done = run(module, args, kwargs, compiled=compiled, turns=turns)
-    print(done.listing)
 
 
 @app.command()
@@ -281,61 +216,6 @@ def schema(
     from .spec import json_schema
 
     print(json_schema.page() if page else json.dumps(json_schema.schema(), indent=2), end="" if page else "\n")
-
-
-@app.command()
-def export(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")],
-    to: Annotated[str | None, typer.Option("--to", help=f"pt2 (else), aoti or onnx; for tools {', '.join(TO_TOOLS)}.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="The file to write; DIR.pt2 otherwise.")] = None,
-    device: Annotated[str | None, typer.Option("--device", help="Where compiled code will run: cpu or cuda.")] = None,
-    free: Annotated[str | None, typer.Option("--free", help="Which sizes stay free: all (else), batch or none.")] = None,
-    opset: Annotated[int | None, typer.Option("--opset", help="The version of ONNX's operations, for onnx.")] = None,
-    adapter: Annotated[str | None, typer.Option("--adapter", help="For tools: which adapter in the slots.")] = None,
-    passes: Annotated[list[str] | None, typer.Option("--pass", help="For tools: which pass without slots. Repeatable.")] = None,
-    partial: Annotated[bool, typer.Option("--partial", help="For tools: leave out what the format cannot hold.")] = False,
-    part: Annotated[str | None, typer.Option("--part", help="For tools: the part of a pipeline that this is.")] = None,
-    merge: Annotated[
-        str | None, typer.Option("--merge", metavar="ink=0.8,film=0.3", help="For tools: the model, these merged into it.")
-    ] = None,
-    first_names: Annotated[bool, typer.Option("--first-names", help="With safetensors: the first code base's names.")] = False,
-    allow: Allow = None,
-    debug: Debug = False,
-) -> None:
-    """Export a saved rewrite: a program of torch.export's, a package (aoti) or model (onnx) with live adapters, or for tools.
-
-    What is not given is as the section export of its configuration says.
-    """
-    if not folder.is_dir():
-        raise SpecError(f"no folder '{folder}'")
-    tools = {"adapter": adapter, "passes": passes, "partial": partial, "part": part, "merge": merge, "first_names": first_names}
-    if to in TO_TOOLS:
-        export_to_tool(folder, to, out, allow=allow, **tools)  # type: ignore[arg-type]
-        return
-    if given := next((name for name, value in tools.items() if value), None):
-        raise SpecError(f"--{given.replace('_', '-').replace('passes', 'pass')} is for --to {', '.join(TO_TOOLS)}")
-    from .exports.exporter import FORMATS
-    from .exports.exporter import export as run
-    from .flow import saved_export, saved_inputs
-
-    if to is not None and to not in FORMATS:
-        known = (*FORMATS, *TO_TOOLS)
-        raise SpecError(f"there is no export to '{to}'{did_you_mean(to, known)}; there is {', '.join(known)}")
-    how = saved_export(folder, to=to, free=free, device=device)
-    if opset is not None and how.to != "onnx":
-        raise SpecError(f"--opset is for onnx, and this is an export to {how.to}")
-    with progress("load"):
-        module = load_saved(str(folder), None, allow, how.device)
-        args, kwargs = saved_inputs(folder, module)
-    with progress(f"export to {how.to}"):
-        options = None if opset is None else {"opset": opset}
-        path = out or folder.parent / f"{folder.name}.{how.to}"
-        report = run(module, path, args, kwargs, to=how.to, free=how.free, options=options)
-    for name, dims in report.dynamic.items():
-        print(f"{name}: {'dimensions ' + ', '.join(map(str, dims)) + ' are free' if dims else 'of fixed size'}")
-    for note in report.notes:
-        print(note)
-    print(f"saved in {report.path}")
 
 
 MANY = {"--check", "measured", "--link=measured"}  # what `parallel` needs all processes for

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import extensions
 from .artifacts.artifact import save
 from .capture.fake_tensors import lacks_values
 from .capture.tracer import trace
@@ -27,14 +28,11 @@ from .models.factory import build, torch_device
 from .rewriter.applying import apply
 from .rewriter.matcher import find
 from .rewriter.sites import Site, Sites
-from .spec.rules import STEP_KEYS, WAYS, Match, Pass, Rule
 from .spec.run_config import Config, load_config, resolved
 from .spec.train_section import Export
 from .spec.yaml_source import read_yaml
 
 if TYPE_CHECKING:  # what a dry run may do without is imported by what needs it
-    from .parallel.pipelines.pipeline import PipeFusion
-    from .parallel.plan import Plan
     from .verifier import Report
 
 SHOWN = 30  # so many sites are listed in the text of a result
@@ -45,7 +43,7 @@ Step = Callable[[str], AbstractContextManager[Any]]
 class Result:
     """What a rewrite gave: the rewritten `module`, the `base` it was made of (they share weights), the `sites` of each
     pass, the `report` of verification (None when it was off), the example `inputs`, the artifact `out`, the `plan` of
-    parallel passes, and what runs the module in steps, `stepped`, where a pass says so."""
+    parallel passes (`fxplug.Plan`), and what runs the module in steps, `stepped`, where a pass says so."""
 
     module: TracedModule
     base: TracedModule
@@ -54,8 +52,8 @@ class Result:
     sites: dict[str, Sites] = field(default_factory=dict)
     report: Report | None = None
     out: Path | None = None
-    plan: Plan | None = None
-    stepped: PipeFusion | None = None
+    plan: Any = None
+    stepped: Any = None
 
     __repr__ = brief_fields
 
@@ -229,62 +227,19 @@ def _applied(config: Config, base: TracedModule, inputs: Any, step: Step, device
     result = Result(base, base, config, inputs)
     for index, p in enumerate(config.passes):
         if not p.parallel:
-            with step(f"apply {p.name}"), _given_at(config, index):
+            with step(f"apply {p.name}"), given_at(config, index):
                 found = result.sites[p.name] = find(result.module, p)
                 result.module = apply(result.module, found)
     if result.module is not base:
         args, kwargs = inputs
         result.inputs = args, {**kwargs, **added_inputs(config, result.module, device=device)[0]}
-    _parallelized(config, result, step)
+    if any(p.parallel for p in config.passes):
+        extensions.need_hook("parallel_passes", "parallel")(result, step)
     return result
 
 
-def _parallelized(config: Config, result: Result, step: Step) -> None:
-    """Split the result over processes, as all parallel passes together say: one plan on one mesh, after every other pass."""
-    given: dict[str, Any] = {}
-    if not (indices := [index for index, p in enumerate(config.passes) if p.parallel]):
-        return
-    from .parallel.pipelines.entry import in_steps, written_down
-    from .parallel.plan import parallel_plan, parallelize
-
-    for index in indices:
-        with _given_at(config, index):
-            for key, value in config.passes[index].parallel.items():
-                if key in WAYS and value == 1 or value is None or value is False:
-                    continue
-                if key in given:
-                    raise SpecError(f"{config.passes[index].name}: another pass gives '{key}' too, and there is one plan")
-                given[key] = value
-            if at := given.pop("at", ""):
-                if "split" in given:
-                    raise SpecError(f"{config.passes[index].name}: 'at' and 'split' exclude each other, and there is one plan")
-                given["split"] = _entered(result.module, config.passes[index].name, at)
-    steps = {key: value for key, value in given.items() if key in STEP_KEYS}
-    if steps:
-        with step("plan"), _given_at(config, *indices):
-            name = next(config.passes[i].name for i in indices if steps.keys() & config.passes[i].parallel.keys())
-            if not steps.keys() & {"stages", "stale"}:
-                key = next(iter(steps))
-                raise SpecError(f"{name}: '{key}' is of a run that is a step late: give stale: true, or leave it out")
-            result.module = written_down(result.module, name, given)
-            result.stepped = in_steps(result.module, *result.inputs, check=False)  # verification does
-    elif given.keys() & {*WAYS}:
-        with step("plan"), _given_at(config, *indices):
-            result.plan = parallel_plan(result.module, *result.inputs, **given, check=False)  # verification does
-            result.module = parallelize(result.module, result.plan)
-
-
-def _entered(module: TracedModule, name: str, path: str) -> dict[str, int]:
-    """Where the rows of a region's first input are born. Raises MatchError for a path that is none."""
-    rule = Rule(Match(path=path), place="before", args=["x"], expect="==1")
-    (site,) = find(module, Pass(name, [rule]))
-    if site.x is None or site.x.node is None or len(site.x.shape) < 3:
-        raise SpecError(f"{name}: the first input of '{path}' is no image or feature map")
-    return {site.x.node.name: len(site.x.shape) - 2}
-
-
 @contextmanager
-def _given_at(config: Config, *indices: int) -> Iterator[None]:
+def given_at(config: Config, *indices: int) -> Iterator[None]:
     """Add to an error inside passes the lines of the configuration that asked for them."""
     try:
         yield

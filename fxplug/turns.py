@@ -52,6 +52,7 @@ class Turns:
     the choice of calls that the tensors hold; `restore` puts back what they held before, None where they do.
     """
 
+    is_runtime_state = True  # which no artifact has
     changes = 0
     fault = ""
     choice: Choice | None = None

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 
+from . import extensions
 from .artifacts.artifact import check_savable
 from .capture.fake_tensors import quiet
 from .errors import ArtifactError, VerifyError, brief_fields, outline
-from .exports.exporter import hindrance
 from .ir.graph import copy_graph
 from .ir.pytree import leaves, map_leaves
 from .ir.text import parameters
 from .ir.traced_module import TracedModule, shell
-from .parallel.checking import check_before, check_pretended, check_real, is_parallel, process_zero, standing, ways_in
-from .parallel.pipelines.entry import in_steps
 from .quantised import cut_gradient, described
 from .rewriter import neutrality
 from .rewriter.modes import buffers_restored
@@ -74,6 +71,27 @@ class Report:
         return {"ok": self.ok, "summary": self.summary, "checks": [asdict(c) for c in self.checks]}
 
 
+@dataclass
+class Subject:
+    """What a check of an extension is called with: a function (subject) -> what it found, or None where it does not apply.
+
+    It runs where all checks before it hold, and raises VerifyError for what is wrong, Unchecked for what cannot be checked
+    here, and Unsupported where the module is right, and cannot be used for what the check is about. `call` are the example
+    inputs, (args, kwargs); `entries` the records of the passes that `new` has and `gm` lacks; `results` what each graph of
+    `new` gives for them, on fake tensors.
+    """
+
+    gm: TracedModule
+    new: TracedModule
+    call: tuple[tuple[Any, ...], dict[str, Any]]
+    entries: list[dict[str, Any]]
+    results: list[Any] = field(default_factory=list)
+
+
+class Unsupported(Exception):
+    """Why something that others do with a module cannot be done with this one."""
+
+
 def verify(
     gm: TracedModule,
     new: TracedModule,
@@ -95,9 +113,8 @@ def verify(
     stand at such values. Other shapes, dtypes and devices than the example's are not tried, nor are values of gradients.
     Nothing is left changed.
 
-    A module that is parallel is called on pretended processes, threads of this one, and compared with one process; where
-    torch.distributed has as many processes as it needs, on those too, and then all of them call this together. What else is
-    checked is checked as the first process runs it, with nothing travelling.
+    Extensions add checks of their own: see `Subject`. A module that is parallel is checked as its first process runs it, with
+    nothing travelling, and then as fxplug.parallel says, on pretended processes and on real ones.
 
     Raises VerifyError, with the report as its `report`, when something does not hold.
     """
@@ -105,29 +122,24 @@ def verify(
     report = Report(summary=parameters(new))
     old = {entry["name"] for entry in gm.meta.get("passes", [])}
     entries = [entry for entry in new.meta.get("passes", []) if entry["name"] not in old]
-    ways = ways_in(new)
     written: set[str] = set()
-    results: list[Any] = []
+    subject = Subject(gm, new, call, entries)
     known: set[str] = set()
-    tests: list[tuple[str, Callable[[], str]]] = [
+    tests: list[tuple[str, Callable[[], str | None]]] = [
         ("lint", lambda: _lint(new)),
         ("base", lambda: _base_untouched(gm, new, entries)),
-        ("shapes", lambda: _shapes_and_gradients(new, call, entries, written, results)),
+        ("shapes", lambda: _shapes_and_gradients(new, call, entries, written, subject.results)),
         ("neutral", lambda: _neutral(gm, new, call, entries, written if "shapes" in known else None)),
         ("saved", lambda: _saved(new)),
-        ("exported", lambda: _exported(new, call, results)),
     ]
     if compile:
         tests.append(("one graph", lambda: _one_graph(gm, new, call)))
-    here = standing(new, process_zero(ways)) if ways else nullcontext()
-    with buffers_restored(gm, new), here:
+    with buffers_restored(gm, new), as_first_rank(new):
         _run(tests, report, known)
-    if ways and report.ok:
+    if report.ok:
+        more = [(name, partial(extensions.import_part("checks", name), subject)) for name in extensions.parts("checks")]
         with buffers_restored(gm, new):
-            _run([("parallel", lambda: _parallel(gm, new, call, entries))], report, known)
-    if new.meta.get("stepped") and report.ok:
-        with buffers_restored(gm, new):
-            _run([("in steps", lambda: _in_steps(new, call))], report, known)
+            _run(more, report, known)
     if not report.ok:
         failed = [c.detail for c in report.checks if c.status == "failed"]
         verify_error = VerifyError("\n".join(failed))
@@ -136,16 +148,18 @@ def verify(
     return report
 
 
-def _run(tests: list[tuple[str, Callable[[], str]]], report: Report, known: set[str]) -> None:
+def _run(tests: Sequence[tuple[str, Callable[[], str | None]]], report: Report, known: set[str]) -> None:
     """Run the checks one after the other; `known` gets the names of those that hold."""
     for name, test in tests:
         start = time.perf_counter()
         try:
             status, detail = "ok", test()
             known.add(name)
+            if detail is None:
+                continue
         except Unchecked as reason:
             status, detail = "skipped", str(reason)
-        except Hindered as reason:
+        except Unsupported as reason:
             status, detail = "cannot", str(reason)
         except VerifyError as error:
             status, detail = "failed", str(error)
@@ -246,6 +260,25 @@ def _reads_values(graph: fx.Graph) -> bool:
     return any(n.op == "call_method" and n.target in ("item", "tolist") for n in graph.nodes)
 
 
+# --- modules that several processes run together
+
+
+@contextmanager
+def as_first_rank(module: nn.Module) -> Iterator[None]:
+    """Let blocks that exchange tensors with other processes run as the first of them, with nothing travelling."""
+    with ExitStack() as stack:
+        for block in module.modules():
+            if hasattr(type(block), "as_first_rank"):
+                stack.enter_context(block.as_first_rank())  # type: ignore[operator]
+        yield
+
+
+def is_split(module: nn.Module, name: str) -> bool:
+    """Whether a pass of a module splits it over processes."""
+    blocks = module._modules.get(name)
+    return blocks is not None and any(hasattr(type(block), "as_first_rank") for block in blocks.children())
+
+
 # --- neutrality, on values
 
 
@@ -253,65 +286,31 @@ def _neutral(
     gm: TracedModule, new: TracedModule, call: Any, entries: list[dict[str, Any]], written: set[str] | None
 ) -> str:
     loud = [entry["name"] for entry in entries if not entry["neutral"]]
-    if loud and all(is_parallel(new, name) for name in loud):
+    if loud and all(is_split(new, name) for name in loud):
         raise Unchecked(f"{', '.join(loud)} may add in another order: see 'parallel'")
     if loud:
         raise Unchecked(f"{', '.join(loud)} changes the output by design")
-    _need_values(new, call)
+    need_values(new, call)
     return neutrality.check(gm, new, call, entries, written)
 
 
-def _need_values(new: TracedModule, call: Any) -> None:
+def need_values(new: TracedModule, call: Any) -> None:
+    """Raises Unchecked for a module or inputs on the meta device."""
     if any(t.is_meta for _, t in _tensors(new)) or any(isinstance(t, torch.Tensor) and t.is_meta for t in leaves(call)):
         raise Unchecked("weights or inputs are on the meta device and have no values")
 
 
-# --- many processes
-
-
-def _in_steps(new: TracedModule, call: Any) -> str:
-    """In one piece and patch by patch, with nothing stale, beside the module."""
-    _need_values(new, call)
-    made = in_steps(new, *call, check=False)
-    return f"differs by {made.check(*call):.1e} in one piece and by patches; {made.extra_repr()}"
-
-
-def _parallel(gm: TracedModule, new: TracedModule, call: Any, entries: list[dict[str, Any]]) -> str:
-    """On pretended processes and on real ones, each beside one; and one process beside the module it was made of."""
-    _need_values(new, call)
-    ways = ways_in(new)
-    apart = check_pretended(new, *call)
-    said = f"{math.prod(ways.values())} pretended processes differ from one by {apart:.1e}"
-    others = [entry for entry in entries if not is_parallel(new, entry["name"])]
-    if not ways_in(gm) and all(entry["neutral"] for entry in others):
-        said += f", and one from the module before by {check_before(gm, new, *call):.1e}"
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() == math.prod(ways.values()):
-        said += f"; real ones from pretended ones by {check_real(new, *call):.1e}"
-    return said
-
-
 # --- what can be done with it
-
-
-class Hindered(Exception):
-    """Why something that others do with a module cannot be done with this one."""
 
 
 def _saved(new: TracedModule) -> str:
     try:
         foreign = check_savable(new)
     except ArtifactError as error:
-        raise Hindered(str(error)) from error
+        raise Unsupported(str(error)) from error
     if foreign:
         return f"save takes it; load needs allow=[...] for {', '.join(foreign[:3])}"
     return "save takes it"
-
-
-def _exported(new: TracedModule, call: Any, results: list[Any]) -> str:
-    found = hindrance(new, call, results)
-    if found is not None:
-        raise Hindered(found)
-    return "nothing in the graph stands against export"
 
 
 # --- one graph

@@ -22,24 +22,32 @@ LIBRARIES = {
     "torch": Library("graphs, training, compilation", "torch", "2.13", "2.15"),
     "diffusers": Library("models, pipelines, noise schedules", "diffusers", "0.42", "0.42"),
     "timm": Library("models", "timm", "1.0.27", "1.0.31"),
-    "accelerate": Library("training on several processes", "accelerate", "1.13", "1.15"),
+    "accelerate": Library("training on several processes", "accelerate", "1.13", "1.15", "train"),
     "networkx": Library("questions about graphs", "networkx"),
     "pydantic": Library("configurations", "pydantic"),
     "safetensors": Library("weight files", "safetensors"),
-    "tensorboard": Library("curves of a training run", "tensorboard"),
-    "matplotlib": Library("curves of a training run as a picture", "matplotlib"),
-    "fast-sugiyama": Library("pictures of graphs in reports", "fast_sugiyama"),
+    "tensorboard": Library("curves of a training run", "tensorboard", extra="train"),
+    "matplotlib": Library("curves of a training run as a picture", "matplotlib", extra="train"),
+    "fast-sugiyama": Library("pictures of graphs in reports", "fast_sugiyama", extra="report"),
+    "jinja2": Library("pages of reports", "jinja2", extra="report"),
+    "pluggy": Library("plugins of training runs", "pluggy", extra="train"),
+    "psutil": Library("memory of training runs", "psutil", extra="train"),
     "triton": Library("fused kernels, and torch.compile on a GPU", "triton"),
-    "transformers": Library("text encoders of pipelines", "transformers", "5.17", "5.23", "test"),
+    "transformers": Library("text encoders of pipelines", "transformers", "5.17", "5.23", "train"),
     "peft": Library("diffusers' own loading of adapters, comparison", "peft", "0.21", "0.21", "test"),
     "lycoris-lora": Library("comparison", "lycoris", "4.1.0", "4.1.3", "test"),
-    "torchao": Library("quantised bases", "torchao", extra="test"),
-    "bitsandbytes": Library("quantised bases", "bitsandbytes", extra="test"),
-    "datasets": Library("training data as parquet or from the hub", "datasets", extra="test"),
+    "torchao": Library("quantised bases", "torchao", extra="quantised"),
+    "bitsandbytes": Library("quantised bases", "bitsandbytes", extra="quantised"),
+    "datasets": Library("training data as parquet or from the hub", "datasets", extra="train"),
     "onnx": Library("reading and writing ONNX files", "onnx", extra="onnx"),
     "onnxscript": Library("writing ONNX files", "onnxscript", extra="onnx"),
     "onnxruntime": Library("running ONNX files", "onnxruntime", extra="onnx"),
 }
+
+
+def extra_with(module: str) -> str | None:
+    """The extra of fxplug that installs a module; None for one that none installs."""
+    return next((library.extra for library in LIBRARIES.values() if library.module == module.partition(".")[0]), None)
 
 
 def _release(text: str) -> tuple[int, ...]:

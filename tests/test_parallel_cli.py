@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
-from fxplug.cli import processes as cli_processes
+from fxplug.parallel import processes as cli_processes
 from fxplug.pages import SMALL
 from fxplug.parallel.checking import check_pretended, pretending, ways_in
 from fxplug.parallel.runtime.attention import Attention

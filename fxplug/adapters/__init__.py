@@ -1,1 +1,27 @@
 """Adapters at run time: files read, placed on a graph's layers, and switched in its slots."""
+
+from ..extensions import Extension
+
+EXTENSION = Extension(
+    name="adapters",
+    names={
+        "extract": "fxplug.adapters.extracting:extract",
+        "pass_for": "fxplug.adapters.file_passes:pass_for",
+        "convert_adapter": "fxplug.adapters.file_tools:convert_adapter",
+        "merge_adapters": "fxplug.adapters.file_tools:merge_adapters",
+        "resize_adapter": "fxplug.adapters.file_tools:resize_adapter",
+        "inspect_adapter": "fxplug.adapters.inspecting:inspect_adapter",
+        "load_adapter": "fxplug.adapters.loading:load_adapter",
+        "Adapters": "fxplug.adapters.slots:Adapters",
+        "save_adapter": "fxplug.adapters.writing:save_adapter",
+    },
+    verbs={
+        "adapters": "fxplug.adapters.verbs:adapters",
+    },
+    accessors={"adapters": "fxplug.adapters.slots:Adapters"},
+    hooks={
+        "rules_of_files": "fxplug.adapters.file_passes:with_rules",
+        "fill_slots": "fxplug.adapters.file_passes:fill_slots",
+        "saved_head": "fxplug.adapters.saved_heads:saved_head",
+    },
+)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..blocks.base import META, ROUNDING_RESIDUE, scaled_factor
 from ..errors import SpecError, brief_fields, shown
 from ..low_rank import in_slot
-from .slot_memory import LOST, SAID, lost, said, scaled
+from .slot_memory import lost, said, scaled
 from .updates import Entry
 
 # the dimensions of a parameter that are ranks; a bank is padded there and nowhere else
@@ -22,8 +23,6 @@ RANKS = {
     "lokr_w1": (), "lokr_w2": (), "lokr_w1_a": (1,), "lokr_w1_b": (0,), "lokr_w2_a": (1,), "lokr_w2_b": (0,), "lokr_t2": (0, 1),
     "magnitude": (), "delta": (), "rotation": (), "weight": (),
 }  # fmt: skip
-SCALED = ("up", "hada_w2_b", "lokr_w2", "lokr_w2_b", "delta")  # which of a bank's parameters takes the adapter's scale
-
 
 OTHERS = ("Oft", "Boft", "Scale")  # those of blocks without slots that hold what a file has for a layer
 MAPS = ("LoraWeight", "Dora", "Loha", "Lokr", "Delta")  # the classes of blocks that map a parameter
@@ -33,12 +32,6 @@ CORES = {"hada_w1_a": "hada_t1", "hada_w2_a": "hada_t2", "lokr_w2_a": "lokr_t2"}
 def rank_dims(key: str, names: Container[str]) -> tuple[int, ...]:
     """The dimensions of one of an update's tensors that are ranks; `names` are those of all: before a core it is the first."""
     return (0,) if CORES.get(key) in names else RANKS[key]
-
-
-def scaled_factor(names: Iterable[str]) -> str:
-    """The one of an update's factors that takes its scale."""
-    known = set(names)
-    return next(name for name in SCALED if name in known)
 
 
 @dataclass(frozen=True)
@@ -94,7 +87,7 @@ class Bank:
     @property
     def memory(self) -> dict[str, str]:
         """The names of what it keeps of the files, see `slot_memory`; a package of an earlier version has none of them."""
-        return {key: f"{self.block}.{key}" for key in (SAID, LOST)}
+        return {key: f"{self.block}.{key}" for key in (META, ROUNDING_RESIDUE)}
 
     @property
     def plain(self) -> bool:
@@ -124,9 +117,9 @@ class Bank:
         """One slot of one of the bank's tensors: a view, in groups (groups, rank, ...) for a convolution's `down`."""
         if not self.slots and (self.maps or self.kind in OTHERS or name == "bias"):
             return tensor
-        if self.maps or name == SAID:
+        if self.maps or name == META:
             return tensor[slot]
-        name = scaled_factor(self.parameters) if name == LOST else name
+        name = scaled_factor(self.parameters) if name == ROUNDING_RESIDUE else name
         turned = name == "up" or self.kind == "Embedding"
         return in_slot(tensor, slot, max(self.slots, 1), 0 if turned else self.groups)
 
@@ -167,12 +160,12 @@ class Bank:
             assert tensor is not None, key
             held = self.fitted(key, tensor, value, entry)
             yield self, key, self.names[key], held
-            if key == factor and there(self.memory[SAID]) is not None:
+            if key == factor and there(self.memory[META]) is not None:
                 rank = entry.rank if self.kind in ("Loha", "Lokr") else rank
                 meta = value.is_meta or held.is_meta
                 steps = torch.zeros(held.shape, dtype=torch.int8) if meta else lost(value.cpu(), held.cpu(), entry.scale)
-                yield self, SAID, self.memory[SAID], said(entry.scale, rank, value.dtype)
-                yield self, LOST, self.memory[LOST], steps
+                yield self, META, self.memory[META], said(entry.scale, rank, value.dtype)
+                yield self, ROUNDING_RESIDUE, self.memory[ROUNDING_RESIDUE], steps
 
 
 def check_name(name: Any, room: int) -> None:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..blocks.base import scaled_factor
 from ..errors import ArtifactError, SpecError, brief_fields, did_you_mean
 from ..limits import DEFAULT
 from ..quantised import is_transposed, weight_shape
-from .banks import Bank, rank_dims, scaled_factor
+from .banks import Bank, rank_dims
 from .files import read
 from .find_tensors import unreadable
 from .saved_heads import held_heads

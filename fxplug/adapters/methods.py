@@ -288,17 +288,3 @@ METHODS = {
         _flat(lambda t: len(t["B"]) * t["B"].shape[2], lambda t: math.prod(t["A"].shape[:2])),
     ),
 }  # fmt: skip
-
-
-# --- VeRA's projections, drawn by a key
-
-
-def projections(key: int, rank: int, inner: int, out: int) -> tuple[Tensor, Tensor]:
-    """VeRA's two fixed matrices (rank, inner), (out, rank) for the widest of its layers, as PEFT draws them on a CPU."""
-    generator = torch.Generator().manual_seed(key)
-    sizes = (rank, inner), (out, rank)
-    made = [torch.empty(size, device="cpu", dtype=torch.float32) for size in sizes]
-    for matrix in made:
-        bound = math.sqrt(3.0) * math.sqrt(2) / math.sqrt(matrix.shape[1])
-        matrix.uniform_(-bound, bound, generator=generator)
-    return made[0], made[1]

@@ -14,7 +14,6 @@ import struct
 import torch
 from torch import Tensor
 
-SAID, LOST = "said", "lost"  # the names of the two beside a bank's parameters
 # by their numbers in `said`: new ones go to the end
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

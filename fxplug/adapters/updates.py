@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from .. import low_rank
+from ..blocks.vera import projections
 from ..errors import ArtifactError, brief_fields
-from .methods import METHODS, projections, trimmed
+from .methods import METHODS, trimmed
 
 BY_OUTPUT = ("up", "bias", "magnitude")
 FACTORS = {"loha": "hada_", "lokr": "lokr_"}

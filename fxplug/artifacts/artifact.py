@@ -15,16 +15,15 @@ import yaml
 from torch import nn
 
 from .. import __version__
-from ..adapters.slot_memory import SAID
-from ..blocks.base import LowRank
+from ..blocks.base import META, LowRank
 from ..errors import ArtifactError, shown
+from ..extensions import need_hook
 from ..files.reading import Raises, reported
 from ..files.writing import linked, save_file
 from ..ir.containers import Container
 from ..ir.traced_module import TracedModule
 from ..ir.variants import Variants, inputs_of, view
 from ..limits import DEFAULT, Limits
-from ..lowerings.merging.live import unlowered
 from ..turns import held
 from .atomic_folder import replaced
 from .graph_json import GraphReader, check_calls, write_graph
@@ -64,7 +63,7 @@ def save(
     """
     if not isinstance(module, TracedModule):
         raise ArtifactError(f"save takes a traced module, not a {type(module).__name__}: fxplug.trace(model, inputs) makes one")
-    module = unlowered(module)
+    module = _saved_form(module)
     if module.variants:
         module._variants.carry(module)
     if parts := module.meta.get("parts"):
@@ -122,7 +121,7 @@ def check_savable(module: TracedModule) -> list[str]:
 
     Raises ArtifactError for what `save` would refuse to write.
     """
-    module = unlowered(module)
+    module = _saved_form(module)
     records_of(module, _pass_names(module), values=False)
     try:
         for graph in (graph for way in _ways(module) for graph in way.graphs.values()):
@@ -131,6 +130,11 @@ def check_savable(module: TracedModule) -> list[str]:
         return foreign_classes(module)
     except Unportable as error:
         raise ArtifactError(f"the module cannot be saved: {error}") from None
+
+
+def _saved_form(module: TracedModule) -> TracedModule:
+    """What a lowered module was made from; another module itself."""
+    return need_hook("unlowered", "lowerings")(module) if "source" in module.meta else module
 
 
 def _document(module: TracedModule) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
@@ -312,9 +316,9 @@ def _build(files: Snapshot, document: dict[str, Any], allow: list[str], device: 
     tree = modules[""]
     assert isinstance(tree, Container)
     vars(tree)["classes"] = tuple(str(c) for c in document["classes"])  # a child may have that name
-    older = [m for path, m in tree.named_modules() if isinstance(m, LowRank) and m.slots and f"{path}.{SAID}" not in records]
+    older = [m for path, m in tree.named_modules() if isinstance(m, LowRank) and m.slots and f"{path}.{META}" not in records]
     for bank in older:
-        bank.forgets()
+        bank.remove_provenance()
     names = [name for name, _, _ in state_of(tree)]
     if names != list(records):
         odd = sorted(set(names) ^ set(records)) or names
@@ -323,7 +327,7 @@ def _build(files: Snapshot, document: dict[str, Any], allow: list[str], device: 
     values = read_tensors(files, records, device, allow)
     fill(tree, values.__getitem__, lambda name: records[name].get("persistent", True) is not False)
     for bank in older:
-        bank.remembers()
+        bank.add_provenance()
     extras = {str(k): decode(v, None, limits) for k, v in document["extras"].items()}
     module = TracedModule(tree, graphs, None, extras)
     _check_paths(module, graphs)

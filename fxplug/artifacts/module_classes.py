@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from .. import extensions
 from ..blocks.base import Block
 
 INTERNAL = frozenset(vars(nn.Module())) | {"training"}
-BLOCKS = ("fxplug.blocks", "fxplug.parallel.runtime")  # the folders of blocks: in a file a block has the name of its folder
 
 
 @cache
@@ -41,7 +41,7 @@ def torch_classes() -> dict[str, type[nn.Module]]:
 def block_classes() -> dict[str, type[nn.Module]]:
     """Every block of the package that a graph may call, by import path: no file can have another module imported."""
     found: dict[str, type[nn.Module]] = {}
-    for folder in BLOCKS:
+    for folder in _block_packages():
         for file in pkgutil.iter_modules(importlib.import_module(folder).__path__):
             module = importlib.import_module(f"{folder}.{file.name}")
             for value in vars(module).values():
@@ -50,10 +50,24 @@ def block_classes() -> dict[str, type[nn.Module]]:
     return found
 
 
-@cache
-def block_names() -> dict[type[nn.Module], str]:
-    """The import path of every block of the package, as a file has it."""
-    return {value: name for name, value in block_classes().items()}
+def block_class(name: str) -> type[nn.Module] | None:
+    """The block of that import path, importing no file but its own where its package says which; None where there is none."""
+    package, _, attribute = name.partition(":")
+    if package in _block_packages() and attribute.isidentifier():
+        value = getattr(importlib.import_module(package), attribute, None)
+        if isinstance(value, type) and block_name(value) == name:
+            return value
+    return block_classes().get(name)
+
+
+def block_name(cls: type[nn.Module]) -> str | None:
+    """The import path of a block as a file has it, with the name of its folder; None for another class."""
+    package = cls.__module__.rpartition(".")[0]
+    return f"{package}:{cls.__qualname__}" if issubclass(cls, Block) and package in _block_packages() else None
+
+
+def _block_packages() -> tuple[str, ...]:
+    return ("fxplug.blocks", *extensions.block_packages())
 
 
 def written_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:

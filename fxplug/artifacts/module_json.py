@@ -12,10 +12,8 @@ from .. import quantised
 from ..errors import ArtifactError
 from ..ir.containers import RESERVED, Container, plain_attributes
 from ..ir.traced_module import TracedModule
-from ..parallel.runtime.mesh import World
 from ..torch_internals.modules import forward_hooks
-from ..turns import Turns
-from .module_classes import INTERNAL, block_names, construct, torch_classes, written_parameters
+from .module_classes import INTERNAL, block_name, construct, torch_classes, written_parameters
 from .names import function_name, is_import_path
 from .packed_tensors import class_path
 from .value_json import Unportable, encode
@@ -103,7 +101,7 @@ def _class_record(module: nn.Module, path: str) -> dict[str, Any]:
     cls = type(module)
     if torch_classes().get(cls.__name__) is cls:
         return {"kind": "module", "class": cls.__name__}
-    name = block_names().get(cls, f"{cls.__module__}:{cls.__qualname__}")
+    name = block_name(cls) or f"{cls.__module__}:{cls.__qualname__}"
     if not is_import_path(name):
         raise ArtifactError(
             f"'{path}' is of the class {cls.__qualname__} of {cls.__module__}, which nobody else can import: define it at "
@@ -159,7 +157,7 @@ def _encode(value: Any) -> Any:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {k: v for k, v in vars(module).items() if k not in INTERNAL and not isinstance(v, (Turns, World))}
+    return {k: v for k, v in vars(module).items() if k not in INTERNAL and not getattr(v, "is_runtime_state", False)}
 
 
 def _changed_attributes(module: nn.Module, rebuilt: nn.Module) -> dict[str, Any] | str:

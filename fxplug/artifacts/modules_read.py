@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from ..errors import ArtifactError, did_you_mean, shown
+from ..extensions import unusable_note
 from ..ir.containers import PLAIN_TYPES, Container, is_plain_attribute
 from ..limits import DEFAULT, Limits
 from ..quantised import is_own_layer, settle
 from ..spec.import_path import present
 from ..torch_internals.modules import WEIGHT_LISTS, list_weights
 from .magnitudes import Budget, check_size
-from .module_classes import INTERNAL, block_classes, construct, torch_classes, written_parameters
+from .module_classes import INTERNAL, block_class, block_classes, construct, torch_classes, written_parameters
 from .names import check_name, check_path, find_function, import_class, is_import_path, only_keys
 from .packed_tensors import check_layer
 from .value_json import decode
@@ -142,14 +143,17 @@ class _Reader:
             raise ArtifactError(f"{where}: {cls.__qualname__} cannot be built again: {shown(str(error), 300)}") from error
 
     def _class(self, kind: str, name: Any) -> type[nn.Module]:
-        known = torch_classes() if kind == "module" else block_classes() if kind == "block" else {}
         name = present(name) if type(name) is str else name
-        if type(name) is str and name in known:
-            return known[name]
         if kind == "module":
+            known = torch_classes()
+            if type(name) is str and name in known:
+                return known[name]
             raise ArtifactError(f"graph.json: torch.nn has no module class {shown(name)}{did_you_mean(name, known)}")
+        if kind == "block" and type(name) is str and (block := block_class(name)) is not None:
+            return block
         if kind == "block" and is_import_path(name) and name.partition(".")[0].partition(":")[0] == "fxplug":
-            raise ArtifactError(f"graph.json: fxplug has no block {shown(name)}{did_you_mean(name, known)}")
+            hint = did_you_mean(name, block_classes()) + unusable_note()
+            raise ArtifactError(f"graph.json: fxplug has no block {shown(name)}{hint}")
         cls = import_class(name, self.allow)
         if not issubclass(cls, nn.Module) or (kind == "block" and getattr(cls, "is_block", False) is not True):
             needed = "an nn.Module" + " with is_block" * (kind == "block")

@@ -1,70 +1,46 @@
 """The modules that passes put in, a file a method. A pass names them `fxplug.blocks:Lora`, whichever file they are in."""
 
-from .base import Block
-from .bitfit import Delta
-from .bottleneck import Adapter
-from .control import Add, Gate
-from .dora import Dora
-from .freeu import FreeU
-from .half_lora import HalfLora
-from .head import Head
-from .image_attention import ImageAttention, as_tokens
-from .loha import Loha
-from .lokr import Lokr
-from .lora import Lora
-from .lora_weight import LoraWeight
-from .orthogonal import Boft, Oft
-from .prompts import Drop, Prompt
-from .replace import Replace
-from .scale import Scale
-from .skip import Skip
-from .slot_gates import Gates, Table
-from .ssf import Ssf
-from .step_marks import Gauge, Join, Keep, Mark
-from .token_merging import Merge, Unmerge
-from .vera import Projections, Vera
-from .weight_norms import SpectralNorm, WeightNorm
-from .weight_update import Update
-from .windowed_attention import Attend, Half, Window
+from importlib import import_module
+from typing import Any
 
-__all__ = [
-    "Adapter",
-    "Add",
-    "Attend",
-    "Block",
-    "Boft",
-    "Delta",
-    "Dora",
-    "Drop",
-    "FreeU",
-    "Gate",
-    "Gates",
-    "Gauge",
-    "Half",
-    "HalfLora",
-    "Head",
-    "ImageAttention",
-    "Join",
-    "Keep",
-    "Loha",
-    "Lokr",
-    "Lora",
-    "LoraWeight",
-    "Mark",
-    "Merge",
-    "Oft",
-    "Projections",
-    "Prompt",
-    "Replace",
-    "Scale",
-    "Skip",
-    "SpectralNorm",
-    "Ssf",
-    "Table",
-    "Unmerge",
-    "Update",
-    "Vera",
-    "WeightNorm",
-    "Window",
-    "as_tokens",
-]
+_FILES = {
+    "base": ["Block"],
+    "bitfit": ["Delta"],
+    "bottleneck": ["Adapter"],
+    "control": ["Add", "Gate"],
+    "dora": ["Dora"],
+    "freeu": ["FreeU"],
+    "half_lora": ["HalfLora"],
+    "head": ["Head"],
+    "image_attention": ["ImageAttention", "as_tokens"],
+    "loha": ["Loha"],
+    "lokr": ["Lokr"],
+    "lora": ["Lora"],
+    "lora_weight": ["LoraWeight"],
+    "orthogonal": ["Boft", "Oft"],
+    "prompts": ["Drop", "Prompt"],
+    "replace": ["Replace"],
+    "scale": ["Scale"],
+    "skip": ["Skip"],
+    "slot_gates": ["Gates", "Table"],
+    "ssf": ["Ssf"],
+    "step_marks": ["Gauge", "Join", "Keep", "Mark"],
+    "token_merging": ["Merge", "Unmerge"],
+    "vera": ["Projections", "Vera"],
+    "weight_norms": ["SpectralNorm", "WeightNorm"],
+    "weight_update": ["Update"],
+    "windowed_attention": ["Attend", "Half", "Window"],
+}
+_FILE = {name: file for file, names in _FILES.items() for name in names}
+__all__ = sorted(_FILE)
+
+
+def __getattr__(name: str) -> Any:  # so that the file of a block is imported when it is used
+    if name not in _FILE:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    value = globals()[name] = getattr(import_module(f".{_FILE[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

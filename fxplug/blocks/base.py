@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..adapters.banks import scaled_factor
-from ..adapters.slot_memory import LOST, SAID
 from ..errors import SpecError, did_you_mean, shown
 from ..ir import channel_dim as channels
 from ..low_rank import scaling
@@ -16,6 +15,8 @@ from ..low_rank import scaling
 if TYPE_CHECKING:
     from ..rewriter.sites import Site, Value
 
+META, ROUNDING_RESIDUE = "said", "lost"  # the buffers beside a bank's parameters that keep what its files said
+SCALED = ("up", "hada_w2_b", "lokr_w2", "lokr_w2_b", "delta")  # which of a bank's parameters takes the adapter's scale
 CONVOLUTIONS: dict[str, type[nn.Module]] = {"Conv1d": nn.Conv1d, "Conv2d": nn.Conv2d, "Conv3d": nn.Conv3d}
 
 
@@ -31,6 +32,12 @@ class Block(nn.Module):
     hands_on: ClassVar[bool] = False
 
     at: Any  # classmethod (site, **options) -> Block: the options that a rule may give are its named arguments
+
+
+def scaled_factor(names: Iterable[str]) -> str:
+    """The one of an update's factors that takes its scale."""
+    known = set(names)
+    return next(name for name in SCALED if name in known)
 
 
 def check_rank(rank: Any) -> int:
@@ -66,7 +73,7 @@ class LowRank(Block):
             factor = scaling(rank, alpha, rslora, alpha_auto_scale)
             self.register_buffer("scale", torch.tensor(factor, dtype=torch.float32))
 
-    def remembers(self) -> None:
+    def add_provenance(self) -> None:
         """Give a bank what it keeps of the files that its adapters came from: read by nothing but `adapters.save`.
 
         See `adapters.slot_memory`. It is no larger than the bank's own tensors, whatever a file says of its slots.
@@ -74,12 +81,12 @@ class LowRank(Block):
         named = {name.removesuffix(".weight"): value for name, value in self.named_parameters()}
         factor = named[scaled_factor(named)]
         rows = min(self.slots, factor.numel())
-        self.register_buffer(SAID, torch.zeros(rows, 3, dtype=torch.int64, device=factor.device))
-        self.register_buffer(LOST, torch.zeros(factor.shape, dtype=torch.int8, device=factor.device))
+        self.register_buffer(META, torch.zeros(rows, 3, dtype=torch.int64, device=factor.device))
+        self.register_buffer(ROUNDING_RESIDUE, torch.zeros(factor.shape, dtype=torch.int8, device=factor.device))
 
-    def forgets(self) -> None:
+    def remove_provenance(self) -> None:
         """Take that away again: artifacts of earlier versions have none, and a module that is read from one gets it later."""
-        del self._buffers[SAID], self._buffers[LOST]
+        del self._buffers[META], self._buffers[ROUNDING_RESIDUE]
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, " + (f"slots={self.slots}" if self.slots else f"alpha={self.alpha:g}")

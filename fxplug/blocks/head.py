@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..adapters.saved_heads import saved_head
 from ..errors import SpecError, shown
+from ..extensions import need_hook
 from .base import Block
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Head(Block):
         if weights is None:
             return cls([*said.values(), *inner])
         layer, name = site.path.partition("@")[0], str(site.port.keys[0])
-        value = saved_head(weights, layer, name)
+        value = need_hook("saved_head", "adapters")(weights, layer, name)
         wanted = [next(iter(said.values()), value.shape[0] if value.dim() else 0), *inner]
         if list(value.shape) != wanted or not value.numel():
             raise SpecError(f"'{layer}.{name}' is {list(value.shape)} in '{weights}', and must be {wanted}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adapters import methods
 from ..errors import SpecError, shown
 from ..quantised import weight_shape
 from .base import Block, check_rank
@@ -55,6 +55,17 @@ class Vera(Block):
         return f"{self.in_features}, {self.out_features}, rank={self.rank}"
 
 
+def projections(key: int, rank: int, inner: int, out: int) -> tuple[Tensor, Tensor]:
+    """VeRA's two fixed matrices (rank, inner), (out, rank) for the widest of its layers, as PEFT draws them on a CPU."""
+    generator = torch.Generator().manual_seed(key)
+    sizes = (rank, inner), (out, rank)
+    made = [torch.empty(size, device="cpu", dtype=torch.float32) for size in sizes]
+    for matrix in made:
+        bound = math.sqrt(3.0) * math.sqrt(2) / math.sqrt(matrix.shape[1])
+        matrix.uniform_(-bound, bound, generator=generator)
+    return made[0], made[1]
+
+
 class Projections(nn.Module):
     """The pair that the layers share: `first` (rank, in) and `second` (out, rank), buffers that PEFT's `key` draws."""
 
@@ -64,7 +75,7 @@ class Projections(nn.Module):
     def __init__(self, rank: int, in_features: int, out_features: int, key: int = 0) -> None:
         """Raises SpecError for a rank below 1."""
         super().__init__()
-        first, second = methods.projections(key, check_rank(rank), in_features, out_features)
+        first, second = projections(key, check_rank(rank), in_features, out_features)
         like = torch.empty(0)  # of the dtype and on the device of the model
         self.register_buffer("first", first.to(like))
         self.register_buffer("second", second.to(like))

@@ -91,7 +91,7 @@ class Update(LowRank):
             assert parameter is not None
             self._parameters[name] = nn.Parameter(parameter.new_zeros(self.slots, *parameter.shape), requires_grad=False)
         if self.slots:
-            self.remembers()
+            self.add_provenance()
 
     def bank(self) -> dict[str, Any]:
         """What tells where an adapter goes in a bank, as plain values; see `adapters.banks.Bank`."""

@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from .. import __version__
-from ..errors import FxplugError, printable
+from .. import __version__, extensions
+from ..errors import FxplugError, SpecError, printable
 from ..torch_internals.names import FAKE_TENSOR_LOG
+from ..versions import extra_with
 
 if TYPE_CHECKING:
     from ..flow import Result
@@ -58,6 +59,26 @@ class Verbs(TyperGroup):
             noise.disabled = False
 
 
+class RootVerbs(Verbs):
+    """The verbs of `fxplug`: its own, and those of extensions, imported when they are called or listed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *sorted(extensions.parts("verbs"))]
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        command = super().get_command(ctx, name)
+        if command is None and (verb := extensions.import_part("verbs", name)) is not None:
+            if not isinstance(verb, typer.Typer):
+                app = typer.Typer()
+                app.command(name)(verb)
+                verb = app
+            command = self.commands[name] = typer.main.get_command(verb)
+            command.name = name
+        if command is None and (note := extensions.unusable_note()):
+            raise SpecError(f"there is no verb '{name}'{note}")
+        return command
+
+
 def message(error: BaseException) -> str:
     """The text for stderr about an error: what it says and its notes; of one that is not ours, its class too."""
     notes = "".join(f"  {note}\n" for note in getattr(error, "__notes__", []))
@@ -65,6 +86,8 @@ def message(error: BaseException) -> str:
         return f"{error}\n{printable(notes)}"
     if isinstance(error, OSError) and error.strerror:
         return printable(f"{error.filename}: {error.strerror}\n" if error.filename else f"{error.strerror}\n")
+    if isinstance(error, ModuleNotFoundError) and (extra := extra_with(error.name or "")):
+        return f"this needs {error.name}, which is not installed: pip install 'fxplug[{extra}]'\n"
     return printable(f"{type(error).__name__}: {error}\n{notes}  (--debug shows where)\n")
 
 
@@ -114,6 +137,8 @@ Allow = Annotated[
     typer.Option("--allow", metavar="MODULE", help="A module whose blocks an artifact may use. Repeatable."),
 ]
 NoCache = Annotated[bool, typer.Option("--no-cache", hidden=True)]  # of earlier versions: it does nothing
+
+
 def _shipped(kind: str) -> list[str]:
     from ..spec.shipped import shipped
 

@@ -1,1 +1,7 @@
 """Plugins and configurations written for other systems, used in graphs without a change to their classes."""
+
+from ..extensions import Extension
+
+HCP = Extension(name="hcp", verbs={"convert": "fxplug.compat.verbs:convert"})
+ZHIJIAN = Extension(name="zhijian", names={"blitz": "fxplug.compat.zhijian.blitz:blitz"})
+EVERYDREAM = Extension(name="everydream", bases=("training",))

@@ -20,7 +20,6 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 
-from .. import quantised
 from ..adapters.slots import Adapters
 from ..artifacts.value_json import portable
 from ..errors import FxplugError, brief_fields, did_you_mean, shown
@@ -36,6 +35,7 @@ from ..ir.variants import chosen
 from ..turns import held
 from . import onnx_trial, onnx_writer
 from .aoti_writer import Refused, Unfit, check_compiler, refusing, write
+from .blockers import packed_layer
 
 FORMATS = {"pt2": ".pt2", "aoti": ".aoti.pt2", "onnx": ".onnx"}
 FREE: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -102,7 +102,7 @@ def export(
         raise FxplugError(f"free is {shown(free)}{did_you_mean(free, FREE)}: it is one of {', '.join(FREE)}")
     if options and to == "pt2":
         raise FxplugError(f"options are inductor's, and {to} is not compiled: leave them out, or export to aoti")
-    if found := _unexportable(module):
+    if found := packed_layer(module):
         raise FxplugError(f"{found}: quantise the model with torchao, or export it un-quantised")
     start = time.perf_counter()
     target = _target(Path(path), to)
@@ -159,32 +159,6 @@ def _target(path: Path, to: str) -> Path:
 
 
 TABLE = ("names", "weights", "entries")  # what the gates of a pass are made of
-PLAIN = (torch.Tensor, torch.SymInt, int, float, bool, str, type(None))  # what an exported program may give
-GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
-
-
-def hindrance(module: TracedModule, inputs: Any, result: Any = None) -> str | None:
-    """Why `export` cannot take a module, as far as its graph, its inputs and its result tell; None where they do not.
-
-    Nothing is exported for it: torch's own objections to a single operation are found by exporting only.
-    """
-    for graph in module.graphs.values():
-        for node in graph.nodes:
-            if node.op.startswith("call") and node.target in GRADIENTS:
-                return f"'{node.name}' computes gradients inside the model, which torch.export has no form for"
-    if found := _unexportable(module):
-        return found
-    if any(isinstance(value, torch.Generator) for value in leaves(inputs)):
-        return "one of the inputs is a random generator, which no exported program takes"
-    odd = next((value for value in leaves(result) if not isinstance(value, PLAIN) and not isinstance(value, torch.Size)), None)
-    if odd is not None:
-        return f"the result holds a {type(odd).__module__}.{type(odd).__qualname__}, which no exported program gives"
-    return None
-
-
-def _unexportable(module: nn.Module) -> str:
-    own = next(((path, layer) for path, layer in module.named_modules() if quantised.is_own_layer(layer)), None)
-    return "" if own is None else f"'{own[0]}' is a {quantised.described(own[1])}, whose weight torch.export cannot take"
 
 
 # --- for a package

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..adapters.slots import Adapters
+from .. import extensions
 from ..errors import LONGEST, SpecError, TraceError, cut
 from ..quantised import is_transposed
 from ..spec.import_path import import_target
@@ -29,7 +29,7 @@ from .graph import OF_THE_ROOT, Graph, copy_graph
 from .peers import instead
 
 OWN_STATE = set(
-    "_graph _twin _extras _origin _code _codes _graph_mode _adapters _turns _block _variants _entry _stands_for _unused".split()  # noqa
+    "_graph _twin _extras _origin _code _codes _graph_mode _accessors _turns _block _variants _entry _stands_for _unused".split()  # noqa
 )
 MODES = (ops.enter_grad, ops.enter_autocast)
 _LATER: ContextVar[bool] = ContextVar("_LATER", default=False)
@@ -295,11 +295,12 @@ class TracedModule(fx.GraphModule):
         found = inspect.getattr_static(self.__dict__.get("_origin") or object, name, None)
         if isinstance(found, property) and found.fget is not None:
             return found.fget(self)
-        if name == "adapters" and found is None:  # not a property: a model may have a module of that name
-            if (known := self.__dict__.get("_adapters")) is not None:
-                return known
+        accessors = self.__dict__.setdefault("_accessors", {})
+        if name in accessors:
+            return accessors[name]
+        if found is None and (accessor := extensions.import_part("accessors", name)) is not None:
             try:
-                return self.__dict__.setdefault("_adapters", Adapters(self))
+                return accessors.setdefault(name, accessor(self))
             except SpecError as error:
                 raise AttributeError(error.finding) from None
         if (does := standing.method(self, name)) is not None:
@@ -316,7 +317,7 @@ class TracedModule(fx.GraphModule):
             if first is None:
                 first = next(self.buffers(), torch.empty(0))
             return getattr(first, name)
-        raise AttributeError(f"the traced {self.classes[0]} has no attribute '{name}'")
+        raise AttributeError(f"the traced {self.classes[0]} has no attribute '{name}'{extensions.unusable_note()}")
 
     def derived(self, tree: nn.Module, graphs: dict[bool, Graph], **meta: Any) -> TracedModule:
         """The same model computed in another way: other graphs on another tree, and `meta` over the meta of this module."""

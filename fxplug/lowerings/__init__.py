@@ -1,1 +1,21 @@
 """Lowerings: rewrites that change how fast a module runs, never what it computes."""
+
+from ..extensions import Extension
+
+EXTENSION = Extension(
+    name="lowerings",
+    bases=("adapters",),
+    names={
+        "fuse": "fxplug.lowerings.linear.fused:fuse",
+        "tune": "fxplug.lowerings.linear.measuring:tune",
+        "merge": "fxplug.lowerings.merging.fold:merge",
+        "unmerge": "fxplug.lowerings.merging.fold:unmerge",
+        "lower": "fxplug.lowerings.pipeline:lower",
+        "prune": "fxplug.lowerings.pruning:prune",
+    },
+    hooks={
+        "table_of_forms": "fxplug.lowerings.pipeline:table_of_forms",
+        "unlowered": "fxplug.lowerings.merging.live:unlowered",
+    },
+    verbs={"tune": "fxplug.lowerings.verbs:tune"},
+)

@@ -158,3 +158,8 @@ def form_table(module: TracedModule) -> str:
     counts = "; ".join(f"{count} {form}" for form, count in kinds.most_common())
     width = max(map(len, rows))
     return "\n".join([counts, *(f"  {path:{width}}  {form}" for path, form in rows.items())]) + "\n"
+
+
+def table_of_forms(module: TracedModule, merge: str | None = None, pack: bool = False) -> str:
+    """The forms that a module's layers would take."""
+    return form_table(lower(module, merge=merge, pack=pack))

@@ -1,1 +1,58 @@
 """Many devices: a plan found by trying operations on parts, written into the graph as collectives over a device mesh."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..extensions import Extension
+
+if TYPE_CHECKING:
+    from ..verifier import Subject
+
+EXTENSION = Extension(
+    name="parallel",
+    extra="parallel",
+    names={
+        "localize": "fxplug.parallel.localizing:localize",
+        "whole_state": "fxplug.parallel.localizing:whole_state",
+        "in_steps": "fxplug.parallel.pipelines.entry:in_steps",
+        "pipefusion": "fxplug.parallel.pipelines.entry:pipefusion",
+        "stale_sequence": "fxplug.parallel.pipelines.entry:stale_sequence",
+        "PipeFusion": "fxplug.parallel.pipelines.pipeline:PipeFusion",
+        "Plan": "fxplug.parallel.plan:Plan",
+        "parallel_plan": "fxplug.parallel.plan:parallel_plan",
+        "parallelize": "fxplug.parallel.plan:parallelize",
+    },
+    verbs={
+        "parallel": "fxplug.parallel.verbs:parallel",
+    },
+    checks={
+        "parallel": "fxplug.parallel:check_ranks",
+        "in steps": "fxplug.parallel:check_steps",
+    },
+    hooks={
+        "parallel_passes": "fxplug.parallel.passes:apply_parallel_passes",
+    },
+    blocks=("fxplug.parallel.runtime",),
+)
+
+
+def check_ranks(subject: Subject) -> str | None:
+    """The check of `verify` for modules that several processes run together."""
+    if not any(hasattr(type(module), "as_first_rank") for module in subject.new.modules()):
+        return None
+    from .checking import check_subject
+
+    return check_subject(subject)
+
+
+def check_steps(subject: Subject) -> str | None:
+    """The check of `verify` for modules that run in steps: in one piece and patch by patch, with nothing stale."""
+    if not subject.new.meta.get("stepped"):
+        return None
+    from ..verifier import need_values
+    from .pipelines.entry import in_steps
+
+    need_values(subject.new, subject.call)
+    stepped = in_steps(subject.new, *subject.call, check=False)
+    return f"differs by {stepped.check(*subject.call):.1e} in one piece and by patches; {stepped.extra_repr()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from ..ir.comparison import Difference, difference, distance, numbers, tolerance
 from ..ir.pytree import leaves, map_leaves
 from ..ir.traced_module import TracedModule
 from ..rewriter.modes import in_mode
+from ..verifier import Subject, is_split, need_values
 from .plan import Plan, Runner
 from .planning.streams import Leaf
 from .planning.trials import EMPTY, leaves_of, name_of
@@ -35,26 +37,18 @@ def ways_in(module: nn.Module) -> dict[str, int]:
     return next((dict(m.ways) for m in module.modules() if isinstance(m, Collective)), {})
 
 
-def is_parallel(module: nn.Module, name: str) -> bool:
-    """Whether a pass of a module is one that splits it over processes."""
-    found = module._modules.get(name)
-    return found is not None and any(isinstance(m, Collective) for m in found.children())
-
-
-@contextlib.contextmanager
-def standing(module: nn.Module, world: World) -> Iterator[None]:
-    """Let a module be called as the process that stands there; nothing travels along an axis without a group."""
-    found = [m for m in module.modules() if isinstance(m, Collective)]
-    before = [vars(m).get("world") for m in found]
-    for one in found:
-        one.world = world
-    try:
-        yield
-    finally:
-        for one, old in zip(found, before, strict=True):
-            vars(one).pop("world", None)
-            if old is not None:
-                one.world = old
+def check_subject(subject: Subject) -> str:
+    """The check of `verify`: on pretended processes and on real ones, each beside one; and one beside the module before."""
+    gm, new, call = subject.gm, subject.new, subject.call
+    need_values(new, call)
+    ways = ways_in(new)
+    found = f"{math.prod(ways.values())} pretended processes differ from one by {check_pretended(new, *call):.1e}"
+    others = [entry for entry in subject.entries if not is_split(new, entry["name"])]
+    if not ways_in(gm) and all(entry["neutral"] for entry in others):
+        found += f", and one from the module before by {check_before(gm, new, *call):.1e}"
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() == math.prod(ways.values()):
+        found += f"; real ones from pretended ones by {check_real(new, *call):.1e}"
+    return found
 
 
 def check_pretended(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], every: bool = False) -> float:
@@ -239,8 +233,3 @@ def _together(whole: Any, parts: Sequence[Any]) -> Difference:
         return Difference()  # parts that overlap
     off = distance(wanted.repeat(len(held) // len(wanted)).sort().values, held.sort().values)
     return Difference(off / tolerance(whole, within=True), off)
-
-
-def process_zero(ways: Mapping[str, int]) -> World:
-    """The first process of a mesh, without groups."""
-    return placed(ways, 0)

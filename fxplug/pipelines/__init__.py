@@ -1,1 +1,15 @@
 """Pipelines: their models traced with what one real call gives them, and saved with what was made of these."""
+
+from ..extensions import Extension
+
+EXTENSION = Extension(
+    name="pipelines",
+    bases=("adapters",),
+    names={
+        "controlnet_of": "fxplug.pipelines.control:controlnet_of",
+        "rewrite_pipeline": "fxplug.pipelines.rewriting:rewrite_pipeline",
+        "load_pipeline": "fxplug.pipelines.tracing:load_pipeline",
+        "save_pipeline": "fxplug.pipelines.tracing:save_pipeline",
+        "trace_pipeline": "fxplug.pipelines.tracing:trace_pipeline",
+    },
+)

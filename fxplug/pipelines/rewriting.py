@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, count
 from typing import Any, TypeVar
 
+from ..adapters.file_passes import adapter_pass
 from ..adapters.files import read
 from ..errors import ArtifactError, SpecError, did_you_mean, shown
 from ..ir.traced_module import TracedModule
-from ..rewriter.adapter_passes import adapter_pass
 from ..rewriter.applying import apply
 from ..spec.rules import Pass
 from .control import controlnet_of

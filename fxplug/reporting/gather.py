@@ -16,9 +16,8 @@ from ..flow import remembered
 from ..ir.records import Listing, Record, before, changes, listing
 from ..ir.traced_module import TracedModule, class_names
 from ..lowerings.pipeline import layer_forms
-from ..parallel.checking import is_parallel
 from ..step_cache.slices import Slices
-from ..verifier import Report
+from ..verifier import Report, is_split
 from .contents import Page, PassRow, SiteRow, Table
 from .kinds import Kinds
 
@@ -223,7 +222,7 @@ def _ranks(module: TracedModule, owner: str) -> str:
 def _collectives(module: TracedModule, after: Listing) -> list[Table]:
     tables = []
     for entry in module.meta.get("passes", []):
-        if not is_parallel(module, entry["name"]):
+        if not is_split(module, entry["name"]):
             continue
         ways = " x ".join(f"{key} {n}" for key, n in (entry.get("params") or {}).items())
         records = [r for r in after.records.values() if r.owner == entry["name"]]

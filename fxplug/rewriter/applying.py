@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import fx, nn
 
+from .. import extensions
 from ..capture.fake_tensors import no_collection, writable
 from ..errors import ClashError, SpecError, shown
 from ..ir.containers import CodeInGraph, Container
 from ..ir.graph import Graph, copy_graph
 from ..ir.traced_module import TracedModule, class_names, shell
 from ..spec.rules import Pass
-from .adapter_passes import fill
 from .block_factory import block_class, make_block, record
 from .editor import Editor
 from .graft import Traces
@@ -81,7 +81,7 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
         left = {(str(site.port), site.node) for site in sites} if isinstance(given, Sites) else None
         host._variants.after(host, new, partial(_again, replace(p, loads=()), left))
     if p.loads:
-        fill(new, p)
+        extensions.need_hook("fill_slots", "adapters")(new, p)
     return new
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from .. import extensions
 from ..capture.fake_tensors import quiet
 from ..errors import ClashError, MatchError, SpecError, TraceError, did_you_mean, shown
 from ..ir import ops
@@ -24,7 +25,6 @@ from ..ir.regions import Regions, each, find_input, members, source
 from ..ir.traced_module import TracedModule, shell
 from ..spec.addresses import WHOLE, Port, is_pattern, parse_port, select
 from ..spec.rules import Pass
-from .adapter_passes import with_rules
 from .graft import Graft, head, traced
 from .input_sizes import factors, how_deep, input_name, named_sizes, own_inputs, size_of, size_tries
 from .network_sources import network_module, unchanged
@@ -96,7 +96,9 @@ def joined(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
             f"{p.name}: its places are found by running the model: plan = fxplug.parallel_plan(gm, args, kwargs{given}), "
             "then fxplug.parallelize(gm, plan), after the last other pass"
         )
-    p = _with_gates(gm, with_rules(gm, p))
+    if p.loads and not p.rules:
+        p = extensions.need_hook("rules_of_files", "adapters")(gm, p)
+    p = _with_gates(gm, p)
     if not p.inputs and not p.networks:
         return gm, p
     modules = {name: network_module(gm, p, name, spec) for name, spec in p.networks.items()}

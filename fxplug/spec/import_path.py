@@ -19,6 +19,7 @@ MOVED = {
     **{f"fxplug.{name}": "fxplug.blocks" for name in (*_OLD_BLOCKS, "weights")},
     **{f"fxplug.parallel.{name}": "fxplug.parallel.runtime" for name in ("attention", "collectives", "shares")},
     **{f"fxplug.parallel.{name}": "fxplug.parallel.runtime" for name in ("moments", "neighbours")},
+    "fxplug.rewriter.adapter_passes": "fxplug.adapters.file_passes",
     "fxplug.compat.zhijian_pass": "fxplug.compat.zhijian.blitz",
     "fxplug.compat.drivers": "fxplug.compat.hcp.drivers",
     "fxplug.compat.samples": "fxplug.compat.hcp.sample_plugins",

@@ -176,7 +176,7 @@ class Pass:
     or of `pipefusion`; `at` is the region whose first input is split in rows.
 
     A pass with `loads` has slots, gets its rules when it meets a model, from the adapter files that it lists, and has them
-    loaded and in use when it is applied: see `rewriter.adapter_passes`.
+    loaded and in use when it is applied: see `adapters.file_passes`.
     """
 
     name: str

@@ -1,1 +1,17 @@
 """Training a rewritten module: data, tasks, plugins and the loop."""
+
+from ..extensions import Extension
+
+EXTENSION = Extension(
+    name="training",
+    extra="train",
+    bases=("lowerings", "parallel", "reporting"),
+    names={
+        "trainable": "fxplug.training.param_groups:trainable",
+        "Run": "fxplug.training.run:Run",
+        "train": "fxplug.training.run:train",
+        "Task": "fxplug.training.tasks.task:Task",
+        "Trainer": "fxplug.training.trainer:Trainer",
+    },
+    verbs={"train": "fxplug.training.verbs:train"},
+)

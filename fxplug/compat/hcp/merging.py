@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...blocks import HalfLora, Lora
+from ...blocks.half_lora import HalfLora
+from ...blocks.lora import Lora
 from ...errors import ArtifactError, SpecError, did_you_mean, shown
 from ...models.factory import build
 from ...spec.rules import COMMON, Match, Pass, Rule

@@ -22,7 +22,7 @@ from . import layouts
 from .checksums import check_alike
 from .faults import guarded
 from .mesh import AXES, SEQUENCE, World, ways_of, world_of
-from .pretended import PRETENDED, Local
+from .pretended import PRETENDED, Local, placed
 
 
 class Collective(Block):
@@ -48,6 +48,17 @@ class Collective(Block):
         if self.world is None:
             self.world = world_of(self.ways)
         return self.world
+
+    @contextlib.contextmanager
+    def as_first_rank(self) -> Iterator[None]:
+        """Run as the first process, with nothing travelling."""
+        before, self.world = vars(self).get("world"), placed(self.ways, 0)
+        try:
+            yield
+        finally:
+            vars(self).pop("world", None)
+            if before is not None:
+                self.world = before
 
     def before_call(self, root: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before each call of a module: all processes must have the same plan, weights and inputs. Raises GuardError."""

@@ -22,6 +22,8 @@ SEQUENCE = "sequence"  # ring and ulysses as one axis
 class World:
     """A process's place in a mesh: for each axis how many processes it has, which of them this one is, and their group."""
 
+    is_runtime_state = True  # which no artifact has
+
     def __init__(self, sizes: Mapping[str, int], ranks: Mapping[str, int], groups: Mapping[str, Any]) -> None:
         self.sizes, self.ranks, self.groups = dict(sizes), dict(ranks), dict(groups)
 

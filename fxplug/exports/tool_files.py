@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ..cli.verbs import load_saved, progress
 from ..errors import SpecError, shown
-from .verbs import load_saved, progress
 
 ADAPTERS = ("peft", "diffusers", "kohya", "comfy", "lycoris", "fxplug")
 CHECKPOINTS = ("diffusers", "timm", "safetensors")
@@ -39,7 +39,7 @@ def export_to_tool(
     with progress("load"):
         module = load_saved(str(folder), None, allow)
     if whole:
-        from ..exports.checkpoints import save_checkpoint
+        from .checkpoints import save_checkpoint
 
         with progress(f"write for {to}"):
             strengths = _strengths(merge) if merge is not None else None

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..cli.verbs import HELP, Allow, Debug, Set, Verbs, load_saved, progress, read_config
 from ..errors import SpecError
-from .verbs import HELP, Allow, Debug, Set, Verbs, load_saved, progress, read_config
 
 if TYPE_CHECKING:
-    from ..adapters.file_layouts import EditedFile
     from ..ir.traced_module import TracedModule
+    from .file_layouts import EditedFile
 
 adapters = typer.Typer(
     cls=Verbs, no_args_is_help=True, context_settings=HELP,
@@ -97,7 +97,7 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """Say what an adapter file is, what of it fits a model, and which pass would hold it; its weights are not read."""
-    from ..adapters.inspecting import inspect_adapter
+    from .inspecting import inspect_adapter
 
     print(inspect_adapter(file, _model(model, set, allow), adapter=adapter, part=part, guess=guess))
 
@@ -130,7 +130,7 @@ def extract_adapter(
     debug: Debug = False,
 ) -> None:
     """Make an adapter of what a tuned checkpoint has and its base has not."""
-    from ..adapters.extracting import extract
+    from .extracting import extract
 
     with progress("extract"):
         found = extract(base, tuned, rank=_rank(rank), at=at)
@@ -161,7 +161,7 @@ def resize_adapter(
     debug: Debug = False,
 ) -> None:
     """Write an adapter with lower ranks, by the singular values of its updates, under its own names."""
-    from ..adapters.file_tools import resize_adapter as resize
+    from .file_tools import resize_adapter as resize
 
     _print_edited(resize(file, out, rank=rank, energy=energy, ratio=ratio, cumulative=cumulative))
 
@@ -180,7 +180,7 @@ def convert_adapter(
     debug: Debug = False,
 ) -> None:
     """Write an adapter with the names that another tool reads."""
-    from ..adapters.file_tools import convert_adapter as convert
+    from .file_tools import convert_adapter as convert
 
     found: Any = _model(model, set, allow)
     _print_edited(convert(file, out, as_=as_, model=found, family=family, part=part, partial=partial, name=out.stem))
@@ -204,7 +204,7 @@ def merge_adapters(
     debug: Debug = False,
 ) -> None:
     """Write several adapters as one: ink.safetensors=0.8 film.safetensors=0.3."""
-    from ..adapters.file_tools import merge_adapters as merge
+    from .file_tools import merge_adapters as merge
 
     found: Any = _model(model, set, allow)
     pairs = [(text, 1.0) if Path(text).exists() else _weight(text, last=True) for text in files]
@@ -233,7 +233,7 @@ def _changed(folder: Path, allow: list[str] | None, save: bool = True) -> Iterat
     if not folder.is_dir():
         raise SpecError(f"no folder '{folder}': fxplug rewrite CONFIG --out DIR writes one")
     module = load_saved(str(folder), None, allow)
-    from ..adapters.slots import Adapters
+    from .slots import Adapters
 
     Adapters(module)  # which says so where there are no slots
     yield module

@@ -20,10 +20,11 @@ from torch.multiprocessing.spawn import spawn
 from ..artifacts.artifact import check_savable, load, save
 from ..errors import FxplugError, SpecError, VerifyError
 from ..ir.traced_module import TracedModule
-from ..parallel.checking import check_pretended, check_real, process_zero, standing, ways_in
-from ..parallel.pipelines.entry import in_steps
-from ..parallel.runtime.mesh import world_of
-from ..parallel.stage import place
+from ..verifier import as_first_rank
+from .checking import check_pretended, check_real, ways_in
+from .pipelines.entry import in_steps
+from .runtime.mesh import world_of
+from .stage import place
 
 PATIENCE = timedelta(minutes=10)  # for a process that is started for a check, in one collective
 
@@ -185,10 +186,10 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 def described(module: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """What a parallel module that has no plan any more sends: ways, and each collective of the first process."""
-    from ..parallel.plan import _costs
+    from .plan import _costs
 
     ways = ways_in(module)
-    with standing(module, process_zero(ways)):
+    with as_first_rank(module):
         rows = _costs(module, module._graph_mode, args, kwargs)
     calls, size = sum(row[1] for row in rows), sum(row[2] for row in rows)
     lines = [" x ".join(f"{axis} {n}" for axis, n in ways.items() if n > 1)]

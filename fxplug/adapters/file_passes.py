@@ -11,10 +11,6 @@ from typing import Any
 
 import torch
 
-from ..adapters.files import Source, read
-from ..adapters.forms import plan_for
-from ..adapters.loading import load_adapter
-from ..adapters.slots import Adapters
 from ..errors import ClashError, SpecError, did_you_mean, shown
 from ..ir.regions import Regions
 from ..ir.traced_module import TracedModule
@@ -22,6 +18,10 @@ from ..limits import DEFAULT, Limits
 from ..spec.import_path import import_target
 from ..spec.pass_file import load_pass, open_pass
 from ..spec.rules import COMMON, Pass, is_target
+from .files import Source, read
+from .forms import plan_for
+from .loading import load_adapter
+from .slots import Adapters
 
 FILE_KEYS = ("file", "strength", "adapter", "part", "partial", "guess")
 KEYS = ("files", "slots", "samples", *FILE_KEYS)
@@ -149,15 +149,13 @@ def sample() -> dict[str, torch.Tensor]:
 
 
 def with_rules(gm: TracedModule, p: Pass) -> Pass:
-    """A pass of files with the rules that they need in a model; another one as it is. Raises ArtifactError, or SpecError."""
-    if not p.loads or p.rules:
-        return p
+    """A pass of files with the rules that they need in a model. Raises ArtifactError, or SpecError."""
     files = [(read(_source(load["file"]), adapter=load["adapter"], meta=True), load) for load in p.loads]
     made = plan_for(files, gm, _called(gm), slots=p.slots > 0).as_pass(p.slots, p.name)
     return replace(p, rules=made.rules, expect=made.expect if p.expect is None else p.expect)
 
 
-def fill(module: TracedModule, p: Pass) -> None:
+def fill_slots(module: TracedModule, p: Pass) -> None:
     """Put the adapters of a pass of files into its slots, and use them, or into its blocks where it has none.
 
     Nothing is put anywhere on the meta device, which holds no values. Raises ClashError for the name of an adapter that another

@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ..cli.verbs import Allow, Debug, load_saved
 from ..errors import SpecError, did_you_mean
 from ..files.reading import reported
-from .verbs import Allow, Debug, load_saved
 
 SYSTEMS = ("hcp", "zhijian")
 WEIGHTS = (".ckpt", ".safetensors", ".pt", ".pth", ".bin")
@@ -71,8 +71,8 @@ def convert(
     if folder:
         _checkpoint(file, out, passes or [], allow)
         return
-    from ..compat.hcp import convert_file as hcp
-    from ..compat.zhijian.convert_file import convert as zhijian
+    from .hcp import convert_file as hcp
+    from .zhijian.convert_file import convert as zhijian
 
     if system == "zhijian":
         done: Any = zhijian(file, model=model, out=out)
@@ -97,8 +97,8 @@ def _into(file: Path, folder: Path, passes: list[str], ema: bool, allow: list[st
     """Give a saved rewrite the weights of a checkpoint. Raises SpecError or ArtifactError; the folder is as it was then."""
     _check_saved(folder)
     from ..artifacts.artifact import save
-    from ..compat.hcp.checkpoints import load_checkpoint
     from ..flow import saved_config
+    from .hcp.checkpoints import load_checkpoint
 
     module = load_saved(str(folder), None, allow)
     names = load_checkpoint(module, file, passes=passes, ema=ema)
@@ -110,7 +110,7 @@ def _into(file: Path, folder: Path, passes: list[str], ema: bool, allow: list[st
 def _checkpoint(folder: Path, out: Path, passes: list[str], allow: list[str] | None) -> None:
     """Write the passes of a saved rewrite as a checkpoint of HCP-Diffusion."""
     _check_saved(folder)
-    from ..compat.hcp.checkpoints import save_checkpoint
+    from .hcp.checkpoints import save_checkpoint
 
     names = save_checkpoint(load_saved(str(folder), None, allow), out, passes=passes)
     print(f"{len(names)} weights of {', '.join(dict.fromkeys(name.partition('.')[0] for name in names))}")

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..cli.verbs import Allow, Debug, Set, Subject, progress, read_config, rewritten
 from ..errors import SpecError, did_you_mean
-from .verbs import Allow, Debug, Set, Subject, progress, read_config, rewritten
 
 
 def report(
@@ -22,8 +22,8 @@ def report(
     debug: Debug = False,
 ) -> None:
     """Write a page about a rewrite or a training run: what it is, what changed where, what it costs, how it was checked."""
-    from ..reporting.reports import report as page_of
-    from ..reporting.reports import report_folder
+    from .reports import report as page_of
+    from .reports import report_folder
 
     path = Path(subject)
     target = out or Path(f"{path.absolute().name if path.is_dir() else path.stem}.html")
@@ -49,8 +49,8 @@ def show_to(module: Any, to: str, region: str, out: Path | None) -> None:
     """Write a module's graph for another tool, to stdout where no file is given. Raises SpecError."""
     from ..files.placing import new_file
     from ..ir.records import listing
-    from ..reporting.formats import FORMATS, written
-    from ..reporting.gather import contents
+    from .formats import FORMATS, written
+    from .gather import contents
 
     if to not in FORMATS:
         raise SpecError(f"there is no '{to}' to write{did_you_mean(to, FORMATS)}; there is {', '.join(FORMATS)}")

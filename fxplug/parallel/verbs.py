@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..cli.verbs import Allow, Debug, Set, Subject, load_saved, progress, read_config
 from ..errors import SpecError, did_you_mean, shown
 from ..spec.rules import WAYS
-from .verbs import Allow, Debug, Set, Subject, load_saved, progress, read_config
 
 AXES = (*WAYS, "stages", "patches")
 
@@ -65,7 +65,7 @@ def parallel(
     print(getattr(plan, "listing", plan))  # a text, where there is no plan
     if plan_only:
         return
-    from ..parallel.plan import Plan
+    from .plan import Plan
     from .processes import agree
 
     if check:
@@ -88,8 +88,8 @@ def _predicted(
     subject: str, pixels: list[int], devices: list[int], link: str, speed: float, at: int, out: Path | None, set: Any
 ) -> None:
     from ..flow import rewrite
-    from ..parallel.costs.plot import svg
-    from ..parallel.costs.prediction import link_of, predict, table
+    from .costs.plot import svg
+    from .costs.prediction import link_of, predict, table
 
     if Path(subject).is_dir():
         raise SpecError(f"'{subject}' is a saved rewrite: --predict takes its configuration, {subject}/config.yaml")
@@ -192,9 +192,9 @@ def _planned(subject: str, ways: Mapping[str, int], dry: bool, set: list[str] | 
 
 def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> Any:
     from ..flow import saved_config, saved_inputs
-    from ..parallel.checking import ways_in
-    from ..parallel.pipelines.entry import in_steps, written_down
-    from ..parallel.plan import parallel_plan, parallelize
+    from .checking import ways_in
+    from .pipelines.entry import in_steps, written_down
+    from .plan import parallel_plan, parallelize
 
     call, config = saved_inputs(subject, module), saved_config(subject)
     said = module.meta.get("stepped", {})

@@ -1,0 +1,49 @@
+"""What stands in the way of an export, as far as a module, its inputs and its result show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import quantised
+from ..ir.pytree import leaves
+from ..ir.traced_module import TracedModule
+from ..verifier import Subject, Unsupported
+
+PLAIN = (torch.Tensor, torch.SymInt, int, float, bool, str, type(None))  # what an exported program may give
+GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")
+
+
+def check_export(subject: Subject) -> str:
+    """The check of `verify`: whether anything is known that torch.export would refuse."""
+    blocker = export_blocker(subject.new, subject.call, subject.results)
+    if blocker is not None:
+        raise Unsupported(blocker)
+    return "no known obstacle to torch.export"
+
+
+def export_blocker(module: TracedModule, inputs: Any, result: Any = None) -> str | None:
+    """Why `export` cannot take a module; None where nothing shows it.
+
+    Nothing is exported for it: torch's own objections to a single operation are found by exporting only.
+    """
+    for graph in module.graphs.values():
+        for node in graph.nodes:
+            if node.op.startswith("call") and node.target in GRADIENTS:
+                return f"'{node.name}' computes gradients inside the model, which torch.export has no form for"
+    if found := packed_layer(module):
+        return found
+    if any(isinstance(value, torch.Generator) for value in leaves(inputs)):
+        return "one of the inputs is a random generator, which no exported program takes"
+    odd = next((value for value in leaves(result) if not isinstance(value, (*PLAIN, torch.Size))), None)
+    if odd is not None:
+        return f"the result holds a {type(odd).__module__}.{type(odd).__qualname__}, which no exported program gives"
+    return None
+
+
+def packed_layer(module: nn.Module) -> str:
+    """A clause about the first layer of a library that packs its weight; empty where there is none."""
+    own = next(((path, layer) for path, layer in module.named_modules() if quantised.is_own_layer(layer)), None)
+    return "" if own is None else f"'{own[0]}' is a {quantised.described(own[1])}, whose weight torch.export cannot take"

@@ -1,0 +1,66 @@
+"""The verb `fxplug export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..cli.verbs import Allow, Debug, load_saved, progress
+from ..errors import SpecError, did_you_mean
+from .tool_files import TO_TOOLS, export_to_tool
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a saved rewrite.")],
+    to: Annotated[str | None, typer.Option("--to", help=f"pt2 (else), aoti or onnx; for tools {', '.join(TO_TOOLS)}.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="The file to write; DIR.pt2 otherwise.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="Where compiled code will run: cpu or cuda.")] = None,
+    free: Annotated[str | None, typer.Option("--free", help="Which sizes stay free: all (else), batch or none.")] = None,
+    opset: Annotated[int | None, typer.Option("--opset", help="The version of ONNX's operations, for onnx.")] = None,
+    adapter: Annotated[str | None, typer.Option("--adapter", help="For tools: which adapter in the slots.")] = None,
+    passes: Annotated[list[str] | None, typer.Option("--pass", help="For tools: which pass without slots. Repeatable.")] = None,
+    partial: Annotated[bool, typer.Option("--partial", help="For tools: leave out what the format cannot hold.")] = False,
+    part: Annotated[str | None, typer.Option("--part", help="For tools: the part of a pipeline that this is.")] = None,
+    merge: Annotated[
+        str | None, typer.Option("--merge", metavar="ink=0.8,film=0.3", help="For tools: the model, these merged into it.")
+    ] = None,
+    first_names: Annotated[bool, typer.Option("--first-names", help="With safetensors: the first code base's names.")] = False,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Export a saved rewrite: a program of torch.export's, a package (aoti) or model (onnx) with live adapters, or for tools.
+
+    What is not given is as the section export of its configuration says.
+    """
+    if not folder.is_dir():
+        raise SpecError(f"no folder '{folder}'")
+    tools = {"adapter": adapter, "passes": passes, "partial": partial, "part": part, "merge": merge, "first_names": first_names}
+    if to in TO_TOOLS:
+        export_to_tool(folder, to, out, allow=allow, **tools)  # type: ignore[arg-type]
+        return
+    if given := next((name for name, value in tools.items() if value), None):
+        raise SpecError(f"--{given.replace('_', '-').replace('passes', 'pass')} is for --to {', '.join(TO_TOOLS)}")
+    from ..flow import saved_export, saved_inputs
+    from .exporter import FORMATS
+    from .exporter import export as run
+
+    if to is not None and to not in FORMATS:
+        known = (*FORMATS, *TO_TOOLS)
+        raise SpecError(f"there is no export to '{to}'{did_you_mean(to, known)}; there is {', '.join(known)}")
+    how = saved_export(folder, to=to, free=free, device=device)
+    if opset is not None and how.to != "onnx":
+        raise SpecError(f"--opset is for onnx, and this is an export to {how.to}")
+    with progress("load"):
+        module = load_saved(str(folder), None, allow, how.device)
+        args, kwargs = saved_inputs(folder, module)
+    with progress(f"export to {how.to}"):
+        options = None if opset is None else {"opset": opset}
+        path = out or folder.parent / f"{folder.name}.{how.to}"
+        report = run(module, path, args, kwargs, to=how.to, free=how.free, options=options)
+    for name, dims in report.dynamic.items():
+        print(f"{name}: {'dimensions ' + ', '.join(map(str, dims)) + ' are free' if dims else 'of fixed size'}")
+    for note in report.notes:
+        print(note)
+    print(f"saved in {report.path}")

@@ -1,0 +1,35 @@
+"""The verb `fxplug tune`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..cli.verbs import Allow, Debug, Set, Subject, load_saved, progress, read_config, rewritten
+
+
+def tune(
+    subject: Subject,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Measure the forms as torch.compile makes them.")] = False,
+    turns: Annotated[int, typer.Option("--turns", help="How often each form is measured.")] = 15,
+    set: Set = None,
+    allow: Allow = None,
+    debug: Debug = False,
+) -> None:
+    """Measure which form each layer with an update takes on this device; `lower` then takes the fastest."""
+    from ..flow import saved_inputs
+    from ..models.example_inputs import example_inputs
+    from .linear.measuring import tune as run
+
+    if Path(subject).is_dir():
+        module = load_saved(subject, set, allow)
+        args, kwargs = saved_inputs(subject, module)
+    else:
+        result = rewritten(read_config(subject, set), verify=False)
+        module = result.module
+        args, kwargs = example_inputs(read_config(subject, set), module)
+    with progress("measure"):
+        done = run(module, args, kwargs, compiled=compiled, turns=turns)
+    print(done.listing)

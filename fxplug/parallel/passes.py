@@ -1,0 +1,57 @@
+"""Passes of a configuration that split its model over processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import SpecError
+from ..flow import Result, Step, given_at
+from ..ir.traced_module import TracedModule
+from ..rewriter.matcher import find
+from ..spec.rules import STEP_KEYS, WAYS, Match, Pass, Rule
+from .pipelines.entry import in_steps, written_down
+from .plan import parallel_plan, parallelize
+
+
+def apply_parallel_passes(result: Result, step: Step) -> None:
+    """Split a result over processes, as all parallel passes together say: one plan on one mesh, after every other pass.
+
+    Sets the result's `module`, and `plan` or `stepped`. Raises SpecError for passes that exclude each other.
+    """
+    config = result.config
+    given: dict[str, Any] = {}
+    indices = [index for index, p in enumerate(config.passes) if p.parallel]
+    for index in indices:
+        with given_at(config, index):
+            for key, value in config.passes[index].parallel.items():
+                if key in WAYS and value == 1 or value is None or value is False:
+                    continue
+                if key in given:
+                    raise SpecError(f"{config.passes[index].name}: another pass gives '{key}' too, and there is one plan")
+                given[key] = value
+            if at := given.pop("at", ""):
+                if "split" in given:
+                    raise SpecError(f"{config.passes[index].name}: 'at' and 'split' exclude each other, and there is one plan")
+                given["split"] = _entered(result.module, config.passes[index].name, at)
+    steps = {key: value for key, value in given.items() if key in STEP_KEYS}
+    if steps:
+        with step("plan"), given_at(config, *indices):
+            name = next(config.passes[i].name for i in indices if steps.keys() & config.passes[i].parallel.keys())
+            if not steps.keys() & {"stages", "stale"}:
+                key = next(iter(steps))
+                raise SpecError(f"{name}: '{key}' is of a run that is a step late: give stale: true, or leave it out")
+            result.module = written_down(result.module, name, given)
+            result.stepped = in_steps(result.module, *result.inputs, check=False)  # verification does
+    elif given.keys() & {*WAYS}:
+        with step("plan"), given_at(config, *indices):
+            result.plan = parallel_plan(result.module, *result.inputs, **given, check=False)  # verification does
+            result.module = parallelize(result.module, result.plan)
+
+
+def _entered(module: TracedModule, name: str, path: str) -> dict[str, int]:
+    """Where the rows of a region's first input are born. Raises MatchError for a path that is none."""
+    rule = Rule(Match(path=path), place="before", args=["x"], expect="==1")
+    (site,) = find(module, Pass(name, [rule]))
+    if site.x is None or site.x.node is None or len(site.x.shape) < 3:
+        raise SpecError(f"{name}: the first input of '{path}' is no image or feature map")
+    return {site.x.node.name: len(site.x.shape) - 2}

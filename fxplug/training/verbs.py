@@ -1,0 +1,36 @@
+"""The verb `fxplug train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..cli.verbs import ConfigArg, Debug, Set, progress, read_config, users_logs
+
+
+def train(
+    config: ConfigArg,
+    out: Annotated[Path | None, typer.Option("--out", help="The folder of the run; out/NAME-TIME otherwise.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
+    start: Annotated[
+        Path | None, typer.Option("--from", metavar="CHECKPOINT", help="Go on from this checkpoint, or another run's newest.")
+    ] = None,
+    set: Set = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Rewrite a model and train what its passes added, as the sections train and data say."""
+    found = read_config(config, set)
+    from .run import train as run
+
+    with users_logs():
+        done = run(found, out=out, name=Path(config).stem, resume=start or resume, quiet=quiet, progress=progress)
+    last = f", loss {done.history[-1]['loss']:.4g}" if done.history else ""
+    print(f"{len(done.history)} steps{last}")
+    for key, value in done.metrics.items():
+        print(f"{key} {value:.4g}")
+    print(f"saved in {done.out}")
+    if done.use:
+        print(f"\n{done.use}")
