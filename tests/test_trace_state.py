@@ -1084,6 +1084,17 @@ def test_what_was_made_of_weights_is_made_anew_by_the_graph(function: Any, calle
     assert model.fc.weight.grad is not None
 
 
+def test_a_trace_leaves_autocast_no_casts_of_other_weights() -> None:
+    model = Property(lambda m, x: m.fc(lazily(m, x)))
+    model(X())
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            want = model(X())
+        with torch.autocast("cpu", torch.bfloat16):
+            gm = fxplug.trace(model, X())
+            assert torch.equal(gm(X()), want) and torch.equal(model(X()), want)
+
+
 class Two(nn.Module):
     def __init__(self, asks: bool) -> None:
         super().__init__()

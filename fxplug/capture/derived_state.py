@@ -74,6 +74,7 @@ def _made_anew(model: nn.Module, call: Any, held: Kept) -> Kept | None:
         return None
     finally:
         journal.put_back()
+        torch.clear_autocast_cache()  # which has casts of the other weights, for as long as the caller's autocast lasts
     pairs = zip(held, before, now, strict=True)
     return [entry for entry, old, new in pairs if len(old) == len(new) and not all(map(same_tensors, old, new))]
 
