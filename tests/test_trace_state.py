@@ -1107,6 +1107,21 @@ def test_what_was_made_of_weights_is_made_anew_by_the_graph(function: Any, calle
     assert model.fc.weight.grad is not None
 
 
+def test_what_was_made_of_indices_is_kept_as_it_is() -> None:
+    def function(m: Any, ids: Any) -> Any:
+        x = m.words(ids)
+        if m.last is None:
+            m.last = x.detach().mean()
+        return x + m.last
+
+    model = Holding(function)
+    model.words = nn.Embedding(16, 4)
+    ids = torch.arange(8)
+    model(ids)
+    gm = fxplug.trace(model, ids)
+    assert torch.equal(gm(ids + 8), model(ids + 8))
+
+
 def test_a_trace_leaves_autocast_no_casts_of_other_weights() -> None:
     model = Property(lambda m, x: m.fc(lazily(m, x)))
     model(X())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ir.pytree import map_leaves
 from .frozen_values import copied, same_tensors
 from .isolation import restored
 from .memory_journal import Journal
@@ -64,25 +65,42 @@ def _after_hasattr(model: nn.Module, call: Any, held: Kept) -> Kept:
 
 
 def _made_anew(model: nn.Module, call: Any, held: Kept) -> Kept | None:
-    """Those of some attributes that a call without them makes anew, and otherwise for other weights; None where it fails."""
+    """Those of some attributes that a call without them makes anew, otherwise for other weights and not for other inputs; None
+    where the call fails."""
     if not held:
         return []
     before = [[tensor.detach().clone() for tensor in _tensors(vars(module)[name])] for module, name, _ in held]
+    now = _after_call(model, call, held, other=False)
+    if now is None:
+        return None
+    pairs = zip(held, before, now, strict=True)
+    found = [entry for entry, old, new in pairs if len(old) == len(new) and not all(map(same_tensors, old, new))]
+    again = (_after_call(model, call, held, other=True) if found else now) or now  # of other inputs it may fail
+    same = [entry for entry, a, b in zip(held, now, again, strict=True) if len(a) == len(b) and all(map(same_tensors, a, b))]
+    return [entry for entry in found if entry in same]
+
+
+def _after_call(model: nn.Module, call: Any, held: Kept, other: bool) -> list[list[torch.Tensor]] | None:
+    """What a call without some attributes, with other weights, and perhaps with other inputs, makes of them."""
     journal = Journal()
     try:
         with torch.no_grad(), restored(State(model)), without(held), journal:
             for parameter in {p for module, *_ in held for p in module.parameters() if p.is_floating_point()}:
                 parameter.mul_(0.5)
-            args, kwargs = copied(call)
+            args, kwargs = copied(call, other)
+            if other:  # smaller numbers are indices too
+                args, kwargs = map_leaves((args, kwargs), lambda t, _: t if _is_fraction(t) else t // 2)
             model(*args, **kwargs)
-            now = [[tensor.detach().clone() for tensor in _tensors(vars(module).get(name))] for module, name, _ in held]
+            return [[tensor.detach().clone() for tensor in _tensors(vars(module).get(name))] for module, name, _ in held]
     except Exception:  # the model's own
         return None
     finally:
         journal.put_back()
         torch.clear_autocast_cache()  # which has casts of the other weights, for as long as the caller's autocast lasts
-    pairs = zip(held, before, now, strict=True)
-    return [entry for entry, old, new in pairs if len(old) == len(new) and not all(map(same_tensors, old, new))]
+
+
+def _is_fraction(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
