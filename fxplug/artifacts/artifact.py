@@ -31,7 +31,7 @@ from .graph_json import GraphReader, check_calls, write_graph
 from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, parse, wrapped
 from .module_json import foreign_classes, write_modules
 from .modules_read import fill, read_modules
-from .names import only_keys
+from .names import check_path, only_keys
 from .pass_records import check_passes
 from .programs import reach
 from .snapshot import Snapshot, snapshot
@@ -124,6 +124,9 @@ def check_savable(module: TracedModule) -> list[str]:
     """
     module = unlowered(module)
     records_of(module, _pass_names(module), values=False)
+    for name, _ in module.named_modules():
+        if name:  # verify asks here, before a training, and not when its result is written
+            check_path(name, "module path")
     try:
         for graph in (graph for way in _ways(module) for graph in way.graphs.values()):
             check_calls(graph)
