@@ -219,7 +219,7 @@ def _one_error(raises: Raises, finding: str) -> Iterator[None]:
     """Tell as `raises` does what torch, numpy and protobuf make of a damaged file, which is errors of many kinds."""
     try:
         yield
-    except (FxplugError, OSError, pickle.UnpicklingError):
+    except (FxplugError, pickle.UnpicklingError):
         raise
     except Exception as error:  # of theirs
         raise raises(f"{finding}: {_first_line(error)}") from None
