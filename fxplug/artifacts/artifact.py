@@ -19,16 +19,16 @@ from ..adapters.slot_memory import SAID
 from ..blocks.base import LowRank
 from ..errors import ArtifactError, shown
 from ..files.reading import Raises, reported
-from ..files.writing import linked, save_file
+from ..files.weight_files import linked, save_file
+from ..files.writing import new_folder
 from ..ir.containers import Container
 from ..ir.traced_module import TracedModule
 from ..ir.variants import Variants, inputs_of, view
 from ..limits import DEFAULT, Limits
 from ..lowerings.merging.live import unlowered
 from ..turns import held
-from .atomic_folder import replaced
 from .graph_json import GraphReader, check_calls, write_graph
-from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, parse, wrapped
+from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, files_of, parse, wrapped
 from .module_json import foreign_classes, write_modules
 from .modules_read import fill, read_modules
 from .names import check_path, only_keys
@@ -78,7 +78,7 @@ def save(
         _check_target(target, overwrite)
     document, files = _document(module)
     _check_readable(module, document)
-    with reported(raises, "cannot be written"), replaced(target) as work:
+    with reported(raises, "cannot be written"), new_folder(target, own=files_of) as work:
         _write_files(work, target, module, document, files, config)
     return Path(folder)
 
