@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Limits:
     """How much a reader takes before it refuses a file: `load(folder, limits=Limits(nodes=500_000))`.
 
-    Sizes are bytes. A file within them is read in time and memory that its size bounds.
+    Sizes are bytes. A file within them is read in time and memory that its size bounds, but for what torch, onnx and zipfile
+    read: `.pt`, `.ckpt`, ONNX and the archive of a package.
     """
 
     json: int = 64 << 20  # of one JSON file or header
@@ -23,13 +24,11 @@ class Limits:
     nodes: int = 65_536  # of one graph
     modules: int = 65_536  # of one graph
     variants: int = 256  # further graphs of one model, for other ways of calling it
-    tensors: int = 131_072  # of one weight file
-    opcodes: int = 1_000_000  # steps of one pickle of weights, some 30 a tensor; a field of an ONNX file is 4
+    tensors: int = 131_072  # of one safetensors file
     digits: int = 4_300  # of one number, as Python's own limit
     update: float = 1e6  # of the most that an adapter changes one weight
     text: int = 4_096  # characters of one name or pattern
     string: int = 65_536  # characters of one text among the values of a graph
-    archive: int = 4_096  # members of one package
     members: int = 65_536  # of one range
     size: int = 1 << 32  # of one whole number among the arguments of a constructor
     bits: int = 65_536  # of one whole number that a graph can come to, whatever it is called with

@@ -130,13 +130,24 @@ def during(turns: tuple[Turns, ...], function: Callable[..., Any], /, *args: Any
 
 @contextlib.contextmanager
 def choosing(choices: Mapping[Turns, Choice]) -> Iterator[None]:
-    """Calls within take these choices of the states that they name: those of this thread, or of this asyncio task."""
+    """Calls within take these choices of the states that they name: those of this thread, or of this asyncio task.
+
+    Raises SpecError at its end where the choice is another one then: a generator has no context of its own, so what comes
+    between its steps may change the choice, and each step may be in another thread.
+    """
     before = _chosen.get()
+    own = {**before, **choices}
     try:
-        _chosen.set({**before, **choices})
+        _chosen.set(own)
         yield
+        if _chosen.get() is not own:
+            raise SpecError(
+                "calls in this block may have taken the choice of another one: it was not the last to begin, or goes on in "
+                "another context, as with a 'yield' within; end the block before each yield, and begin it again after it"
+            )
     finally:
-        _chosen.set(before)
+        now = _chosen.get()
+        _chosen.set(before if now is own or now is before else NO_CHOICE)
 
 
 def choices_of(turns: tuple[Turns, ...]) -> Mapping[Turns, Choice]:

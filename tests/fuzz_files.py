@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from hostile_files import ODD, attacked, attacks
 
-from fxplug.files import onnx_weights
+from fxplug.files import weight_files
 from fxplug.files.reading import about
 from fxplug.spec.train_section import Data
 from fxplug.training.data.files import open_images
@@ -100,7 +100,7 @@ def one(seed: str, folder: Path) -> tuple[str, str]:
         file = folder / "w.onnx"
         file.write_bytes(onnx_file(rng))
         meta = rng.random() < 0.5
-        found, refused, wrong = attacked(lambda: onnx_weights.read(file, about(file), meta=meta), file.stat().st_size)
+        found, refused, wrong = attacked(lambda: weight_files.read_onnx(file, about(file), meta=meta), file.stat().st_size)
     else:
         (folder / "c").mkdir()
         for name in NAMES:

@@ -206,15 +206,14 @@ def stress(
 ) -> dict[str, int]:
     """Calls by some threads while another one changes the adapters over and over; how many there were, and how many torn."""
     rng, x = random.Random(seed), example()
-    subject, twin = make(), make()
+    subject = make()  # and no twin: where memory is aligned otherwise, a product may be rounded otherwise
     actions = plan(rng, changes, subject.mixes)
     with torch.no_grad():
-        wanted = [twin.call(x)]
+        wanted = [subject.call(x)]
         for action in actions:
-            do(twin.adapters, *action)
-            wanted.append(twin.call(x))
+            do(subject.adapters, *action)
+            wanted.append(subject.call(x))
         assert torch.equal(wanted[0], wanted[-1]) and len(set(map(str, wanted))) > changes // 4
-        subject.call(x)
     found = {"calls": 0, "changes": 0, "torn": 0, "beside a change": 0}
     left, lock, errors, stop = [calls], threading.Lock(), [], threading.Event()
     begun = done = 0  # changes

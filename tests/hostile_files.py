@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import encodings.unicode_escape  # noqa: F401  (messages ask for it, now and then for the first time)
+import encodings.cp437
+import encodings.unicode_escape  # noqa: F401  (messages and zipfile ask for them, now and then for the first time)
 import os
 import resource
 import shutil

@@ -107,6 +107,29 @@ def test_lycoris_reads_what_a_pass_learned(way, tmp_path, capsys):
     assert metadata(tmp_path / "a.safetensors")["ss_network_module"] == "lycoris.kohya"
 
 
+@pytest.mark.parametrize("as_", ["kohya", "lycoris", "comfy", "peft", "fxplug"])
+def test_a_scaled_lokr_of_full_matrices_is_what_peft_trained(as_, tmp_path):
+    at, base = ["blocks.0.ff", "conv"], copy.deepcopy(net().model)
+    model = peft.get_peft_model(base, peft.LoKrConfig(r=64, alpha=256, target_modules=at)).eval()
+    randomised(model, "lokr_")
+    model.save_pretrained(tmp_path / "trained")
+
+    def loaded(source):
+        new = fxplug.apply(net().gm, fxplug.pass_for(source, net().gm))
+        new.adapters.load("a", source)
+        new.adapters.use("a")
+        near(new(INDICES), model(INDICES))
+        return new
+
+    file = tmp_path / ("a" if as_ == "peft" else "a.safetensors")
+    loaded(tmp_path / "trained").adapters.save("a", file, as_=as_)
+    loaded(file)
+    if as_ == "lycoris":
+        plain = copy.deepcopy(net().model)
+        create_lycoris_from_weights(1.0, str(file), plain)[0].apply_to()
+        near(plain(INDICES), model(INDICES))
+
+
 def load_keys(file):
     return {key.partition(".")[0] for key in load_file(file)}
 

@@ -20,9 +20,9 @@ from torch import nn
 import fxplug
 from fxplug.exports import exporter
 from fxplug.exports.exporter import export
-from fxplug.files import temporary
-from fxplug.files.placing import new_file
+from fxplug.files import writing
 from fxplug.files.reading import about
+from fxplug.files.writing import new_file
 
 
 class Guarded(nn.Module):
@@ -207,7 +207,7 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fxplug.files.temporary import folder
+from fxplug.files.writing import folder
 with folder(".model.pt2.exporting-", Path(sys.argv[1])) as work:
     (work / "model.pt2").write_bytes(b"half")
     print(work, flush=True)
@@ -222,14 +222,14 @@ def test_a_process_that_ends_in_the_middle(tmp_path: Path, number: signal.Signal
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         assert Path(process.stdout.readline().strip()).is_dir()
-        with temporary.folder(".model.pt2.exporting-", tmp_path):
+        with writing.folder(".model.pt2.exporting-", tmp_path):
             assert len(list(tmp_path.iterdir())) == 2  # one that is in use is left alone
         process.send_signal(number)
         assert process.wait() != 0
     left = [p.name for p in tmp_path.iterdir()]
     assert len(left) == (number is signal.SIGKILL)
     (tmp_path / ".model.pt2.backup").mkdir()  # somebody else's
-    with temporary.folder(".model.pt2.exporting-", tmp_path) as work:
+    with writing.folder(".model.pt2.exporting-", tmp_path) as work:
         assert sorted(tmp_path.iterdir()) == sorted([tmp_path / ".model.pt2.backup", work])
 
 
@@ -238,12 +238,12 @@ def test_a_handler_of_the_programs_own_stays() -> None:
 
     before = signal.signal(signal.SIGTERM, handler)
     try:
-        with temporary.ended_by_exceptions():
+        with writing.ended_by_exceptions():
             assert signal.getsignal(signal.SIGTERM) is handler
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, before)
-    with temporary.ended_by_exceptions():
+    with writing.ended_by_exceptions():
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import ClassVar
@@ -243,7 +244,7 @@ def test_weights_under_other_names():
     )
 
 
-def test_weights_of_an_onnx_file():
+def test_weights_of_an_onnx_file(monkeypatch):
     onnx = pytest.importorskip("onnx")
     given = {"one.bias": torch.randn(8), "two.weight": torch.randn(4, 8), "two.bias": torch.randn(4)}
     matrix = torch.randn(8, 8)
@@ -257,8 +258,16 @@ def test_weights_of_an_onnx_file():
     done = rewrite("c.yaml", out="out", verify=False)
     assert torch.equal(done.module.get_parameter("one.weight"), matrix.t()) and len(done.sites["lora"]) == 2
     assert torch.equal(fxplug.load("out").get_parameter("two.bias"), given["two.bias"])
+    for absolute in ("/etc/passwd", "../other"):
+        graph.initializer[0].data_location = onnx.TensorProto.EXTERNAL
+        del graph.initializer[0].external_data[:]
+        graph.initializer[0].external_data.add(key="location", value=absolute)
+        Path("w.onnx").write_bytes(onnx.helper.make_model(graph).SerializeToString())
+        assert "has its weights in another file" in message(build, load_config({**NET, "weights": {"file": "w.onnx"}}))
     Path("w.onnx").write_bytes(b"not a graph")
     assert "'w.onnx' cannot be read" in message(build, load_config({**NET, "weights": {"file": "w.onnx"}}))
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    assert "pip install 'fxplug[onnx]'" in message(build, load_config({**NET, "weights": {"file": "w.onnx"}}))
 
 
 class Focus(nn.Module):

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fxplug.errors import ArtifactError, TrainError
-from fxplug.files.formats import check_format
-from fxplug.files.reading import about
+from fxplug.files.reading import about, check_format
 from fxplug.training import checkpoint
 
 

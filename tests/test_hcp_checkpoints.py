@@ -275,7 +275,7 @@ def test_weights_of_plugins_go_into_a_saved_rewrite(tmp_path, monkeypatch, row):
         (("a.ckpt", "--into", "saved", "--ema"), 1, "none of the sections 'base_ema', 'lora_ema', 'plugin_ema'; it has lora"),
         (("no.ckpt", "--into", "saved"), 1, "no such file"),
         (("saved", "-o", "a.bin"), 1, "ends in .ckpt or .safetensors"),
-        (("saved", "-o", "no/a.ckpt"), 1, "cannot be written"),
+        (("saved", "-o", "a.yaml/a.ckpt"), 1, "cannot be written"),
         (("plain", "-o", "a.ckpt"), 1, "no pass here has weights that a checkpoint of HCP-Diffusion has"),
         (("a.ckpt",), 2, "--into DIR"),
         (("a.yaml", "--into", "saved"), 2, "--into goes with a checkpoint"),

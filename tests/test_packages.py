@@ -341,11 +341,11 @@ def test_files_that_are_no_packages(made, tmp_path, monkeypatch):
         load_package(path, runners=0, trusted=True)
     data = bytearray(path.read_bytes())
     (tmp_path / "short.pt2").write_bytes(data[: len(data) // 2])
-    with pytest.raises(ArtifactError, match="damaged, or no archive of torch's"):
+    with pytest.raises(ArtifactError, match="is damaged, or no zip archive"):
         load_package(tmp_path / "short.pt2", trusted=True)
     data[len(data) // 2] ^= 255
     (tmp_path / "flipped.pt2").write_bytes(data)
-    with pytest.raises(ArtifactError, match="is damaged: .*so is not as it was written"):
+    with pytest.raises(ArtifactError, match="is damaged: .*so' is not as it was written"):
         load_package(tmp_path / "flipped.pt2", trusted=True)
     gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4))
     program = export(gm, tmp_path / "program", torch.randn(2, 4)).path
@@ -385,7 +385,7 @@ def test_what_is_checked_is_what_runs(made, tmp_path, monkeypatch):
 
     monkeypatch.setattr(packages, "check_machine", swap)
     same(load_package(file, trusted=True), module)
-    with pytest.raises(ArtifactError, match="swapped.pt2 is damaged, or no archive of torch's"):
+    with pytest.raises(ArtifactError, match="swapped.pt2 is damaged, or no zip archive"):
         load_package(file, trusted=True)
 
     def write(*args):
@@ -395,7 +395,7 @@ def test_what_is_checked_is_what_runs(made, tmp_path, monkeypatch):
 
     monkeypatch.setattr(packages, "check_machine", write)
     file.write_bytes(path.read_bytes())
-    with pytest.raises(ArtifactError, match="swapped.pt2 is damaged, or no archive of torch's: it ends too early"):
+    with pytest.raises(ArtifactError, match="swapped.pt2 is damaged: .* is not as it was written"):
         load_package(file, trusted=True)
 
 

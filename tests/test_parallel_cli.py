@@ -21,8 +21,8 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
-from fxplug.parallel import processes as cli_processes
 from fxplug.pages import SMALL
+from fxplug.parallel import processes as cli_processes
 from fxplug.parallel.checking import check_pretended, pretending, ways_in
 from fxplug.parallel.runtime.attention import Attention
 from fxplug.parallel.stage import alone

@@ -11,7 +11,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fxplug
-from fxplug.errors import MatchError, SpecError
+from fxplug.artifacts.artifact import check_savable
+from fxplug.errors import ArtifactError, MatchError, SpecError
 from fxplug.models.example_inputs import example_inputs
 from fxplug.spec.run_config import load_config
 
@@ -33,6 +34,27 @@ def test_all_linear_without_a_linear():
         MatchError, match="the model calls no Linear that 'all-linear' could mean; the classes here are Conv2d, ReLU"
     ):
         fxplug.apply(gm, fxplug.load_pass("lora", at="all-linear"))
+
+
+def test_a_model_without_layers_has_no_classes_to_list():
+    class Plain(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    gm = fxplug.trace(Plain(), (torch.randn(2),))
+    with pytest.raises(MatchError, match="the classes here are none"):
+        fxplug.apply(gm, fxplug.load_pass("lora", at="all-linear"))
+
+
+@pytest.mark.parametrize("name", ["a b", "a'b", "*", "класс"])
+def test_a_name_that_a_file_cannot_have_is_refused_by_verify_and_save_alike(name, tmp_path):
+    model = nn.Sequential()
+    model.add_module(name, nn.Linear(4, 4))
+    gm = fxplug.trace(model, (torch.randn(2, 4),))
+    for refuse in (check_savable, lambda module: fxplug.save(module, tmp_path / "module")):
+        with pytest.raises(ArtifactError, match="is no module path: .* must be letters, digits and any of"):
+            refuse(gm)
+    assert not (tmp_path / "module").exists()
 
 
 def test_a_rewrite_that_is_not_saved_says_so_before_the_work(tmp_path):

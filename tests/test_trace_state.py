@@ -1054,6 +1054,28 @@ def beside_a_constant(m: Any, x: Any) -> Any:
     return lazily(m, x) + m.plain
 
 
+def in_a_tuple(m: Any, x: Any) -> Any:
+    if m.last is None:
+        m.last = m.fc.weight.softmax(0), {"shift": [m.fc.bias * 2]}
+    return x @ m.last[0] + m.last[1]["shift"][0]
+
+
+def tuples_by_size(m: Any, x: Any) -> Any:
+    if x.shape[0] not in m.table:
+        m.table[x.shape[0]] = m.fc.weight.sum(), m.fc.bias * x.shape[0]
+    scale, shift = m.table[x.shape[0]]
+    return x * scale + shift
+
+
+def has_attribute(m: Any, x: Any) -> Any:
+    if not hasattr(m, "soft_weight"):
+        m.soft_weight = m.fc.weight.softmax(0)
+    return x @ m.soft_weight
+
+
+MADE_OF_WEIGHTS = [lazily, by_size, beside_a_constant, lambda m, x: x @ m.soft, in_a_tuple, tuples_by_size, has_attribute]
+
+
 class Property(Holding):
     @functools.cached_property
     def soft(self) -> torch.Tensor:
@@ -1062,12 +1084,13 @@ class Property(Holding):
     def drop_all(self) -> None:
         self.last = None
         self.table.clear()
-        self.__dict__.pop("soft", None)
+        for name in ("soft", "soft_weight"):
+            self.__dict__.pop(name, None)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
 @pytest.mark.parametrize("called", [True, False])
-@pytest.mark.parametrize("function", [lazily, by_size, beside_a_constant, lambda m, x: x @ m.soft])
+@pytest.mark.parametrize("function", MADE_OF_WEIGHTS)
 def test_what_was_made_of_weights_is_made_anew_by_the_graph(function: Any, called: bool, mode: Any) -> None:
     with mode():
         model = Property(function).eval()
@@ -1082,6 +1105,32 @@ def test_what_was_made_of_weights_is_made_anew_by_the_graph(function: Any, calle
     assert torch.equal(gm(X()), model(X()))
     gm(X()).sum().backward()
     assert model.fc.weight.grad is not None
+
+
+def test_what_was_made_of_indices_is_kept_as_it_is() -> None:
+    def function(m: Any, ids: Any) -> Any:
+        x = m.words(ids)
+        if m.last is None:
+            m.last = x.detach().mean()
+        return x + m.last
+
+    model = Holding(function)
+    model.words = nn.Embedding(16, 4)
+    ids = torch.arange(8)
+    model(ids)
+    gm = fxplug.trace(model, ids)
+    assert torch.equal(gm(ids + 8), model(ids + 8))
+
+
+def test_a_trace_leaves_autocast_no_casts_of_other_weights() -> None:
+    model = Property(lambda m, x: m.fc(lazily(m, x)))
+    model(X())
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            want = model(X())
+        with torch.autocast("cpu", torch.bfloat16):
+            gm = fxplug.trace(model, X())
+            assert torch.equal(gm(X()), want) and torch.equal(model(X()), want)
 
 
 class Two(nn.Module):

@@ -758,3 +758,40 @@ class Raises:
     def on_step_end(self, global_step):
         if global_step >= 2:
             raise ValueError("no")
+
+
+class Scores(Mean):
+    """Tests that give what a list says."""
+
+    def __init__(self, losses):
+        super().__init__()
+        self.losses = list(losses)
+
+    def test(self, module, batches):
+        list(batches)
+        return {"loss": (self.losses.pop(0), 1)}
+
+
+@pytest.mark.parametrize("folder", [True, False], ids=["folder", "memory"])
+def test_a_run_ends_where_tests_are_no_better_and_leaves_the_best(folder, tmp_path):
+    new, _ = python_trainer()
+    seen = []
+    task = Scores([3.0, 1.0, 2.0, 1.0, 9.0])
+    tests = {"every": 1, "patience": 2, "best": True, "data": Digits(count=16)}
+    out = tmp_path / "run" if folder else None
+    trainer = fxplug.Trainer(new, task, Digits(), tests, out=out, epochs=9, batch=96, lr=0.01, device="cpu", quiet=True)
+    test = trainer.test
+    trainer.test = lambda: seen.append({n: p.detach().clone() for n, p in trainer.trained.items()}) or test()
+    assert len(trainer.fit()) == 4 and len(seen) == 4
+    assert same(trainer.trained, seen[1]) and not same(seen[1], seen[3])
+    if folder:
+        module = dict(fxplug.load(out / "module").named_parameters())
+        assert same({name: module[name] for name in seen[1]}, seen[1])
+        assert read(out / "best").progress["step"] == 2 and found(out / "checkpoints")[-1].name.endswith("4")
+
+
+def test_what_would_be_compared_is_needed():
+    new, _ = python_trainer()
+    for key, value in (("patience", 2), ("best", True)):
+        with pytest.raises(fxplug.TrainError, match=f"test.{key} compares tests: give test.every"):
+            fxplug.Trainer(new, Mean(), Digits(), {"data": Digits(), key: value}, steps=2, device="cpu")

@@ -121,7 +121,10 @@ def with_alpha(key: str, entry: Entry, layer: Layer) -> dict[str, Tensor]:
     made: dict[str, Tensor] = {}
     if entry.method == "diff":
         return {f"{key}.{_CHANGES[entry.param, len(layer.shape) < 2]}": entry.tensors["delta"]}
-    for name, value in entry.tensors.items():
+    tensors = dict(entry.tensors)
+    if _is_whole(entry) and entry.scale != 1:  # no alpha scales two full matrices: these tools pass over it
+        tensors["lokr_w1"] = (tensors["lokr_w1"].double() * entry.scale).to(tensors["lokr_w1"].dtype)
+    for name, value in tensors.items():
         if name == "magnitude":
             around = [1] * (len(layer.shape) - 2)
             made[f"{key}.dora_scale"] = value.reshape(*((1, -1) if entry.kind.endswith("by input") else (-1, 1)), *around)
@@ -130,9 +133,14 @@ def with_alpha(key: str, entry: Entry, layer: Layer) -> dict[str, Tensor]:
     return {**made, f"{key}.alpha": _alpha(entry)}
 
 
+def _is_whole(entry: Entry) -> bool:
+    """Whether an update is a LoKr of two full matrices, which have no rank of their own."""
+    return {"lokr_w1", "lokr_w2"} <= entry.tensors.keys()
+
+
 def _alpha(entry: Entry) -> Tensor:
     """In the dtype of the file where that holds it."""
-    whole = {"lokr_w1", "lokr_w2"} <= entry.tensors.keys()  # which is not scaled, and has no rank of its own
+    whole = _is_whole(entry)
     alpha = float(whole_rank(entry)) if whole else alpha_of(entry)
     made = torch.tensor(entry.scale * entry.rank, dtype=next(iter(entry.tensors.values())).dtype)
     if not whole and made.double().item() / entry.rank == entry.scale:

@@ -19,18 +19,18 @@ from ..blocks.base import META, LowRank
 from ..errors import ArtifactError, shown
 from ..extensions import need_hook
 from ..files.reading import Raises, reported
-from ..files.writing import linked, save_file
+from ..files.weight_files import linked, save_file
+from ..files.writing import new_folder
 from ..ir.containers import Container
 from ..ir.traced_module import TracedModule
 from ..ir.variants import Variants, inputs_of, view
 from ..limits import DEFAULT, Limits
 from ..turns import held
-from .atomic_folder import replaced
 from .graph_json import GraphReader, check_calls, write_graph
-from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, parse, wrapped
+from .manifest import FIXED, FORMAT, MANIFEST, PASS_NAME, files_of, parse, wrapped
 from .module_json import foreign_classes, write_modules
 from .modules_read import fill, read_modules
-from .names import only_keys
+from .names import check_path, only_keys
 from .pass_records import check_passes
 from .programs import reach
 from .snapshot import Snapshot, snapshot
@@ -77,7 +77,7 @@ def save(
         _check_target(target, overwrite)
     document, files = _document(module)
     _check_readable(module, document)
-    with reported(raises, "cannot be written"), replaced(target) as work:
+    with reported(raises, "cannot be written"), new_folder(target, own=files_of) as work:
         _write_files(work, target, module, document, files, config)
     return Path(folder)
 
@@ -123,6 +123,9 @@ def check_savable(module: TracedModule) -> list[str]:
     """
     module = _saved_form(module)
     records_of(module, _pass_names(module), values=False)
+    for name, _ in module.named_modules():
+        if name:  # verify asks here, before a training, and not when its result is written
+            check_path(name, "module path")
     try:
         for graph in (graph for way in _ways(module) for graph in way.graphs.values()):
             check_calls(graph)

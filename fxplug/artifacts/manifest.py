@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ..errors import ArtifactError, shown
-from ..files.formats import check_format
-from ..files.reading import about, parse_json
+from ..files.reading import about, check_format, parse_json
 from ..limits import DEFAULT, Limits
 
 FORMAT = 1
@@ -32,6 +34,15 @@ def wrapped(finding: str) -> Iterator[None]:
         raise ArtifactError(f"{finding}: there is not enough memory for it") from None
     except Exception as error:  # of torch and json, about data that is not ours
         raise ArtifactError(f"{finding}: {type(error).__name__}: {shown(str(error), 300)}") from error
+
+
+def files_of(folder: Path) -> set[str]:
+    """The names in a folder that belong to the artifact there; all of them where there is none."""
+    if not (folder / MANIFEST).is_file():
+        return set(os.listdir(folder))
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        return {*FIXED, *json.loads((folder / MANIFEST).read_bytes())["files"]}
+    return set(FIXED)
 
 
 def listed(manifest: dict[str, Any], folder: object) -> dict[str, tuple[int, str]]:

@@ -29,7 +29,8 @@ def check_path(text: Any, what: str) -> str:
     for part in text.split("."):
         # the code has what is no identifier as `self.blocks[0]` or `self.blocks['2-1']`
         if not PATH_KEY.match(part):
-            raise ArtifactError(f"graph.json: {shown(text)} is no {what}: {shown(part)} must be letters, digits and _")
+            signs = "letters, digits and any of _-+:/@=,"
+            raise ArtifactError(f"graph.json: {shown(text)} is no {what}: {shown(part)} must be {signs}")
         if part.startswith("__"):
             raise ArtifactError(f"graph.json: {what} {shown(text)} reaches for '{part}', a name of Python's own")
     return text

@@ -15,8 +15,8 @@ import torch
 from ..errors import ArtifactError, printable, shown
 from ..files.reading import about, begins, opened, reported, size_of
 from ..files.weight_files import PIECE, header, tensors
+from ..files.writing import recovered
 from ..limits import DEFAULT, Limits
-from .atomic_folder import recovered
 from .manifest import CODE, MANIFEST, listed, parse
 
 TRIES = 100  # how often a folder may be replaced while its files are opened

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..ir.pytree import map_leaves
 from .frozen_values import copied, same_tensors
 from .isolation import restored
 from .memory_journal import Journal
@@ -18,7 +19,7 @@ from .user_code import is_foreign
 
 PLAIN = (dict, list, set)
 ANY_MODULES = frozenset(vars(nn.Module()))  # what every module has
-Kept = list[tuple[nn.Module, str]]
+Kept = list[tuple[nn.Module, str, bool]]  # modules, names of attributes, and whether these are no attributes without a value
 
 
 def find_derived(model: nn.Module, call: Any = None) -> Kept:
@@ -32,19 +33,20 @@ def find_derived(model: nn.Module, call: Any = None) -> Kept:
     With a `call` that has values, also the tensors that modules hold without registering them, if a call makes them anew of
     the weights: it makes others of other weights.
     """
-    found = [(module, name) for module in model.modules() for name in vars(module) if _is_cached_property(module, name)]
+    found = [(module, name, True) for module in model.modules() for name in vars(module) if _is_cached_property(module, name)]
     own = [module for module in model.modules() if _says_what_to_drop(module)]
     if own:
         with restored(State(model)):
-            found += [(module, name) for module in own for name in _dropped(module) if (module, name) not in found]
+            found += [(m, name, False) for m in own for name in _dropped(m) if (m, name, True) not in found]
     if call is not None:
-        found += [entry for entry in _made_of_weights(model, call) if entry not in found]
+        known = [(module, name) for module, name, _ in found]
+        found += [entry for entry in _made_of_weights(model, call) if entry[:2] not in known]
     return found
 
 
 def _made_of_weights(model: nn.Module, call: Any) -> Kept:
     held = [
-        (module, name)
+        (module, name, False)
         for module in model.modules()
         if not is_foreign(type(module)) and any(p.is_floating_point() for p in module.parameters())
         for name, value in vars(module).items()
@@ -52,52 +54,84 @@ def _made_of_weights(model: nn.Module, call: Any) -> Kept:
     ]
     found = _made_anew(model, call, held)
     if found is None:  # one of them is no such thing
-        groups = [[entry for entry in held if (type(entry[0]), entry[1]) == key] for key in {(type(m), n) for m, n in held}]
-        found = [entry for group in groups for entry in _made_anew(model, call, group) or []]
+        groups = [[entry for entry in held if (type(entry[0]), entry[1]) == key] for key in {(type(m), n) for m, n, _ in held}]
+        found = [entry for group in groups for entry in _made_anew(model, call, group) or _after_hasattr(model, call, group)]
     return found
 
 
+def _after_hasattr(model: nn.Module, call: Any, held: Kept) -> Kept:
+    """Those that a call makes anew where they are no attributes, for code that asks `hasattr`."""
+    return _made_anew(model, call, [(module, name, True) for module, name, _ in held]) or []
+
+
 def _made_anew(model: nn.Module, call: Any, held: Kept) -> Kept | None:
-    """Those of some attributes that a call without them makes anew, and otherwise for other weights; None where it fails."""
+    """Those of some attributes that a call without them makes anew, otherwise for other weights and not for other inputs; None
+    where the call fails."""
     if not held:
         return []
-    before = [[tensor.detach().clone() for tensor in _tensors(vars(module)[name])] for module, name in held]
+    before = [[tensor.detach().clone() for tensor in _tensors(vars(module)[name])] for module, name, _ in held]
+    now = _after_call(model, call, held, other=False)
+    if now is None:
+        return None
+    pairs = zip(held, before, now, strict=True)
+    found = [entry for entry, old, new in pairs if len(old) == len(new) and not all(map(same_tensors, old, new))]
+    again = (_after_call(model, call, held, other=True) if found else now) or now  # of other inputs it may fail
+    same = [entry for entry, a, b in zip(held, now, again, strict=True) if len(a) == len(b) and all(map(same_tensors, a, b))]
+    return [entry for entry in found if entry in same]
+
+
+def _after_call(model: nn.Module, call: Any, held: Kept, other: bool) -> list[list[torch.Tensor]] | None:
+    """What a call without some attributes, with other weights, and perhaps with other inputs, makes of them."""
     journal = Journal()
     try:
         with torch.no_grad(), restored(State(model)), without(held), journal:
-            for parameter in {p for module, _ in held for p in module.parameters() if p.is_floating_point()}:
+            for parameter in {p for module, *_ in held for p in module.parameters() if p.is_floating_point()}:
                 parameter.mul_(0.5)
-            args, kwargs = copied(call)
+            args, kwargs = copied(call, other)
+            if other:  # smaller numbers are indices too
+                args, kwargs = map_leaves((args, kwargs), lambda t, _: t if _is_fraction(t) else t // 2)
             model(*args, **kwargs)
-            now = [[tensor.detach().clone() for tensor in _tensors(vars(module).get(name))] for module, name in held]
+            return [[tensor.detach().clone() for tensor in _tensors(vars(module).get(name))] for module, name, _ in held]
     except Exception:  # the model's own
         return None
     finally:
         journal.put_back()
-    pairs = zip(held, before, now, strict=True)
-    return [entry for entry, old, new in pairs if len(old) == len(new) and not all(map(same_tensors, old, new))]
+        torch.clear_autocast_cache()  # which has casts of the other weights, for as long as the caller's autocast lasts
+
+
+def _is_fraction(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors of an attribute that is one, or a list or dict of them."""
-    members = list(value.values()) if type(value) is dict else value if type(value) is list else [value]
-    found = [x for x in members if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter) and x.is_floating_point()]
-    return found if len(found) == len(members) else []
+    """The tensors of an attribute that is one, or is made of lists, tuples and dicts of them, and of nothing else."""
+    found: list[torch.Tensor] = []
+    rest, seen = [value], set()
+    while rest:
+        x = rest.pop()
+        if type(x) in (dict, list, tuple):  # a subclass may have methods that do more
+            rest += [] if id(x) in seen else x.values() if type(x) is dict else x
+            seen.add(id(x))
+        elif isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter) and x.is_floating_point():
+            found.append(x)
+        else:
+            return []
+    return found
 
 
 @contextlib.contextmanager
 def without(kept: Kept) -> Iterator[None]:
     """The model without these; it gets them back afterwards."""
-    before = [vars(module)[name] for module, name in kept]
-    for (module, name), value in zip(kept, before, strict=True):
-        if _is_cached_property(module, name):
+    before = [vars(module)[name] for module, name, _ in kept]
+    for (module, name, gone), value in zip(kept, before, strict=True):
+        if gone:
             del vars(module)[name]
         else:
             vars(module)[name] = type(value)() if type(value) in PLAIN else None
     try:
         yield
     finally:
-        for (module, name), value in zip(kept, before, strict=True):
+        for (module, name, _), value in zip(kept, before, strict=True):
             vars(module)[name] = value
 
 

@@ -281,8 +281,8 @@ def _record(job: _Job, real: bool | None, training: bool | None) -> Recorded:
     except FxplugError:
         raise
     except Exception as error:  # the model's or torch's
-        if not lacks_values(error):
-            raise
+        if not lacks_values(error) and (real is False or on_meta or _fails_by_itself(job)):
+            raise  # else torch has no such function on fake tensors, or another one
         if real is False or on_meta:
             if not isinstance(error, NeedsValues):
                 raise
@@ -298,6 +298,11 @@ def _record(job: _Job, real: bool | None, training: bool | None) -> Recorded:
         raise
     job.reasons.append(reason)
     return recorded
+
+
+def _fails_by_itself(job: _Job) -> bool:
+    """Whether the model fails in this call without being traced."""
+    return isinstance(self_check.one_call(job.model, job.call, job.state), type)
 
 
 def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> Recorded:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from ..cli.verbs import Allow, Debug, load_saved
 from ..errors import SpecError, did_you_mean
 from ..files.reading import reported
+from ..files.writing import new_file
 
 SYSTEMS = ("hcp", "zhijian")
 WEIGHTS = (".ckpt", ".safetensors", ".pt", ".pth", ".bin")
@@ -129,10 +129,5 @@ def _write(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, "utf-8")
         return
-    target = Path(os.path.realpath(path))
-    beside = target.with_name(f".{os.getpid()}.tmp")
-    try:
+    with new_file(path) as beside:
         beside.write_text(text, "utf-8")
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)

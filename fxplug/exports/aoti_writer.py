@@ -19,10 +19,8 @@ from torch.export import ExportedProgram
 
 from .. import __version__
 from ..errors import FxplugError
-from ..files.reading import opened
-from ..files.temporary import folder
-from ..files.writing import written
-from ..files.zip_archives import Archive
+from ..files.reading import open_archive, opened
+from ..files.writing import folder, written
 from ..torch_internals.dispatch import OpOverload, name_of
 from ..torch_internals.packaging import compile_package, find_compiler, processor
 from .call_signature import Json, describe
@@ -135,9 +133,9 @@ def _compiled(file: str) -> tuple[set[str], dict[str, str]]:
         return Unfit(f"AOTInductor wrote what is no package: it {finding}; leave out the options that ask for it")
 
     with opened(file, raises=unfit) as handle, folder(TEMPORARY) as work:
-        archive = Archive(handle, unfit)
-        check_members(archive.members, root(archive), unfit)
-        unpack(archive, work)
+        archive = open_archive(handle, unfit)
+        check_members(archive.namelist(), root(archive), unfit)
+        unpack(archive, work, unfit)
         loader = _loader(work, 1, -1)
         return set(loader.get_constant_fqns()), dict(loader.get_metadata())
 

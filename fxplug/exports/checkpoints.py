@@ -17,9 +17,9 @@ from ..adapters.named import part_of
 from ..adapters.slots import Adapters
 from ..adapters.writing import about_of
 from ..errors import FxplugError, SpecError, brief_fields, did_you_mean, shown
-from ..files.placing import check_new, new_file, new_folder
 from ..files.reading import Raises, reported
-from ..files.writing import save_file
+from ..files.weight_files import save_file
+from ..files.writing import check_new, new_file, new_folder
 from ..ir.traced_module import TracedModule
 from ..lowerings.merging.fold import is_mark
 from ..lowerings.merging.fold import merge as fold

@@ -23,9 +23,8 @@ from torch.export import Dim, ExportedProgram
 from ..adapters.slots import Adapters
 from ..artifacts.value_json import portable
 from ..errors import FxplugError, brief_fields, did_you_mean, shown
-from ..files.placing import new_file
 from ..files.reading import reported
-from ..files.writing import written
+from ..files.writing import new_file, written
 from ..ir.containers import Container
 from ..ir.editing import insert, replace
 from ..ir.graph import copy_graph

@@ -7,7 +7,6 @@ that lie beside. They tell a file that was damaged or changed from what was expo
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import re
 from pathlib import Path
@@ -17,9 +16,8 @@ import torch
 
 from ..blocks.slot_gates import NAME
 from ..errors import shown
-from ..files.formats import check_format
-from ..files.onnx_weights import Beside, initializers, metadata
-from ..files.reading import Raises, about, opened, parse_json, size_of
+from ..files.reading import Raises, about, check_format, opened, parse_json, size_of
+from ..files.weight_files import onnx_model, onnx_tensor
 from ..limits import DEFAULT, Limits
 from .call_signature import Json
 from .package_file import check_tensors, is_view, place
@@ -73,8 +71,8 @@ class OnnxFile:
             raise raises(f"has {size_of(file)} bytes, and no ONNX model has more than {LARGEST}")
         self.path, self.folder = path, Path(os.path.realpath(path)).parent
         self.model = file.read()
-        inside = io.BytesIO(self.model)
-        found = metadata(inside, raises, limits)
+        model = onnx_model(self.model, raises)
+        found = {entry.key: entry.value for entry in reversed(model.metadata_props)}  # of a key that is there twice, the first
         if METADATA not in found:
             raise raises(
                 "is no ONNX file of fxplug's: it has no metadata of ours; onnxruntime.InferenceSession runs those of others"
@@ -85,13 +83,13 @@ class OnnxFile:
         data = self.manifest["data"]
         if data is None:
             self._beside: tuple[Path, os.stat_result] | None = None
-            self.tensors = self._tensors(inside, raises, limits, None)
+            self.tensors = self._tensors(model, raises, None)
             return
         beside = self.folder / data["name"]
         with opened(beside) as opened_beside:
             check_digest(opened_beside, data["sha256"], about(beside))
             self._beside = beside, os.fstat(opened_beside.fileno())
-            self.tensors = self._tensors(inside, raises, limits, Beside(data["name"], opened_beside))
+            self.tensors = self._tensors(model, raises, (data["name"], opened_beside))
 
     def check_unchanged(self) -> None:
         """Raises ArtifactError where the weights beside are others than those that were checked: who reads them opens anew."""
@@ -108,8 +106,11 @@ class OnnxFile:
         if bytes(view[-size:]) != _seal(hashlib.sha256(view[:-size]).hexdigest()):
             raise raises("is not as it was exported: it is damaged, or was changed since; export it again")
 
-    def _tensors(self, model: BinaryIO, raises: Raises, limits: Limits, beside: Beside | None) -> dict[str, torch.Tensor]:
-        tensors = initializers(model, raises, set(self.manifest["live"]), beside, limits)
+    def _tensors(self, model: Any, raises: Raises, beside: tuple[str, BinaryIO] | None) -> dict[str, torch.Tensor]:
+        live = set(self.manifest["live"])
+        tensors = {p.name: onnx_tensor(p, raises, beside) for p in model.graph.initializer if p.name in live}
+        if lost := live - tensors.keys():
+            raise raises(f"cannot be read: it has no {shown(min(lost))}, which its metadata lists")
         for name, texts in self.manifest["names"].items():
             rows = [list(text.encode().ljust(NAME, b"\0")) for text in texts]
             tensors[f"{name}.gates.table.names"] = torch.tensor(rows, dtype=torch.uint8)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..artifacts.atomic_folder import locked
 from ..errors import LONGEST, ArtifactError, FxplugError, SpecError, cut, did_you_mean, shown
 from ..files.reading import about, opened, reported
+from ..files.writing import locked
 from ..ir.pytree import leaves, map_leaves
 from ..limits import DEFAULT, Limits
 from ..turns import Turns, during

@@ -19,11 +19,10 @@ from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from .. import __version__
-from ..artifacts.atomic_folder import locked
 from ..artifacts.value_json import Mark
 from ..blocks.slot_gates import NAME
 from ..errors import FxplugError, shown
-from ..files.writing import written
+from ..files.writing import locked, written
 from ..ir.editing import change
 from ..ir.pytree import children, rebuilt
 from ..torch_internals.dispatch import OpOverload

@@ -19,7 +19,7 @@ from ..artifacts.value_json import decode
 from ..errors import LONGEST, ArtifactError, FxplugError, SpecError, cut, did_you_mean, shown
 from ..files import weight_files
 from ..files.reading import about, opened, reported
-from ..files.temporary import Folder, ended_by_exceptions
+from ..files.writing import Folder, ended_by_exceptions
 from ..ir.peers import instead
 from ..limits import DEFAULT, Limits
 from ..torch_internals.packaging import LOADER

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
+from zipfile import ZipFile
 
 import torch
 
 from ..adapters.banks import RANKS, Bank
 from ..adapters.slots import Adapters
 from ..errors import ArtifactError, shown
-from ..files.formats import check_format
-from ..files.reading import Raises, about, parse_json
+from ..files.reading import Raises, about, check_format, open_archive, parse_json, read_member
 from ..files.weight_files import header, tensors
-from ..files.zip_archives import Archive
 from ..limits import DEFAULT, Limits
 from .call_signature import DTYPES, Json
 
@@ -52,44 +51,44 @@ class Packed:
 
     def __init__(self, file: BinaryIO, path: Path, limits: Limits = DEFAULT) -> None:
         raises = about(path)
-        self.path, self._archive = path, Archive(file, raises, limits, most=limits.archive)
-        self._root = root(self._archive)
-        inside = [each.removeprefix(self._root) for each in self._archive.members]
+        self.path, self._archive = path, open_archive(file, raises)
+        self._root, names = root(self._archive), self._archive.namelist()
+        inside = [each.removeprefix(self._root) for each in names]
         if MANIFEST not in inside:
             raise raises(f"is no package of fxplug's: {_kind(inside)}")
-        check_members(self._archive.members, self._root, raises)
+        check_members(names, self._root, raises)
         for name in KNOWN - {MANIFEST, TENSORS}:
-            if self._root + name in self._archive.members:
-                self._archive.read(self._root + name, limits.text)
-        data = self._archive.read(self._root + MANIFEST, limits.json)
+            if self._root + name in names:
+                read_member(self._archive, self._root + name, raises, limits.text)
+        data = read_member(self._archive, self._root + MANIFEST, raises, limits.json)
         self.manifest = check_manifest(parse_json(data, about(f"{path}: {MANIFEST}"), limits), raises)
         self.tensors = self._read_tensors(raises, limits)
         check_tensors(self.manifest, self.tensors, raises)
 
     def _read_tensors(self, raises: Raises, limits: Limits) -> dict[str, torch.Tensor]:
-        if self._root + TENSORS not in self._archive.members:
+        if self._root + TENSORS not in self._archive.NameToInfo:
             raise raises(f"has no {TENSORS}")
-        file, inside = io.BytesIO(self._archive.read(self._root + TENSORS)), about(f"{self.path}: {TENSORS}")
+        file, inside = io.BytesIO(read_member(self._archive, self._root + TENSORS, raises)), about(f"{self.path}: {TENSORS}")
         return dict(tensors(file, header(file, inside, limits), inside))
 
     def unpack(self, folder: Path) -> None:
         """Write the code into a folder, laid out as AOTInductor's loader expects it."""
-        unpack(self._archive, folder)
+        unpack(self._archive, folder, about(self.path))
 
 
-def root(archive: Archive) -> str:
+def root(archive: ZipFile) -> str:
     """The folder in an archive that everything is below."""
-    return next(iter(archive.members), "").partition("/")[0] + "/"
+    return next(iter(archive.namelist()), "").partition("/")[0] + "/"
 
 
-def unpack(archive: Archive, folder: Path) -> None:
+def unpack(archive: ZipFile, folder: Path, raises: Raises) -> None:
     """Write the files of the code, whose names were checked, to a place below a folder."""
     target = folder / CODE
     target.mkdir(parents=True)
     start = root(archive) + CODE
-    for name in archive.members:
+    for name in archive.namelist():
         if name.startswith(start):
-            archive.unpack(name, target / name.removeprefix(start))
+            (target / name.removeprefix(start)).write_bytes(read_member(archive, name, raises))
 
 
 def _kind(names: list[str]) -> str:
@@ -100,7 +99,7 @@ def _kind(names: list[str]) -> str:
     return f"it has no {MANIFEST}"
 
 
-def check_members(names: Mapping[str, Any], root: str, raises: Raises) -> None:
+def check_members(names: Sequence[str], root: str, raises: Raises) -> None:
     """Raises what `raises` makes for members that no export writes: all are below one folder, and known, or code's files."""
     code = []
     for name in names:

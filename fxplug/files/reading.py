@@ -1,6 +1,6 @@
 """Files from strangers: regular files only, opened once, within bounds; whatever goes wrong is an error of our own.
 
-A reader opens a file here, takes all it needs from that one handle, and parses JSON here. Imports no torch.
+A reader opens a file here, takes all it needs from that one handle, and reads JSON and zip archives here. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import re
 import stat
 import threading
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -157,6 +158,34 @@ def begins(start: bytes) -> str:
     return "text, and no weights" if printed else ""
 
 
+def open_archive(file: BinaryIO, raises: Raises) -> zipfile.ZipFile:
+    """A zip archive as torch writes one: its members are stored as they are, so they are no larger than the file.
+
+    Raises what `raises` makes for what is no archive, has a name twice, or would have to be inflated.
+    """
+    try:
+        archive = zipfile.ZipFile(file)
+    except Exception as error:  # zipfile tells of a damaged directory by many kinds
+        raise raises(f"is damaged, or no zip archive: {shown(str(error), 200)[1:-1]}") from None
+    members = archive.infolist()
+    if any(each.compress_type or each.flag_bits & 1 for each in members) or sum(e.file_size for e in members) > size_of(file):
+        raise raises("has compressed or encrypted members; what torch writes is stored as it is")
+    if len(archive.NameToInfo) != len(members):
+        raise raises("holds one name twice")
+    return archive
+
+
+def read_member(archive: zipfile.ZipFile, name: str, raises: Raises, limit: int | None = None) -> bytes:
+    """The bytes of a member, at most `limit` of them. Raises what `raises` makes for one that is not as it was written."""
+    size = archive.getinfo(name).file_size
+    if limit is not None and size > limit:
+        raise raises(f"has {size} bytes in {shown(name)}, and more than {limit} are not read; see Limits")
+    try:
+        return archive.read(name)
+    except Exception as error:  # zipfile tells of damage by many kinds
+        raise raises(f"is damaged: {shown(name, 200)} is not as it was written: {shown(str(error), 200)[1:-1]}") from None
+
+
 # --- JSON
 
 _ESCAPED = re.compile(rb"\\.", re.DOTALL)
@@ -214,6 +243,19 @@ def read_json(path: str | os.PathLike[str], raises: Raises | None = None, limits
     """The value of a JSON file, within `limits`."""
     raises = raises or about(path)
     return parse_json(whole(path, limits.json, raises), raises, limits)
+
+
+def check_format(manifest: Any, newest: int, raises: Raises) -> None:
+    """Raises what `raises` makes unless a manifest, an object with `format`, is of a version up to `newest`.
+
+    `fxplug`, where it has that, is the version that wrote it.
+    """
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if type(version) is not int or version < 1:
+        raise raises(f"cannot be read: its manifest has the format {shown(version)}, which is no version")
+    if version > newest:
+        writer = f", written by fxplug {shown(str(manifest['fxplug']))[1:-1]}" if "fxplug" in manifest else ""
+        raise raises(f"has format {shown(version)}{writer}; this version reads up to {newest}: update fxplug")
 
 
 def syntax_tree(text: str, mode: str = "exec") -> Any:

@@ -1,24 +1,33 @@
-"""Files of weights: safetensors, and what `torch.save` wrote. Tensors and plain values come out; nothing in a file is run.
+"""Files of weights: safetensors, what `torch.save` wrote, and ONNX. Tensors and plain values come out; no code in them is run.
 
-Which of the two a file is, its first bytes tell; the ending of its name is only held against them.
+torch and onnx read theirs; what they get wrong is looked at here. Which of the first two a file is, its first bytes tell; the
+ending of its name is only held against them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
+import os
+import pickle
+import re
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors import torch as safetensors
+from torch import Tensor, nn
 
-from ..errors import shown
+from ..errors import ArtifactError, FxplugError, shown
 from ..limits import DEFAULT, Limits
-from . import torch_pickles
-from .reading import Raises, about, begins, opened, parse_json
+from .reading import Raises, about, begins, open_archive, opened, parse_json, size_of
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -27,7 +36,13 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
+# ONNX's TensorProto.DataType -> dtype
+ONNX_DTYPES = {
+    1: torch.float32, 2: torch.uint8, 3: torch.int8, 4: torch.uint16, 5: torch.int16, 6: torch.int32, 7: torch.int64,
+    9: torch.bool, 10: torch.float16, 11: torch.float64, 14: torch.complex64, 16: torch.bfloat16,
+}  # fmt: skip
 PIECE = 1 << 24  # bytes that are read at once
+SAVED = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # from its third byte on, how a file begins that torch.save wrote before 1.6
 
 
 @dataclass(frozen=True)
@@ -75,7 +90,7 @@ def read(
                 raise raises("is no safetensors file, but a zip archive: unpack it")
             if suffix == "safetensors":
                 raise raises("is no safetensors file, it was written by torch.save: let its name end in .pt")
-            return torch_pickles.load(file, raises, most=most, limits=limits), {}
+            return _load_saved(file, path, raises, most), {}
         if not start:
             raise raises("cannot be read: it is empty")
         if what := "" if sized else begins(start):
@@ -166,3 +181,193 @@ def _record(name: str, entry: Any, start: int, raises: Raises, limits: Limits) -
         took = offsets[1] - offsets[0]
         raise raises(f"is damaged: {shown(name)} has {took} bytes, which are not those of its shape {shown(shape)}")
     return Record(dtype, tuple(shape), start + offsets[0], size)
+
+
+# --- what torch.save wrote
+
+
+def _load_saved(file: BinaryIO, path: str | PathLike[str], raises: Raises, most: float) -> Any:
+    """The value of a file of `torch.save`: tensors on the CPU, or meta, in dicts, lists and tuples, and plain values.
+
+    torch's own reader makes it, of weights only. Where tensors are left out, the file is mapped into memory and their bytes are
+    not read; otherwise all of it is copied, so that the file may change later. Raises what `raises` makes.
+    """
+    file.seek(0)
+    archive = file.read(2) == b"PK"
+    if archive:
+        names = open_archive(file, raises).namelist()  # torch inflates without a bound, and maps compressed bytes as weights
+        if not any(name.endswith("/data.pkl") for name in names):
+            found = shown(", ".join(names[:6]), 200)
+            raise raises(f"is an archive without a 'data.pkl', no file of torch.save; it has {found}")
+    elif file.read(len(SAVED)) != SAVED:
+        raise raises("is a pickle: pickle.dump wrote it, and not torch.save")
+    file.seek(0)
+    mapped = archive and most < math.inf
+    try:
+        with _one_error(raises, "cannot be read: it is truncated or damaged"):
+            value = torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
+            return _Saved(raises, most, 2 * size_of(file) + (16 << 20)).plain(value)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        if named is None:
+            raise raises(f"is damaged, or a pickle of more than weights: {_first_line(error)}") from None
+        raise raises(f"is refused, it is a pickle of more than weights: it names {shown(named[1])}") from None
+
+
+@contextlib.contextmanager
+def _one_error(raises: Raises, finding: str) -> Iterator[None]:
+    """Tell as `raises` does what torch, numpy and protobuf make of a damaged file, which is errors of many kinds."""
+    try:
+        yield
+    except (FxplugError, pickle.UnpicklingError):
+        raise
+    except Exception as error:  # of theirs
+        raise raises(f"{finding}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).rpartition("Unpickler error: ")[2].strip()
+    return shown((text.splitlines() or [type(error).__name__])[0], 200)[1:-1]
+
+
+class _Saved:
+    """Makes what torch read plain. `most` is as for `read`, `room` how many bytes all tensors may have together."""
+
+    def __init__(self, raises: Raises, most: float, room: int) -> None:
+        self.raises, self.most, self.room = raises, most, room
+        self.made: dict[int, Any] = {}  # a value may be in many places
+
+    def plain(self, value: Any) -> Any:
+        """A value with plain dicts, lists and tuples, and tensors that have numbers and nothing else."""
+        if id(value) not in self.made:
+            self.made[id(value)] = self._plain(value)
+        return self.made[id(value)]
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, dict):
+            return {key: self.plain(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return (list if isinstance(value, list) else tuple)(map(self.plain, value))
+        return str(value) if isinstance(value, torch.device) else value
+
+    def _tensor(self, value: Tensor) -> Tensor:
+        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized:
+            raise self.raises("is refused, it is a pickle of more than weights: it has a sparse or other unusual tensor")
+        self.room -= value.nbytes
+        if self.room < 0:  # torch gives a tensor the shape that the file says, whatever the file has
+            raise self.raises("is damaged, or has tensors of more elements than there are in the file")
+        if value.untyped_storage().nbytes() > self.most:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return Tensor.detach(value) if self.most == math.inf else Tensor.detach(value).clone()
+
+
+# --- ONNX
+
+
+def onnx_model(data: bytes, raises: Raises) -> Any:
+    """The `onnx.ModelProto` of a file's bytes. Raises what `raises` makes for other bytes, and without the package onnx."""
+    try:
+        import onnx
+    except ImportError:
+        raise raises("is read by the package onnx, which is not installed: pip install 'fxplug[onnx]'") from None
+    try:
+        return onnx.load_model_from_string(data)
+    except Exception:  # protobuf's
+        what = begins(data[:64])
+        it = what if what and not what.startswith("an ONNX") else "no ONNX file, or truncated"
+        raise raises(f"cannot be read: it is {it}") from None
+
+
+def onnx_tensor(proto: Any, raises: Raises, beside: tuple[str, BinaryIO] | None = None) -> Tensor:
+    """The value of an `onnx.TensorProto`, in memory of its own; its data may lie in the file `beside` (name, opened).
+
+    onnx itself opens whatever file a model names. Raises what `raises` makes for another one, and for what is no tensor.
+    """
+    from onnx import numpy_helper
+
+    with _one_error(raises, f"cannot be read: {shown(proto.name)} has a dtype, a shape or data that is not read"):
+        dtype = ONNX_DTYPES[proto.data_type]
+        if proto.data_location == proto.EXTERNAL:
+            place = {entry.key: entry.value for entry in proto.external_data}
+            if beside is None:
+                raise raises("has its weights in another file: save it as one file, without external data")
+            if place.get("location") != beside[0]:
+                raise raises(f"cannot be read: {shown(proto.name)} is said to lie where no weights of it are")
+            beside[1].seek(int(place["offset"]))
+            proto.raw_data, proto.data_location = beside[1].read(int(place["length"])), proto.DEFAULT
+        array = numpy_helper.to_array(proto)
+        numbers = torch.from_numpy(np.array(array).reshape(-1).view(np.uint8))  # numpy has no bfloat16
+        return numbers.view(dtype).reshape(array.shape)
+
+
+def read_onnx(path: Path, raises: Raises, *, meta: bool = False) -> dict[str, Tensor]:
+    """The initializers of an ONNX graph by name, on the CPU or as meta tensors. Raises what `raises` makes.
+
+    The exporter renames a transposed weight `onnx::MatMul_7`: its name is taken from the node that uses it,
+    `/blocks.0/mlp/fc1/MatMul`, and it is turned back: `blocks.0.mlp.fc1.weight`.
+    """
+    with opened(path, raises=raises) as file, _one_error(raises, "cannot be read: it is a damaged ONNX file"):
+        graph = onnx_model(file.read(), raises).graph
+        tensors: dict[str, Tensor] = {}
+        for proto in graph.initializer:
+            if proto.name in tensors:
+                raise raises(f"cannot be read: it has {shown(proto.name)} twice")
+            tensor = onnx_tensor(proto, raises)
+            tensors[proto.name] = tensor.to("meta") if meta else tensor
+        if not tensors:
+            raise raises("cannot be read: it is no ONNX file, or one without weights")
+        for node in graph.node:
+            weight = node.input[1] if node.op_type == "MatMul" and len(node.input) == 2 else ""
+            new = node.name.removeprefix("/").rpartition("/")[0].replace("/", ".") + ".weight"
+            if weight.startswith("onnx::") and weight in tensors and tensors[weight].dim() == 2 and new not in tensors:
+                tensors[new] = tensors.pop(weight).t()
+        return tensors
+
+
+# --- written
+
+
+def save_file(tensors: dict[str, Tensor], path: str | os.PathLike[str], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file. Raises OSError where that failed, which safetensors tells as text."""
+    try:
+        safetensors.save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+
+
+def linked(tensors: dict[str, Tensor], old: Path, new: Path) -> bool:
+    """Give a safetensors file that holds these tensors and nothing else a second name; False where `old` is no such file.
+
+    Nothing is written then, however large it is. Every byte of it is compared.
+    """
+    with contextlib.suppress(OSError, ArtifactError):
+        handle = os.open(old, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode) or not _holds(file, tensors, old):
+                return False
+            os.link(old, new, follow_symlinks=False)
+            if os.path.samestat(os.fstat(handle), os.lstat(new)):
+                return True
+            new.unlink()  # another file had taken that name
+    return False
+
+
+def _holds(file: BinaryIO, tensors: dict[str, Tensor], name: Path) -> bool:
+    head = header(file, about(name))
+    wanted = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    if {key: (record.dtype, tuple(record.shape)) for key, record in head.records.items()} != wanted:
+        return False
+    buffer = torch.empty(PIECE, dtype=torch.uint8)
+    for key, record in head.in_file():
+        ours = tensors[key].reshape(-1).view(torch.uint8)
+        for begin in range(0, record.size, PIECE):
+            piece = ours[begin : begin + PIECE]
+            theirs = buffer[: len(piece)]
+            if file.readinto(theirs.numpy().data) < len(piece) or not torch.equal(theirs, piece):  # type: ignore[attr-defined]
+                return False
+    return True

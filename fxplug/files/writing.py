@@ -1,24 +1,297 @@
-"""Files that torch and safetensors write: a full disk is an OSError then, and neither a text nor the end of the process."""
+"""New files and folders that stand in their place whole, or not at all, and the temporary folders for that.
+
+What is written lies beside its place until it is whole, in a folder that is removed when its block ends, by an error or SIGTERM
+too. What a process leaves that was killed is removed by the next one that wants a folder of that kind: a lock, which the system
+takes off when a process ends, says which are in use. Imports no torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import os
-import re
+import shutil
+import signal
 import stat
-from collections.abc import Callable, Iterator
+import tempfile
+import threading
+import types
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, NoReturn, cast
 
-import torch
-from safetensors import SafetensorError
-from safetensors import torch as safetensors
-from torch import Tensor
+from .reading import KINDS, Raises, about, reported
 
-from ..errors import ArtifactError
-from .reading import about
-from .weight_files import PIECE, header
+try:
+    import fcntl
+except ImportError:  # Windows: nothing says there whether a folder is in use, so none is swept, and saves do not wait
+    fcntl = None  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def new_file(
+    target: Path, raises: Raises | None = None, put: Callable[[Path, Path], None] | None = None
+) -> Iterator[Path]:
+    """The name of a file to write beside the target, which takes its place then: a reader sees the old or the whole new one.
+
+    `put` puts it there, if others go with it. Where the target is a link, the file that it leads to is replaced. Nothing is
+    left when the writing fails. Raises what `raises` makes for a place where no file can be written, or where something stands
+    that is no file; without it, the system's own error.
+    """
+    with contextlib.ExitStack() as stack:
+        with _unwritten(raises):
+            target = Path(os.path.realpath(target))
+            if target.exists() and not target.is_file():
+                kind = KINDS.get(stat.S_IFMT(target.stat().st_mode), "something else")
+                raise (raises or about(target))(f"is {kind}, and no file is written over it")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            work = stack.enter_context(folder(f".{target.name[:80]}.writing-", target.parent))
+        name = work / target.name
+        yield name
+        with _unwritten(raises):
+            _finish(name)
+            (put or os.replace)(name, target)
+
+
+@contextlib.contextmanager
+def new_folder(
+    target: Path, raises: Raises | None = None, own: Callable[[Path], Collection[str]] | None = None
+) -> Iterator[Path]:
+    """A folder to write files into, which takes the name of the target at the end; nothing changes when the writing fails.
+
+    An empty folder may stand there, or any where `own` is given: `own(folder)` gives the names in it that the new folder takes
+    the place of, and the others stay. Of several that replace one folder, the last one wins. Raises as `new_file`.
+    """
+    with contextlib.ExitStack() as stack:
+        with _unwritten(raises):
+            if own is None:
+                check_new(target, raises or about(target))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if own is not None:
+                with locked(target.parent):
+                    _restore(target)
+            made = stack.enter_context(folder(f".{target.name[:80]}.writing-", target.parent)) / "made"
+            made.mkdir()
+        yield made
+        with _unwritten(raises):
+            for path in made.iterdir():
+                _finish(path)
+            _sync(made)
+            with locked(target.parent):
+                if own is None:
+                    check_new(target, raises or about(target))  # what came meanwhile is not written over
+                elif target.is_dir():
+                    _keep_others(target, made, own(target))
+                _swap(made, target)
+
+
+def _unwritten(raises: Raises | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if raises is None else reported(raises, "cannot be written")
+
+
+def check_new(target: Path, raises: Raises) -> None:
+    """Raises what `raises` makes where a path is taken by anything but an empty folder."""
+    if not os.path.lexists(target):
+        return
+    if target.is_symlink() or not target.is_dir():
+        raise raises("exists and is not a folder: name another place")
+    if any(target.iterdir()):
+        raise raises("exists and is not empty: name a new folder, or remove it")
+
+
+def check_folder(folder: Path, raises: Callable[[str], Exception]) -> None:
+    """Raises what `raises` makes of a finding where a folder is not there and cannot be made, before anything is worked out."""
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        why = f"{there} is not a folder" if there.exists() else f"{there} is a link to nothing"
+        raise raises(why if there == folder else f"'{folder}' cannot be made: {why}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise raises(f"'{folder}' cannot be written: '{there}' is not open to you")
+
+
+def _finish(path: Path) -> None:
+    """Give a finished file the rights of a new one, and see that it is on the disk."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    if path.stat().st_nlink == 1:  # a file that others have, too, is theirs
+        path.chmod(0o666 & ~mask)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+# --- an old folder replaced
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a folder against others who ask for it too, where the system can: on some network file systems it cannot."""
+    handle = None
+    try:
+        with contextlib.suppress(OSError):
+            handle = os.open(path, os.O_RDONLY)
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _old(target: Path) -> Path:
+    return target.with_name(f".{target.name}.old")
+
+
+def _restore(target: Path) -> None:
+    """Bring back a folder that was between its two renames when a save was killed."""
+    old = _old(target)
+    if old.exists():
+        if target.exists():
+            shutil.rmtree(old)
+        else:
+            os.rename(old, target)
+
+
+def _keep_others(target: Path, made: Path, own: Collection[str]) -> None:
+    """Give the new folder what lay in the old one and is not of its kind, by hard links where they work."""
+    for path in target.iterdir():
+        if path.name in own or (made / path.name).exists():
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, made / path.name, symlinks=True, copy_function=_link)
+        else:
+            _link(path, made / path.name)
+
+
+def _link(source: Any, copy: Any) -> Any:
+    try:
+        os.link(source, copy, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, copy, follow_symlinks=False)
+    return copy
+
+
+def _swap(made: Path, target: Path) -> None:
+    """Put the finished folder in the place of the old one; at no moment is there half of one."""
+    if not target.exists():
+        os.rename(made, target)
+    elif not _exchange(made, target):
+        os.rename(target, _old(target))  # load looks there when the target is missing
+        os.rename(made, target)
+        shutil.rmtree(_old(target), ignore_errors=True)
+    _sync(target.parent)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchange two folders in one step, where the system can (Linux: renameat2 with RENAME_EXCHANGE)."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError, TypeError):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(rename(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0)
+
+
+def recovered(target: Path) -> Path:
+    """The folder to read: the target, or the old one where a save ended while neither was in its place."""
+    old = _old(target.absolute())
+    return old if not target.exists() and old.is_dir() else target
+
+
+# --- temporary folders
+
+
+class Folder:
+    """A folder named `prefix` and something random, in `parent` or where the system has temporary files; ours alone."""
+
+    def __init__(self, prefix: str, parent: Path | None = None) -> None:
+        parent = Path(tempfile.gettempdir()) if parent is None else parent
+        _sweep(parent, prefix)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+            self._lock = _locked(self.path)
+            if self.path.is_dir():  # or else swept by another process, before the lock was on it
+                return
+            self._unlock()
+
+    def remove(self) -> None:
+        """Remove the folder and all that is in it; a second time is fine."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+@contextlib.contextmanager
+def folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
+    """A `Folder` for as long as the block runs."""
+    with ended_by_exceptions():
+        made = Folder(prefix, parent)
+        try:
+            yield made.path
+        finally:
+            made.remove()
+
+
+@contextlib.contextmanager
+def ended_by_exceptions() -> Iterator[None]:
+    """SIGTERM ends the process by SystemExit in the block, so that what has to be cleaned up is.
+
+    Nothing changes where a program has a handler of its own, or in other threads than the main one, which get no signals.
+    """
+
+    def leave(number: int, frame: types.FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _locked(path: Path, wait: bool = True) -> int | None:
+    """A handle that locks a folder for as long as it is open, or None where that cannot be or another process has it."""
+    if fcntl is None:
+        return None
+    handle = None
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError:  # taken, gone, or on a file system without locks
+        if handle is not None:
+            os.close(handle)
+        return None
+    return handle
+
+
+def _sweep(parent: Path, prefix: str) -> None:
+    """Remove the folders of processes that are no more."""
+    with contextlib.suppress(OSError):
+        for path in [p for p in parent.iterdir() if p.name.startswith(prefix)]:
+            handle = _locked(path, wait=False)
+            if handle is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(handle)
+
+
+# --- files that torch writes
 
 
 class Sink(io.RawIOBase):
@@ -61,57 +334,3 @@ def written(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
             raise sink.error
         file.flush()
         os.fsync(file.fileno())
-
-
-def check_folder(folder: Path, raises: Callable[[str], Exception]) -> None:
-    """Raises what `raises` makes of a finding where a folder is not there and cannot be made, before anything is worked out."""
-    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-    if not there.is_dir():
-        why = f"{there} is not a folder" if there.exists() else f"{there} is a link to nothing"
-        raise raises(why if there == folder else f"'{folder}' cannot be made: {why}")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise raises(f"'{folder}' cannot be written: '{there}' is not open to you")
-
-
-def save_file(tensors: dict[str, Tensor], path: str | os.PathLike[str], about: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, `about` its metadata. Raises OSError where that failed, which safetensors tells as text."""
-    try:
-        safetensors.save_file(tensors, path, about)
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
-
-
-def linked(tensors: dict[str, Tensor], old: Path, new: Path) -> bool:
-    """Give a safetensors file that holds these tensors and nothing else a second name; False where `old` is no such file.
-
-    Nothing is written then, however large it is. Every byte of it is compared.
-    """
-    with contextlib.suppress(OSError, ArtifactError):
-        handle = os.open(old, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-        with os.fdopen(handle, "rb") as file:
-            if not stat.S_ISREG(os.fstat(handle).st_mode) or not _holds(file, tensors, old):
-                return False
-            os.link(old, new, follow_symlinks=False)
-            if os.path.samestat(os.fstat(handle), os.lstat(new)):
-                return True
-            new.unlink()  # another file had taken that name
-    return False
-
-
-def _holds(file: BinaryIO, tensors: dict[str, Tensor], name: Path) -> bool:
-    head = header(file, about(name))
-    wanted = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
-    if {key: (record.dtype, tuple(record.shape)) for key, record in head.records.items()} != wanted:
-        return False
-    buffer = torch.empty(PIECE, dtype=torch.uint8)
-    for key, record in head.in_file():
-        ours = tensors[key].reshape(-1).view(torch.uint8)
-        for begin in range(0, record.size, PIECE):
-            piece = ours[begin : begin + PIECE]
-            theirs = buffer[: len(piece)]
-            if file.readinto(theirs.numpy().data) < len(piece) or not torch.equal(theirs, piece):  # type: ignore[attr-defined]
-                return False
-    return True

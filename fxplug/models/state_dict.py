@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import SpecError, did_you_mean, nearest, shown
-from ..files import onnx_weights, weight_files
+from ..files import weight_files
 from ..files.reading import Raises, read_json
 from ..limits import DEFAULT, Limits
 from ..spec.addresses import select
@@ -51,7 +51,7 @@ def read_weights(file: Path, meta: bool = False, limits: Limits = DEFAULT) -> St
         return SpecError(f"'{file.name}' {finding}{way}")
 
     if file.suffix == ".onnx":
-        return onnx_weights.read(file, raises, meta=meta, limits=limits)
+        return weight_files.read_onnx(file, raises, meta=meta)
     if file.name.endswith(INDICES):
         return _read_shards(file, raises, meta, limits)
     if not file.name.endswith((*SUFFIXES, ".gguf")):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..artifacts.artifact import load
 from ..errors import FxplugError, SpecError
-from ..files.placing import new_file
+from ..files.writing import new_file
 from ..flow import Result
 from ..ir.traced_module import TracedModule
 from ..verifier import Report

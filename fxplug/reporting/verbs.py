@@ -47,7 +47,7 @@ def report(
 
 def show_to(module: Any, to: str, region: str, out: Path | None) -> None:
     """Write a module's graph for another tool, to stdout where no file is given. Raises SpecError."""
-    from ..files.placing import new_file
+    from ..files.writing import new_file
     from ..ir.records import listing
     from .formats import FORMATS, written
     from .gather import contents

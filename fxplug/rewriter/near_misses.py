@@ -60,7 +60,7 @@ def misses(regions: Regions, match: Match) -> list[str]:
         classes = sorted({regions.classes(regions.by_key[k].path)[0] for k in regions.ran})
         wanted = [c if isinstance(c, str) else c.__name__ for c in match.module]
         hint = "".join(did_you_mean(w, classes) for w in wanted)
-        return [f"  nothing here is a {' or '.join(wanted)}{hint}; the classes here are {', '.join(classes)}"]
+        return [f"  nothing here is a {' or '.join(wanted)}{hint}; the classes here are {', '.join(classes) or 'none'}"]
     if not by_path:
         return [line for pattern in match.patterns for line in _near_paths(regions, match, pattern, by_class)]
     if match.module and not set(by_path) & set(by_class):
@@ -78,8 +78,8 @@ def misses(regions: Regions, match: Match) -> list[str]:
 def _near_paths(regions: Regions, match: Match, pattern: str, by_class: list[str]) -> list[str]:
     path = parse_port(pattern).path
     if path.lower() == ALL_LINEAR:
-        classes = sorted({regions.classes(regions.by_key[k].path)[0] for k in regions.ran})
-        return [f"  the model calls no Linear that '{ALL_LINEAR}' could mean; the classes here are {', '.join(classes)}"]
+        classes = ", ".join(sorted({regions.classes(regions.by_key[k].path)[0] for k in regions.ran})) or "none"
+        return [f"  the model calls no Linear that '{ALL_LINEAR}' could mean; the classes here are {classes}"]
     if is_bare(path):
         return [f"  {_no_end(regions, one)}" for one in alternatives(path)[:SHOWN]]
     modules = [name for name, _ in regions.root.named_modules(remove_duplicate=False)]

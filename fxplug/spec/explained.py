@@ -114,7 +114,11 @@ KEYS: Mapping[str, Texts] = {
         "tensorboard": ("whether there are TensorBoard events", False),
         "samples": ("steps from one picture to the next; 0: only at the end", 500),
     },
-    "Test": {"every": ("epochs from one test to the next; 0: only at the end", 1)},
+    "Test": {
+        "every": ("epochs from one test to the next; 0: only at the end", 1),
+        "patience": ("after how many tests without a better result the run ends; null: never", 3),
+        "best": ("whether `module/` is of the best test, by the task's metric or the lowest loss, not of the last step", True),
+    },
     "Parallel": {
         "ulysses": ("processes that share a sample's tokens and its heads", 2),
         "ring": ("processes around which keys and values go", 2),

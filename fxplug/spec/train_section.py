@@ -111,9 +111,12 @@ class Log(Section):
 
 
 class Test(Section):
-    """How many epochs apart the tests are (0: only at the end)."""
+    """How many epochs apart the tests are (0: only at the end), after how many without a better result the run ends, and
+    whether `module/` is what tested best."""
 
     every: int = Field(default=0, ge=0)
+    patience: int | None = Field(default=None, ge=1)
+    best: bool = False
 
 
 class Parallel(Section):

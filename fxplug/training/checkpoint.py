@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,11 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..artifacts.atomic_folder import replaced
 from ..errors import TrainError, brief_fields
 from ..files import reading, weight_files
-from ..files.formats import check_format
-from ..files.writing import save_file, written
+from ..files.weight_files import save_file
+from ..files.writing import new_folder, written
 from ..limits import DEFAULT, Limits
 from ..quantised import plain
 from .data.seeding import random_state, random_state_kept, seed_all, set_random_state
@@ -53,7 +53,7 @@ def write(folder: Path, made: Checkpoint, keep: int) -> Path:
 
 def write_to(target: Path, made: Checkpoint) -> None:
     """Write one to the folder `target`, in the place of what is there."""
-    with replaced(target) as work:
+    with new_folder(target, own=os.listdir) as work:
         save_file(_contiguous(made.weights), work / "weights.safetensors")
         if made.ema:
             save_file(_contiguous(made.ema), work / "ema.safetensors")
@@ -85,7 +85,7 @@ def read(folder: Path, limits: Limits = DEFAULT) -> Checkpoint:
 
     try:
         progress = reading.read_json(folder / "progress.json", raises, limits)
-        check_format(progress, FORMAT, raises)
+        reading.check_format(progress, FORMAT, raises)
         del progress["format"]
         weights, _ = weight_files.read(folder / "weights.safetensors", raises=raises, limits=limits)
         averaged = (folder / "ema.safetensors").is_file()

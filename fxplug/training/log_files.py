@@ -19,6 +19,8 @@ from PIL import Image
 from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
+from ..files.writing import new_file
+
 NO_NUMBERS = ("nan", "inf", "-inf")  # how a log has them: JSON has no word for them
 
 
@@ -46,9 +48,8 @@ class Lines:
         """Drop the records of later steps, and a last line that is not whole; all at once or not at all."""
         if self.path.is_file():
             kept = [record for record in self.read() if record.get("step", 0) <= step and step > 0]
-            beside = self.path.with_suffix(".tmp")
-            beside.write_text("".join(json.dumps(plain(record)) + "\n" for record in kept))
-            os.replace(beside, self.path)
+            with new_file(self.path) as beside:
+                beside.write_text("".join(json.dumps(plain(record)) + "\n" for record in kept))
 
 
 def _append(path: Path, data: bytes) -> None:

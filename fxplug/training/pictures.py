@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
+
+from ..files.writing import new_file
 
 GRAY: dict[str, Any] = {"color": "tab:gray"}
 UNITS = {"acc": "accuracy (%)"}  # of what tests measure
@@ -113,10 +114,5 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _save(path: Path, write: Callable[[Path], None]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".tmp")
-    try:
+    with new_file(path) as beside:
         write(beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..errors import TrainError
 from ..spec.train_section import Train
 
 
@@ -11,7 +12,8 @@ from ..spec.train_section import Train
 class Progress:
     """How far a run is: optimizer steps, the epoch at hand, batches done in it and the sum of their losses; best tests.
 
-    `accumulate` is how many batches make a step, which a plugin may change between epochs.
+    `accumulate` is how many batches make a step, which a plugin may change between epochs. `score` is that of the best test,
+    and `waited` how many came after it.
     """
 
     step: int = 0
@@ -20,6 +22,19 @@ class Progress:
     total: float = 0.0
     best: dict[str, float] = field(default_factory=dict)
     accumulate: int = 1
+    score: float | None = None
+    waited: int = 0
+
+    def judge(self, metrics: dict[str, float], highest: str | None) -> bool:
+        """Whether a test is better than all before: by the metric of which the highest is best, else by the lowest loss."""
+        name = highest if highest is not None and highest in metrics else "loss"
+        if name not in metrics:
+            listed = ", ".join(metrics) or "nothing"
+            raise TrainError(f"test.patience and test.best go by the task's own best metric or by 'loss'; tests give {listed}")
+        score = -metrics[name] if name == "loss" != highest else metrics[name]
+        better = score > (float("-inf") if self.score is None else self.score)
+        self.score, self.waited = (score, 0) if better else (self.score, self.waited + 1)
+        return better
 
 
 class Pace:

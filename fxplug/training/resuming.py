@@ -63,6 +63,35 @@ def keep_in(trainer: Trainer, path: Path) -> None:
             write_to(path, made)
 
 
+def keep_best(trainer: Trainer) -> None:
+    """Keep what has tested best: in the folder `best/`, a checkpoint, or in memory where the run has no folder."""
+    if trainer.out is not None:
+        keep_in(trainer, trainer.out / "best")
+    else:
+        made = _snapshot(trainer, [])
+        trainer.kept_best = Checkpoint(_copied(made.weights), made.progress, {}, _copied(made.ema), [])
+
+
+def take_best(trainer: Trainer) -> None:
+    """Give the module the weights that have tested best."""
+    trainer.accelerator.wait_for_everyone()  # the first process writes them
+    kept = trainer.kept_best
+    if trainer.out is not None and (trainer.out / "best").is_dir():
+        kept = read(trainer.out / "best")
+    if kept is None:
+        return  # no test had a number
+    buffers = dict(trainer.module.named_buffers())
+    _fill(buffers, trainer.buffers)
+    _fill({**buffers, **trainer.trained}, kept.weights)
+    if trainer.ema is not None:
+        _fill(trainer.ema.average, kept.ema)
+    trainer.watch.note(f"the module is that of step {kept.progress['step']}, which tested best")
+
+
+def _copied(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
 def _tell(trainer: Trainer, path: Path) -> None:
     place = {"epoch": trainer.progress.epoch, "global_step": trainer.pace.seen}
     names = {"save_folder": str(path), "diffusers_save_path": str(path)}

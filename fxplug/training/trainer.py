@@ -19,7 +19,7 @@ from ..ir.traced_module import TracedModule
 from ..lowerings.regions.submodules import originals
 from ..spec.run_config import check_settings
 from ..spec.train_section import Train
-from .checkpoint import fingerprint, newest, seeded
+from .checkpoint import Checkpoint, fingerprint, newest, seeded
 from .data.loader import loader_of
 from .data.seeding import random_state, random_state_kept
 from .distributed import launched, prepared, set_mode
@@ -32,7 +32,7 @@ from .plugin_state import Optimizers, State, plugin_batch
 from .plugins import Plugins, open_plugins
 from .progress import Pace, Progress
 from .random_draws import Draws, mixed
-from .resuming import export, interruptible, keep, keep_in, rescue, restore
+from .resuming import export, interruptible, keep, keep_best, keep_in, rescue, restore, take_best
 from .splitting import divided, share
 from .stepping import Batch, Stepper
 from .tasks.task import TaskInfo, make_task
@@ -102,6 +102,9 @@ class Trainer:
         common: dict[str, Any] = {"batch": self.settings.batch, "seed": seed, "rank": self.rank, "world": self.world}
         self.data = loader_of(data, train=True, hooks=self.plugins if self.plugins.transforms else None, **common)
         self.tests = None if test is None else loader_of(test, train=False, hooks=None, **common)
+        for key in ("patience", "best"):
+            if getattr(self.settings.test, key) and not (self.tests and self.settings.test.every):
+                raise TrainError(f"test.{key} compares tests: give test.every, and what is tested (test in the section data)")
         self._set_up(Path(base or Path.cwd()), timm)
         self._check_first_batch()  # before plugins see the module, which may hook it
         self.state = State(train_batch=self.data, unet=module, save=lambda path: keep_in(self, path), **self.task.parts())
@@ -208,6 +211,7 @@ class Trainer:
         self.trained = {name: p for group in self.groups for name, p in zip(group["names"], group["params"], strict=True)}
         self.fingerprint = fingerprint({n: p for n, p in self.module.named_parameters() if n in frozen})
         self.ema = Ema(self.trained, self.settings.ema) if self.settings.ema else None
+        self.kept_best: Checkpoint | None = None  # where the run has no folder
         self.buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
         parts = self.module, self.runner, self.task, self.groups, self.optimizer
         self.take_step = Stepper(self.accelerator, *parts, self.settings, self.plugins, self.seed)
@@ -257,13 +261,15 @@ class Trainer:
                 self.take_step.asked = lambda: bool(asked)
                 if self.settings.log.samples and not self.progress.step:
                     pictures(self)
-                while self.progress.step < self.steps and not self.take_step.stop:
+                while self.progress.step < self.steps and not self.take_step.stop and not self._waits():
                     self._epoch()
             if self.take_step.stop:
                 keep(self)
                 end = KeyboardInterrupt(f"stopped after step {self.progress.step}")
                 end.signal = asked[0] if asked else signal.SIGINT  # type: ignore[attr-defined]  # for the exit code
                 raise end
+            if self._waits() and self.progress.step < self.steps:
+                self.watch.note(f"ended after step {self.progress.step}: {self.progress.waited} tests were no better")
             self._finish()
         except BaseException as error:  # whoever it comes from: nothing learnt is lost
             rescue(self, error)
@@ -363,15 +369,29 @@ class Trainer:
             self._schedule(loss)
         last = progress.step >= self.steps
         metrics = self.test() if self.tests and ((every and progress.epoch % every == 0) or last) else {}
+        self._judge(metrics)
         place = {"epoch": epoch, "global_step": self.pace.seen, "arg_update_callback": self.pace.update}
         self.plugins.call("on_epoch_end", loss=loss, metrics=metrics, **place)
+
+    def _judge(self, metrics: dict[str, float]) -> None:
+        """Keep what has tested best, and count the tests since."""
+        wanted = self.settings.test
+        if metrics and (wanted.best or wanted.patience) and self.progress.judge(metrics, self.task.best) and wanted.best:
+            keep_best(self)
+
+    def _waits(self) -> bool:
+        """Whether no test is awaited that could be better: the run ends early."""
+        patience = self.settings.test.patience
+        return patience is not None and self.progress.waited >= patience
 
     def _finish(self) -> None:
         """Pictures, the last checkpoint and the trained module."""
         if self.tests and self.progress.done:  # the run ended within an epoch
-            self.test()
-        pictures(self)
+            self._judge(self.test())
         keep(self)
+        if self.settings.test.best:
+            take_best(self)
+        pictures(self)
         export(self)
         self.accelerator.wait_for_everyone()  # a process that ended while the first one writes would take it with it
 

@@ -84,18 +84,28 @@ class Reduced:
         return self.how
 
 
-def tuples(depth):
-    value = (1,)
-    for _ in range(depth):
-        value = (value, value)
-    return {value: 1} if depth < 20 else [value]
-
-
-def archive(data, method=zipfile.ZIP_STORED, name="a/data.pkl"):
+def archive(data, name="a/data.pkl"):
     made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", method) as file:
+    with zipfile.ZipFile(made, "w") as file:
         file.writestr(name, data)
     return made.getvalue()
+
+
+def saved(value, method=zipfile.ZIP_STORED, pickled=lambda data: data, tensor=lambda data: data):
+    """What `torch.save` writes of a value, compressed, or with another pickle or other bytes of tensors."""
+    plain, made = io.BytesIO(), io.BytesIO()
+    torch.save(value, plain)
+    with zipfile.ZipFile(plain) as old, zipfile.ZipFile(made, "w", method) as new:
+        for name in old.namelist():
+            change = pickled if name.endswith("data.pkl") else tensor if "/data/" in name else lambda data: data
+            new.writestr(name, change(old.read(name)))
+    return made.getvalue()
+
+
+def cyclic():
+    value = [1]
+    value.append(value)
+    return value
 
 
 def header(text):
@@ -104,12 +114,16 @@ def header(text):
 
 FILES = {
     "a call": pickle.dumps(Reduced(os.system, ("true",)), 2),
-    "bytes by the gigabyte": archive(pickle.dumps(Reduced(bytearray, (10**10,)), 2)),
-    "keys that take forever": archive(pickle.dumps(tuples(3), 2)),
-    "compressed": archive(b"\0" * 10**7, zipfile.ZIP_DEFLATED),
+    "a call in an archive": saved({"a": Reduced(os.system, ("true",))}),
+    "compressed": saved({"a": torch.zeros(10**6)}, zipfile.ZIP_DEFLATED),
+    "a shape of gigabytes": saved({"a": torch.ones(5, 3)}, pickled=lambda data: data.replace(b"K\5K\3", b"J\0\0\0\x0fK\3")),
+    "a shape below zero": saved({"a": torch.ones(5, 3)}, pickled=lambda data: data.replace(b"K\5K\3", b"J\0\0\0\xffK\3")),
+    "a list in itself": saved(cyclic()),
+    "a sparse tensor": saved({"a": torch.eye(2).to_sparse()}),
+    "a pickle that ends": saved({"a": torch.ones(5)}, pickled=lambda data: data[:-20]),
+    "an archive that ends": saved({"a": torch.ones(500)})[:-700],
     "leads out": archive(b"x", name="../../a/data.pkl"),
     "no data.pkl": archive(b"x", name="a/b"),
-    "a million operations": archive(b"\x80\x02" + b"]0" * 10 + b"N" * 1_100_000 + b"."),
     "many brackets": header(b"[" * 10**6),
     "many objects": header(b'{"a":[' + b"{}," * 1_000_000 + b"{}]}"),
     "digits": header(b'{"a":' + b"9" * 10**6 + b"}"),
@@ -147,6 +161,30 @@ def test_tensors_have_no_more_elements_than_bytes(expanded, tmp_path):
         return
     with pytest.raises(ArtifactError, match="more elements than there are in the file"):
         weight_files.read(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("most", [float("inf"), 8192])
+def test_a_file_whose_tensors_are_shorter_than_it_says_is_refused(most, tmp_path):
+    (tmp_path / "a.pt").write_bytes(saved({"a": torch.ones(5000)}, tensor=lambda data: data[:100]))
+    with pytest.raises(ArtifactError, match="a.pt cannot be read: it is truncated or damaged"):
+        weight_files.read(tmp_path / "a.pt", most=most)
+
+
+def test_what_was_read_is_independent_of_the_file(tmp_path):
+    for most in (float("inf"), 8192):
+        torch.save({"a": torch.ones(5)}, tmp_path / "a.pt")
+        found, _ = weight_files.read(tmp_path / "a.pt", most=most)
+        (tmp_path / "a.pt").write_bytes(b"")
+        assert torch.equal(found["a"], torch.ones(5)) and not found["a"].requires_grad
+
+
+def test_values_in_many_places_are_taken_once(tmp_path):
+    value = [torch.ones(2)]
+    for _ in range(60):
+        value = [value, value]
+    torch.save(value, tmp_path / "a.pt")
+    found, _ = weight_files.read(tmp_path / "a.pt")
+    assert found[0] is found[1]
 
 
 def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch):

@@ -29,11 +29,11 @@ from typer.testing import CliRunner
 import fxplug
 from fxplug import ArtifactError
 from fxplug.__main__ import app
-from fxplug.artifacts import atomic_folder
 from fxplug.artifacts.module_json import difference as rebuilt_difference
 from fxplug.artifacts.module_json import write_modules
 from fxplug.artifacts.modules_read import read_modules
 from fxplug.artifacts.value_json import Settings, decode, encode
+from fxplug.files import writing
 from fxplug.ir import functions, ops
 from fxplug.ir.containers import Container
 from fxplug.ir.traced_module import TracedModule
@@ -462,7 +462,7 @@ def test_other_files_stay_and_stale_ones_go(tmp_path: Path) -> None:
 
 
 def test_without_exchange_the_old_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxplug.artifacts.atomic_folder._exchange", lambda a, b: False)
+    monkeypatch.setattr("fxplug.files.writing._exchange", lambda a, b: False)
     folder = tmp_path / "out"
     fxplug.save(small(), folder)
     fxplug.save(small(1), folder)
@@ -497,7 +497,7 @@ def kills(folder: Path) -> None:
     rng = random.Random(0)
     for exchange in [True] * 10 + [False] * 10:
         if not exchange:
-            atomic_folder._exchange = lambda a, b: False
+            writing._exchange = lambda a, b: False
         fxplug.save(modules[0], folder)
         killed(lambda: [fxplug.save(module, folder) for module in reversed(modules)], rng.random() * 4 * spent)
         left = sorted(p.name for p in folder.parent.iterdir())
@@ -520,7 +520,7 @@ def alone(function: Callable[[Path], None], tmp_path: Path) -> list[str]:
 def test_a_kill_leaves_a_whole_artifact(tmp_path: Path) -> None:
     *found, last = alone(kills, tmp_path)
     assert len(found) == 20 and last == "out"
-    assert {line[0] for line in found} == {"0", "1"} and any("saving" in line for line in found), found
+    assert {line[0] for line in found} == {"0", "1"} and any("writing" in line for line in found), found
 
 
 class Large(nn.Module):

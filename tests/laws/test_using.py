@@ -181,6 +181,26 @@ def test_blocks_are_nested_and_errors_end_them(module):
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
+def test_a_generator_that_yields_in_a_block_is_told_and_leaves_no_choice(module):
+    def steps(name, count):
+        with module.adapters.using(name):
+            for _ in range(count):
+                yield module(X)
+
+    usual = module(X)
+    one, other = steps("a", 2), steps("b", 3)
+    for generator in (one, other, one):
+        next(generator)
+    for generator in (one, other):
+        with pytest.raises(SpecError, match="a 'yield' within"):
+            list(generator)
+        close(module(X), usual)
+    one, other = steps("a", 2), steps("b", 2)
+    next(one), next(other)
+    one.close(), other.close()
+    close(module(X), usual)
+
+
 def test_what_cannot_be_used_is_an_error_of_the_block(module):
     for what, message in (
         ("d", "no adapter 'd'"),

@@ -219,7 +219,7 @@ REACHED = {
     "compat.hcp.plugin_state": {"_watched"},
 }
 # names in files that strangers wrote, which are read and never followed
-WRITTEN = {"files.torch_pickles", "ir.functions"}
+WRITTEN = {"ir.functions"}
 
 
 def ours():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ...errors import ArtifactError, SpecError, did_you_mean
-from ...files.reading import reported
-from ...files.writing import save_file, written
+from ...files.reading import about, reported
+from ...files.weight_files import save_file
+from ...files.writing import new_file, written
 from ...ir.traced_module import TracedModule
 from ...spec.addresses import is_pattern
 from .checkpoint_files import State, keyed, looks_like, read_sections
@@ -75,18 +75,13 @@ def save_checkpoint(module: TracedModule, file: str | Path, *, passes: Sequence[
         raise SpecError(f"{file}: a checkpoint of HCP-Diffusion ends in .ckpt or .safetensors")
     if not names:
         raise SpecError(f"no pass here has weights that a checkpoint of HCP-Diffusion has: {_listed(passes, module)}")
-    beside = out.with_name(f".{os.getpid()}{out.suffix}")
-    with reported(lambda finding: ArtifactError(f"{file} {finding}"), "cannot be written"):
-        try:
-            if out.suffix == ".ckpt":
-                with written(beside) as opened:
-                    torch.save(sections, opened)
-            else:
-                flat = {f"{section}:{key}": value for section, here in sections.items() for key, value in here.items()}
-                save_file(flat, beside)
-            os.replace(beside, out)
-        finally:
-            beside.unlink(missing_ok=True)
+    with reported(about(file), "cannot be written"), new_file(out) as beside:
+        if out.suffix == ".ckpt":
+            with written(beside) as opened:
+                torch.save(sections, opened)
+        else:
+            flat = {f"{section}:{key}": value for section, here in sections.items() for key, value in here.items()}
+            save_file(flat, beside)
     return names
 
 

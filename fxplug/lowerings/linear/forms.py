@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +21,7 @@ import torch
 
 from ...errors import FxplugError, SpecError, did_you_mean, shown
 from ...files import reading
+from ...files.writing import new_file
 from . import kernels, operators
 
 FORMS = {
@@ -172,16 +172,6 @@ def write(device: torch.device, entries: Mapping[Case, dict[str, Any]]) -> Path:
         old = read(file, file.stat().st_mtime_ns) if file.is_file() else {}
     cases = {str(case): entry for case, entry in sorted({**old, **entries}.items())}
     document = {"format": FORMAT, "device": device_name(device), "versions": versions(), "cases": cases}
-    new = file
-    with reading.reported(lambda finding: SpecError(f"{file} {finding}"), "cannot be written"):
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(".tmp", f"{file.stem}.", file.parent)
-            new = Path(name)
-            with os.fdopen(handle, "w", encoding="utf-8") as opened:
-                opened.write(json.dumps(document, indent=1) + "\n")
-            new.replace(file)
-        finally:
-            if new != file:
-                new.unlink(missing_ok=True)
+    with reading.reported(lambda finding: SpecError(f"{file} {finding}"), "cannot be written"), new_file(file) as beside:
+        beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return file

@@ -41,7 +41,7 @@ def around(
         query, key, value = (t.to(torch.get_autocast_dtype(device)) for t in (query, key, value))
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))  # the kernels do not ask
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = _Ring.apply(query, key, value, scale, tuple(counts), rank, group, *masks)
+    out: Tensor = _Ring.apply(query, key, value, scale, rank, group, *counts, *masks)
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -53,11 +53,12 @@ class _Ring(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         scale: float,
-        counts: tuple[int, ...],
         rank: int,
         group: Any,
-        *masks: Tensor | None,
+        *rest: Any,
     ) -> Tensor:
+        # counts and masks, one after the other: Dynamo of torch 2.14 takes a tuple of symbolic sizes for its first
+        counts, masks = rest[: len(rest) // 2], rest[len(rest) // 2 :]
         travel = _Travel(counts, rank, group)
         out = weight = extra = None
         both = travel.packed(key, value)
@@ -95,12 +96,12 @@ class _Ring(torch.autograd.Function):
             if step + 1 < len(counts):
                 both = travel.on(both)
             k, v = travel.unpacked(here, key, value, source)
-            wanted = ctx.needs_input_grad[7 + source]
+            wanted = ctx.needs_input_grad[6 + len(counts) + source]
             more = gradients(grad, query, k, v, out, weight, masks[source], scale, extra, wanted)
             asked, found[source] = asked + more[0], more[3]
             owed = travel.on(owed + travel.packed(more[1].to(high), more[2].to(high)))
         dk, dv = travel.unpacked(owed, key, value, rank)
-        return asked.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None, None, None, *found
+        return asked.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None, None, *[None] * len(counts), *found
 
 
 class _Travel:
