@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .adapters.slots import Adapters
     from .adapters.writing import save_adapter
     from .artifacts.artifact import load, save
+    from .capture.retracer import variants
     from .capture.tracer import trace
     from .compat.zhijian.blitz import blitz
     from .errors import (
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from .parallel.pipelines.pipeline import PipeFusion
     from .parallel.plan import Plan, parallel_plan, parallelize
     from .pipelines.control import controlnet_of
+    from .pipelines.diffusers_types import pipeline_part
     from .pipelines.tracing import load_pipeline, save_pipeline, trace_pipeline
     from .reporting.contents import Page
     from .reporting.reports import report
@@ -127,6 +129,7 @@ __all__ = [
     "parallelize",
     "pass_for",
     "pipefusion",
+    "pipeline_part",
     "prune",
     "report",
     "resize_adapter",
@@ -144,6 +147,7 @@ __all__ = [
     "trainable",
     "tune",
     "unmerge",
+    "variants",
     "verify",
     "whole_state",
 ]
@@ -156,6 +160,7 @@ _HOME = {
     "adapters.slots": ["Adapters"],
     "adapters.writing": ["save_adapter"],
     "artifacts.artifact": ["load", "save"],
+    "capture.retracer": ["variants"],
     "capture.tracer": ["trace"],
     "compat.zhijian.blitz": ["blitz"],
     "errors": [name for name in __all__ if name.endswith("Error")],
@@ -177,6 +182,7 @@ _HOME = {
     "parallel.pipelines.pipeline": ["PipeFusion"],
     "parallel.plan": ["Plan", "parallel_plan", "parallelize"],
     "pipelines.control": ["controlnet_of"],
+    "pipelines.diffusers_types": ["pipeline_part"],
     "pipelines.rewriting": ["rewrite_pipeline"],
     "pipelines.tracing": ["load_pipeline", "save_pipeline", "trace_pipeline"],
     "reporting.contents": ["Page"],
@@ -198,11 +204,12 @@ _HOME = {
     "verifier": ["verify"],
 }
 _MODULE = {name: module for module, names in _HOME.items() for name in names}
-_ASKED = {"ModelMixin": "TracedModule"}  # what diffusers looks for in a library of which a saved pipeline has a part
 
 
 def __getattr__(name: str) -> Any:
-    name = _ASKED.get(name, name)
+    if name == "ModelMixin":  # which diffusers looks for in the library of a saved part, before it calls `from_pretrained`
+        import_module(".pipelines.diffusers_types", __name__)
+        name = "TracedModule"
     if name not in _MODULE:
         raise AttributeError(f"module 'fxplug' has no attribute '{name}'")
     value = getattr(import_module(f".{_MODULE[name]}", __name__), name)

@@ -22,7 +22,7 @@ class Limits:
     depth: int = 64  # how deep values, modules or archives nest
     nodes: int = 65_536  # of one graph
     modules: int = 65_536  # of one graph
-    variants: int = 256  # further graphs of one model, for other ways of calling it
+    variants: int = 256  # further graphs of one model, for other forms of call
     tensors: int = 131_072  # of one weight file
     opcodes: int = 1_000_000  # steps of one pickle of weights, some 30 a tensor; a field of an ONNX file is 4
     digits: int = 4_300  # of one number, as Python's own limit

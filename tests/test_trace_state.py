@@ -1103,7 +1103,7 @@ def test_whether_two_inputs_are_one_tensor_is_a_guard() -> None:
     with pytest.raises(fxplug.TraceError, match="is not the model"):
         fxplug.trace(Two(True), (one, one))
     for given in ((one, one), (one, other)):
-        gm = fxplug.trace(Two(False), given, variants=0)  # to this one it does not matter
+        gm = fxplug.trace(Two(False), given)  # to this one it does not matter
         assert all(torch.equal(gm(*pair), sum(pair)) for pair in ((one, other), (one, one), (other, one)))
 
 
@@ -1111,7 +1111,7 @@ def test_whether_two_inputs_are_one_tensor_is_a_guard() -> None:
 @pytest.mark.parametrize("asks", [lambda x: x.is_sparse, lambda x: x.layout == torch.sparse_coo, lambda x: x.is_sparse_csr])
 def test_sparse_tensors_are_refused(asks: Any) -> None:
     model = Holding(lambda m, x: x.to_dense() * 2 if asks(x) else x * 3)
-    gm = fxplug.trace(model, X(), variants=0)
+    gm = fxplug.trace(model, X())
     for sparse in (X().to_sparse(), X().to_sparse_csr()):
         with pytest.raises(fxplug.GuardError, match="argument 'x' was dense"):
             gm(sparse)
@@ -1134,7 +1134,7 @@ def test_a_buffer_that_is_assigned_anew_has_the_dtype_that_the_model_gives_it() 
             self.last = self.fc(x).mean(0).detach()
             return x + 1
 
-    gm = fxplug.trace(Keeping(), torch.ones(2, 4), variants=0)
+    gm = fxplug.trace(Keeping(), torch.ones(2, 4))
     gm(torch.zeros(3, 4))
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(fxplug.GuardError, match="its own dtype into the buffer 'last'"):
         gm(torch.ones(2, 4))

@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from .. import quantised
 from ..errors import FxplugError, TraceError, did_you_mean
-from ..ir import variants as further
 from ..ir.editing import erase
 from ..ir.pytree import leaves as values
 from ..ir.traced_module import TracedModule
@@ -33,7 +32,6 @@ from .module_state import MISSING, Place, State
 from .one_at_a_time import alone, undone
 from .patches import patched
 from .recorder import NeedsAutograd, Recording
-from .retrace import Again
 from .tries import Tries
 from .user_code import is_user_code, shortened, source_line
 
@@ -48,7 +46,6 @@ def trace(
     leaf: Iterable[str] = (),
     real: bool | None = None,
     check: bool = True,
-    variants: int | None = None,
 ) -> TracedModule:
     """Record one call `model(*args, **kwargs)` as a graph that gives `torch.equal` results for every input its guards admit.
 
@@ -64,9 +61,8 @@ def trace(
     where that matters, and must give and leave behind the same; without values (meta tensors) nothing is called. In a mode
     where the two differ, `train()` or `eval()` of the result raises. `check=False` leaves that out.
 
-    The module keeps the model: where it is called in another way (a number for a tensor, another dtype, an optional input), the
-    model is traced for that call, too, checked beside it, and the graph is kept on the same weights; so up to `variants`
-    times (8), 0 is never. Numbers are inputs of such a graph. `module.variants` lists them, and a saved module has them.
+    The module answers the calls that its guards admit. Another (a number for a tensor, another dtype, an optional input) is a
+    GuardError that names the argument: trace such a call, or let `fxplug.variants(module, model)` do that when one comes.
 
     One trace runs at a time in a process; modules, modes of torch and random states are left as they were.
 
@@ -80,19 +76,19 @@ def trace(
         raise TraceError("this is what torch.compile made of a model: trace the model itself, and compile its graph")
     args = args if isinstance(args, (tuple, list)) else (args,)
     patterns = [leaf] if isinstance(leaf, str) else list(leaf)
-    call, states = (tuple(args), dict(kwargs or {})), Kept()
+    return trace_call(model, (tuple(args), dict(kwargs or {})), patterns, real, check, False)
+
+
+def trace_call(
+    model: nn.Module, call: Any, leaf: list[str], real: bool | None, check: bool, open_numbers: bool
+) -> TracedModule:
+    """As `trace`, of `call`, which is (args, kwargs); with `open_numbers` the numbers among them are inputs of the graph."""
     kept = _find_derived(model, call)
-    gm = _checked_trace(model, patterns, real, check, call, False, kept)
+    gm = _checked_trace(model, leaf, real, check, call, open_numbers, kept)
     if kept and not _holds_beside(model, gm, call, check):  # it is more than what was made of the weights
-        states = kept
-        gm = _checked_trace(model, patterns, real, check, call, False, [])
-    if limit := further.LIMIT if variants is None else variants:
-
-        def retrace(call: Any, open_numbers: bool) -> TracedModule:
-            kept = [each for each in _find_derived(model, call) if each not in states]
-            return _checked_trace(model, patterns, real, True, call, open_numbers, kept)
-
-        gm._variants = further.Variants(gm, limit, Again(model, retrace))
+        gm = _checked_trace(model, leaf, real, check, call, open_numbers, [])
+    if leaf or real is not None:
+        gm.meta["trace"] = {"leaf": leaf, "real": real}
     return gm
 
 
@@ -157,7 +153,7 @@ def _checked_trace(
                 f"{text}; keep the module that does so whole: leaf: [its path]{', or leave real=False away' * (real is False)}"
             ) from error
     for reason in dict.fromkeys(reasons):
-        warnings.warn(f"{type(model).__name__} was traced on its real tensors: {reason}", stacklevel=3)
+        warnings.warn(f"{type(model).__name__} was traced on its real tensors: {reason}", stacklevel=4)
     return gm
 
 
@@ -210,7 +206,7 @@ def _trace(
     gm = assemble(model, graphs, twin_error)
     if not check or valueless:
         if first.inlined:
-            warnings.warn(f"{first.inlined} has a backward of its own, and the graph the gradient of its forward", stacklevel=4)
+            warnings.warn(f"{first.inlined} has a backward of its own, and the graph the gradient of its forward", stacklevel=5)
         return gm
     with mode_reads() as reads:
         self_check.check(model, gm, call, job.state)
