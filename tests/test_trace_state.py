@@ -888,7 +888,7 @@ def test_a_graph_reads_weights_and_not_what_was_made_of_them_before(how, called)
         model(x)
     before, values = dict(vars(model[0])), weight.clone()
     kept, table = model[0].kept, dict(model[0].table)
-    gm = fxplug.trace(model, (x,))
+    gm = fxplug.variants(fxplug.trace(model, (x,)), model)
     assert model[0].weight is weight and torch.equal(weight, values)
     assert vars(model[0]) == before and model[0].kept is kept and model[0].table == table
     weight.normal_()
@@ -950,7 +950,7 @@ def test_what_a_module_holds_beside_its_weights_stays_in_the_graph():
     model, x = Adapted(), torch.randn(2, 4)
     model.__dict__["training"], model.shift = False, torch.randn(4)
     lines, before, expected = (model.line, model.old), dict(vars(model)), model(x)
-    gm = fxplug.trace(model, (x,))
+    gm = fxplug.variants(fxplug.trace(model, (x,)), model)
     assert torch.equal(gm(x), expected) and torch.equal(model(x), expected)
     assert (model.line, model.old) == lines and vars(model) == before and "made" not in model._buffers
     assert torch.equal(gm(x[0]), model(x[0])), "a further graph has it, too"
@@ -1034,7 +1034,7 @@ def test_what_a_call_of_one_size_notes_for_others_is_refused(function: Callable[
 
 def test_what_is_noted_and_matters_to_no_other_size_is_traced() -> None:
     model = sized(noted)
-    gm = fxplug.trace(model, X(8, 4))
+    gm = fxplug.variants(fxplug.trace(model, X(8, 4)), model)
     assert all(torch.equal(gm(X(size, 4)), copy.deepcopy(model)(X(size, 4))) for size in (8, 2, 9))
 
 

@@ -548,3 +548,55 @@ def test_what_the_model_raises_in_a_way_that_is_tried_is_a_guard_error(error):
     gm = _traced(Failing(error), (torch.ones(2), 3))
     with pytest.raises(fxplug.GuardError, match="the model itself does not take it"):
         gm(torch.ones(2, dtype=torch.float64), 3)
+
+
+def test_a_traced_module_alone_names_the_argument_and_keeps_no_model():
+    model = Ways().eval()
+    gm, x = fxplug.trace(model, torch.randn(2, 4)), torch.randn(2, 4)
+    calls = ({"scale": 0.5}, "'scale' was 1.0.*now it is 0.5"), ({"more": x}, "'more'"), ({"steps": 2}, "'steps'")
+    for call, message in calls:
+        with pytest.raises(fxplug.GuardError, match=message) as caught:
+            gm(x, **call)
+        assert "added" not in str(caught.value)
+    assert gm.variants == [] and fxplug.apply(gm, fxplug.load_pass("lora", at="layer", rank=2)).variants == []
+    with pytest.raises(TypeError, match="variants"):
+        fxplug.trace(model, x, variants=8)
+
+
+def test_a_rewritten_module_gets_its_passes_in_further_forms():
+    model, x = small.seeded(Ways).eval(), torch.randn(2, 4)
+    new = fxplug.apply(fxplug.trace(model, x), fxplug.load_pass("lora", at="layer", rank=2))
+    wrapped = fxplug.variants(new, model)
+    for parameter in wrapped.get_submodule("lora").parameters():
+        nn.init.normal_(parameter)
+    assert wrapped.get_parameter("layer.weight") is new.get_parameter("layer.weight")
+    half = wrapped(x, 0.5)
+    torch.testing.assert_close(half, new(x) * 0.5)
+    assert not torch.equal(half, model(x, 0.5))
+
+
+def test_leaves_of_the_trace_are_leaves_of_its_variants():
+    model, x = Ways().eval(), torch.randn(2, 4)
+    gm = fxplug.variants(fxplug.trace(model, x, leaf=["more"]), model)
+    assert torch.equal(gm(x, more=x), model(x, more=x))
+    assert fxplug.variants(gm, model, 1).variants == gm.variants
+
+
+def _changed(model):
+    model.norm.eps = 0.1
+    return model
+
+
+@pytest.mark.parametrize("made, model, message", [
+    (lambda gm: gm, lambda m: _changed(m), "changed since: 'norm.eps' differs"),
+    (lambda gm: gm, lambda m: Table(), "'Table' differs"),
+    (lambda gm: gm, lambda m: 3, "the model that was traced, not 3"),
+    (lambda gm: 3, lambda m: m, "takes a traced module, not 3"),
+    (lambda gm: fxplug.merge(fxplug.apply(gm, fxplug.load_pass("lora", at="layer", rank=2))), lambda m: m, "merged"),
+    (lambda gm: (gm.recompile(), gm)[1], lambda m: m, "edited by hand"),
+])  # fmt: skip
+def test_what_gets_no_variants(made, model, message):
+    traced = Ways().eval()
+    gm = fxplug.trace(traced, torch.randn(2, 4))
+    with pytest.raises(fxplug.SpecError, match=message):
+        fxplug.variants(made(gm), model(traced))

@@ -17,7 +17,7 @@ from ..ir.traced_module import TracedModule
 from ..ir.variants import LIMIT, TransientRefusal, VariantCache, Variants, as_kind
 from ..torch_internals.modules import forward_hooks
 from .numbers import KINDS
-from .tracer import trace_call
+from .tracer import trace_again
 
 V = TypeVar("V", bound=Variants)
 
@@ -48,7 +48,7 @@ def with_retracer(module: V, model: nn.Module, limit: int = LIMIT) -> V:
     if path := _difference(model, module):
         raise SpecError(f"the model is not the one that was traced, or was changed since: '{path}' differs")
     made = module._variants.made
-    module._variants = VariantCache(Retracer(model), limit, module._variants.earlier)
+    module._variants = VariantCache(Retracer(model), limit)
     module._variants.made = made
     return module
 
@@ -80,13 +80,13 @@ class Retracer:
             for name in entry.get("inputs", ()):
                 bound.arguments.pop(name, None)
         self.check()
-        call, options = (bound.args, bound.kwargs), owner.meta.get("trace", {"leaf": [], "real": None})
+        call, options = (bound.args, bound.kwargs), owner.meta.get("trace", {"leaf": [], "real": None, "keep": []})
         with _with_tensors_of(owner, self.model):
             if any(type(x) in KINDS for x in leaves(call)):
                 with contextlib.suppress(Exception):  # the model's, which is reported below
-                    return trace_call(self.model, call, **options, check=True, open_numbers=True)
+                    return trace_again(self.model, call, True, **options)
             try:
-                return trace_call(self.model, call, **options, check=True, open_numbers=False)
+                return trace_again(self.model, call, False, **options)
             except FxplugError:
                 raise
             except Exception as error:  # the model's

@@ -76,20 +76,33 @@ def trace(
         raise TraceError("this is what torch.compile made of a model: trace the model itself, and compile its graph")
     args = args if isinstance(args, (tuple, list)) else (args,)
     patterns = [leaf] if isinstance(leaf, str) else list(leaf)
-    return trace_call(model, (tuple(args), dict(kwargs or {})), patterns, real, check, False)
-
-
-def trace_call(
-    model: nn.Module, call: Any, leaf: list[str], real: bool | None, check: bool, open_numbers: bool
-) -> TracedModule:
-    """As `trace`, of `call`, which is (args, kwargs); with `open_numbers` the numbers among them are inputs of the graph."""
+    call: Any = (tuple(args), dict(kwargs or {}))
+    options: dict[str, Any] = {"leaf": patterns, "real": real, "keep": []}
     kept = _find_derived(model, call)
-    gm = _checked_trace(model, leaf, real, check, call, open_numbers, kept)
+    gm = _checked_trace(model, patterns, real, check, call, False, kept)
     if kept and not _holds_beside(model, gm, call, check):  # it is more than what was made of the weights
-        gm = _checked_trace(model, leaf, real, check, call, open_numbers, [])
-    if leaf or real is not None:
-        gm.meta["trace"] = {"leaf": leaf, "real": real}
+        options["keep"] = _named(model, kept)
+        gm = _checked_trace(model, patterns, real, check, call, False, [])
+    if patterns or real is not None or options["keep"]:
+        gm.meta["trace"] = options
     return gm
+
+
+def trace_again(
+    model: nn.Module, call: Any, open_numbers: bool, leaf: list[str], real: bool | None, keep: list[list[str]]
+) -> TracedModule:
+    """The trace of another call, which is (args, kwargs), with the options that `meta["trace"]` has of the first.
+
+    With `open_numbers` the numbers in the call are inputs of the graph. `keep` names what modules hold beside their weights.
+    """
+    found = _find_derived(model, call)
+    kept = [each for each, name in zip(found, _named(model, found), strict=True) if name not in keep]
+    return _checked_trace(model, leaf, real, True, call, open_numbers, kept)
+
+
+def _named(model: nn.Module, kept: Kept) -> list[list[str]]:
+    paths = {id(module): path for path, module in model.named_modules()}
+    return [[paths[id(module)], name] for module, name in kept]
 
 
 def _find_derived(model: nn.Module, call: Any) -> Kept:
@@ -153,7 +166,7 @@ def _checked_trace(
                 f"{text}; keep the module that does so whole: leaf: [its path]{', or leave real=False away' * (real is False)}"
             ) from error
     for reason in dict.fromkeys(reasons):
-        warnings.warn(f"{type(model).__name__} was traced on its real tensors: {reason}", stacklevel=4)
+        warnings.warn(f"{type(model).__name__} was traced on its real tensors: {reason}", stacklevel=3)
     return gm
 
 
@@ -206,7 +219,7 @@ def _trace(
     gm = assemble(model, graphs, twin_error)
     if not check or valueless:
         if first.inlined:
-            warnings.warn(f"{first.inlined} has a backward of its own, and the graph the gradient of its forward", stacklevel=5)
+            warnings.warn(f"{first.inlined} has a backward of its own, and the graph the gradient of its forward", stacklevel=4)
         return gm
     with mode_reads() as reads:
         self_check.check(model, gm, call, job.state)

@@ -43,7 +43,7 @@ def code_when_asked() -> Iterator[None]:
         _LATER.reset(token)
 
 
-class _Unwritten:
+class _LazyForward:
     """Stands for the `forward` of a module whose code is not written yet."""
 
     def __init__(self, module: TracedModule) -> None:
@@ -176,7 +176,7 @@ class TracedModule(fx.GraphModule):
 
     def _compile(self) -> Any:
         if _LATER.get():
-            type(self).forward = _Unwritten(self)  # type: ignore[assignment]
+            type(self).forward = _LazyForward(self)  # type: ignore[assignment]
             return None
         code = super().recompile()
         self.__dict__.setdefault("_codes", {})[self.__dict__.get("_graph_mode")] = self._code

@@ -6,7 +6,7 @@ import functools
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -18,9 +18,9 @@ from ..turns import turns_of
 from . import ops, variant_labels
 from .containers import Container
 from .editing import change
-from .entry_checks import refusal, repeatable, signature_of
+from .entry_checks import refusal, repeatable
 from .graph import Graph
-from .traced_module import TracedModule, copied_graphs, shell
+from .traced_module import Step, TracedModule, copied_graphs, shell
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -39,12 +39,12 @@ class TransientRefusal(TraceError):
 class VariantCache:
     """The further graphs of one module, `made`, each a module on the very parameters, buffers and children that its owner has.
 
-    `retrace` traces the model for another call, None where no model is at hand. `earlier` are variants of what the owner was
-    made of, which lack some of its steps. `refused` has why a call cannot be traced, by its key, as that is found by a trace.
+    `retrace` traces the model for another call, None where no model is at hand. `refused` has why a call cannot be traced, by
+    its key: finding that out takes a trace.
     """
 
-    def __init__(self, retrace: Retrace | None = None, limit: int = 0, earlier: list[TracedModule] | None = None) -> None:
-        self.retrace, self.limit, self.earlier = retrace, limit, earlier or []
+    def __init__(self, retrace: Retrace | None = None, limit: int = 0) -> None:
+        self.retrace, self.limit = retrace, limit
         self.made: list[TracedModule] = []
         self.refused: dict[Any, str] = {}
         self.lock = threading.RLock()
@@ -72,20 +72,12 @@ class Variants(TracedModule):
     @property
     def variants(self) -> list[str]:
         """The forms of call that have a graph of their own: how each differs from the first."""
-        return variant_labels.labels(self, [*self._variants.made, *self._variants.earlier])
+        return variant_labels.labels(self, self._variants.made)
 
     @property
     def modules_by_form(self) -> list[TracedModule]:
-        """This module and its variants, those of what it was made of included; warns of one that cannot be."""
-        cache = self._variants
-        while cache.earlier:
-            label = self.variants[len(cache.made)]
-            try:
-                self._bring(0)
-            except FxplugError as error:
-                del cache.earlier[0]
-                warnings.warn(f"the variant '{shown(label, 120)}' of what this was made of is not in it: {error}", stacklevel=4)
-        return [self, *cache.made]
+        """This module and its variants."""
+        return [self, *self._variants.made]
 
     def derived(self, tree: nn.Module, graphs: dict[bool, Graph], **meta: Any) -> TracedModule:
         """As of a traced module. The variants are none of the result's until `made_by` says how these can be made."""
@@ -94,11 +86,16 @@ class Variants(TracedModule):
         new._variants = VariantCache(self._variants.retrace, self._variants.limit)
         return new
 
-    def made_by(self, step: Any, source: TracedModule) -> TracedModule:
-        """As of a traced module; variants of the source are made such when they are called."""
+    def made_by(self, step: Step, source: TracedModule) -> TracedModule:
+        """As of a traced module; the step is done to the variants of the source, too. Warns of one that cannot have it."""
         super().made_by(step, source)
         if isinstance(source, Variants) and self._steps is not None:
-            self._variants.earlier = [*source._variants.made, *source._variants.earlier]
+            for label, variant in zip(source.variants, source._variants.made, strict=True):
+                try:
+                    self._variants.made.append(tie(self, _stepped(variant, [step])))
+                except FxplugError as error:
+                    text = f"the variant '{shown(label, 120)}' of what this was made of is not in it: {error}"
+                    warnings.warn(text, stacklevel=4)
         return self
 
     def recompile(self) -> Any:
@@ -133,9 +130,6 @@ class Variants(TracedModule):
     def add_variant(self, args: Args, kwargs: Kwargs) -> TracedModule:
         """A new variant, for this call. Raises FxplugError where there cannot be one."""
         cache = self._variants
-        for index, variant in enumerate(cache.earlier):
-            if refusal(variant, *_call_without_new_inputs(variant, self, args, kwargs)) is None:
-                return self._bring(index)
         for variant in cache.made:
             if _has_mode(self, variant) and refusal(variant, args, kwargs) is None and not repeatable(variant):
                 raise GuardError("its graph has written or drawn something by then")
@@ -143,7 +137,7 @@ class Variants(TracedModule):
             raise GuardError("what was done to this module since the trace is not known, as of a graph that was edited by hand")
         if cache.retrace is None:
             raise GuardError("the model is not at hand to trace it so, only what was saved of it")
-        if len(cache.made) + len(cache.earlier) >= cache.limit:
+        if len(cache.made) >= cache.limit:
             rows = "; ".join(shown(row, 120) for row in self.variants)
             raise GuardError(
                 f"it has {len(cache.made)} variants already, which differ from the first in: {rows or 'nothing yet'}; "
@@ -163,16 +157,6 @@ class Variants(TracedModule):
         cache.made.append(found)
         return found
 
-    def _bring(self, index: int) -> TracedModule:
-        """An earlier variant, with the steps that it lacks."""
-        cache, steps = self._variants, self._steps
-        variant = cache.earlier[index]
-        assert steps is not None and variant._steps is not None  # `made_by` took it
-        found = tie(self, _stepped(variant, steps[len(variant._steps) :]))
-        del cache.earlier[index]
-        cache.made.append(found)
-        return found
-
 
 def as_kind(kind: type[V], module: TracedModule) -> V:
     """A traced module again, on the same tensors and with the same variants, of a subclass of Variants."""
@@ -185,25 +169,16 @@ def as_kind(kind: type[V], module: TracedModule) -> V:
 
 def _copy_variants(module: Variants, new: Variants) -> None:
     old = module._variants
-    new._variants = VariantCache(old.retrace, old.limit, list(old.earlier))
+    new._variants = VariantCache(old.retrace, old.limit)
     new._variants.made = [view(new, copied_graphs(variant), variant.twin_error) for variant in old.made]
 
 
-def _stepped(module: TracedModule, steps: Any) -> TracedModule:
+def _stepped(module: TracedModule, steps: Iterable[Step]) -> TracedModule:
     """A module after further steps; what they draw is not missed by others."""
     with torch.random.fork_rng(enabled=True):
         for step in steps:
             module = step(module)
     return module
-
-
-def _call_without_new_inputs(earlier: TracedModule, module: TracedModule, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """A call of a module without the inputs that what it was made of does not have."""
-    bound = signature_of(module).bind(*args, **kwargs)
-    known = signature_of(earlier).parameters
-    for name in [name for name in bound.arguments if name not in known]:
-        del bound.arguments[name]
-    return bound.args, bound.kwargs
 
 
 # --- calling
