@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .adapters.slots import Adapters
     from .adapters.writing import save_adapter
     from .artifacts.artifact import load, save
+    from .capture.retracer import variants
     from .capture.tracer import trace
     from .compat.zhijian.blitz import blitz
     from .errors import (
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from .parallel.pipelines.pipeline import PipeFusion
     from .parallel.plan import Plan, parallel_plan, parallelize
     from .pipelines.control import controlnet_of
+    from .pipelines.diffusers_types import pipeline_part
     from .pipelines.tracing import load_pipeline, save_pipeline, trace_pipeline
     from .reporting.contents import Page
     from .reporting.reports import report
@@ -131,6 +133,7 @@ __all__ = [
     "parallelize",
     "pass_for",
     "pipefusion",
+    "pipeline_part",
     "prune",
     "report",
     "resize_adapter",
@@ -148,12 +151,14 @@ __all__ = [
     "trainable",
     "tune",
     "unmerge",
+    "variants",
     "verify",
     "whole_state",
 ]
 
 _CORE = {
     "artifacts.artifact": ["load", "save"],
+    "capture.retracer": ["variants"],
     "capture.tracer": ["trace"],
     "errors": [name for name in __all__ if name.endswith("Error")],
     "extensions": ["Extension"],
@@ -170,11 +175,12 @@ _CORE = {
     "verifier": ["verify"],
 }
 _MODULE = {name: module for module, names in _CORE.items() for name in names}
-_ASKED = {"ModelMixin": "TracedModule"}  # what diffusers looks for in a library of which a saved pipeline has a part
 
 
 def __getattr__(name: str) -> Any:
-    name = _ASKED.get(name, name)
+    if name == "ModelMixin":  # which diffusers looks for in the library of a saved part, before it calls `from_pretrained`
+        extensions.import_part("hooks", "saved_part")
+        name = "TracedModule"
     if name in _MODULE:
         value = getattr(import_module(f".{_MODULE[name]}", __name__), name)
     elif name.startswith("_") or (value := extensions.import_part("names", name)) is None:

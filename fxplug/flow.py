@@ -94,7 +94,7 @@ def rewrite(
 
     `source` and `set` are those of `load_config`. `verify` takes the place of the configuration's. A dry run uses no
     memory for weights, but for a model that reads values out of its data, which a warning tells; it checks only the
-    structure, writes nothing, and its modules get no variants. Without `compile` verification compiles nothing.
+    structure and writes nothing. Without `compile` verification compiles nothing.
     `progress(text)` gives a context manager for each step. The global random state is left as it was. Raises FxplugError,
     for a folder that cannot be written before anything else; nothing is written then.
     """
@@ -214,7 +214,7 @@ def _traced(config: Config, step: Step, device: str | None) -> tuple[TracedModul
         model = build(config, device=device)
         args, kwargs = example_inputs(config, model, device=device, later=_later(config))
     with step("trace"):
-        return trace(model, args, kwargs, leaf=config.leaf, variants=0 if device else None), (args, kwargs)
+        return trace(model, args, kwargs, leaf=config.leaf), (args, kwargs)
 
 
 def _later(config: Config) -> set[str]:

@@ -23,7 +23,7 @@ class Limits:
     depth: int = 64  # how deep values, modules or archives nest
     nodes: int = 65_536  # of one graph
     modules: int = 65_536  # of one graph
-    variants: int = 256  # further graphs of one model, for other ways of calling it
+    variants: int = 256  # further graphs of one model, for other forms of call
     tensors: int = 131_072  # of one safetensors file
     digits: int = 4_300  # of one number, as Python's own limit
     update: float = 1e6  # of the most that an adapter changes one weight

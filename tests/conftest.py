@@ -56,12 +56,6 @@ def seed():
 
 
 @pytest.fixture
-def one_way(monkeypatch):
-    """A graph holds for what its own guards admit: no variant answers in its place."""
-    monkeypatch.setattr("fxplug.ir.variants.LIMIT", 0)
-
-
-@pytest.fixture
 def golden(request):
     """`golden(name, text)` holds text to tests/golden/<name>.txt; `pytest --golden` writes it."""
 

@@ -66,7 +66,7 @@ def check(case: Case, train: bool = True) -> dict[str, Any]:
         args, kwargs = case.inputs(batch=case.batches[0])
         start = time.perf_counter()
         try:
-            gm = fxplug.trace(model, args, kwargs, leaf=row["leaves"], variants=0)
+            gm = fxplug.trace(model, args, kwargs, leaf=row["leaves"])
             break
         except fxplug.TraceError as error:
             named = re.search(r"leaf: \[([\w.]+)\]", str(error))

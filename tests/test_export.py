@@ -124,7 +124,7 @@ def test_a_loaded_artifact_exports(tmp_path: Path) -> None:
 
 
 def test_wrong_calls(tmp_path: Path) -> None:
-    gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), variants=0)
+    gm = fxplug.trace(nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4))
     with pytest.raises(fxplug.FxplugError, match=r"no export to 'pt' \(did you mean 'pt2'\?\)"):
         export(gm, tmp_path / "x", torch.randn(2, 4), to="pt")
     with pytest.raises(fxplug.FxplugError, match="free is 'al'"):

@@ -566,7 +566,7 @@ def test_unet(tmp_path):
     assert result.dynamic["sample"] == [0, 2, 3]
     package = load_package(result.path, runners=2, trusted=True)
     assert package.config.in_channels == gm.config["in_channels"] and package.dtype == torch.float32  # as a pipeline asks
-    with pytest.raises(AttributeError, match="'enable_freeu': the pass 'freeu' does that.*before it is compiled"):
+    with pytest.raises(AttributeError, match="'enable_freeu': what changes the model comes before it is compiled"):
         package.enable_freeu()
     state = {name: tensor for name, tensor in new.state_dict().items() if name.startswith("lora.")}
     with torch.no_grad():

@@ -28,8 +28,6 @@ import fxplug
 from fxplug.ir import ops
 from fxplug.ir.pytree import leaves
 
-pytestmark = pytest.mark.usefixtures("one_way")  # what guards admit and refuse
-
 
 class Model(nn.Module):
     """A model whose forward is a function of itself and its inputs."""
@@ -882,7 +880,7 @@ def test_a_sparse_tensor_that_a_module_holds_is_refused() -> None:
 def test_whether_two_inputs_are_one_is_held() -> None:
     model = Model(lambda self, x, y: x.sin() if x is y else x.cos() + y)
     one, two = X(), X()
-    gm = fxplug.trace(model, (one, two), variants=0)
+    gm = fxplug.trace(model, (one, two))
     assert torch.equal(model(one, two), gm(one, two))
     with pytest.raises(fxplug.GuardError, match="were two tensors when the model was traced; now they are one"):
         gm(one, one)

@@ -22,8 +22,6 @@ from torch import nn
 
 import fxplug
 
-pytestmark = pytest.mark.usefixtures("one_way")  # what guards admit and refuse
-
 
 class Apply(nn.Module):
     """A model whose forward is one function."""

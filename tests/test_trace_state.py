@@ -888,7 +888,7 @@ def test_a_graph_reads_weights_and_not_what_was_made_of_them_before(how, called)
         model(x)
     before, values = dict(vars(model[0])), weight.clone()
     kept, table = model[0].kept, dict(model[0].table)
-    gm = fxplug.trace(model, (x,))
+    gm = fxplug.variants(fxplug.trace(model, (x,)), model)
     assert model[0].weight is weight and torch.equal(weight, values)
     assert vars(model[0]) == before and model[0].kept is kept and model[0].table == table
     weight.normal_()
@@ -950,7 +950,7 @@ def test_what_a_module_holds_beside_its_weights_stays_in_the_graph():
     model, x = Adapted(), torch.randn(2, 4)
     model.__dict__["training"], model.shift = False, torch.randn(4)
     lines, before, expected = (model.line, model.old), dict(vars(model)), model(x)
-    gm = fxplug.trace(model, (x,))
+    gm = fxplug.variants(fxplug.trace(model, (x,)), model)
     assert torch.equal(gm(x), expected) and torch.equal(model(x), expected)
     assert (model.line, model.old) == lines and vars(model) == before and "made" not in model._buffers
     assert torch.equal(gm(x[0]), model(x[0])), "a further graph has it, too"
@@ -1034,7 +1034,7 @@ def test_what_a_call_of_one_size_notes_for_others_is_refused(function: Callable[
 
 def test_what_is_noted_and_matters_to_no_other_size_is_traced() -> None:
     model = sized(noted)
-    gm = fxplug.trace(model, X(8, 4))
+    gm = fxplug.variants(fxplug.trace(model, X(8, 4)), model)
     assert all(torch.equal(gm(X(size, 4)), copy.deepcopy(model)(X(size, 4))) for size in (8, 2, 9))
 
 
@@ -1152,7 +1152,7 @@ def test_whether_two_inputs_are_one_tensor_is_a_guard() -> None:
     with pytest.raises(fxplug.TraceError, match="is not the model"):
         fxplug.trace(Two(True), (one, one))
     for given in ((one, one), (one, other)):
-        gm = fxplug.trace(Two(False), given, variants=0)  # to this one it does not matter
+        gm = fxplug.trace(Two(False), given)  # to this one it does not matter
         assert all(torch.equal(gm(*pair), sum(pair)) for pair in ((one, other), (one, one), (other, one)))
 
 
@@ -1160,7 +1160,7 @@ def test_whether_two_inputs_are_one_tensor_is_a_guard() -> None:
 @pytest.mark.parametrize("asks", [lambda x: x.is_sparse, lambda x: x.layout == torch.sparse_coo, lambda x: x.is_sparse_csr])
 def test_sparse_tensors_are_refused(asks: Any) -> None:
     model = Holding(lambda m, x: x.to_dense() * 2 if asks(x) else x * 3)
-    gm = fxplug.trace(model, X(), variants=0)
+    gm = fxplug.trace(model, X())
     for sparse in (X().to_sparse(), X().to_sparse_csr()):
         with pytest.raises(fxplug.GuardError, match="argument 'x' was dense"):
             gm(sparse)
@@ -1183,7 +1183,7 @@ def test_a_buffer_that_is_assigned_anew_has_the_dtype_that_the_model_gives_it() 
             self.last = self.fc(x).mean(0).detach()
             return x + 1
 
-    gm = fxplug.trace(Keeping(), torch.ones(2, 4), variants=0)
+    gm = fxplug.trace(Keeping(), torch.ones(2, 4))
     gm(torch.zeros(3, 4))
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(fxplug.GuardError, match="its own dtype into the buffer 'last'"):
         gm(torch.ones(2, 4))

@@ -90,7 +90,7 @@ def small(name: str) -> tuple[nn.Module, dict[str, Any]]:
 @pytest.mark.filterwarnings("ignore:.* was traced on its real tensors.*float32:UserWarning")  # Mixtral on torch before 2.15
 def test_a_model_of_transformers_is_traced(name: str) -> None:
     model, call = small(name)
-    gm = fxplug.trace(model, kwargs=call, variants=0)
+    gm = fxplug.trace(model, kwargs=call)
     for batch, length in ((2, 7), (3, 9)):
         other = {**call, **MODELS[name][3](batch, length)}
         assert difference(model(**other), gm(**other)) is None
@@ -143,7 +143,7 @@ def test_lora_is_that_of_peft_and_its_files_go_both_ways(name: str, dora: bool, 
     at = LAYERS.get(name, "all-linear")
     theirs = tuned(model, peft.LoraConfig(r=4, lora_alpha=6, target_modules=at, use_dora=dora))
     theirs.save_pretrained(tmp_path / "theirs")  # type: ignore[operator]
-    gm = fxplug.trace(model, kwargs=call, variants=0)
+    gm = fxplug.trace(model, kwargs=call)
     kind = "dora" if dora else "lora"
     new = fxplug.apply(gm, fxplug.load_pass(kind, at=at if at == "all-linear" else f"re:{at}$", rank=4))
     fit = fxplug.load_adapter(new, tmp_path / "theirs")
@@ -209,7 +209,7 @@ def test_files_for_tied_embeddings_go_both_ways(name: str, case: str, slots: boo
         renamed["trainable_token_indices"] = {own: [3, 5]}
     theirs = tuned(model, peft.LoraConfig(r=4, lora_alpha=6, **renamed))
     theirs.save_pretrained(tmp_path / "theirs")  # type: ignore[operator]
-    gm = fxplug.trace(model, kwargs=call, variants=0)
+    gm = fxplug.trace(model, kwargs=call)
     new = fxplug.apply(gm, fxplug.pass_for(tmp_path / "theirs", gm, slots=int(slots)))
     if slots:
         new.adapters.load("ink", tmp_path / "theirs")
@@ -225,7 +225,7 @@ def test_files_for_tied_embeddings_go_both_ways(name: str, case: str, slots: boo
 @pytest.mark.filterwarnings("ignore")
 def test_trained_tokens_of_tied_embeddings_ask_for_both_and_another_base_is_refused(tmp_path: Path) -> None:
     model, call, own = tied_model("llama, for causal")
-    gm = fxplug.trace(model, kwargs=call, variants=0)
+    gm = fxplug.trace(model, kwargs=call)
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices={own: [3]})
     tuned(model, config).save_pretrained(tmp_path / "tokens")  # type: ignore[operator]
     new = fxplug.apply(gm, fxplug.load_pass("lora", at="q_proj"), fxplug.load_pass("delta", at=own, param="weight"))
@@ -241,7 +241,7 @@ def test_trained_tokens_of_tied_embeddings_ask_for_both_and_another_base_is_refu
 
 def test_a_square_weight_of_a_transposed_layer_is_taken_for_what_it_is(tmp_path: Path) -> None:
     model, call = small("gpt2")
-    gm = fxplug.trace(model, kwargs=call, variants=0)
+    gm = fxplug.trace(model, kwargs=call)
     new = fxplug.apply(gm, fxplug.load_pass("lora", at="attn.c_proj", rank=2))
     nn.init.normal_(new.get_parameter("lora.transformer.h.0.attn.c_proj.Lora.up.weight"))
     fxplug.save_adapter(new, tmp_path / "ink")

@@ -1,4 +1,4 @@
-"""Calls in other ways than the traced one: each is a graph of its own on the same weights, and the model's to the bit."""
+"""Calls in other forms than the traced one: each is a graph of its own on the same weights, and the model's to the bit."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ TIMES = {
 def _unet():
     unet = small.seeded(unets.sd15_model)
     return unet, small.seeded(lambda: unets.inputs(unet))
+
+
+def _traced(model, args=(), kwargs=None, limit=8):
+    return fxplug.variants(fxplug.trace(model, args, kwargs), model, limit)
 
 
 def _first(out):
@@ -69,7 +73,7 @@ class Ways(nn.Module):
 
 def _adapted():
     """LoRA on the layers of such a model, with a variant of the trace from before it."""
-    gm = fxplug.trace(small.seeded(Ways).eval(), torch.randn(2, 4))
+    gm = _traced(small.seeded(Ways).eval(), torch.randn(2, 4))
     gm(torch.randn(2, 4), more=torch.randn(2, 4))
     new = fxplug.apply(gm, fxplug.load_pass("lora", at="layer", rank=2))
     for name, parameter in new.named_parameters():
@@ -81,7 +85,7 @@ def _adapted():
 @pytest.fixture(scope="module")
 def traced():
     unet, call = _unet()
-    return fxplug.trace(unet, kwargs=call), unet, call
+    return _traced(unet, kwargs=call), unet, call
 
 
 @sweep("kind", TIMES, "int", "batch")
@@ -99,7 +103,7 @@ def test_a_timestep_is_what_the_model_takes(traced, kind):
 ], 0, ids=lambda change: next(iter(change)))  # fmt: skip
 def test_what_is_given_and_what_is_left_out(change):
     unet, call = _unet()
-    gm = fxplug.trace(unet, kwargs=call)
+    gm = _traced(unet, kwargs=call)
     _same(gm, unet, {**call, **change})
     _same(gm, unet, call)
     assert len(gm.variants) == 1
@@ -110,7 +114,7 @@ def test_random_calls_are_the_models_or_refused():
     """Of SDXL's UNet, in all modes; what the model itself takes is refused at most where a check fails midway."""
     unet, draw, refused = small.seeded(unets.sdxl_model), random.Random(0), []
     call = small.seeded(lambda: unets.inputs(unet))
-    gm, added = fxplug.trace(unet, kwargs=call, variants=24), call["added_cond_kwargs"]
+    gm, added = _traced(unet, kwargs=call, limit=24), call["added_cond_kwargs"]
     mask = torch.tensor([[1.0, 1, 1, 0, 0], [1.0] * 5])
     ways = [
         {"timestep": time} for time in (*TIMES.values(), True, -1)
@@ -145,7 +149,7 @@ def test_random_calls_are_the_models_or_refused():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_module_is_cast_as_the_model_is(dtype):
     unet, call = (copy.deepcopy(value) for value in _unet())
-    gm = copy.deepcopy(fxplug.trace(unet, kwargs=call))
+    gm = copy.deepcopy(_traced(unet, kwargs=call))
     call = {**call, **{name: call[name].to(dtype) for name in ("sample", "encoder_hidden_states")}}
     _same(gm.to(dtype), unet.to(dtype), call)
 
@@ -171,7 +175,7 @@ class Table(nn.Module):
 
 def test_what_is_no_buffer_keeps_its_dtype():
     model = Table()
-    gm, x = fxplug.trace(model, torch.randn(2, 4)), torch.randn(2, 4).bfloat16()
+    gm, x = _traced(model, torch.randn(2, 4)), torch.randn(2, 4).bfloat16()
     gm, model = copy.deepcopy(gm).to(torch.bfloat16), copy.deepcopy(model).to(torch.bfloat16)
     assert torch.equal(gm(x), model(x)) and gm(x).dtype == torch.float32
     assert torch.equal(gm.float()(x.float()), model.float()(x.float()))
@@ -180,7 +184,7 @@ def test_what_is_no_buffer_keeps_its_dtype():
 @pytest.mark.slow
 def test_passes_are_in_every_variant(traced):
     gm, _, call = traced
-    new = _lora(fxplug.trace(_unet()[0], kwargs=call))
+    new = _lora(_traced(_unet()[0], kwargs=call))
     with torch.no_grad():
         want = new(**call)[0]
         assert not torch.equal(want, gm(**call)[0])
@@ -238,7 +242,7 @@ def test_a_saved_module_has_its_variants(tmp_path):
     lambda d: d["variants"][0]["graphs"]["eval"][0].update(args=[1]),
 ])  # fmt: skip
 def test_a_damaged_variant_is_refused(tmp_path, change):
-    gm = fxplug.trace(Ways().eval(), torch.randn(2, 4))
+    gm = _traced(Ways().eval(), torch.randn(2, 4))
     gm(torch.randn(2, 4), 0.5)
     fxplug.save(gm, tmp_path)
     document = json.loads((tmp_path / "graph.json").read_text())
@@ -254,7 +258,7 @@ def test_a_damaged_variant_is_refused(tmp_path, change):
 
 def test_a_compiler_is_given_the_graph_that_fits():
     model, x, counter = Ways().eval(), torch.randn(2, 4), CompileCounter()
-    gm = fxplug.trace(model, torch.randn(2, 4))
+    gm = _traced(model, torch.randn(2, 4))
     compiled = torch.compile(gm, fullgraph=True, backend=counter)
     for call in ({"more": x}, {}, {"more": x}):
         assert torch.equal(compiled(x, **call), model(x, **call))
@@ -263,7 +267,7 @@ def test_a_compiler_is_given_the_graph_that_fits():
 
 def test_numbers_are_inputs_until_python_looks_at_them():
     model = Ways().eval()
-    gm, x = fxplug.trace(model, torch.randn(2, 4)), torch.randn(2, 4)
+    gm, x = _traced(model, torch.randn(2, 4)), torch.randn(2, 4)
     for scale in (0.5, -1.0, 0.1, 1.5, 3.0, 2.5, 1):
         assert torch.equal(gm(x, scale), model(x, scale))
     assert len(gm.variants) == 3  # up to 2, above, and a whole number
@@ -273,7 +277,7 @@ def test_numbers_are_inputs_until_python_looks_at_them():
 
 def test_a_layer_that_only_a_variant_calls():
     model = Ways().eval()
-    gm, x = fxplug.trace(model, torch.randn(2, 4)), torch.randn(2, 4)
+    gm, x = _traced(model, torch.randn(2, 4)), torch.randn(2, 4)
     names = list(gm.state_dict())
     assert torch.equal(gm(x, more=x), model(x, more=x))
     assert list(gm.state_dict()) == names
@@ -283,7 +287,7 @@ def test_a_layer_that_only_a_variant_calls():
 
 def test_what_a_guard_ends_midway_is_not_done_twice():
     model, x = Ways(), torch.randn(8, 4)
-    gm = fxplug.trace(model, torch.randn(8, 4), {"scale": 1.0})
+    gm = _traced(model, torch.randn(8, 4), {"scale": 1.0})
     gm(x, 0.5)
     with pytest.raises(fxplug.GuardError, match="scale > 2"):
         gm(x, 3.0)  # the graph of scales has moved the statistics when it comes to the question
@@ -292,11 +296,11 @@ def test_what_a_guard_ends_midway_is_not_done_twice():
 
 def test_more_ways_than_the_bound_are_refused_with_what_differs():
     model = Ways().eval()
-    gm, x = fxplug.trace(model, torch.randn(2, 4), variants=1), torch.randn(2, 4)
+    gm, x = _traced(model, torch.randn(2, 4), limit=1), torch.randn(2, 4)
     gm(x, more=x)
-    with pytest.raises(fxplug.GuardError, match=r"1 variants already.*more: float32 of 2 dimensions.*variants=N"):
+    with pytest.raises(fxplug.GuardError, match=r"1 variants already.*more: float32 of 2 dimensions.*limit=N"):
         gm(x, 0.5)
-    none = fxplug.trace(model, torch.randn(2, 4), variants=0)
+    none = fxplug.trace(model, torch.randn(2, 4))
     with pytest.raises(fxplug.GuardError, match="trace again") as caught:
         none(x, 0.5)
     assert "added" not in str(caught.value) and none.variants == []
@@ -304,7 +308,7 @@ def test_more_ways_than_the_bound_are_refused_with_what_differs():
 
 def test_a_model_that_was_changed_gives_no_variant():
     model = Ways().eval()
-    gm, x = fxplug.trace(model, torch.randn(2, 4)), torch.randn(2, 4)
+    gm, x = _traced(model, torch.randn(2, 4)), torch.randn(2, 4)
     model.norm.eps = 0.1
     with pytest.raises(fxplug.GuardError, match="changed since it was traced, at 'norm'"):
         gm(x, 0.5)
@@ -323,9 +327,9 @@ class Stubborn(nn.Module):
 
 def test_a_refused_call_is_refused_again_without_a_trace():
     model, x, tried = Stubborn(), torch.zeros(2), []
-    gm = fxplug.trace(model, x)
-    make = gm._variants.make
-    gm._variants.make = lambda *call: tried.append(call) or make(*call)
+    gm = _traced(model, x)
+    make = gm._variants.retrace
+    gm._variants.retrace = lambda *call: tried.append(call) or make(*call)
     for number in range(4):
         with pytest.raises(fxplug.GuardError, match="out of torch .numpy"):
             gm(x[: 1 + number // 2], out=True)
@@ -336,7 +340,7 @@ def test_a_refused_call_is_refused_again_without_a_trace():
 
 
 def test_an_export_is_of_the_graph_for_its_example(tmp_path):
-    gm, x = fxplug.trace(Ways().eval(), torch.randn(2, 4)), torch.randn(2, 4)
+    gm, x = _traced(Ways().eval(), torch.randn(2, 4)), torch.randn(2, 4)
     fxplug.export(gm, tmp_path / "more.pt2", (x,), {"more": x})
     program = torch.export.load(tmp_path / "more.pt2").module()
     assert torch.equal(program(x, more=x), gm(x, more=x))
@@ -344,7 +348,7 @@ def test_an_export_is_of_the_graph_for_its_example(tmp_path):
 
 def test_a_graph_that_was_changed_by_hand_gives_none():
     model = Ways().eval()
-    gm, x = fxplug.trace(model, torch.randn(2, 4)), torch.randn(2, 4)
+    gm, x = _traced(model, torch.randn(2, 4)), torch.randn(2, 4)
     relu = next(node for node in gm.graph.nodes if node.op == "call_module")
     with gm.graph.inserting_after(relu):
         new = gm.graph.call_method("neg", (relu,))
@@ -356,7 +360,7 @@ def test_a_graph_that_was_changed_by_hand_gives_none():
 
 def test_what_the_model_does_not_take_is_told_in_its_words():
     model = Ways().eval()
-    gm = fxplug.trace(model, torch.randn(2, 4))
+    gm = _traced(model, torch.randn(2, 4))
     with pytest.raises(fxplug.GuardError, match="'x' had 2 dimensions.*the model itself does not take it.*1D"):
         gm(torch.randn(4))
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
@@ -368,7 +372,7 @@ def test_what_the_model_does_not_take_is_told_in_its_words():
 
 def test_two_threads_add_one_variant():
     model = Ways().eval()
-    gm, x = fxplug.trace(model, torch.randn(2, 4)), torch.randn(2, 4)
+    gm, x = _traced(model, torch.randn(2, 4)), torch.randn(2, 4)
     found, start = [], threading.Barrier(4)
 
     def call():
@@ -389,7 +393,7 @@ def test_two_threads_add_one_variant():
 @pytest.fixture(scope="module")
 def controlled():
     unet, call = _unet()
-    new = fxplug.apply(fxplug.trace(unet, kwargs=call), fxplug.load_pass("controlnet"))
+    new = fxplug.apply(_traced(unet, kwargs=call), fxplug.load_pass("controlnet"))
     for name, parameter in new.named_parameters():
         if name.startswith("controlnet.cn.controlnet_"):
             nn.init.normal_(parameter, std=0.1)
@@ -489,7 +493,7 @@ class LateGuard(nn.Module):
 @pytest.mark.parametrize("name", DRAWING)
 def test_no_variant_answers_a_call_that_has_drawn_random_numbers(name):
     model = LateGuard(name).train()
-    gm = fxplug.trace(model, torch.randn(2, 3, 4))
+    gm = _traced(model, torch.randn(2, 3, 4))
     torch.manual_seed(0)
     want = model(torch.ones(5, 3, 4))
     torch.manual_seed(0)
@@ -519,7 +523,7 @@ class Trying(nn.Module):
 @pytest.mark.parametrize("used", [True, False])
 def test_an_operation_in_a_try_that_fails_in_another_call_is_told(used):
     model = Trying(used)
-    gm = fxplug.trace(model, torch.randn(2, 3))
+    gm = _traced(model, torch.randn(2, 3))
     x = torch.randn(2, 3)
     assert torch.equal(gm(x), model(x))
     with pytest.raises(fxplug.GuardError, match="which has some in a `try`.*view size.*could not be added"):
@@ -541,6 +545,58 @@ class Failing(nn.Module):
 
 @pytest.mark.parametrize("error", [AttributeError("a"), KeyError("a"), AssertionError("a"), ZeroDivisionError("a")])
 def test_what_the_model_raises_in_a_way_that_is_tried_is_a_guard_error(error):
-    gm = fxplug.trace(Failing(error), (torch.ones(2), 3))
+    gm = _traced(Failing(error), (torch.ones(2), 3))
     with pytest.raises(fxplug.GuardError, match="the model itself does not take it"):
         gm(torch.ones(2, dtype=torch.float64), 3)
+
+
+def test_a_traced_module_alone_names_the_argument_and_keeps_no_model():
+    model = Ways().eval()
+    gm, x = fxplug.trace(model, torch.randn(2, 4)), torch.randn(2, 4)
+    calls = ({"scale": 0.5}, "'scale' was 1.0.*now it is 0.5"), ({"more": x}, "'more'"), ({"steps": 2}, "'steps'")
+    for call, message in calls:
+        with pytest.raises(fxplug.GuardError, match=message) as caught:
+            gm(x, **call)
+        assert "added" not in str(caught.value)
+    assert gm.variants == [] and fxplug.apply(gm, fxplug.load_pass("lora", at="layer", rank=2)).variants == []
+    with pytest.raises(TypeError, match="variants"):
+        fxplug.trace(model, x, variants=8)
+
+
+def test_a_rewritten_module_gets_its_passes_in_further_forms():
+    model, x = small.seeded(Ways).eval(), torch.randn(2, 4)
+    new = fxplug.apply(fxplug.trace(model, x), fxplug.load_pass("lora", at="layer", rank=2))
+    wrapped = fxplug.variants(new, model)
+    for parameter in wrapped.get_submodule("lora").parameters():
+        nn.init.normal_(parameter)
+    assert wrapped.get_parameter("layer.weight") is new.get_parameter("layer.weight")
+    half = wrapped(x, 0.5)
+    torch.testing.assert_close(half, new(x) * 0.5)
+    assert not torch.equal(half, model(x, 0.5))
+
+
+def test_leaves_of_the_trace_are_leaves_of_its_variants():
+    model, x = Ways().eval(), torch.randn(2, 4)
+    gm = fxplug.variants(fxplug.trace(model, x, leaf=["more"]), model)
+    assert torch.equal(gm(x, more=x), model(x, more=x))
+    assert fxplug.variants(gm, model, 1).variants == gm.variants
+
+
+def _changed(model):
+    model.norm.eps = 0.1
+    return model
+
+
+@pytest.mark.parametrize("made, model, message", [
+    (lambda gm: gm, lambda m: _changed(m), "changed since: 'norm.eps' differs"),
+    (lambda gm: gm, lambda m: Table(), "'Table' differs"),
+    (lambda gm: gm, lambda m: 3, "the model that was traced, not 3"),
+    (lambda gm: 3, lambda m: m, "takes a traced module, not 3"),
+    (lambda gm: fxplug.merge(fxplug.apply(gm, fxplug.load_pass("lora", at="layer", rank=2))), lambda m: m, "merged"),
+    (lambda gm: (gm.recompile(), gm)[1], lambda m: m, "edited by hand"),
+])  # fmt: skip
+def test_what_gets_no_variants(made, model, message):
+    traced = Ways().eval()
+    gm = fxplug.trace(traced, torch.randn(2, 4))
+    with pytest.raises(fxplug.SpecError, match=message):
+        fxplug.variants(made(gm), model(traced))

@@ -23,7 +23,7 @@ from ..files.weight_files import linked, save_file
 from ..files.writing import new_folder
 from ..ir.containers import Container
 from ..ir.traced_module import TracedModule
-from ..ir.variants import Variants, inputs_of, view
+from ..ir.variants import Variants, inputs_of
 from ..limits import DEFAULT, Limits
 from ..turns import held
 from .graph_json import GraphReader, check_calls, write_graph
@@ -64,8 +64,6 @@ def save(
     if not isinstance(module, TracedModule):
         raise ArtifactError(f"save takes a traced module, not a {type(module).__name__}: fxplug.trace(model, inputs) makes one")
     module = _saved_form(module)
-    if module.variants:
-        module._variants.carry(module)
     if parts := module.meta.get("parts"):
         raise ArtifactError(
             f"this process keeps only its part of {len(parts)} weights, '{parts[0]}' the first: save what parallelize gives "
@@ -75,10 +73,11 @@ def save(
     raises = _unwritten(folder)
     with reported(raises, "cannot be written"):
         _check_target(target, overwrite)
-    document, files = _document(module)
-    _check_readable(module, document)
+    modules = _modules(module)
+    document, files = _document(modules)
+    _check_readable(modules, document)
     with reported(raises, "cannot be written"), new_folder(target, own=files_of) as work:
-        _write_files(work, target, module, document, files, config)
+        _write_files(work, target, modules, document, files, config)
     return Path(folder)
 
 
@@ -127,7 +126,7 @@ def check_savable(module: TracedModule) -> list[str]:
         if name:  # verify asks here, before a training, and not when its result is written
             check_path(name, "module path")
     try:
-        for graph in (graph for way in _ways(module) for graph in way.graphs.values()):
+        for graph in (graph for each in _modules(module) for graph in each.graphs.values()):
             check_calls(graph)
         encode(module.meta.get("passes", []))
         return foreign_classes(module)
@@ -140,14 +139,15 @@ def _saved_form(module: TracedModule) -> TracedModule:
     return need_hook("unlowered", "lowerings")(module) if "source" in module.meta else module
 
 
-def _document(module: TracedModule) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-    """graph.json, and the tensors of each weight file."""
+def _document(all_modules: list[TracedModule]) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """graph.json of a module and its variants, and the tensors of each weight file."""
+    module, *variants = all_modules
     passes = _pass_names(module)
     tensors, files = records_of(module, passes)
     stacks: list[Any] = []
     try:
         modules = write_modules(module)
-        graphs, *others = [_graphs(each, stacks) for each in _ways(module)]
+        graphs, *others = [_graphs(each, stacks) for each in all_modules]
         meta = {k: encode(v) for k, v in module.meta.items() if isinstance(k, str) and (k == "passes" or _plain(v))}
     except Unportable as error:
         raise ArtifactError(f"the module cannot be saved: {error}") from None
@@ -166,15 +166,14 @@ def _document(module: TracedModule) -> tuple[dict[str, Any], dict[str, dict[str,
     }
     if others:
         document["variants"] = [
-            {"twin_error": variant.twin_error, "graphs": graphs}
-            for variant, graphs in zip(module._variants.made, others, strict=True)
+            {"twin_error": variant.twin_error, "graphs": graphs} for variant, graphs in zip(variants, others, strict=True)
         ]
     return document, files
 
 
-def _ways(module: TracedModule) -> list[TracedModule]:
+def _modules(module: TracedModule) -> list[TracedModule]:
     """The module and its variants."""
-    return [module, *(module._variants.made if "_variants" in vars(module) else ())]
+    return module.modules_by_form if isinstance(module, Variants) else [module]
 
 
 def _graphs(module: TracedModule, stacks: list[Any]) -> dict[str, Any]:
@@ -197,8 +196,9 @@ def _pass_names(module: TracedModule) -> list[str]:
     return names
 
 
-def _check_readable(module: TracedModule, document: dict[str, Any]) -> None:
+def _check_readable(all_modules: list[TracedModule], document: dict[str, Any]) -> None:
     """Read back what is about to be written: better to fail while the module is there."""
+    module = all_modules[0]
     allow = [record["class"].partition(":")[0] for record in document["modules"].values() if ":" in record.get("class", "")]
     with wrapped("this module cannot be saved"):
         document = parse(_dump(document))
@@ -210,10 +210,10 @@ def _check_readable(module: TracedModule, document: dict[str, Any]) -> None:
         for value in (*document["meta"].values(), *document["extras"].values()):
             decode(value)
         documents = [document, *({**document, **entry} for entry in document.get("variants", []))]
-        for way, each in zip(_ways(module), documents, strict=True):
+        for written, each in zip(all_modules, documents, strict=True):
             graphs = _read_graphs(each, modules, [])
             for mode, graph in graphs.items():
-                if [n.name for n in graph.nodes] != [n.name for n in way.graphs[mode].nodes]:
+                if [n.name for n in graph.nodes] != [n.name for n in written.graphs[mode].nodes]:
                     raise ArtifactError("the nodes of the graph that was read back differ")
             _check_paths(module, graphs)
 
@@ -224,7 +224,7 @@ def _check_readable(module: TracedModule, document: dict[str, Any]) -> None:
 def _write_files(
     work: Path,
     target: Path,
-    module: TracedModule,
+    modules: list[TracedModule],
     document: dict[str, Any],
     files: dict[str, dict[str, torch.Tensor]],
     config: Mapping[str, Any] | None,
@@ -233,7 +233,7 @@ def _write_files(
         if not linked(tensors, target / name, work / name):
             save_file(tensors, work / name)
     (work / "graph.json").write_bytes(_dump(document))
-    (work / "graph.txt").write_text(_readable(module), encoding="utf-8")
+    (work / "graph.txt").write_text(_readable(modules), encoding="utf-8")
     if config is not None:
         (work / "config.yaml").write_text(_yaml(config), encoding="utf-8")
     manifest = {
@@ -276,13 +276,13 @@ def _json(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
 
 
-def _readable(module: TracedModule) -> str:
+def _readable(modules: list[TracedModule]) -> str:
     parts = []
-    for way, label in zip(_ways(module), ["", *module.variants], strict=True):
+    for module, label in zip(modules, ["", *modules[0].variants], strict=True):
         for name, mode in MODES.items():
-            if mode in way.graphs:
-                title = {"eval": "evaluation", "train": "training"}[name] if len(way.graphs) == 2 else "both modes"
-                parts.append(f"# {title}{label and f', {label}'}\n{way.graphs[mode].python_code('self').src.strip()}\n")
+            if mode in module.graphs:
+                title = {"eval": "evaluation", "train": "training"}[name] if len(module.graphs) == 2 else "both modes"
+                parts.append(f"# {title}{label and f', {label}'}\n{module.graphs[mode].python_code('self').src.strip()}\n")
     return "\n".join(parts)
 
 
@@ -332,21 +332,23 @@ def _build(files: Snapshot, document: dict[str, Any], allow: list[str], device: 
     for bank in older:
         bank.add_provenance()
     extras = {str(k): decode(v, None, limits) for k, v in document["extras"].items()}
-    module = TracedModule(tree, graphs, None, extras)
+    kind = Variants if document.get("variants", []) != [] else TracedModule
+    module = kind(tree, graphs, None, extras)
     _check_paths(module, graphs)
     module.twin_error = None if document["twin_error"] is None else str(document["twin_error"])
     module.meta.update({str(k): decode(v, None, limits) for k, v in document["meta"].items()})
     check_passes(module.meta.get("passes", []), modules)
-    _add_variants(module, document, modules, allow, limits)
+    if isinstance(module, Variants):
+        _add_variants(module, document, modules, allow, limits)
     _set_modes(module, document, modules)
     return module
 
 
 def _add_variants(
-    module: TracedModule, document: dict[str, Any], modules: dict[str, nn.Module], allow: list[str], limits: Limits
+    module: Variants, document: dict[str, Any], modules: dict[str, nn.Module], allow: list[str], limits: Limits
 ) -> None:
-    """Give a module its graphs for other ways of calling. Raises ArtifactError."""
-    entries = document.get("variants", [])
+    """Give a module its graphs for other forms of call. Raises ArtifactError."""
+    entries = document["variants"]
     if type(entries) is not list or len(entries) > limits.variants:
         raise ArtifactError(f"graph.json: the variants must be a list of at most {limits.variants}")
     found = []
@@ -354,12 +356,10 @@ def _add_variants(
         only_keys(entry, ["twin_error", "graphs"], "a variant")
         graphs = _read_graphs({**document, **entry}, modules, allow, limits)
         _check_paths(module, graphs)
-        found.append(view(module, graphs, None if entry.get("twin_error") is None else str(entry["twin_error"])))
-        if inputs_of(found[-1]) != inputs_of(module):
+        found.append((graphs, None if entry.get("twin_error") is None else str(entry["twin_error"])))
+        if inputs_of(next(iter(graphs.values()))) != inputs_of(module.graph):
             raise ArtifactError("graph.json: a variant has other inputs than the model")
-    if found:
-        module._variants = Variants(module, len(found))
-        module._variants.made = found
+    module.keep_only(found)
 
 
 def _check_paths(module: TracedModule, graphs: dict[bool, Any]) -> None:

@@ -86,7 +86,7 @@ def assemble(model: nn.Module, recordings: dict[bool, Recorded], twin_error: str
         owner, _, key = name.rpartition(".")
         tree.get_submodule(owner).register_buffer(key, value, persistent=False)
     gm = TracedModule(tree, {mode: r.graph for mode, r in recordings.items()}, type(model), kept(model, extras(model)))
-    gm.twin_error = twin_error
+    gm.twin_error, gm._steps = twin_error, ()
     return gm
 
 

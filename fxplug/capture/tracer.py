@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 
 from .. import quantised
 from ..errors import FxplugError, TraceError, did_you_mean
-from ..ir import variants as further
 from ..ir.editing import erase
 from ..ir.pytree import leaves as values
 from ..ir.traced_module import TracedModule
@@ -33,7 +32,6 @@ from .module_state import MISSING, Place, State
 from .one_at_a_time import alone, undone
 from .patches import patched
 from .recorder import NeedsAutograd, Recording
-from .retrace import Again
 from .tries import Tries
 from .user_code import is_user_code, shortened, source_line
 
@@ -48,7 +46,6 @@ def trace(
     leaf: Iterable[str] = (),
     real: bool | None = None,
     check: bool = True,
-    variants: int | None = None,
 ) -> TracedModule:
     """Record one call `model(*args, **kwargs)` as a graph that gives `torch.equal` results for every input its guards admit.
 
@@ -64,9 +61,8 @@ def trace(
     where that matters, and must give and leave behind the same; without values (meta tensors) nothing is called. In a mode
     where the two differ, `train()` or `eval()` of the result raises. `check=False` leaves that out.
 
-    The module keeps the model: where it is called in another way (a number for a tensor, another dtype, an optional input), the
-    model is traced for that call, too, checked beside it, and the graph is kept on the same weights; so up to `variants`
-    times (8), 0 is never. Numbers are inputs of such a graph. `module.variants` lists them, and a saved module has them.
+    The module answers the calls that its guards admit. Another (a number for a tensor, another dtype, an optional input) is a
+    GuardError that names the argument: trace such a call, or let `fxplug.variants(module, model)` do that when one comes.
 
     One trace runs at a time in a process; modules, modes of torch and random states are left as they were.
 
@@ -80,20 +76,33 @@ def trace(
         raise TraceError("this is what torch.compile made of a model: trace the model itself, and compile its graph")
     args = args if isinstance(args, (tuple, list)) else (args,)
     patterns = [leaf] if isinstance(leaf, str) else list(leaf)
-    call, states = (tuple(args), dict(kwargs or {})), Kept()
+    call: Any = (tuple(args), dict(kwargs or {}))
+    options: dict[str, Any] = {"leaf": patterns, "real": real, "keep": []}
     kept = _find_derived(model, call)
     gm = _checked_trace(model, patterns, real, check, call, False, kept)
     if kept and not _holds_beside(model, gm, call, check):  # it is more than what was made of the weights
-        states = kept
+        options["keep"] = _named(model, kept)
         gm = _checked_trace(model, patterns, real, check, call, False, [])
-    if limit := further.LIMIT if variants is None else variants:
-
-        def retrace(call: Any, open_numbers: bool) -> TracedModule:
-            kept = [each for each in _find_derived(model, call) if each not in states]
-            return _checked_trace(model, patterns, real, True, call, open_numbers, kept)
-
-        gm._variants = further.Variants(gm, limit, Again(model, retrace))
+    if patterns or real is not None or options["keep"]:
+        gm.meta["trace"] = options
     return gm
+
+
+def trace_again(
+    model: nn.Module, call: Any, open_numbers: bool, leaf: list[str], real: bool | None, keep: list[list[str]]
+) -> TracedModule:
+    """The trace of another call, which is (args, kwargs), with the options that `meta["trace"]` has of the first.
+
+    With `open_numbers` the numbers in the call are inputs of the graph. `keep` names what modules hold beside their weights.
+    """
+    found = _find_derived(model, call)
+    kept = [each for each, name in zip(found, _named(model, found), strict=True) if name not in keep]
+    return _checked_trace(model, leaf, real, True, call, open_numbers, kept)
+
+
+def _named(model: nn.Module, kept: Kept) -> list[list[str]]:
+    paths = {id(module): path for path, module in model.named_modules()}
+    return [[paths[id(module)], name] for module, name, _ in kept]
 
 
 def _find_derived(model: nn.Module, call: Any) -> Kept:

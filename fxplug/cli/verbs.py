@@ -63,9 +63,11 @@ class RootVerbs(Verbs):
     """The verbs of `fxplug`: its own, and those of extensions, imported when they are called or listed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all verbs. Raises ClashError where two extensions bring one of the same name."""
         return [*super().list_commands(ctx), *sorted(extensions.parts("verbs"))]
 
     def get_command(self, ctx: Any, name: str) -> Any:
+        """The verb of that name. Raises SpecError for an unknown one where an extension cannot be used."""
         command = super().get_command(ctx, name)
         if command is None and (verb := extensions.import_part("verbs", name)) is not None:
             if not isinstance(verb, typer.Typer):

@@ -30,7 +30,7 @@ from ..ir.editing import insert, replace
 from ..ir.graph import copy_graph
 from ..ir.pytree import children, leaves, map_leaves
 from ..ir.traced_module import TracedModule, shell
-from ..ir.variants import chosen
+from ..ir.variants import module_for
 from ..turns import held
 from . import onnx_trial, onnx_writer
 from .aoti_writer import Refused, Unfit, check_compiler, refusing, write
@@ -121,7 +121,7 @@ def export(
         facts["attributes"] = portable({"dtype": module.dtype, **module._extras})
         # compiled code reads an input's memory in the order in which the example's lay
         args, named = map_leaves((args, named), lambda t, _: t.contiguous())
-    plain, notes = _program(chosen(module, args, named))
+    plain, notes = _program(module_for(module, args, named))
     parameters = inspect.signature(plain.forward).parameters
     if to == "onnx":
         results = onnx_writer.Results(plain)

@@ -20,7 +20,6 @@ from ..errors import LONGEST, ArtifactError, FxplugError, SpecError, cut, did_yo
 from ..files import weight_files
 from ..files.reading import about, opened, reported
 from ..files.writing import Folder, ended_by_exceptions
-from ..ir.peers import instead
 from ..limits import DEFAULT, Limits
 from ..torch_internals.packaging import LOADER
 from ..turns import Turns, change, during
@@ -84,8 +83,7 @@ class Package:
         known = vars(self).get("_attributes", {})
         if name in known:
             return known[name]
-        more = f": {instead(name)}, before it is compiled" if instead(name) else ""
-        raise AttributeError(f"a package has no attribute '{name}'{more}")
+        raise AttributeError(f"a package has no attribute '{name}': what changes the model comes before it is compiled")
 
     @property
     def adapters(self) -> PackageAdapters:

@@ -37,9 +37,7 @@ def bind(module: TracedModule, inputs: Mapping[str, Any]) -> TracedModule:
         for name, value in values.items():
             if owner is not None and name not in new:
                 _set(owner._buffers, name, value)
-    if new and "_variants" in vars(module):
-        module._variants.after(module, made, partial(bind, inputs=new))
-    return made
+    return made.made_by(partial(bind, inputs=new), module) if new else made
 
 
 def _set(held: dict[str, Any], name: str, value: torch.Tensor) -> None:
@@ -76,8 +74,6 @@ def _value(
 def _with(module: TracedModule, values: Mapping[str, torch.Tensor]) -> TracedModule:
     """The module with further inputs in it."""
     made = module.copied()
-    made.__dict__.pop("_variants", None)
-    made.meta = dict(module.meta)
     if HOME not in made._modules:
         made.add_module(HOME, Container((HOME,)))
     for name, value in values.items():
@@ -87,7 +83,7 @@ def _with(module: TracedModule, values: Mapping[str, torch.Tensor]) -> TracedMod
             if (name := str(node.target)) in values:
                 _hold(graph, node, name, values[name])
         _check_order(graph)
-    return made.derived(made, made.graphs)  # type: ignore[arg-type]
+    return module.derived(made, made.graphs)  # type: ignore[arg-type]
 
 
 def _hold(graph: fx.Graph, node: fx.Node, name: str, value: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What is around the code that FX generates for a graph: modes that are given back, turns, and other ways of calling."""
+"""What is around the code that FX generates for a graph: modes that are given back, and turns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..torch_internals.compiling import (
     leave_module,
 )
 from ..turns import during, turns_of
-from . import ops, variants
+from . import ops
 
 if TYPE_CHECKING:
     from .traced_module import TracedModule
@@ -90,27 +90,6 @@ def in_turn(forward: Any) -> Any:
     return wrapper
 
 
-def any_way(forward: Any) -> Any:
-    """A forward that lets a variant answer a call which its graph does not hold for."""
-
-    @functools.wraps(forward)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or "_variants" not in self.__dict__:
-            return forward(self, *args, **kwargs)
-        if is_listening():  # a check that fails is the end of what a compiler compiles
-            way = variants.chosen(self, args, kwargs)
-            return forward(self, *args, **kwargs) if way is self else way.forward(*args, **kwargs)
-        try:
-            return forward(self, *args, **kwargs)
-        except Exception as error:  # the model's or torch's
-            found = variants.call_other(self, args, kwargs, error)
-            if found is variants.NONE:
-                raise
-        return found
-
-    return wrapper
-
-
 def by_regions(forward: Any) -> Any:
     """A forward of which a compiler that is given the module compiles outlined regions, and leaves the rest as it stands."""
 
@@ -136,7 +115,5 @@ def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
 
 # these frames are not compiled, what they call is; all wrappers have one code
 leave_frame(in_turn(nn.Module.forward).__code__)
-leave_frame(any_way(nn.Module.forward).__code__)
 leave_frame(by_regions(nn.Module.forward).__code__)
 leave_module(turns)
-leave_module(variants)

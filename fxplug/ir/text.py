@@ -14,13 +14,12 @@ from torch import fx, nn
 
 from . import functions, ops
 from .graph import without_edges
-from .traced_module import class_names
-from .ways import labels
+from .traced_module import TracedModule, class_names
 
 
 def show(module: fx.GraphModule) -> str:
     """The graph as text: `name = target(arguments)`, modules by path, edges of regions left out; its variants, a line each."""
-    more = labels(module)  # type: ignore[arg-type]  # of a module that is not traced there are none
+    more = module.variants if isinstance(module, TracedModule) else []
     return "\n".join([*_lines(module.graph), *(f"# variant: {label}" for label in more)]) + "\n"
 
 

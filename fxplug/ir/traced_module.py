@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -18,20 +17,19 @@ from torch import fx, nn
 from .. import extensions
 from ..errors import LONGEST, SpecError, TraceError, cut
 from ..quantised import is_transposed
-from ..spec.import_path import import_target
 from ..torch_internals.compiling import leave_frame
 from ..turns import change, hold, inside, turns_of
-from . import ops, standing, variants, ways
+from . import ops
 from .binding import bind
 from .containers import RESERVED, Container, child_of
-from .forwards import any_way, by_regions, going_on, in_turn, unwound
+from .forwards import by_regions, going_on, in_turn, unwound
 from .graph import OF_THE_ROOT, Graph, copy_graph
-from .peers import instead
 
 OWN_STATE = set(
-    "_graph _twin _extras _origin _code _codes _graph_mode _accessors _turns _block _variants _entry _stands_for _unused".split()  # noqa
+    "_graph _twin _extras _origin _code _codes _graph_mode _accessors _turns _block _steps _variants _entry".split()  # noqa
 )
 MODES = (ops.enter_grad, ops.enter_autocast)
+Step = Callable[["TracedModule"], "TracedModule"]
 _LATER: ContextVar[bool] = ContextVar("_LATER", default=False)
 
 
@@ -45,7 +43,7 @@ def code_when_asked() -> Iterator[None]:
         _LATER.reset(token)
 
 
-class _Unwritten:
+class _LazyForward:
     """Stands for the `forward` of a module whose code is not written yet."""
 
     def __init__(self, module: TracedModule) -> None:
@@ -57,7 +55,8 @@ class _Unwritten:
         return cls.forward if module is None else module.forward
 
 
-def _copied_graphs(module: TracedModule) -> dict[bool, Graph]:
+def copied_graphs(module: TracedModule) -> dict[bool, Graph]:
+    """Copies of the graphs of a module, by training mode."""
     return {mode: copy_graph(graph) for mode, graph in module.graphs.items()}
 
 
@@ -111,7 +110,8 @@ class TracedModule(fx.GraphModule):
     """
 
     _twin: fx.Graph | None
-    _variants: variants.Variants
+    _steps: tuple[Step, ...] | None  # what was done to the trace since, each to any trace of the model; None: not known
+    _kind: type[TracedModule]
     classes: tuple[str, ...]
 
     def __init__(
@@ -125,6 +125,7 @@ class TracedModule(fx.GraphModule):
         with code_when_asked():
             super().__init__(nn.Module(), fx.Graph())
         cls = type(self)  # its own: FX makes one for each module
+        cls._kind = cls.__bases__[0]
         cls.__name__ = cls.__qualname__ = TracedModule.__name__
         cls.__module__ = __name__.partition(".")[0]
         mode = tree.training if tree.training in graphs else next(iter(graphs))
@@ -134,6 +135,7 @@ class TracedModule(fx.GraphModule):
         self.classes = class_names(tree)
         self.training = tree.training
         self._origin, self._extras = origin, dict(extras or {})
+        self._steps = None
         self.twin_error: str | None = None
         self._graph_mode = mode
         self._twin = graphs[not mode] if len(graphs) == 2 else None
@@ -150,14 +152,6 @@ class TracedModule(fx.GraphModule):
 
     def _choose(self, mode: bool, graph: fx.Graph) -> None:
         self._graph_mode, self._graph = mode, graph
-
-    @property
-    def __class__(self) -> type:  # noqa: D102
-        return standing.answered(self)
-
-    @__class__.setter
-    def __class__(self, cls: type) -> None:
-        standing.become(self, cls)
 
     def __repr__(self) -> str:
         """One line: a graph has thousands, and `show`, `fxplug.ir.text.modules` and `code` print them."""
@@ -177,8 +171,12 @@ class TracedModule(fx.GraphModule):
 
     def recompile(self) -> Any:
         """Write the code of the graph anew; with a graph for each mode `forward` takes that of the mode it is in."""
+        self._steps = None  # whoever calls this has edited the graph, and an edit by hand cannot be made in another graph
+        return self._compile()
+
+    def _compile(self) -> Any:
         if _LATER.get():
-            type(self).forward = _Unwritten(self)  # type: ignore[assignment]
+            type(self).forward = _LazyForward(self)  # type: ignore[assignment]
             return None
         code = super().recompile()
         self.__dict__.setdefault("_codes", {})[self.__dict__.get("_graph_mode")] = self._code
@@ -191,7 +189,7 @@ class TracedModule(fx.GraphModule):
         if self.__dict__.get("_twin") is not None:
             setattr(cls, "_forward_train" if self._graph_mode else "_forward_eval", cls.forward)
             cls.forward = _by_mode(cls.forward)
-        cls.forward = any_way(in_turn(by_regions(cls.forward)))
+        cls.forward = in_turn(by_regions(cls.forward))
         return code
 
     def _write(self) -> None:
@@ -201,7 +199,7 @@ class TracedModule(fx.GraphModule):
             for of, each in ((not mode, twin), (mode, graph)):
                 if each is not None:
                     self._choose(of, each)
-                    self.recompile()
+                    self._compile()
         finally:
             _LATER.reset(token)
 
@@ -241,28 +239,13 @@ class TracedModule(fx.GraphModule):
 
     def _constants(self) -> set[str]:
         """What the model's code holds or makes and is no buffer of it: its dtype is that of the code, also after a cast."""
-        made = self.__dict__.get("_variants")
-        graphs = [g for module in (self, *(made.made if made else ())) for g in module.graphs.values()]
-        return {str(node.target) for graph in graphs for node in graph.find_nodes(op="get_attr") if node.meta.get("constant")}
+        found = (node for graph in self.graphs.values() for node in graph.find_nodes(op="get_attr"))
+        return {str(node.target) for node in found if node.meta.get("constant")}
 
     @property
     def variants(self) -> list[str]:
-        """The further graphs that this module has for other ways of calling it: how each differs from the first."""
-        return ways.labels(self)
-
-    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """As `fxplug.save`: pipelines of diffusers save their parts so. Raises ArtifactError."""
-        import_target("fxplug.artifacts.artifact:save")(self, folder)  # type: ignore[operator]
-
-    @classmethod
-    def from_pretrained(
-        cls, folder: str | os.PathLike[str], dtype: Any = None, torch_dtype: Any = None, **options: Any
-    ) -> TracedModule:
-        """As `fxplug.load`, then cast to `dtype`, of which `torch_dtype` is another name: pipelines of diffusers load parts so.
-        Raises ArtifactError.
-        """
-        found: TracedModule = import_target("fxplug.pipelines.control:load_part")(folder, **options)  # type: ignore[operator]
-        return found if dtype is None and torch_dtype is None else found.to(dtype or torch_dtype)
+        """The forms of call that have a graph of their own, as `fxplug.variants` adds them; none of another module."""
+        return []
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's, between calls: those that run are waited for."""
@@ -303,14 +286,12 @@ class TracedModule(fx.GraphModule):
                 return accessors.setdefault(name, accessor(self))
             except SpecError as error:
                 raise AttributeError(error.finding) from None
-        if (does := standing.method(self, name)) is not None:
-            return does
         if inspect.isgeneratorfunction(getattr(found, "__wrapped__", None)):
             return found.__get__(self)  # a context manager leaves nothing behind, so a pipeline may open it
-        if callable(found) or instead(name):
+        if callable(found):
             raise AttributeError(
                 f"'{name}' is a method of {self.classes[0]}; this is its traced graph, which such a method cannot "
-                f"change: {instead(name) or 'call it on the model before tracing'}"
+                "change: call it on the model before tracing"
             )
         if name in ("dtype", "device"):
             first: torch.Tensor | None = next(self.parameters(), None)
@@ -320,18 +301,26 @@ class TracedModule(fx.GraphModule):
         raise AttributeError(f"the traced {self.classes[0]} has no attribute '{name}'{extensions.unusable_note()}")
 
     def derived(self, tree: nn.Module, graphs: dict[bool, Graph], **meta: Any) -> TracedModule:
-        """The same model computed in another way: other graphs on another tree, and `meta` over the meta of this module."""
-        new = TracedModule(tree, graphs, self._origin, self._extras)
+        """The same model computed in another way: other graphs on another tree, and `meta` over the meta of this module.
+
+        What makes the same of another trace of the model is not known until `made_by` says it.
+        """
+        new: TracedModule = self._kind(tree, graphs, self._origin, self._extras)
         new.twin_error, new.meta = self.twin_error, {**self.meta, **meta}
         return new
 
+    def made_by(self, step: Step, source: TracedModule) -> TracedModule:
+        """This module, which `step` made of `source`, and makes so of any other trace of the model."""
+        self._steps = None if source._steps is None else (*source._steps, step)
+        return self
+
     def copied(self) -> TracedModule:
         """The same graphs again on the same tensors, in a tree of its own."""
-        return self._with_variants(self.derived(shell(self), _copied_graphs(self)))
+        return self._copy_on(shell(self))
 
-    def _with_variants(self, new: TracedModule) -> TracedModule:
-        if "_variants" in self.__dict__:
-            self._variants.of_copy(new, _copied_graphs)
+    def _copy_on(self, tree: nn.Module) -> TracedModule:
+        new = self.derived(tree, copied_graphs(self))
+        new._steps = self._steps
         return new
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
@@ -350,7 +339,7 @@ class TracedModule(fx.GraphModule):
                 ours = key in OWN_STATE or _is_ours(key) or getattr(value, "__self__", None) is self
                 if not ours and key != "meta":  # which may hold whole modules
                     tree.__dict__[key] = copied(value)
-        return self._with_variants(self.derived(tree, _copied_graphs(self)))
+        return self._copy_on(tree)
 
     def __reduce__(self) -> Any:
         raise TypeError("a traced module is not pickled: fxplug.save(module, folder) keeps graph and weights")

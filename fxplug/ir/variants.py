@@ -1,309 +1,282 @@
-"""Other ways of calling a traced module: further graphs on its weights, one for each way that the model's code takes."""
+"""A traced module that answers other forms of call too: further graphs on its weights, one for each way through the model."""
 
 from __future__ import annotations
 
-import inspect
-import operator
+import functools
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
 
 from ..errors import FxplugError, GuardError, TraceError, shown
-from ..torch_internals.compiling import apart
-from ..torch_internals.modules import NormBase
+from ..torch_internals.compiling import apart, is_listening, leave_frame
 from ..turns import turns_of
-from . import functions, ops, ways
+from . import ops, variant_labels
 from .containers import Container
-from .editing import change, copy_nodes, insert
+from .editing import change
+from .entry_checks import refusal, repeatable
+from .graph import Graph
+from .traced_module import Step, TracedModule, copied_graphs, shell
 
-if TYPE_CHECKING:
-    from .traced_module import TracedModule
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Retrace = Callable[["Variants", Args, Kwargs], TracedModule]
+V = TypeVar("V", bound="Variants")
 
-Make = Callable[["TracedModule", tuple[Any, ...], dict[str, Any]], "TracedModule"]
-Step = Callable[["TracedModule"], "TracedModule"]
-
-LIMIT = 8  # variants that a module makes by itself
+LIMIT = 8  # graphs that a module gets beside its first
 REFUSED = 64  # calls that it remembers to refuse
 TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-# what checks how a graph is called, before it computes anything
-ENTRY = (ops.same, ops.check_inputs, ops.check_members, ops.check_generator, ops.check_numbers)
-AT_ENTRY = (*ENTRY, operator.getitem, ops.edge, ops.device_of, ops.given)
-HARMLESS = (
-    *ENTRY, ops.guard, ops.tried, ops.check_state, ops.check_added, ops.any_gradients, ops.enter_grad, ops.exit_grad,
-    ops.enter_autocast, ops.exit_autocast,
-)  # fmt: skip
-# what may give the memory of its first argument
-VIEWS = """view reshape transpose permute unsqueeze squeeze expand getitem chunk split unbind flatten unflatten narrow select t
-detach contiguous to float half bfloat16 double type edge alias real imag swapaxes swapdims movedim moveaxis expand_as view_as
-diagonal tensor_split type_as as_strided""".split()  # noqa: SIM905
-NONE = object()
 
 
-class Passing(TraceError):
+class TransientRefusal(TraceError):
     """A refusal that may be none at the next call: it depends on values, or on a model that was changed."""
 
 
-class Variants:
-    """The variants of one module: graphs for calls that its own does not hold for.
+class VariantCache:
+    """The further graphs of one module, `made`, each a module on the very parameters, buffers and children that its owner has.
 
-    `made` has each as a module over the very tables of parameters, buffers and children that its owner has. `make` traces the
-    model for another call, and is None where no model is at hand; `steps` are what was done to the trace since, each again for
-    a new variant, and `earlier` are variants of what this module was made of, with how many of the steps they have behind them.
+    `retrace` traces the model for another call, None where no model is at hand. `refused` has why a call cannot be traced, by
+    its key: finding that out takes a trace.
     """
 
-    def __init__(
-        self, owner: TracedModule, limit: int, make: Make | None = None, steps: tuple[Step, ...] = (), earlier: Any = ()
-    ) -> None:
-        self.limit, self.make, self.steps = limit, make, steps
-        self.earlier: list[tuple[TracedModule, int]] = list(earlier)
+    def __init__(self, retrace: Retrace | None = None, limit: int = 0) -> None:
+        self.retrace, self.limit = retrace, limit
         self.made: list[TracedModule] = []
-        self.codes = dict(_codes(owner))
-        self.refused: dict[Any, str] = {}  # why a call cannot be traced, by its key: to find that out takes a trace
+        self.refused: dict[Any, str] = {}
         self.lock = threading.RLock()
 
-    def after(self, owner: TracedModule, new: TracedModule, step: Step) -> None:
-        """Let `new`, which `step` made of `owner`, have the variants that the step makes of the owner's."""
-        if _codes(owner) == self.codes:  # what is done to a graph by hand cannot be done again
-            earlier = [*self.earlier, *((variant, len(self.steps)) for variant in self.made)]
-            new._variants = Variants(new, self.limit, self.make, (*self.steps, step), earlier)
 
-    def of_copy(self, new: TracedModule, graphs: Callable[[TracedModule], dict[bool, Any]]) -> None:
-        """Let `new`, a copy of the owner on tensors of its own, have copies of the variants."""
-        new._variants = Variants(new, self.limit, self.make, self.steps, self.earlier)
-        new._variants.codes = self.codes
-        new._variants.made = [view(new, graphs(variant), variant.twin_error) for variant in self.made]
+class Variants(TracedModule):
+    """A traced module with a graph for each form of call that it has met: see `fxplug.variants`, which makes one.
 
-    def carry(self, owner: TracedModule) -> None:
-        """Make those variants again that were there before the owner was made; warns of one that cannot be."""
-        while self.earlier:
-            row = ways.labels(owner)[len(self.made)]
-            try:
-                self.bring(owner, 0)
-            except FxplugError as error:
-                del self.earlier[0]
-                warnings.warn(f"the variant '{shown(row, 120)}' of what this was made of is not in it: {error}", stacklevel=4)
+    A call that the checks of one graph admit is answered by that graph; for another one the model is traced, the steps that
+    were done to this module since its trace are done to the new graph, and it is kept, on the same weights.
+    """
 
-    def bring(self, owner: TracedModule, index: int) -> TracedModule:
-        """An earlier variant, with the steps that it lacks."""
-        variant, done = self.earlier[index]
-        found = tie(owner, self.stepped(variant, done))
-        del self.earlier[index]
-        self.made.append(found)
-        return found
+    _variants: VariantCache
 
-    def stepped(self, variant: TracedModule, done: int) -> TracedModule:
-        """A variant after the steps that it lacks; what they draw is not missed by others."""
-        with torch.random.fork_rng(enabled=True):
-            for step in self.steps[done:]:
-                variant = step(variant)
-        return variant
+    def __init__(
+        self,
+        tree: nn.Module,
+        graphs: dict[bool, Graph],
+        origin: type | None = None,
+        extras: dict[str, Any] | None = None,
+    ):
+        super().__init__(tree, graphs, origin, extras)
+        self._variants = VariantCache()
 
-    @apart
-    def add(self, owner: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
+    @property
+    def variants(self) -> list[str]:
+        """The forms of call that have a graph of their own: how each differs from the first."""
+        return variant_labels.labels(self, self._variants.made)
+
+    @property
+    def modules_by_form(self) -> list[TracedModule]:
+        """This module and its variants."""
+        return [self, *self._variants.made]
+
+    def derived(self, tree: nn.Module, graphs: dict[bool, Graph], **meta: Any) -> TracedModule:
+        """As of a traced module. The variants are none of the result's until `made_by` says how these can be made."""
+        new = super().derived(tree, graphs, **meta)
+        assert isinstance(new, Variants)
+        new._variants = VariantCache(self._variants.retrace, self._variants.limit)
+        return new
+
+    def made_by(self, step: Step, source: TracedModule) -> TracedModule:
+        """As of a traced module; the step is done to the variants of the source, too. Warns of one that cannot have it."""
+        super().made_by(step, source)
+        if isinstance(source, Variants) and self._steps is not None:
+            for label, variant in zip(source.variants, source._variants.made, strict=True):
+                try:
+                    self._variants.made.append(tie(self, _stepped(variant, [step])))
+                except FxplugError as error:
+                    text = f"the variant '{shown(label, 120)}' of what this was made of is not in it: {error}"
+                    warnings.warn(text, stacklevel=4)
+        return self
+
+    def recompile(self) -> Any:
+        """As of a traced module; a graph that was edited by hand has no variants any more, which would lack the edit."""
+        if "_variants" in vars(self):
+            self._variants = VariantCache(self._variants.retrace, self._variants.limit)
+        return super().recompile()
+
+    def _compile(self) -> Any:
+        code = super()._compile()
+        if code is not None:
+            type(self).forward = _by_form(type(self).forward)
+        return code
+
+    def _copy_on(self, tree: nn.Module) -> TracedModule:
+        new = super()._copy_on(tree)
+        assert isinstance(new, Variants)
+        _copy_variants(self, new)
+        return new
+
+    def _constants(self) -> set[str]:
+        return super()._constants().union(*(variant._constants() for variant in self._variants.made))
+
+    def keep_only(self, graphs: list[tuple[dict[bool, Graph], str | None]]) -> None:
+        """Have variants with these graphs, as they were saved or pruned, and make no others: no model is at hand."""
+        self._steps = ()  # since then
+        self._variants = VariantCache()
+        self._variants.made = [view(self, each, twin_error) for each, twin_error in graphs]
+
+    # --- adding one
+
+    def add_variant(self, args: Args, kwargs: Kwargs) -> TracedModule:
         """A new variant, for this call. Raises FxplugError where there cannot be one."""
-        if _codes(owner) != self.codes:
-            raise GuardError("its graph was changed by hand since it was made, and another way of calling would lack that")
-        for index, (variant, _) in enumerate(self.earlier):
-            given, named = call_for(variant, owner, args, kwargs)
-            if refusal(variant, given, named) is None:
-                return self.bring(owner, index)
-        for variant in self.made:
-            if fits(owner, variant) and refusal(variant, args, kwargs) is None and not repeatable(variant):
+        cache = self._variants
+        for variant in cache.made:
+            if _has_mode(self, variant) and refusal(variant, args, kwargs) is None and not repeatable(variant):
                 raise GuardError("its graph has written or drawn something by then")
-        if self.make is None:
+        if self._steps is None:
+            raise GuardError("what was done to this module since the trace is not known, as of a graph that was edited by hand")
+        if cache.retrace is None:
             raise GuardError("the model is not at hand to trace it so, only what was saved of it")
-        if len(self.made) + len(self.earlier) >= self.limit:
-            rows = "; ".join(shown(row, 120) for row in ways.labels(owner))
+        if len(cache.made) >= cache.limit:
+            rows = "; ".join(shown(row, 120) for row in self.variants)
             raise GuardError(
-                f"it has {len(self.made)} variants already, which differ from the first in: {rows or 'nothing yet'}; "
-                "trace(..., variants=N) allows more"
+                f"it has {len(cache.made)} variants already, which differ from the first in: {rows or 'nothing yet'}; "
+                "variants(module, model, limit=N) allows more"
             )
-        if why := self.refused.get(key := ways.key(owner, args, kwargs)):
+        if why := cache.refused.get(key := variant_labels.key(self, args, kwargs)):
             raise GuardError(why)
         try:
-            found = tie(owner, self.stepped(self.make(owner, args, kwargs), 0))
-        except Passing:
+            found = tie(self, _stepped(cache.retrace(self, args, kwargs), self._steps))
+        except TransientRefusal:
             raise
         except FxplugError as error:
-            if len(self.refused) >= REFUSED:
-                self.refused.pop(next(iter(self.refused)))
-            self.refused[key] = str(error)
+            if len(cache.refused) >= REFUSED:
+                cache.refused.pop(next(iter(cache.refused)))
+            cache.refused[key] = str(error)
             raise
-        self.made.append(found)
+        cache.made.append(found)
         return found
 
 
-def _codes(module: TracedModule) -> Any:
-    return module.code and vars(module)["_codes"]  # asked for, code is written
+def as_kind(kind: type[V], module: TracedModule) -> V:
+    """A traced module again, on the same tensors and with the same variants, of a subclass of Variants."""
+    new = kind(shell(module), copied_graphs(module), module._origin, module._extras)
+    new.twin_error, new.meta, new._steps = module.twin_error, dict(module.meta), module._steps
+    if isinstance(module, Variants):
+        _copy_variants(module, new)
+    return new
+
+
+def _copy_variants(module: Variants, new: Variants) -> None:
+    old = module._variants
+    new._variants = VariantCache(old.retrace, old.limit)
+    new._variants.made = [view(new, copied_graphs(variant), variant.twin_error) for variant in old.made]
+
+
+def _stepped(module: TracedModule, steps: Iterable[Step]) -> TracedModule:
+    """A module after further steps; what they draw is not missed by others."""
+    with torch.random.fork_rng(enabled=True):
+        for step in steps:
+            module = step(module)
+    return module
 
 
 # --- calling
 
 
+def _by_form(forward: Any) -> Any:
+    """A forward that lets a variant answer a call which the graph does not hold for."""
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return forward(self, *args, **kwargs)
+        if is_listening():  # a check that fails is the end of what a compiler compiles
+            found = module_for(self, args, kwargs)
+            return forward(self, *args, **kwargs) if found is self else found.forward(*args, **kwargs)
+        return _answer(self, forward, args, kwargs)
+
+    return wrapper
+
+
+leave_frame(_by_form(nn.Module.forward).__code__)
+
+
 @apart
-def chosen(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
-    """The module, or the variant whose first checks hold for a call: made, where there is none. Raises GuardError."""
-    why = refusal(module, args, kwargs) if "_variants" in module.__dict__ else None
-    if why is None:
+def module_for(module: TracedModule, args: Args, kwargs: Kwargs) -> TracedModule:
+    """The module, or its variant whose first checks hold for a call: made, where there is none. Raises GuardError."""
+    why = refusal(module, args, kwargs) if isinstance(module, Variants) else None
+    if why is None or not isinstance(module, Variants):
         return module
     while True:
         known = len(module._variants.made)
-        found = next(_fitting(module, args, kwargs, 0, known), None)
-        if found is None:
-            found = _added(module, args, kwargs, why, known)
+        found = next(_admitting(module, args, kwargs, 0, known), None) or _added(module, args, kwargs, why, known)
         if found is not None:
             return found
 
 
-def call_other(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
-    """What a variant gives for a call that ended in an error; `NONE` where the error is none of how it was called.
-
-    Raises GuardError where no variant can be made.
+def _answer(module: Variants, forward: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The result of the first graph that holds for a call: another one where a check refuses the call, at the beginning or
+    later, as long as nothing was written or drawn. Raises GuardError where there is none and none can be made.
     """
     why = refusal(module, args, kwargs)
     if why is None:
-        if not isinstance(error, GuardError) or isinstance(error, ops.AddedInput) or not repeatable(module):
-            return NONE
-        traceback.clear_frames(error.__traceback__)  # they hold what was computed so far
+        try:
+            return forward(module, *args, **kwargs)
+        except GuardError as error:
+            if isinstance(error, ops.AddedInput) or not repeatable(module):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold what was computed so far
+            why = str(error)
     tried = known = 0
     while True:
         tried, known = known, len(module._variants.made)
-        for variant in _fitting(module, args, kwargs, tried, known):
+        for variant in _admitting(module, args, kwargs, tried, known):
             try:
                 return variant.forward(*args, **kwargs)
             except GuardError:
                 if not repeatable(variant):
                     raise
-        if (new := _added(module, args, kwargs, why or str(error), known)) is not None:
+        if (new := _added(module, args, kwargs, why, known)) is not None:
             return new.forward(*args, **kwargs)
 
 
-def _fitting(
-    module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], first: int, end: int
-) -> Iterator[TracedModule]:
+def _admitting(module: Variants, args: Args, kwargs: Kwargs, first: int, end: int) -> Iterator[TracedModule]:
     for variant in module._variants.made[first:end]:
-        if fits(module, variant):
+        if _has_mode(module, variant):
             variant.__dict__["training"] = module.training
             if refusal(variant, args, kwargs) is None:
                 yield variant
 
 
-def _added(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any], why: str, known: int) -> TracedModule | None:
+@apart
+def _added(module: Variants, args: Args, kwargs: Kwargs, why: str, known: int) -> TracedModule | None:
     """A new variant; None where another thread has added one to those that are `known`."""
     try:
         with module._variants.lock:
             if len(module._variants.made) > known:
                 return None
-            variant: TracedModule = module._variants.add(module, args, kwargs)
+            variant = module.add_variant(args, kwargs)
     except FxplugError as reason:
         raise GuardError(f"{why}. The graph for this call could not be added: {reason}") from None
     variant.__dict__["training"] = module.training
     return variant
 
 
-def call_for(
-    other: TracedModule, module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A call of a module without the inputs that what it was made of does not have."""
-    bound = signature_of(module).bind(*args, **kwargs)
-    known = signature_of(other).parameters
-    for name in [name for name in bound.arguments if name not in known]:
-        del bound.arguments[name]
-    return bound.args, bound.kwargs
-
-
-def signature_of(module: TracedModule) -> inspect.Signature:
-    """How a module is called, whatever an offloader has put in the place of its `forward`."""
-    return inspect.signature(type(module).forward.__get__(module))
-
-
-def fits(module: TracedModule, variant: TracedModule) -> bool:
+def _has_mode(module: TracedModule, variant: TracedModule) -> bool:
     """Whether a variant has a graph for the mode that its module is in."""
     return not variant.twin_error or module.training in variant.graphs
 
 
-@apart
-def refusal(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why a graph does not hold for a call, as far as its first checks tell; None where it does, or takes no such call."""
-    graph = _graph(module)
-    known: Any = module.__dict__.get("_entry")
-    if known is None or known[0] is not graph:
-        known = module.__dict__["_entry"] = graph, _entry(graph, module)
-    try:
-        known[1](*args, **kwargs)
-    except GuardError as error:
-        return str(error)
-    except TypeError:
-        return None
-    return None
-
-
-def _entry(graph: fx.Graph, module: nn.Module) -> Callable[..., None]:
-    """The first checks of a graph alone."""
-    head, values = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        first = node.op == "call_function" and node.target in AT_ENTRY
-        held = node.op == "get_attr" and any(user.target is ops.given for user in node.users)
-        if node.op == "placeholder" or held or first and all(read in values for read in node.all_input_nodes):
-            copy_nodes([node], head, values)
-        elif node.op != "get_attr" and not first:
-            break
-    insert(head, "output", "output", (None,))
-    forward: Callable[..., None] = fx.GraphModule(module, head).forward
-    return forward
-
-
-def _graph(module: TracedModule) -> fx.Graph:
-    return module.graphs.get(module.training, module.graph)
-
-
-@apart
-def repeatable(module: TracedModule) -> bool:
-    """Whether a call that a guard ended can be made again in another way: nothing was written or drawn that stays."""
-    for node in _graph(module).nodes:
-        if ops.is_applied(node.target):
-            return False  # its code may do either
-        if node.op == "call_module":
-            leaf = module.get_submodule(str(node.target))
-            ours = type(leaf).__module__.startswith(("torch.nn.modules.", "fxplug.blocks."))
-            if not ours or any(functions.draws(m, module.training) for m in leaf.modules()):
-                return False
-            if module.training and isinstance(leaf, NormBase):
-                return False
-        if not node.meta.get("effect") or node.target in HARMLESS:
-            continue
-        short = functions.short_name(node.target)
-        if short in functions.RANDOM:
-            if short in functions.DRAWS or module.training:
-                return False
-        elif node.op not in ("call_function", "call_method") or _owner(node).op in ("placeholder", "get_attr"):
-            return False
-    return True
-
-
-def _owner(node: fx.Node) -> fx.Node:
-    """Whose memory a node writes, as far back as it may be: an input, a tensor of the module, or what was computed."""
-    while node.args and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-        if functions.short_name(node.target) not in VIEWS:
-            break
-    return node
-
-
-# --- making
+# --- on the weights of the owner
 
 
 def view(owner: TracedModule, graphs: dict[bool, Any], twin_error: str | None) -> TracedModule:
     """Other graphs on the very parameters, buffers and children of a module."""
-    made = owner.derived(Container(owner.classes), graphs)
+    made = TracedModule(Container(owner.classes), graphs, owner._origin, owner._extras)
     for table in TABLES:
         made.__dict__[table] = owner.__dict__[table]
-    made.meta, made.twin_error = owner.meta, twin_error
+    made.meta, made.twin_error, made._steps = owner.meta, twin_error, owner._steps
     made.__dict__["training"] = owner.training
     made.__dict__["_turns"] = turns_of(owner)
     return made
@@ -314,7 +287,7 @@ def tie(owner: TracedModule, other: TracedModule) -> TracedModule:
 
     Raises GuardError where that one has other layers.
     """
-    ports = [inputs_of(module) for module in (owner, other)]
+    ports = [inputs_of(module.graph) for module in (owner, other)]
     if ports[0] != ports[1]:
         raise GuardError(f"it would take other inputs: {', '.join(ports[1])}")
     constants: dict[str, torch.Tensor] = {}
@@ -341,9 +314,9 @@ def tie(owner: TracedModule, other: TracedModule) -> TracedModule:
     return view(owner, other.graphs, other.twin_error)
 
 
-def inputs_of(module: TracedModule) -> list[str]:
-    """The arguments of a module, with their defaults."""
-    nodes = module.graph.find_nodes(op="placeholder")
+def inputs_of(graph: fx.Graph) -> list[str]:
+    """The arguments of a graph, with their defaults."""
+    nodes = graph.find_nodes(op="placeholder")
     return [f"{node.target}={node.args[0]!r}" if node.args else str(node.target) for node in nodes]
 
 

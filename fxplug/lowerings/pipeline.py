@@ -75,9 +75,7 @@ def lower(
                 raise
     if made is not source:
         made.meta["source"] = source
-    if made is not gm and "_variants" in vars(gm):
-        gm._variants.after(gm, made, again)
-    return made
+    return made if made is gm else made.made_by(again, gm)
 
 
 def _checked(gm: Any, merge: Any, pack: Any, fuse: Any, outline: Any) -> tuple[str | None, str | None, Any]:

@@ -9,7 +9,7 @@ from torch import nn
 from ..ir.binding import HOME
 from ..ir.graph import copy_graph
 from ..ir.traced_module import TracedModule, shell
-from ..ir.variants import Variants, view
+from ..ir.variants import Variants
 from ..turns import held
 from .merging.fold import check_unlowered
 
@@ -19,13 +19,11 @@ def prune(gm: TracedModule) -> TracedModule:
     """The module without the submodules, parameters and buffers that no node of any graph uses; `gm` stays as it is.
 
     Artifacts of it are as much smaller, and a `state_dict` of the model fits it with `strict=False` only. What passes have put
-    in stays, and so do the names of tied weights. Variants stay; new ways of calling, which would trace the whole model, are
-    refused. Raises SpecError for what is no traced module, and for one that is lowered already.
+    in stays, and so do the names of tied weights. Variants stay; further ones, which would trace the whole model, are refused.
+    Raises SpecError for what is no traced module, and for one that is lowered already.
     """
     check_unlowered(gm, "prune")
-    if gm.variants:
-        gm._variants.carry(gm)
-    every = [gm, *(gm._variants.made if "_variants" in vars(gm) else ())]
+    every = gm.modules_by_form if isinstance(gm, Variants) else [gm]
     tree = shell(gm)
     own = {entry["name"] for entry in gm.meta.get("passes", [])} | {HOME}
     kept: set[int] = set()  # modules
@@ -55,8 +53,8 @@ def prune(gm: TracedModule) -> TracedModule:
             del module._modules[name]
     graphs = [{mode: copy_graph(graph) for mode, graph in one.graphs.items()} for one in every]
     new = gm.derived(tree, graphs[0])
-    new._variants = Variants(new, len(every) - 1)
-    new._variants.made = [view(new, made, one.twin_error) for made, one in zip(graphs[1:], every[1:], strict=True)]
+    if isinstance(new, Variants):
+        new.keep_only([(made, one.twin_error) for made, one in zip(graphs[1:], every[1:], strict=True)])
     return new
 
 

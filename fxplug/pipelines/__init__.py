@@ -7,9 +7,11 @@ EXTENSION = Extension(
     bases=("adapters",),
     names={
         "controlnet_of": "fxplug.pipelines.control:controlnet_of",
+        "pipeline_part": "fxplug.pipelines.diffusers_types:pipeline_part",
         "rewrite_pipeline": "fxplug.pipelines.rewriting:rewrite_pipeline",
         "load_pipeline": "fxplug.pipelines.tracing:load_pipeline",
         "save_pipeline": "fxplug.pipelines.tracing:save_pipeline",
         "trace_pipeline": "fxplug.pipelines.tracing:trace_pipeline",
     },
+    hooks={"saved_part": "fxplug.pipelines.diffusers_types:PipelinePart"},
 )

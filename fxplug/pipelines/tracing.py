@@ -19,7 +19,9 @@ from ..capture.tracer import trace
 from ..errors import ArtifactError, TraceError, did_you_mean
 from ..ir.pytree import map_leaves
 from ..ir.traced_module import TracedModule
+from ..ir.variants import LIMIT
 from .control import META, Asked, controlnet_of, joined, settings, stand_in
+from .diffusers_types import PipelinePart, pipeline_part
 
 
 class _Seen(Exception):  # noqa: N818
@@ -40,8 +42,9 @@ def trace_pipeline(
     `pipe` is any object with models in its attributes, or with diffusers' `components`; it is called once without gradients, as
     far as the first call of the last of its models, and is left as it was: put the results in (`pipe.unet = ...`) yourself.
     `parts` names those to trace; without it these are all that are called by their `forward`, which leaves out an autoencoder
-    of which the pipeline calls `decode`. Parts that are traced modules already come back as they are. `variants` is that of
-    `trace`. Other ways in which the pipeline calls a model later, such as another dtype, become variants.
+    of which the pipeline calls `decode`. Parts that are traced modules already come back as they are. Other forms in which the
+    pipeline calls a model later, such as another dtype, get a graph of their own when they come, up to `variants` (8), as
+    `fxplug.variants` says.
 
     `join` makes the UNet of a pipeline of diffusers and its ControlNet, or several, one graph, "unet"; "controlnet" is then
     what hands it what the network is called with (`controlnet_of`), so that the pipeline runs as ever with both put in.
@@ -66,8 +69,9 @@ def trace_pipeline(
         model = models[name]
         try:
             with torch.no_grad():
-                traced = isinstance(model, TracedModule)
-                made[name] = model if traced else trace(model, given, named, variants=variants)
+                if not isinstance(model, TracedModule):
+                    model = pipeline_part(trace(model, given, named), model, LIMIT if variants is None else variants)
+                made[name] = model
         except TraceError as error:
             raise TraceError(f"{name}: {error}") from error
     if join and isinstance(unet := made.get("unet"), TracedModule):
@@ -88,9 +92,12 @@ def _joined(pipe: Any) -> Any:
 
 
 def save_pipeline(pipe: Any, folder: str | os.PathLike[str]) -> Path:
-    """`pipe.save_pretrained(folder)` of diffusers: traced modules are artifacts in the folders of their names. Raises
-    ArtifactError as `save` does.
+    """`pipe.save_pretrained(folder)` of diffusers: traced modules are artifacts in the folders of their names, and made
+    parts of the pipeline before, as `pipeline_part` does, where they are none. Raises ArtifactError as `save` does.
     """
+    for name, model in models_of(pipe).items():
+        if isinstance(model, TracedModule) and not isinstance(model, PipelinePart):
+            setattr(pipe, name, pipeline_part(model))
     pipe.save_pretrained(folder)
     return Path(folder)
 
@@ -105,7 +112,7 @@ def load_pipeline(folder: str | os.PathLike[str], *, allow: Sequence[str] = (), 
     folder = Path(folder)
     if not (folder / "model_index.json").is_file():
         raise ArtifactError(f"{folder} is no pipeline: it has no model_index.json; fxplug.load reads an artifact")
-    parts = {path.parent.name: load(path.parent, allow=allow) for path in sorted(folder.glob(f"*/{MANIFEST}"))}
+    parts = {path.parent.name: pipeline_part(load(path.parent, allow=allow)) for path in sorted(folder.glob(f"*/{MANIFEST}"))}
     return DiffusionPipeline.from_pretrained(folder, **{**parts, **options})
 
 

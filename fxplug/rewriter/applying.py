@@ -77,9 +77,8 @@ def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
             one = next(iter(modes.values()))
             graphs = _edited({True: one, False: one}, tree, gm, p, traces, sites, blocks)
     new = gm.derived(tree, graphs, passes=[*applied, record(gm, p, sites, blocks)])
-    if "_variants" in vars(host):
-        left = {(str(site.port), site.node) for site in sites} if isinstance(given, Sites) else None
-        host._variants.after(host, new, partial(_again, replace(p, loads=()), left))
+    left = {(str(site.port), site.node) for site in sites} if isinstance(given, Sites) else None
+    new.made_by(partial(_again, replace(p, loads=()), left), host)
     if p.loads:
         extensions.need_hook("fill_slots", "adapters")(new, p)
     return new

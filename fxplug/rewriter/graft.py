@@ -11,16 +11,17 @@ from torch import fx, nn
 
 from ..capture.tracer import trace
 from ..errors import SpecError, TraceError
-from ..ir import ops, variants
+from ..ir import ops
 from ..ir.containers import Container, plain_attributes
 from ..ir.editing import insert
+from ..ir.entry_checks import ENTRY
 from ..ir.graph import Graph
 from ..ir.pytree import children, leaves, rebuilt
 from ..ir.traced_module import MODES, TracedModule, code_when_asked
 from ..spec.addresses import Port, identifier
 from ..torch_internals.tensors import memory_id
 
-CHECKS = variants.ENTRY  # of the inputs, which are the host's values here
+CHECKS = ENTRY  # of the inputs, which are the host's values here
 
 
 def traced(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -> TracedModule:
@@ -29,7 +30,7 @@ def traced(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -
         return module
     try:
         with code_when_asked():  # its nodes are put into another graph
-            return trace(module, map_nodes(args, _example), map_nodes(kwargs, _example), variants=0)
+            return trace(module, map_nodes(args, _example), map_nodes(kwargs, _example))
     except (TraceError, SpecError) as error:
         raise type(error)(f"{what}: {error}") from error
     except Exception as error:  # the network's or torch's

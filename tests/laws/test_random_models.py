@@ -11,8 +11,6 @@ from sweeps import sweep
 
 import fxplug
 
-pytestmark = pytest.mark.usefixtures("one_way")  # what guards admit and refuse
-
 NAMES = sorted(random_models.HOSTILE)
 # what a hostile line may read: state, gradients, sizes, memory, autocast, one tensor given twice
 FEW = ("as traced", "no_grad", "train", "inference", "batch 3", "taller", "channels last", "autocast", "the same twice")

@@ -52,7 +52,7 @@ def called(code):
 def typed(code):
     """A command is a verb with options and arguments that it takes."""
     _, verb, *words = code.split()
-    command = VERBS.commands[verb]
+    command = VERBS.get_command(None, verb)
     if isinstance(command, click.Group):
         return
     known = {name for parameter in command.params for name in parameter.opts if name.startswith("-")}

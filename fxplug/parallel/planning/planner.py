@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...ir import ops, variants
+from ...ir import ops
+from ...ir.entry_checks import ENTRY
 from ...torch_internals import pytree
 from ..runtime.layouts import Layout
 from .found import Found, Unsplittable, told
@@ -18,7 +19,7 @@ from .streams import Leaf, Number, Place, Step
 from .trials import Tries, is_value, leaves_of, name_of, numbered
 from .walk import Walk
 
-CHECKS = (*variants.ENTRY, ops.guard, ops.check_added, ops.check_state)
+CHECKS = (*ENTRY, ops.guard, ops.check_added, ops.check_state)
 FACTS = (ops.device_of, ops.dtype_of, ops.asked)  # of a tensor, the same for its parts
 MOST = 4  # inputs that are split together in one try
 MANY = 12  # choices of numbers that are scaled

@@ -1,8 +1,8 @@
-"""Ways of calling a traced module, in words and as keys: what a variant is for, and which calls were refused."""
+"""Forms of call of a traced module, in words and as keys: what a variant is for, and which calls were refused."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,6 @@ from .pytree import children
 
 if TYPE_CHECKING:
     from .traced_module import TracedModule
-    from .variants import Variants
 
 DECIDED = "decided: "  # before what is no argument
 
@@ -34,15 +33,12 @@ def _form(value: Any) -> Any:
     return type(value), shown(value, 200)
 
 
-def labels(module: TracedModule) -> list[str]:
+def labels(module: TracedModule, variants: Sequence[TracedModule]) -> list[str]:
     """What each variant is for: how its call differs from the one that the module itself was traced with."""
-    variants: Variants | None = module.__dict__.get("_variants")
-    if variants is None:
-        return []
-    own = _said(module)
-    found = []
-    for variant in [*variants.made, *(variant for variant, _ in variants.earlier)]:
-        rows = {key: row for key, row in _said(variant).items() if own.get(key) != row}
+    own = _checked(module)
+    found: list[str] = []
+    for variant in variants:
+        rows = {key: row for key, row in _checked(variant).items() if own.get(key) != row}
         label = ", ".join(row for key, row in rows.items() if not key.startswith(DECIDED))
         if not label or label in found:
             label = ", ".join(rows.values())
@@ -50,7 +46,7 @@ def labels(module: TracedModule) -> list[str]:
     return found
 
 
-def _said(module: TracedModule) -> Mapping[str, str]:
+def _checked(module: TracedModule) -> Mapping[str, str]:
     """How a graph is called, by argument; decisions that it has taken come last."""
     rows: dict[str, str] = {}
     decided: dict[str, str] = {}

@@ -1,0 +1,264 @@
+"""Traced modules as parts of a diffusers pipeline: of a class that the pipeline knows, with the methods that it calls."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..artifacts.artifact import save
+from ..capture.retracer import with_retracer
+from ..errors import SpecError, shown
+from ..ir.entry_checks import signature_of
+from ..ir.traced_module import TracedModule
+from ..ir.variants import LIMIT, TransientRefusal, Variants, as_kind
+from .control import load_part
+
+_SLOTS = "a pass with slots, load_pass('lora', slots=4), and then "
+# what does the work of a method of a model, by its name; pipelines call them
+INSTEAD = {
+    "enable_freeu": "the pass 'freeu' does that: apply(module, load_pass('freeu'))",
+    "disable_freeu": "keep the module without the pass 'freeu'",
+    "load_lora_adapter": f"{_SLOTS}module.adapters.load(name, file)",
+    "add_adapter": f"{_SLOTS}module.adapters.load(name, file)",
+    "load_attn_procs": f"{_SLOTS}module.adapters.load(name, file)",
+    "set_adapters": f"{_SLOTS}module.adapters.use({{name: strength}})",
+    "set_adapter": f"{_SLOTS}module.adapters.use(name)",
+    "delete_adapters": f"{_SLOTS}module.adapters.unload(name)",
+    "unload_lora": f"{_SLOTS}module.adapters.unload(name)",
+    "fuse_lora": "fxplug.lower(module, merge=True)",
+    "unfuse_lora": "keep the module that was lowered",
+    "save_lora_adapter": "module.adapters.save, or fxplug.save_adapter",
+    "generate": "generate with the model, which has the loop; weights of passes reach it by save_checkpoint",
+    "set_attn_processor": "set it on the model before tracing",
+}
+# arguments of diffusers' models in which "scale" is the strength of LoRA that PEFT has put in
+SCALED = ("cross_attention_kwargs", "joint_attention_kwargs", "attention_kwargs")
+
+
+class PipelinePart(Variants):
+    """A traced module that takes the place of its model in a pipeline of diffusers.
+
+    `isinstance` says that it is of its model's class, which has no say beside that: attributes and methods are those of a
+    traced module. What a pipeline calls to load, choose and save adapters is done in the slots of its passes.
+    """
+
+    def save_pretrained(self, folder: str | os.PathLike[str], **_: Any) -> None:
+        """As `fxplug.save`: pipelines of diffusers save their parts so. Raises ArtifactError."""
+        save(self, folder)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            if (found := _method(self, name)) is not None:
+                return found
+            if name not in INSTEAD:
+                raise
+        raise AttributeError(
+            f"'{name}' is a method of {self.classes[0]}; this is its traced graph, which such a method cannot change: "
+            f"{INSTEAD[name]}"
+        )
+
+    def add_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
+        """As of any module with variants. Raises TransientRefusal for a strength of LoRA that no pass would see."""
+        if name := _unseen_scale(self.meta.get("passes"), signature_of(self).bind(*args, **kwargs).arguments):
+            raise TransientRefusal(
+                f"'scale' in {name} is the strength of LoRA that another library has put in, and no pass sees it: "
+                f"{INSTEAD['set_adapters']}"
+            )
+        return super().add_variant(args, kwargs)
+
+
+def pipeline_part(gm: TracedModule, model: nn.Module | None = None, limit: int = LIMIT) -> PipelinePart:
+    """A traced module on the same weights, as a part of a diffusers pipeline: `pipe.unet = fxplug.pipeline_part(gm, unet)`.
+
+    It is of its model's class to `isinstance`, and the pipeline's methods for adapters, `save_pretrained` and `from_pretrained`
+    work with it. With the `model` that it was traced from it answers other forms of call as well, as `fxplug.variants` says, in
+    up to `limit` further graphs. `trace_pipeline` and `load_pipeline` give such parts. Raises SpecError as `variants` does.
+    """
+    if not isinstance(gm, TracedModule):
+        raise SpecError(f"pipeline_part takes a traced module, not {shown(gm, 80)}: fxplug.trace makes one")
+    part = as_kind(_part_class(_class_of(gm)), gm)
+    return part if model is None or not limit else with_retracer(part, model, limit)
+
+
+def from_pretrained(folder: str | os.PathLike[str], dtype: Any = None, torch_dtype: Any = None, **options: Any) -> Any:
+    """A saved part as `fxplug.load` reads it, then cast to `dtype`, of which `torch_dtype` is another name: pipelines of
+    diffusers load parts so. Raises ArtifactError.
+    """
+    found = load_part(folder, **options)
+    part = pipeline_part(found) if isinstance(found, TracedModule) else found
+    return part if dtype is None and torch_dtype is None else part.to(dtype or torch_dtype)
+
+
+# diffusers takes the class from the names in a saved pipeline, ["fxplug", "TracedModule"], and calls this of it
+TracedModule.from_pretrained = staticmethod(from_pretrained)  # type: ignore[attr-defined]
+
+
+# --- the class
+
+
+def _class_of(gm: TracedModule) -> type:
+    """The class of the model if diffusers has it, else the base of all classes that its pipelines call and save."""
+    from diffusers import ModelMixin
+
+    base: type = ModelMixin
+    if isinstance(gm._origin, type):
+        return gm._origin if issubclass(gm._origin, base) else base
+    todo = [base]
+    while todo:  # of those that are imported: nothing is for a name out of a file
+        each = todo.pop()
+        if each.__name__ == gm.classes[0] and each.__module__.startswith("diffusers."):
+            return each
+        todo += each.__subclasses__()
+    return base
+
+
+class _Hidden:
+    """An attribute that a module is without, so that `__getattr__` is asked."""
+
+    def __get__(self, module: Any, cls: Any = None) -> Any:
+        raise AttributeError("hidden")
+
+
+@functools.cache
+def _part_class(kind: type) -> type[PipelinePart]:
+    """The class of parts that stand for a model of this class. What the class defines is covered by what torch's has."""
+    hidden = {name: _Hidden() for name in dir(kind) if not name.startswith("__")}
+    own = {name: value for name, value in vars(nn.Module).items() if name not in ("__dict__", "__weakref__")}
+    cover = type("Module", (nn.Module,), {**hidden, **own})
+    made: type[PipelinePart] = type(TracedModule.__name__, (PipelinePart, cover, kind), {"__module__": "fxplug"})
+    return made
+
+
+# --- methods that pipelines call
+
+
+def _method(module: PipelinePart, name: str) -> Any:
+    """What a module does when a pipeline calls it by this name; None for a name that it does nothing by."""
+    if name == "peft_config":
+        return {each: {} for each in module.adapters.names} or None if _has_slots(module) else None
+    if name in CALLS and _has_slots(module):
+        return functools.partial(CALLS[name], module)
+    if name in SWITCHES and not any(hasattr(block, "slots") for block in module.modules()):
+        return _nothing
+    return None
+
+
+def _has_slots(module: PipelinePart) -> bool:
+    return getattr(module, "adapters", None) is not None
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """A switch of adapters where there are none, as pipelines call it on each of their models."""
+
+
+def _load(
+    module: PipelinePart,
+    source: Any,
+    prefix: str | None = "transformer",
+    hotswap: bool = False,
+    *,
+    adapter_name: str | None = None,
+    network_alphas: Mapping[str, float] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> None:
+    """diffusers' `load_lora_adapter`: into a slot, and in use. Layers under another prefix than `prefix` are for others."""
+    if isinstance(source, Mapping):
+        alphas = {key: torch.tensor(float(value)) for key, value in (network_alphas or {}).items()}
+        alphas = {key if key.endswith(".alpha") else f"{key}.alpha": value for key, value in alphas.items()}
+        source = {key: value for key, value in (*source.items(), *alphas.items()) if _below(key, prefix) is not None}
+        source = {str(_below(key, prefix)): value for key, value in source.items()}
+        metadata = {str(_below(key, prefix)): value for key, value in (metadata or {}).items() if _below(key, prefix)}
+        if not source:
+            warnings.warn(f"no layers with the prefix '{prefix}' are in what was given", stacklevel=4)
+            return
+    names = module.adapters.names
+    name = adapter_name or next(each for each in (f"default_{n}" for n in count(len(names))) if each not in names)
+    module.adapters.load(name, source, config=metadata or None, replace=hotswap)
+    module.adapters.use(name)
+
+
+def _below(key: str, prefix: str | None) -> str | None:
+    if prefix is None:
+        return key
+    return key.removeprefix(f"{prefix}.") if key.startswith(f"{prefix}.") else None
+
+
+def _load_text(module: PipelinePart, *, adapter_name: str, adapter_state_dict: Any, peft_config: Any, **_: Any) -> None:
+    """transformers' `load_adapter`, as a pipeline of diffusers calls it."""
+    config = peft_config.to_dict() if hasattr(peft_config, "to_dict") else peft_config
+    given = None if adapter_name == "default_0" else adapter_name  # diffusers' name where it counts no layers of PEFT
+    _load(module, adapter_state_dict, None, adapter_name=given, metadata=config)
+
+
+def _set(module: PipelinePart, names: str | list[str], weights: Any = None) -> None:
+    names = [names] if isinstance(names, str) else list(names)
+    values = list(weights) if isinstance(weights, (list, tuple)) else [weights] * len(names)
+    if odd := [value for value in values if value is not None and not isinstance(value, (int, float))]:
+        raise SpecError(
+            f"set_adapters: {shown(odd[0])} is no number: slots have one strength for all layers; apply a pass with another "
+            "name to the layers that shall have another"
+        )
+    known = module.adapters.names
+    pairs = zip(names, values, strict=True)
+    module.adapters.use({name: 1.0 if value is None else value for name, value in pairs if name in known})
+
+
+def _delete(module: PipelinePart, names: str | list[str]) -> None:
+    for name in [names] if isinstance(names, str) else names:
+        if name in module.adapters.names:
+            module.adapters.unload(name)
+
+
+def _unload(module: PipelinePart) -> None:
+    _delete(module, module.adapters.names)
+
+
+def _disable(module: PipelinePart) -> None:
+    if module.adapters.active:
+        module.__dict__["_disabled"] = module.adapters.active
+        module.adapters.use(None)
+
+
+def _enable(module: PipelinePart) -> None:
+    if (before := module.__dict__.pop("_disabled", None)) is not None and not module.adapters.active:
+        module.adapters.use(before)
+
+
+def _active(module: PipelinePart) -> list[str]:
+    active = module.adapters.active
+    return list(active if isinstance(active, dict) else dict.fromkeys(name for row in active for name in row))
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "load_lora_adapter": _load,
+    "load_adapter": _load_text,
+    "set_adapters": _set,
+    "set_adapter": _set,
+    "delete_adapters": _delete,
+    "unload_lora": _unload,
+    "disable_lora": _disable,
+    "disable_adapters": _disable,
+    "enable_lora": _enable,
+    "enable_adapters": _enable,
+    "active_adapters": _active,
+}
+SWITCHES = {"set_adapters", "delete_adapters", "unload_lora", "disable_lora", "enable_lora"}
+
+
+def _unseen_scale(passes: Any, call: Mapping[str, Any]) -> str:
+    """The argument with a strength that would reach none of the passes that were applied, or an empty text."""
+    if not passes:
+        return ""
+    return next((name for name in SCALED if isinstance(call.get(name), dict) and call[name].get("scale", 1.0) != 1.0), "")
