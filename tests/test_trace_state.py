@@ -1240,3 +1240,21 @@ def test_a_generator_that_is_set_back_is_refused_whatever_other_threads_there_ar
     finally:
         stop.set()
         thread.join()
+
+
+class KeepsTheFirstMean(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.first = nn.Embedding(16, 8), None
+
+    def forward(self, ids):
+        x = self.words(ids)
+        if self.first is None:
+            self.first = x.detach().mean()
+        return x + self.first
+
+
+def test_what_the_first_integers_gave_is_kept_by_the_model_and_refused():
+    """Other indices show that the value is not made of the weights alone."""
+    with pytest.raises(fxplug.TraceError, match="first"):
+        fxplug.trace(KeepsTheFirstMean(), torch.tensor([[3, 7, 15], [1, 8, 2]]))

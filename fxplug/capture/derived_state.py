@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ir.pytree import map_leaves
 from .frozen_values import copied, same_tensors
 from .isolation import restored
 from .memory_journal import Journal
@@ -87,9 +86,7 @@ def _after_call(model: nn.Module, call: Any, held: Kept, other: bool) -> list[li
         with torch.no_grad(), restored(State(model)), without(held), journal:
             for parameter in {p for module, *_ in held for p in module.parameters() if p.is_floating_point()}:
                 parameter.mul_(0.5)
-            args, kwargs = copied(call, other)
-            if other:  # smaller numbers are indices too
-                args, kwargs = map_leaves((args, kwargs), lambda t, _: t if _is_fraction(t) else t // 2)
+            args, kwargs = copied(call, "all" if other else "")
             model(*args, **kwargs)
             return [[tensor.detach().clone() for tensor in _tensors(vars(module).get(name))] for module, name, _ in held]
     except Exception:  # the model's own
@@ -97,10 +94,6 @@ def _after_call(model: nn.Module, call: Any, held: Kept, other: bool) -> list[li
     finally:
         journal.put_back()
         torch.clear_autocast_cache()  # which has casts of the other weights, for as long as the caller's autocast lasts
-
-
-def _is_fraction(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

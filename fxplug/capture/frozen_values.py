@@ -107,10 +107,11 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> str:
         return ""
 
 
-def copied(call: Any, other: bool = False) -> Any:
+def copied(call: Any, other: str = "") -> Any:
     """Inputs again, with memory of their own and the same strides, aliases of each other and gradients.
 
-    With `other`, floating-point tensors have other values: half of them, and a quarter.
+    With `other` "numbers" floating-point tensors have other values: half of them, and a quarter. With "all" integers have too:
+    half of them, so that indices are indices still.
     """
     tensors = [x for x in leaves(call) if isinstance(x, torch.Tensor)]
     spans: dict[Any, tuple[int, int]] = {}
@@ -132,7 +133,7 @@ def copied(call: Any, other: bool = False) -> Any:
                 if key not in flats:
                     flats[key] = t.detach().as_strided((last - first,), (1,), first).clone()
                     if other:
-                        _change(flats[key])
+                        _change(flats[key], other == "all")
                 new = flats[key].as_strided(t.shape, t.stride(), t.storage_offset() - first)
             else:
                 new = t.detach().clone()
@@ -143,6 +144,11 @@ def copied(call: Any, other: bool = False) -> Any:
         return new
 
     return _plain_copies(map_leaves(call, copy))
+
+
+def is_integer(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has whole numbers, and no truth values."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
 def _plain_copies(value: Any) -> Any:
@@ -165,8 +171,10 @@ def _memory(tensor: torch.Tensor) -> Any:
     return memory_id(tensor.untyped_storage()), tensor.dtype, tensor.device
 
 
-def _change(tensor: torch.Tensor) -> None:
-    if tensor.is_floating_point() or tensor.is_complex():
+def _change(tensor: torch.Tensor, integers: bool) -> None:
+    if is_integer(tensor):
+        tensor.copy_(tensor // 2 if integers else tensor)
+    elif tensor.is_floating_point() or tensor.is_complex():
         try:
             tensor.mul_(0.5).add_(0.25)
         except RuntimeError:  # a dtype without arithmetic

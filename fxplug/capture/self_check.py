@@ -20,7 +20,7 @@ from ..ir.traced_module import TracedModule
 from ..torch_internals.fakes import FakeTensor
 from ..torch_internals.tensors import memory_id
 from .fake_tensors import fake
-from .frozen_values import alike, copied, difference, frozen, same_tensors
+from .frozen_values import alike, copied, difference, frozen, is_integer, same_tensors
 from .isolation import (
     SETTINGS,
     process_settings,
@@ -49,7 +49,7 @@ def check(model: nn.Module, gm: TracedModule, call: Any, state: State, more_grad
     """Run model and graph twice, each from the same state and random numbers, in the mode that both are in; once is enough
     for a model that keeps nothing.
 
-    The second call has other floating-point inputs, where graph and model take them. Outputs, inputs, buffers, random
+    The second call has other inputs, where graph and model take them. Outputs, inputs, buffers, random
     generators and settings of torch must be the same after each call, and what else the model keeps must not matter to
     its next call. Weights are shared; inputs and buffers are copied. `state` is what the model holds, in this mode. With
     `more_gradients` results of the graph may have gradients where the model's have none.
@@ -66,8 +66,11 @@ def check(model: nn.Module, gm: TracedModule, call: Any, state: State, more_grad
         stack.enter_context(restored(whole))
         # what autograd saves is let go at once; a model that differentiates in its forward needs it. A guard may hold
         # what the inputs are to what they were.
-        ways = [(_Pair.one_call_is_enough, True, True)]
-        ways += [(_Pair.compared, lean, other) for lean in (True, False) for other in (True, False)]
+        others = ["numbers", ""]
+        if any(isinstance(t, torch.Tensor) and is_integer(t) for t in leaves(call)):
+            others.insert(0, "all")
+        ways = [(_Pair.one_call_is_enough, True, others[0])]
+        ways += [(_Pair.compared, lean, other) for lean in (True, False) for other in others]
         for way, lean, other in ways:
             pair = _Pair(model, gm, call, state, whole, lean, other, more_gradients)
             try:
@@ -214,7 +217,7 @@ class _Pair:
     """A model and its graph, called from one state."""
 
     def __init__(
-        self, model: nn.Module, gm: TracedModule, call: Any, state: State, whole: State, lean: bool, other: bool, more: bool
+        self, model: nn.Module, gm: TracedModule, call: Any, state: State, whole: State, lean: bool, other: str, more: bool
     ) -> None:
         self.model, self.gm, self.state, self.whole, self.lean, self.other = model, gm, state, whole, lean, other
         self.more_gradients = more
@@ -229,7 +232,7 @@ class _Pair:
         """Call one of the two on copies of the inputs; those of the second step are others, and so are random numbers."""
         if step:
             torch.default_generator.manual_seed(step)
-        args, kwargs = inputs = copied(self.example if example is None else example, self.other and step == 1)
+        args, kwargs = inputs = copied(self.example if example is None else example, self.other if step == 1 else "")
         given = [t for t in leaves(inputs) if isinstance(t, torch.Tensor)]
         lean = self.lean and torch.is_grad_enabled()
         hooks = torch.autograd.graph.saved_tensors_hooks(_let_go, _gone) if lean else contextlib.nullcontext()
