@@ -72,7 +72,8 @@ def test_the_core_imports_no_extension():
 def test_the_core_names_no_extension_in_a_text():
     outside = "|".join(sorted({layer(name) for name in PATHS} - set(CORE) - {"__init__"}))
     paths = re.compile(rf"^fxplug\.({outside})\b")
-    inside = [name for name in PATHS if layer(name) in CORE and name != "spec.import_path"]  # which has names of earlier versions
+    # that file has names of earlier versions
+    inside = [name for name in PATHS if layer(name) in CORE and name != "spec.import_path"]
     texts = [(name, node.value) for name in inside for node in ast.walk(files()[name]) if isinstance(node, ast.Constant)]
     assert [f"{name}: {text}" for name, text in texts if isinstance(text, str) and paths.match(text)] == []
 
@@ -103,8 +104,8 @@ def test_the_main_job_runs_without(name, tmp_path):
     code = BLOCKED.format(folder=_folder(name)) + textwrap.indent(textwrap.dedent(code), "    ")
     text, usable = run(code, tmp_path).splitlines()
     assert f"the extension '{name}' cannot be used" in text and name not in usable.split()
-    standing_on_it = {each for each, other in extensions.extensions().items() if name in _all_bases(other)}
-    assert set(usable.split()) == set(extensions.extensions()) - standing_on_it - {name}
+    dependent = {each for each, other in extensions.extensions().items() if name in _all_bases(other)}
+    assert set(usable.split()) == set(extensions.extensions()) - dependent - {name}
 
 
 def _all_bases(one: Extension) -> set[str]:
