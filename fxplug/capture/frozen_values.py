@@ -146,8 +146,13 @@ def copied(call: Any, other: str = "") -> Any:
     return _plain_copies(map_leaves(call, copy))
 
 
-def is_integer(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has whole numbers, and no truth values."""
+def value_changes(call: Any) -> list[str]:
+    """What `copied` may take as `other` for a call, what changes most first."""
+    has_integers = any(isinstance(t, torch.Tensor) and _is_integer(t) for t in leaves(call))
+    return ["all", "numbers"] if has_integers else ["numbers"]
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
@@ -172,7 +177,7 @@ def _memory(tensor: torch.Tensor) -> Any:
 
 
 def _change(tensor: torch.Tensor, integers: bool) -> None:
-    if is_integer(tensor):
+    if _is_integer(tensor):
         tensor.copy_(tensor // 2 if integers else tensor)
     elif tensor.is_floating_point() or tensor.is_complex():
         try:

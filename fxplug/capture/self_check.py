@@ -20,7 +20,7 @@ from ..ir.traced_module import TracedModule
 from ..torch_internals.fakes import FakeTensor
 from ..torch_internals.tensors import memory_id
 from .fake_tensors import fake
-from .frozen_values import alike, copied, difference, frozen, is_integer, same_tensors
+from .frozen_values import alike, copied, difference, frozen, same_tensors, value_changes
 from .isolation import (
     SETTINGS,
     process_settings,
@@ -66,11 +66,8 @@ def check(model: nn.Module, gm: TracedModule, call: Any, state: State, more_grad
         stack.enter_context(restored(whole))
         # what autograd saves is let go at once; a model that differentiates in its forward needs it. A guard may hold
         # what the inputs are to what they were.
-        others = ["numbers", ""]
-        if any(isinstance(t, torch.Tensor) and is_integer(t) for t in leaves(call)):
-            others.insert(0, "all")
-        ways = [(_Pair.one_call_is_enough, True, others[0])]
-        ways += [(_Pair.compared, lean, other) for lean in (True, False) for other in others]
+        ways = [(_Pair.one_call_is_enough, True, value_changes(call)[0])]
+        ways += [(_Pair.compared, lean, other) for lean in (True, False) for other in (*value_changes(call), "")]
         for way, lean, other in ways:
             pair = _Pair(model, gm, call, state, whole, lean, other, more_gradients)
             try:
