@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from .errors import ClashError, FxplugError, SpecError
+from .errors import ClashError, FxplugError, SpecError, brief_fields
 
 GROUP = "fxplug.extensions"
 CONTRACT = 1  # raised when an `Extension` of before no longer works
@@ -47,6 +47,8 @@ class Extension:
     passes: Mapping[str, str] = field(default_factory=dict)
     hooks: Mapping[str, str] = field(default_factory=dict)
     blocks: tuple[str, ...] = ()
+
+    __repr__ = brief_fields
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -537,10 +536,9 @@ def test_reading_yaml_does_not_wait_for_torch():
 
 def test_public_names():
     assert set(fxplug.__all__) <= set(dir(fxplug)) and fxplug.__version__
-    assert set(fxplug._MODULE) == set(fxplug.__all__)
-    for name, module in fxplug._MODULE.items():
-        if find_spec(f"fxplug.{module}"):
-            assert getattr(fxplug, name).__name__ == name
+    assert {*fxplug._MODULE, *fxplug.extensions.parts("names")} == set(fxplug.__all__)
+    for name in fxplug.__all__:
+        assert getattr(fxplug, name).__name__ == name
     with pytest.raises(AttributeError, match="module 'fxplug' has no attribute 'tracee'"):
         fxplug.tracee  # noqa: B018
 
