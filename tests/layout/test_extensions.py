@@ -219,7 +219,7 @@ TWICE = """
 CASES = [
     (USED, ["1 results are halved", "Print how many results", "\n1\n"]),
     (UNFIT.format(change="contract=2"), ["no pass named 'halve'", "for contract 2 of fxplug's core, and this one has 1"]),
-    (UNFIT.format(change="bases=('missing',)"), ["it needs the extension 'missing', which cannot be used: it is not installed"]),
+    (UNFIT.format(change="bases=('missing',)"), ["it needs the extension 'missing', which cannot be used: it is not in"]),
     (BROKEN.format(code="raise RuntimeError('no order')"), ["importing 'halve:EXTENSION' failed: RuntimeError: no order"]),
     (BROKEN.format(code="EXTENSION = 3"), ["'halve:EXTENSION' is a int, not a fxplug.Extension"]),
     (TWICE.format(kind="verbs", key="train", use='app(["train", "x"])'), ["'train'", "halve", "both bring"]),
@@ -230,7 +230,7 @@ CASES = [
 
 
 def test_a_package_of_one_file_works_and_one_that_does_not_fit_is_named(installed, tmp_path):
-    """It brings a pass, a block, a verb and a check; one that is broken, for another core, or brings what another does is named."""
+    """It brings a pass, a block, a verb and a check. One that is broken, of another core, or brings what others do is named."""
     head = f"import sys; sys.path.insert(0, {str(installed)!r})\n"
     texts = run([head + textwrap.dedent(code) for code, _ in CASES], tmp_path)
     assert [(part, text) for (_, parts), text in zip(CASES, texts, strict=True) for part in parts if part not in text] == []
