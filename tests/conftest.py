@@ -55,6 +55,18 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def compilers():
+    """PEFT's BOFT sets these to gcc for a kernel, and where that cannot be built they stay so: C++ is then linked without its
+    library, by every process that a later test starts."""
+    before = {name: os.environ.get(name) for name in ("CC", "CXX")}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+
+
 @pytest.fixture
 def golden(request):
     """`golden(name, text)` holds text to tests/golden/<name>.txt; `pytest --golden` writes it."""
