@@ -101,6 +101,11 @@ def _entry_points() -> list[EntryPoint]:
     return [points[key] for key in sorted(points)]
 
 
+def others() -> bool:
+    """Whether a package that is not fxplug's own registers an extension. Imports none."""
+    return any(not point.value.startswith(f"{__package__}.") for point in _entry_points())
+
+
 def parts(kind: str) -> dict[str, str]:
     """All that the extensions bring of a kind, one of `KINDS`, by name. Raises ClashError where two bring the same name."""
     found: dict[str, tuple[str, str]] = {}

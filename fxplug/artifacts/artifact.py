@@ -23,7 +23,6 @@ from ..files.weight_files import linked, save_file
 from ..files.writing import new_folder
 from ..ir.containers import Container
 from ..ir.traced_module import TracedModule
-from ..ir.variants import Variants, inputs_of
 from ..limits import DEFAULT, Limits
 from ..turns import held
 from .graph_json import GraphReader, check_calls, write_graph
@@ -73,7 +72,7 @@ def save(
     raises = _unwritten(folder)
     with reported(raises, "cannot be written"):
         _check_target(target, overwrite)
-    modules = _modules(module)
+    modules = module.modules_by_form
     document, files = _document(modules)
     _check_readable(modules, document)
     with reported(raises, "cannot be written"), new_folder(target, own=files_of) as work:
@@ -126,7 +125,7 @@ def check_savable(module: TracedModule) -> list[str]:
         if name:  # verify asks here, before a training, and not when its result is written
             check_path(name, "module path")
     try:
-        for graph in (graph for each in _modules(module) for graph in each.graphs.values()):
+        for graph in (graph for each in module.modules_by_form for graph in each.graphs.values()):
             check_calls(graph)
         encode(module.meta.get("passes", []))
         return foreign_classes(module)
@@ -169,11 +168,6 @@ def _document(all_modules: list[TracedModule]) -> tuple[dict[str, Any], dict[str
             {"twin_error": variant.twin_error, "graphs": graphs} for variant, graphs in zip(variants, others, strict=True)
         ]
     return document, files
-
-
-def _modules(module: TracedModule) -> list[TracedModule]:
-    """The module and its variants."""
-    return module.modules_by_form if isinstance(module, Variants) else [module]
 
 
 def _graphs(module: TracedModule, stacks: list[Any]) -> dict[str, Any]:
@@ -332,23 +326,26 @@ def _build(files: Snapshot, document: dict[str, Any], allow: list[str], device: 
     for bank in older:
         bank.add_provenance()
     extras = {str(k): decode(v, None, limits) for k, v in document["extras"].items()}
-    kind = Variants if document.get("variants", []) != [] else TracedModule
+    kind: type[TracedModule] = TracedModule
+    if variants := document.get("variants", []):
+        from ..ir.variants import Variants as kind  # few artifacts have any
     module = kind(tree, graphs, None, extras)
     _check_paths(module, graphs)
     module.twin_error = None if document["twin_error"] is None else str(document["twin_error"])
     module.meta.update({str(k): decode(v, None, limits) for k, v in document["meta"].items()})
     check_passes(module.meta.get("passes", []), modules)
-    if isinstance(module, Variants):
-        _add_variants(module, document, modules, allow, limits)
+    if variants:
+        _add_variants(module, variants, document, modules, allow, limits)
     _set_modes(module, document, modules)
     return module
 
 
 def _add_variants(
-    module: Variants, document: dict[str, Any], modules: dict[str, nn.Module], allow: list[str], limits: Limits
+    module: Any, entries: Any, document: dict[str, Any], modules: dict[str, nn.Module], allow: list[str], limits: Limits
 ) -> None:
-    """Give a module its graphs for other forms of call. Raises ArtifactError."""
-    entries = document["variants"]
+    """Give a `Variants` its graphs for other forms of call. Raises ArtifactError."""
+    from ..ir.variants import inputs_of
+
     if type(entries) is not list or len(entries) > limits.variants:
         raise ArtifactError(f"graph.json: the variants must be a list of at most {limits.variants}")
     found = []

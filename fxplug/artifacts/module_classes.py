@@ -41,7 +41,7 @@ def torch_classes() -> dict[str, type[nn.Module]]:
 def block_classes() -> dict[str, type[nn.Module]]:
     """Every block of the package that a graph may call, by import path: no file can have another module imported."""
     found: dict[str, type[nn.Module]] = {}
-    for folder in _block_packages():
+    for folder in ("fxplug.blocks", *extensions.block_packages()):
         for file in pkgutil.iter_modules(importlib.import_module(folder).__path__):
             module = importlib.import_module(f"{folder}.{file.name}")
             for value in vars(module).values():
@@ -53,7 +53,7 @@ def block_classes() -> dict[str, type[nn.Module]]:
 def block_class(name: str) -> type[nn.Module] | None:
     """The block of that import path, importing no file but its own where its package says which; None where there is none."""
     package, _, attribute = name.partition(":")
-    if package in _block_packages() and attribute.isidentifier():
+    if _has_blocks(package) and attribute.isidentifier():
         value = getattr(importlib.import_module(package), attribute, None)
         if isinstance(value, type) and block_name(value) == name:
             return value
@@ -63,11 +63,11 @@ def block_class(name: str) -> type[nn.Module] | None:
 def block_name(cls: type[nn.Module]) -> str | None:
     """The import path of a block as a file has it, with the name of its folder; None for another class."""
     package = cls.__module__.rpartition(".")[0]
-    return f"{package}:{cls.__qualname__}" if issubclass(cls, Block) and package in _block_packages() else None
+    return f"{package}:{cls.__qualname__}" if issubclass(cls, Block) and _has_blocks(package) else None
 
 
-def _block_packages() -> tuple[str, ...]:
-    return ("fxplug.blocks", *extensions.block_packages())
+def _has_blocks(package: str) -> bool:
+    return package == "fxplug.blocks" or package in extensions.block_packages()
 
 
 def written_parameters(cls: type[nn.Module]) -> list[inspect.Parameter]:

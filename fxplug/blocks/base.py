@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SpecError, did_you_mean, shown
-from ..ir import channel_dim as channels
 from ..low_rank import scaling
 
 if TYPE_CHECKING:
@@ -106,6 +105,8 @@ def channel_dim(site: Site, value: Value) -> int:
 
     The last dimension is -1, others are counted from the first. Raises SpecError where nothing tells.
     """
+    from ..ir import channel_dim as channels
+
     rank = len(value.shape)
     if value.node is None or not rank:
         raise SpecError(channels.unknown(value))

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import SpecError, shown
-from ..ir import batch_dim
 from ..low_rank import gated
 from ..torch_internals.modules import conv_forward, is_hooked
 from .base import CONVOLUTIONS, LowRank, check_slots
@@ -204,6 +203,8 @@ def _batch_dim(site: Site, kind: str) -> int:
     """Which of the first two dimensions of a layer's input has the samples of the model's batch, as traced; -1 if neither."""
     shape, batch = (() if site.x is None else site.x.shape), site.args[-1].shape[0]
     node = None if site.x is None else site.x.node
+    from ..ir import batch_dim
+
     dim = None if node is None else batch_dim.dimension(node, batch)
     if dim is not None:
         if kind in CONVOLUTIONS:

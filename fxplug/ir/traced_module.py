@@ -300,6 +300,11 @@ class TracedModule(fx.GraphModule):
             return getattr(first, name)
         raise AttributeError(f"the traced {self.classes[0]} has no attribute '{name}'{extensions.unusable_note()}")
 
+    @property
+    def modules_by_form(self) -> list[TracedModule]:
+        """This module and its variants."""
+        return [self]
+
     def derived(self, tree: nn.Module, graphs: dict[bool, Graph], **meta: Any) -> TracedModule:
         """The same model computed in another way: other graphs on another tree, and `meta` over the meta of this module.
 

@@ -23,7 +23,7 @@ def prune(gm: TracedModule) -> TracedModule:
     Raises SpecError for what is no traced module, and for one that is lowered already.
     """
     check_unlowered(gm, "prune")
-    every = gm.modules_by_form if isinstance(gm, Variants) else [gm]
+    every = gm.modules_by_form
     tree = shell(gm)
     own = {entry["name"] for entry in gm.meta.get("passes", [])} | {HOME}
     kept: set[int] = set()  # modules

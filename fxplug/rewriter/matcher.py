@@ -18,8 +18,7 @@ from ..ir.traced_module import TracedModule
 from ..spec.addresses import SLICE, Port, compile_pattern, each_name, is_pattern, parse_port, parse_relative, select
 from ..spec.rules import Pass, Rule
 from .input_sizes import input_name, own_inputs
-from .matches import Hit, hits, is_exact, operations
-from .near_misses import at, misses, wrong_count, wrong_total
+from .matches import Hit, at, hits, is_exact, operations
 from .networks import joined, local
 from .sites import Site, Sites, Value
 
@@ -46,11 +45,15 @@ def find(gm: TracedModule, p: Pass) -> Sites:
                     f"({counts[0][path]} and {counts[-1][path]}), so they cannot be told apart: match a module instead"
                 )
         if not rule.admits(len(found)) and not (p.expect is not None and not rule.counted):
+            from .near_misses import wrong_count
+
             raise MatchError(wrong_count(views[0], p, rule, list(found.values())))
         if found and not rule.admits(0) and not (p.expect is not None and p.admits(0)):
             _check_each(views, gm, p, rule)
         sites.extend(found.values())
     if not p.admits(len(sites)):
+        from .near_misses import wrong_total
+
         raise MatchError(wrong_total(views[0], p, sites))
     _clashes(sites)
     return Sites(sites, host, gm, p)
@@ -364,6 +367,8 @@ def _check_each(views: Sequence[Regions], gm: TracedModule, p: Pass, rule: Rule)
             one = replace(rule.match, path=text)
             found = ((finder, replace(hit, pattern=number)) for finder in finders for hit in hits(finder.regions, one))
             if not any(finder.places(hit) for finder, hit in found):
+                from .near_misses import misses
+
                 head = f"{at(rule, p.name)}{what} matched 0 places, expected >=1"
                 raise MatchError("\n".join([head, *misses(views[0], one), "  (with expect: '>=0' it may match nothing)"]))
 

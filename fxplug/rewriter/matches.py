@@ -11,7 +11,7 @@ from ..errors import MatchError, brief_fields
 from ..ir import functions
 from ..ir.regions import Region, Regions
 from ..spec.addresses import Port, chosen, is_pattern, parse_port
-from ..spec.rules import Match
+from ..spec.rules import Match, Rule
 from .last_layer import LAST, last_layer
 
 ALL_LINEAR = "all-linear"
@@ -27,6 +27,11 @@ class Hit:
     pattern: int
 
     __repr__ = brief_fields
+
+
+def at(rule: Rule, name: str) -> str:
+    """How an error about a rule begins."""
+    return f"{rule.where}: {name}: " if str(rule.where) else f"{name}: "
 
 
 def hits(regions: Regions, match: Match) -> list[Hit]:

@@ -12,7 +12,7 @@ from ..ir.regions import SHOWN, Regions, listed, no_region
 from ..spec.addresses import alternatives, is_bare, parse_port, select
 from ..spec.expressions import searched
 from ..spec.rules import Match, Pass, Rule
-from .matches import ALL_LINEAR, Hit, hits, is_a, operations
+from .matches import ALL_LINEAR, Hit, at, hits, is_a, operations
 from .sites import Site
 
 
@@ -40,11 +40,6 @@ def wrong_count(regions: Regions, p: Pass, rule: Rule, found: Sequence[Site]) ->
 
 def _own(regions: Regions, hit: Hit) -> list[str]:
     return regions.parameters(regions.by_key[hit.key].path, "*")
-
-
-def at(rule: Rule, name: str) -> str:
-    """How an error about a rule begins."""
-    return f"{rule.where}: {name}: " if str(rule.where) else f"{name}: "
 
 
 def misses(regions: Regions, match: Match) -> list[str]:

@@ -27,7 +27,6 @@ from ..spec.addresses import WHOLE, Port, is_pattern, parse_port, select
 from ..spec.rules import Pass
 from .graft import Graft, head, traced
 from .input_sizes import factors, how_deep, input_name, named_sizes, own_inputs, size_of, size_tries
-from .network_sources import network_module, unchanged
 
 GATES = "gates"  # the network that a pass with slots brings
 
@@ -101,6 +100,8 @@ def joined(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
     p = _with_gates(gm, p)
     if not p.inputs and not p.networks:
         return gm, p
+    from .network_sources import network_module, unchanged
+
     modules = {name: network_module(gm, p, name, spec) for name, spec in p.networks.items()}
     failed: TraceError | None = None
     tried = []

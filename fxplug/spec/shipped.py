@@ -24,7 +24,7 @@ def shipped(kind: str) -> dict[str, Path]:
     """
     top = folder(kind)
     found = {p.relative_to(top).with_suffix("").as_posix(): p for p in sorted(top.rglob("*.yaml"))}
-    for name, path in extensions.parts("passes").items() if kind == "passes" else ():
+    for name, path in extensions.parts("passes").items() if kind == "passes" and extensions.others() else ():
         if name in found:
             raise ClashError(f"an extension brings the pass '{name}' ({path}), which is one of fxplug's: rename it there")
         package, _, file = path.partition(":")
