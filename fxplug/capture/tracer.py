@@ -223,8 +223,7 @@ def _trace(
         return gm
     with mode_reads() as reads:
         self_check.check(model, gm, call, job.state)
-    if where := first.checkpointed or first.inlined:
-        self_check.check_gradients(model, gm, call, job.state, where)
+    self_check.check_gradients(model, gm, call, job.state, first)
     if twin_error is None and (reads or first.reads_training):
         journal = Journal()
         try:
@@ -234,8 +233,7 @@ def _trace(
                 gm.train(model.training)
                 state, second = State(model), graphs.get(model.training, first)
                 self_check.check(model, gm, call, state)
-                if where := second.checkpointed or second.inlined:
-                    self_check.check_gradients(model, gm, call, state, where)
+                self_check.check_gradients(model, gm, call, state, second)
         except Exception as error:  # as above
             return assemble(model, {model.training: first}, str(error))
         finally:
