@@ -102,7 +102,7 @@ def trace_again(
 
 def _named(model: nn.Module, kept: Kept) -> list[list[str]]:
     paths = {id(module): path for path, module in model.named_modules()}
-    return [[paths[id(module)], name] for module, name, _ in kept]
+    return [[paths[id(spot.module)], spot.name] for spot in kept]
 
 
 def _find_derived(model: nn.Module, call: Any) -> Kept:
