@@ -1011,6 +1011,33 @@ def test_other_gradients_than_those_of_a_forward_are_refused_where_code_is_given
         assert not torch.is_grad_enabled()
 
 
+def test_what_fake_tensors_cannot_do_is_said_with_its_cause() -> None:
+    def loads(self: Any, x: torch.Tensor) -> Any:
+        self.a.load_state_dict(self.b.state_dict())
+        return self.a(x)
+
+    with pytest.raises(fxplug.TraceError, match="reads 'names' of a tensor"):
+        fxplug.trace(Model(lambda self, x: x * 2 if x.names[0] is None else x), X())
+    with pytest.raises(fxplug.TraceError, match=r"Error\(s\) in loading state_dict for Linear: .*weight"):
+        fxplug.trace(Model(loads, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), X())
+
+
+def test_a_batch_norm_in_a_checkpoint_without_values_is_a_warning() -> None:
+    def checked(self: Any, x: torch.Tensor) -> Any:
+        return checkpoint(self.norm, x, use_reentrant=False)
+
+    model = Model(checked, norm=nn.BatchNorm1d(4)).to("meta")
+    with pytest.warns(UserWarning, match="a checkpoint runs its code again.*'norm'.*statistics twice"):
+        fxplug.trace(model.train(), X().to("meta"))
+
+
+@pytest.mark.parametrize("name", ["a b", "a'b", 'a"b', "a\\b", "a\nb"])
+def test_a_module_name_that_no_artifact_has_is_refused(name: str) -> None:
+    model = Model(lambda self, x: self._modules[name](x), **{name: nn.Linear(4, 4)})
+    with pytest.raises(fxplug.TraceError, match="the name .* of a module or tensor cannot be written"):
+        fxplug.trace(model, X())
+
+
 class Told(torch.autograd.Function):
     """What its forward runs is given as an object; `turn` is what the backward does to the gradient beside."""
 

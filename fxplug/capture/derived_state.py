@@ -75,10 +75,10 @@ def _made_of_weights(model: nn.Module, call: Any) -> Kept:
         ]
         made = _made_anew(model, call, held)
         if made is None:  # one of them is no such thing
-            groups: dict[Any, Kept] = {}
+            groups: dict[tuple[int, str], Kept] = {}
             for spot in held:
-                groups.setdefault((type(spot.module),), []).append(spot)
-                groups.setdefault((type(spot.module), spot.name), []).append(spot)
+                groups.setdefault((id(type(spot.module)), ""), []).append(spot)
+                groups.setdefault((id(type(spot.module)), spot.name), []).append(spot)
             tries = [each for group in groups.values() for each in (group, [s._replace(gone=True) for s in group])]
             made = [spot for group in tries for spot in _made_anew(model, call, group) or []]
         found += made

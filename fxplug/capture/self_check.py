@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from ..torch_internals.fakes import FakeTensor
 from ..torch_internals.tensors import memory_id
 from .assembly import Recorded
 from .fake_tensors import fake
-from .frozen_values import alike, copied, difference, frozen, same_tensors, value_changes
+from .frozen_values import alike, copied, difference, frozen, of_other_sizes, same_tensors, value_changes
 from .isolation import (
     SETTINGS,
     process_settings,
@@ -405,7 +405,7 @@ class _Pair:
 
     def refuse_noted(self, noted: list[Place], places: list[Place]) -> None:
         """Refuse a model that notes plain values, such as the largest size so far, that matter to a call of another size."""
-        for other in _of_other_sizes(self.example):
+        for other in of_other_sizes(self.example):
             fresh = self.call(self.model, 0, other)
             self.rewind()
             self.call(self.model, 0)
@@ -461,22 +461,6 @@ def _text_of_kept(place: Place) -> str:
         "(register_buffer) and write it there, which is recorded, or keep the module whole: "
         f"leaf: [{path or 'its path'}], {UNCHECKED}"
     )
-
-
-def _of_other_sizes(call: Any) -> Iterator[Any]:
-    """The inputs with one of their sizes changed, wherever it occurs: by one, and to a half."""
-    sizes = {int(n) for t in leaves(call) if isinstance(t, torch.Tensor) for n in t.shape if n > 1}
-    for size in sorted(sizes):
-        for new in sorted({size // 2, size - 1, size + 1} - {0}):
-            yield map_leaves(call, lambda t, _, size=size, new=new: _resized(t, size, new))  # type: ignore[misc]
-
-
-def _resized(tensor: torch.Tensor, size: int, new: int) -> torch.Tensor:
-    with torch.no_grad():
-        for dim, n in enumerate(tensor.shape):
-            if n == size:
-                tensor = tensor.index_select(dim, torch.arange(new, device=tensor.device) % size)
-    return tensor
 
 
 def _facts(given: list[torch.Tensor], out: Any) -> list[Any]:
