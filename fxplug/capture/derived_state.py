@@ -96,7 +96,7 @@ def _held(module: nn.Module, deep: bool) -> Iterator[Spot]:
         for key, value in list(members.items()):
             if owner is vars(module) and key in ANY_MODULES:
                 continue
-            name, assigned = f"{path}.{key}".strip("."), isinstance(key, str) and key in _assigned(type(module))
+            name, assigned = f"{path}.{key}".strip("."), isinstance(key, str) and key in _assigned(type(module))  # type: ignore[arg-type]
             if owner is module._buffers and not (assigned and key in module._non_persistent_buffers_set):
                 continue
             structure = type(value) in (dict, list, tuple)

@@ -72,6 +72,13 @@ def same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
         return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
+def rounded(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors differ by no more than rounding."""
+    if a.shape != b.shape or a.dtype != b.dtype or not a.dtype.is_floating_point:
+        return False
+    return torch.allclose(a, b, rtol=torch.finfo(a.dtype).eps ** 0.5, equal_nan=True)
+
+
 def difference(a: Any, b: Any) -> str | None:
     """What of `b` is not as in `a`, or None where type, structure and every bit are the same."""
     a, b = (x.item() if isinstance(x, np.generic) else x for x in (a, b))  # a graph gives Python's own numbers

@@ -21,7 +21,7 @@ from ..torch_internals.fakes import FakeTensor
 from ..torch_internals.tensors import memory_id
 from .assembly import Recorded
 from .fake_tensors import fake
-from .frozen_values import alike, copied, difference, frozen, of_other_sizes, same_tensors, value_changes
+from .frozen_values import alike, copied, difference, frozen, of_other_sizes, rounded, same_tensors, value_changes
 from .isolation import (
     SETTINGS,
     process_settings,
@@ -159,7 +159,7 @@ def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State,
             continue  # too large to tell
         problem = ""
         for a, b in zip(mine, others, strict=True):
-            if (a is None) != (b is None) or (a is not None and not (same_tensors(a, b) or _rounded(a, b))):
+            if (a is None) != (b is None) or (a is not None and not (same_tensors(a, b) or rounded(a, b))):
                 at = "" if scales == SCALES[0] else " with inputs {} times, weights {} times, and gradients {} times as large"
                 problem = f"other gradients than the model{at.format(*scales)}"
         if changed := [name for name, b in kept.items() if name in left and not same_tensors(b, left[name])]:
@@ -487,13 +487,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 def _close(a: Any, b: Any) -> bool:
     """Whether two results differ by no more than rounding, where a device adds up in another order each time."""
     pairs = [(x, y) for x, y in zip(leaves(a), leaves(b), strict=True) if isinstance(x, torch.Tensor)]
-    return all(same_tensors(x, y) or (x.device.type != "cpu" and _rounded(x, y)) for x, y in pairs)
-
-
-def _rounded(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype or not a.dtype.is_floating_point:
-        return False
-    return torch.allclose(a, b, rtol=torch.finfo(a.dtype).eps ** 0.5, equal_nan=True)
+    return all(same_tensors(x, y) or (x.device.type != "cpu" and rounded(x, y)) for x, y in pairs)
 
 
 def _let_go(tensor: torch.Tensor) -> None:
