@@ -1011,6 +1011,73 @@ def test_other_gradients_than_those_of_a_forward_are_refused_where_code_is_given
         assert not torch.is_grad_enabled()
 
 
+def test_what_fake_tensors_cannot_do_is_said_with_its_cause() -> None:
+    def loads(self: Any, x: torch.Tensor) -> Any:
+        self.a.load_state_dict(self.b.state_dict())
+        return self.a(x)
+
+    with pytest.raises(fxplug.TraceError, match="reads 'names' of a tensor"):
+        fxplug.trace(Model(lambda self, x: x * 2 if x.names[0] is None else x), X())
+    with pytest.raises(fxplug.TraceError, match=r"Error\(s\) in loading state_dict for Linear: .*weight"):
+        fxplug.trace(Model(loads, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), X())
+
+
+def test_a_batch_norm_in_a_checkpoint_without_values_is_a_warning() -> None:
+    def checked(self: Any, x: torch.Tensor) -> Any:
+        return checkpoint(self.norm, x, use_reentrant=False)
+
+    model = Model(checked, norm=nn.BatchNorm1d(4)).to("meta")
+    with pytest.warns(UserWarning, match="a checkpoint runs its code again.*'norm'.*statistics twice"):
+        fxplug.trace(model.train(), X().to("meta"))
+
+
+@pytest.mark.parametrize("name", ["a b", "a'b", 'a"b', "a\\b", "a\nb"])
+def test_a_module_name_that_no_artifact_has_is_refused(name: str) -> None:
+    model = Model(lambda self, x: self._modules[name](x), **{name: nn.Linear(4, 4)})
+    with pytest.raises(fxplug.TraceError, match="the name .* of a module or tensor cannot be written"):
+        fxplug.trace(model, X())
+
+
+class Told(torch.autograd.Function):
+    """What its forward runs is given as an object; `turn` is what the backward does to the gradient beside."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, turn: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.turn = turn
+        ctx.save_for_backward(x)
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, None, ctx.turn(grad * 2, *ctx.saved_tensors)
+
+
+TURNS = {
+    "clips": lambda grad, x: grad.clamp(-20, 20),
+    "clips what is negative": lambda grad, x: grad.clamp(min=-20),
+    "drops what is small": lambda grad, x: grad * (grad.abs() > 0.03),
+    "large values": lambda grad, x: grad * (x < 50),
+    "small values": lambda grad, x: grad * (x.abs() > 0.01),
+}
+
+
+@pytest.mark.parametrize("behind", [nn.Identity(), nn.LayerNorm(4)], ids=["input", "norm"])
+@pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
+def test_a_backward_that_differs_at_another_scale_is_refused(turn: Any, behind: nn.Module) -> None:
+    model = Model(lambda self, x: Told.apply(lambda y: y * 2, turn, self.net(x)), net=behind).eval()
+    with pytest.raises(fxplug.TraceError, match="other gradients than the model"):
+        fxplug.trace(model, X())
+
+
+def test_a_backward_that_is_that_of_its_forward_is_taken_at_every_scale() -> None:
+    model = Model(lambda self, x: Told.apply(lambda y: y * 2, lambda grad, x: grad, self.net(x)), net=nn.Linear(4, 4)).eval()
+    before = copy.deepcopy(model.state_dict())
+    gm = fxplug.trace(model, X())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    x = X() * 1000
+    assert difference(gradients(model, model, x), gradients(gm, model, x)) is None
+
+
 def test_pythons_random_numbers_are_refused() -> None:
     state = random.getstate()
     model = Model(lambda self, x: x * random.random())

@@ -1084,8 +1084,71 @@ class Property(Holding):
     def drop_all(self) -> None:
         self.last = None
         self.table.clear()
+        self.space, self.slotted, self.items, self.flag = types.SimpleNamespace(), Slotted(), [{}], False
         for name in ("soft", "soft_weight"):
             self.__dict__.pop(name, None)
+        self._buffers.pop("lazy", None)
+
+
+def in_an_object(m: Any, x: Any) -> Any:
+    if getattr(m.space, "soft", None) is None:
+        m.space.soft = m.fc.weight.softmax(0)
+    return x @ m.space.soft
+
+
+def in_an_object_with_slots(m: Any, x: Any) -> Any:
+    if not isinstance(m.slotted.count, torch.Tensor):
+        m.slotted.count = m.fc.weight.softmax(0)
+    return x @ m.slotted.count
+
+
+def in_a_dict_in_a_list(m: Any, x: Any) -> Any:
+    if "soft" not in m.items[0]:
+        m.items[0]["soft"] = m.fc.weight.softmax(0)
+    return x @ m.items[0]["soft"]
+
+
+def beside_a_flag(m: Any, x: Any) -> Any:
+    if not m.flag:
+        m.last, m.flag = m.fc.weight.softmax(0), True
+    return x @ m.last
+
+
+def in_a_lazy_buffer(m: Any, x: Any) -> Any:
+    if not hasattr(m, "lazy"):
+        m.register_buffer("lazy", m.fc.weight.softmax(0), persistent=False)
+    return x @ m.lazy
+
+
+MADE_OF_WEIGHTS += [in_an_object, in_an_object_with_slots, in_a_dict_in_a_list, beside_a_flag, in_a_lazy_buffer]
+
+
+def as_a_number(m: Any, x: Any) -> Any:
+    if m.last is None:
+        m.last = m.fc.weight.abs().max().item()
+    return x * m.last
+
+
+def as_a_number_in_an_object(m: Any, x: Any) -> Any:
+    if getattr(m.space, "largest", None) is None:
+        m.space.largest = float(m.fc.weight.detach().abs().max())
+    return x * m.space.largest
+
+
+@pytest.mark.parametrize("called", [True, False])
+def test_a_number_that_was_made_of_weights_is_computed_by_the_graph_or_refused(called: bool) -> None:
+    model, other = Property(as_a_number).eval(), Property(as_a_number_in_an_object).eval()
+    if called:
+        model(X()), other(X())
+    with pytest.warns(UserWarning, match="traced on its real tensors"):
+        gm = fxplug.trace(model, X())
+    assert torch.equal(gm(X()), model(X()))
+    with torch.no_grad():
+        model.fc.weight.mul_(3)
+    model.drop_all()
+    assert torch.equal(gm(X()), model(X()))
+    with pytest.raises(fxplug.TraceError, match="branches on a value that it computes.*m.space.largest"):
+        fxplug.trace(other, X())
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad])
@@ -1094,6 +1157,7 @@ class Property(Holding):
 def test_what_was_made_of_weights_is_made_anew_by_the_graph(function: Any, called: bool, mode: Any) -> None:
     with mode():
         model = Property(function).eval()
+        model.items.append({})
         if called:
             model(X())
         before = dict(vars(model)), dict(model.table)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import timm
 import torch
@@ -9,6 +11,7 @@ from diffusers import UNet2DConditionModel
 from safetensors.torch import save_file
 from torch import nn
 
+from fxplug.errors import SpecError
 from fxplug.models.factory import build
 from fxplug.models.undrawn import Undrawn
 from fxplug.spec.run_config import load_config
@@ -92,3 +95,14 @@ def test_a_configuration_with_weights_draws_nothing_and_one_without_draws(tmp_pa
     drawn = timm.create_model("vit_tiny_patch16_224", depth=1)
     torch.manual_seed(0)
     assert alike(build(load_config({"model": vit})), drawn.eval())
+
+
+def test_a_library_that_cannot_be_imported_is_named(tmp_path, monkeypatch):
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator nms is not there')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
+        monkeypatch.delitem(sys.modules, name)
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {timm: vit_tiny_patch16_224}")
+    with pytest.raises(SpecError, match="importing timm failed: RuntimeError: operator nms is not there; .*pip install"):
+        build(load_config(file))

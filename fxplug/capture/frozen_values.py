@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -69,6 +70,13 @@ def same_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
         return torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
     except RuntimeError:  # a dtype that torch cannot compare
         return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def rounded(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors differ by no more than rounding."""
+    if a.shape != b.shape or a.dtype != b.dtype or not a.dtype.is_floating_point:
+        return False
+    return torch.allclose(a, b, rtol=torch.finfo(a.dtype).eps ** 0.5, equal_nan=True)
 
 
 def difference(a: Any, b: Any) -> str | None:
@@ -150,6 +158,22 @@ def value_changes(call: Any) -> list[str]:
     """What `copied` may take as `other` for a call, what changes most first."""
     has_integers = any(isinstance(t, torch.Tensor) and _is_integer(t) for t in leaves(call))
     return ["all", "numbers"] if has_integers else ["numbers"]
+
+
+def of_other_sizes(call: Any) -> Iterator[Any]:
+    """The inputs with one of their sizes changed, wherever it occurs: by one, and to a half."""
+    sizes = {int(n) for t in leaves(call) if isinstance(t, torch.Tensor) for n in t.shape if n > 1}
+    for size in sorted(sizes):
+        for new in sorted({size // 2, size - 1, size + 1} - {0}):
+            yield map_leaves(call, lambda t, _, size=size, new=new: _resized(t, size, new))  # type: ignore[misc]
+
+
+def _resized(tensor: torch.Tensor, size: int, new: int) -> torch.Tensor:
+    with torch.no_grad():
+        for dim, n in enumerate(tensor.shape):
+            if n == size:
+                tensor = tensor.index_select(dim, torch.arange(new, device=tensor.device) % size)
+    return tensor
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ from ..ir.subgraphs import is_random
 from ..ir.traced_module import TracedModule
 from ..torch_internals.fakes import FakeTensor
 from ..torch_internals.tensors import memory_id
+from .assembly import Recorded
 from .fake_tensors import fake
-from .frozen_values import alike, copied, difference, frozen, same_tensors, value_changes
+from .frozen_values import alike, copied, difference, frozen, of_other_sizes, rounded, same_tensors, value_changes
 from .isolation import (
     SETTINGS,
     process_settings,
@@ -36,6 +37,8 @@ from .one_at_a_time import undone
 from .recorder import Recording
 
 DRAWS = "the random generators are left otherwise: the graph draws more numbers than the model, or fewer"
+# what inputs, weights and the gradients of results are multiplied by; the first is the example
+SCALES = [(values, weights, grads) for weights in (1, 0.01, 100) for values in (1, 0.01, 100) for grads in (1, 0.01, -100)]
 UNCHECKED = "or take the graph as it is: trace(..., check=False)"
 
 
@@ -93,10 +96,13 @@ def tells_one_input_from_two(model: nn.Module, call: Any, state: State) -> bool:
     return difference(*found) is not None
 
 
-def one_call(module: nn.Module, call: Any, state: State, backward: bool = False) -> Any:
+def one_call(
+    module: nn.Module, call: Any, state: State, backward: bool = False, scales: tuple[float, ...] = (1, 1, 1)
+) -> Any:
     """What a call gives, with its inputs afterwards, or the class of its error; and all is as before.
 
-    With `backward`, the gradients of inputs and parameters, the buffers, and where the random generators stand.
+    With `backward`, the gradients of inputs and parameters, the buffers, and where the random generators stand. `scales` are
+    what inputs, parameters and the gradients of the result are multiplied by then.
     """
     journal = Journal()
     with undone() as stack:
@@ -108,48 +114,62 @@ def one_call(module: nn.Module, call: Any, state: State, backward: bool = False)
         try:
             with journal:
                 if backward:
-                    return _backward(module, args, kwargs)
+                    return _backward(module, args, kwargs, *scales)
                 return map_leaves((module(*args, **kwargs), args, kwargs), _kept)
         except Exception as error:  # the model's
             return type(error)
 
 
-def _backward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _backward(module: nn.Module, args: Any, kwargs: Any, values: float, weights: float, grads: float) -> Any:
+    if values != 1:
+        args, kwargs = map_leaves((args, kwargs), lambda t, _: t.detach() * values if t.is_floating_point() else t)
     inputs = [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.is_leaf]
-    tensors = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if weights != 1:
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(weights)
+    tensors = [*inputs, *parameters]
     for tensor in tensors:
         tensor.requires_grad_().grad = None
     out = [x for x in leaves(module(*args, **kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
     if out:
-        sum((x * torch.linspace(1, 2, x.numel()).to(x).reshape(x.shape)).sum() for x in out).backward()  # type: ignore[union-attr]
+        sum((x * torch.linspace(grads, 2 * grads, x.numel()).to(x).reshape(x.shape)).sum() for x in out).backward()  # type: ignore[union-attr]
     buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
     return [None if x.grad is None else x.grad.clone() for x in tensors], buffers, random_state()
 
 
-def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State, where: str) -> None:
+def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State, recorded: Recorded) -> None:
     """Compare the gradients of inputs and parameters of model and graph, and what the backward leaves behind, where the model's
     backward runs code again, or is its own, and the graph has neither.
 
-    Raises TraceError, which names the place `where`, where they differ.
+    A backward that somebody wrote may clip, or turn at some value: it is compared at several scales of values and gradients.
+    Raises TraceError, which names the place, where they differ.
     """
-    found = [one_call(module, call, state, backward=True) for module in (model, gm)]
-    if isinstance(found[0], type):
-        return  # the model has no gradients here
-    if isinstance(found[1], type):
-        raise TraceError(f"{where}: the graph of {type(model).__name__} has a backward that fails, and the model's does not")
-    (mine, kept, draws), (others, left, drawn) = found
-    problem = ""
-    for a, b in zip(mine, others, strict=True):
-        if (a is None) != (b is None) or (a is not None and not (same_tensors(a, b) or _rounded(a, b))):
-            problem = "other gradients than the model"
-    if changed := [name for name, b in kept.items() if name in left and not same_tensors(b, left[name])]:
-        problem = f"another '{changed[0]}' afterwards, which it writes once and the model again in its backward"
-    if problem or not same_random_state(draws, drawn):
-        raise TraceError(
-            f"{where} has a backward of its own, which runs code, and the graph has what its forward does, and "
-            f"{problem or 'other random numbers afterwards'}; turn checkpointing off, give the function tensors and plain "
-            f"values only, or keep the module that calls it whole: leaf: [its path], {UNCHECKED}"
-        )
+    where = recorded.checkpointed or recorded.inlined
+    for scales in SCALES if recorded.inlined else SCALES[:1] if where else []:
+        found = [one_call(module, call, state, backward=True, scales=scales) for module in (model, gm)]
+        if isinstance(found[0], type):
+            continue  # the model has no gradients here
+        if isinstance(found[1], type):
+            name = type(model).__name__
+            raise TraceError(f"{where}: the graph of {name} has a backward that fails, and the model's does not")
+        (mine, kept, draws), (others, left, drawn) = found
+        if scales != SCALES[0] and not all(x.isfinite().all() for x in mine if x is not None):
+            continue  # too large to tell
+        problem = ""
+        for a, b in zip(mine, others, strict=True):
+            if (a is None) != (b is None) or (a is not None and not (same_tensors(a, b) or rounded(a, b))):
+                at = "" if scales == SCALES[0] else " with inputs {} times, weights {} times, and gradients {} times as large"
+                problem = f"other gradients than the model{at.format(*scales)}"
+        if changed := [name for name, b in kept.items() if name in left and not same_tensors(b, left[name])]:
+            problem = f"another '{changed[0]}' afterwards, which it writes once and the model again in its backward"
+        if problem or not same_random_state(draws, drawn):
+            raise TraceError(
+                f"{where} has a backward of its own, which runs code, and the graph has what its forward does, and "
+                f"{problem or 'other random numbers afterwards'}; turn checkpointing off, give the function tensors and plain "
+                f"values only, or keep the module that calls it whole: leaf: [its path], {UNCHECKED}"
+            )
 
 
 def _whole(gm: TracedModule) -> list[nn.Module]:
@@ -385,7 +405,7 @@ class _Pair:
 
     def refuse_noted(self, noted: list[Place], places: list[Place]) -> None:
         """Refuse a model that notes plain values, such as the largest size so far, that matter to a call of another size."""
-        for other in _of_other_sizes(self.example):
+        for other in of_other_sizes(self.example):
             fresh = self.call(self.model, 0, other)
             self.rewind()
             self.call(self.model, 0)
@@ -443,22 +463,6 @@ def _text_of_kept(place: Place) -> str:
     )
 
 
-def _of_other_sizes(call: Any) -> Iterator[Any]:
-    """The inputs with one of their sizes changed, wherever it occurs: by one, and to a half."""
-    sizes = {int(n) for t in leaves(call) if isinstance(t, torch.Tensor) for n in t.shape if n > 1}
-    for size in sorted(sizes):
-        for new in sorted({size // 2, size - 1, size + 1} - {0}):
-            yield map_leaves(call, lambda t, _, size=size, new=new: _resized(t, size, new))  # type: ignore[misc]
-
-
-def _resized(tensor: torch.Tensor, size: int, new: int) -> torch.Tensor:
-    with torch.no_grad():
-        for dim, n in enumerate(tensor.shape):
-            if n == size:
-                tensor = tensor.index_select(dim, torch.arange(new, device=tensor.device) % size)
-    return tensor
-
-
 def _facts(given: list[torch.Tensor], out: Any) -> list[Any]:
     """What values do not show of a result: strides, gradients, and which tensors share memory."""
     tensors = [x for x in leaves(out) if isinstance(x, torch.Tensor)]
@@ -483,13 +487,7 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 def _close(a: Any, b: Any) -> bool:
     """Whether two results differ by no more than rounding, where a device adds up in another order each time."""
     pairs = [(x, y) for x, y in zip(leaves(a), leaves(b), strict=True) if isinstance(x, torch.Tensor)]
-    return all(same_tensors(x, y) or (x.device.type != "cpu" and _rounded(x, y)) for x, y in pairs)
-
-
-def _rounded(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype or not a.dtype.is_floating_point:
-        return False
-    return torch.allclose(a, b, rtol=torch.finfo(a.dtype).eps ** 0.5, equal_nan=True)
+    return all(same_tensors(x, y) or (x.device.type != "cpu" and rounded(x, y)) for x, y in pairs)
 
 
 def _let_go(tensor: torch.Tensor) -> None:

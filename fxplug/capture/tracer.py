@@ -35,7 +35,8 @@ from .recorder import NeedsAutograd, Recording
 from .tries import Tries
 from .user_code import is_user_code, shortened, source_line
 
-UNWRITABLE = {'"', "\\", "@"}  # FX writes names between quotes, and "@" stands before the number of a call
+# FX writes names between quotes, "@" stands before the number of a call, and no artifact has blanks and quotes
+UNWRITABLE = {'"', "'", " ", "\\", "@"}
 
 
 def trace(
@@ -102,7 +103,7 @@ def trace_again(
 
 def _named(model: nn.Module, kept: Kept) -> list[list[str]]:
     paths = {id(module): path for path, module in model.named_modules()}
-    return [[paths[id(module)], name] for module, name, _ in kept]
+    return [[paths[id(spot.module)], spot.name] for spot in kept]
 
 
 def _find_derived(model: nn.Module, call: Any) -> Kept:
@@ -158,9 +159,13 @@ def _checked_trace(
         except FxplugError:
             raise
         except Exception as error:  # torch's, or the model's own
+            if isinstance(error, AttributeError) and str(error) == "'FakeTensor' object has no attribute 'names'":
+                where = ": ".join(source_line(error))
+                finding = f"{where}: reads 'names' of a tensor, which a graph cannot say: name no dimensions, or keep"
+                raise TraceError(f"{finding} the module whole: leaf: [its path]") from error
             if isinstance(self_check.one_call(model, call, State(model)), type):
                 raise
-            text = f"{type(error).__name__}: {shortened(str(error).strip().partition(chr(10))[0], 300)}"
+            text = f"{type(error).__name__}: {shortened(_in_one_line(error), 300)}"
             raise TraceError(
                 f"{type(model).__name__} ({': '.join(source_line(error))}) fails while it is traced, and by itself does not: "
                 f"{text}; keep the module that does so whole: leaf: [its path]{', or leave real=False away' * (real is False)}"
@@ -168,6 +173,12 @@ def _checked_trace(
     for reason in dict.fromkeys(reasons):
         warnings.warn(f"{type(model).__name__} was traced on its real tensors: {reason}", stacklevel=3)
     return gm
+
+
+def _in_one_line(error: Exception) -> str:
+    """The first line of a text; with the next one where that is what it announces, as `load_state_dict` does."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
 
 
 def _walking(error: RecursionError) -> str | None:
@@ -220,11 +231,17 @@ def _trace(
     if not check or valueless:
         if first.inlined:
             warnings.warn(f"{first.inlined} has a backward of its own, and the graph the gradient of its forward", stacklevel=4)
+        moving = (name for name, m in model.named_modules() if m.training and getattr(m, "running_mean", None) is not None)
+        if first.checkpointed and (name := next(moving, None)) is not None:
+            warnings.warn(
+                f"{first.checkpointed} runs its code again in the backward, and the graph does not: if '{name}' is in it, the "
+                "model moves its statistics twice; turn checkpointing off for the trace",
+                stacklevel=4,
+            )
         return gm
     with mode_reads() as reads:
         self_check.check(model, gm, call, job.state)
-    if where := first.checkpointed or first.inlined:
-        self_check.check_gradients(model, gm, call, job.state, where)
+    self_check.check_gradients(model, gm, call, job.state, first)
     if twin_error is None and (reads or first.reads_training):
         journal = Journal()
         try:
@@ -234,8 +251,7 @@ def _trace(
                 gm.train(model.training)
                 state, second = State(model), graphs.get(model.training, first)
                 self_check.check(model, gm, call, state)
-                if where := second.checkpointed or second.inlined:
-                    self_check.check_gradients(model, gm, call, state, where)
+                self_check.check_gradients(model, gm, call, state, second)
         except Exception as error:  # as above
             return assemble(model, {model.training: first}, str(error))
         finally:

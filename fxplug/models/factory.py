@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -87,9 +88,19 @@ def _name(spec: ModelSpec) -> str:
     return f"{text}({options})" if options else text
 
 
-def _timm(spec: ModelSpec, base: Path) -> Make:
-    import timm
+def _library(spec: ModelSpec) -> Any:
+    """The library of a model, imported; SpecError with the cause where that fails."""
+    try:
+        return importlib.import_module(spec.kind)
+    except Exception as error:  # of whatever it imports itself
+        cause = f"{type(error).__name__}: {str(error).strip() or 'without a text'}"
+        what_to_do = f"repair it, or what it imports: pip install --force-reinstall {spec.kind}"
+        finding = f"importing {spec.kind} failed: {cause}; {what_to_do}"
+        raise SpecError(finding, path=("model",), where=spec.where) from error
 
+
+def _timm(spec: ModelSpec, base: Path) -> Make:
+    timm = _library(spec)
     name = str(spec.target)
     if not timm.is_model(name):
         finding = f"timm has no model '{name}'{did_you_mean(name.partition('.')[0], timm.list_models())}"
@@ -109,8 +120,7 @@ def _call(spec: ModelSpec, base: Path) -> Make:
 
 def _diffusers(spec: ModelSpec, base: Path) -> Make:
     """A diffusers model of the class that its configuration names, with new weights."""
-    import diffusers
-
+    diffusers = _library(spec)
     read = spec.target if isinstance(spec.target, dict) else _diffusers_config(base / spec.target, spec)
     name = str(read.get("_class_name"))
     kind = getattr(diffusers, name, None)
