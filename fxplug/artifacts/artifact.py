@@ -327,14 +327,14 @@ def _build(files: Snapshot, document: dict[str, Any], allow: list[str], device: 
         bank.add_provenance()
     extras = {str(k): decode(v, None, limits) for k, v in document["extras"].items()}
     kind: type[TracedModule] = TracedModule
-    if variants := document.get("variants", []):
+    if (variants := document.get("variants", [])) != []:
         from ..ir.variants import Variants as kind  # few artifacts have any
     module = kind(tree, graphs, None, extras)
     _check_paths(module, graphs)
     module.twin_error = None if document["twin_error"] is None else str(document["twin_error"])
     module.meta.update({str(k): decode(v, None, limits) for k, v in document["meta"].items()})
     check_passes(module.meta.get("passes", []), modules)
-    if variants:
+    if variants != []:
         _add_variants(module, variants, document, modules, allow, limits)
     _set_modes(module, document, modules)
     return module
