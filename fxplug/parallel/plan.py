@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from .localizing import localize
 from .planning import features
 from .planning.found import Found, Unsplittable
 from .planning.walk import bound
+from .runtime.checksums import mark_of
 from .runtime.collectives import Collective, traffic
 from .runtime.layouts import counts
 from .runtime.mesh import SEQUENCE, ways_of, world_of
@@ -156,7 +156,7 @@ class _Twin(Exception):
 
 
 def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], split: Any, check: bool) -> Plan:
-    plan, (args, kwargs) = Plan(ways, [], _mark(gm), modes[0], gm, call), call
+    plan, (args, kwargs) = Plan(ways, [], mark_of(gm), modes[0], gm, call), call
     every = {**ways, SEQUENCE: ways["ulysses"] * ways["ring"]}
     for axis in ("batch", "rows", SEQUENCE, "tensor"):
         number = every[axis]
@@ -215,7 +215,7 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
     Raises SpecError for a plan of another graph, and for a mesh or a number of processes that does not fit.
     """
     gm = in_both_modes(gm) if plan.stages else gm
-    if plan.mark != _mark(gm):
+    if plan.mark != mark_of(gm):
         raise SpecError("the plan is for another graph: make one for this module, after the last pass is applied")
     for stage in plan.stages:
         gm = written_along(gm, stage, plan.ways)
@@ -244,9 +244,3 @@ def _costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[s
     with torch.no_grad(), in_one_mode(mode, gm):
         Runner(gm, gm.graphs[mode], each).run(*copied(bound(gm, args, kwargs)))
     return found
-
-
-def _mark(gm: TracedModule) -> str:
-    """What two graphs have in common that a plan fits."""
-    text = "\n".join(f"{mode} {node.format_node()}" for mode, graph in sorted(gm.graphs.items()) for node in graph.nodes)
-    return hashlib.sha256(text.encode()).hexdigest()

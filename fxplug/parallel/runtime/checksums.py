@@ -71,7 +71,9 @@ def check_alike(root: nn.Module, world: World, args: Sequence[Any], kwargs: Mapp
 def _table(root: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """What is compared, by name: shape, dtype and checksum of tensors, other inputs as they are printed."""
     tensors: dict[str, Tensor] = {}
-    table: dict[str, Any] = {"plan": (_plan(root), ""), "mode": (_mode(root),)}
+    if root not in PLANS:
+        PLANS[root] = mark_of(root)
+    table: dict[str, Any] = {"plan": (PLANS[root], ""), "mode": (_mode(root),)}
     parts = set(getattr(root, "meta", {}).get("parts", ()))  # of these each process has another part
     for kind, named in (("weight", root.named_parameters()), ("buffer", root.named_buffers())):
         tensors.update({f"{kind} '{name}'": t for name, t in named if name not in parts})
@@ -111,13 +113,11 @@ def _mode(root: nn.Module) -> str:
     return ", ".join([*training, "gradients" if torch.is_grad_enabled() else "no gradients", *casts])
 
 
-def _plan(root: nn.Module) -> str:
-    """What two modules have in common that were written with one plan."""
-    if root not in PLANS:
-        graphs = getattr(root, "graphs", {})
-        text = "\n".join(f"{mode} {node.format_node()}" for mode in sorted(graphs) for node in graphs[mode].nodes)
-        PLANS[root] = hashlib.sha256(text.encode()).hexdigest()
-    return PLANS[root]
+def mark_of(module: nn.Module) -> str:
+    """What two modules have in common that have the same graphs."""
+    graphs = getattr(module, "graphs", {})
+    text = "\n".join(f"{mode} {node.format_node()}" for mode in sorted(graphs) for node in graphs[mode].nodes)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _alike(world: World, digest: int) -> bool:
