@@ -11,6 +11,7 @@ from torch import nn
 
 import fxplug
 from fxplug.parallel.checking import check_pretended
+from fxplug.parallel.runtime.attention import Attention
 from fxplug.parallel.runtime.pretended import pretended
 
 WAYS = [{"ulysses": 2}, {"ring": 2}, {"batch": 2}]
@@ -344,3 +345,115 @@ class DroppedThrice(Tokens):
 def test_several_dropouts_of_the_input_in_training(ways):
     plan, new = parallel(traced(DroppedThrice, x(), training=True), x(), **ways)
     assert plan.written.twin_error is None and check_pretended(new, (x(),), {}) < 1e-5
+
+
+# --- what is broadcast, drawn in several tensors, written, or computed in half precision
+
+
+def headed(t, heads=4):
+    return t.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+BROADCAST = {
+    "samples of keys and values": lambda q, k, v: (headed(q), headed(k[:1]), headed(v[:1])),
+    "samples of queries": lambda q, k, v: (headed(q[:1]), headed(k), headed(v)),
+    "heads of queries": lambda q, k, v: (headed(q[..., :4], 1), headed(k), headed(v)),
+    "heads of keys": lambda q, k, v: (headed(q), headed(k[..., :4], 1), headed(v)),
+    "heads of values": lambda q, k, v: (headed(q), headed(k), headed(v[..., :4], 1)),
+}
+
+
+class Broadcast(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.qkv = form, nn.Linear(16, 48)
+
+    def forward(self, x):
+        y = F.scaled_dot_product_attention(*self.form(*self.qkv(x).chunk(3, -1)))
+        return x + y.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("ways", [{"ulysses": 2}, {"ring": 2}, {"ulysses": 3}, {"ulysses": 2, "ring": 2}], ids=str)
+@pytest.mark.parametrize("form", BROADCAST)
+def test_samples_and_heads_of_attention_are_broadcast(form, ways):
+    plan = fxplug.parallel_plan(traced(lambda: Broadcast(BROADCAST[form]), x()), x(), check=False, **ways)
+    assert plan.check() < 1e-5
+
+
+class Residual(nn.Module):
+    """Tokens that are added up in float32, as autocast and models in half precision leave them."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype, self.norm, self.inner = dtype, nn.LayerNorm(16), Tokens().to(dtype)
+
+    def forward(self, x):
+        for _ in range(2):
+            y = self.norm(x)
+            x = x + self.inner(y if torch.is_autocast_enabled("cpu") else y.to(self.dtype))
+        return x.softmax(-1)
+
+
+@pytest.mark.parametrize("ways", [*WAYS, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_result_in_float32_has_the_rounding_of_what_it_was_computed_in(autocast, dtype, ways):
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        gm = traced(lambda: Residual(torch.float32 if autocast else dtype), x())
+        plan, new = parallel(gm, x(), **ways)
+        assert plan.away < 2e-2 and check_pretended(new, (x(),), {}, every=True) < 2e-2
+
+
+def test_a_wrong_plan_is_refused_in_half_precision_too(monkeypatch):
+    monkeypatch.setattr(Attention, "attend", lambda self, q, k, v, *rest: F.scaled_dot_product_attention(q, k, v))
+    gm = traced(lambda: Residual(torch.bfloat16), x())
+    with pytest.raises(fxplug.VerifyError, match="an output differs by .*; the first value that differs is"):
+        fxplug.parallel_plan(gm, x(), ulysses=2)
+
+
+class Draws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.out = nn.MultiheadAttention(16, 4, dropout=0.1, batch_first=True), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.out(self.attention(x, x, x, need_weights=False)[0])
+
+
+def test_dropout_in_what_gives_several_tensors_is_refused_by_name():
+    with pytest.raises(fxplug.SpecError, match="'attention' .* draws random numbers and gives more than a tensor"):
+        fxplug.parallel_plan(traced(Draws, x(), training=True), x(), batch=2)
+
+
+class Average(nn.Module):
+    """Takes away a mean that it keeps between calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.mul_(0.9).add_(x.mean() * 0.1)
+        return x - self.mean
+
+
+@pytest.mark.parametrize("ways", [*WAYS, {"tensor": 2}], ids=str)
+def test_pretended_processes_write_buffers_of_their_own(ways):
+    plan = fxplug.parallel_plan(traced(lambda: Tokens(Average()), x(), training=True), x(), **ways)
+    assert plan.check() < 1e-5 and plan.written.inner.mean == 0
+
+
+class Added(nn.Module):
+    def forward(self, x):
+        return torch.zeros_like(x).index_add_(1, torch.arange(x.shape[1]).flip(0), x)
+
+
+def test_a_value_that_is_written_is_no_place_for_features():
+    plan = fxplug.parallel_plan(traced(lambda: Tokens(Added()), x()), x(), tensor=2)
+    assert plan.share > 0.9 and plan.check() < 1e-5
+
+
+def test_what_one_process_adds_for_all_is_no_difference():
+    _, new = parallel(traced(Tokens, x()), x(), tensor=2)
+    assert check_pretended(new, (x(),), {}, every=True) < 1e-5

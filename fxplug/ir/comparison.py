@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,23 +25,25 @@ class Difference(NamedTuple):
     distance: float = 0.0
 
 
-def difference(wanted: Any, got: Any, within: bool = False) -> Difference:
+def difference(wanted: Any, got: Any, within: bool = False, dtypes: Iterable[torch.dtype] = ()) -> Difference:
     """How far two results are apart, or two values `within` a model: tensors, or nested containers of them.
 
-    Infinitely, where they differ in number, shape, dtype or any value that is no floating-point number.
+    `dtypes` are others that they were computed in, whose rounding they have. Infinitely, where they differ in number, shape,
+    dtype or any value that is no floating-point number.
     """
     wants, gots = leaves(wanted), leaves(got)
     found = Difference() if len(wants) == len(gots) else Difference(math.inf, math.inf)
+    dtypes = tuple(dtypes)
     for a, b in zip(wants, gots, strict=False):
         off = distance(a, b)
-        found = max(found, Difference(off / tolerance(a, within), off))
+        found = max(found, Difference(off / tolerance(a, within, dtypes), off))
     return found
 
 
-def tolerance(value: Any, within: bool = False) -> float:
-    """What rounding may change of a result, or of a value `within` a model, over its largest number."""
-    dtype = value.dtype.to_real() if isinstance(value, Tensor) else torch.float32
-    return TOLERANCES.get(dtype, TOLERANCES[torch.float32])[within]
+def tolerance(value: Any, within: bool = False, dtypes: Iterable[torch.dtype] = ()) -> float:
+    """What rounding may change of a result, or of a value `within` a model, over its largest number: the most of its dtypes."""
+    own = value.dtype if isinstance(value, Tensor) else torch.float32
+    return max(TOLERANCES.get(dtype.to_real(), TOLERANCES[torch.float32])[within] for dtype in (own, *dtypes))
 
 
 def distance(wanted: Any, got: Any) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,18 +17,20 @@ from ..capture.frozen_values import copied
 from ..errors import VerifyError
 from ..ir.comparison import Difference, difference, distance, numbers, tolerance
 from ..ir.pytree import leaves, map_leaves
-from ..ir.traced_module import TracedModule
-from ..rewriter.modes import in_mode
+from ..ir.traced_module import TracedModule, shell
 from ..verifier import Subject, is_split, need_values
-from .plan import Plan, Runner
 from .planning.streams import Leaf
 from .planning.trials import EMPTY, leaves_of, name_of
-from .planning.walk import bound, left_alone
+from .planning.walk import bound
 from .runtime.collectives import Collective, Same, Sum
 from .runtime.layouts import count, start
 from .runtime.mesh import World
 from .runtime.pretended import PRETENDED, placed, pretended
-from .stage import alone
+from .runtime.shares import Once
+from .stage import alone, in_one_mode
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 DRAWING = threading.Lock()
 
@@ -51,21 +54,27 @@ def check_subject(subject: Subject) -> str:
     return found
 
 
-def check_pretended(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], every: bool = False) -> float:
+def check_pretended(
+    gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any], every: bool = False,
+    modes: Iterable[bool] | None = None, plan: Plan | None = None,
+) -> float:  # fmt: skip
     """The largest difference of an output between one process and pretended ones, over the output's largest value.
 
-    In each mode that has a graph. With `every` all values within the model are compared too. Raises VerifyError for one above
-    what rounding may make of its dtype (`fxplug.ir.comparison`), which names the first node that differs.
+    In each mode that has a graph, or in these `modes`. With `every` all values within the model are compared too. `plan` is
+    the one that the module was written with, if that is not in its meta. Raises VerifyError for an output that differs by
+    more than rounding may make of the dtypes it was computed in (`fxplug.ir.comparison`), with the first value that does.
     """
-    worst = 0.0
-    for mode in gm.graphs:
-        one, many = _runs(gm, mode, args, kwargs, every)
-        off = max(difference(one[0], out[0]) for out in many)
-        if off.times > 1 and not every:
-            one, many = _runs(gm, mode, args, kwargs, True)
-        found = _first(gm, mode, one[1], [out[1] for out in many]) if every or off.times > 1 else ""
-        if found or off.times > 1:
-            raise VerifyError(f"pretended processes differ from one: an output by {off.distance:.1e}{found}")
+    plan, worst = plan or gm.meta.get("plan"), 0.0
+    for mode in gm.graphs if modes is None else modes:
+        one, many = _results(gm, mode, args, kwargs, every)
+        off = max(one.difference(found) for found in many)
+        where = ""
+        if every or off.times > 1:
+            if not every:
+                one, many = _results(gm, mode, args, kwargs, True)
+            where = _first(gm, mode, one, many, plan)
+        if where or off.times > 1:
+            raise VerifyError(f"the plan is not right for this model: an output differs by {off.distance:.1e}{where}")
         worst = max(worst, off.distance)
     return worst
 
@@ -77,9 +86,8 @@ def check_before(gm: TracedModule, new: TracedModule, args: Sequence[Any], kwarg
     """
     mode = False if False in gm.graphs else gm._graph_mode
     with pretending(alone()):
-        found = _run(new, mode, args, kwargs, False)[0]
-    want = _run(gm, mode, args, kwargs, False)[0]
-    worst = difference(want, found)
+        found = _result(new, mode, args, kwargs)
+    worst = _result(gm, mode, args, kwargs).difference(found)
     if worst.times > 1:
         raise VerifyError(f"one process differs from the module before: an output by {worst.distance:.1e}")
     return worst.distance
@@ -93,11 +101,11 @@ def check_real(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any])
     """
     worst, first = Difference(), ""
     for mode in gm.graphs:
-        known = _runs(gm, mode, args, kwargs, True)[1][dist.get_rank()]
-        mine = _run(gm, mode, args, kwargs, True)
-        worst = max(worst, difference(known[0], mine[0]))
-        for name, value in known[1].items():
-            off = difference(value, mine[1][name], within=True)
+        known = _results(gm, mode, args, kwargs, True)[1][dist.get_rank()]
+        mine = _result(gm, mode, args, kwargs, True)
+        worst = max(worst, known.difference(mine))
+        for name, value in known.values.items():
+            off = difference(value, mine.values[name], True, known.dtypes)
             if off.times > 1 and not first:
                 first = f"; the first value that differs is '{name}', by {off.distance:.1e}"
     told: list[Any] = [None] * dist.get_world_size()
@@ -118,17 +126,40 @@ def pretending(world: World) -> Iterator[None]:
         PRETENDED.reset(token)
 
 
-def _runs(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> tuple[Any, list[Any]]:
-    """What one process gives, and each of the pretended ones: outputs, and what the nodes give."""
-    with pretending(alone()):
-        one = _told(lambda: _run(gm, mode, args, kwargs, keep))
-    with _left_alone(gm, mode):
-        return one, _told(lambda: pretended(ways_in(gm), lambda rank: _run(gm, mode, args, kwargs, keep, apart=False)))
+class Runner(fx.Interpreter):
+    """Runs a graph, and gives each node and what it makes to `each`."""
+
+    def __init__(self, tree: nn.Module, graph: fx.Graph, each: Callable[[fx.Node, Callable[[], Any]], Any]) -> None:
+        super().__init__(tree, graph=graph)
+        self.each = each
+
+    def run_node(self, n: fx.Node) -> Any:
+        return self.each(n, lambda: super(Runner, self).run_node(n))
+
+    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return next(self.args_iter)  # FX takes all that is left for a **kwargs
 
 
-def _told(call: Callable[[], Any]) -> Any:
+@dataclass
+class Result:
+    """What a graph gives in one process, with the dtypes it computed in, and what its nodes give where that was asked for."""
+
+    output: Any = None
+    values: dict[str, Any] = field(default_factory=dict)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+    def difference(self, other: Result) -> Difference:
+        """How far the output of another process is from this one's."""
+        return difference(self.output, other.output, dtypes=self.dtypes)
+
+
+def _results(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> tuple[Result, list[Result]]:
+    """What one process gives, and each of the pretended ones."""
     try:
-        return call()
+        with pretending(alone()):
+            one = _result(gm, mode, args, kwargs, keep)
+        with in_one_mode(mode, gm):
+            return one, pretended(ways_in(gm), lambda rank: _run(gm, mode, args, kwargs, keep))
     except Exception as error:  # what an operation makes of wrong parts may be anything
         text, _, rest = str(error).partition("While executing")
         where = f", at '{rest.split('=')[0].strip(' %:').partition(' ')[0]}'" if rest else ""
@@ -137,50 +168,52 @@ def _told(call: Callable[[], Any]) -> Any:
         ) from error
 
 
-@contextlib.contextmanager
-def _left_alone(gm: TracedModule, mode: bool) -> Iterator[None]:
-    with left_alone(gm), in_mode(mode, gm) if len(gm.graphs) == 2 else contextlib.nullcontext():
-        yield
+def _result(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool = False) -> Result:
+    """What a graph gives as the process that this one is or pretends to be; nothing of it is left in the module."""
+    with in_one_mode(mode, gm):
+        return _run(gm, mode, args, kwargs, keep)
 
 
-def _run(
-    gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool, apart: bool = True
-) -> tuple[Any, dict[str, Any]]:
-    """What a graph gives as the process that this one is or pretends to be, and with `keep` what its nodes give."""
-    kept: dict[str, Any] = {}
+def _run(gm: TracedModule, mode: bool, args: Any, kwargs: Any, keep: bool) -> Result:
+    found, tree = Result(), shell(gm)
+    for module in tree.modules():  # threads that pretend to be processes write buffers of their own
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.detach().clone()
 
     def each(node: fx.Node, call: Callable[[], Any]) -> Any:
-        drawn = any(_calls(gm, user, Same) for user in node.users) and not _calls(gm, node, Same)
-        if drawn:  # the threads share the generators
-            with DRAWING, torch.random.fork_rng(devices=[]):
+        if any(_calls(gm, user, Same) for user in node.users) and not _calls(gm, node, Same):
+            with DRAWING, torch.random.fork_rng(devices=[]):  # the threads share the generators
                 torch.manual_seed(len(node.name))
                 value = call()
         else:
             value = call()
         if name_of(node) in EMPTY:  # what is not written yet is the same everywhere
             value = value.zero_()
+        found.dtypes.update(leaf.dtype for leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())
         if keep and node.op != "output":
-            kept[node.name] = map_leaves(value, lambda t, _: t.clone())
+            found.values[node.name] = map_leaves(value, lambda t, _: t.clone())
         return value
 
-    with torch.no_grad(), _left_alone(gm, mode) if apart else contextlib.nullcontext():
-        return Runner(gm, mode, each).run(*copied(bound(gm, args, kwargs))), kept
+    with torch.no_grad():
+        found.output = Runner(tree, gm.graphs[mode], each).run(*copied(bound(gm, args, kwargs)))
+    return found
 
 
-def _first(gm: TracedModule, mode: bool, one: Mapping[str, Any], many: Sequence[Mapping[str, Any]]) -> str:
+def _first(gm: TracedModule, mode: bool, one: Result, many: Sequence[Result], plan: Plan | None) -> str:
     """The first value that the processes do not have as the plan says; of a module that was loaded, not together."""
-    plan: Plan | None = gm.meta.get("plan")
     lies = _lies(plan, mode) if plan is not None else {}
     for node in gm.graphs[mode].nodes:
-        if node.name not in one or (node.users and all(_calls(gm, user, Sum) for user in node.users)):
-            continue  # summands are as they are
-        values = [leaves(found[node.name]) for found in many]
-        for index, whole in enumerate(leaves(one[node.name])):
+        summand = _calls(gm, node, Once) or (node.users and all(_calls(gm, user, Sum) for user in node.users))
+        if node.name not in one.values or summand:
+            continue
+        values = [leaves(found.values[node.name]) for found in many]
+        for index, whole in enumerate(leaves(one.values[node.name])):
             parts = [found[index] for found in values if index < len(found)]
-            off = _together(whole, parts)
+            off = _together(whole, parts, one.dtypes)
             for rank, part in enumerate(parts):
                 if plan is not None and node.name in lies and off.times <= 1:
-                    off = max(off, _lying(plan, mode, whole, part, [row[index] for row in lies[node.name]], rank))
+                    places = [row[index] for row in lies[node.name]]
+                    off = max(off, _lying(plan, mode, whole, part, places, rank, one.dtypes))
             if off.times > 1:
                 return f"; the first value that differs is '{node.name}', by {off.distance:.1e}"
     return ""
@@ -200,7 +233,9 @@ def _lies(plan: Plan, mode: bool) -> dict[str, list[list[Any]]]:
     return {name: rows for name, rows in found.items() if len(rows) == len(plan.stages)}
 
 
-def _lying(plan: Plan, mode: bool, whole: Any, part: Any, places: Sequence[Any], rank: int) -> Difference:
+def _lying(
+    plan: Plan, mode: bool, whole: Any, part: Any, places: Sequence[Any], rank: int, dtypes: set[torch.dtype]
+) -> Difference:
     """How far the part of a process is from what the plan says it has."""
     world = placed(plan.ways, rank)
     dims = [place.dim for place in places if place is not None]
@@ -211,14 +246,14 @@ def _lying(plan: Plan, mode: bool, whole: Any, part: Any, places: Sequence[Any],
             here, each = world.ranks[stage.axis], world.sizes[stage.axis]
             bounds = [(start(n, here, each), count(n, here, each), n) for n in stage.modes[mode].sizes]
             whole = whole.index_select(place.dim, place.layout.rows(bounds).to(whole.device))
-    return difference(whole, part, within=True)
+    return difference(whole, part, True, dtypes)
 
 
 def _calls(gm: TracedModule, node: fx.Node, kind: type[Collective]) -> bool:
-    return node.op == "call_module" and type(gm.get_submodule(str(node.target))) is kind
+    return node.op == "call_module" and isinstance(gm.get_submodule(str(node.target)), kind)
 
 
-def _together(whole: Any, parts: Sequence[Any]) -> Difference:
+def _together(whole: Any, parts: Sequence[Any], dtypes: set[torch.dtype]) -> Difference:
     """How far what the processes have is from the whole: each has all of it, or together they have each number as often.
 
     Which part is whose does not matter here: what a node makes of parts in a wrong order differs.
@@ -226,10 +261,10 @@ def _together(whole: Any, parts: Sequence[Any]) -> Difference:
     if not isinstance(whole, Tensor) or not all(isinstance(part, Tensor) for part in parts) or not whole.numel():
         return Difference()  # a number that hangs on sizes
     if all(part.shape == whole.shape for part in parts):
-        return max(difference(whole, part, within=True) for part in parts)
+        return max(difference(whole, part, True, dtypes) for part in parts)
     held = torch.cat([numbers(part) for part in parts])
     wanted = numbers(whole)
     if len(held) % len(wanted):
         return Difference()  # parts that overlap
     off = distance(wanted.repeat(len(held) // len(wanted)).sort().values, held.sort().values)
-    return Difference(off / tolerance(whole, within=True), off)
+    return Difference(off / tolerance(whole, True, dtypes), off)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,20 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..capture.frozen_values import copied
 from ..capture.self_check import has_values
 from ..errors import SpecError, VerifyError, brief_fields, outline
-from ..ir.comparison import difference
-from ..ir.pytree import map_leaves
 from ..ir.traced_module import TracedModule
+from .checking import Runner, check_pretended, pretending
 from .localizing import localize
 from .planning import features
 from .planning.found import Found, Unsplittable
-from .planning.streams import Leaf
-from .planning.trials import leaves_of
 from .planning.walk import bound
+from .runtime.checksums import mark_of
 from .runtime.collectives import Collective, traffic
-from .runtime.layouts import count, counts, start
-from .runtime.mesh import SEQUENCE, World, ways_of, world_of
-from .runtime.pretended import PRETENDED, placed, pretended
-from .stage import Stage, alone, check_sizes, found_along, in_both_modes, in_one_mode, place, written_along
+from .runtime.layouts import counts
+from .runtime.mesh import SEQUENCE, ways_of, world_of
+from .runtime.pretended import placed
+from .stage import Stage, check_sizes, found_along, in_both_modes, in_one_mode, place, written_along
 
 PACKED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.TransformerEncoder)
 
@@ -65,11 +61,8 @@ class Plan:
         The graph runs as that process would run it, and nothing travels.
         """
         if rank not in self.costs:
-            token = PRETENDED.set(placed(self.ways, rank))
-            try:
+            with pretending(placed(self.ways, rank)):
                 self.costs[rank] = _costs(self.written, self.mode, *self.example)
-            finally:
-                PRETENDED.reset(token)
         return self.costs[rank]
 
     def bytes(self, rank: int = 0) -> int:
@@ -82,84 +75,8 @@ class Plan:
         Gives the largest difference of an output, over the output's largest value. Raises VerifyError for one above what
         rounding may make of its dtype (`fxplug.ir.comparison`), with the first node that differs.
         """
-        worst = max((self.apart(mode) for mode in self.written.graphs), default=0.0)
-        self.away = worst
-        return worst
-
-    def apart(self, mode: bool) -> float:
-        """What `check` says of the graph of one mode."""
-        try:
-            one, many = self.outputs(mode)
-        except Exception as error:  # what an operation makes of wrong parts may be anything
-            text = str(error).partition("While executing")
-            where = f", at '{text[2].split('=')[0].strip(' %:').partition(' ')[0]}'" if text[2] else ""
-            raise VerifyError(
-                f"the plan is not right for this model: {type(error).__name__}: {text[0].strip()[:300]}{where}"
-            ) from error
-        worst = max(difference(one, found) for found in many)
-        if worst.times > 1:
-            where = self.first_difference(mode)
-            raise VerifyError(f"the plan is not right for this model: an output differs by {worst.distance:.1e}{where}")
-        return worst.distance
-
-    def outputs(self, mode: bool, keep: bool = False) -> tuple[Any, list[Any]]:
-        """What the written graph gives in one process, and in each of many; with `keep`, what its nodes give."""
-        drawing = {node.name for stage in self.stages for node in stage.modes[mode].walk.random}
-        turn = threading.Lock()
-
-        def run(_: int) -> Any:
-            kept: dict[str, Any] = {}
-
-            def each(node: fx.Node, call: Callable[[], Any]) -> Any:
-                if node.name in drawing:  # the threads share the generators
-                    with turn, torch.random.fork_rng(devices=[]):
-                        torch.manual_seed(len(node.name))
-                        value = call()
-                else:
-                    value = call()
-                if keep and node.op != "output":
-                    kept[node.name] = map_leaves(value, lambda t, _: t.clone())
-                return value
-
-            out = Runner(self.written, mode, each).run(*copied(bound(self.written, *self.example)))
-            return kept if keep else out
-
-        with torch.no_grad():
-            token = PRETENDED.set(alone())
-            try:
-                with in_one_mode(mode, self.written):
-                    one = run(0)
-            finally:
-                PRETENDED.reset(token)
-            with in_one_mode(mode, self.written):
-                return one, pretended(self.ways, run)
-
-    def first_difference(self, mode: bool) -> str:
-        """The first value of the plan that is another in one of the processes than in one process."""
-        one, found = self.outputs(mode, keep=True)
-        last = self.stages[-1]
-        plan = last.modes[mode]
-        for node in plan.walk.graph.nodes:
-            name = plan.name(node)
-            for rank, many in enumerate(found):
-                values = (leaves_of(v) for v in (plan.values.get(node), one.get(name), many.get(name)))
-                for leaf, a, b in zip(*values, strict=False):
-                    given = node in plan.births or plan.cut(node)  # what stands there is the whole
-                    if isinstance(leaf, Leaf) and isinstance(a, torch.Tensor) and not given:
-                        want = self.part(plan, leaf, a, placed(self.ways, rank), last.axis)
-                        if want is not None and not plan.summed(node) and difference(want, b).times > 1:
-                            return f"; the first value that differs is '{node.name}', in process {rank}"
-        return ""
-
-    def part(self, plan: Found, leaf: Leaf, whole: torch.Tensor, world: World, axis: str) -> torch.Tensor | None:
-        """What a process has of a value; None where another axis splits it too."""
-        if len(self.stages) > 1:
-            return whole if leaf.place is None and world.sizes["batch"] == 1 else None
-        if leaf.place is None:
-            return whole
-        rank, each = world.ranks[axis], world.sizes[axis]
-        bounds = [(start(n, rank, each), count(n, rank, each), n) for n in plan.sizes]
-        return whole.index_select(leaf.place.dim, leaf.place.layout.rows(bounds).to(whole.device))
+        self.away = check_pretended(self.written, *self.example, plan=self)
+        return self.away
 
     def __str__(self) -> str:
         return outline(self.listing)
@@ -239,7 +156,7 @@ class _Twin(Exception):
 
 
 def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], split: Any, check: bool) -> Plan:
-    plan = Plan(ways, [], _mark(gm), modes[0], gm, call)
+    plan, (args, kwargs) = Plan(ways, [], mark_of(gm), modes[0], gm, call), call
     every = {**ways, SEQUENCE: ways["ulysses"] * ways["ring"]}
     for axis in ("batch", "rows", SEQUENCE, "tensor"):
         number = every[axis]
@@ -267,9 +184,9 @@ def _plan(gm: TracedModule, modes: list[bool], call: Any, ways: dict[str, int], 
         plan.stages.append(stage)
         plan.written = written_along(plan.written, stage, plan.ways)
     if check and plan.stages and has_values(list(gm.state_dict().values()), call):
-        plan.away = plan.apart(modes[0])
+        plan.away = check_pretended(plan.written, args, kwargs, modes=modes[:1], plan=plan)
         try:
-            plan.away = max([plan.away, *map(plan.apart, modes[1:])])
+            plan.away = max(plan.away, check_pretended(plan.written, args, kwargs, modes=modes[1:], plan=plan))
         except VerifyError as error:
             raise _Twin(str(error)) from None
     return plan
@@ -298,7 +215,7 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
     Raises SpecError for a plan of another graph, and for a mesh or a number of processes that does not fit.
     """
     gm = in_both_modes(gm) if plan.stages else gm
-    if plan.mark != _mark(gm):
+    if plan.mark != mark_of(gm):
         raise SpecError("the plan is for another graph: make one for this module, after the last pass is applied")
     for stage in plan.stages:
         gm = written_along(gm, stage, plan.ways)
@@ -314,20 +231,6 @@ def parallelize(gm: TracedModule, plan: Plan, mesh: DeviceMesh | None = None) ->
     return gm
 
 
-class Runner(fx.Interpreter):
-    """Runs a graph, and gives each node and what it makes to `each`."""
-
-    def __init__(self, gm: TracedModule, mode: bool, each: Callable[[fx.Node, Callable[[], Any]], Any]) -> None:
-        super().__init__(gm, graph=gm.graphs[mode])
-        self.each = each
-
-    def run_node(self, n: fx.Node) -> Any:
-        return self.each(n, lambda: super(Runner, self).run_node(n))
-
-    def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return next(self.args_iter)  # FX takes all that is left for a **kwargs
-
-
 def _costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[str, int, int]]:
     found = []
 
@@ -339,13 +242,5 @@ def _costs(gm: TracedModule, mode: bool, args: Any, kwargs: Any) -> list[tuple[s
         return value
 
     with torch.no_grad(), in_one_mode(mode, gm):
-        Runner(gm, mode, each).run(*copied(bound(gm, args, kwargs)))
+        Runner(gm, gm.graphs[mode], each).run(*copied(bound(gm, args, kwargs)))
     return found
-
-
-def _mark(gm: TracedModule) -> str:
-    """What two graphs have in common that a plan fits."""
-    text = "\n".join(f"{mode} {node.format_node()}" for mode, graph in sorted(gm.graphs.items()) for node in graph.nodes)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-

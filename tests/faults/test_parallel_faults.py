@@ -100,7 +100,7 @@ def test_other_inputs_weights_and_buffers_are_told_at_the_first_call():
     found = by_rank(gm, other_buffer, {"batch": 2, "ulysses": 2})
     assert len(set(found)) == 1 and "the buffer 'scale' of processes 1, 2 is not that of process 0" in found[0]
     found = by_rank(gm, other_shape)
-    assert "the input 0 of process 1 is not that of process 0 (((2, 10, 16), 'torch.float32') and ((2, 9, 16)," in found[0]
+    assert "of process 1 is not that of process 0 (torch.float32 (2, 10, 16) and torch.float32 (2, 9, 16))" in found[0]
 
 
 def test_other_inputs_and_weights_are_told_at_every_call():
@@ -108,7 +108,8 @@ def test_other_inputs_and_weights_are_told_at_every_call():
     plan = fxplug.parallel_plan(gm, tokens(), check=False, ulysses=2)
     makes = {
         "the input 0 of process 1": lambda rank, new: tokens(seed=rank),
-        "the input 0 of process 1 is not that of process 0 (((2, 10,": lambda rank, new: tokens(size=9 + rank),
+        "of process 1 is not that of process 0 (torch.float32 (2, 10, 16) and": lambda rank, new: tokens(size=9 + rank),
+        "the input 0 of process 1 is not that of process 0: ": lambda rank, new: tokens().flip(rank) if rank else tokens(),
         "the weight 'head.bias' of process 1": lambda rank, new: new.head.bias.add_(rank) is None or tokens(),
         "the buffer 'scale' of process 1": lambda rank, new: setattr(new, "scale", new.scale + rank) or tokens(),
     }
@@ -127,6 +128,21 @@ def test_other_inputs_and_weights_are_told_at_every_call():
 
         found = pretended(plan.ways, run)
         assert text in found[0] and found[0] == found[1]
+
+
+def test_other_modes_are_told_before_anything_travels():
+    """Processes in autocast send another dtype, and those without gradients come to no backward pass."""
+    casting, free = torch.autocast("cpu", torch.bfloat16), torch.no_grad()
+    for mode, text in ((casting, "autocast torch.bfloat16 on cpu"), (free, "(no gradients and gradients)")):
+        new = parallel()
+
+        def run(rank, new=new, mode=mode):
+            with mode if rank else contextlib.nullcontext(), pytest.raises(fxplug.GuardError) as found:
+                new(tokens())
+            return str(found.value)
+
+        found = pretended(ways_of({"ulysses": 2}), run)
+        assert "the mode of process 1 is not that of process 0" in found[0] and text in found[0] and found[0] == found[1]
 
 
 def test_other_plans_are_told_at_the_first_call():

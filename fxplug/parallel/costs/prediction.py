@@ -19,8 +19,8 @@ from ...errors import FxplugError, SpecError, brief_fields, did_you_mean
 from ...ir.pytree import leaves, map_leaves
 from ...ir.traced_module import TracedModule
 from ...torch_internals import kernels
-from ..checking import pretending
-from ..plan import Plan, Runner, parallel_plan
+from ..checking import Runner, pretending
+from ..plan import Plan, parallel_plan
 from ..planning.trials import name_of
 from ..planning.walk import bound
 from ..runtime.attention import Attention
@@ -99,7 +99,7 @@ class _Whole:
         self.layers = self.width = 0
         counter = kernels.flop_counter()
         with torch.no_grad(), counter:
-            out = Runner(gm, gm._graph_mode, self.each).run(*bound(gm, *call))
+            out = Runner(gm, gm.graph, self.each).run(*bound(gm, *call))
         self.work = counter.get_total_flops()
         self.result = sum(t.numel() * t.element_size() for t in _tensors(out))
         self.samples = {t.shape[0] for t in _tensors(call) if t.dim() > 1}
@@ -139,7 +139,7 @@ def _cost(
     if ways["ulysses"] * ways["ring"] > 1:
         try:
             with torch.no_grad(), pretending(placed(ways_of({**ways, "batch": 1}), 0)):
-                Runner(plan.written, plan.mode, each).run(*bound(plan.written, *call))
+                Runner(plan.written, plan.written.graphs[plan.mode], each).run(*bound(plan.written, *call))
         except FxplugError:
             return None
     if batch > 1:

@@ -17,7 +17,7 @@ from ...ir.traced_module import TracedModule
 from ..runtime.layouts import Layout
 from .found import Found, Unsplittable
 from .opened_layers import opened
-from .planner import Planner, planned
+from .planner import MustBeWhole, Planner, planned
 from .streams import PARTS, Leaf, Place, Step
 from .trials import Tries, leaves_of, name_of
 from .walk import Walk, walk
@@ -179,7 +179,10 @@ class Features:
         for other in node.all_input_nodes:
             self.planner.values[other] = self.planner.whole(other)
         self.planner.values[one] = Leaf(self.walk.values[one], _renamed(place, table))
-        got = self.planner.result(node, [node.all_input_nodes.index(one)], [])
+        try:
+            got = self.planner.result(node, [node.all_input_nodes.index(one)], [])
+        except MustBeWhole:
+            return None
         if got is None or len(self.tries.streams.true) > len(streams):  # a stream of something else
             return None
         step, kinds, written = got

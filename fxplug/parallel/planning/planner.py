@@ -26,7 +26,7 @@ MANY = 12  # choices of numbers that are scaled
 LONG = 32  # a dimension that is longer is shorter in a try
 
 
-class _Again(Exception):
+class MustBeWhole(Exception):
     """A value that must be whole, found when the graph had gone on from it."""
 
 
@@ -56,7 +56,7 @@ def planned(
             found = (kind or Planner)(found, forced, one).run()
             found.sizes = list(tries.streams.true)
             return found
-        except _Again as error:
+        except MustBeWhole as error:
             (node,) = error.args
             more = walk.roots(node) | {node}
             if more <= forced or len(forced) > 40:
@@ -139,7 +139,7 @@ class Planner:
         if outcome is None:
             for one in self.walk.writes.get(node, ()):
                 if self.found.is_split(one):
-                    raise _Again(one)  # what is written must be the memory itself, not what is gathered of it
+                    raise MustBeWhole(one)  # what is written must be the memory itself, not what is gathered of it
             return self.mixed(node, everything)
         step, kinds, written = outcome
         for index in written:
@@ -160,6 +160,8 @@ class Planner:
                 raise Unsplittable(f"{told(node)} draws random numbers into a value that is read later: let it give a new one")
             if not mine.isdisjoint(later.all_input_nodes):
                 mine.add(later)
+        if not isinstance(self.walk.values[node], Tensor):
+            raise Unsplittable(f"{told(node)} draws random numbers and gives more than a tensor: make dropout a layer")
         step = Step(gathers=tuple(split), whole_numbers=True, same=True)
         return self.gathered(node, step, "it draws random numbers, which are the first process's everywhere", again=True)
 
@@ -285,7 +287,7 @@ class Planner:
         for index, one in enumerate(inputs):
             state = self.tries.left(given[one], values[one])
             if state is None or (state and (index in step.gathers or index in dict(step.splits))):
-                raise _Again(one)  # it writes into what would be a copy, or what it writes lies otherwise
+                raise MustBeWhole(one)  # it writes into what would be a copy, or what it writes lies otherwise
             written += [index] * state
         value, add = found
         kinds = [leaf.place if isinstance(leaf, Leaf) else leaf for leaf in leaves_of(value)]

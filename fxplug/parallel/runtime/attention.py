@@ -62,7 +62,11 @@ class Attention(Collective):
     ) -> Tensor:
         """Of (batch, heads, tokens, features)."""
         world = self.here()
-        heads, inner, ring = query.shape[1], world.sizes["ulysses"], world.sizes["ring"]
+        batch, heads = (max(t.shape[d] for t in (query, key, value)) for d in (0, 1))
+        query = query.expand(batch, heads if query.shape[1] == 1 else -1, -1, -1)  # as the function itself does
+        most = max(key.shape[1], value.shape[1])
+        key, value = (t.expand(batch, most if t.shape[1] == 1 else -1, -1, -1) for t in (key, value))
+        inner, ring = world.sizes["ulysses"], world.sizes["ring"]
         mine, column = world.ranks["ring"], world.ranks["ulysses"]
         everyone = inner * ring
         row = range(mine * inner, (mine + 1) * inner)  # the ranks whose tokens come together here

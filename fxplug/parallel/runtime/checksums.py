@@ -35,16 +35,17 @@ class _Known(NamedTuple):
 
 KNOWN: WeakKeyDictionary[nn.Module, dict[str, _Known]] = WeakKeyDictionary()
 PLANS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+CHUNK = 1 << 20  # elements that are summed at a time
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def check_alike(root: nn.Module, world: World, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Compare the graph, parameters, buffers and inputs with those of the other processes of a mesh.
+    """Compare the graph, mode, parameters, buffers and inputs with those of the other processes of a mesh.
 
-    Of tensors it compares shapes, dtypes and a sum of all bits: of the inputs at each call, of a weight at the first one and
-    when torch has counted that it was written since. Eight bytes of each process travel. Every process raises the same
-    GuardError, which names a tensor and the processes that have another one. What is sharded, quantised or on the meta device
-    is left out.
+    Of tensors it compares shapes, dtypes and a sum of all bits, each times its place: of the inputs at each call, of a weight
+    at the first one and when torch has counted that it was written since. Eight bytes of each process travel. Every process
+    raises the same GuardError, which names a tensor and the processes that have another one. What is sharded, quantised or on
+    the meta device is left out.
     """
     if not any(world.groups.values()):
         return
@@ -54,14 +55,15 @@ def check_alike(root: nn.Module, world: World, args: Sequence[Any], kwargs: Mapp
         return
     tables = _everyone(world, table)
     for name in dict.fromkeys(name for found in tables.values() for name in found):
-        values = {rank: found.get(name, "missing") for rank, found in tables.items()}
+        values = {rank: found.get(name, ("none",)) for rank, found in tables.items()}
         usual = Counter(values.values()).most_common(1)[0][0]
         if others := sorted(rank for rank, value in values.items() if value != usual):
             first = next(rank for rank in sorted(values) if values[rank] == usual)
-            shapes = f" ({values[others[0]][:-1]} and {usual[:-1]})" if values[others[0]][:-1] != usual[:-1] else ""
+            mine, theirs = (_shown(value) for value in (values[others[0]], usual))
+            apart = f" ({mine} and {theirs})" if mine != theirs else ""
             many = f"process{'es' * (len(others) > 1)} {', '.join(map(str, others))}"
             raise GuardError(
-                f"the {name} of {many} is not that of process {first}{shapes}: processes that share a model are given the same "
+                f"the {name} of {many} is not that of process {first}{apart}: processes that share a model are given the same "
                 "weights and the same inputs; each takes its own part by itself"
             )
 
@@ -69,7 +71,9 @@ def check_alike(root: nn.Module, world: World, args: Sequence[Any], kwargs: Mapp
 def _table(root: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """What is compared, by name: shape, dtype and checksum of tensors, other inputs as they are printed."""
     tensors: dict[str, Tensor] = {}
-    table: dict[str, Any] = {"plan": (_plan(root),)}
+    if root not in PLANS:
+        PLANS[root] = mark_of(root)
+    table: dict[str, Any] = {"plan": (PLANS[root], ""), "mode": (_mode(root),)}
     parts = set(getattr(root, "meta", {}).get("parts", ()))  # of these each process has another part
     for kind, named in (("weight", root.named_parameters()), ("buffer", root.named_buffers())):
         tensors.update({f"{kind} '{name}'": t for name, t in named if name not in parts})
@@ -95,13 +99,25 @@ def _table(root: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     return table
 
 
-def _plan(root: nn.Module) -> str:
-    """What two modules have in common that were written with one plan."""
-    if root not in PLANS:
-        graphs = getattr(root, "graphs", {})
-        text = "\n".join(f"{mode} {node.format_node()}" for mode in sorted(graphs) for node in graphs[mode].nodes)
-        PLANS[root] = hashlib.sha256(text.encode()).hexdigest()
-    return PLANS[root]
+def _shown(value: tuple[Any, ...]) -> str:
+    """What a message says of a row of the table: of a tensor its dtype and shape."""
+    return f"{value[1]} {value[0]}" if isinstance(value[0], tuple) else str(value[-1])
+
+
+def _mode(root: nn.Module) -> str:
+    """What decides which graph is run, whether it has a backward pass, and what dtypes travel."""
+    accelerator = torch.accelerator.current_accelerator()
+    devices = ["cpu", *([accelerator.type] if accelerator else [])]
+    casts = [f"autocast {torch.get_autocast_dtype(d)} on {d}" for d in devices if torch.is_autocast_enabled(d)]
+    training = ["training" if root.training else "evaluation"] if len(getattr(root, "graphs", ())) == 2 else []
+    return ", ".join([*training, "gradients" if torch.is_grad_enabled() else "no gradients", *casts])
+
+
+def mark_of(module: nn.Module) -> str:
+    """What two modules have in common that have the same graphs."""
+    graphs = getattr(module, "graphs", {})
+    text = "\n".join(f"{mode} {node.format_node()}" for mode in sorted(graphs) for node in graphs[mode].nodes)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _alike(world: World, digest: int) -> bool:
@@ -128,10 +144,15 @@ def _gathered(x: Tensor, size: int, group: Any) -> Tensor:
 
 
 def _sum(t: Tensor) -> Tensor:
-    """The sum of a tensor's bits as whole numbers, int64: the same in any order and on any device."""
+    """The sum of a tensor's bits as whole numbers, each times its place, int64: the same on any device."""
     t = t.detach()
     t = torch.view_as_real(t) if t.is_complex() else t
-    return t.contiguous().flatten().view(WHOLE[t.element_size()]).sum(dtype=torch.int64)
+    bits = t.contiguous().flatten().view(WHOLE[t.element_size()])
+    total, place = torch.zeros((), dtype=torch.int64, device=t.device), 1
+    for some in torch.split(bits, CHUNK):
+        total += (some.long() * torch.arange(place, place + len(some), device=t.device)).sum()
+        place += len(some)
+    return total
 
 
 def _everyone(world: World, value: Any) -> dict[int, Any]:
