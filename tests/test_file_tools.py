@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 
+import diffusers
 import peft
 import pytest
 import torch
@@ -285,6 +286,13 @@ def of(source, model):
     return {path: entry.update(shapes[path]) for path, entry in fit(read(source), shapes).check().placed.items()}
 
 
+def flux():
+    return diffusers.FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2, joint_attention_dim=12,
+        pooled_projection_dim=10, guidance_embeds=True, axes_dims_rope=(2, 2, 4),
+    )  # fmt: skip
+
+
 def of_unet(model, path, rank=2):
     """A file of diffusers' for some layers of a UNet, and for one of its text encoder."""
     torch.manual_seed(0)
@@ -311,6 +319,19 @@ def test_names_are_turned_there_and_back(as_, kind, tmp_path):
     back = fxplug.convert_adapter(done.path, tmp_path / "back.safetensors", as_="diffusers", model=model)
     ours, theirs = load_file(back.path), load_file(first)
     assert ours.keys() == theirs.keys() and all(torch.equal(value, theirs[key]) for key, value in ours.items())
+
+
+@pytest.mark.parametrize("as_", ["kohya", "comfy"])
+def test_layers_that_are_one_there_are_joined_in_its_order(as_, tmp_path):
+    """Whatever the order and the ranks that the file has them in: safetensors sorts k before q."""
+    model = flux()
+    torch.manual_seed(0)
+    state = {}
+    for n, (path, layer) in enumerate(sorted(layers_of(model).items())):
+        state[f"transformer.{path}.lora_A.weight"] = torch.randn(1 + n % 3, layer.shape[1])
+        state[f"transformer.{path}.lora_B.weight"] = torch.randn(layer.shape[0], 1 + n % 3)
+    done = fxplug.convert_adapter(state, tmp_path / "out.safetensors", as_=as_, model=model)
+    near(of(done.path, model), of(state, model))
 
 
 def test_the_second_text_encoder_of_flux_is_t5(tmp_path):

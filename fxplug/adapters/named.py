@@ -95,6 +95,7 @@ def joined(entries: Mapping[str, Entry], widths: Mapping[str, int]) -> Entry:
     With one `down` and scale for all it is that one; else the ranks add up, and `up` has a block for each. Exact, but for the
     rounding of a block whose scale is not the largest.
     """
+    entries = {path: entries[path] for path in widths if path in entries}  # a file may have them in another order
     first = max(entries.values(), key=lambda entry: abs(entry.scale))
     downs = [entry.tensors["down"] for entry in entries.values()]
     alike = all(entry.scale == first.scale and torch.equal(entry.tensors["down"], downs[0]) for entry in entries.values())
