@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +13,11 @@ from torch import Tensor, nn
 from ..errors import ArtifactError, SpecError, did_you_mean
 from ..files import weight_files
 from ..limits import DEFAULT, Limits
+from .file_keys import WRAPPED
 from .updates import AdapterFile, Entry
 
 FILE = "adapter_model.safetensors"  # in a folder of PEFT
 BEFORE = "base_model.model."  # of every key in it
-# what PEFT put between the path of a layer and its parameter: the wrapper, and the name of the adapter
-WRAPPED = re.compile(r"\.modules_to_save(\.default)?(?=\.[^.]+$)")
 
 
 def saved_head(path: str | os.PathLike[str], layer: str, name: str, limits: Limits = DEFAULT) -> Tensor:
