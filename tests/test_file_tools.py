@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
+from collections import OrderedDict
 
 import diffusers
 import peft
@@ -105,6 +107,25 @@ def test_merges_are_those_of_peft(how, sign, pefts, tmp_path, monkeypatch):
     again = peft.PeftModel.from_pretrained(plain(), tmp_path / "both")
     delta = again.base_model.model[2].get_delta_weight("default").detach().flatten(1)
     torch.testing.assert_close(delta, wanted["base_model.model.2"], rtol=1e-4, atol=1e-5)
+
+
+def test_dare_draws_in_the_order_of_the_model(tmp_path, monkeypatch):
+    """As PEFT does; files have their tensors by the alphabet."""
+    torch.manual_seed(0)
+    base = nn.Sequential(OrderedDict(late=nn.Linear(8, 12), early=nn.Linear(12, 6)))
+    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=3, target_modules=["late", "early"]), adapter_name="ink")
+    model.add_adapter("film", peft.LoraConfig(r=3, target_modules=["late", "early"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter)
+    model.save_pretrained(tmp_path)
+    inject = type(model.base_model).inject_adapter
+    monkeypatch.setattr(type(model.base_model), "inject_adapter", lambda *a, **o: (inject(*a, **o), torch.manual_seed(3)))
+    model.add_weighted_adapter(["ink", "film"], [0.8, 0.5], "both", combination_type="dare_linear", density=0.5)
+    pairs = {tmp_path / "ink": 0.8, tmp_path / "film": 0.5}
+    fxplug.merge_adapters(pairs, tmp_path / "both", how="dare_linear", density=0.5, seed=3, model=base, as_="peft")
+    wanted = {name: model.base_model.model.get_submodule(name).get_delta_weight("both").detach() for name in ("late", "early")}
+    near(of(tmp_path / "both", base), wanted)
 
 
 def test_merges_are_those_of_kohya(tmp_path):
