@@ -355,6 +355,26 @@ def test_layers_that_are_one_there_are_joined_in_its_order(as_, tmp_path):
     near(of(done.path, model), of(state, model))
 
 
+def test_the_second_transformer_stays_the_second(tmp_path):
+    """As in files for Wan 2.2, whose two transformers are of one kind; other tools have a file for each."""
+    model = flux()
+    state = {}
+    for part, value in (("transformer", 1.0), ("transformer_2", 2.0)):
+        halves = {"A": torch.ones(1, 4), "B": torch.full((16, 1), value)}
+        state |= {f"{part}.x_embedder.lora_{half}.weight": tensor for half, tensor in halves.items()}
+    both = fxplug.convert_adapter(state, tmp_path / "both.safetensors", as_="diffusers", model=model)
+    found = load_file(both.path)
+    assert found.keys() == state.keys() and all(torch.equal(value, state[key]) for key, value in found.items())
+    for as_ in ("kohya", "comfy", "lycoris", "peft"):
+        with pytest.raises(SpecError, match="is for one model, and there is transformer, transformer_2: give part="):
+            fxplug.convert_adapter(state, tmp_path / as_, as_=as_, model=model)
+    second = fxplug.convert_adapter(state, tmp_path / "second.safetensors", as_="comfy", model=model, part="transformer_2")
+    assert torch.equal(load_file(second.path)["diffusion_model.img_in.lora_up.weight"], torch.full((16, 1), 2.0))
+    second = {key: value for key, value in state.items() if "_2" in key}
+    alone = fxplug.convert_adapter(second, tmp_path / "alone.safetensors", as_="diffusers", model=model)
+    assert load_file(alone.path).keys() == second.keys()
+
+
 def test_the_second_text_encoder_of_flux_is_t5(tmp_path):
     name = "lora_te3_encoder_block_0_layer_0_SelfAttention_q"
     shapes = {"lora_unet_single_blocks_3_linear2": (3072, 15360), name: (8, 8)}

@@ -14,9 +14,15 @@ from .updates import Entry
 
 FLAT = {"kohya": "lora_", "lycoris": "lycoris_"}
 # of the first names: what kohya's tools and ComfyUI call a part of a pipeline
-KOHYA = {"unet": "unet", "transformer": "unet", "text_encoder": "te", "text_encoder_2": "te2", "text_encoder_3": "te3"}
-COMFY = {"unet": "diffusion_model", "transformer": "diffusion_model", "text_encoder": "text_encoders.clip_l.transformer",
-         "text_encoder_2": "text_encoders.clip_g.transformer", "text_encoder_3": "text_encoders.t5xxl.transformer"}  # fmt: skip
+KOHYA = {
+    **dict.fromkeys(("unet", "transformer", "transformer_2"), "unet"),
+    "text_encoder": "te", "text_encoder_2": "te2", "text_encoder_3": "te3",
+}  # fmt: skip
+COMFY = {
+    **dict.fromkeys(("unet", "transformer", "transformer_2"), "diffusion_model"),
+    "text_encoder": "text_encoders.clip_l.transformer", "text_encoder_2": "text_encoders.clip_g.transformer",
+    "text_encoder_3": "text_encoders.t5xxl.transformer",
+}  # fmt: skip
 
 
 def part_of(classes: Sequence[str]) -> str:
