@@ -59,7 +59,8 @@ PEFT = {
     "norms": (lambda: peft.LNTuningConfig(target_modules=["norm1"]), "delta"),
     "whole modules": (lambda: peft.LoraConfig(r=4, modules_to_save=["norm", "norm2"]), "lora delta"),
     "biases": (lambda: peft.LoraConfig(r=4, bias="all"), "lora delta"),
-    "biases and whole modules": (lambda: peft.LoraConfig(r=4, bias="all", modules_to_save=["norm", "blocks.1.norm2"]), "lora delta"),
+    "biases and whole modules": (lambda: peft.LoraConfig(r=4, bias="all", modules_to_save=["norm", "blocks.1.norm2"]),
+                                 "lora delta"),
     "biases of the layers": (lambda: peft.LoraConfig(r=4, bias="lora_only"), "lora delta"),
 }  # fmt: skip
 PASSES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import warnings
 from collections import OrderedDict
@@ -474,3 +475,15 @@ def test_verbs(tmp_path):
     run("convert", first, "--as", "kohya", "--out", out, "--model", tmp_path / "unet")
     near(of(out, model), of(first, model))
     assert "fits none of" in run("convert", a, "--as", "diffusers", "--out", out, code=1)
+
+
+def test_what_imports_log_is_not_shown(tmp_path, monkeypatch, caplog):
+    """diffusers' classes log about torchao and bitsandbytes, when they are first imported."""
+
+    def logs(*args, **options):
+        logging.getLogger("diffusers").warning("Unable to import torchao")
+        raise SpecError("so far")
+
+    monkeypatch.setattr("fxplug.adapters.file_tools.convert_adapter", logs)
+    assert "so far" in run("convert", tmp_path, "--as", "peft", "--out", tmp_path / "out", code=1)
+    assert not caplog.records and logging.root.manager.disable == logging.NOTSET
