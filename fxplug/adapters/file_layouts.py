@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import ArtifactError, SpecError, brief_fields, did_you_mean
 from .files import AdapterFile, Entry, fit
 from .held import Held, Layer
-from .key_layouts import CONFIGURED, alpha_of, with_alpha
+from .key_layouts import CONFIGURED, FORMATS, alpha_of, with_alpha
 from .layer_matching import PARTS
 from .named import COMFY, part_of
 from .writing import About, Content, Saved, _digest, _in_dtype, about_of, content, write
@@ -104,13 +104,10 @@ def layout_of(file: AdapterFile) -> str:
     if file.about.get("software") == "fxplug":
         return "fxplug"
     first = file.entries[0]
-    if first.name.startswith("base_model.model."):
-        return "peft"
     if first.flat:
-        return "lycoris" if first.name.startswith("lycoris_") else "kohya"
-    if first.name.startswith("diffusion_model."):
-        return "comfy"
-    return "diffusers" if first.part in PARTS else ""
+        return "lycoris" if first.name.startswith(FORMATS["lycoris"].start) else "kohya"
+    named = next((as_ for as_ in ("peft", "comfy") if first.name.startswith(FORMATS[as_].start)), "")
+    return named or ("diffusers" if first.part in PARTS else "")
 
 
 def on_paths(file: AdapterFile, about: About | None) -> list[Entry]:

@@ -12,7 +12,6 @@ from .held import Layer
 from .layer_names import SWAPPED, first_names
 from .updates import Entry
 
-FLAT = {"kohya": "lora_", "lycoris": "lycoris_"}
 # of the first names: what kohya's tools and ComfyUI call a part of a pipeline
 KOHYA = {
     **dict.fromkeys(("unet", "transformer", "transformer_2"), "unet"),
