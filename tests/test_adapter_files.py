@@ -269,6 +269,8 @@ def test_a_second_part_is_not_mixed_with_names_without_one():
     with pytest.raises(ArtifactError, match="part= one of '' .without such a name, 1 layers., 'transformer_2' .1 layers."):
         files.fit(file, SHAPES)
     assert list(files.fit(file, SHAPES, part="").check().placed) == ["blocks.0.to_q"]
+    first = files.read(pairs("blocks.0.to_q", "transformer.blocks.1.to_q"))
+    assert len(files.fit(first, SHAPES).check().placed) == 2, "names without a part are those of the first"
 
 
 def test_what_begins_otherwise_is_not_put_into_one_model():

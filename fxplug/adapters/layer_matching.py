@@ -168,7 +168,9 @@ def fit(
         found = {p: max(found[p], finder.deep(groups[p], shapes), key=_Hits.rank) for p in wanted}
     some = any(hits.good for hits in found.values())
     taken = [p for p in wanted if found[p].good or not some]
-    models = [p for p in taken if not p or (p in PARTS and any(h and f".{p}." not in f".{h[0]}" for h in found[p].homes))]
+    models = [p for p in taken if p in PARTS and any(home and f".{p}." not in f".{home[0]}" for home in found[p].homes)]
+    if models == ["transformer_2"] and "" in taken:  # names without a part are those of the first
+        models = ["", *models]
     if some and len(models) > 1:  # as the two transformers of Wan 2.2
         number = [f"'{p}' ({'without such a name, ' * (not p)}{found[p].good} layers)" for p in models]
         raise ArtifactError(f"{file.source} has layers of several models that are here: give part= one of {', '.join(number)}")
