@@ -396,6 +396,45 @@ def test_peft_puts_a_converted_adapter_on_its_layers_alone(tmp_path):
     assert [name for name, _ in found.named_parameters() if "lora_A" in name] == ["base_model.model.0.lora_A.default.weight"]
 
 
+def peft_of(config, folder):
+    """A trained adapter of PEFT's in a folder, and what its model gives."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(nn.Sequential(OrderedDict(body=nn.Linear(8, 12), head=nn.Linear(12, 5))), config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model(torch.ones(1, 8)).detach()
+
+
+def test_layers_that_peft_saved_whole_go_along(tmp_path):
+    wanted = peft_of(peft.LoraConfig(r=3, target_modules=["body"], modules_to_save=["head"]), tmp_path / "first")
+    fxplug.resize_adapter(tmp_path / "first", tmp_path / "resized", rank=8)
+    fxplug.convert_adapter(tmp_path / "first", tmp_path / "converted", as_="peft")
+    for name in ("resized", "converted"):
+        torch.manual_seed(0)
+        base = nn.Sequential(OrderedDict(body=nn.Linear(8, 12), head=nn.Linear(12, 5)))
+        torch.testing.assert_close(peft.PeftModel.from_pretrained(base, tmp_path / name)(torch.ones(1, 8)), wanted)
+    with pytest.raises(ArtifactError, match="diffusers cannot hold 2 of 3 layers: 'head.bias' is a whole parameter of a new"):
+        fxplug.convert_adapter(tmp_path / "first", tmp_path / "other", as_="diffusers")
+
+
+@pytest.mark.parametrize(
+    "config, why",
+    [
+        (peft.OFTConfig(oft_block_size=4, target_modules=["body"]), "'body' is oft, for which there is no form without"),
+        (peft.IA3Config(target_modules=["body"], feedforward_modules=[]), "'body' is gate, for which there is no form"),
+        (peft.LoraConfig(target_modules=["body"], bias="lora_only"), "'body.bias' is whole beside an update of its layer"),
+    ],
+    ids=["oft", "ia3", "biases"],
+)
+def test_what_no_file_has_without_its_model_is_refused(config, why, tmp_path):
+    peft_of(config, tmp_path / "first")
+    for as_ in ("peft", "diffusers", "fxplug"):
+        with pytest.raises(ArtifactError, match=why):
+            fxplug.convert_adapter(tmp_path / "first", tmp_path / as_, as_=as_)
+
+
 def test_one_folder_of_peft_is_for_one_model(tmp_path):
     model = unets.sd15_model()
     first = of_unet(model, tmp_path / "first.safetensors")

@@ -19,6 +19,7 @@ from .held import Held, Layer
 from .key_layouts import CONFIGURED, FORMATS, alpha_of, with_alpha
 from .layer_matching import PARTS
 from .named import COMFY, part_of
+from .saved_heads import whole_layers
 from .writing import About, Content, Saved, _digest, _in_dtype, about_of, content, write
 
 # the denoisers of families at the sizes that were published: a class of diffusers, and what is not its default
@@ -188,12 +189,14 @@ def write_parts(
     for each, some in parts.items():
         if part in (None, each):
             # of layers that nobody knows there may be others whose paths end alike, which PEFT is not to take
-            known = {start + entry.path: _layer(entry) for entry in some for start in ("", "*.")}
+            kept, heads, left = whole_layers(some)
+            known = {start + entry.path: _layer(entry) for entry in kept for start in ("", "*.")}
             model = about if each in (own, SECOND) and about is not None else About(known)
             where = each if each in PARTS else None
             if about and about.classes[0].startswith("Flux") and as_ in ("kohya", "comfy") and each == "text_encoder_2":
                 where = "text_encoder_3"
-            done = content(Held(tuple(some)), as_, model, name=name, part=where, partial=partial, dtype=dtype)
+            held = Held(tuple(kept), left, heads=heads)
+            done = content(held, as_, model, name=name, part=where, partial=partial, dtype=dtype)
             if as_ == "kohya" and each == "text_encoder" and own and about and not _early(about):
                 done = replace(done, tensors={k.replace("lora_te_", "lora_te1_", 1): t for k, t in done.tensors.items()})
             made = done if made is None else _joined(made, done)
@@ -227,6 +230,8 @@ def write_own(
     layout = layout_of(file)
     if layout in (*CONFIGURED, "fxplug"):
         return write_parts(entries, path, layout, None, dtype=dtype, errors=errors)
+    if other := next((entry for entry in entries if entry.method not in ("", "diff")), None):
+        raise ArtifactError(f"'{other.name}' is {other.method}, no low-rank update or change: load it, and save the adapter")
     entries = [_in_dtype(entry, dtype) for entry in entries]
     tensors: dict[str, Tensor] = {}
     for entry in entries:

@@ -55,7 +55,7 @@ def resize_adapter(
     file = read(source, adapter=adapter, limits=limits)
     made, errors = [], {}
     for entry in file.entries:
-        if entry.method != "diff":
+        if entry.method not in ("diff", "whole"):
             halves = _halves(entry, f"{file.source}: ")
             up, s, down = low_rank.singular(*halves)
             number = _number(s, rank, energy, cumulative, ratio)
