@@ -87,7 +87,7 @@ def tuned(make):
     return model.eval()
 
 
-@sweep("kind", PEFT, "lora", "dora", "adalora", "vera", "biases and whole modules")
+@sweep("kind", PEFT, "lora", "dora", "adalora", "vera", "vera of a key", "biases and whole modules")
 @pytest.mark.filterwarnings("ignore")
 def test_what_peft_wrote_does_the_same_here(kind, tmp_path):
     make, names = PEFT[kind]
@@ -97,6 +97,7 @@ def test_what_peft_wrote_does_the_same_here(kind, tmp_path):
         wanted = model(x)
     model.save_pretrained(tmp_path)
     assert (wanted - gm(x)).abs().max() > 1e-3, "the adapter does something"
+    assert fxplug.inspect_adapter(tmp_path, gm).plan is not None
     options = dict(PASSES)
     entry = files.read(tmp_path).entries[0]
     if names == "boft":
