@@ -264,6 +264,15 @@ def test_two_parts_that_fit_one_graph_are_not_mixed(names, other):
         assert len(files.fit(file, whole).check().placed) == 2, "a graph of both has room for both"
 
 
+def test_a_second_part_is_not_mixed_with_names_without_one():
+    file = files.read(pairs("blocks.0.to_q", "transformer_2.blocks.1.to_q"))
+    with pytest.raises(ArtifactError, match="part= one of '' .without such a name, 1 layers., 'transformer_2' .1 layers."):
+        files.fit(file, SHAPES)
+    assert list(files.fit(file, SHAPES, part="").check().placed) == ["blocks.0.to_q"]
+    first = files.read(pairs("blocks.0.to_q", "transformer.blocks.1.to_q"))
+    assert len(files.fit(first, SHAPES).check().placed) == 2, "names without a part are those of the first"
+
+
 def test_what_begins_otherwise_is_not_put_into_one_model():
     file = files.read(pairs("high_noise.blocks.0.to_q", "low_noise.blocks.1.to_q"))
     with pytest.raises(ArtifactError, match="2 of 2 layers are not in the graph: 'high_noise.blocks.0.to_q'"):

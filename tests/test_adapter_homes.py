@@ -59,6 +59,8 @@ PEFT = {
     "norms": (lambda: peft.LNTuningConfig(target_modules=["norm1"]), "delta"),
     "whole modules": (lambda: peft.LoraConfig(r=4, modules_to_save=["norm", "norm2"]), "lora delta"),
     "biases": (lambda: peft.LoraConfig(r=4, bias="all"), "lora delta"),
+    "biases and whole modules": (lambda: peft.LoraConfig(r=4, bias="all", modules_to_save=["norm", "blocks.1.norm2"]),
+                                 "lora delta"),
     "biases of the layers": (lambda: peft.LoraConfig(r=4, bias="lora_only"), "lora delta"),
 }  # fmt: skip
 PASSES = {
@@ -85,7 +87,7 @@ def tuned(make):
     return model.eval()
 
 
-@sweep("kind", PEFT, "lora", "dora", "adalora", "vera")
+@sweep("kind", PEFT, "lora", "dora", "adalora", "vera", "vera of a key", "biases and whole modules")
 @pytest.mark.filterwarnings("ignore")
 def test_what_peft_wrote_does_the_same_here(kind, tmp_path):
     make, names = PEFT[kind]
@@ -95,6 +97,7 @@ def test_what_peft_wrote_does_the_same_here(kind, tmp_path):
         wanted = model(x)
     model.save_pretrained(tmp_path)
     assert (wanted - gm(x)).abs().max() > 1e-3, "the adapter does something"
+    assert fxplug.inspect_adapter(tmp_path, gm).plan is not None
     options = dict(PASSES)
     entry = files.read(tmp_path).entries[0]
     if names == "boft":

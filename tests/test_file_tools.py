@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
 import warnings
+from collections import OrderedDict
 
+import diffusers
 import peft
 import pytest
 import torch
@@ -104,6 +108,25 @@ def test_merges_are_those_of_peft(how, sign, pefts, tmp_path, monkeypatch):
     again = peft.PeftModel.from_pretrained(plain(), tmp_path / "both")
     delta = again.base_model.model[2].get_delta_weight("default").detach().flatten(1)
     torch.testing.assert_close(delta, wanted["base_model.model.2"], rtol=1e-4, atol=1e-5)
+
+
+def test_dare_draws_in_the_order_of_the_model(tmp_path, monkeypatch):
+    """As PEFT does; files have their tensors by the alphabet."""
+    torch.manual_seed(0)
+    base = nn.Sequential(OrderedDict(late=nn.Linear(8, 12), early=nn.Linear(12, 6)))
+    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(r=3, target_modules=["late", "early"]), adapter_name="ink")
+    model.add_adapter("film", peft.LoraConfig(r=3, target_modules=["late", "early"]))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn_like(parameter)
+    model.save_pretrained(tmp_path)
+    inject = type(model.base_model).inject_adapter
+    monkeypatch.setattr(type(model.base_model), "inject_adapter", lambda *a, **o: (inject(*a, **o), torch.manual_seed(3)))
+    model.add_weighted_adapter(["ink", "film"], [0.8, 0.5], "both", combination_type="dare_linear", density=0.5)
+    pairs = {tmp_path / "ink": 0.8, tmp_path / "film": 0.5}
+    fxplug.merge_adapters(pairs, tmp_path / "both", how="dare_linear", density=0.5, seed=3, model=base, as_="peft")
+    wanted = {name: model.base_model.model.get_submodule(name).get_delta_weight("both").detach() for name in ("late", "early")}
+    near(of(tmp_path / "both", base), wanted)
 
 
 def test_merges_are_those_of_kohya(tmp_path):
@@ -285,6 +308,13 @@ def of(source, model):
     return {path: entry.update(shapes[path]) for path, entry in fit(read(source), shapes).check().placed.items()}
 
 
+def flux():
+    return diffusers.FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=2, joint_attention_dim=12,
+        pooled_projection_dim=10, guidance_embeds=True, axes_dims_rope=(2, 2, 4),
+    )  # fmt: skip
+
+
 def of_unet(model, path, rank=2):
     """A file of diffusers' for some layers of a UNet, and for one of its text encoder."""
     torch.manual_seed(0)
@@ -313,6 +343,39 @@ def test_names_are_turned_there_and_back(as_, kind, tmp_path):
     assert ours.keys() == theirs.keys() and all(torch.equal(value, theirs[key]) for key, value in ours.items())
 
 
+@pytest.mark.parametrize("as_", ["kohya", "comfy"])
+def test_layers_that_are_one_there_are_joined_in_its_order(as_, tmp_path):
+    """Whatever the order and the ranks that the file has them in: safetensors sorts k before q."""
+    model = flux()
+    torch.manual_seed(0)
+    state = {}
+    for n, (path, layer) in enumerate(sorted(layers_of(model).items())):
+        state[f"transformer.{path}.lora_A.weight"] = torch.randn(1 + n % 3, layer.shape[1])
+        state[f"transformer.{path}.lora_B.weight"] = torch.randn(layer.shape[0], 1 + n % 3)
+    done = fxplug.convert_adapter(state, tmp_path / "out.safetensors", as_=as_, model=model)
+    near(of(done.path, model), of(state, model))
+
+
+def test_the_second_transformer_stays_the_second(tmp_path):
+    """As in files for Wan 2.2, whose two transformers are of one kind; other tools have a file for each."""
+    model = flux()
+    state = {}
+    for part, value in (("transformer", 1.0), ("transformer_2", 2.0)):
+        halves = {"A": torch.ones(1, 4), "B": torch.full((16, 1), value)}
+        state |= {f"{part}.x_embedder.lora_{half}.weight": tensor for half, tensor in halves.items()}
+    both = fxplug.convert_adapter(state, tmp_path / "both.safetensors", as_="diffusers", model=model)
+    found = load_file(both.path)
+    assert found.keys() == state.keys() and all(torch.equal(value, state[key]) for key, value in found.items())
+    for as_ in ("kohya", "comfy", "lycoris", "peft"):
+        with pytest.raises(SpecError, match="is for one model, and there is transformer, transformer_2: give part="):
+            fxplug.convert_adapter(state, tmp_path / as_, as_=as_, model=model)
+    second = fxplug.convert_adapter(state, tmp_path / "second.safetensors", as_="comfy", model=model, part="transformer_2")
+    assert torch.equal(load_file(second.path)["diffusion_model.img_in.lora_up.weight"], torch.full((16, 1), 2.0))
+    second = {key: value for key, value in state.items() if "_2" in key}
+    alone = fxplug.convert_adapter(second, tmp_path / "alone.safetensors", as_="diffusers", model=model)
+    assert load_file(alone.path).keys() == second.keys()
+
+
 def test_the_second_text_encoder_of_flux_is_t5(tmp_path):
     name = "lora_te3_encoder_block_0_layer_0_SelfAttention_q"
     shapes = {"lora_unet_single_blocks_3_linear2": (3072, 15360), name: (8, 8)}
@@ -331,6 +394,45 @@ def test_peft_puts_a_converted_adapter_on_its_layers_alone(tmp_path):
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
     found = peft.PeftModel.from_pretrained(model, done.path)
     assert [name for name, _ in found.named_parameters() if "lora_A" in name] == ["base_model.model.0.lora_A.default.weight"]
+
+
+def peft_of(config, folder):
+    """A trained adapter of PEFT's in a folder, and what its model gives."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(nn.Sequential(OrderedDict(body=nn.Linear(8, 12), head=nn.Linear(12, 5))), config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model(torch.ones(1, 8)).detach()
+
+
+def test_layers_that_peft_saved_whole_go_along(tmp_path):
+    wanted = peft_of(peft.LoraConfig(r=3, target_modules=["body"], modules_to_save=["head"]), tmp_path / "first")
+    fxplug.resize_adapter(tmp_path / "first", tmp_path / "resized", rank=8)
+    fxplug.convert_adapter(tmp_path / "first", tmp_path / "converted", as_="peft")
+    for name in ("resized", "converted"):
+        torch.manual_seed(0)
+        base = nn.Sequential(OrderedDict(body=nn.Linear(8, 12), head=nn.Linear(12, 5)))
+        torch.testing.assert_close(peft.PeftModel.from_pretrained(base, tmp_path / name)(torch.ones(1, 8)), wanted)
+    with pytest.raises(ArtifactError, match="diffusers cannot hold 2 of 3 layers: 'head.bias' is a whole parameter of a new"):
+        fxplug.convert_adapter(tmp_path / "first", tmp_path / "other", as_="diffusers")
+
+
+@pytest.mark.parametrize(
+    "config, why",
+    [
+        (peft.OFTConfig(oft_block_size=4, target_modules=["body"]), "'body' is oft, for which there is no form without"),
+        (peft.IA3Config(target_modules=["body"], feedforward_modules=[]), "'body' is gate, for which there is no form"),
+        (peft.LoraConfig(target_modules=["body"], bias="lora_only"), "'body.bias' is whole beside an update of its layer"),
+    ],
+    ids=["oft", "ia3", "biases"],
+)
+def test_what_no_file_has_without_its_model_is_refused(config, why, tmp_path):
+    peft_of(config, tmp_path / "first")
+    for as_ in ("peft", "diffusers", "fxplug"):
+        with pytest.raises(ArtifactError, match=why):
+            fxplug.convert_adapter(tmp_path / "first", tmp_path / as_, as_=as_)
 
 
 def test_one_folder_of_peft_is_for_one_model(tmp_path):
@@ -412,3 +514,15 @@ def test_verbs(tmp_path):
     run("convert", first, "--as", "kohya", "--out", out, "--model", tmp_path / "unet")
     near(of(out, model), of(first, model))
     assert "fits none of" in run("convert", a, "--as", "diffusers", "--out", out, code=1)
+
+
+def test_what_imports_log_is_not_shown(tmp_path, monkeypatch, caplog):
+    """diffusers' classes log about torchao and bitsandbytes, when they are first imported."""
+
+    def logs(*args, **options):
+        logging.getLogger("diffusers").warning("Unable to import torchao")
+        raise SpecError("so far")
+
+    monkeypatch.setattr("fxplug.adapters.file_tools.convert_adapter", logs)
+    assert "so far" in run("convert", tmp_path, "--as", "peft", "--out", tmp_path / "out", code=1)
+    assert not caplog.records and logging.root.manager.disable == logging.NOTSET

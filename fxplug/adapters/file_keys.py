@@ -39,6 +39,7 @@ _FORMS = [
         (r"\.alpha$", "alpha"),
     ]
 ]
+WRAPPED = re.compile(r"\.modules_to_save(?:\.default)?(?=\.)")  # PEFT's wrapper around a layer that it saves whole
 _OWN = re.compile(
     r"^(?P<layer>.*)\.(?P<block>(?P<cls>Lora|LoraWeight|Dora|Loha|Lokr)(?:_\d+)?)\."
     r"(?P<name>(?:down|up)(?:\.weight)?|up\.bias|scale|magnitude|hada_\w+|lokr_\w+)$"
@@ -103,12 +104,16 @@ def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set
     return None
 
 
-def whole(key: str, config: Mapping[str, Any]) -> Layer | None:
-    """The layer of a parameter that PEFT saved whole, as its configuration says; None for another key.
+def whole(key: str, config: Mapping[str, Any], state: Mapping[str, Any]) -> Layer | None:
+    """The layer of a parameter that PEFT saved whole, as its configuration says; None for another key, an empty one for a copy.
 
-    Those are what `modules_to_save` names, biases with `bias`, normalisations of LN tuning, and the base's own embedding.
+    Those are what `modules_to_save` names, biases with `bias`, normalisations of LN tuning, and the base's own embedding. With
+    `bias` PEFT adds copies of the biases of `modules_to_save`, as its wrapper names them: the new one, and the base's.
     """
-    path, _, param = key.removeprefix("base_model.model.").rpartition(".")
+    plain = WRAPPED.sub("", key)
+    if ".original_module." in key or (plain != key and plain in state):
+        return Layer("")
+    path, _, param = plain.removeprefix("base_model.model.").rpartition(".")
     if param not in ("weight", "bias"):
         return None
     owners = path.split(".")

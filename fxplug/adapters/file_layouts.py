@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from ..errors import ArtifactError, SpecError, brief_fields, did_you_mean
 from .files import AdapterFile, Entry, fit
 from .held import Held, Layer
-from .key_layouts import CONFIGURED, alpha_of, with_alpha
+from .key_layouts import CONFIGURED, FORMATS, alpha_of, with_alpha
 from .layer_matching import PARTS
 from .named import COMFY, part_of
+from .saved_heads import whole_layers
 from .writing import About, Content, Saved, _digest, _in_dtype, about_of, content, write
 
 # the denoisers of families at the sizes that were published: a class of diffusers, and what is not its default
@@ -49,6 +50,7 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "hunyuan-video": ("HunyuanVideoTransformer3DModel", {}),
     "lumina2": ("Lumina2Transformer2DModel", {}),
 }  # fmt: skip
+SECOND = "transformer_2"  # as in Wan 2.2, which has two transformers of one kind
 UNETS = re.compile(r"(^|[._])((down|up|input|output)_blocks|mid_block|middle_block)[._]")
 # text encoders' layers, whose names without dots tell these: CLIP's, and T5's
 _TEXT = re.compile(r"^(?:(text_model)[._])?(encoder)[._](layers)[._](\d+)[._](self_attn|mlp)[._](\w+)$")
@@ -103,13 +105,10 @@ def layout_of(file: AdapterFile) -> str:
     if file.about.get("software") == "fxplug":
         return "fxplug"
     first = file.entries[0]
-    if first.name.startswith("base_model.model."):
-        return "peft"
     if first.flat:
-        return "lycoris" if first.name.startswith("lycoris_") else "kohya"
-    if first.name.startswith("diffusion_model."):
-        return "comfy"
-    return "diffusers" if first.part in PARTS else ""
+        return "lycoris" if first.name.startswith(FORMATS["lycoris"].start) else "kohya"
+    named = next((as_ for as_ in ("peft", "comfy") if first.name.startswith(FORMATS[as_].start)), "")
+    return named or ("diffusers" if first.part in PARTS else "")
 
 
 def on_paths(file: AdapterFile, about: About | None) -> list[Entry]:
@@ -117,26 +116,38 @@ def on_paths(file: AdapterFile, about: About | None) -> list[Entry]:
     if about is None:
         return list(file.entries)
     every = {**about.named, **about.layers}
+    shapes = {path: layer.shape for path, layer in every.items()}
     beside = {f"{path}.bias": (layer.shape[0],) for path, layer in every.items()}
-    found = fit(file, {path: layer.shape for path, layer in every.items()}, beside=beside).check()
-    part, flux = part_of(about.classes), about.classes[0].startswith("Flux")  # whose second text encoder is the others' third
-    made = []
-    for key, entry in found.placed.items():
-        at = key if entry.param == "weight" else key.removesuffix(f".{entry.param}")
-        made.append(replace(entry, path=at, part=part, flat=False))
-    for other, entries in found.others.items():
-        for entry in entries:
-            for text, start in COMFY.items():
-                if entry.path.startswith(f"{start}.") and text.startswith("text_encoder"):
-                    entry = replace(entry, path=entry.path.removeprefix(f"{start}."), part=text)
-            if flux and entry.part == "text_encoder_3":
-                entry = replace(entry, part="text_encoder_2")
-            names = _TEXT.match(entry.path) or _T5.match(entry.path)
-            if names is None:
-                where = other or "another part"
-                raise ArtifactError(f"{file.source}: '{entry.name}' of {where} is no layer that is known without its model")
-            made.append(replace(entry, path=".".join(filter(None, names.groups())), flat=False))
+    flux = about.classes[0].startswith("Flux")  # whose second text encoder is the others' third
+    made: list[Entry] = []
+    others: list[tuple[str, Entry]] = []
+    for part, entries in _by_model(file, part_of(about.classes)).items():
+        found = fit(replace(file, entries=entries), shapes, beside=beside).check()
+        for key, entry in found.placed.items():
+            at = key if entry.param == "weight" else key.removesuffix(f".{entry.param}")
+            made.append(replace(entry, path=at, part=part, flat=False))
+        others += [(other, entry) for other, some in found.others.items() for entry in some]
+    for other, entry in others:
+        for text, start in COMFY.items():
+            if entry.path.startswith(f"{start}.") and text.startswith("text_encoder"):
+                entry = replace(entry, path=entry.path.removeprefix(f"{start}."), part=text)
+        if flux and entry.part == "text_encoder_3":
+            entry = replace(entry, part="text_encoder_2")
+        names = _TEXT.match(entry.path) or _T5.match(entry.path)
+        if names is None:
+            where = other or "another part"
+            raise ArtifactError(f"{file.source}: '{entry.name}' of {where} is no layer that is known without its model")
+        made.append(replace(entry, path=".".join(filter(None, names.groups())), flat=False))
     return made
+
+
+def _by_model(file: AdapterFile, own: str) -> dict[str, tuple[Entry, ...]]:
+    """The updates of a file by the model of a pipeline that they are for: its denoiser, or the second one of that kind."""
+    second = tuple(entry for entry in file.entries if entry.part == SECOND)
+    rest = tuple(entry for entry in file.entries if entry.part != SECOND)
+    if not second or all(entry.part.startswith("text_encoder") for entry in rest):
+        return {SECOND if second else own: file.entries}
+    return {own: rest, SECOND: second}
 
 
 def _layer(entry: Entry) -> Layer:
@@ -170,18 +181,22 @@ def write_parts(
         parts.setdefault(entry.part, []).append(entry)
     if part is not None and part not in parts:
         raise SpecError(f"there is nothing for '{part}'{did_you_mean(part, parts)}; there is {', '.join(parts)}")
-    if as_ == "peft" and part is None and len(parts) > 1:
-        raise SpecError(f"a folder of PEFT is for one model, and there is {', '.join(parts)}: give part= one of them")
+    models = [each for each in parts if as_ == "peft" or not each.startswith("text_")]
+    if part is None and len(models) > 1 and as_ not in ("diffusers", "fxplug"):
+        what = "a folder of PEFT" if as_ == "peft" else f"a file of {as_}"
+        raise SpecError(f"{what} is for one model, and there is {', '.join(parts)}: give part= one of them")
     made: Content | None = None
     for each, some in parts.items():
         if part in (None, each):
             # of layers that nobody knows there may be others whose paths end alike, which PEFT is not to take
-            known = {start + entry.path: _layer(entry) for entry in some for start in ("", "*.")}
-            model = about if each == own and about is not None else About(known)
+            kept, heads, left = whole_layers(some)
+            known = {start + entry.path: _layer(entry) for entry in kept for start in ("", "*.")}
+            model = about if each in (own, SECOND) and about is not None else About(known)
             where = each if each in PARTS else None
             if about and about.classes[0].startswith("Flux") and as_ in ("kohya", "comfy") and each == "text_encoder_2":
                 where = "text_encoder_3"
-            done = content(Held(tuple(some)), as_, model, name=name, part=where, partial=partial, dtype=dtype)
+            held = Held(tuple(kept), left, heads=heads)
+            done = content(held, as_, model, name=name, part=where, partial=partial, dtype=dtype)
             if as_ == "kohya" and each == "text_encoder" and own and about and not _early(about):
                 done = replace(done, tensors={k.replace("lora_te_", "lora_te1_", 1): t for k, t in done.tensors.items()})
             made = done if made is None else _joined(made, done)
@@ -215,6 +230,8 @@ def write_own(
     layout = layout_of(file)
     if layout in (*CONFIGURED, "fxplug"):
         return write_parts(entries, path, layout, None, dtype=dtype, errors=errors)
+    if other := next((entry for entry in entries if entry.method not in ("", "diff")), None):
+        raise ArtifactError(f"'{other.name}' is {other.method}, no low-rank update or change: load it, and save the adapter")
     entries = [_in_dtype(entry, dtype) for entry in entries]
     tensors: dict[str, Tensor] = {}
     for entry in entries:

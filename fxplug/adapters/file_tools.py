@@ -55,7 +55,7 @@ def resize_adapter(
     file = read(source, adapter=adapter, limits=limits)
     made, errors = [], {}
     for entry in file.entries:
-        if entry.method != "diff":
+        if entry.method not in ("diff", "whole"):
             halves = _halves(entry, f"{file.source}: ")
             up, s, down = low_rank.singular(*halves)
             number = _number(s, rank, energy, cumulative, ratio)
@@ -124,10 +124,11 @@ def merge_adapters(
     `how` is as in PEFT's `add_weighted_adapter`. "cat" is the exact sum, its rank that of all together; "svd" the best of
     `rank` (the highest of the files'), whose tensors are cut at their quantile `clamp`. "linear", "ties", "dare_linear",
     "dare_ties" and "magnitude_prune" combine the halves of LoRAs of one rank, which is no sum of their products; with "_svd" at
-    the end they combine the products. `density` is the share of numbers they keep, `seed` draws those of DARE, `sign` says
-    which one most have in TIES: that of the "total", or by "frequency". "kohya" is networks/merge_lora.py of sd-scripts: both
-    halves times the weight, so that one counts with its weight's square (its --concat is "cat" with squared weights). Whole
-    changes of parameters are combined alike.
+    the end they combine the products. `density` is the share of numbers they keep, `seed` draws those of DARE, layer by layer
+    in the order of `model` (then they are PEFT's) or of the first file, `sign` says which one most have in TIES: that of the
+    "total", or by "frequency". One file alone is pruned as several are, where PEFT takes "linear". "kohya" is
+    networks/merge_lora.py of sd-scripts: both halves times the weight, so that one counts with its weight's square (its
+    --concat is "cat" with squared weights). Whole changes of parameters are combined alike.
 
     Files of one layout are merged under their own names; others on the paths of a model, as in `convert_adapter`, which also
     says what `as_` and the rest are. `as_` is the first file's layout otherwise.
@@ -152,6 +153,9 @@ def merge_adapters(
         for entry in file.entries if same else on_paths(file, about):
             rows.setdefault((entry.part, entry.path.replace(".", "_"), entry.param), []).append((entry, float(weight)))
     errors: dict[str, float] = {}
+    if about is not None:  # as PEFT goes through the layers, so that DARE draws for each of them what it draws there
+        order = {path.replace(".", "_"): n for n, path in enumerate(about.layers)}
+        rows = dict(sorted(rows.items(), key=lambda item: order.get(item[0][1], len(order))))
     made = [_merged(row, ways, errors) for row in rows.values()]
     if same:
         return write_own(files[0], made, path, dtype, errors)

@@ -101,7 +101,7 @@ class _Reader:
         common = {*common_of, *(key for key in self.state if _GATES.match(key))}
         placed = {key: place(key, self.state, adapter, adapters) for key in self.state if key not in common}
         said = self.configs.get("", {})
-        placed |= {key: whole(key, said) for key, found in placed.items() if found is None} if said else {}
+        placed |= {key: whole(key, said, self.state) for key, found in placed.items() if found is None} if said else {}
         if adapter is None and len(adapters) > 1:
             raise ArtifactError(f"{self.where} has several adapters: give adapter= one of {', '.join(sorted(adapters))}")
         layers: dict[str, Layer] = {}

@@ -169,8 +169,10 @@ def fit(
     some = any(hits.good for hits in found.values())
     taken = [p for p in wanted if found[p].good or not some]
     models = [p for p in taken if p in PARTS and any(home and f".{p}." not in f".{home[0]}" for home in found[p].homes)]
+    if models == ["transformer_2"] and "" in taken:  # names without a part are those of the first
+        models = ["", *models]
     if some and len(models) > 1:  # as the two transformers of Wan 2.2
-        number = [f"'{p}' ({found[p].good} layers)" for p in models]
+        number = [f"'{p}' ({'without such a name, ' * (not p)}{found[p].good} layers)" for p in models]
         raise ArtifactError(f"{file.source} has layers of several models that are here: give part= one of {', '.join(number)}")
     if not some and any(found[p].named for p in taken):
         taken = [p for p in taken if found[p].named]  # right names, wrong sizes: say that

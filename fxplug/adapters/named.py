@@ -12,11 +12,16 @@ from .held import Layer
 from .layer_names import SWAPPED, first_names
 from .updates import Entry
 
-FLAT = {"kohya": "lora_", "lycoris": "lycoris_"}
 # of the first names: what kohya's tools and ComfyUI call a part of a pipeline
-KOHYA = {"unet": "unet", "transformer": "unet", "text_encoder": "te", "text_encoder_2": "te2", "text_encoder_3": "te3"}
-COMFY = {"unet": "diffusion_model", "transformer": "diffusion_model", "text_encoder": "text_encoders.clip_l.transformer",
-         "text_encoder_2": "text_encoders.clip_g.transformer", "text_encoder_3": "text_encoders.t5xxl.transformer"}  # fmt: skip
+KOHYA = {
+    **dict.fromkeys(("unet", "transformer", "transformer_2"), "unet"),
+    "text_encoder": "te", "text_encoder_2": "te2", "text_encoder_3": "te3",
+}  # fmt: skip
+COMFY = {
+    **dict.fromkeys(("unet", "transformer", "transformer_2"), "diffusion_model"),
+    "text_encoder": "text_encoders.clip_l.transformer", "text_encoder_2": "text_encoders.clip_g.transformer",
+    "text_encoder_3": "text_encoders.t5xxl.transformer",
+}  # fmt: skip
 
 
 def part_of(classes: Sequence[str]) -> str:
@@ -95,6 +100,7 @@ def joined(entries: Mapping[str, Entry], widths: Mapping[str, int]) -> Entry:
     With one `down` and scale for all it is that one; else the ranks add up, and `up` has a block for each. Exact, but for the
     rounding of a block whose scale is not the largest.
     """
+    entries = {path: entries[path] for path in widths if path in entries}  # a file may have them in another order
     first = max(entries.values(), key=lambda entry: abs(entry.scale))
     downs = [entry.tensors["down"] for entry in entries.values()]
     alike = all(entry.scale == first.scale and torch.equal(entry.tensors["down"], downs[0]) for entry in entries.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +13,11 @@ from torch import Tensor, nn
 from ..errors import ArtifactError, SpecError, did_you_mean
 from ..files import weight_files
 from ..limits import DEFAULT, Limits
+from .file_keys import WRAPPED
 from .updates import AdapterFile, Entry
 
 FILE = "adapter_model.safetensors"  # in a folder of PEFT
 BEFORE = "base_model.model."  # of every key in it
-# what PEFT put between the path of a layer and its parameter: the wrapper, and the name of the adapter
-WRAPPED = re.compile(r"\.modules_to_save(\.default)?(?=\.[^.]+$)")
 
 
 def saved_head(path: str | os.PathLike[str], layer: str, name: str, limits: Limits = DEFAULT) -> Tensor:
@@ -82,7 +80,7 @@ def changed_layers(
     """
     made: dict[str, Tensor] = {}
     left: dict[str, str] = {}
-    owners = {".".join(path.split(".")[:n]) for path in adapted for n in range(1, path.count(".") + 2)}  # and what holds them
+    owners = _with_owners(adapted)
     for entry in changes:
         key = f"{entry.path}.{entry.param}"
         base = there(key)
@@ -98,6 +96,31 @@ def changed_layers(
                     made.setdefault(f"{entry.path}.{name}", value.detach().cpu().clone())
             made[key] = made[key] + delta.reshape(made[key].shape)
     return made, left
+
+
+def whole_layers(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, Tensor], dict[str, str]]:
+    """Split the updates of a file: those that any file may have, the parameters that it has whole by key, and the others.
+
+    The others are by place, with the reason: functions of the weights that they change (OFT), which no format has.
+    """
+    kept = [entry for entry in entries if entry.method in ("", "diff")]
+    owners = _with_owners(entry.path for entry in kept)
+    heads: dict[str, Tensor] = {}
+    left: dict[str, str] = {}
+    for entry in entries:
+        if entry.method == "whole" and not any(owner.endswith(entry.path) for owner in owners):
+            heads[f"{entry.path}.{entry.param}"] = entry.tensors["whole"].detach().cpu()
+        elif entry.method == "whole":
+            left[entry.key(entry.path)] = "is whole beside an update of its layer: load the file, and save the adapter"
+        elif entry.method not in ("", "diff"):
+            why = "for which there is no form without its model: load it, and save the adapter"
+            left[entry.key(entry.path)] = f"is {entry.method}, {why}"
+    return kept, heads, left
+
+
+def _with_owners(paths: Iterable[str]) -> set[str]:
+    """Paths, and those of all that hold them."""
+    return {".".join(path.split(".")[:n]) for path in paths for n in range(1, path.count(".") + 2)}
 
 
 def _resized(module: Any, passes: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:

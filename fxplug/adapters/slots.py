@@ -12,13 +12,12 @@ from torch import Tensor, nn
 
 from ..errors import LONGEST, SpecError, cut, did_you_mean, shown
 from ..limits import DEFAULT, Limits
-from ..quantised import weight_shape
 from ..torch_internals.compiling import unwatched
 from ..torch_internals.fakes import FakeTensor
 from ..turns import Turns, change, choices_of, choosing, hold, turns_of
 from .banks import Bank, check_name, rows_for
 from .files import Fit, Source, read
-from .loading import fit_to
+from .loading import fit_to, weights_of
 from .saved_heads import without_heads
 from .slot_saving import save
 from .writing import About, about_of
@@ -129,8 +128,7 @@ class Adapters:
 
     def shapes(self) -> dict[str, Sequence[int]]:
         """The weights of the whole model, by layer."""
-        weights = [(path, m, m._parameters.get("weight")) for path, m in self.module.named_modules()]
-        return {path: weight_shape(module, weight) for path, module, weight in weights if weight is not None}
+        return weights_of(self.module)
 
     def passes_of(self, turns: Turns) -> list[str]:
         """The passes whose tables share these turns."""

@@ -324,5 +324,6 @@ def with_projections(entries: Sequence[Entry], shapes: Sequence[Sequence[int] | 
     made = list(entries)
     for n, entry in late:
         a, b = projections(entry.options["key"], entry.rank, *wide)
-        made[n] = replace(entry, tensors={**entry.tensors, "A": a, "B": b})
+        own = entry.tensors["lambda_d"].device  # meta, where a file is only inspected
+        made[n] = replace(entry, tensors={**entry.tensors, "A": a.to(own), "B": b.to(own)})
     return made

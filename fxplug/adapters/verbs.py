@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,7 +100,9 @@ def inspect(
     """Say what an adapter file is, what of it fits a model, and which pass would hold it; its weights are not read."""
     from .inspecting import inspect_adapter
 
-    print(inspect_adapter(file, _model(model, set, allow), adapter=adapter, part=part, guess=guess))
+    with _quiet_imports():
+        found = inspect_adapter(file, _model(model, set, allow), adapter=adapter, part=part, guess=guess)
+    print(found)
 
 
 def _model(subject: str | None, set_: list[str] | None, allow: list[str] | None) -> object:
@@ -182,8 +185,10 @@ def convert_adapter(
     """Write an adapter with the names that another tool reads."""
     from .file_tools import convert_adapter as convert
 
-    found: Any = _model(model, set, allow)
-    _print_edited(convert(file, out, as_=as_, model=found, family=family, part=part, partial=partial, name=out.stem))
+    with _quiet_imports():
+        found: Any = _model(model, set, allow)
+        done = convert(file, out, as_=as_, model=found, family=family, part=part, partial=partial, name=out.stem)
+    _print_edited(done)
 
 
 @adapters.command("merge")
@@ -206,10 +211,23 @@ def merge_adapters(
     """Write several adapters as one: ink.safetensors=0.8 film.safetensors=0.3."""
     from .file_tools import merge_adapters as merge
 
-    found: Any = _model(model, set, allow)
     pairs = [(text, 1.0) if Path(text).exists() else _weight(text, last=True) for text in files]
     options: dict[str, Any] = {"rank": rank, "density": density, "sign": sign, "clamp": clamp, "seed": seed}
-    _print_edited(merge(pairs, out, how=how, as_=as_, model=found, family=family, **options))
+    with _quiet_imports():
+        found: Any = _model(model, set, allow)
+        done = merge(pairs, out, how=how, as_=as_, model=found, family=family, **options)
+    _print_edited(done)
+
+
+@contextmanager
+def _quiet_imports() -> Iterator[None]:
+    """Silence what diffusers' classes log, when they are imported, about libraries that no adapter file needs."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _print_edited(done: EditedFile) -> None:

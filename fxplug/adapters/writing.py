@@ -27,7 +27,6 @@ from .named import named, part_of
 from .saved_heads import BEFORE, changed_layers
 from .updates import Entry
 
-FILES = {"peft": "adapter_model.safetensors", "diffusers": "pytorch_lora_weights.safetensors"}
 SHOWN = 3  # so many layers are named in a message
 # what modelspec and kohya's metadata call a model, by its class; of a UNet the width of the text tells which one it is
 ARCHITECTURES = {
@@ -229,12 +228,12 @@ def write(made: Content, path: str | os.PathLike[str], as_: str) -> Saved:
         return ArtifactError(f"{target} {finding}")
 
     with reported(raises, "cannot be written"):
-        is_folder = as_ in FILES and (as_ == "peft" or target.suffix != ".safetensors")
+        is_folder = bool(FORMATS[as_].file) and (as_ == "peft" or target.suffix != ".safetensors")
         if not is_folder and target.suffix != ".safetensors":
             target = target / f"{target.name or 'adapter'}.safetensors" if target.is_dir() else Path(f"{target}.safetensors")
         if is_folder:
             with new_folder(target, raises) as work:
-                save_file(made.tensors, work / FILES[as_], made.about)
+                save_file(made.tensors, work / FORMATS[as_].file, made.about)
                 if made.config:
                     text = json.dumps(made.config, indent=2, sort_keys=True) + "\n"
                     (work / "adapter_config.json").write_text(text, "utf-8")

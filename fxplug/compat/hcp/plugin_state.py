@@ -6,7 +6,7 @@ are watched; afterwards they are as they were before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,81 +40,44 @@ class _Log:
         return key in self.written and self.first[key] == "read"
 
 
-class _List(list[Any]):
-    """A list that notes which members are read and written."""
+def _noting(kind: type, methods: dict[str, tuple[str, Callable[..., Iterable[Any]]]]) -> Any:
+    """A list or dict that logs which members its methods read and write: by method, `read` or `write`, and which members.
 
-    log: _Log
+    `log` is the log, `before` the members that were there at the beginning.
+    """
 
-    def __getitem__(self, key: Any) -> Any:
-        for index in range(*key.indices(len(self))) if isinstance(key, slice) else [key % max(len(self), 1)]:
-            self.log.read((id(self), index))
-        return super().__getitem__(key)
+    def noted(name: str, role: str, members: Callable[..., Iterable[Any]]) -> Callable[..., Any]:
+        plain = getattr(kind, name)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        for index in range(*key.indices(len(self))) if isinstance(key, slice) else [key % max(len(self), 1)]:
-            self.log.write((id(self), index))
-        super().__setitem__(key, value)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            for member in members(self, *args, **kwargs):
+                getattr(self.log, role)((id(self), member))
+            return plain(self, *args, **kwargs)
 
-    def __iter__(self) -> Iterator[Any]:
-        for index in range(len(self)):
-            self.log.read((id(self), index))
-        return super().__iter__()
+        return method
 
-    def append(self, value: Any) -> None:
-        self.log.write((id(self), len(self)))
-        super().append(value)
-
-    def clear(self) -> None:
-        for index in range(len(self)):
-            self.log.write((id(self), index))
-        super().clear()
+    return type(f"_Noting{kind.__name__}", (kind,), {name: noted(name, *how) for name, how in methods.items()})
 
 
-class _Dict(dict[Any, Any]):
-    """A dict that notes which members are read and written."""
+def _at(self: Any, key: Any, *more: Any) -> Iterable[Any]:
+    """The members at an index or a slice of a list."""
+    return range(*key.indices(len(self))) if isinstance(key, slice) else [key % max(len(self), 1)]
 
-    log: _Log
-    before: frozenset[Any]
 
-    def __getitem__(self, key: Any) -> Any:
-        self.log.read((id(self), key))
-        return super().__getitem__(key)
+def _all(self: Any) -> Iterable[Any]:
+    return range(len(self))
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.log.write((id(self), key))
-        super().__setitem__(key, value)
 
-    def __contains__(self, key: Any) -> bool:
-        self.log.read((id(self), key))
-        return super().__contains__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        self.log.read((id(self), key))
-        return super().get(key, default)
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
-    def _all(self) -> None:
-        for key in self.before:
-            self.log.read((id(self), key))
-
-    def __iter__(self) -> Iterator[Any]:
-        self._all()
-        return super().__iter__()
-
-    def keys(self) -> Any:
-        self._all()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._all()
-        return super().values()
-
-    def items(self) -> Any:
-        self._all()
-        return super().items()
+_List = _noting(list, {
+    "__getitem__": ("read", _at), "__setitem__": ("write", _at), "__iter__": ("read", _all), "clear": ("write", _all),
+    "append": ("write", lambda self, value: [len(self)]),
+})  # fmt: skip
+_Dict = _noting(dict, {
+    **dict.fromkeys(("__getitem__", "__contains__", "get"), ("read", lambda self, key, *more: [key])),
+    **dict.fromkeys(("__iter__", "keys", "values", "items"), ("read", lambda self: self.before)),
+    "__setitem__": ("write", lambda self, key, value: [key]),
+    "update": ("write", lambda self, *args, **kwargs: dict(*args, **kwargs)),
+})  # fmt: skip
 
 
 @contextmanager

@@ -47,7 +47,8 @@ def training(source: Source, notes: list[str]) -> dict[str, Any]:
         denoise["train_guidance"] = scale
         notes.append("each sample is in the batch twice, with its own caption and with one text for all (denoise: negative)")
     train: dict[str, Any] = {"task": {"denoise": denoise}}
-    train |= _length(said) | _loop(said, denoise) | _schedule(said.get("scheduler"), notes)
+    train |= _length(said) | _loop(said, denoise)
+    train |= _schedule(said.get("scheduler"), train.get("steps"), notes)
     if model.get("ema"):
         decay = model["ema"].get("decay_max") if isinstance(model["ema"], Mapping) else model["ema"]
         train |= {"ema": decay} if isinstance(decay, float) and 0 < decay < 1 else {}
@@ -172,8 +173,8 @@ def _loop(said: Mapping[str, Any], denoise: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _schedule(scheduler: Any, notes: list[str]) -> dict[str, Any]:
-    """The course of the learning rate; of `one_cycle` the same class of torch."""
+def _schedule(scheduler: Any, steps: Any, notes: list[str]) -> dict[str, Any]:
+    """The course of the learning rate in a run of so many steps; of `one_cycle` the same class of torch."""
     if not isinstance(scheduler, Mapping):
         return {}
     name, warmup, length = (scheduler.get(key) for key in ("name", "num_warmup_steps", "num_training_steps"))
@@ -188,6 +189,13 @@ def _schedule(scheduler: Any, notes: list[str]) -> dict[str, Any]:
     if (course := SCHEDULERS.get(str(name))) is None:
         notes.append(f"no scheduler here is {shown(name or target)}: the learning rate stays as it is")
         return {}
+    if name in ("linear", "cosine") and isinstance(length, int) and steps not in (None, length):
+        notes.append(f"the scheduler {name} ends after {length} steps there, and here with the run, after {steps}")
+    left = [key for key, value in (scheduler.get("scheduler_kwargs") or {}).items() if value is not None]
+    if warmup is not None and not isinstance(warmup, int):
+        left.append(f"num_warmup_steps: {shown(warmup)}")
+    if left:
+        notes.append(f"of the scheduler {name}, nothing here is {', '.join(left)}")
     warmed = isinstance(warmup, int) and warmup > 0 and name != "constant"
     return {"scheduler": {course: {"warmup": warmup}} if warmed else course}
 
