@@ -136,7 +136,7 @@ def show(
     modules: Annotated[bool, typer.Option("--modules", help="The tree of modules instead of the graph.")] = False,
     code: Annotated[bool, typer.Option("--code", help="The generated Python instead of the graph.")] = False,
     forms: Annotated[bool, typer.Option("--forms", help="Which form each layer takes when it is lowered.")] = False,
-    merge: Annotated[str | None, typer.Option("--merge", help="With --forms: fold, live, remerge or auto.")] = None,
+    merge: Annotated[str | None, typer.Option("--merge", help="With --forms: fold, live or auto.")] = None,
     pack: Annotated[bool, typer.Option("--pack", help="With --forms: products that read one value become one.")] = False,
     to: Annotated[str | None, typer.Option("--to", help="For other tools: model-explorer, dot, or svg.")] = None,
     region: Annotated[str, typer.Option("--region", metavar="PATH", help="With --to dot or svg: which region.")] = "",

@@ -196,7 +196,7 @@ def test_every_way_of_merging_gives_the_same_results():
     gm = loaded(own(slots()))
     gm.adapters.use({"ink": 0.5, "film": 1.5})
     wanted = run(gm)
-    for way in (None, "fold", True, "live", "remerge", "auto"):
+    for way in (None, "fold", True, "live", "auto"):
         for fuse in (None, "auto"):
             assert error(run(lower(gm, merge=way, fuse=fuse)), wanted) < 1e-5, (way, fuse)
     assert lower(gm, fuse=None) is gm

@@ -536,21 +536,20 @@ def test_lowered_modules(tmp_path, how):
 
 @pytest.mark.slow
 def test_operators_of_ours(tmp_path):
-    from fxplug.lowerings.linear import kernels, operators  # noqa: F401  (which define them)
+    from fxplug.lowerings.linear import operators  # noqa: F401  (which defines them)
 
     class Maps(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight, self.take = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.ones(1))
-            self.a, self.b = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 8))
+            self.weight = nn.Parameter(torch.randn(8, 8))
 
         def forward(self, x):
-            return torch.ops.fxplug.product(x, kernels.loha(self.weight, self.a, self.b, self.a, self.b, self.take), None)
+            return torch.ops.fxplug.product(x, self.weight, None)
 
     x = torch.randn(2, 8)
     gm = fxplug.trace(Maps().eval(), x)
     package = load_package(export(gm, tmp_path / "ops", x, to="aoti", options=QUICK).path, trusted=True)
-    assert package.manifest["operators"] == ["fxplug::loha", "fxplug::product"]
+    assert package.manifest["operators"] == ["fxplug::product"]
     torch.testing.assert_close(package(x), gm(x).detach())
     with pytest.raises(SpecError, match="no pass of this package has slots"):
         package.adapters.use(None)

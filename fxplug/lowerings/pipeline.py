@@ -14,10 +14,10 @@ from ..errors import MatchError, SpecError, did_you_mean, shown
 from ..ir.traced_module import TracedModule
 from ..turns import held
 from .linear import forms, fused, packed
-from .merging import fold, live, remerge
+from .merging import fold, live
 from .regions import nested
 
-MERGES = ("fold", "live", "remerge", "auto")
+MERGES = ("fold", "live", "auto")
 
 
 @held
@@ -32,8 +32,7 @@ def lower(
     """A faster form of a rewritten module: merged, packed, fused, outlined, in this order; `gm` stays as it is.
 
     `merge`: None leaves the adapters beside their layers; "fold" or True folds them into copies of the weights for good, as
-    `fold.merge`; "live" folds what is in the slots and again whenever that changes, as `live.live`; "remerge" adds
-    them to the weights at each call where many rows make that the cheaper way, as `remerging.remerge`. "auto" is the stated
+    `fold.merge`; "live" folds what is in the slots and again whenever that changes, as `live.live`. "auto" is the stated
     default of a module that is served: passes with slots are merged live, unless samples have entries of their own now, and
     the others are folded as far as they are functions of weights.
 
@@ -61,8 +60,6 @@ def lower(
         source = made = _folded(gm, None)
     elif merge == "live":
         made = live.live(made)
-    elif merge == "remerge":
-        made = remerge.remerge(made)
     if pack:
         made = _noted(made, packed.pack(made))
     if fuse:
@@ -82,6 +79,9 @@ def _checked(gm: Any, merge: Any, pack: Any, fuse: Any, outline: Any) -> tuple[s
     """The arguments in one way of writing each. Raises SpecError."""
     fold.check_unlowered(gm, "lower")
     merge = "fold" if merge is True else None if merge is False else merge
+    if merge == "remerge":
+        forms.say("merge='remerge' was never faster than fuse='auto', which adds an update to the weight where that is cheaper")
+        merge = None
     if merge is not None and merge not in MERGES:
         finding = f"merge has no way {shown(merge)}{did_you_mean(merge, MERGES)}"
         raise SpecError(f"{finding}; it is None or one of {', '.join(MERGES)}")
@@ -89,7 +89,7 @@ def _checked(gm: Any, merge: Any, pack: Any, fuse: Any, outline: Any) -> tuple[s
         raise SpecError(f"pack is true or false, not {shown(pack)}")
     fuse = "auto" if fuse is True else fuse or None
     if fuse is not None:
-        forms.check(fuse)
+        fuse = forms.form_named(fuse)
     if outline in (None, False):
         return merge, fuse, False
     if outline in (True, "auto"):

@@ -195,13 +195,6 @@ def result_read(node: fx.Node, block: nn.Module) -> Any:
 # --- editing a graph
 
 
-def uniform(graph: Graph, lora: fx.Node) -> fx.Node:
-    """The node of what all samples take, (slots,), of the gates whose rows a `Lora` reads."""
-    rows = inside(lora.args[2])
-    meta = {k: v for k, v in rows.meta.items() if k not in ("shape", "dtype")}
-    return insert(graph, "call_function", rows.target, (rows.args[0], 1), after=rows, meta=meta)
-
-
 def call_instead(
     graph: Graph, tree: nn.Module, old: fx.Node, layer: fx.Node, function: Any, more: list[str], *rest: Any
 ) -> None:

@@ -10,7 +10,6 @@ Compiled code is kept on disk by torch and calls these by name: one that is to m
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import torch
@@ -22,10 +21,6 @@ from ...torch_internals.kernels import onednn_linear
 
 ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 GATES = torch.float32  # the dtype of what gates give
-MIXED = (
-    "the samples of this batch take different adapters, and this graph adds them to the weights, which all samples share: "
-    "keep the side path (lower without merge) for mixed batches"
-)
 LIBRARY = torch.library.Library("fxplug", "FRAGMENT")  # type: ignore[no-untyped-call]
 UPDATED = "Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up"
 
@@ -65,12 +60,9 @@ def lora_and_inner(
     up: Tensor,
     scale: Tensor,
     blas: bool = False,
-    merged: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`lora`, by way of the weight if `merged`, and its inner values scale * x @ down.T, (rows, rank), for gradients."""
+    """`lora` beside the weight, and its inner values scale * x @ down.T, (rows, rank), for gradients."""
     inner = multiply(x, down, None, blas).mul_(scale)
-    if merged:
-        return multiply(x, added(weight, down, up, scale), bias, blas), inner
     return multiply(x, weight, bias, blas).addmm_(inner, up.t()), inner
 
 
@@ -132,15 +124,6 @@ def bank(
     return y.view(shape)
 
 
-def remerged(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
-    """`low_rank.added` for gates (slots,), on a CPU: raises ValueError where one is NaN."""
-    take: list[float] = gates.tolist()
-    if any(math.isnan(value) for value in take):
-        raise ValueError(MIXED)
-    used = taken(down, up, take)
-    return weight.clone() if used is None else added(weight, *used)
-
-
 # --- their names in torch's library
 
 
@@ -158,16 +141,12 @@ def _rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
 _define("product", "Tensor a, Tensor b, Tensor? bias, bool blas=False", "Tensor", multiply, _rows)
 _define("lora", f"{UPDATED}, Tensor scale, bool blas=False", "Tensor", lora, _rows)
 _define(
-    "lora_and_inner", f"{UPDATED}, Tensor scale, bool blas=False, bool merged=False", "(Tensor, Tensor)", lora_and_inner,
+    "lora_and_inner", f"{UPDATED}, Tensor scale, bool blas=False", "(Tensor, Tensor)", lora_and_inner,
     lambda x, weight, bias, down, *_: (_rows(x, weight), _rows(x, down)),
 )  # fmt: skip
 _define(
     "bank", f"{UPDATED}, Tensor rows, int slots, int batch_dim, bool blas=False", "Tensor", bank,
     lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
-)  # fmt: skip
-_define(
-    "remerged", "Tensor weight, Tensor down, Tensor up, Tensor gates", "Tensor", remerged,
-    lambda weight, *_: torch.empty_like(weight),
 )  # fmt: skip
 
 
@@ -193,10 +172,10 @@ def product_gradients(ops: Any, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...
 def lora_gradients(ops: Any, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     """Those of `lora_and_inner`'s first result, for g (rows, out): the gradient of x is the same product, turned round."""
     x, weight, down, up, scale, hidden = ctx.saved_tensors
-    needs, flat, (blas, merged) = ctx.needs_input_grad, x.flatten(0, -2), ctx.way
+    needs, flat, blas = ctx.needs_input_grad, x.flatten(0, -2), ctx.blas
     gx = None
     if needs[0]:
-        gx, inner = ops.lora_and_inner(g, weight.t(), None, up.t(), down.t(), scale, blas, merged)
+        gx, inner = ops.lora_and_inner(g, weight.t(), None, up.t(), down.t(), scale, blas)
     else:
         inner = ops.product(g, up.t(), None, blas) * scale
     gw = ops.product(g.t(), flat.t(), None, blas) if needs[1] else None
@@ -211,7 +190,7 @@ def _product_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _lora_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, down, up, scale, *ctx.way = inputs
+    x, weight, _, down, up, scale, ctx.blas = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, weight, down, up, scale, output[1])
 
@@ -221,7 +200,7 @@ def _product_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _lora_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *lora_gradients(torch.ops.fxplug, ctx, g), None, None
+    return *lora_gradients(torch.ops.fxplug, ctx, g), None
 
 
 torch.library.register_autograd("fxplug::product", _product_backward, setup_context=_product_saves, lib=LIBRARY)

@@ -19,7 +19,7 @@ from ...errors import SpecError, brief_fields, outline
 from ...ir.graph import Graph
 from ...ir.traced_module import TracedModule
 from ...low_rank import side
-from . import forms, kernels, operators
+from . import forms, operators
 from .forms import Case
 from .layers import check_traced, layers
 
@@ -89,8 +89,7 @@ def tune(
 
     With inputs the shapes are those that the layers see with them, else those of the trace. The layers are measured on
     tensors of their own, without gradients, on the device of their weights, in alternation with the stock form; `compiled`
-    measures each form as torch.compile makes it. Slots are measured with one adapter for the whole batch, and never
-    in the weight, as samples may take adapters of their own. A form is taken only
+    measures each form as torch.compile makes it. Slots are measured with one adapter for the whole batch. A form is taken only
     where it was faster than stock by 3 % in the median of the turns, and faster at all in three quarters of them.
     Raises SpecError for what is no traced module, or has no such layer.
     """
@@ -205,14 +204,7 @@ def calls_of(device: torch.device, case: Case) -> dict[str, Callable[[], Any]]:
         return torch.add(F.linear(x, weight, bias), side(x, down, up, rows))
 
     found = {"stock": ready(stock)}
-    names = ["fused", *(["blas"] if device.type == "cpu" and dtype == torch.float32 else [])]
-    if not slots:  # where samples may take slots of their own, none is measured for all of them
-        names += ["remerge", *(["remerge:blas"] if "blas" in names else [])]
-    if kernels.fits(x, weight, rank=case.rank) and not grad:
-        # in float32 without TF32 there are no tensor cores for the large tiles to feed, and they take minutes to compile
-        large = dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
-        names += forms.KERNELS[0 if large else -1 :]
-    for form in names:
+    for form in ["fused", *(["blas"] if device.type == "cpu" and dtype == torch.float32 else [])]:
         function, last = forms.function(form, bool(slots))
         given = (x, weight, bias, down, up, *rest, *((0,) if slots else ()), *last)
         found[form] = ready(function, *given)
@@ -255,7 +247,7 @@ def settle(seen: set[tuple[torch.device, Case]]) -> dict[torch.device, dict[Case
     A few shapes take some BUDGET seconds together. What is found is kept as `tune` keeps its own, which goes before, and in
     this process where the file cannot be written. Forms are timed as eager code calls them. What compiled code calls is the
     same but for the stock form, of which only the products are counted, so that no other is taken for the sake of a sum that
-    costs nothing there; `tune(compiled=True)` compiles them. Kernels are measured by `tune` alone: they take long to compile.
+    costs nothing there; `tune(compiled=True)` compiles them.
     """
     found: dict[torch.device, dict[Case, dict[str, Any]]] = {}
     for device in {device for device, _ in seen}:
@@ -299,8 +291,7 @@ MEASURED: dict[Path, dict[Case, dict[str, Any]]] = {}  # by this process: the fi
 def _brief(device: torch.device, case: Case, fewer: Case, until: float) -> dict[Case, dict[str, Any]]:
     """The entries of a case in eager and compiled code, measured in few turns, with the rows of `fewer`."""
     with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(bool(case.grad)):
-        calls = {form: call for form, call in calls_of(device, fewer).items() if form not in forms.KERNELS}
-        calls["products"] = _emitted(device, fewer)
+        calls = {**calls_of(device, fewer), "products": _emitted(device, fewer)}
         first = {form: seconds[0] for form, seconds in _in_turns(device, calls, 1, 0).items()}
         hopeless = {form for form in first if first[form] > HOPELESS * min(first.values())} - {"stock", "products"}
         calls = {form: call for form, call in calls.items() if form not in hopeless}
@@ -311,7 +302,7 @@ def _brief(device: torch.device, case: Case, fewer: Case, until: float) -> dict[
                     times[form] += seconds
     new = {}
     for mode, over in zip(_both(case), ("stock", "products"), strict=True):
-        spent = {("stock" if form == over else form): times[form] for form in times if form in (over, *forms.NAMES[1:])}
+        spent = {"stock": times[over], **{form: times[form] for form in times if form not in ("stock", "products")}}
         ratios = _ratios(spent, "stock")
         milliseconds = {form: 1000 * statistics.median(each) for form, each in spent.items()}
         new[mode] = {"form": _best(ratios), "ratios": ratios, "milliseconds": milliseconds}
@@ -328,9 +319,8 @@ def chosen(found: Mapping[Case, dict[str, Any]], case: Case) -> tuple[str, str]:
         ratio = dict(found.get(each, {}).get("ratios", {})).get(form, (1.0,))[0]
         code = ("compiled" if compiled else "eager") + (" with gradients" if grad else "")
         words.setdefault(form, []).append(code if form == "stock" else f"{code} x{ratio:.2f}")
-    kernel = next((form for form in taken if form in forms.KERNELS), None)
-    if kernel is not None or set(taken) == {"stock"}:  # a compiler has to see kernels
-        return kernel or "stock", kernel or "stock"
+    if set(taken) == {"stock"}:
+        return "stock", "stock"
     text = ", ".join(f"{form} ({', '.join(where)})" for form, where in words.items())
     return (taken[0] if len(set(taken)) == 1 else ",".join(taken)), text
 
