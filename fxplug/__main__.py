@@ -137,7 +137,7 @@ def show(
     code: Annotated[bool, typer.Option("--code", help="The generated Python instead of the graph.")] = False,
     forms: Annotated[bool, typer.Option("--forms", help="Which form each layer takes when it is lowered.")] = False,
     merge: Annotated[str | None, typer.Option("--merge", help="With --forms: fold, live or auto.")] = None,
-    pack: Annotated[bool, typer.Option("--pack", help="With --forms: products that read one value become one.")] = False,
+    pack: Annotated[bool, typer.Option("--pack", help="Without effect, as in `lower`.")] = False,
     to: Annotated[str | None, typer.Option("--to", help="For other tools: model-explorer, dot, or svg.")] = None,
     region: Annotated[str, typer.Option("--region", metavar="PATH", help="With --to dot or svg: which region.")] = "",
     out: Annotated[Path | None, typer.Option("--out", help="With --to: the file to write.")] = None,

@@ -129,8 +129,6 @@ FORMS: dict[str, Callable[[], Subject]] = {
     "eager": lambda: plain(slotted()),
     "fused": lambda: plain(fxplug.fuse(slotted(), "fused")),
     "live merge": lambda: plain(live(), False),
-    "live merge, packed": lambda: plain(live(pack=True), False),
-    "packed": lambda: plain(fxplug.lower(slotted(), pack=True, fuse=None)),
     "outlined": lambda: plain(outline(slotted(), ["blocks.*"])),
     "step cache": steps,
     "in a Sequential": inside,

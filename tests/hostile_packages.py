@@ -335,8 +335,8 @@ def manifest_text(rng: Rng, manifest: dict[str, Any]) -> bytes:
         text.replace('"format": 1', '"format": NaN'),
         text.replace('"format": 1', '"format": 1, "format": 1'),
         text.replace('"format": 1', '"format": ' + "[" * 100_000),
-        text.replace('"views": {}', '"views": ' + "[" * 3000 + "]" * 3000),
-        text.replace('"views": {}', '"views": [' + "{}," * 3_000_000 + "{}]"),
+        text.replace('"mode": "eval"', '"views": ' + "[" * 3000 + "]" * 3000),
+        text.replace('"mode": "eval"', '"views": [' + "{}," * 3_000_000 + "{}]"),
         "\ufeff" + text,
         text[: rng.randrange(len(text))],
     ]).encode(rng.choice(["utf-8", "utf-8", "utf-16"]))  # fmt: skip
