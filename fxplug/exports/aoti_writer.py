@@ -26,7 +26,7 @@ from ..torch_internals.packaging import compile_package, find_compiler, processo
 from .call_signature import Json, describe
 from .machines import capabilities, needed
 from .package import TEMPORARY, _loader
-from .package_file import FORMAT, MANIFEST, TENSORS, check_members, root, unpack
+from .package_file import FORMAT, MANIFEST, TENSORS, unpack
 
 # what inductor does to constants otherwise: those of one value are worked out at compile time and whatever they feed with
 # them (a new adapter's zeros, and all that is multiplied by them), those of few numbers are written into the code, and weights
@@ -132,7 +132,6 @@ def _compiled(file: str) -> tuple[set[str], dict[str, str]]:
 
     with opened(file, raises=unfit) as handle, folder(TEMPORARY) as work:
         archive = open_archive(handle, unfit)
-        check_members(archive.namelist(), root(archive), unfit)
         unpack(archive, work, unfit)
         loader = _loader(work, 1, -1)
         return set(loader.get_constant_fqns()), dict(loader.get_metadata())
