@@ -129,7 +129,7 @@ def bank(
 
 def _define(name: str, arguments: str, results: str, run: Any, like: Any) -> None:
     LIBRARY.define(f"{name}({arguments}) -> {results}")  # type: ignore[no-untyped-call]
-    LIBRARY.impl(name, run, "CPU")  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     LIBRARY.impl(name, like, "Meta")  # type: ignore[no-untyped-call]
 
 
@@ -150,43 +150,21 @@ _define(
 )  # fmt: skip
 
 
-# --- gradients: the same functions for autograd in eager code, and for operators in compiled code, which torch keeps on disk
-# only without functions of autograd
-
-
-class Eager:
-    """What `torch.ops.fxplug` has, without the way through torch's library."""
-
-    product, lora_and_inner = staticmethod(multiply), staticmethod(lora_and_inner)
-
-
-def product_gradients(ops: Any, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    """Those of `product`, for g (rows, columns): of a, b and the bias, where they are wanted."""
-    a, b = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    ga = ops.product(g, b.t(), None, ctx.blas) if needs[0] else None
-    gb = ops.product(g.t(), a.flatten(0, -2).t(), None, ctx.blas) if needs[1] else None
-    return ga, gb, g.sum(0) if needs[2] else None
-
-
-def lora_gradients(ops: Any, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    """Those of `lora_and_inner`'s first result, for g (rows, out): the gradient of x is the same product, turned round."""
-    x, weight, down, up, scale, hidden = ctx.saved_tensors
-    needs, flat, blas = ctx.needs_input_grad, x.flatten(0, -2), ctx.blas
-    gx = None
-    if needs[0]:
-        gx, inner = ops.lora_and_inner(g, weight.t(), None, up.t(), down.t(), scale, blas)
-    else:
-        inner = ops.product(g, up.t(), None, blas) * scale
-    gw = ops.product(g.t(), flat.t(), None, blas) if needs[1] else None
-    # (rank, out) and not (out, rank): a product reads its second factor in either layout at full speed
-    gd, gu = ops.product(inner.t(), flat.t(), None, blas), ops.product(hidden.t(), g.t(), None, blas).t()
-    return gx, gw, g.sum(0) if needs[2] else None, gd, gu, None
+# --- their gradients
 
 
 def _product_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, _, ctx.blas = inputs
     ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b)
+
+
+def _product_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    """Those of a, b and the bias, where they are wanted, for g (rows, columns)."""
+    a, b = ctx.saved_tensors
+    needs, product = ctx.needs_input_grad, torch.ops.fxplug.product
+    ga = product(g, b.t(), None, ctx.blas) if needs[0] else None
+    gb = product(g.t(), a.t(), None, ctx.blas) if needs[1] else None
+    return ga, gb, g.sum(0) if needs[2] else None, None
 
 
 def _lora_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -195,12 +173,19 @@ def _lora_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
     ctx.save_for_backward(x, weight, down, up, scale, output[1])
 
 
-def _product_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    return *product_gradients(torch.ops.fxplug, ctx, g), None
-
-
 def _lora_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *lora_gradients(torch.ops.fxplug, ctx, g), None
+    """Those of the first result, for g (rows, out): the gradient of x is the same product, turned round."""
+    x, weight, down, up, scale, hidden = ctx.saved_tensors
+    needs, blas, product = ctx.needs_input_grad, ctx.blas, torch.ops.fxplug.product
+    gx = None
+    if needs[0]:
+        gx, inner = torch.ops.fxplug.lora_and_inner(g, weight.t(), None, up.t(), down.t(), scale, blas)
+    else:
+        inner = product(g, up.t(), None, blas) * scale
+    gw = product(g.t(), x.t(), None, blas) if needs[1] else None
+    # (rank, out) and not (out, rank): a product reads its second factor in either layout at full speed
+    gd, gu = product(inner.t(), x.t(), None, blas), product(hidden.t(), g.t(), None, blas).t()
+    return gx, gw, g.sum(0) if needs[2] else None, gd, gu, None, None
 
 
 torch.library.register_autograd("fxplug::product", _product_backward, setup_context=_product_saves, lib=LIBRARY)

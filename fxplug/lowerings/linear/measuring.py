@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import statistics
 import time
@@ -13,10 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ...errors import SpecError, brief_fields, outline
-from ...ir.graph import Graph
 from ...ir.traced_module import TracedModule
 from ...low_rank import side
 from . import forms, operators
@@ -94,12 +92,12 @@ def tune(
     Raises SpecError for what is no traced module, or has no such layer.
     """
     check_traced(gm, "tune")
-    graph: Any = next(iter(gm.graphs.values())) if len(gm.graphs) == 1 else gm.graphs[gm.training]
-    rows = seen(gm, graph, args, kwargs or {}) if args or kwargs else {}
+    rows = rows_of(gm, args, kwargs or {}) if args or kwargs else {}
     found: dict[Case, list[Any]] = {}
     device = torch.device("cpu")
+    graph: Any = gm.graph
     for layer in layers(graph, gm, (nn.Linear,)):
-        count = rows.get(layer.node.name, math.prod(layer.node.meta.get("shape", (0, 0))[:-1]))
+        count = rows.get(str(layer.node.target), math.prod(layer.node.meta.get("shape", (0, 0))[:-1]))
         if layer.lora is not None and count:
             (outer, inner), block, device = layer.module.weight.shape, layer.block, layer.module.weight.device
             dtype = str(layer.module.weight.dtype).removeprefix("torch.")
@@ -112,31 +110,24 @@ def tune(
     return Tuned(timings, forms.write(device, entries))
 
 
-def seen(gm: TracedModule, graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
-    """How many rows each linear layer's call has with these inputs, by the name of its node."""
+def rows_of(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
+    """How many rows each linear layer has in a call, by its path."""
     found: dict[str, int] = {}
 
-    class Watch(fx.Interpreter):
-        def call_module(self, target: Any, given: Any, options: Any) -> Any:
-            result = super().call_module(target, given, options)
-            if isinstance(self.fetch_attr(target), nn.Linear) and isinstance(result, Tensor):
-                found[self.current.name] = result.numel() // max(result.shape[-1], 1)
-            return result
+    def watch(path: str, module: nn.Module) -> Any:
+        def count(_: Any, given: Any, result: Tensor) -> None:
+            found[path] = result.numel() // max(result.shape[-1], 1)
 
-        def run_node(self, n: fx.Node) -> Any:
-            self.current = n
-            return super().run_node(n)
+        return module.register_forward_hook(count)
 
-    with torch.no_grad():
-        Watch(gm, graph=graph).run(*_bound(gm, args, kwargs))
+    hooks = [watch(path, module) for path, module in gm.named_modules() if isinstance(module, nn.Linear)]
+    try:
+        with torch.no_grad():
+            gm(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
     return found
-
-
-def _bound(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments of a call in the order of the graph's inputs."""
-    bound = inspect.signature(gm.forward).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return list(bound.arguments.values())
 
 
 def measure(device: torch.device, case: Case, names: Sequence[str], turns: int) -> Timing:

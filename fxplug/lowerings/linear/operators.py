@@ -14,21 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...low_rank import side
 from . import library
 
 MODES = ((False, False), (False, True), (True, False), (True, True))  # compiled, with gradients
-
-
-def product(a: Tensor, b: Tensor, bias: Tensor | None = None, blas: bool = False) -> Tensor:
-    """a @ b.T + bias, for a (rows, inner), b (columns, inner) and bias (columns,) of one dtype, on any device."""
-    if not torch.compiler.is_compiling():
-        return library.multiply(a, b, bias, blas)
-    if blas or not library.ONEDNN or a.device.type != "cpu" or a.dtype != torch.float32:
-        return F.linear(a, b, bias)
-    return torch.ops.fxplug.product(a, b, bias)  # type: ignore[no-any-return]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = "fused") -> Tensor:
@@ -40,11 +30,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, form: str = "f
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, form: str) -> Tensor:
     x, weight, bias = _cast(x, weight, bias)
-    trained = trains(x, weight, bias)
-    if _form(form, trained) != "fused" or not _fits(x, weight) or torch.compiler.is_exporting():
+    trained, compiled = trains(x, weight, bias), torch.compiler.is_compiling()
+    ours = library.ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32 and _fits(x, weight)
+    if _form(form, trained) != "fused" or not ours or torch.compiler.is_exporting():
         return F.linear(x, weight, bias)
-    if trained and not torch.compiler.is_compiling():
-        return _Linear.apply(x, weight, bias)  # type: ignore[no-any-return]
+    product = torch.ops.fxplug.product if compiled or trained else library.multiply
     return product(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
 
@@ -71,8 +61,6 @@ def _lora_linear(
     if way == "stock" or alone or not _fits(x, weight, down, up) or torch.compiler.is_exporting():
         return torch.add(F.linear(x, weight, bias), side(x, down, up, scale))
     blas = way == "blas"
-    if trained and not compiled:
-        return _LoraLinear.apply(x, weight, bias, down, up, scale, blas)  # type: ignore[no-any-return]
     flat, shape = x.flatten(0, -2), (*x.shape[:-1], weight.shape[0])
     if trained:
         y, _ = torch.ops.fxplug.lora_and_inner(flat, weight, bias, down, up, scale, blas)
@@ -151,37 +139,6 @@ def _cast(x: Tensor, *rest: Any) -> tuple[Any, ...]:
 
 def _fits(x: Tensor, *weights: Tensor) -> bool:
     return x.dim() > 1 and all(w.dtype == x.dtype for w in weights)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.blas = False
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return library.multiply(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        gx, *rest = library.product_gradients(library.Eager, ctx, g.flatten(0, -2))
-        return None if gx is None else gx.view(*g.shape[:-1], gx.shape[1]), *rest
-
-
-class _LoraLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: Tensor, blas: bool
-    ) -> Tensor:
-        y, inner = library.lora_and_inner(x.flatten(0, -2), weight, bias, down, up, scale, blas)
-        ctx.blas = blas
-        ctx.save_for_backward(x, weight, down, up, scale, inner)
-        return y.view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        gx, *rest = library.lora_gradients(library.Eager, ctx, g.flatten(0, -2))
-        return None if gx is None else gx.view(*g.shape[:-1], gx.shape[1]), *rest, None
 
 
 for _name, _of, _run in (
