@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -14,8 +13,7 @@ from ...ir.graph import Graph
 from ...ir.traced_module import TracedModule
 from ...torch_internals.graphs import is_erased
 from . import forms, measuring, operators
-from .forms import Case
-from .layers import WEIGHTS, Layer, argument, call_instead, check_traced, layer_at, lowered
+from .layers import WEIGHTS, Layer, call_instead, check_traced, layer_at, lowered
 
 
 def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = None) -> TracedModule:
@@ -36,11 +34,11 @@ def fuse(gm: TracedModule, how: str = "auto", *, dtype: torch.dtype | None = Non
     form = forms.form_named(how)
     if form != "auto":
         return lowered(gm, lambda graph, tree: _fuse(graph, tree, lambda node, layer: (form, form)))
-    cases = (case_of(gm, node, layer, dtype) for graph in gm.graphs.values() for node, layer in _linear(graph, gm))
+    cases = (measuring.case_of(gm, node, layer, dtype) for graph in gm.graphs.values() for node, layer in _linear(graph, gm))
     settled = measuring.settle({found for found in cases if found is not None})
 
     def choice(tree: nn.Module, node: fx.Node, layer: Layer | None) -> tuple[str, str]:
-        found = case_of(tree, node, layer, dtype)
+        found = measuring.case_of(tree, node, layer, dtype)
         return ("stock", "stock") if found is None else measuring.chosen(settled[found[0]], found[1])
 
     return lowered(gm, lambda graph, tree: _fuse(graph, tree, lambda node, layer: choice(tree, node, layer)))
@@ -52,25 +50,6 @@ def _linear(graph: fx.Graph, tree: nn.Module) -> Iterator[tuple[fx.Node, Layer |
         layer = None if is_erased(node) else layer_at(tree, node, (nn.Linear,))
         if layer is not None or (not is_erased(node) and node.target is F.linear):
             yield node, layer
-
-
-def case_of(
-    tree: nn.Module, node: fx.Node, layer: Layer | None, dtype: torch.dtype | None = None
-) -> tuple[torch.device, Case] | None:
-    """The device and the case of a linear layer, with the `Lora` behind it, for the rows of the trace; None if not known."""
-    read = argument(node, 1, "weight") if layer is None else None
-    if isinstance(read, fx.Node) and read.op == "get_attr":
-        owner, _, name = str(read.target).rpartition(".")
-        weight = getattr(tree.get_submodule(owner), name)
-    else:
-        weight = None if layer is None else layer.module.weight
-    shape, block = node.meta.get("shape"), None if layer is None else layer.block
-    if not shape or type(weight) not in (torch.Tensor, nn.Parameter) or weight.dim() != 2:
-        return None
-    named = str(dtype or weight.dtype).removeprefix("torch.")
-    outer, inner = weight.shape
-    rank, slots = (0, 0) if block is None else (block.rank, block.slots)
-    return weight.device, Case(named, int(math.prod(shape[:-1])), inner, outer, rank, slots)
 
 
 def _fuse(graph: Graph, tree: nn.Module, choice: Callable[[fx.Node, Layer | None], tuple[str, str]]) -> dict[str, str]:

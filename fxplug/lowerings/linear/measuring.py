@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ...errors import SpecError, brief_fields, outline
 from ...ir.traced_module import TracedModule
 from ...low_rank import side
 from . import forms, operators
 from .forms import Case
-from .layers import check_traced, layers
+from .layers import Layer, argument, check_traced, layers
 
 FASTER = 0.97  # a form is taken whose median is below this, and three quarters of whose turns are below 1
 LEAST = 2e-3  # seconds that one turn of a form takes at least
@@ -97,17 +97,35 @@ def tune(
     device = torch.device("cpu")
     graph: Any = gm.graph
     for layer in layers(graph, gm, (nn.Linear,)):
-        count = rows.get(str(layer.node.target), math.prod(layer.node.meta.get("shape", (0, 0))[:-1]))
-        if layer.lora is not None and count:
-            (outer, inner), block, device = layer.module.weight.shape, layer.block, layer.module.weight.device
-            dtype = str(layer.module.weight.dtype).removeprefix("torch.")
-            case = Case(dtype, count, inner, outer, block.rank, block.slots, compiled=int(compiled))
-            found.setdefault(case, []).append(str(layer.node.target))
+        known = None if layer.lora is None else case_of(gm, layer.node, layer)
+        if known is not None:
+            path, (device, case) = str(layer.node.target), known
+            case = case._replace(rows=rows.get(path, case.rows), compiled=int(compiled))
+            found.setdefault(case, []).append(path)
     if not found:
         raise SpecError("no linear layer here has a Lora that could be fused with it: nothing to tune")
     timings = [measure(device, case, names, turns) for case, names in sorted(found.items())]
     entries = {t.case: {"form": t.form, "ratios": t.ratios, "milliseconds": t.milliseconds} for t in timings}
     return Tuned(timings, forms.write(device, entries))
+
+
+def case_of(
+    tree: nn.Module, node: fx.Node, layer: Layer | None, dtype: torch.dtype | None = None
+) -> tuple[torch.device, Case] | None:
+    """The device and the case of a linear layer, with the `Lora` behind it, for the rows of the trace; None if not known."""
+    read = argument(node, 1, "weight") if layer is None else None
+    if isinstance(read, fx.Node) and read.op == "get_attr":
+        owner, _, name = str(read.target).rpartition(".")
+        weight = getattr(tree.get_submodule(owner), name)
+    else:
+        weight = None if layer is None else layer.module.weight
+    shape, block = node.meta.get("shape"), None if layer is None else layer.block
+    if not shape or type(weight) not in (torch.Tensor, nn.Parameter) or weight.dim() != 2:
+        return None
+    named = str(dtype or weight.dtype).removeprefix("torch.")
+    outer, inner = weight.shape
+    rank, slots = (0, 0) if block is None else (block.rank, block.slots)
+    return weight.device, Case(named, int(math.prod(shape[:-1])), inner, outer, rank, slots)
 
 
 def rows_of(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
