@@ -52,7 +52,7 @@ def lora(
     return multiply(x, weight, bias, blas).addmm_(multiply(x, down, None, blas).mul_(scale), up.t())
 
 
-def lora_and_inner(
+def lora_and_hidden(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -141,7 +141,7 @@ def _rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
 _define("product", "Tensor a, Tensor b, Tensor? bias, bool blas=False", "Tensor", multiply, _rows)
 _define("lora", f"{UPDATED}, Tensor scale, bool blas=False", "Tensor", lora, _rows)
 _define(
-    "lora_and_inner", f"{UPDATED}, Tensor scale, bool blas=False", "(Tensor, Tensor)", lora_and_inner,
+    "lora_and_hidden", f"{UPDATED}, Tensor scale, bool blas=False", "(Tensor, Tensor)", lora_and_hidden,
     lambda x, weight, bias, down, *_: (_rows(x, weight), _rows(x, down)),
 )  # fmt: skip
 _define(
@@ -179,7 +179,7 @@ def _lora_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     needs, blas, product = ctx.needs_input_grad, ctx.blas, torch.ops.fxplug.product
     gx = None
     if needs[0]:
-        gx, inner = torch.ops.fxplug.lora_and_inner(g, weight.t(), None, up.t(), down.t(), scale, blas)
+        gx, inner = torch.ops.fxplug.lora_and_hidden(g, weight.t(), None, up.t(), down.t(), scale, blas)
     else:
         inner = product(g, up.t(), None, blas) * scale
     gw = product(g.t(), x.t(), None, blas) if needs[1] else None
@@ -189,4 +189,4 @@ def _lora_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd("fxplug::product", _product_backward, setup_context=_product_saves, lib=LIBRARY)
-torch.library.register_autograd("fxplug::lora_and_inner", _lora_backward, setup_context=_lora_saves, lib=LIBRARY)
+torch.library.register_autograd("fxplug::lora_and_hidden", _lora_backward, setup_context=_lora_saves, lib=LIBRARY)

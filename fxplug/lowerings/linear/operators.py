@@ -63,7 +63,7 @@ def _lora_linear(
     blas = way == "blas"
     flat, shape = x.flatten(0, -2), (*x.shape[:-1], weight.shape[0])
     if trained:
-        y, _ = torch.ops.fxplug.lora_and_inner(flat, weight, bias, down, up, scale, blas)
+        y, _ = torch.ops.fxplug.lora_and_hidden(flat, weight, bias, down, up, scale, blas)
     else:
         y = (torch.ops.fxplug.lora if compiled else library.lora)(flat, weight, bias, down, up, scale, blas)
     return y.view(shape)  # type: ignore[no-any-return]
