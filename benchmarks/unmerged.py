@@ -9,10 +9,10 @@ ratio is over the plain model of the same turn. `share` is a way's extra time ov
 `difference` is that of the results from fxplug's as `apply` leaves it, over their largest value.
 
 plain     the model as it is                            plain_fused   traced and fused without LoRA: by oneDNN on CPUs
-fxplug    the traced model after `apply`                remerge, packed   the same lowered: merge="remerge", pack
-fused     lower(): each layer in the form that `fuse="auto"` measures to be the fastest    blas   fuse(how="blas")
+fxplug    the traced model after `apply`                blas          the same after fuse(how="blas")
+fused     lower(): each layer in the form that `fuse="auto"` measures to be the fastest
 slots1    as `fxplug` with one slot                     slots4        with four slots, one of them used
-slots4_fused, slots4_remerge                            the same lowered
+slots4_fused                                            the same lowered
 live      lower(merge="live") of four slots             merged        lower(merge="fold")
 live_fused, merged_fused                                the same with fuse="auto", which also takes the base to oneDNN on CPUs
 peft, lycoris, diffusers                                the peers, with the same adapter; peft_merged is PEFT's merge_adapter
@@ -36,7 +36,7 @@ from torch import nn
 import fxplug
 
 PLAIN = ["plain", "plain_fused"]
-SIDE = ["fxplug", "fused", "blas", "remerge", "packed", "slots1", "slots4", "slots4_fused", "slots4_remerge"]
+SIDE = ["fxplug", "fused", "blas", "slots1", "slots4", "slots4_fused"]
 IN_WEIGHTS = ["live", "merged", "live_fused", "merged_fused", "peft_merged"]
 PEERS = ["peft", "lycoris", "diffusers"]
 WAYS = [*PLAIN, *SIDE, *IN_WEIGHTS, *PEERS]
@@ -91,7 +91,7 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         row[how] = turns(calls, options.turns, "plain")
         for way, found in row[how].items():
             found["share"] = share(row[how], way, "plain")
-            if "plain_fused" in row[how] and way.endswith(("fused", "packed", "remerge")):
+            if "plain_fused" in row[how] and way.endswith("fused"):
                 found["share_own"] = share(row[how], way, "plain_fused")
             found["difference"] = None if way in PLAIN else away[way]
             found["first_call_seconds"] = first[way]
@@ -146,12 +146,10 @@ def module_of(of: models.Subject, way: str, base: Any, file: Path) -> nn.Module:
         return new
     if way == "blas":
         return fxplug.fuse(new, "blas")
-    forms: dict[str, Any] = {"fuse": "auto" if how == "fused" or way in ("fused", "packed") else None}
+    forms: dict[str, Any] = {"fuse": "auto" if how == "fused" or way == "fused" else None}
     if name in ("live", "merged"):
         forms["merge"] = "live" if name == "live" else "fold"
-    if "remerge" in way:
-        forms["merge"] = "remerge"
-    return fxplug.lower(new, pack=way == "packed", **forms)
+    return fxplug.lower(new, **forms)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ LIBRARIES = {
     "jinja2": Library("pages of reports", "jinja2", extra="report"),
     "pluggy": Library("plugins of training runs", "pluggy", extra="train"),
     "psutil": Library("memory of training runs", "psutil", extra="train"),
-    "triton": Library("fused kernels, and torch.compile on a GPU", "triton"),
+    "triton": Library("torch.compile on a GPU", "triton"),
     "transformers": Library("text encoders of pipelines", "transformers", "5.17", "5.23", "train"),
     "peft": Library("diffusers' own loading of adapters, comparison", "peft", "0.21", "0.21", "test"),
     "lycoris-lora": Library("comparison", "lycoris", "4.1.0", "4.1.3", "test"),

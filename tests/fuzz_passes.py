@@ -241,8 +241,8 @@ class Trial:
         yield "merge", CLOSE, 4, lambda: merge(new)
         for how in rng.sample(["auto", "addmm", "fuse", "side"], 1):
             yield f"fuse {how}", CLOSE, 4, lambda how=how: fxplug.fuse(new, how) if how == "auto" else fxplug.lower(new)
-        for how in rng.sample(["fold", "live", "remerge", "auto"], 2):
-            yield f"lower {how}", CLOSE, 4, lambda how=how: fxplug.lower(new, merge=how, pack=rng.random() < 0.5)
+        for how in rng.sample(["fold", "live", "auto"], 2):
+            yield f"lower {how}", CLOSE, 4, lambda how=how: fxplug.lower(new, merge=how)
         if rng.random() < 0.03 and not any(isinstance(m, nn.RNNBase) for m in new.modules()):  # which dynamo does not take
             torch._dynamo.reset()
             yield "compile", 0, 1, lambda: torch.compile(new, backend="eager", fullgraph=True)

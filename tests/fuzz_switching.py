@@ -22,7 +22,6 @@ from torch import nn
 import fxplug
 from fxplug.adapters.files import AdapterFile, read
 from fxplug.errors import FxplugError
-from fxplug.lowerings.merging.remerge import remerge
 from fxplug.lowerings.regions.submodules import outline
 from fxplug.step_cache.cache import StepCache, Threshold
 
@@ -130,9 +129,6 @@ FORMS: dict[str, Callable[[], Subject]] = {
     "eager": lambda: plain(slotted()),
     "fused": lambda: plain(fxplug.fuse(slotted(), "fused")),
     "live merge": lambda: plain(live(), False),
-    "live merge, packed": lambda: plain(live(pack=True), False),
-    "remerge": lambda: plain(remerge(slotted(), everywhere=True), False),
-    "packed": lambda: plain(fxplug.lower(slotted(), pack=True, fuse=None)),
     "outlined": lambda: plain(outline(slotted(), ["blocks.*"])),
     "step cache": steps,
     "in a Sequential": inside,

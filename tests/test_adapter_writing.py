@@ -656,10 +656,10 @@ def test_an_adapter_that_an_earlier_version_loaded(tmp_path):
     near(new(INDICES), wanted)
 
 
-@pytest.mark.parametrize("how", ["fuse", "pack", "outline", "live", "remerge"])
+@pytest.mark.parametrize("how", ["fuse", "outline", "live"])
 def test_lowered_forms_keep_it_as_well(how, tmp_path):
     new = copy.deepcopy(banked())
-    options = {"merge": how} if how.endswith(("live", "remerge")) else {how: True if how == "pack" else "auto"}
+    options = {"merge": how} if how == "live" else {how: "auto"}
     low = fxplug.lower(new, **options)
     state = pairs(SHAPES, 4, torch.float32, form="lycoris_{}")
     low.adapters.load("ink", state)

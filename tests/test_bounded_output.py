@@ -46,7 +46,7 @@ def made(tmp_path_factory):
     result = fxplug.rewrite(config, dry_run=True)
     vit, images, _ = small.plain_vit()
     found = [gm, sites, sites[0], sites[0].x, sites.p, sites.p.rules[0], new, slots, slots.adapters, saved, fit, fit.file]
-    found += [fit.file.entries[0], result, result.config, result.module, fxplug.merge(new), fxplug.lower(new, pack=True)]
+    found += [fit.file.entries[0], result, result.config, result.module, fxplug.merge(new), fxplug.lower(new)]
     found += [fxplug.verify(vit, vit, images, compile=False), fxplug.parallel_plan(vit, images, batch=2, check=False)]
     found += [fxplug.training.run.Run(new, [BIG] * 1000, None, BIG, None)]
     return found

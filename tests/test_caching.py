@@ -463,7 +463,7 @@ def test_adapters_are_switched_under_compiled_steps():
     assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
 
 
-@pytest.mark.parametrize("options", [{"merge": "live", "pack": True}, {"fuse": "auto"}], ids=["live", "fused"])
+@pytest.mark.parametrize("options", [{"merge": "live"}, {"fuse": "auto"}], ids=["live", "fused"])
 def test_a_lowered_module_has_steps_too(options):
     base, new, wanted = slotted("after")
     new.adapters.use(None)
@@ -535,7 +535,7 @@ def test_marks_and_parts_are_saved(name, tmp_path):
 
 
 def test_each_part_may_be_lowered():
-    base = pixart.__wrapped__()  # of its own: another test packs the weights of the shared one
+    base = pixart()
     cache = StepCache(fxplug.apply(base.gm, fxplug.load_pass("first_block_cache")), Threshold(), clock=None)
     seen = []
     cache.map(lambda part: seen.append(part.meta["part"]) or (nest(part) if seen[-1] == "rest" else fxplug.fuse(part)))

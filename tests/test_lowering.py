@@ -196,14 +196,14 @@ def test_every_way_of_merging_gives_the_same_results():
     gm = loaded(own(slots()))
     gm.adapters.use({"ink": 0.5, "film": 1.5})
     wanted = run(gm)
-    for way in (None, "fold", True, "live", "remerge", "auto"):
+    for way in (None, "fold", True, "live", "auto"):
         for fuse in (None, "auto"):
             assert error(run(lower(gm, merge=way, fuse=fuse)), wanted) < 1e-5, (way, fuse)
     assert lower(gm, fuse=None) is gm
 
 
 class Cell(nn.Module):
-    """Two layers that read one value, and a third."""
+    """Three layers."""
 
     def __init__(self):
         super().__init__()
@@ -214,21 +214,20 @@ class Cell(nn.Module):
 
 
 def cells():
-    """Made anew each time: packing lays the weights of the model itself together."""
     return small.traced(small.seeded(lambda: nn.Sequential(*(Cell() for _ in range(6)))).eval(), torch.randn(3, 8))
 
 
 @pytest.mark.parametrize("way", [None, "live"])
 def test_all_lowerings_together_are_switched_without_recompiling(way, tmp_path):
-    """What is written into a weight reaches the packed one that it is a part of; the cells are compiled once."""
+    """The cells are compiled once."""
     base = cells()
     gm = fxplug.apply(base.gm, fxplug.load_pass("lora", rank=2, slots=2))
-    made = lower(gm, merge=way, pack=True, outline=["*"])
+    made = lower(gm, merge=way, outline=["*"])
     assert len(made.meta["nested"]["nested.Cell"]) >= 5
     forms = layer_forms(made)
     assert len(forms) == 18 and len({form for path, form in forms.items() if path.endswith("out")}) == 1
     if way == "live":
-        assert form_table(made).startswith("12 live merge, one product of 2 layers; 6 live merge\n")
+        assert form_table(made).startswith("18 live merge\n")
     shapes = {"1.q.lora_A": (2, 8), "1.q.lora_B": (16, 2), "4.k.lora_A": (2, 8), "4.k.lora_B": (16, 2)}
     file = {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
     for module in (gm, made) if made.meta.get("banks") else (gm,):
@@ -304,7 +303,7 @@ def test_what_a_state_dict_loads_is_not_taken_for_what_was_there():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("how", [{"pack": True}, {"fuse": "fused"}, {"merge": "live"}])
+@pytest.mark.parametrize("how", [{"fuse": "fused"}, {"merge": "live"}])
 def test_a_copy_of_a_lowered_module_is_saved_with_its_own_tensors(how, tmp_path):
     copied = copy.deepcopy(lower(loaded(own(slots())), **how))
     for name, tensor in copied.named_parameters():
@@ -333,4 +332,4 @@ def test_a_live_merge_made_in_inference_mode_is_switched_outside():
 
 def test_a_pass_is_not_applied_to_a_lowered_module_which_would_be_saved_without_it():
     with pytest.raises(fxplug.SpecError, match="lowered already: apply passes to what it was made from"):
-        fxplug.apply(lower(slots(), pack=True), fxplug.load_pass("lora", name="other", at="out"))
+        fxplug.apply(lower(slots(), fuse="fused"), fxplug.load_pass("lora", name="other", at="out"))

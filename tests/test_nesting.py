@@ -89,7 +89,7 @@ def test_what_is_compiled_around_is_one_graph_with_nested_regions(traced):
 def test_adapters_switch_in_nested_regions(traced):
     model, gm, args = traced
     new = slotted(gm)
-    for options in ({}, {"fuse": None}, {"merge": "live"}, {"merge": "live", "pack": True}):
+    for options in ({}, {"fuse": None}, {"merge": "live"}):
         new.adapters.use(None)
         nested = fxplug.lower(copy.deepcopy(new), outline="auto", **options)
         assert len(nested.meta["nested"]) == 1
@@ -325,11 +325,9 @@ def test_weights_that_share_memory_are_not_nested_apart():
     torch.manual_seed(0)
     model, x = nn.Sequential(*(Attention() for _ in range(3))).eval(), torch.randn(2, 4, 8)
     gm = fxplug.trace(model, (x,))
-    packed = fxplug.lower(gm, pack=True, fuse=None, outline=["*"])
-    with torch.no_grad():
-        call, seen = counted(packed)
-        torch.testing.assert_close(call(x), model(x), rtol=1e-5, atol=1e-5)
-    with pytest.raises(fxplug.SpecError, match="share memory since this module was packed"):
+    whole = torch.randn(16, 8)
+    gm.get_submodule("0.q").weight.data, gm.get_submodule("0.k").weight.data = whole[:8], whole[8:]
+    with pytest.raises(fxplug.SpecError, match="'0' cannot be nested, as it reads two weights that share memory"):
         nest(gm, ["*"])
 
 

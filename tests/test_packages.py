@@ -12,7 +12,6 @@ import threading
 import zipfile
 from pathlib import Path
 
-import hostile_packages
 import pytest
 import small
 import torch
@@ -22,7 +21,7 @@ from torch import nn
 
 import fxplug
 from fxplug.errors import ArtifactError, FxplugError, GuardError, SpecError
-from fxplug.exports import aoti_writer, expressions, machines
+from fxplug.exports import aoti_writer, machines
 from fxplug.exports import package as packages
 from fxplug.exports.exporter import export
 from fxplug.exports.package import load_package
@@ -279,9 +278,8 @@ def changed(path, target, **facts):
         ({"format": "x"}, "the format 'x', which is no version"),
         ({"signature": {"parameters": 3}}, "the signature in the package cannot be read"),
         ({"constants": {"gone": {"dtype": "int8", "shape": [1]}}}, "the program does not know gone"),
-        ({"constants": {"gone": {}}}, "the manifest's constants is .*which export does not write"),
-        ({"operators": ["fxplug::loha", "nowhere::fast"]}, "calls the operator nowhere::fast, which is not here: import its"),
-        ({"banks": {"lora": [{"path": "x"}]}}, "the slots in the package cannot be read"),
+        ({"operators": ["fxplug::product", "nowhere::fast"]}, "calls the operator nowhere::fast, which is not here"),
+        ({"banks": {"lora": [{"path": "x"}]}}, "its manifest's banks.lora.0.block is none that export writes"),
         ({"file": None}, "it has compiled code and no manifest; torch._inductor.aoti_load_package reads"),
     ],
 )
@@ -436,37 +434,6 @@ def test_nothing_is_left_of_a_load(made, monkeypatch):
 
 
 @pytest.mark.slow
-def test_hostile_packages(made, tmp_path):
-    assert hostile_packages.run(made[1], tmp_path, range(3 * len(hostile_packages.MUTATIONS)), seed=0) == []
-
-
-@pytest.mark.parametrize("guard", hostile_packages.GUARDS)
-def test_hostile_conditions(guard):
-    """They are refused, or a number within bounds; none is run."""
-    arguments = {"image": torch.ones(2, 3, 8, 8), "more": {"scale": torch.ones(2, 1)}}
-    with hostile_packages.watched() as seen:
-        try:
-            value = expressions.evaluate(expressions.parsed(guard), arguments)
-        except (FxplugError, ArithmeticError):
-            value = 0
-    assert not seen and isinstance(value, (bool, int, float)) and (not isinstance(value, int) or value.bit_length() <= 256)
-
-
-@pytest.mark.parametrize(
-    "text, value",
-    [
-        ("L['image'].size()[0] < 64", True), ("(L['image'].size()[3] % 2) == 0", True), ("-L['image'].size()[1] + 2", -1),
-        ("L['more']['scale'].size()[0] == 2 and not L['image'].size()[2] > 8", True), ("2**L['image'].size()[1]", 8),
-        ("math.ceil(L['image'].size()[2] / 3) * max(1, L['image'].size()[1])", 9), ("torch.sym_ite(1 > 2, 3, 4)", 4),
-        ("L['pair'][1].size()[0]", 5), ("1 < L['image'].size()[0] <= 2", True), ("round(L['image'].size()[1] / 2, 1)", 1.5),
-    ],
-)  # fmt: skip
-def test_conditions_are_evaluated(text, value):
-    arguments = {"image": torch.ones(2, 3, 8, 8), "more": {"scale": torch.ones(2, 1)}, "pair": (0, torch.ones(5))}
-    assert expressions.evaluate(expressions.parsed(text), arguments) == value
-
-
-@pytest.mark.slow
 def test_a_module_that_a_package_cannot_follow(made, tmp_path):
     live = fxplug.lower(made[0], merge="live")
     with pytest.raises(FxplugError, match="adapters merged into its weights.* export what it was lowered from"):
@@ -526,31 +493,29 @@ def check_switching(new, path, example, options=QUICK):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [{"fuse": "auto"}, {"pack": True}])
-def test_lowered_modules(tmp_path, how):
+def test_a_fused_module(tmp_path):
     example = torch.randn(2, 7, 32)
     gm = fxplug.trace(Attention().eval(), example)
     new = fxplug.apply(gm, fxplug.load_pass("lora", rank=3, slots=2))
-    check_switching(fxplug.lower(new, **how), tmp_path / "lowered", example)
+    check_switching(fxplug.lower(new), tmp_path / "lowered", example)
 
 
 @pytest.mark.slow
 def test_operators_of_ours(tmp_path):
-    from fxplug.lowerings.linear import kernels, operators  # noqa: F401  (which define them)
+    from fxplug.lowerings.linear import operators  # noqa: F401  (which defines them)
 
     class Maps(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight, self.take = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.ones(1))
-            self.a, self.b = nn.Parameter(torch.randn(8, 2)), nn.Parameter(torch.randn(2, 8))
+            self.weight = nn.Parameter(torch.randn(8, 8))
 
         def forward(self, x):
-            return torch.ops.fxplug.product(x, kernels.loha(self.weight, self.a, self.b, self.a, self.b, self.take), None)
+            return torch.ops.fxplug.product(x, self.weight, None)
 
     x = torch.randn(2, 8)
     gm = fxplug.trace(Maps().eval(), x)
     package = load_package(export(gm, tmp_path / "ops", x, to="aoti", options=QUICK).path, trusted=True)
-    assert package.manifest["operators"] == ["fxplug::loha", "fxplug::product"]
+    assert package.manifest["operators"] == ["fxplug::product"]
     torch.testing.assert_close(package(x), gm(x).detach())
     with pytest.raises(SpecError, match="no pass of this package has slots"):
         package.adapters.use(None)

@@ -283,7 +283,7 @@ def test_other_lowerings_leave_quantised_layers_as_they_are(way):
     new = trained(way).eval()
     with torch.no_grad():
         expected = new(inputs())
-        for options in ({"fuse": "fused", "pack": True}, {"merge": "remerge"}, {"merge": "auto"}):
+        for options in ({"fuse": "fused"}, {"merge": "auto"}):
             lowered = fxplug.lower(new, **options)
             torch.testing.assert_close(lowered(inputs()), expected, **close(way))
             assert not [path for path in lowered.meta.get("forms", {}) if path.startswith("blocks.")], options

@@ -59,7 +59,7 @@ def clockwork(monkeypatch):
     seconds, timed = {}, []
 
     def calls(device, case):
-        names = ["stock", "fused", *(["blas", "remerge"] if case.rank else [])]
+        names = ["stock", "fused", *(["blas"] if case.rank else [])]
         return {name: (name, case) for name in names}
 
     def spent(device, call, repeats):
@@ -95,7 +95,7 @@ def test_each_shape_is_measured_once_and_kept(new, folder):
         (Case("float32", 15, 8, 16, 2, 0), ["first"]), (Case("float32", 15, 16, 8, 2, 0), ["second"])
     ]  # fmt: skip
     for timing in found.timings:
-        assert set(timing.milliseconds) == {"stock", "fused", "blas", "remerge", "remerge:blas"}
+        assert set(timing.milliseconds) == {"stock", "fused", "blas"}
         assert timing.ratios["stock"] == (1, 1)
         assert timing.form == "stock" or timing.ratios[timing.form][0] < measuring.FASTER
     assert found.file.parent == folder and "15 rows, 8 -> 16, rank 2, float32: 1 layers" in str(found)
@@ -112,15 +112,15 @@ def test_a_form_is_taken_only_where_most_turns_were_faster(monkeypatch):
         monkeypatch.setattr(measuring, "_time", lambda device, call, repeats: next(spent[call]))
         return measuring.measure(CPU, Case("float32", 1, 1, 1, 1, 0), [], 4).form
 
-    assert measured(stock=[1.0] * 5, fused=[0.9] * 5, remerge=[0.8] * 5) == "remerge"
+    assert measured(stock=[1.0] * 5, fused=[0.9] * 5, blas=[0.8] * 5) == "blas"
     assert measured(stock=[1.0] * 5, fused=[0.98] * 5) == "stock"  # too little
     assert measured(stock=[1.0] * 5, fused=[0.5, 0.5, 0.5, 2.0, 2.0]) == "stock"  # too often slower
 
 
 @pytest.mark.parametrize("rows, form", [
-    ({}, "fused"), ({"r15": "stock"}, "stock"), ({"r15": "remerge", "r14": "stock", "r16": "stock"}, "remerge"),
-    ({"r8": "remerge", "r64": "remerge"}, "remerge"), ({"r8": "remerge", "r64": "stock"}, "fused"),
-    ({"r8": "remerge"}, "fused"),
+    ({}, "fused"), ({"r15": "stock"}, "stock"), ({"r15": "blas", "r14": "stock", "r16": "stock"}, "blas"),
+    ({"r8": "blas", "r64": "blas"}, "blas"), ({"r8": "blas", "r64": "stock"}, "fused"),
+    ({"r8": "blas"}, "fused"),
 ], ids=str)
 def test_the_measured_form_is_taken_at_and_between_measured_rows(new, rows, form):
     forms.write(CPU, entries(**rows))
@@ -128,11 +128,9 @@ def test_the_measured_form_is_taken_at_and_between_measured_rows(new, rows, form
 
 
 def test_fused_graphs_have_what_was_measured(new):
-    forms.write(CPU, entries(r15="remerge"))
+    forms.write(CPU, entries(r15="blas"))
     fused = fxplug.fuse(new)
-    assert [n.target for n in fused.graph.nodes if n.target in (operators.remerged_linear, operators.lora_linear)] == [
-        operators.remerged_linear, operators.lora_linear
-    ]  # fmt: skip
+    assert [n.args[6:] for n in fused.graph.nodes if n.target is operators.lora_linear] == [("blas",), ()]
     forms.write(CPU, entries(r15="stock"))
     assert "first" in functions(fxplug.fuse(new))
 
@@ -157,7 +155,7 @@ def test_the_fastest_form_is_taken_for_each_way_of_running(new, clockwork):
 
 
 def test_where_nothing_is_clearly_faster_a_module_stays_bit_for_bit(new, clockwork):
-    clockwork(fused=0.98, blas=lambda case: 1.05, remerge=3.0)
+    clockwork(fused=0.98, blas=lambda case: 1.05)
     made = fxplug.lower(new)
     assert functions(made).keys() == functions(new).keys() and set(made.meta["forms"].values()) == {"stock"}
     x = torch.randn(3, 5, 8)
@@ -180,7 +178,7 @@ def test_what_was_measured_is_not_measured_again(new, clockwork, folder):
 
 def test_a_form_that_is_faster_only_at_times_is_not_taken(new, clockwork):
     spent = itertools.cycle([0.2, 0.2, 0.2, 2.0, 2.0])
-    clockwork(fused=lambda case: next(spent), blas=1.1, remerge=1.1)
+    clockwork(fused=lambda case: next(spent), blas=1.1)
     assert first_form(new) == "stock"
 
 
@@ -227,7 +225,7 @@ def test_processes_that_measure_at_once_leave_a_whole_file(folder):
     (None, "is damaged"),
 ])
 def test_a_file_that_cannot_be_used_is_ignored_and_that_is_said_once(new, change, said):
-    file = forms.write(CPU, entries(r15="remerge"))
+    file = forms.write(CPU, entries(r15="blas"))
     document = json.loads(file.read_text())
     if change is not None:
         change(document)
@@ -235,8 +233,8 @@ def test_a_file_that_cannot_be_used_is_ignored_and_that_is_said_once(new, change
     with pytest.warns(UserWarning, match=said) as warned:
         assert first_form(new) == first_form(new) == "fused"
     assert len(warned) == 1
-    forms.write(CPU, entries(r15="remerge"))  # a new one takes its place
-    assert first_form(new) == "remerge"
+    forms.write(CPU, entries(r15="blas"))  # a new one takes its place
+    assert first_form(new) == "blas"
 
 
 def test_a_module_without_updates_has_nothing_to_tune():
@@ -253,7 +251,7 @@ def test_any_shape_and_dtype_gets_a_form(case, monkeypatch):
     monkeypatch.setattr(measuring, "_brief", BRIEF)
     monkeypatch.setattr(measuring, "BUDGET", 0)
     form, text = measuring.chosen(measuring.settle({(CPU, case)})[CPU], case)
-    assert set(re.sub(r" \([^()]*\)", "", text).split(", ")) == set(form.split(",")) <= set(forms.NAMES)
+    assert set(re.sub(r" \([^()]*\)", "", text).split(", ")) == set(form.split(",")) <= set(forms.FORMS)
 
 
 def test_many_and_large_shapes_are_measured_with_fewer_rows(monkeypatch, folder):

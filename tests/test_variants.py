@@ -210,7 +210,7 @@ def test_variants_follow_copies_lowerings_and_further_passes():
         assert twin.variants == new.variants and not torch.equal(twin(x, more=x), want)
         further = fxplug.apply(new, fxplug.load_pass("lora", name="further", at="layer", rank=1))
         assert torch.equal(further(x, more=x), want) and further.variants == ["more: float32 of 2 dimensions"]
-        for options in ({"merge": True}, {"merge": "remerge"}, {"pack": True}):
+        for options in ({"merge": True}, {"fuse": "fused"}):
             fast = fxplug.lower(new, **options)
             torch.testing.assert_close(fast(x, more=x), want)
 

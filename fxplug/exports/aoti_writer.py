@@ -26,7 +26,7 @@ from ..torch_internals.packaging import compile_package, find_compiler, processo
 from .call_signature import Json, describe
 from .machines import capabilities, needed
 from .package import TEMPORARY, _loader
-from .package_file import FORMAT, MANIFEST, TENSORS, check_members, root, unpack
+from .package_file import FORMAT, MANIFEST, TENSORS, unpack
 
 # what inductor does to constants otherwise: those of one value are worked out at compile time and whatever they feed with
 # them (a new adapter's zeros, and all that is multiplied by them), those of few numbers are written into the code, and weights
@@ -91,16 +91,15 @@ def write(
         compile_package(program, sink, {**(options or {}), **LIVE})
     constants, metadata = _compiled(file)
     state = _state(program)
-    whole, views = _shared(tensors, {name: tensor for name, tensor in state.items() if name in constants})
     read = _read_by(program) & set(tensors) | set(facts.get("where", {}).values())
-    lost = sorted(name for name in read if name not in constants and name not in views)
+    lost = sorted(name for name in read if name not in constants)
     if lost:
         raise Unfit(
             f"the compiled program does not read {', '.join(lost[:3])}{' ...' if lost[3:] else ''}, so another adapter would "
             "have no effect there: export the module that this one was lowered from, module.meta['source']"
         )
     # names of adapters and the like are part of the state, and no part of the program
-    live = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in whole.items()}
+    live = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     manifest = {
         "format": FORMAT,
         "fxplug": __version__,
@@ -112,7 +111,6 @@ def write(
         "capability": list(torch.cuda.get_device_capability()) if metadata["AOTI_DEVICE_KEY"] == "cuda" else None,
         "constants": {name: _facts(tensor) for name, tensor in state.items() if name in constants},
         "operators": _operators(program),
-        "views": views,
         "signature": signature,
         **facts,
     }
@@ -134,7 +132,6 @@ def _compiled(file: str) -> tuple[set[str], dict[str, str]]:
 
     with opened(file, raises=unfit) as handle, folder(TEMPORARY) as work:
         archive = open_archive(handle, unfit)
-        check_members(archive.namelist(), root(archive), unfit)
         unpack(archive, work, unfit)
         loader = _loader(work, 1, -1)
         return set(loader.get_constant_fqns()), dict(loader.get_metadata())
@@ -171,33 +168,6 @@ def _operators(program: ExportedProgram) -> list[str]:
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
     targets = {node.target for graph in graphs for node in graph.nodes if isinstance(node.target, OpOverload)}
     return sorted({name_of(t) for t in targets if t.namespace not in ("aten", "prim", "prims")})
-
-
-def _shared(
-    tensors: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], dict[str, Json]]:
-    """The tensors to keep, and how the others lie in these: a bank that is packed is a part of what the program reads."""
-    whole: dict[str, torch.Tensor] = {}
-    views: dict[str, Json] = {}
-    for name, tensor in tensors.items():
-        around = [key for key, other in constants.items() if key != name and _within(tensor, other)]
-        owner = max(around, key=lambda key: constants[key].numel(), default=name)
-        if owner == name:
-            whole[name] = tensor
-        else:
-            start = tensor.storage_offset() - constants[owner].storage_offset()
-            whole[owner] = constants[owner]
-            views[name] = {"of": owner, "shape": list(tensor.shape), "stride": list(tensor.stride()), "start": start}
-    return {name: tensor for name, tensor in whole.items() if name not in views}, views
-
-
-def _within(part: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether a tensor is a smaller part of another's memory."""
-    if not part.numel() < whole.numel() or part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
-        return False
-    first, start = part.storage_offset(), whole.storage_offset()
-    last = first + sum((n - 1) * step for n, step in zip(part.shape, part.stride(), strict=True))
-    return bool(part.numel() and whole.is_contiguous() and start <= first and last < start + whole.numel())
 
 
 def _state(program: ExportedProgram) -> dict[str, torch.Tensor]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from torch.export import ExportedProgram
 
 from ..artifacts.value_json import FORMS as GRAPH_FORMS
@@ -122,6 +123,25 @@ def _plain(value: Any) -> Any:
 # --- using one
 
 
+class TensorFacts(BaseModel):
+    """A tensor that a program takes, as a file says: its sizes are numbers, or names of those that are free."""
+
+    model_config = ConfigDict(strict=True)
+    dtype: str
+    shape: list[NonNegativeInt | str | None]
+
+
+class SignatureFacts(BaseModel):
+    """A signature, as a file says."""
+
+    model_config = ConfigDict(strict=True)
+    parameters: list[Json]
+    tensors: list[TensorFacts]
+    ranges: dict[str, Annotated[list[int | None], Field(min_length=2, max_length=2)]]
+    guards: list[str]
+    result: Any
+
+
 @dataclass
 class _Tensor:
     dtype: torch.dtype
@@ -139,11 +159,16 @@ class Signature:
     ) -> None:
         self.device, self.made = device, made
         try:
-            self.tensors = [_tensor(entry) for entry in _list(data["tensors"])]
-            self.parameters = {entry["name"]: entry for entry in _list(data["parameters"])}
-            self.python = inspect.Signature([_parameter(entry) for entry in data["parameters"]])
-            self.ranges = {name: _checked_range(*bounds) for name, bounds in data["ranges"].items()}
-            self.guards = [(text, parsed(text)) for text in _conditions(data["guards"], limits)]
+            said = SignatureFacts.model_validate(data)
+            self.tensors = [_Tensor(DTYPES[entry.dtype], entry.shape) for entry in said.tensors]
+            self.parameters = {entry["name"]: entry for entry in said.parameters}
+            self.python = inspect.Signature([_parameter(entry) for entry in said.parameters])
+            self.ranges = said.ranges
+            if (total := sum(map(len, said.guards))) > limits.conditions:
+                raise ValueError(
+                    f"its conditions have {total} characters, and more than {limits.conditions} are not read; see Limits"
+                )
+            self.guards = [(text, parsed(text)) for text in said.guards]
             self.result = _decoded(data["result"], ("tensor", "number"))
             self.values = {entry["name"]: _decoded(entry["value"], ("tensor",)) for entry in data["parameters"]}
             indices = [i for value in self.values.values() for i in _positions(value)]
@@ -280,37 +305,6 @@ def _decoded(data: Any, marks: tuple[str, ...]) -> Any:
 def _positions(value: Any) -> list[int]:
     """Which tensors a value has."""
     return [leaf.content for leaf in leaves(value) if isinstance(leaf, Mark) and leaf.kind == "tensor"]
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise ValueError(f"{shown(value)} is no list")
-    return value
-
-
-def _tensor(entry: Json) -> _Tensor:
-    return _Tensor(DTYPES[entry["dtype"]], [_checked_size(size) for size in _list(entry["shape"])])
-
-
-def _checked_size(size: Any) -> int | str | None:
-    if size is not None and type(size) is not str and (type(size) is not int or size < 0):
-        raise ValueError(f"{shown(size)} is no size")
-    return size
-
-
-def _checked_range(low: Any, high: Any) -> tuple[int | None, int | None]:
-    if any(bound is not None and type(bound) is not int for bound in (low, high)):
-        raise ValueError(f"{shown([low, high])} are no bounds of a size")
-    return low, high
-
-
-def _conditions(texts: Any, limits: Limits) -> list[str]:
-    if any(type(text) is not str for text in _list(texts)):
-        raise ValueError(f"{shown(texts)} are no conditions")
-    total = sum(map(len, texts))
-    if total > limits.conditions:
-        raise ValueError(f"its conditions have {total} characters, and more than {limits.conditions} are not read; see Limits")
-    return list(texts)
 
 
 def _fill(wanted: Any, value: Any, where: str, flat: list[Any], made: str) -> None:

@@ -6,7 +6,7 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,61 +49,18 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 def parsed(text: str) -> ast.expr:
     """The tree of a condition. Raises FxplugError for what is none."""
-    opened = 0
-    for bracket in re.findall(r"[()\[\]]", text):
-        opened += 1 if bracket in "([" else -1
-        if opened > DEEPEST:
-            raise FxplugError("it nests too deeply")
     if not CONDITION.match(text):
         raise FxplugError("it is no expression")
     try:
         tree: ast.expr = syntax_tree(text, "eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise FxplugError("it is no expression") from None
-    level = [tree]
+    level: list[ast.AST] = [tree]
     for _ in range(DEEPEST):
-        level = [inner for outer in level for inner in _inner(outer)]
-        if not level:
-            break
-    else:
+        level = [inner for outer in level for inner in ast.iter_child_nodes(outer)]
+    if level:
         raise FxplugError("it nests too deeply")
-    if _check_constants(tree):
-        _check_constant(tree)
     return tree
-
-
-def _inner(tree: ast.AST) -> Iterator[ast.expr]:
-    return (node for node in ast.iter_child_nodes(tree) if isinstance(node, ast.expr))
-
-
-def _check_constants(tree: ast.expr) -> bool:
-    """Whether an expression reads no argument. Raises FxplugError for what `evaluate` has no form for, whatever is given."""
-    named = isinstance(tree, ast.Name) and tree.id == "L"
-    if isinstance(tree, ast.Call):
-        size = isinstance(tree.func, ast.Attribute) and tree.func.attr == "size" and not tree.args
-        known = not tree.keywords and (size or _named(tree.func) in FUNCTIONS)
-        inner = [tree.func.value] if size and isinstance(tree.func, ast.Attribute) else tree.args
-    else:
-        known = named or isinstance(tree, (ast.Constant, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Subscript))
-        inner = list(_inner(tree))
-    if isinstance(tree, ast.Constant) and isinstance(tree.value, int) and tree.value.bit_length() > LARGEST:
-        raise FxplugError(f"{shown(tree.value)} is no size")
-    if not known:
-        raise FxplugError(f"{shown(ast.unparse(tree))[1:-1]} is no size")
-    free = [_check_constants(node) for node in inner]
-    if all(free) and not named:
-        return True
-    for node, constant in zip(inner, free, strict=True):
-        if constant and not (isinstance(tree, ast.Subscript) and node is tree.slice):
-            _check_constant(node)
-    return False
-
-
-def _check_constant(tree: ast.expr) -> None:
-    try:
-        evaluate(tree, {})
-    except ArithmeticError as error:
-        raise FxplugError(f"{shown(ast.unparse(tree))[1:-1]} has no value: {error}") from None
 
 
 def readable(text: str) -> str:

@@ -95,7 +95,7 @@ def check_operators(file: Path, names: Iterable[str]) -> None:
     """Raises ArtifactError for an operator that no library has defined here."""
     names = list(names)
     if any(name.startswith("fxplug::") for name in names):
-        from ..lowerings.linear import kernels, operators  # noqa: F401  (which define them)
+        from ..lowerings.linear import operators  # noqa: F401  (which defines them)
     for name in names:
         if not is_operator(name):
             raise ArtifactError(f"{file} calls the operator {shown(name)[1:-1]}, which is not here: import its library first")

@@ -10,17 +10,17 @@ import hashlib
 import os
 import re
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import torch
+from pydantic import AfterValidator, Field, model_validator
 
 from ..blocks.slot_gates import NAME
 from ..errors import shown
-from ..files.reading import Raises, about, check_format, opened, parse_json, size_of
+from ..files.reading import Raises, about, opened, parse_json, size_of
 from ..files.weight_files import onnx_model, onnx_tensor
 from ..limits import DEFAULT, Limits
-from .call_signature import Json
-from .package_file import check_tensors, is_view, place
+from .package_file import Described, Manifest, check_manifest, check_places
 
 FORMAT = 1
 METADATA, SEAL = "fxplug", "fxplug.sha256"
@@ -28,13 +28,35 @@ INSTALL = "pip install 'fxplug[onnx]'"
 LARGEST = 1 << 31  # bytes of a model: protobuf's own limit
 PAGE = 4096  # where tensors begin, so that their file can be mapped into memory
 PIECE = 1 << 24
-_HEX = re.compile(r"[0-9a-f]{64}\Z")
-# what the metadata says, and what stands for an entry that is not there
-ENTRIES: dict[str, tuple[type, Any]] = {
-    "inputs": (list, None), "outputs": (list, None), "signature": (dict, None), "checks": (list, []), "live": (list, []),
-    "views": (dict, {}), "names": (dict, {}), "banks": (dict, {}), "where": (dict, {}), "passes": (list, []), "opset": (int, 0),
-    "module": (str, ""), "mode": (str, ""), "torch": (str, ""), "fxplug": (str, ""),
-}  # fmt: skip
+def _name(text: str) -> str:
+    if len(text.encode(errors="replace")) > NAME or not (text.isascii() or text.isprintable()):
+        raise ValueError("it is no name of an adapter")
+    return text
+
+
+class Data(Described):
+    """The file of weights beside a model."""
+
+    name: Annotated[str, Field(pattern=r"^[^/\\]{1,255}\.data$")]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class OnnxManifest(Manifest):
+    """What the metadata of a model says."""
+
+    inputs: list[str]
+    outputs: list[str]
+    checks: list[str] = []
+    live: list[str] = []
+    names: dict[str, list[Annotated[str, AfterValidator(_name)]]] = {}
+    opset: int = 0
+    data: Data | None = None
+
+    @model_validator(mode="after")
+    def _agreed(self) -> OnnxManifest:
+        if self.names.keys() != self.banks.keys() or len(self.checks) > len(self.outputs):
+            raise ValueError("its slots or its results have no names")
+        return self
 
 
 def sealed(model: bytes) -> bytes:
@@ -79,7 +101,7 @@ class OnnxFile:
             )
         self._check_seal(raises)
         text = found[METADATA]
-        self.manifest = check_manifest(parse_json(text, about(f"{path}: its metadata"), limits), raises)
+        self.manifest = check_manifest(parse_json(text, about(f"{path}: its metadata"), limits), OnnxManifest, raises)
         data = self.manifest["data"]
         if data is None:
             self._beside: tuple[Path, os.stat_result] | None = None
@@ -114,9 +136,8 @@ class OnnxFile:
         for name, texts in self.manifest["names"].items():
             rows = [list(text.encode().ljust(NAME, b"\0")) for text in texts]
             tensors[f"{name}.gates.table.names"] = torch.tensor(rows, dtype=torch.uint8)
-        plain = {**self.manifest, "constants": {}}  # everything stays where it is
-        check_tensors(plain, tensors, raises)
-        return place(plain, tensors, torch.device("cpu"))
+        check_places(self.manifest, tensors, raises)
+        return tensors
 
 
 def check_digest(file: BinaryIO, digest: str, raises: Raises) -> None:
@@ -127,42 +148,3 @@ def check_digest(file: BinaryIO, digest: str, raises: Raises) -> None:
         found.update(piece)
     if found.hexdigest() != digest:
         raise raises("is not as it was exported: it is damaged, was changed since, or belongs to another model")
-
-
-def check_manifest(manifest: Any, raises: Raises) -> Json:
-    """Metadata with all its entries, each of the kind that it should be. Raises what `raises` makes."""
-    check_format(manifest, FORMAT, raises)
-    missing = [key for key, (_, default) in ENTRIES.items() if default is None and key not in manifest]
-    if missing:
-        raise raises(f"cannot be read: its metadata says nothing of {', '.join(missing)}")
-    full: Json = {"data": None, **{key: default for key, (_, default) in ENTRIES.items()}, **manifest}
-
-    def check(holds: bool, key: str) -> None:
-        if not holds:
-            raise raises(f"cannot be read: its metadata has {shown(full[key])} for {key}, which export does not write")
-
-    for key, (kind, _) in ENTRIES.items():
-        check(type(full[key]) is kind, key)
-    for key in ("inputs", "outputs", "checks", "live", "passes"):
-        check(_are_texts(full[key]), key)
-    check(len(full["checks"]) <= len(full["outputs"]), "checks")
-    check(all(type(texts) is list and texts and all(map(_is_name, texts)) for texts in full["names"].values()), "names")
-    check(full["names"].keys() == full["banks"].keys(), "names")
-    check(_are_texts(list(full["where"].values())), "where")
-    check(all(map(is_view, full["views"].values())), "views")
-    check(full["data"] is None or _is_data(full["data"]), "data")
-    return full
-
-
-def _are_texts(values: list[Any]) -> bool:
-    return all(type(value) is str for value in values)
-
-
-def _is_name(value: Any) -> bool:
-    return type(value) is str and len(value.encode(errors="replace")) <= NAME and value.isascii() | value.isprintable()
-
-
-def _is_data(value: Any) -> bool:
-    right = type(value) is dict and value.keys() == {"name", "sha256"} and _are_texts(list(value.values()))
-    right = right and _HEX.match(value["sha256"]) is not None
-    return right and re.fullmatch(r"[^/\\\0]{1,255}\.data", value["name"]) is not None

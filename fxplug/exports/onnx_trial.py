@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ from torch.export import ExportedProgram
 from torch.func import functional_call
 
 from ..errors import FxplugError, shown
+from ..ir.comparison import difference
 from ..ir.pytree import leaves, map_leaves
 from .aoti_writer import Refused, Unfit, refusing
 from .onnx_file import INSTALL
 from .onnx_model import load_once
 
-# how far a result may be from the module's, in parts of its largest number: more than rounding, less than another weight
-CLOSE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+CLOSE = 10  # so many times what rounding may change within a model is more than rounding, and less than another weight
 
 
 def tried(file: str, program: ExportedProgram, module: nn.Module, said: list[str]) -> list[str]:
@@ -47,11 +46,10 @@ def tried(file: str, program: ExportedProgram, module: nn.Module, said: list[str
         raise Refused(what) from error
     found = [value for value in leaves(out) if isinstance(value, torch.Tensor)]
     pairs = list(zip(found, wanted, strict=False))  # the conditions come last, and are no part of the result
-    apart = [_apart(a, b) for a, b in pairs]
-    drawn = any(_apart(a, b) for a, b in zip(wanted, again, strict=True))
-    allowed = [CLOSE.get(b.dtype, 0.0) * max(1.0, _apart(b, torch.zeros_like(b))) for _, b in pairs]
-    wrong = [i for i, gap in enumerate(apart) if gap > allowed[i]]
-    most = f"{max(apart, default=0.0):.1e}"
+    apart = [difference(b, a, within=True) for a, b in pairs]
+    drawn = difference(wanted, again).distance > 0
+    wrong = [i for i, gap in enumerate(apart) if gap.times > CLOSE]
+    most = f"{max((gap.distance for gap in apart), default=0.0):.1e}"
     if wrong and not drawn:
         raise Unfit(
             f"the ONNX model differs from the module by {most}, in result {wrong[0]} for the example inputs, which is a "
@@ -69,15 +67,6 @@ def _called(module: nn.Module, inputs: Any) -> list[torch.Tensor]:
         found: list[torch.Tensor] = functional_call(module, state, *given)
     before = [*dict(module.named_buffers()).items(), *((f"its input {i}", t) for i, t in enumerate(leaves(inputs)))]
     for (name, old), new in zip(before, [*state.values(), *leaves(given)], strict=True):
-        if isinstance(old, torch.Tensor) and _apart(old, new):
+        if isinstance(old, torch.Tensor) and difference(old, new).distance > 0:
             raise Unfit(f"a call of this module changes {name}, and an ONNX model changes nothing: export to aoti or pt2")
     return found
-
-
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The largest difference between two tensors, infinite where they are of other kinds."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return math.inf
-    a, b = a.detach().cpu().double(), b.detach().cpu().double()
-    gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs()).nan_to_num(math.inf)
-    return float(gap.amax()) if gap.numel() else 0.0

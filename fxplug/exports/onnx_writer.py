@@ -28,7 +28,7 @@ from ..ir.pytree import children, rebuilt
 from ..torch_internals.dispatch import OpOverload
 from ..torch_internals.onnx import DEFAULT, OPSETS, translated, untranslated
 from ..torch_internals.tensors import assert_later
-from .aoti_writer import Refused, Unfit, _quiet, _shared, _state, hushed, refusing
+from .aoti_writer import Refused, Unfit, _quiet, _state, hushed, refusing
 from .call_signature import Json, describe, encoded
 from .onnx_file import FORMAT, INSTALL, METADATA, PAGE, data_name, is_data_of, sealed
 
@@ -228,15 +228,14 @@ def _make_live(model: Any, tensors: Mapping[str, torch.Tensor], state: Mapping[s
 
     initializers = model.graph.initializers
     names = {name: tensor for name, tensor in tensors.items() if name.endswith(".gates.table.names")}
-    read = {name: tensor for name, tensor in state.items() if name in initializers and initializers[name].uses()}
-    whole, views = _shared({name: tensor for name, tensor in tensors.items() if name not in names}, read)
-    lost = sorted(name for name in whole if name not in read)
+    whole = sorted(tensors.keys() - names.keys())
+    lost = [name for name in whole if name not in state or name not in initializers or not initializers[name].uses()]
     if lost:
         raise Unfit(
             f"the program does not read {', '.join(lost[:3])}{' ...' if lost[3:] else ''}, so another adapter would have no "
             "effect there: export the module that this one was lowered from, module.meta['source']"
         )
-    values = {name: (initializers[name], initializers[name].const_value) for name in sorted(whole)}
+    values = {name: (initializers[name], initializers[name].const_value) for name in whole}
     for name, (value, _) in values.items():
         del initializers[name]
         value.const_value = None
@@ -247,7 +246,7 @@ def _make_live(model: Any, tensors: Mapping[str, torch.Tensor], state: Mapping[s
         value.const_value = const
         initializers[name] = value
     loaded = {name.removesuffix(".gates.table.names"): _texts(tensor) for name, tensor in names.items()}
-    return {"live": list(values), "views": views, "names": loaded}
+    return {"live": list(values), "names": loaded}
 
 
 def _texts(names: torch.Tensor) -> list[str]:

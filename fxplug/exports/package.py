@@ -25,7 +25,7 @@ from ..torch_internals.packaging import LOADER
 from ..turns import Turns, change, during
 from .call_signature import Json, Signature
 from .machines import check_machine, check_operators, pick_device
-from .package_file import CODE, Packed, check_slots, place
+from .package_file import CODE, Packed, check_slots
 from .package_file import banks as _banks
 
 TEMPORARY = "fxplug-package-"
@@ -185,7 +185,9 @@ def load_package(
             missing = sorted(set(manifest["constants"]) - set(loader.get_constant_fqns()))
             if missing:
                 raise ArtifactError(f"the program does not know {shown(missing[0])[1:-1]}, which its manifest lists")
-            package = Package(loader, manifest, place(manifest, packed.tensors, where), where)
+            # what the program does not read, such as names, is read by us alone
+            read = {name: tensor.to(where) for name, tensor in packed.tensors.items() if name in manifest["constants"]}
+            package = Package(loader, manifest, {**packed.tensors, **read}, where)
             if manifest["banks"]:
                 check_slots(package.adapters)
         except BaseException:  # an interrupt, too: the folder goes, the error is raised again

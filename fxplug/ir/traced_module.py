@@ -234,7 +234,6 @@ class TracedModule(fx.GraphModule):
                 buffers = self.get_submodule(home)._buffers
                 if (new := buffers[key]) is not None and new.dtype != value.dtype:
                     buffers[key] = value.to(new.device)
-            self._retie()
         return self
 
     def _constants(self) -> set[str]:
@@ -250,15 +249,7 @@ class TracedModule(fx.GraphModule):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As torch's, between calls: those that run are waited for."""
         with change(turns_of(self)):
-            found = super().load_state_dict(*args, **kwargs)
-            self._retie()
-        return found
-
-    def _retie(self) -> None:
-        """Let parameters be parts of packed weights again, where they were, after they got memory of their own."""
-        for module in self.modules():
-            if (retie := getattr(type(module), "retie", None)) is not None:
-                retie(module, self)
+            return super().load_state_dict(*args, **kwargs)
 
     def __getitem__(self, key: int | str) -> Any:
         return child_of(self, key)
@@ -330,7 +321,6 @@ class TracedModule(fx.GraphModule):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
         new = memo[id(self)] = self._again(lambda value: copy.deepcopy(value, memo))
-        new._retie()
         return new
 
     def __copy__(self) -> TracedModule:

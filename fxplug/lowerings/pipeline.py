@@ -13,11 +13,11 @@ import torch
 from ..errors import MatchError, SpecError, did_you_mean, shown
 from ..ir.traced_module import TracedModule
 from ..turns import held
-from .linear import forms, fused, packed
-from .merging import fold, live, remerge
+from .linear import forms, fused
+from .merging import fold, live
 from .regions import nested
 
-MERGES = ("fold", "live", "remerge", "auto")
+MERGES = ("fold", "live", "auto")
 
 
 @held
@@ -29,18 +29,16 @@ def lower(
     fuse: str | bool | None = "auto",
     outline: str | bool | Sequence[str] | None = None,
 ) -> TracedModule:
-    """A faster form of a rewritten module: merged, packed, fused, outlined, in this order; `gm` stays as it is.
+    """A faster form of a rewritten module: merged, fused, outlined, in this order; `gm` stays as it is.
 
     `merge`: None leaves the adapters beside their layers; "fold" or True folds them into copies of the weights for good, as
-    `fold.merge`; "live" folds what is in the slots and again whenever that changes, as `live.live`; "remerge" adds
-    them to the weights at each call where many rows make that the cheaper way, as `remerging.remerge`. "auto" is the stated
+    `fold.merge`; "live" folds what is in the slots and again whenever that changes, as `live.live`. "auto" is the stated
     default of a module that is served: passes with slots are merged live, unless samples have entries of their own now, and
     the others are folded as far as they are functions of weights.
 
-    `pack` makes one product of linear layers that read the same value, where that is not slower: see `packing.pack`. `fuse`
-    joins layers and their updates, in the form that was measured fastest ("auto"), in one form for all, or not (None, False):
-    see `fused.fuse`. `outline` compiles repeated regions once: "auto" where there are some, True finds them too and raises
-    where there are none, a list names them: see `nesting.nest`.
+    `fuse` joins layers and their updates, in the form that was measured fastest ("auto"), in one form for all, or not (None,
+    False): see `fused.fuse`. `outline` compiles repeated regions once: "auto" where there are some, True finds them too and
+    raises where there are none, a list names them: see `nested.nest`. `pack` changes nothing any more.
 
     The result shares parameters, and the state of slots, with `gm`, but for what is merged. `meta["forms"]` says which form
     each layer has, `meta["source"]` is what save keeps: `gm`, or what was folded. Raises SpecError for a value that is none
@@ -61,10 +59,6 @@ def lower(
         source = made = _folded(gm, None)
     elif merge == "live":
         made = live.live(made)
-    elif merge == "remerge":
-        made = remerge.remerge(made)
-    if pack:
-        made = _noted(made, packed.pack(made))
     if fuse:
         made = _noted(made, fused.fuse(made, str(fuse)))
     if regions is not False:
@@ -82,14 +76,19 @@ def _checked(gm: Any, merge: Any, pack: Any, fuse: Any, outline: Any) -> tuple[s
     """The arguments in one way of writing each. Raises SpecError."""
     fold.check_unlowered(gm, "lower")
     merge = "fold" if merge is True else None if merge is False else merge
+    if merge == "remerge":
+        forms.say("merge='remerge' was never faster than fuse='auto', which adds an update to the weight where that is cheaper")
+        merge = None
     if merge is not None and merge not in MERGES:
         finding = f"merge has no way {shown(merge)}{did_you_mean(merge, MERGES)}"
         raise SpecError(f"{finding}; it is None or one of {', '.join(MERGES)}")
     if not isinstance(pack, bool):
         raise SpecError(f"pack is true or false, not {shown(pack)}")
+    if pack:
+        forms.say("pack=True changes nothing any more: one product for q, k and v made no model faster")
     fuse = "auto" if fuse is True else fuse or None
     if fuse is not None:
-        forms.check(fuse)
+        fuse = forms.form_named(fuse)
     if outline in (None, False):
         return merge, fuse, False
     if outline in (True, "auto"):

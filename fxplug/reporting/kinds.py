@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -12,10 +13,11 @@ import networkx as nx
 
 from ..ir.records import Listing, Record
 from .contents import Arrow, Box, Kind, Line, State
-from .repeats import runs
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 MODEL = ("",)
+LONGEST = 12  # so many things at most are one period
+LEAST = 3  # so often at least a period is there
 
 
 @dataclass
@@ -309,3 +311,25 @@ def _chains(level: Level, home: dict[str, str]) -> list[list[str]]:
         chains[key] = chains.pop(before[0], []) if follows else []
         chains[key].append(key)
     return [chain for chain in chains.values() if len(chain) > 1]
+
+
+def runs(keys: Sequence[Hashable | None]) -> list[tuple[int, int, int]]:
+    """The places where a period of keys is there `LEAST` times or more in a row: its start, its length, and how often.
+
+    Runs do not overlap; the one that covers most begins first, of several the one with the shortest period. None is like
+    nothing.
+    """
+    found, start = [], 0
+    while start < len(keys):
+        best = (0, 0, 0)
+        for period in range(1, min(LONGEST, (len(keys) - start) // LEAST) + 1):
+            end = start + period
+            while end < len(keys) and keys[end] is not None and keys[end] == keys[end - period]:
+                end += 1
+            times = (end - start) // period
+            if times >= LEAST and keys[start] is not None and times * period > best[0] and None not in keys[start:end]:
+                best = (times * period, period, times)
+        if best[0]:
+            found.append((start, best[1], best[2]))
+        start += best[0] or 1
+    return found

@@ -234,8 +234,8 @@ def test_several_calls_see_one_choice_and_several_changes_are_one():
 @pytest.mark.parametrize(
     ("form", "way"),
     [
-        *((form, "use") for form in ("eager", "fused", "live merge", "remerge", "packed", "checkpointed")),
-        *((form, "replace") for form in ("eager", "fused", "live merge", "remerge", "packed", "checkpointed")),
+        *((form, "use") for form in ("eager", "fused", "live merge", "checkpointed")),
+        *((form, "replace") for form in ("eager", "fused", "live merge", "checkpointed")),
         pytest.param("compiled", "replace", marks=pytest.mark.slow),
     ],
 )

@@ -526,7 +526,7 @@ def test_odd_places_to_switch_in():
     assert new.adapters.active == {"a": pytest.approx(0.3, rel=1e-6)}  # not rounded to the model's dtype
     with pytest.raises(SpecError, match="a text of at most 128 bytes"):
         new.adapters.load("\ud800", halves({"q": (8, 8)}))
-    for how in ({"fuse": None}, {"fuse": "fused"}, {"pack": True}, {"merge": "live"}):
+    for how in ({"fuse": None}, {"fuse": "fused"}, {"merge": "live"}):
         assert fxplug.lower(new, **how)(x[:0].bfloat16()).shape == (0, 3, 8)
     with pytest.raises(SpecError, match="meta device, which holds no values"):
         new.to("meta").adapters.use("a")

@@ -346,7 +346,7 @@ def test_who_takes_turns_with_whom(tmp_path):
     mine = turns_of(new)
     fuzz = fuzz_switching
     shared = [
-        fxplug.fuse(new), fxplug.lower(new, pack=True), fuzz.remerge(new, everywhere=True), fuzz.outline(new, ["blocks.*"]),
+        fxplug.fuse(new), fuzz.outline(new, ["blocks.*"]),
         fxplug.apply(new, fxplug.load_pass("ssf", at="blocks.0.q")), nn.Sequential(new), copy.copy(new.lora.gates.table),
         fxplug.trace(nn.Sequential(new), fuzz.example()),
     ]  # fmt: skip

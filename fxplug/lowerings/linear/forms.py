@@ -22,18 +22,15 @@ import torch
 from ...errors import FxplugError, SpecError, did_you_mean, shown
 from ...files import reading
 from ...files.writing import new_file
-from . import kernels, operators
+from . import operators
 
 FORMS = {
     "stock": "as the pass put it in",
     "fused": "one function: base and update, on a CPU by oneDNN, the cheaper of side path and weight at each call",
     "blas": "the same by torch's own products",
-    "remerge": "the update goes into the weight at each call; remerge:blas by torch's own products",
-    "kernel": "one Triton kernel; kernel:1 and on have other tiles",
 }
-KERNELS = [f"kernel:{n}" if n else "kernel" for n in range(len(kernels.TILES))]
-NAMES = [*FORMS, "remerge:blas", *KERNELS[1:]]
-FORMAT = 2
+EARLIER = {"remerge": "fused", "remerge:blas": "blas", "kernel": "fused"}  # names of forms that went, and what is taken
+FORMAT = 3
 
 
 class Case(NamedTuple):
@@ -54,11 +51,15 @@ class Case(NamedTuple):
         return " ".join(map(str, self))
 
 
-def check(how: str) -> None:
-    """Raises SpecError unless `how` is a form or `auto`."""
-    known = ["auto", *NAMES]
+def form_named(how: str) -> str:
+    """The form of this name, or `auto`; for the name of an earlier one what took its place. Raises SpecError."""
+    known = ["auto", *FORMS]
+    if how in EARLIER:
+        say(f"form '{how}' was never faster than '{EARLIER[how]}', which is taken")
+        return EARLIER[how]
     if how not in known:
         raise SpecError(f"fuse has no form {shown(how)}{did_you_mean(str(how), known)}; it has {', '.join(known)}")
+    return how
 
 
 def choose(found: Mapping[Case, Any], case: Case) -> str | None:
@@ -73,18 +74,7 @@ def choose(found: Mapping[Case, Any], case: Case) -> str | None:
 
 def function(form: str, slots: bool) -> tuple[Any, tuple[Any, ...]]:
     """What stands in the graph for a layer and its `Lora` in this form, and its last arguments."""
-    if form in KERNELS:
-        return (operators.kernel_bank_linear if slots else operators.kernel_lora_linear), (KERNELS.index(form),)
     return (operators.bank_linear if slots else operators.lora_linear), () if form == "fused" else (form,)
-
-
-def available(form: str, device: torch.device) -> str:
-    """`form`, or `fused` where it is a kernel that this device has none of, which is said once."""
-    if form not in KERNELS or kernels.INTERPRETED or (kernels.AVAILABLE and device.type == "cuda"):
-        return form
-    why = "triton is not installed" if not kernels.AVAILABLE else f"Triton has no kernels for a device of type '{device.type}'"
-    say(f"form '{form}' is not available: {why}; 'fused' is taken, which is made of torch's own products")
-    return "fused"
 
 
 @functools.cache
@@ -118,19 +108,16 @@ def cache_file(device: torch.device) -> Path:
 
 def versions() -> dict[str, str | None]:
     """The versions of what a form's time depends on."""
-    found: dict[str, str | None] = {"torch": torch.__version__}
-    for name in ("triton", "fxplug"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    try:
+        return {"torch": torch.__version__, "fxplug": version("fxplug")}
+    except PackageNotFoundError:
+        return {"torch": torch.__version__, "fxplug": None}
 
 
 def measured(device: torch.device) -> dict[Case, dict[str, Any]]:
     """What was measured on a device, each with the fastest `form`: {} without a file, and where it does not hold any more.
 
-    A file that another version of torch, triton or fxplug wrote, or a damaged one, is ignored with one warning.
+    A file that another version of torch or fxplug wrote, or a damaged one, is ignored with one warning.
     """
     file = cache_file(device)
     try:
@@ -151,7 +138,7 @@ def read(file: Path, stamp: int) -> Mapping[Case, dict[str, Any]]:
             return {}
         entries = {_case(text): entry for text, entry in document["cases"].items()}
         for entry in entries.values():
-            if entry["form"] not in NAMES:
+            if entry["form"] not in FORMS:
                 raise ValueError(f"no form {entry['form']!r}")
             dict(entry["ratios"])
         return entries

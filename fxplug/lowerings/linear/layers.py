@@ -63,13 +63,6 @@ class Layer(NamedTuple):
         """What the layer reads, before the edges of regions."""
         return inside(argument(self.node, 0, "input"))
 
-    def named(self) -> tuple[str, str | None] | None:
-        """The names of its weight and bias; None where a product reads a tensor that is none of the module's own."""
-        if any(isinstance(value, fx.Node) and value.op != "get_attr" for value in (self.weight, self.bias)):
-            return None
-        names = [value if value is None else str(getattr(value, "target", value)) for value in (self.weight, self.bias)]
-        return None if names[0] is None else (names[0], names[1])
-
 
 def check_traced(gm: Any, what: str) -> None:
     """Raises SpecError unless `gm` is a traced module."""
@@ -193,13 +186,6 @@ def result_read(node: fx.Node, block: nn.Module) -> Any:
 
 
 # --- editing a graph
-
-
-def uniform(graph: Graph, lora: fx.Node) -> fx.Node:
-    """The node of what all samples take, (slots,), of the gates whose rows a `Lora` reads."""
-    rows = inside(lora.args[2])
-    meta = {k: v for k, v in rows.meta.items() if k not in ("shape", "dtype")}
-    return insert(graph, "call_function", rows.target, (rows.args[0], 1), after=rows, meta=meta)
 
 
 def call_instead(

@@ -10,7 +10,6 @@ Compiled code is kept on disk by torch and calls these by name: one that is to m
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import torch
@@ -22,10 +21,6 @@ from ...torch_internals.kernels import onednn_linear
 
 ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 GATES = torch.float32  # the dtype of what gates give
-MIXED = (
-    "the samples of this batch take different adapters, and this graph adds them to the weights, which all samples share: "
-    "keep the side path (lower without merge) for mixed batches"
-)
 LIBRARY = torch.library.Library("fxplug", "FRAGMENT")  # type: ignore[no-untyped-call]
 UPDATED = "Tensor x, Tensor weight, Tensor? bias, Tensor down, Tensor up"
 
@@ -57,7 +52,7 @@ def lora(
     return multiply(x, weight, bias, blas).addmm_(multiply(x, down, None, blas).mul_(scale), up.t())
 
 
-def lora_and_inner(
+def lora_and_hidden(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -65,12 +60,9 @@ def lora_and_inner(
     up: Tensor,
     scale: Tensor,
     blas: bool = False,
-    merged: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`lora`, by way of the weight if `merged`, and its inner values scale * x @ down.T, (rows, rank), for gradients."""
+    """`lora` beside the weight, and its inner values scale * x @ down.T, (rows, rank), for gradients."""
     inner = multiply(x, down, None, blas).mul_(scale)
-    if merged:
-        return multiply(x, added(weight, down, up, scale), bias, blas), inner
     return multiply(x, weight, bias, blas).addmm_(inner, up.t()), inner
 
 
@@ -132,21 +124,12 @@ def bank(
     return y.view(shape)
 
 
-def remerged(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
-    """`low_rank.added` for gates (slots,), on a CPU: raises ValueError where one is NaN."""
-    take: list[float] = gates.tolist()
-    if any(math.isnan(value) for value in take):
-        raise ValueError(MIXED)
-    used = taken(down, up, take)
-    return weight.clone() if used is None else added(weight, *used)
-
-
 # --- their names in torch's library
 
 
 def _define(name: str, arguments: str, results: str, run: Any, like: Any) -> None:
     LIBRARY.define(f"{name}({arguments}) -> {results}")  # type: ignore[no-untyped-call]
-    LIBRARY.impl(name, run, "CPU")  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     LIBRARY.impl(name, like, "Meta")  # type: ignore[no-untyped-call]
 
 
@@ -158,51 +141,16 @@ def _rows(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
 _define("product", "Tensor a, Tensor b, Tensor? bias, bool blas=False", "Tensor", multiply, _rows)
 _define("lora", f"{UPDATED}, Tensor scale, bool blas=False", "Tensor", lora, _rows)
 _define(
-    "lora_and_inner", f"{UPDATED}, Tensor scale, bool blas=False, bool merged=False", "(Tensor, Tensor)", lora_and_inner,
+    "lora_and_hidden", f"{UPDATED}, Tensor scale, bool blas=False", "(Tensor, Tensor)", lora_and_hidden,
     lambda x, weight, bias, down, *_: (_rows(x, weight), _rows(x, down)),
 )  # fmt: skip
 _define(
     "bank", f"{UPDATED}, Tensor rows, int slots, int batch_dim, bool blas=False", "Tensor", bank,
     lambda x, weight, *_: x.new_empty(*x.shape[:-1], weight.shape[0]),
 )  # fmt: skip
-_define(
-    "remerged", "Tensor weight, Tensor down, Tensor up, Tensor gates", "Tensor", remerged,
-    lambda weight, *_: torch.empty_like(weight),
-)  # fmt: skip
 
 
-# --- gradients: the same functions for autograd in eager code, and for operators in compiled code, which torch keeps on disk
-# only without functions of autograd
-
-
-class Eager:
-    """What `torch.ops.fxplug` has, without the way through torch's library."""
-
-    product, lora_and_inner = staticmethod(multiply), staticmethod(lora_and_inner)
-
-
-def product_gradients(ops: Any, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    """Those of `product`, for g (rows, columns): of a, b and the bias, where they are wanted."""
-    a, b = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    ga = ops.product(g, b.t(), None, ctx.blas) if needs[0] else None
-    gb = ops.product(g.t(), a.flatten(0, -2).t(), None, ctx.blas) if needs[1] else None
-    return ga, gb, g.sum(0) if needs[2] else None
-
-
-def lora_gradients(ops: Any, ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    """Those of `lora_and_inner`'s first result, for g (rows, out): the gradient of x is the same product, turned round."""
-    x, weight, down, up, scale, hidden = ctx.saved_tensors
-    needs, flat, (blas, merged) = ctx.needs_input_grad, x.flatten(0, -2), ctx.way
-    gx = None
-    if needs[0]:
-        gx, inner = ops.lora_and_inner(g, weight.t(), None, up.t(), down.t(), scale, blas, merged)
-    else:
-        inner = ops.product(g, up.t(), None, blas) * scale
-    gw = ops.product(g.t(), flat.t(), None, blas) if needs[1] else None
-    # (rank, out) and not (out, rank): a product reads its second factor in either layout at full speed
-    gd, gu = ops.product(inner.t(), flat.t(), None, blas), ops.product(hidden.t(), g.t(), None, blas).t()
-    return gx, gw, g.sum(0) if needs[2] else None, gd, gu, None
+# --- their gradients
 
 
 def _product_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -210,19 +158,35 @@ def _product_saves(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b)
 
 
+def _product_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    """Those of a, b and the bias, where they are wanted, for g (rows, columns)."""
+    a, b = ctx.saved_tensors
+    needs, product = ctx.needs_input_grad, torch.ops.fxplug.product
+    ga = product(g, b.t(), None, ctx.blas) if needs[0] else None
+    gb = product(g.t(), a.t(), None, ctx.blas) if needs[1] else None
+    return ga, gb, g.sum(0) if needs[2] else None, None
+
+
 def _lora_saves(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, _, down, up, scale, *ctx.way = inputs
+    x, weight, _, down, up, scale, ctx.blas = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x, weight, down, up, scale, output[1])
 
 
-def _product_backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    return *product_gradients(torch.ops.fxplug, ctx, g), None
-
-
 def _lora_backward(ctx: Any, g: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return *lora_gradients(torch.ops.fxplug, ctx, g), None, None
+    """Those of the first result, for g (rows, out): the gradient of x is the same product, turned round."""
+    x, weight, down, up, scale, hidden = ctx.saved_tensors
+    needs, blas, product = ctx.needs_input_grad, ctx.blas, torch.ops.fxplug.product
+    gx = None
+    if needs[0]:
+        gx, inner = torch.ops.fxplug.lora_and_hidden(g, weight.t(), None, up.t(), down.t(), scale, blas)
+    else:
+        inner = product(g, up.t(), None, blas) * scale
+    gw = product(g.t(), x.t(), None, blas) if needs[1] else None
+    # (rank, out) and not (out, rank): a product reads its second factor in either layout at full speed
+    gd, gu = product(inner.t(), x.t(), None, blas), product(hidden.t(), g.t(), None, blas).t()
+    return gx, gw, g.sum(0) if needs[2] else None, gd, gu, None, None
 
 
 torch.library.register_autograd("fxplug::product", _product_backward, setup_context=_product_saves, lib=LIBRARY)
-torch.library.register_autograd("fxplug::lora_and_inner", _lora_backward, setup_context=_lora_saves, lib=LIBRARY)
+torch.library.register_autograd("fxplug::lora_and_hidden", _lora_backward, setup_context=_lora_saves, lib=LIBRARY)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import statistics
 import time
@@ -16,12 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ...errors import SpecError, brief_fields, outline
-from ...ir.graph import Graph
 from ...ir.traced_module import TracedModule
 from ...low_rank import side
-from . import forms, kernels, operators
+from . import forms, operators
 from .forms import Case
-from .layers import check_traced, layers
+from .layers import Layer, argument, check_traced, layers
 
 FASTER = 0.97  # a form is taken whose median is below this, and three quarters of whose turns are below 1
 LEAST = 2e-3  # seconds that one turn of a form takes at least
@@ -89,23 +87,21 @@ def tune(
 
     With inputs the shapes are those that the layers see with them, else those of the trace. The layers are measured on
     tensors of their own, without gradients, on the device of their weights, in alternation with the stock form; `compiled`
-    measures each form as torch.compile makes it. Slots are measured with one adapter for the whole batch, and never
-    in the weight, as samples may take adapters of their own. A form is taken only
+    measures each form as torch.compile makes it. Slots are measured with one adapter for the whole batch. A form is taken only
     where it was faster than stock by 3 % in the median of the turns, and faster at all in three quarters of them.
     Raises SpecError for what is no traced module, or has no such layer.
     """
     check_traced(gm, "tune")
-    graph: Any = next(iter(gm.graphs.values())) if len(gm.graphs) == 1 else gm.graphs[gm.training]
-    rows = seen(gm, graph, args, kwargs or {}) if args or kwargs else {}
+    rows = rows_of(gm, args, kwargs or {}) if args or kwargs else {}
     found: dict[Case, list[Any]] = {}
     device = torch.device("cpu")
+    graph: Any = gm.graph
     for layer in layers(graph, gm, (nn.Linear,)):
-        count = rows.get(layer.node.name, math.prod(layer.node.meta.get("shape", (0, 0))[:-1]))
-        if layer.lora is not None and count:
-            (outer, inner), block, device = layer.module.weight.shape, layer.block, layer.module.weight.device
-            dtype = str(layer.module.weight.dtype).removeprefix("torch.")
-            case = Case(dtype, count, inner, outer, block.rank, block.slots, compiled=int(compiled))
-            found.setdefault(case, []).append(str(layer.node.target))
+        known = None if layer.lora is None else case_of(gm, layer.node, layer)
+        if known is not None:
+            path, (device, case) = str(layer.node.target), known
+            case = case._replace(rows=rows.get(path, case.rows), compiled=int(compiled))
+            found.setdefault(case, []).append(path)
     if not found:
         raise SpecError("no linear layer here has a Lora that could be fused with it: nothing to tune")
     timings = [measure(device, case, names, turns) for case, names in sorted(found.items())]
@@ -113,31 +109,43 @@ def tune(
     return Tuned(timings, forms.write(device, entries))
 
 
-def seen(gm: TracedModule, graph: Graph, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
-    """How many rows each linear layer's call has with these inputs, by the name of its node."""
+def case_of(
+    tree: nn.Module, node: fx.Node, layer: Layer | None, dtype: torch.dtype | None = None
+) -> tuple[torch.device, Case] | None:
+    """The device and the case of a linear layer, with the `Lora` behind it, for the rows of the trace; None if not known."""
+    read = argument(node, 1, "weight") if layer is None else None
+    if isinstance(read, fx.Node) and read.op == "get_attr":
+        owner, _, name = str(read.target).rpartition(".")
+        weight = getattr(tree.get_submodule(owner), name)
+    else:
+        weight = None if layer is None else layer.module.weight
+    shape, block = node.meta.get("shape"), None if layer is None else layer.block
+    if not shape or type(weight) not in (torch.Tensor, nn.Parameter) or weight.dim() != 2:
+        return None
+    named = str(dtype or weight.dtype).removeprefix("torch.")
+    outer, inner = weight.shape
+    rank, slots = (0, 0) if block is None else (block.rank, block.slots)
+    return weight.device, Case(named, int(math.prod(shape[:-1])), inner, outer, rank, slots)
+
+
+def rows_of(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
+    """How many rows each linear layer has in a call, by its path."""
     found: dict[str, int] = {}
 
-    class Watch(fx.Interpreter):
-        def call_module(self, target: Any, given: Any, options: Any) -> Any:
-            result = super().call_module(target, given, options)
-            if isinstance(self.fetch_attr(target), nn.Linear) and isinstance(result, Tensor):
-                found[self.current.name] = result.numel() // max(result.shape[-1], 1)
-            return result
+    def watch(path: str, module: nn.Module) -> Any:
+        def count(_: Any, given: Any, result: Tensor) -> None:
+            found[path] = result.numel() // max(result.shape[-1], 1)
 
-        def run_node(self, n: fx.Node) -> Any:
-            self.current = n
-            return super().run_node(n)
+        return module.register_forward_hook(count)
 
-    with torch.no_grad():
-        Watch(gm, graph=graph).run(*_bound(gm, args, kwargs))
+    hooks = [watch(path, module) for path, module in gm.named_modules() if isinstance(module, nn.Linear)]
+    try:
+        with torch.no_grad():
+            gm(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
     return found
-
-
-def _bound(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments of a call in the order of the graph's inputs."""
-    bound = inspect.signature(gm.forward).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return list(bound.arguments.values())
 
 
 def measure(device: torch.device, case: Case, names: Sequence[str], turns: int) -> Timing:
@@ -205,14 +213,7 @@ def calls_of(device: torch.device, case: Case) -> dict[str, Callable[[], Any]]:
         return torch.add(F.linear(x, weight, bias), side(x, down, up, rows))
 
     found = {"stock": ready(stock)}
-    names = ["fused", *(["blas"] if device.type == "cpu" and dtype == torch.float32 else [])]
-    if not slots:  # where samples may take slots of their own, none is measured for all of them
-        names += ["remerge", *(["remerge:blas"] if "blas" in names else [])]
-    if kernels.fits(x, weight, rank=case.rank) and not grad:
-        # in float32 without TF32 there are no tensor cores for the large tiles to feed, and they take minutes to compile
-        large = dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
-        names += forms.KERNELS[0 if large else -1 :]
-    for form in names:
+    for form in ["fused", *(["blas"] if device.type == "cpu" and dtype == torch.float32 else [])]:
         function, last = forms.function(form, bool(slots))
         given = (x, weight, bias, down, up, *rest, *((0,) if slots else ()), *last)
         found[form] = ready(function, *given)
@@ -255,7 +256,7 @@ def settle(seen: set[tuple[torch.device, Case]]) -> dict[torch.device, dict[Case
     A few shapes take some BUDGET seconds together. What is found is kept as `tune` keeps its own, which goes before, and in
     this process where the file cannot be written. Forms are timed as eager code calls them. What compiled code calls is the
     same but for the stock form, of which only the products are counted, so that no other is taken for the sake of a sum that
-    costs nothing there; `tune(compiled=True)` compiles them. Kernels are measured by `tune` alone: they take long to compile.
+    costs nothing there; `tune(compiled=True)` compiles them.
     """
     found: dict[torch.device, dict[Case, dict[str, Any]]] = {}
     for device in {device for device, _ in seen}:
@@ -299,8 +300,7 @@ MEASURED: dict[Path, dict[Case, dict[str, Any]]] = {}  # by this process: the fi
 def _brief(device: torch.device, case: Case, fewer: Case, until: float) -> dict[Case, dict[str, Any]]:
     """The entries of a case in eager and compiled code, measured in few turns, with the rows of `fewer`."""
     with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(bool(case.grad)):
-        calls = {form: call for form, call in calls_of(device, fewer).items() if form not in forms.KERNELS}
-        calls["products"] = _emitted(device, fewer)
+        calls = {**calls_of(device, fewer), "products": _emitted(device, fewer)}
         first = {form: seconds[0] for form, seconds in _in_turns(device, calls, 1, 0).items()}
         hopeless = {form for form in first if first[form] > HOPELESS * min(first.values())} - {"stock", "products"}
         calls = {form: call for form, call in calls.items() if form not in hopeless}
@@ -311,7 +311,7 @@ def _brief(device: torch.device, case: Case, fewer: Case, until: float) -> dict[
                     times[form] += seconds
     new = {}
     for mode, over in zip(_both(case), ("stock", "products"), strict=True):
-        spent = {("stock" if form == over else form): times[form] for form in times if form in (over, *forms.NAMES[1:])}
+        spent = {"stock": times[over], **{form: times[form] for form in times if form not in ("stock", "products")}}
         ratios = _ratios(spent, "stock")
         milliseconds = {form: 1000 * statistics.median(each) for form, each in spent.items()}
         new[mode] = {"form": _best(ratios), "ratios": ratios, "milliseconds": milliseconds}
@@ -328,9 +328,8 @@ def chosen(found: Mapping[Case, dict[str, Any]], case: Case) -> tuple[str, str]:
         ratio = dict(found.get(each, {}).get("ratios", {})).get(form, (1.0,))[0]
         code = ("compiled" if compiled else "eager") + (" with gradients" if grad else "")
         words.setdefault(form, []).append(code if form == "stock" else f"{code} x{ratio:.2f}")
-    kernel = next((form for form in taken if form in forms.KERNELS), None)
-    if kernel is not None or set(taken) == {"stock"}:  # a compiler has to see kernels
-        return kernel or "stock", kernel or "stock"
+    if set(taken) == {"stock"}:
+        return "stock", "stock"
     text = ", ".join(f"{form} ({', '.join(where)})" for form, where in words.items())
     return (taken[0] if len(set(taken)) == 1 else ",".join(taken)), text
 

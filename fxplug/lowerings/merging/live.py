@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...blocks.base import LowRank
 from ...blocks.lora import Lora
 from ...blocks.slot_gates import Table
 from ...blocks.weight_update import Update
@@ -18,12 +17,12 @@ from ...ir.graph import copy_graph
 from ...ir.traced_module import TracedModule, shell
 from ...low_rank import in_slot
 from ...rewriter.networks import GATES
-from ...torch_internals.tensors import version
 from ...turns import held
 from .fold import Plan, check_unlowered, slotted, uniform
 from .updates import Step, Use, accumulator, mapped, updated, weight_of
 
 HOME = "shadows"  # where the base weights lie in the module tree
+Parts = list[tuple[float, int, list[Tensor]]]  # of a bank: how much of which slot, and what that holds
 
 
 @held
@@ -115,18 +114,6 @@ class Row:
     steps: list[tuple[Step, str, str]]  # with the path of the bank and the name of its pass
 
 
-@dataclass
-class Part:
-    """What went into a shadow weight from one bank: how much of each slot, 0 for one that is empty, and their contents.
-
-    `seen` are the states of the bank's tensors in which these contents were found.
-    """
-
-    used: tuple[float, ...]
-    seen: tuple[Any, ...]
-    contents: list[Tensor]
-
-
 class Shadows(nn.Module):
     """The base weights of a live merge, and what is needed to make the layers' own of them.
 
@@ -137,8 +124,7 @@ class Shadows(nn.Module):
         super().__init__()
         self.passes = list(passes)
         self.rows: list[Row] = []
-        self.state: dict[str, list[Part]] = {}  # what each shadow was made of
-        self.filled: dict[str, Any] = {}  # which slots of a bank hold something, and in which state that was found
+        self.state: dict[str, list[Parts]] = {}  # what each shadow was made of, by banks
 
     def add(self, use: Use, base: nn.Parameter, paths: dict[str, str]) -> None:
         """Keep the base of one weight."""
@@ -149,8 +135,7 @@ class Shadows(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        for known in (self.state, self.filled):
-            known.clear()  # the weights may have been loaded too
+        self.state.clear()  # the weights may have been loaded too
 
     def forward(self, *args: Any) -> Any:
         raise NotImplementedError("shadows hold weights; call the model")
@@ -164,10 +149,11 @@ class Shadows(nn.Module):
         gates = self.choice(root)
         for row in self.rows:
             old = self.state.pop(row.name, None)
-            now = [self.part(root, path, gates[name], old[i] if old else None) for i, (_, path, name) in enumerate(row.steps)]
-            if old is None or any(a.contents is not b.contents or a.used != b.used for a, b in zip(old, now, strict=True)):
+            now = [_parts(root.get_submodule(path), gates[name]) for _, path, name in row.steps]
+            if old is None or not all(map(_alike, old, now)):
                 self.make(root, row, now, gates)
-            self.state[row.name] = now
+                old = [[(gate, slot, [t.clone() for t in tensors]) for gate, slot, tensors in parts] for parts in now]
+            self.state[row.name] = old
 
     def choice(self, root: nn.Module) -> dict[str, list[float]]:
         """What is taken of each slot, by pass."""
@@ -179,27 +165,12 @@ class Shadows(nn.Module):
                 "use one choice for all, or lower with merge=None for mixed batches"
             ) from None
 
-    def part(self, root: nn.Module, path: str, gates: list[float], old: Part | None) -> Part:
-        """What a bank gives with these gates; with the contents of `old` itself where they are still the same."""
-        block = root.get_submodule(path)
-        seen = tuple((p.data_ptr(), version(p)) for p in block.parameters())
-        if path not in self.filled or self.filled[path][0] != seen:
-            self.filled[path] = seen, _filled(block)
-        used = tuple(gate if full else 0.0 for gate, full in zip(gates, self.filled[path][1], strict=True))
-        if old is not None and old.used == used and old.seen == seen:
-            return old
-        # an adapter that was loaded into a slot that is not in use changes the tensors and nothing here
-        contents = [part for slot, gate in enumerate(used) if gate for part in _slot(block, slot)]
-        if old is not None and len(old.contents) == len(contents) and all(map(_equal, old.contents, contents)):
-            return Part(used, seen, old.contents)
-        return Part(used, seen, [part.clone() for part in contents])
-
-    def make(self, root: nn.Module, row: Row, now: list[Part], gates: dict[str, list[float]]) -> None:
+    def make(self, root: nn.Module, row: Row, now: list[Parts], gates: dict[str, list[float]]) -> None:
         """Write one shadow weight, from its base and what goes into it now."""
         name = getattr(root, "meta", {}).get("originals", {}).get(row.name, row.name)
         shadow = root.get_parameter(name)
         base = self.get_parameter(row.base)
-        parts = [part for part, state in zip(row.steps, now, strict=True) if any(state.used)]
+        parts = [part for part, state in zip(row.steps, now, strict=True) if state]
         if not parts:
             shadow.copy_(base)
             return
@@ -223,13 +194,6 @@ def _table(root: nn.Module, name: str) -> Table:
     return found
 
 
-def _filled(block: nn.Module) -> list[bool]:
-    """Which slots of a bank hold an adapter: one that is free is all zeros."""
-    assert isinstance(block, LowRank)
-    rows = torch.stack([_slot(block, slot)[-1].any() for slot in range(block.slots)])
-    return [bool(full) for full in rows.tolist()]
-
-
 def _slot(block: nn.Module, slot: int) -> list[Tensor]:
     """The content of one slot of a bank; the last tensor is not zero where there is any."""
     if isinstance(block, Update):
@@ -241,5 +205,14 @@ def _slot(block: nn.Module, slot: int) -> list[Tensor]:
     return [in_slot(down, slot, block.slots, groups), in_slot(up, slot, block.slots)]
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.device == b.device and a.dtype == b.dtype and torch.equal(a, b)
+def _parts(block: nn.Module, gates: list[float]) -> Parts:
+    """What is taken of a bank: of free slots, which are all zeros, nothing."""
+    found = [(gate, slot, _slot(block, slot)) for slot, gate in enumerate(gates) if gate]
+    return [part for part in found if part[2][-1].any()]
+
+
+def _alike(old: Parts, now: Parts) -> bool:
+    if [part[:2] for part in old] != [part[:2] for part in now]:
+        return False
+    pairs = [pair for one, other in zip(old, now, strict=True) for pair in zip(one[2], other[2], strict=True)]
+    return all(a.device == b.device and a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)

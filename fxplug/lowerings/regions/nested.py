@@ -199,7 +199,7 @@ def _chosen(graph: fx.Graph, gm: TracedModule, keys: Sequence[str] | None) -> di
         if isinstance(cut, Cut):
             found[key] = _Alike(nodes, _kind(cut, gm), sum(n.op != "get_attr" for n in cut.nodes))
         elif keys is not None:
-            raise SpecError(f"'{key}' {cut}" + ("" if "packed" in cut else ": name a region around it, or regions inside it"))
+            raise SpecError(f"'{key}' {cut}: name a region around it, or regions inside it")
     same = Counter(region.kind for region in found.values())
     found = {key: region for key, region in found.items() if same[region.kind] > 1}
     if keys is None:
@@ -217,7 +217,7 @@ def _cut(key: str, nodes: list[fx.Node], root: nn.Module) -> Cut | str:
     if isinstance(cut, str):
         return cut
     if _shares_memory(cut, root):
-        return "reads weights that share memory since this module was packed: outline the packed one"
+        return "cannot be nested, as it reads two weights that share memory"
     if changed := changed_input(cut.nodes, cut.inputs, root):
         return f"cannot be nested, as '{changed.name}' changes its input in place"
     memory: dict[fx.Node, fx.Node] = {}
@@ -238,8 +238,7 @@ def _shares_memory(cut: Cut, root: nn.Module) -> bool:
     for node in cut.nodes:
         if node.op == "call_module":
             layer = root.get_submodule(str(node.target))
-            if type(layer).__module__.startswith("torch.nn."):  # a packed one holds views that it does not read
-                read.update({id(p): p for p in layer.parameters()})
+            read.update({id(p): p for p in layer.parameters()})
         elif node.op == "get_attr":
             owner, _, last = str(node.target).rpartition(".")
             value = getattr(root.get_submodule(owner), last)

@@ -1,0 +1,159 @@
+"""Layers fused with their low-rank updates: plain ones and banks of slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxplug
+from fxplug import low_rank
+from fxplug.lowerings.linear import forms, operators
+
+WEIGHTS = {"one": [1, 0, 0], "two": [0.5, 0, 2], "none": [0, 0, 0]}
+
+
+class Layers(nn.Module):
+    """A small text-and-picture model: what is first sees samples in dimension 0, what is `across` in dimension 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, stride=2)
+        self.groups = nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.first, self.second = nn.Linear(8, 20), nn.Linear(20, 9, bias=False)
+        self.across, self.places = nn.Linear(9, 10), nn.Linear(4, 10)
+
+    def forward(self, x):
+        x = self.groups(self.conv(x)).flatten(2).transpose(1, 2)
+        x = self.second(F.gelu(self.first(x)))
+        return self.across(x.transpose(0, 1)).transpose(0, 1) + self.places(torch.ones(4))
+
+
+def filled(module):
+    """Banks with three adapters, of rank 3, 2 and 1."""
+    with torch.no_grad():
+        for key, parameter in module.named_parameters():
+            if key.startswith("lora."):
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+                inner = 0 if ".down." in key else 1
+                spare = [i for i in range(parameter.shape[inner]) if parameter.shape[inner] == 9 and i in (5, 7, 8)]
+                parameter.index_fill_(inner, torch.tensor(spare, dtype=torch.long), 0)
+    return module
+
+
+def take(module, weights):
+    rows = torch.tensor(weights, dtype=torch.float32)
+    table = module.get_submodule("lora.gates.table")
+    table.weights.zero_()
+    if rows.dim() == 1:
+        table.weights.copy_(rows.expand_as(table.weights))
+        table.entries.zero_()
+    else:
+        table.weights[: len(rows)] = rows
+        table.entries.fill_(len(rows))
+
+
+X = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def banks():
+    torch.manual_seed(0)
+    made = fxplug.load_pass("lora", at=["first", "second", "across", "places", "conv", "groups"], rank=3, slots=3)
+    return filled(fxplug.apply(fxplug.trace(Layers().eval(), X), made))
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def targets(module):
+    return [n.target for n in module.graph.nodes]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("how", ["fused", "blas", "stock"])
+def test_every_form_gives_what_the_bank_gives(banks, how, weights):
+    take(banks, weights)
+    fused = fxplug.fuse(banks, how)
+    assert targets(fused).count(operators.bank_linear) == (0 if how == "stock" else 4)
+    with torch.no_grad():
+        close(fused(X), banks(X))
+
+
+def test_samples_of_a_batch_take_slots_of_their_own(banks):
+    mixed = [[1, 0, 0], [1, 0, 0], [0, 2, 0.5], [0, 0, 0]]
+    fused = fxplug.fuse(banks)
+    without = banks.get_submodule("places")
+    place = next(n for n in fused.graph.nodes if n.target is operators.bank_linear and "places" in str(n.args[1]))
+    with torch.no_grad():
+        take(banks, mixed)
+        assert fused(X).isnan().all() and banks(X).isnan().all()  # `places` sees no samples, so it cannot mix them
+        assert place.args[-2:] == (3, 0) and without is not None
+
+
+@pytest.mark.parametrize("shape, batch_dim", [((4, 5, 12), 0), ((5, 4, 12), 1), ((8, 12), 0), ((8, 3, 2, 12), 0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bank_mixes_samples_in_one_product(shape, batch_dim, dtype):
+    weight, bias = torch.randn(7, 12, dtype=dtype), torch.randn(7, dtype=dtype)
+    down, up = torch.randn(6, 12, dtype=dtype), torch.randn(7, 6, dtype=dtype)
+    x = torch.randn(shape, dtype=dtype)
+    rows = torch.tensor([[1, 0, 0], [0.5, 0, 0.25], [0.5, 0, 0.25], [0, 0, 0]]).repeat_interleave(2, 1)
+    found = operators.bank_linear(x, weight, bias, down, up, rows, 3, batch_dim)
+    hidden = low_rank.gated(F.linear(x, down), rows, batch_dim)
+    expected = F.linear(x, weight, bias) + F.linear(hidden, up)
+    close = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+    torch.testing.assert_close(found, expected, rtol=close, atol=10 * close)
+    assert found.is_contiguous()
+    trained = operators.bank_linear(x.requires_grad_(), weight, bias, down, up, rows, 3, batch_dim)
+    torch.testing.assert_close(trained, expected, rtol=close, atol=10 * close)
+    trained.float().square().sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["lora", "bank", "product"])
+def test_operators_are_well_behaved(name):
+    x, weight, bias, down, up = (torch.randn(shape) for shape in [(6, 5), (7, 5), (7,), (4, 5), (7, 4)])
+    rows = torch.rand(3, 4)
+    given = {"lora": (x, weight, bias, down, up, rows[0, 0]), "bank": (x, weight, bias, down, up, rows, 2, 0),
+             "product": (x, weight, bias)}[name]
+    torch.library.opcheck(getattr(torch.ops.fxplug, name).default, given)
+
+
+def test_fused_banks_export_without_operators_of_their_own(banks):
+    take(banks, WEIGHTS["two"])
+    with torch.no_grad():
+        exported = torch.export.export(fxplug.fuse(banks), (X,))
+        assert not [n for n in exported.graph.nodes if "fxplug" in str(n.target)]
+        close(exported.module()(X), banks(X))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_switching_and_mixing_recompile_nothing(backend):
+    made = fxplug.load_pass("lora", at=["first", "second", "across"], rank=3, slots=3)
+    new = filled(fxplug.apply(fxplug.trace(Layers().eval(), X), made))
+    fused = torch.compile(fxplug.fuse(new), fullgraph=True, dynamic=True, backend=backend)
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for weights in [*WEIGHTS.values(), [[1, 0, 0], [1, 0, 0], [0, 2, 0.5], [0, 0, 0]]]:
+            take(new, weights)
+            close(fused(X), new(X))
+        take(new, WEIGHTS["one"])
+        other = torch.randn(6, 3, 16, 16)
+        close(fused(other), new(other))
+
+
+def test_unknown_forms_and_modules_that_are_not_traced():
+    with pytest.raises(fxplug.SpecError, match="no form 'fuse'.*did you mean 'fused'"):
+        fxplug.fuse(fxplug.trace(nn.Linear(2, 2), torch.randn(1, 2)), "fuse")
+    with pytest.raises(fxplug.SpecError, match="fuse takes a traced module, not Linear"):
+        fxplug.fuse(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name, form", forms.EARLIER.items())
+def test_a_form_that_went_is_taken_for_another_one(banks, name, form):
+    forms.say.cache_clear()
+    with pytest.warns(UserWarning, match=f"form '{name}' was never faster than '{form}', which is taken"):
+        fused = fxplug.fuse(banks, name)
+    assert set(fxplug.fuse(banks, name).meta["forms"].values()) == set(fused.meta["forms"].values()) == {form}
