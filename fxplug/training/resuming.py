@@ -85,6 +85,7 @@ def take_best(trainer: Trainer) -> None:
     _fill({**buffers, **trainer.trained}, kept.weights)
     if trainer.ema is not None:
         _fill(trainer.ema.average, kept.ema)
+    trainer.metrics = trainer.progress.measured or trainer.metrics  # a checkpoint of an earlier version does not have them
     trainer.watch.note(f"the module is that of step {kept.progress['step']}, which tested best")
 
 

@@ -33,7 +33,8 @@ from .trainer import Trainer
 @dataclass
 class Run:
     """What a training gave: the trained `module`, the `history` (a dict a step: step, epoch, loss, lr, seconds and more), the
-    folder `out`, the last test's `metrics`, the `trainer`, and the lines of Python that `use` the result in a pipeline."""
+    folder `out`, the `metrics` of the last test (of the best one, where `test.best` takes its weights), the `trainer`, and the
+    lines of Python that `use` the result in a pipeline."""
 
     module: TracedModule
     history: list[dict[str, Any]]
@@ -129,6 +130,8 @@ def _folder(name: str, out: str | Path | None, resume: bool | str | Path) -> Pat
         raise SpecError("resume goes on with the run in a folder: say which, with out (--out)")
     if resume:
         path = Path(resume)
+        if path.name == "best" and (path / "progress.json").is_file():
+            return path.parent
         return path.parent.parent if path.parent.name == "checkpoints" else path
     return Path("out") / f"{name}-{time.strftime('%m%d-%H%M%S')}-{time.time_ns() // 10**6 % 1000:03}"
 
