@@ -18,13 +18,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fxplug.errors import SpecError, TrainError
 from fxplug.spec.train_section import Buckets, Data
-from fxplug.training.data.batch_order import Order
-from fxplug.training.data.buckets import assign, bucket_sizes
-from fxplug.training.data.cropping import Place, placed
+from fxplug.training.data.batch_order import Order, assign, bucket_sizes
+from fxplug.training.data.image_files import Place, placed
 from fxplug.training.data.loader import Loader, loader_of
-from fxplug.training.data.seeding import random_state_kept
-from fxplug.training.data.sources import open_items, with_classes
-from fxplug.training.data.user_dataset import OwnItems
+from fxplug.training.data.sources import OwnItems, open_items, with_classes
+from fxplug.training.random_draws import random_state_kept
 
 
 def picture(seed=0, size=(20, 24), mode="RGB"):

@@ -1,13 +1,14 @@
-"""What trains: the parameters of the passes, chosen ones of the base, and the optimizer's groups they make."""
+"""What trains: parameters of the passes, chosen ones of the base, the optimizer's groups, and the average of the weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import FxplugError, SpecError, TrainError, did_you_mean
 from ..ir.traced_module import TracedModule
@@ -15,6 +16,7 @@ from ..spec.addresses import is_pattern, select
 from ..spec.import_path import import_target
 from ..spec.options import check_known, taken
 from ..spec.train_section import Train, Use
+from ..torch_internals.tensors import lerp_all
 from .tasks.task import Task
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -273,3 +275,37 @@ def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[
     zero = [h for h, inside in held.items() if not lost[h] and moved.isdisjoint(name for name, _ in inside)]
     fresh = {h for h in zero if any(h[:end] in halves for end in _dots(h))}
     return [*(name for names in lost.values() for name in names), *(h for h in zero if h not in fresh)]
+
+
+class Ema:
+    """An exponential moving average in float32 of named parameters (Polyak averaging; the ramp is that of diffusers' EMAModel).
+
+    After step t the average is `d * average + (1 - d) * weights` with d = min(decay, (1 + t) / (10 + t)).
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
+        self.parameters, self.decay, self.steps = dict(parameters), decay, 0
+        self.average = {name: p.detach().float().clone() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights of this moment in."""
+        self.steps += 1
+        weight = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
+        now = [p.detach().float() for p in self.parameters.values()]
+        lerp_all(list(self.average.values()), now, weight)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The parameters hold the average inside, and their own values again after."""
+        kept = {name: p.detach().clone() for name, p in self.parameters.items()}
+        try:
+            self._fill(self.average)
+            yield
+        finally:
+            self._fill(kept)
+
+    @torch.no_grad()
+    def _fill(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(values[name])

@@ -21,17 +21,15 @@ from ..spec.run_config import check_settings
 from ..spec.train_section import Train
 from .checkpoint import Checkpoint, fingerprint, newest, seeded
 from .data.loader import loader_of
-from .data.seeding import random_state, random_state_kept
+from .diagnosis import check_fits
 from .distributed import launched, prepared, set_mode
-from .ema import Ema
 from .evaluating import pictures, tested
-from .first_batch import check_fits
 from .monitor import Watch
-from .param_groups import check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
+from .param_groups import Ema, check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
 from .plugin_state import Optimizers, State, plugin_batch
 from .plugins import Plugins, open_plugins
 from .progress import Pace, Progress
-from .random_draws import Draws, mixed
+from .random_draws import Draws, mixed, random_state, random_state_kept
 from .resuming import export, interruptible, keep, keep_best, keep_in, rescue, restore, take_best
 from .splitting import divided, share
 from .stepping import Batch, Stepper

@@ -14,14 +14,11 @@ from torch.utils.data import default_collate
 
 from ...errors import FxplugError, TrainError
 from ...spec.train_section import Data
-from ..random_draws import mixed
+from ..random_draws import mixed, random_state_kept, seed_all
 from .batch_order import Request
-from .cropping import Place, pixels, placed
-from .image_files import Unreadable, as_image, as_pil, prepared
-from .seeding import random_state_kept, seed_all
+from .image_files import Place, Unreadable, as_image, as_pil, pixels, placed, prepared
 from .sidecars import Caption
-from .sources import Items
-from .user_dataset import condition_function
+from .sources import Items, condition_function
 
 Size = tuple[int, int]
 Transform = Callable[[Image.Image, Size], Tensor]
