@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from pathlib import Path
 
@@ -835,7 +836,7 @@ def test_test_labels_have_the_numbers_of_the_training_classes(tmp_path):
     train, _ = opened(tmp_path, classes="train")
     test, spec = opened(tmp_path, classes="test")
     assert [test[i]["label"] for i in range(2)] == [0, 1]
-    same = with_classes(test, train.classes)
+    same = pickle.loads(pickle.dumps(with_classes(test, train.classes)))  # as worker processes get it
     assert [same[i]["label"] for i in range(2)] == [1, 2] and same.classes == train.classes and same.root == test.root
     (batch,) = Loader(same, spec, 2, train=False).epoch(0)
     assert batch["label"].tolist() == [1, 2]

@@ -747,19 +747,6 @@ def test_an_error_about_a_setting_has_the_line_of_the_file(tmp_path, changed, te
         fxplug.train(file, out=tmp_path / "run", quiet=True)
 
 
-def test_a_plugin_that_raises_stops_the_run_or_not(tmp_path):
-    plugin = {"train__plugins": ["test_trainer:Raises"]}
-    text = message(fxplug.TrainError, tmp_path / "a", **plugin)
-    assert text.startswith("plugin Raises raised in on_step_end (epoch 0, global_step 2): ValueError: no")
-    assert len(run(tmp_path / "b", **plugin, train__on_plugin_error="continue").history) == 8
-
-
-class Raises:
-    def on_step_end(self, global_step):
-        if global_step >= 2:
-            raise ValueError("no")
-
-
 class Scores(Mean):
     """Tests that give what a list says."""
 

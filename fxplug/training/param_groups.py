@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def _groups(module: TracedModule, base: Sequence[str], others: bool = False) -> 
             own = {key: entry[key] for key in ("lr", "weight_decay") if entry[key] is not None}
             groups.append({"name": entry["name"], "names": names, **own})
     aliases = {name: canonical[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if p.is_floating_point()}
-    chosen = _chosen(base, {alias: name for alias, name in aliases.items() if name not in owner})
+    chosen = named_by(base, {a: name for a, name in aliases.items() if name not in owner}, "the base", ("train", "trainable"))
     if chosen:
         groups.append({"name": "base", "names": chosen})
     if not groups and not others:
@@ -113,18 +114,21 @@ def optimizer_config(task: Task, settings: Train) -> dict[str, Any]:
     return {"base": base, "text_encoder_overrides": overrides, "text_encoder_freezing": task.encoder.freezing()}
 
 
-def _chosen(patterns: Sequence[str], base: Mapping[str, str]) -> list[str]:
-    """The base parameters that a pattern names, itself or by a module around them; `base` has each under all its names."""
-    around = {name: [name[:end] for end in [*_dots(name), len(name)]] for name in base}
+def named_by(patterns: Sequence[str], names: Mapping[str, str], whose: str, path: tuple[str, ...]) -> list[str]:
+    """The parameters that patterns name, themselves or by a module around them; `names` has each under all its names.
+
+    SpecError, at the pattern's place below `path`, for one that names no parameter.
+    """
+    around = {alias: [*accumulate(alias.split("."), "{}.{}".format)] for alias in names}
     known = {part for parts in around.values() for part in parts}
     chosen: set[str] = set()
     for index, pattern in enumerate(patterns):
         hits = set(select(pattern, sorted(known))) if is_pattern(pattern) else {pattern} & known
         if not hits:
-            finding = f"'{pattern}' names no parameter of the base{did_you_mean(pattern, known)}"
-            raise SpecError(finding, path=("train", "trainable", index))
-        chosen.update(base[name] for name, parts in around.items() if hits.intersection(parts))
-    return [name for name in dict.fromkeys(base.values()) if name in chosen]
+            finding = f"'{pattern}' names no parameter of {whose}{did_you_mean(pattern, known)}"
+            raise SpecError(finding, path=(*path, index))
+        chosen.update(names[alias] for alias, parts in around.items() if hits.intersection(parts))
+    return [name for name in dict.fromkeys(names.values()) if name in chosen]
 
 
 def _dots(name: str) -> list[int]:

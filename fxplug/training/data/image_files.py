@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
+from torchvision.transforms.v2.functional import to_pil_image
 
 from ...errors import TrainError
 
@@ -93,13 +94,7 @@ def as_image(value: Any, name: str, channels: int = 3) -> Image.Image | Tensor:
             array = array.to(torch.uint8)  # a list has no dtype
         else:
             raise TrainError(f"{name}: image values must be uint8 or float, not {str(array.dtype).removeprefix('torch.')}")
-    return array if len(array) == channels else prepared(as_pil(array), channels)
-
-
-def as_pil(image: Tensor) -> Image.Image:
-    """A uint8 tensor [c, h, w] of 1, 3 or 4 channels as a PIL image."""
-    last = image[0] if len(image) == 1 else image.permute(1, 2, 0)
-    return Image.fromarray(last.contiguous().numpy())
+    return array if len(array) == channels else prepared(to_pil_image(array), channels)
 
 
 def _orientation(image: Image.Image) -> int:
@@ -139,9 +134,3 @@ def placed(image: Image.Image, size: tuple[int, int], place: Place) -> Image.Ima
         box = (left, top, min(left + w * scale, image.width), min(top + h * scale, image.height))
         image = image.resize((w, h), Image.Resampling.LANCZOS, box=box)
     return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if place.flip else image
-
-
-def pixels(image: Image.Image) -> Tensor:
-    """uint8 [c, h, w]."""
-    array = torch.from_numpy(np.array(image))
-    return array[None] if array.ndim == 2 else array.permute(2, 0, 1)

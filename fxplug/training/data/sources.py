@@ -84,15 +84,10 @@ class Renumbered:
         self.items, self.classes = items, classes
         self._number = [classes.index(name) for name in items.classes or []]
 
-    @property
-    def sizes(self) -> list[tuple[int, int]] | None:
-        """(h, w) of each image, as the items have them."""
-        return self.items.sizes
-
-    @property
-    def root(self) -> str | None:
-        """The folder of the items, if they have one."""
-        return self.items.root
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # pickle looks for some before there are items
+            raise AttributeError(name)
+        return getattr(self.items, name)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -118,38 +113,106 @@ def with_classes(items: Items, classes: list[str] | None) -> Items:
     return Renumbered(items, classes)
 
 
-class HubItems:
-    """Rows of a Hugging Face data set; `columns` says which column each key is, `numbers` which label a text is."""
+class OwnItems:
+    """The samples of a map-style data set as items.
 
-    def __init__(
-        self, dataset: Any, columns: dict[str, str], spec: Data, classes: list[str] | None, numbers: dict[str, int] | None
-    ) -> None:
-        self.dataset, self.columns, self.channels, self.captions = dataset, columns, spec.channels, spec.captions
-        self.classes, self.numbers = classes, numbers
+    A sample is a mapping (`image` or `img`, `label`, `caption` or `text`, `condition`, and anything that collates), or a tuple
+    (image, label) or (image, caption). `columns` gives keys other names. What counts as an image, `as_image` says. The data
+    set's `classes`, and its `sizes` [(h, w), ...] which buckets need, are used where it has them.
+    """
+
+    def __init__(self, dataset: Any, spec: Data) -> None:
+        self.dataset, self.columns, self.channels, self.captions = dataset, spec.columns, spec.channels, spec.captions
+        classes = getattr(dataset, "classes", None)
+        self.classes: list[str] | None = [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
         self.root: str | None = None
+
+    @cached_property
+    def sizes(self) -> list[tuple[int, int]] | None:
+        """(h, w) of each image, where the data set has them."""
+        return getattr(self.dataset, "sizes", None)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        """The columns under their keys, and `name`. Raises Unreadable."""
-        row, name = self.dataset[i], f"dataset[{i}]"
-        item: dict[str, Any] = {key: row[column] for key, column in self.columns.items()}
-        if self.numbers is not None:
-            item["label"] = self.numbers[item["label"]]
+        """One sample. Raises Unreadable where the data set raises OSError, TrainError for any other error of it."""
+        name = f"dataset[{i}]"
+        try:
+            sample = self.dataset[i]
+        except Unreadable:
+            raise
+        except OSError as error:
+            raise Unreadable(name, str(error) or type(error).__name__) from error
+        except Exception as error:  # the data set's, which is the user's
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            finding = f"{name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
+            raise TrainError(finding) from error
+        item = self._item(sample, name)
+        name = item.setdefault("name", name)
+        for key in ("image", "condition"):
+            if key in item:
+                item[key] = as_image(item[key], name, self.channels)
+        if "label" in item:
+            item["label"] = self._label(item["label"], name)
+        if "caption" in item and self.captions == "none":
+            del item["caption"]
+        return item
+
+    def _item(self, sample: Any, name: str) -> dict[str, Any]:
+        return keyed(sample, name, self.columns)
+
+    def _label(self, label: Any, name: str) -> int:
+        if isinstance(label, str) and self.classes is not None:
+            if label not in self.classes:
+                raise TrainError(f"{name}: no class '{label}'{did_you_mean(label, self.classes)}")
+            return self.classes.index(label)
+        try:
+            return operator.index(label.item() if hasattr(label, "item") else label)
+        except (TypeError, RuntimeError, ValueError):
+            finding = f"{name}: a label must be a whole number, not {shown(label)}; text needs the data set to have 'classes'"
+            raise TrainError(finding) from None
+
+
+def keyed(sample: Any, name: str, columns: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """A sample, or a batch, with the keys of an item. Raises TrainError for one that is neither a mapping nor a pair."""
+    if isinstance(sample, Mapping):
+        item = dict(sample)
+        for key, column in columns.items():
+            if column not in item:
+                found = ", ".join(map(str, item))
+                raise TrainError(f"{name} has no '{column}'{did_you_mean(column, item)}, it has {found}")
+            item[key] = item.pop(column)
+        for key, others in NAMES.items():
+            for other in others:
+                if key not in item and other in item:
+                    item[key] = item.pop(other)
+        return item
+    if isinstance(sample, (tuple, list)) and len(sample) == 2:
+        second = sample[1]
+        text = isinstance(second, str) or (isinstance(second, (tuple, list)) and second and isinstance(second[0], str))
+        return {"image": sample[0], "caption" if text else "label": second}
+    kind = f"a {type(sample).__name__}" + (f" of {len(sample)}" if isinstance(sample, (tuple, list)) else "")
+    raise TrainError(f"{name} must be a mapping or a tuple (image, label), not {kind}")
+
+
+class HubItems(OwnItems):
+    """Rows of a Hugging Face data set on disk; `columns` says which column each key is, and other columns are left out."""
+
+    def __init__(self, dataset: Any, columns: dict[str, str], spec: Data, classes: list[str] | None, root: str) -> None:
+        super().__init__(dataset, spec)
+        self.columns, self.classes, self.root = columns, classes, root
+
+    def _item(self, row: Any, name: str) -> dict[str, Any]:
+        item = {key: row[column] for key, column in self.columns.items()}
         if item.get("caption", "") is None:
             if self.captions == "required":
                 raise TrainError(f"{name} has no caption; give it one, or say 'captions: optional'")
             item["caption"] = ""
         for key in ("image", "condition"):
-            if key in item:
-                item[key] = self._read(item[key], name)
-        return {**item, "name": name}
-
-    def _read(self, value: Any, name: str) -> Any:
-        if isinstance(value, dict):  # an Image column that is not decoded
-            return read_image(_source(value), name, self.channels)
-        return as_image(value, name, self.channels)
+            if isinstance(item.get(key), dict):  # an Image column that is not decoded
+                item[key] = read_image(_source(item[key]), name, self.channels)
+        return item
 
     @cached_property
     def sizes(self) -> list[tuple[int, int]] | None:
@@ -194,17 +257,14 @@ def open_dataset(spec: Data, base: Path, split: str = "train") -> HubItems:
     columns = _columns(features, spec, folder)
     for name in {column for key, column in columns.items() if features[column] == "image"}:
         dataset = dataset.cast_column(name, datasets.Image(decode=False))
-    classes, numbers = None, None
+    classes = None
     if label := columns.get("label"):
         feature = dataset.features[label]
         if features[label] == "class":
             classes = list(feature.names)
         elif features[label] == "text":
             classes = sorted(set(dataset[label]))
-            numbers = {name: i for i, name in enumerate(classes)}
-    items = HubItems(dataset, columns, spec, classes, numbers)
-    items.root = str(folder)
-    return items
+    return HubItems(dataset, columns, spec, classes, str(folder))
 
 
 def _columns(features: dict[str, str], spec: Data, folder: Path) -> dict[str, str]:
@@ -260,82 +320,6 @@ def _kind(feature: Any) -> str:
 
 def _source(value: dict[str, Any]) -> bytes | Path:
     return value["bytes"] if value["bytes"] is not None else Path(value["path"])
-
-
-class OwnItems:
-    """The samples of a map-style data set as items.
-
-    A sample is a mapping (`image` or `img`, `label`, `caption` or `text`, `condition`, and anything that collates), or a tuple
-    (image, label) or (image, caption). `columns` gives keys other names. What counts as an image, `as_image` says. The data
-    set's `classes`, and its `sizes` [(h, w), ...] which buckets need, are used where it has them.
-    """
-
-    def __init__(self, dataset: Any, spec: Data) -> None:
-        self.dataset, self.columns, self.channels, self.captions = dataset, spec.columns, spec.channels, spec.captions
-        classes = getattr(dataset, "classes", None)
-        self.classes: list[str] | None = [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
-        self.root: str | None = None
-        self.sizes: list[tuple[int, int]] | None = getattr(dataset, "sizes", None)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, i: int) -> dict[str, Any]:
-        """One sample. Raises Unreadable where the data set raises OSError, TrainError for any other error of it."""
-        name = f"dataset[{i}]"
-        try:
-            sample = self.dataset[i]
-        except Unreadable:
-            raise
-        except OSError as error:
-            raise Unreadable(name, str(error) or type(error).__name__) from error
-        except Exception as error:  # the data set's, which is the user's
-            at = traceback.extract_tb(error.__traceback__)[-1]
-            finding = f"{name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
-            raise TrainError(finding) from error
-        item = keyed(sample, name, self.columns)
-        name = item.setdefault("name", name)
-        for key in ("image", "condition"):
-            if key in item:
-                item[key] = as_image(item[key], name, self.channels)
-        if "label" in item:
-            item["label"] = self._label(item["label"], name)
-        if "caption" in item and self.captions == "none":
-            del item["caption"]
-        return item
-
-    def _label(self, label: Any, name: str) -> int:
-        if isinstance(label, str) and self.classes is not None:
-            if label not in self.classes:
-                raise TrainError(f"{name}: no class '{label}'{did_you_mean(label, self.classes)}")
-            return self.classes.index(label)
-        try:
-            return operator.index(label.item() if hasattr(label, "item") else label)
-        except (TypeError, RuntimeError, ValueError):
-            finding = f"{name}: a label must be a whole number, not {shown(label)}; text needs the data set to have 'classes'"
-            raise TrainError(finding) from None
-
-
-def keyed(sample: Any, name: str, columns: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-    """A sample, or a batch, with the keys of an item. Raises TrainError for one that is neither a mapping nor a pair."""
-    if isinstance(sample, Mapping):
-        item = dict(sample)
-        for key, column in columns.items():
-            if column not in item:
-                found = ", ".join(map(str, item))
-                raise TrainError(f"{name} has no '{column}'{did_you_mean(column, item)}, it has {found}")
-            item[key] = item.pop(column)
-        for key, others in NAMES.items():
-            for other in others:
-                if key not in item and other in item:
-                    item[key] = item.pop(other)
-        return item
-    if isinstance(sample, (tuple, list)) and len(sample) == 2:
-        second = sample[1]
-        text = isinstance(second, str) or (isinstance(second, (tuple, list)) and second and isinstance(second[0], str))
-        return {"image": sample[0], "caption" if text else "label": second}
-    kind = f"a {type(sample).__name__}" + (f" of {len(sample)}" if isinstance(sample, (tuple, list)) else "")
-    raise TrainError(f"{name} must be a mapping or a tuple (image, label), not {kind}")
 
 
 def own_items(dataset: Any, spec: Data, name: str) -> OwnItems:
