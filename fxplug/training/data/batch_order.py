@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ class Request(NamedTuple):
     indices: Sequence[int]
 
 
+@dataclass(eq=False, repr=False)
 class Order:
     """Batches of samples that come in groups; a batch is of one group.
 
@@ -36,28 +38,15 @@ class Order:
     each epoch.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Sequence[int]],
-        batch: int,
-        *,
-        seed: int,
-        rank: int,
-        world: int,
-        train: bool,
-        shuffle: bool,
-        repeats: Sequence[float] | None = None,
-    ) -> None:
-        self.repeats = repeats
-        self.groups, self.batch, self.seed, self.rank, self.world, self.train, self.shuffle = (
-            groups,
-            batch,
-            seed,
-            rank,
-            world,
-            train,
-            shuffle,
-        )
+    groups: Sequence[Sequence[int]]
+    batch: int
+    _: KW_ONLY
+    seed: int
+    rank: int
+    world: int
+    train: bool
+    shuffle: bool
+    repeats: Sequence[float] | None = None
 
     def __len__(self) -> int:
         """The batches of this process in an epoch."""

@@ -25,25 +25,26 @@ METADATA = "metadata.jsonl"  # the form of Hugging Face's ImageFolder
 OWN = ("image", "condition", "name", "index")  # keys of an item that the loader fills
 
 
+@dataclass(eq=False, repr=False)
 class FileItems:
     """Image files below `top` with what belongs to each; `conditions` are further images, one for each.
 
     `repeats` says how often an epoch has each; `notes`, what was found and is not read.
     """
 
-    def __init__(
-        self,
-        top: Path,
-        names: list[str],
-        values: list[dict[str, Any]],
-        channels: int = 3,
-        classes: list[str] | None = None,
-        conditions: list[Path] | None = None,
-        repeats: list[float] | None = None,
-        notes: Sequence[str] = (),
-    ) -> None:
-        self.top, self.root, self.names, self.values, self.channels = top, str(top), names, values, channels
-        self.classes, self.conditions, self.repeats, self.notes = classes, conditions, repeats, notes
+    top: Path
+    names: list[str]
+    values: list[dict[str, Any]]
+    channels: int = 3
+    classes: list[str] | None = None
+    conditions: list[Path] | None = None
+    repeats: list[float] | None = None
+    notes: Sequence[str] = ()
+
+    @property
+    def root(self) -> str:
+        """The folder, as text."""
+        return str(self.top)
 
     def __len__(self) -> int:
         return len(self.names)
