@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
 from ...errors import FxplugError, TrainError
 from ...spec.train_section import Data
+from ..plugins import Plugins
 from ..random_draws import mixed, random_state_kept, seed_all
 from .batch_order import Request
 from .image_files import Place, Unreadable, as_image, placed, prepared
@@ -23,21 +24,6 @@ from .sources import Items, condition_function
 
 Size = tuple[int, int]
 Transform = Callable[[Image.Image, Size], Tensor]
-
-
-class Hooks(Protocol):
-    """What plugins do to a sample; `has` says whether one of them has a hook. `sample` is what messages name it."""
-
-    sample: str
-
-    def has(self, hook: str) -> bool:
-        """Whether a plugin has this hook."""
-
-    def transform_caption(self, caption: str) -> str:
-        """The caption that the model is to see."""
-
-    def transform_pil_image(self, img: Image.Image) -> Image.Image:
-        """The image that the model is to see, before it is normalised."""
 
 
 class Fetched(NamedTuple):
@@ -65,7 +51,7 @@ class Fetch:
         seed: int,
         train: bool,
         transform: Transform | None,
-        hooks: Hooks | None,
+        hooks: Plugins | None,
     ) -> None:
         self.items, self.spec, self.seed, self.train, self.transform, self.hooks = items, spec, seed, train, transform, hooks
         self.groups, self.sizes = groups, sizes

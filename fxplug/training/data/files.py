@@ -271,7 +271,8 @@ def read_metadata(file: Path, top: Path, limits: Limits = DEFAULT) -> dict[str, 
     if not os.path.lexists(file):
         return lines
     below = file.parent.relative_to(top)
-    for number, text in enumerate(_text(file, limits.lines).split("\n"), 1):
+    whole = reading.text(file, limits.lines, lambda finding: SpecError(finding, where=Where(str(file))))
+    for number, text in enumerate(whole.split("\n"), 1):
         if not text.strip():
             continue
         where = Where(str(file), number)
@@ -350,7 +351,3 @@ def captions(
         )
     for value in values:
         value.pop("caption", None)
-
-
-def _text(file: Path, limit: int) -> str:
-    return reading.text(file, limit, lambda finding: SpecError(finding, where=Where(str(file))))

@@ -13,10 +13,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ...errors import SpecError, TrainError
 from ...spec.train_section import Data, Use
+from ..plugins import Plugins
 from ..random_draws import mixed, random_state, random_state_kept, seed_all, set_random_state
 from ..tasks.task import Task
 from .batch_order import Order, Request, assign, bucket_sizes
-from .fetching import Fetch, Fetched, Hooks, Size, Transform, rescaled, too_many
+from .fetching import Fetch, Fetched, Size, Transform, rescaled, too_many
 from .image_files import Unreadable
 from .sources import Items, keyed, own_items
 
@@ -51,7 +52,7 @@ class Loader:
         world: int = 1,
         train: bool = True,
         transform: Transform | None = None,
-        hooks: Hooks | None = None,
+        hooks: Plugins | None = None,
     ) -> None:
         self.items, self.spec, self.skipped = items, spec, dict[str, str]()
         size = (spec.size, spec.size) if isinstance(spec.size, int) else spec.size
@@ -179,7 +180,7 @@ class Loader:
 
 
 def loader_of(
-    data: Any, batch: int, *, seed: int = 0, rank: int = 0, world: int = 1, train: bool = True, hooks: Hooks | None = None
+    data: Any, batch: int, *, seed: int = 0, rank: int = 0, world: int = 1, train: bool = True, hooks: Plugins | None = None
 ) -> Loader | Given:
     """Batches of what Python has: a Loader is taken as it is, a torch DataLoader too (see `Given`), a map-style data set gets a
     Loader that leaves the size of its images alone. Raises SpecError or TrainError for anything else.
@@ -228,7 +229,7 @@ class Given:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], *, seed: int = 0, world: int = 1, train: bool = True, hooks: Hooks | None = None
+        self, loader: DataLoader[Any], *, seed: int = 0, world: int = 1, train: bool = True, hooks: Plugins | None = None
     ) -> None:
         try:
             self.steps = len(loader)

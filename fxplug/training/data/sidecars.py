@@ -317,7 +317,7 @@ def _of_subset(image: Path, said: Mapping[str, Any], where: Where) -> Listed:
     beside = image.with_suffix(str(said.get("caption_extension", ".caption")))
     caption = said.get("class_tokens")
     if os.path.lexists(beside):
-        caption = reading.text(beside, DEFAULT.caption, lambda finding: SpecError(finding, where=Where(str(beside)))).strip()
+        caption = _text(beside)
     try:
         settings = Settings(
             plain=caption,
