@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from pathlib import Path
 
@@ -18,13 +19,11 @@ from torch.utils.data.distributed import DistributedSampler
 
 from fxplug.errors import SpecError, TrainError
 from fxplug.spec.train_section import Buckets, Data
-from fxplug.training.data.batch_order import Order
-from fxplug.training.data.buckets import assign, bucket_sizes
-from fxplug.training.data.cropping import Place, placed
+from fxplug.training.data.batch_order import Order, assign, bucket_sizes
+from fxplug.training.data.image_files import Place, placed
 from fxplug.training.data.loader import Loader, loader_of
-from fxplug.training.data.seeding import random_state_kept
-from fxplug.training.data.sources import open_items, with_classes
-from fxplug.training.data.user_dataset import OwnItems
+from fxplug.training.data.sources import OwnItems, open_items, with_classes
+from fxplug.training.random_draws import random_state_kept
 
 
 def picture(seed=0, size=(20, 24), mode="RGB"):
@@ -837,7 +836,7 @@ def test_test_labels_have_the_numbers_of_the_training_classes(tmp_path):
     train, _ = opened(tmp_path, classes="train")
     test, spec = opened(tmp_path, classes="test")
     assert [test[i]["label"] for i in range(2)] == [0, 1]
-    same = with_classes(test, train.classes)
+    same = pickle.loads(pickle.dumps(with_classes(test, train.classes)))  # as worker processes get it
     assert [same[i]["label"] for i in range(2)] == [1, 2] and same.classes == train.classes and same.root == test.root
     (batch,) = Loader(same, spec, 2, train=False).epoch(0)
     assert batch["label"].tolist() == [1, 2]

@@ -13,8 +13,7 @@ from PIL import Image
 from fxplug.errors import SpecError
 from fxplug.spec.run_config import check_settings
 from fxplug.spec.train_section import Data
-from fxplug.training.data.batch_order import Order
-from fxplug.training.data.buckets import bucket_sizes
+from fxplug.training.data.batch_order import Order, bucket_sizes
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.tasks.classify import Classify

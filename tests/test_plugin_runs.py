@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 import fxplug
 from fxplug.compat.everydream import BasePlugin
 from fxplug.errors import SpecError, TrainError
-from fxplug.training.plugin_loader import OFFERED
+from fxplug.training.plugin_hooks import OFFERED
 
 
 class Captioned(Dataset):

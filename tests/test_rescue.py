@@ -171,12 +171,12 @@ def test_a_scheduler_that_ends_before_the_run_costs_no_step(tmp_path):
 @pytest.mark.slow
 @sweep("moment, at", [("Ema.update", 5), ("Ema._fill", 1), ("Stepper.skipped", 9), ("Stepper.skipped", 10)], 2)
 def test_a_checkpoint_has_the_weights_of_its_own_step_whenever_a_run_ends(tmp_path, monkeypatch, moment, at):
-    from fxplug.training import ema, stepping
+    from fxplug.training import param_groups, stepping
 
     averaged = {"train__ema": 0.9, "train__save": {"every": 3, "keep": 9}}
     goal = run(tmp_path / "whole", **changed(**averaged))
     name, _, method = moment.partition(".")
-    kind = getattr(ema if name == "Ema" else stepping, name)
+    kind = getattr(param_groups if name == "Ema" else stepping, name)
     real, calls = vars(kind)[method], []
 
     def interrupted(self, *args):

@@ -17,7 +17,7 @@ import test_denoise_runs
 import test_parallel_training
 import torch
 import yaml
-from runs import VIT, Digits, config, run, same, trained
+from runs import VIT, Digits, config, run, same, sharing, trained
 from sweeps import sweep
 from torch import nn
 
@@ -747,19 +747,6 @@ def test_an_error_about_a_setting_has_the_line_of_the_file(tmp_path, changed, te
         fxplug.train(file, out=tmp_path / "run", quiet=True)
 
 
-def test_a_plugin_that_raises_stops_the_run_or_not(tmp_path):
-    plugin = {"train__plugins": ["test_trainer:Raises"]}
-    text = message(fxplug.TrainError, tmp_path / "a", **plugin)
-    assert text.startswith("plugin Raises raised in on_step_end (epoch 0, global_step 2): ValueError: no")
-    assert len(run(tmp_path / "b", **plugin, train__on_plugin_error="continue").history) == 8
-
-
-class Raises:
-    def on_step_end(self, global_step):
-        if global_step >= 2:
-            raise ValueError("no")
-
-
 class Scores(Mean):
     """Tests that give what a list says."""
 
@@ -783,11 +770,29 @@ def test_a_run_ends_where_tests_are_no_better_and_leaves_the_best(folder, tmp_pa
     test = trainer.test
     trainer.test = lambda: seen.append({n: p.detach().clone() for n, p in trainer.trained.items()}) or test()
     assert len(trainer.fit()) == 4 and len(seen) == 4
+    assert trainer.metrics == {"loss": 1.0}  # those of the module, not of the last test
     assert same(trainer.trained, seen[1]) and not same(seen[1], seen[3])
     if folder:
         module = dict(fxplug.load(out / "module").named_parameters())
         assert same({name: module[name] for name in seen[1]}, seen[1])
         assert read(out / "best").progress["step"] == 2 and found(out / "checkpoints")[-1].name.endswith("4")
+
+
+def test_a_run_goes_on_from_its_best_test_to_the_bit(tmp_path):
+    scores = {"train__task": {"test_trainer:Scores": {"losses": [3.0, 1.0, 2.0, 2.0]}}, "train__ema": 0.9}
+    tests = {"train__test": {"every": 1, "best": True}, "data__test": {"call": "runs:Digits"}}
+    common = {**tests, "train__epochs": 4, "train__batch": 48, "train__scheduler": "cosine"}
+    whole = run(tmp_path / "a", **scores, **common)
+    assert whole.metrics == {"loss": 1.0} and read(tmp_path / "a" / "best").progress["step"] == 4
+    last = read(found(tmp_path / "a" / "checkpoints")[-1])
+    (tmp_path / "a").rename(tmp_path / "b")
+    with sharing():  # without a folder of its own it is that of the run
+        again = fxplug.train(config(**scores, **common), resume=tmp_path / "b" / "best", quiet=True)
+    assert again.out == tmp_path / "b" and sorted(path.name for path in (again.out / "best").iterdir()) == [
+        "ema.safetensors", "progress.json", "state.pt", "weights.safetensors",
+    ]  # fmt: skip
+    assert losses(again.history) == losses(whole.history)
+    assert same(read(found(again.out / "checkpoints")[-1]).weights, last.weights) and again.metrics == whole.metrics
 
 
 def test_what_would_be_compared_is_needed():

@@ -322,18 +322,3 @@ def test_the_curves_have_the_steps_before_a_resume(tmp_path, monkeypatch):
 def test_smoothing_has_no_bias_to_the_first():
     assert smoothed([2.0] * 50) == pytest.approx([2.0] * 50)
     assert smoothed([10.0] + [0.0] * 99)[-1] < 0.1
-
-
-def test_a_step_of_watching_costs_as_much_after_many(tmp_path):
-    w = watch(tmp_path, steps=2000, epochs=2)
-    w.rewind(0)
-    w.start(MODULE)
-    times = []
-    for start in range(1, 1001, 100):
-        begun = time.thread_time()
-        for step in range(start, start + 100):
-            w.step(record(step))
-        times.append(time.thread_time() - begun)
-    w.close()
-    print(f"watching costs {min(times) / 100 * 1e6:.0f} us a step")
-    assert min(times[5:]) < 3 * min(times[:5])

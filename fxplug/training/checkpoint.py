@@ -22,7 +22,7 @@ from ..files.weight_files import save_file
 from ..files.writing import new_folder, written
 from ..limits import DEFAULT, Limits
 from ..quantised import plain
-from .data.seeding import random_state, random_state_kept, seed_all, set_random_state
+from .random_draws import random_state, random_state_kept, seed_all, set_random_state
 
 FORMAT = 1
 PREFIX = "step-"

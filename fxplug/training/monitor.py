@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -52,8 +53,7 @@ class Watch:
         self._on_gpu = False
         self._failed: set[str] = set()
         self._columns: tuple[str, ...] = ()
-        self._epoch = _Mean()
-        self._recent = _Recent()
+        self._since: list[tuple[float, float]] = []  # loss and seconds of the steps since the last row
         self._shown = 0.0
 
     def rewind(self, step: int) -> list[dict[str, Any]]:
@@ -95,7 +95,6 @@ class Watch:
             )
             self._progress.add_task("training", total=self.steps, completed=self._begin, state="")
             self._progress.start()
-        self._recent.tick()
 
     def _open_events(self, folder: Path) -> None:
         self._events = Events(folder, self._begin)
@@ -106,27 +105,26 @@ class Watch:
         `last` says whether it ended an epoch; None counts the steps.
         """
         step = self._step = int(record["step"])
-        loss, seconds = float(record["loss"]), float(record["seconds"])
-        self._epoch.add(loss, seconds)
-        self._recent.tick()
+        self._since.append((float(record["loss"]), float(record["seconds"])))
         self._log(record)
         if self._events and (step % self.settings.log.every == 0 or step in (1, self.steps)):
             shown = {key: value for key, value in record.items() if key not in ("step", "epoch")}
             self._try("tensorboard", self._events.scalars, "train", shown, step)
         if self._progress and (time.monotonic() - self._shown > 0.2 or step == self.steps):
             self._shown = time.monotonic()
-            self._progress.update(self._progress.task_ids[0], completed=step, state=self._state(record), refresh=True)
+            task = self._progress.tasks[0]
+            self._progress.update(task.id, completed=step)
+            self._progress.update(task.id, state=self._state(record, task.speed or 0.0), refresh=True)
         ended = step % self.steps_per_epoch == 0 if last is None else last
         if ended or step == self.steps:
             epoch = (step - 1) // self.steps_per_epoch if last is None else int(record["epoch"])
             self._end_epoch(epoch, float(record["lr"]))
 
-    def _state(self, record: Mapping[str, Any]) -> str:
+    def _state(self, record: Mapping[str, Any], speed: float) -> str:
         batch = record.get("samples", self.settings.batch * self.settings.accumulate)
-        speed = self._recent.speed()
         left = (self.steps - self._step) / speed if speed else 0.0
         parts = (
-            f"loss {self._epoch.loss():.4g}",
+            f"loss {fmean(loss for loss, _ in self._since):.4g}",
             f"{speed:.3g} steps/s",
             f"{speed * batch:.3g} samples/s",
             f"{self.memory() / 1e9:.3g}G",
@@ -137,9 +135,9 @@ class Watch:
     def _end_epoch(self, epoch: int, lr: float) -> None:
         every = 1 if self.settings.epochs else -(-self.epochs // ROWS)
         if (epoch + 1) % every == 0 or self._step == self.steps:
-            row = training_row(epoch, self.epochs, self.memory(), self._epoch.seconds(), self._epoch.loss(), lr)
-            self._row(TRAINING, row)
-            self._epoch = _Mean()
+            loss, seconds = map(fmean, zip(*self._since, strict=True))
+            self._row(TRAINING, training_row(epoch, self.epochs, self.memory(), seconds, loss, lr))
+            self._since = []
 
     def test(self, epoch: int, metrics: Mapping[str, float], seconds: float, best: Mapping[str, float] | None = None) -> None:
         """A test after so many epochs is done: what it measured, the mean seconds of a batch, and the best results so far."""
@@ -216,39 +214,6 @@ class Watch:
             if what not in self._failed:
                 self._failed.add(what)
                 self._print(f"{what} cannot be written: {error}; the run goes on", always=True)
-
-
-class _Mean:
-    """The mean loss and seconds of the steps since the last row."""
-
-    def __init__(self) -> None:
-        self._losses, self._seconds, self._count = 0.0, 0.0, 0
-
-    def add(self, loss: float, seconds: float) -> None:
-        self._losses, self._seconds, self._count = self._losses + loss, self._seconds + seconds, self._count + 1
-
-    def loss(self) -> float:
-        return self._losses / max(1, self._count)
-
-    def seconds(self) -> float:
-        return self._seconds / max(1, self._count)
-
-
-class _Recent:
-    """Steps a second, of the last fifty or so: the first ones, which compile and warm up, are soon forgotten."""
-
-    def __init__(self) -> None:
-        self._last, self._mean = 0.0, 0.0
-
-    def tick(self) -> None:
-        now = time.perf_counter()
-        if self._last:
-            took = now - self._last
-            self._mean = took if not self._mean else 0.96 * self._mean + 0.04 * took
-        self._last = now
-
-    def speed(self) -> float:
-        return 1 / self._mean if self._mean else 0.0
 
 
 def _clock(seconds: float) -> str:

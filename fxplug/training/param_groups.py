@@ -1,13 +1,15 @@
-"""What trains: the parameters of the passes, chosen ones of the base, and the optimizer's groups they make."""
+"""What trains: parameters of the passes, chosen ones of the base, the optimizer's groups, and the average of the weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import FxplugError, SpecError, TrainError, did_you_mean
 from ..ir.traced_module import TracedModule
@@ -15,6 +17,7 @@ from ..spec.addresses import is_pattern, select
 from ..spec.import_path import import_target
 from ..spec.options import check_known, taken
 from ..spec.train_section import Train, Use
+from ..torch_internals.tensors import lerp_all
 from .tasks.task import Task
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -82,7 +85,7 @@ def _groups(module: TracedModule, base: Sequence[str], others: bool = False) -> 
             own = {key: entry[key] for key in ("lr", "weight_decay") if entry[key] is not None}
             groups.append({"name": entry["name"], "names": names, **own})
     aliases = {name: canonical[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if p.is_floating_point()}
-    chosen = _chosen(base, {alias: name for alias, name in aliases.items() if name not in owner})
+    chosen = named_by(base, {a: name for a, name in aliases.items() if name not in owner}, "the base", ("train", "trainable"))
     if chosen:
         groups.append({"name": "base", "names": chosen})
     if not groups and not others:
@@ -111,18 +114,21 @@ def optimizer_config(task: Task, settings: Train) -> dict[str, Any]:
     return {"base": base, "text_encoder_overrides": overrides, "text_encoder_freezing": task.encoder.freezing()}
 
 
-def _chosen(patterns: Sequence[str], base: Mapping[str, str]) -> list[str]:
-    """The base parameters that a pattern names, itself or by a module around them; `base` has each under all its names."""
-    around = {name: [name[:end] for end in [*_dots(name), len(name)]] for name in base}
+def named_by(patterns: Sequence[str], names: Mapping[str, str], whose: str, path: tuple[str, ...]) -> list[str]:
+    """The parameters that patterns name, themselves or by a module around them; `names` has each under all its names.
+
+    SpecError, at the pattern's place below `path`, for one that names no parameter.
+    """
+    around = {alias: [*accumulate(alias.split("."), "{}.{}".format)] for alias in names}
     known = {part for parts in around.values() for part in parts}
     chosen: set[str] = set()
     for index, pattern in enumerate(patterns):
         hits = set(select(pattern, sorted(known))) if is_pattern(pattern) else {pattern} & known
         if not hits:
-            finding = f"'{pattern}' names no parameter of the base{did_you_mean(pattern, known)}"
-            raise SpecError(finding, path=("train", "trainable", index))
-        chosen.update(base[name] for name, parts in around.items() if hits.intersection(parts))
-    return [name for name in dict.fromkeys(base.values()) if name in chosen]
+            finding = f"'{pattern}' names no parameter of {whose}{did_you_mean(pattern, known)}"
+            raise SpecError(finding, path=(*path, index))
+        chosen.update(names[alias] for alias, parts in around.items() if hits.intersection(parts))
+    return [name for name in dict.fromkeys(names.values()) if name in chosen]
 
 
 def _dots(name: str) -> list[int]:
@@ -273,3 +279,37 @@ def check_gradients(module: TracedModule, groups: list[dict[str, Any]]) -> list[
     zero = [h for h, inside in held.items() if not lost[h] and moved.isdisjoint(name for name, _ in inside)]
     fresh = {h for h in zero if any(h[:end] in halves for end in _dots(h))}
     return [*(name for names in lost.values() for name in names), *(h for h in zero if h not in fresh)]
+
+
+class Ema:
+    """An exponential moving average in float32 of named parameters (Polyak averaging; the ramp is that of diffusers' EMAModel).
+
+    After step t the average is `d * average + (1 - d) * weights` with d = min(decay, (1 + t) / (10 + t)).
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
+        self.parameters, self.decay, self.steps = dict(parameters), decay, 0
+        self.average = {name: p.detach().float().clone() for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the weights of this moment in."""
+        self.steps += 1
+        weight = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
+        now = [p.detach().float() for p in self.parameters.values()]
+        lerp_all(list(self.average.values()), now, weight)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The parameters hold the average inside, and their own values again after."""
+        kept = {name: p.detach().clone() for name, p in self.parameters.items()}
+        try:
+            self._fill(self.average)
+            yield
+        finally:
+            self._fill(kept)
+
+    @torch.no_grad()
+    def _fill(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.copy_(values[name])

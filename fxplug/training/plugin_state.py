@@ -1,6 +1,6 @@
 """What plugins hold of a run, under the names that EveryDream2trainer's train.py has: its state, and the batch.
 
-Where a run loads its plugins, `from train import ...` gives this module (see fxplug/training/plugin_modules.py).
+Where a run loads its plugins, `from train import ...` gives this module (see fxplug/training/plugin_loader.py).
 """
 
 from __future__ import annotations
@@ -88,6 +88,20 @@ def save_model(save_path: str | Path, ed_state: State, *args: Any, **options: An
 def clean_filename(filename: str) -> str:
     """The letters, digits and spaces of a name."""
     return "".join(letter for letter in filename if letter.isalpha() or letter.isdigit() or letter == " ").rstrip()
+
+
+class _NoColour:
+    def __getattr__(self, name: str) -> str:
+        if name.isupper():
+            return ""
+        raise AttributeError(name)
+
+
+Fore, Back, Style = _NoColour(), _NoColour(), _NoColour()  # colorama's, for plugins that import it where it is not installed
+
+
+def init(*args: Any, **options: Any) -> None:
+    """colorama's: nothing, as nothing is coloured."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,53 +1,40 @@
-"""Plugins around a training run: checked before it, called in the written order, timed.
-
-pluggy holds the specification (hooks.py) and who is registered for which hook. The calls themselves are made here: pluggy's
-begin with the last plugin, hand no `**kwargs` on and do not chain what transforms return.
-"""
+"""Plugins around a training run: checked before it, called in the written order, timed, and what they return checked."""
 
 from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import pluggy
 import torch
 from PIL import Image
+from torch import Tensor, nn
 
 from ..errors import SpecError, TrainError, did_you_mean
-from .plugin_hooks import PROJECT, Hooks
-from .plugin_loader import CHAINED, OFFERED, hook_methods, load
-from .plugin_modules import Local, StandIn
-from .plugin_results import as_text, checked_image, put_gradients
+from .plugin_hooks import OFFERED
+from .plugin_loader import CHAINED, Local, StandIn, hook_methods, load
 from .plugin_state import NoSuchKey
 
 STAND_INS = {
-    "plugins.plugins": StandIn("fxplug.training.plugin_base", ("class BasePlugin", "class PluginRunner")),
+    "plugins.plugins": StandIn("fxplug.training.plugin_hooks", ("class BasePlugin", "class PluginRunner")),
     "train": StandIn("fxplug.training.plugin_state", ("TrainingState:", "def save_model(")),
     "utils.sample_generator": StandIn("fxplug.training.plugin_state", ("def clean_filename(", "class SampleGenerator")),
-    "colorama": StandIn("fxplug.training.terminal_colours"),
+    "colorama": StandIn("fxplug.training.plugin_state"),
 }
 LIMITS = {"on_epoch_": 5.0, "on_training_": 20.0, "on_model_": 20.0, "": 0.5}  # seconds of one call, as in EveryDream2trainer
 SHARE = 0.01  # of the run: a plugin that takes more is named at its end
 SECONDS, CALLS, LONGEST, FAILURES = range(4)  # columns of the tally
 
 Value = TypeVar("Value")
-implements = pluggy.HookimplMarker(PROJECT)
+Array = np.ndarray[Any, Any]
 
 
 class PluginError(TrainError):
     """A plugin raised: the run stops."""
-
-
-class _Methods:
-    """What pluggy registers for a plugin: its hooks, each timed and guarded."""
-
-    def __init__(self, calls: dict[str, Any]) -> None:
-        vars(self).update(calls)
 
 
 class Plugins:
@@ -88,16 +75,10 @@ class Plugins:
     def _register(self) -> None:
         rows = dict(zip(self._places, self._tally.numpy(), strict=True))
         self._at: tuple[Any, Any] = (None, None)  # epoch and step, for messages
-        manager = pluggy.PluginManager(PROJECT)
-        manager.add_hookspecs(Hooks)
+        self._calls: dict[str, list[Callable[[Any], Any]]] = {hook: [] for hook in OFFERED}
         for name, plugin in self._plugins.items():
-            calls = {}
             for hook, (method, wanted) in hook_methods(plugin).items():
-                make = self._transform if hook.startswith(CHAINED) else self._notify
-                calls[hook] = implements(make(name, hook, method, wanted, rows[name, hook]))
-            manager.register(_Methods(calls), name)
-        self._calls = {hook: [one.function for one in getattr(manager.hook, hook).get_hookimpls()] for hook in OFFERED}
-        self._offered = {hook: frozenset(names) for hook, names in OFFERED.items()}
+                self._calls[hook].append(self._guarded(name, hook, method, wanted, rows[name, hook]))
 
     def __bool__(self) -> bool:
         return bool(self._plugins)
@@ -122,11 +103,11 @@ class Plugins:
         calls = self._calls[hook]
         if not calls:
             return
-        offered, given = self._offered[hook], {**self.common, **data}
-        if not offered <= given.keys() or not data.keys() <= offered:
+        given = {**self.common, **data}
+        if not given.keys() >= set(OFFERED[hook]) >= data.keys():
             raise TypeError(f"{hook} is called with {', '.join(given)}, but its data are {', '.join(OFFERED[hook])}")
         for one in calls:
-            one(**given)
+            one(given)
 
     def transform_caption(self, caption: str) -> str:
         """The caption after every plugin's `transform_caption`, each given what the one before it returned."""
@@ -145,45 +126,43 @@ class Plugins:
     def transform(self, hook: str, value: Value) -> Value:
         """`value` through the chain of a hook. Raises PluginError when a plugin raises or returns None, and errors stop."""
         for one in self._calls[hook]:
-            value = one(value=value)
+            value = one(value)
         return value
 
-    def _notify(
-        self, plugin: str, hook: str, method: Callable[..., Any], wanted: tuple[str, ...], row: np.ndarray[Any, Any]
-    ) -> Callable[..., None]:
-        def run(**data: Any) -> None:
-            start = perf_counter()
-            try:
-                result = method(**{name: data[name] for name in wanted})
-                if result is not None and hook == "on_backpropagation":
-                    put_gradients(data["module"], result)
-            except Exception as error:  # the plugin's
-                self._failed(plugin, hook, row, error)
-            finally:
-                _count(row, perf_counter() - start)
-
-        return run
-
-    def _transform(
-        self, plugin: str, hook: str, method: Callable[..., Any], wanted: tuple[str, ...], row: np.ndarray[Any, Any]
-    ) -> Callable[..., Any]:
+    def _guarded(
+        self, plugin: str, hook: str, method: Callable[..., Any], wanted: tuple[str, ...], row: Array
+    ) -> Callable[[Any], Any]:
+        """A hook as it is called: of a mapping with its data, or of the value that it gives back changed or not."""
         checked = checked_image if hook == "transform_pil_image" else as_text
         positional, by_name = wanted[:1] == OFFERED[hook][:1], "pil" in wanted
 
-        def run(*, value: Any) -> Any:
+        def notify(data: Mapping[str, Any]) -> None:
+            result = method(**{name: data[name] for name in wanted})
+            if result is not None and hook == "on_backpropagation":
+                put_gradients(data["module"], result)
+
+        def transform(value: Any) -> Any:
+            beside = {"pil": Image.fromarray(value)} if by_name else {}
+            return checked(method(*[value][:positional], **beside), value)
+
+        act = transform if hook.startswith(CHAINED) else notify
+
+        def run(given: Any) -> Any:
             start = perf_counter()
             try:
-                beside = {"pil": Image.fromarray(value)} if by_name else {}
-                return checked(method(*[value][:positional], **beside), value)
+                return act(given)
             except Exception as error:  # the plugin's
                 self._failed(plugin, hook, row, error)
-                return value
+                return given
             finally:
-                _count(row, perf_counter() - start)
+                seconds = perf_counter() - start
+                row[SECONDS] += seconds
+                row[CALLS] += 1
+                row[LONGEST] = max(row[LONGEST], seconds)
 
         return run
 
-    def _failed(self, plugin: str, hook: str, row: np.ndarray[Any, Any], error: Exception) -> None:
+    def _failed(self, plugin: str, hook: str, row: Array, error: Exception) -> None:
         row[FAILURES] += 1
         if self.on_error == "continue" and row[FAILURES] > 1:
             return
@@ -200,21 +179,13 @@ class Plugins:
             raise PluginError(text) from error
         self.note(f"{text}; the run goes on")
 
-    def shares(self, total: float) -> list[tuple[str, str, float, float]]:
-        """(plugin, hook, seconds, share of `total` seconds) of every hook that was called, the slowest first.
+    def summary(self, total: float) -> list[str]:
+        """What is to be said at the end of a run of `total` seconds: which plugins were slow, and which raised how often.
 
         The seconds of transforms are summed over worker processes, which run beside the training.
         """
-        rows = [(plugin, hook, row[SECONDS], row[SECONDS] / max(total, 1e-9)) for (plugin, hook), row in self._called()]
-        return sorted(rows, key=lambda row: -row[2])
-
-    def _called(self) -> list[tuple[tuple[str, str], list[float]]]:
-        return [(place, row) for place, row in zip(self._places, self._tally.tolist(), strict=True) if row[CALLS]]
-
-    def summary(self, total: float) -> list[str]:
-        """What is to be said at the end of a run of `total` seconds: which plugins were slow, and which raised how often."""
         lines = []
-        for (plugin, hook), (seconds, calls, longest, failures) in self._called():
+        for (plugin, hook), (seconds, calls, longest, failures) in zip(self._places, self._tally.tolist(), strict=True):
             limit = next(limit for start, limit in LIMITS.items() if hook.startswith(start))
             over = f", the longest {longest:.3g} s where {limit:g} s is much" if longest > limit else ""
             if over or seconds / max(total, 1e-9) > SHARE:
@@ -251,8 +222,51 @@ def open_plugins(specs: Sequence[Any], on_error: Literal["stop", "continue"], ba
         raise SpecError(error.finding, path=("train", "plugins", *error.path), key=error.key) from error.__cause__
 
 
-def _count(row: np.ndarray[Any, Any], seconds: float) -> None:
-    row[SECONDS] += seconds
-    row[CALLS] += 1
-    if seconds > row[LONGEST]:
-        row[LONGEST] = seconds
+def as_text(result: Any, given: Any) -> Any:
+    """What a plugin returns for a caption. TypeError for what is not of the kind of `given`."""
+    kind = str if isinstance(given, str) else object
+    if result is None or not isinstance(result, kind):
+        raise _wrong(result, f"a {kind.__name__}: the value, changed or not")
+    return result
+
+
+def checked_image(result: Any, given: Array) -> Array:
+    """What a plugin returns for an image uint8 [h, w, c] or [h, w], in that form.
+
+    It may be an array, with floats from 0 to 1 also, or a PIL image. TypeError for anything else.
+    """
+    if isinstance(result, Image.Image):
+        return np.array(result.convert("L" if given.ndim == 2 else "RGB"))
+    if not isinstance(result, np.ndarray):
+        raise _wrong(result, "an image: an array or a PIL image")
+    if result.ndim != given.ndim or result.shape[2:] != given.shape[2:]:
+        raise TypeError(f"it returned an array of shape {list(result.shape)} for one of shape {list(given.shape)}")
+    if np.issubdtype(result.dtype, np.floating):
+        low, high = float(result.min()), float(result.max())
+        if not 0 <= low <= high <= 1:
+            raise TypeError(f"it returned floats from {low:.4g} to {high:.4g}; floats go from 0 to 1, uint8 to 255")
+        scaled: Array = np.rint(result * 255).astype(np.uint8)
+        return scaled
+    if result.dtype != np.uint8:
+        raise TypeError(f"it returned an array of {result.dtype}; an image is uint8, or floats from 0 to 1")
+    return result
+
+
+def put_gradients(module: nn.Module, result: Any) -> None:
+    """Give parameters of a module the gradients that a plugin returned by their names. TypeError for anything else."""
+    if not isinstance(result, Mapping):
+        raise _wrong(result, "nothing, or gradients by the names of their parameters")
+    named = dict(module.named_parameters())
+    for name, gradient in result.items():
+        if name not in named:
+            raise TypeError(f"it returned a gradient of '{name}', which is no parameter{did_you_mean(name, named)}")
+        if gradient is not None and not (isinstance(gradient, Tensor) and gradient.shape == named[name].shape):
+            found = list(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
+            raise TypeError(f"it returned {found} as the gradient of '{name}', which has the shape {list(named[name].shape)}")
+    for name, gradient in result.items():
+        named[name].grad = gradient
+
+
+def _wrong(result: Any, wanted: str) -> TypeError:
+    found = "nothing" if result is None else f"a {type(result).__name__}"
+    return TypeError(f"it returned {found}, but must return {wanted}")

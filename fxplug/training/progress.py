@@ -13,7 +13,7 @@ class Progress:
     """How far a run is: optimizer steps, the epoch at hand, batches done in it and the sum of their losses; best tests.
 
     `accumulate` is how many batches make a step, which a plugin may change between epochs. `score` is that of the best test,
-    and `waited` how many came after it.
+    `measured` all that it gave, and `waited` how many came after it.
     """
 
     step: int = 0
@@ -23,6 +23,7 @@ class Progress:
     best: dict[str, float] = field(default_factory=dict)
     accumulate: int = 1
     score: float | None = None
+    measured: dict[str, float] = field(default_factory=dict)
     waited: int = 0
 
     def judge(self, metrics: dict[str, float], highest: str | None) -> bool:
@@ -33,7 +34,10 @@ class Progress:
             raise TrainError(f"test.patience and test.best go by the task's own best metric or by 'loss'; tests give {listed}")
         score = -metrics[name] if name == "loss" != highest else metrics[name]
         better = score > (float("-inf") if self.score is None else self.score)
-        self.score, self.waited = (score, 0) if better else (self.score, self.waited + 1)
+        if better:
+            self.score, self.measured, self.waited = score, dict(metrics), 0
+        else:
+            self.waited += 1
         return better
 
 

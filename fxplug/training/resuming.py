@@ -42,31 +42,29 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SERVED = {"shuffle", "size", "buckets", "crop", "flip", "channels", "captions", "repeats"}  # how samples are served
 
 
-def keep(trainer: Trainer) -> None:
-    """Write a checkpoint of this moment. A full disk is reported, and ends the run when the settings say so."""
-    if trainer.out is None:
+def keep(trainer: Trainer, path: Path | None = None) -> None:
+    """Write a checkpoint of this moment: the newest of the run, or one in a folder of its own, which no later one removes.
+
+    A full disk is reported, and ends the run when the settings say so.
+    """
+    if trainer.out is None and path is None:
         return
     made = _snapshot(trainer, gathered(trainer.accelerator, plain_random_state()))
+    newest = None
     if trainer.first:
-        path = None
-        with _reported(trainer, f"checkpoint of step {trainer.progress.step}"):
-            path = write(trainer.out / "checkpoints", made, trainer.settings.save.keep)
-        if path is not None:
-            _tell(trainer, path)
-
-
-def keep_in(trainer: Trainer, path: Path) -> None:
-    """Write a checkpoint of this moment to a folder of its own, which no later one removes."""
-    made = _snapshot(trainer, gathered(trainer.accelerator, plain_random_state()))
-    if trainer.first:
-        with _reported(trainer, f"checkpoint '{path}'"):
-            write_to(path, made)
+        with _reported(trainer, f"checkpoint of step {trainer.progress.step}" if path is None else f"checkpoint '{path}'"):
+            if path is not None:
+                write_to(path, made)
+            elif trainer.out is not None:
+                newest = write(trainer.out / "checkpoints", made, trainer.settings.save.keep)
+    if newest is not None:  # outside: what a plugin raises is not the disk's
+        _tell(trainer, newest)
 
 
 def keep_best(trainer: Trainer) -> None:
     """Keep what has tested best: in the folder `best/`, a checkpoint, or in memory where the run has no folder."""
     if trainer.out is not None:
-        keep_in(trainer, trainer.out / "best")
+        keep(trainer, trainer.out / "best")
     else:
         made = _snapshot(trainer, [])
         trainer.kept_best = Checkpoint(_copied(made.weights), made.progress, {}, _copied(made.ema), [])
@@ -85,6 +83,7 @@ def take_best(trainer: Trainer) -> None:
     _fill({**buffers, **trainer.trained}, kept.weights)
     if trainer.ema is not None:
         _fill(trainer.ema.average, kept.ema)
+    trainer.metrics = trainer.progress.measured or trainer.metrics  # a checkpoint of an earlier version does not have them
     trainer.watch.note(f"the module is that of step {kept.progress['step']}, which tested best")
 
 

@@ -1,8 +1,9 @@
-"""One configuration from its model to trained weights: rewrite, open the data, train, test, save."""
+"""One configuration from its model to trained weights: rewrite, open the data, train, test, save, put to use."""
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from ..adapters.named import part_of
+from ..adapters.writing import save_adapter
 from ..errors import FxplugError, SpecError, TrainError, brief_fields
 from ..files.reading import reported
 from ..files.writing import check_folder
@@ -22,18 +25,21 @@ from .checkpoint import found
 from .data.loader import Loader
 from .data.sources import open_items, with_classes
 from .distributed import check_agreement, gathered, launched
-from .into_pipelines import into_pipeline
 from .plugins import open_plugins
 from .splitting import share
 from .tasks.denoise import Denoise
 from .tasks.task import make_task
 from .trainer import Trainer
 
+PIPELINES = ("unet", "transformer")
+FILE = "pytorch_lora_weights.safetensors"
+
 
 @dataclass
 class Run:
     """What a training gave: the trained `module`, the `history` (a dict a step: step, epoch, loss, lr, seconds and more), the
-    folder `out`, the last test's `metrics`, the `trainer`, and the lines of Python that `use` the result in a pipeline."""
+    folder `out`, the `metrics` of the last test (of the best one, where `test.best` takes its weights), the `trainer`, and the
+    lines of Python that `use` the result in a pipeline."""
 
     module: TracedModule
     history: list[dict[str, Any]]
@@ -129,6 +135,8 @@ def _folder(name: str, out: str | Path | None, resume: bool | str | Path) -> Pat
         raise SpecError("resume goes on with the run in a folder: say which, with out (--out)")
     if resume:
         path = Path(resume)
+        if path.name == "best" and (path / "progress.json").is_file():
+            return path.parent
         return path.parent.parent if path.parent.name == "checkpoints" else path
     return Path("out") / f"{name}-{time.strftime('%m%d-%H%M%S')}-{time.time_ns() // 10**6 % 1000:03}"
 
@@ -154,3 +162,41 @@ def _written(folder: Path, plain: dict[str, Any]) -> None:
     with reported(lambda finding: TrainError(f"{folder} {finding}"), "cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), "utf-8")
+
+
+def into_pipeline(module: TracedModule, out: Path, config: Config) -> str:
+    """Write `adapter/` beside the saved `module/` of a run where diffusers has a form for all that was trained.
+
+    Gives the lines of Python that use the result in a pipeline, that file or the module itself; no text for a model that is no
+    denoiser of a pipeline, and for weights that were trained beside passes. A file that cannot be written is a warning.
+    """
+    part = part_of(module.classes)
+    if config.model.kind != "diffusers" or part not in PIPELINES:
+        return ""
+    lines = ["from diffusers import DiffusionPipeline", f"pipe = DiffusionPipeline.from_pretrained({_pipeline(config)})"]
+    names = [entry["name"] for entry in module.meta.get("passes", [])]
+    try:
+        (out / "adapter").mkdir(exist_ok=True)
+        save_adapter(module, out / "adapter" / FILE, as_="diffusers", passes=names, name=out.name, part=part)
+    except (FxplugError, OSError) as error:  # such as a pass that no adapter file of diffusers has a form for
+        if isinstance(error, OSError):
+            warnings.warn(f"{out / 'adapter'} cannot be written: {error}", stacklevel=2)
+        else:
+            _tidied(out / "adapter")
+        return "\n".join(["import fxplug", *lines, f"pipe.{part} = fxplug.load({str(out / 'module')!r})"])
+    return "\n".join([*lines, f"pipe.load_lora_weights({str(out / 'adapter')!r})"])
+
+
+def _pipeline(config: Config) -> str:
+    """The folder of the pipeline that a model's folder is in, as Python text."""
+    if isinstance(config.model.target, str):
+        folder = config.base / config.model.target
+        home = folder.parent if folder.is_dir() else folder.parent.parent
+        if (home / "model_index.json").is_file():
+            return repr(str(home))
+    return '"the pipeline of this model"'
+
+
+def _tidied(folder: Path) -> None:
+    if not any(folder.iterdir()):
+        folder.rmdir()

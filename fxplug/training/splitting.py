@@ -20,9 +20,8 @@ from ..parallel.planning.walk import left_alone, walk
 from ..parallel.runtime.mesh import AXES, ways_of
 from ..spec.train_section import Train
 from ..torch_internals.pytree import tree_map
-from .data.seeding import random_state_kept
 from .distributed import gathered, set_mode
-from .random_draws import Draws
+from .random_draws import Draws, random_state_kept
 from .tasks.task import Task
 
 PATH = ("train", "parallel")

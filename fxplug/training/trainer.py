@@ -6,13 +6,13 @@ import contextlib
 import itertools
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import SpecError, TrainError
 from ..ir.traced_module import TracedModule
@@ -21,21 +21,18 @@ from ..spec.run_config import check_settings
 from ..spec.train_section import Train
 from .checkpoint import Checkpoint, fingerprint, newest, seeded
 from .data.loader import loader_of
-from .data.seeding import random_state, random_state_kept
-from .distributed import launched, prepared, set_mode
-from .ema import Ema
-from .evaluating import pictures, tested
-from .first_batch import check_fits
+from .diagnosis import check_fits
+from .distributed import gathered, launched, prepared, set_mode
 from .monitor import Watch
-from .param_groups import check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
+from .param_groups import Ema, check_optimizer, choose, make_optimizer, make_scheduler, optimizer_config, trained_beside
 from .plugin_state import Optimizers, State, plugin_batch
 from .plugins import Plugins, open_plugins
 from .progress import Pace, Progress
-from .random_draws import Draws, mixed
-from .resuming import export, interruptible, keep, keep_best, keep_in, rescue, restore, take_best
+from .random_draws import Draws, mixed, random_state, random_state_kept
+from .resuming import export, interruptible, keep, keep_best, rescue, restore, take_best
 from .splitting import divided, share
 from .stepping import Batch, Stepper
-from .tasks.task import TaskInfo, make_task
+from .tasks.task import TaskInfo, make_task, means
 
 
 class Trainer:
@@ -107,7 +104,7 @@ class Trainer:
                 raise TrainError(f"test.{key} compares tests: give test.every, and what is tested (test in the section data)")
         self._set_up(Path(base or Path.cwd()), timm)
         self._check_first_batch()  # before plugins see the module, which may hook it
-        self.state = State(train_batch=self.data, unet=module, save=lambda path: keep_in(self, path), **self.task.parts())
+        self.state = State(train_batch=self.data, unet=module, save=lambda path: keep(self, path), **self.task.parts())
         self._tell_of_the_model()
         self.groups += trained_beside(self.task, self.settings, self.accelerator.num_processes)
         self.progress = Progress()
@@ -260,7 +257,7 @@ class Trainer:
             with interruptible() as asked:
                 self.take_step.asked = lambda: bool(asked)
                 if self.settings.log.samples and not self.progress.step:
-                    pictures(self)
+                    self._pictures()
                 while self.progress.step < self.steps and not self.take_step.stop and not self._waits():
                     self._epoch()
             if self.take_step.stop:
@@ -357,7 +354,7 @@ class Trainer:
         )
         if progress.step < self.steps:
             if settings.log.samples and progress.step % settings.log.samples == 0:
-                pictures(self)
+                self._pictures()
             if settings.save.every and progress.step % settings.save.every == 0:
                 keep(self)
 
@@ -391,7 +388,7 @@ class Trainer:
         keep(self)
         if self.settings.test.best:
             take_best(self)
-        pictures(self)
+        self._pictures()
         export(self)
         self.accelerator.wait_for_everyone()  # a process that ended while the first one writes would take it with it
 
@@ -399,8 +396,56 @@ class Trainer:
 
     def test(self) -> dict[str, float]:
         """The task's metrics on the test data, over all processes; the average of the weights is tested when there is one."""
-        self.metrics = tested(self)
-        return self.metrics
+        if self.tests is None:
+            raise TrainError("there is nothing to test on: give 'test' in the data section, or test=...")
+        begun = time.perf_counter()
+        most = max(gathered(self.accelerator, self.tests.steps))
+        with self._evaluating() as module:
+            totals, count = self._totals(module, self.tests.epoch(0))
+            for _ in range(most - count if self.sharded else 0):
+                self._totals(module, iter([self.tests.first(1)]))  # all processes of a sharded module call it as often
+        parts = gathered(self.accelerator, {name: (float(a), float(b)) for name, (a, b) in totals.items()})
+        metrics = means({name: (sum(p[name][0] for p in parts), sum(p[name][1] for p in parts)) for name in parts[0]})
+        best, chosen = self.progress.best, self.task.best
+        if chosen in metrics and (chosen not in best or metrics[chosen] >= best[chosen]):
+            self.progress.best = dict(metrics)
+        seconds = (time.perf_counter() - begun) / max(1, self.tests.steps)
+        self.watch.test(self.progress.epoch or 1, metrics, seconds, self.progress.best)
+        self.metrics = metrics
+        return metrics
+
+    def _pictures(self) -> None:
+        """Show what the task's samples are now, where it has any."""
+        with self._evaluating() as module:
+            images = self.task.samples(module, Draws(self.seed, 0, device=self.accelerator.device))
+        if images is not None:
+            self.watch.beside_samples(self.task.beside_samples)
+            self.watch.samples(self.progress.step, images)
+
+    def _totals(self, module: nn.Module, batches: Iterator[Batch]) -> tuple[dict[str, tuple[float, float]], int]:
+        """What the task's test gives for batches, and how many they were."""
+        counted = itertools.count()
+        taken = (self.moved(batch) for batch, _ in zip(batches, counted, strict=False))
+        return self.task.test(module, taken), next(counted)
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[nn.Module]:
+        """The module for tests and pictures: in evaluation, with averaged weights; the run's random numbers stay."""
+        both = self.divided.twin_error == self.module.twin_error  # else only one mode can be divided
+        module = self.sharded or (self.divided if both else self.module)
+        device = self.accelerator.device
+        if self.accelerator.num_processes > 1:
+            for buffer in module.buffers():  # statistics that each process took of its own samples
+                torch.distributed.broadcast(buffer, 0)
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            torch.no_grad(),
+            self.ema.applied() if self.ema else contextlib.nullcontext(),
+            self.accelerator.autocast(),
+        ):
+            module.eval()
+            yield module
+        set_mode(self.runner, self.module, self.settings.mode)
 
     def moved(self, batch: Batch) -> Batch:
         """A batch on the device of the run."""

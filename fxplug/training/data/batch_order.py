@@ -1,13 +1,20 @@
-"""Which samples are in which batch: a function of seed, epoch and process, of nothing else."""
+"""Which samples are in which batch: aspect-ratio buckets, and an order of seed, epoch and process, of nothing else."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
 
+from ...errors import SpecError
+from ...spec.train_section import Buckets
 from ..random_draws import mixed
+
+Size = tuple[int, int]
 
 
 class Request(NamedTuple):
@@ -18,6 +25,7 @@ class Request(NamedTuple):
     indices: Sequence[int]
 
 
+@dataclass(eq=False, repr=False)
 class Order:
     """Batches of samples that come in groups; a batch is of one group.
 
@@ -30,28 +38,15 @@ class Order:
     each epoch.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[Sequence[int]],
-        batch: int,
-        *,
-        seed: int,
-        rank: int,
-        world: int,
-        train: bool,
-        shuffle: bool,
-        repeats: Sequence[float] | None = None,
-    ) -> None:
-        self.repeats = repeats
-        self.groups, self.batch, self.seed, self.rank, self.world, self.train, self.shuffle = (
-            groups,
-            batch,
-            seed,
-            rank,
-            world,
-            train,
-            shuffle,
-        )
+    groups: Sequence[Sequence[int]]
+    batch: int
+    _: KW_ONLY
+    seed: int
+    rank: int
+    world: int
+    train: bool
+    shuffle: bool
+    repeats: Sequence[float] | None = None
 
     def __len__(self) -> int:
         """The batches of this process in an epoch."""
@@ -99,3 +94,48 @@ class Order:
         generator = torch.Generator().manual_seed(mixed(self.seed, epoch, number))
         drawn: list[int] = torch.randperm(length, generator=generator).tolist()
         return drawn
+
+
+def bucket_sizes(size: Size, buckets: Buckets) -> list[Size]:
+    """The sizes (h, w) with sides that are multiples of `step` from `min` to `max`, from the tallest to the widest.
+
+    For each height the width is the largest whose area is not above that of `size`, and the other way round: the buckets
+    of NovelAI's "Improvements on Stable Diffusion" (2022), kohya's sd-scripts and EveryDream2trainer. `min` is by default
+    half the side of the square of that area, `max` twice. Raises SpecError where no size fits.
+    """
+    area, step = size[0] * size[1], buckets.step
+    side = math.isqrt(area)
+    least = -(-(buckets.min or max(side // 2, 1)) // step) * step
+    most = (buckets.max or side * 2) // step * step
+    found = set()
+    for one in range(least, most + 1, step):
+        other = min(area // one // step * step, most)
+        if other >= least:
+            found |= {(one, other), (other, one)}
+    square = side // step * step
+    if least <= square <= most and square:
+        found.add((square, square))
+    if not found:
+        finding = f"size {size[0]}x{size[1]} is too small for buckets with sides of {least} to {most} in steps of {step}"
+        raise SpecError(f"{finding}; take a larger 'size' or a smaller 'step', {step} now", path=("data", "buckets"))
+    return sorted(found, key=lambda s: (s[1] / s[0], s))
+
+
+def assign(images: Sequence[Size], sizes: Sequence[Size], fill: int = 1) -> list[Size]:
+    """The bucket of each image (h, w): that of the nearest aspect ratio, on a log scale; of equal ones the largest.
+
+    A bucket with fewer than `fill` images, which would never make a batch, gives them to the next nearest that stays.
+    """
+    kept = list(sizes)
+    while True:
+        nearest = {image: _nearest(image, kept) for image in {*images}}
+        used = Counter(nearest[image] for image in images)
+        smallest = min(used, key=lambda s: (used[s], s), default=None)
+        if smallest is None or used[smallest] >= fill or len(used) == 1:
+            return [nearest[image] for image in images]
+        kept = [s for s in kept if s in used and s != smallest]
+
+
+def _nearest(image: Size, sizes: Sequence[Size]) -> Size:
+    ratio = math.log(image[1] / image[0])
+    return min(sizes, key=lambda s: (round(abs(math.log(s[1] / s[0]) - ratio), 9), -s[0] * s[1], s))

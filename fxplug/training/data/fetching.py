@@ -4,42 +4,26 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import default_collate
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
 from ...errors import FxplugError, TrainError
 from ...spec.train_section import Data
-from ..random_draws import mixed
+from ..plugins import Plugins
+from ..random_draws import mixed, random_state_kept, seed_all
 from .batch_order import Request
-from .cropping import Place, pixels, placed
-from .image_files import Unreadable, as_image, as_pil, prepared
-from .seeding import random_state_kept, seed_all
+from .image_files import Place, Unreadable, as_image, placed, prepared
 from .sidecars import Caption
-from .sources import Items
-from .user_dataset import condition_function
+from .sources import Items, condition_function
 
 Size = tuple[int, int]
 Transform = Callable[[Image.Image, Size], Tensor]
-
-
-class Hooks(Protocol):
-    """What plugins do to a sample; `has` says whether one of them has a hook. `sample` is what messages name it."""
-
-    sample: str
-
-    def has(self, hook: str) -> bool:
-        """Whether a plugin has this hook."""
-
-    def transform_caption(self, caption: str) -> str:
-        """The caption that the model is to see."""
-
-    def transform_pil_image(self, img: Image.Image) -> Image.Image:
-        """The image that the model is to see, before it is normalised."""
 
 
 class Fetched(NamedTuple):
@@ -67,7 +51,7 @@ class Fetch:
         seed: int,
         train: bool,
         transform: Transform | None,
-        hooks: Hooks | None,
+        hooks: Plugins | None,
     ) -> None:
         self.items, self.spec, self.seed, self.train, self.transform, self.hooks = items, spec, seed, train, transform, hooks
         self.groups, self.sizes = groups, sizes
@@ -137,11 +121,11 @@ class Fetch:
         """The item with its image, and what goes with it, as tensors of a size."""
         image, condition = item.get("image"), item.get("condition")
         if isinstance(condition, Tensor) and condition.dtype == torch.uint8:
-            item["condition"] = as_pil(condition)
+            item["condition"] = to_pil_image(condition)
         if isinstance(image, Tensor) and image.dtype == torch.uint8:
             if self._plain and condition is None and size in (None, tuple(image.shape[1:])):
                 return {**item, "image": image.flip(-1) if place.flip else image}
-            image = as_pil(image)
+            image = to_pil_image(image)
         if isinstance(image, Image.Image):
             self._put(item, image, size or (image.height, image.width), place)
         elif isinstance(image, Tensor):
@@ -171,7 +155,7 @@ class Fetch:
             image = self._changed(placed(image, size, place), item["name"])
         else:
             image = self._changed(image, item["name"], fixed=False)
-        item["image"] = pixels(image) if self.transform is None else self.transform(image, size)
+        item["image"] = pil_to_tensor(image) if self.transform is None else self.transform(image, size)
 
     def _changed(self, image: Image.Image, name: str, fixed: bool = True) -> Image.Image:
         """The image after the plugins, which may change its size only where the task crops it."""
@@ -191,12 +175,12 @@ class Fetch:
         elif made.mode != "L":
             made = prepared(made, 1 if made.mode == "1" else 3)
         if isinstance(made, Tensor) and made.dtype == torch.uint8:
-            made = as_pil(made)
-        return pixels(placed(made, size, Place())) if isinstance(made, Image.Image) else made
+            made = to_pil_image(made)
+        return pil_to_tensor(placed(made, size, Place())) if isinstance(made, Image.Image) else made
 
     def _put_condition(self, item: dict[str, Any], size: Size, place: Place) -> None:
         if isinstance(condition := item.get("condition"), Image.Image):
-            item["condition"] = pixels(placed(condition, size, place))
+            item["condition"] = pil_to_tensor(placed(condition, size, place))
         elif self.condition is not None and "condition" not in item:
             raise TrainError(f"{item['name']}: a condition function needs a PIL or uint8 image, not a float tensor")
 

@@ -1,16 +1,17 @@
-"""Images as PIL reads them: upright, in one mode, or with the reason why they cannot be read."""
+"""Images as PIL reads them, upright and in one mode, or with the reason why not; and the part of one that is used."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
+from torchvision.transforms.v2.functional import to_pil_image
 
 from ...errors import TrainError
 
@@ -93,13 +94,7 @@ def as_image(value: Any, name: str, channels: int = 3) -> Image.Image | Tensor:
             array = array.to(torch.uint8)  # a list has no dtype
         else:
             raise TrainError(f"{name}: image values must be uint8 or float, not {str(array.dtype).removeprefix('torch.')}")
-    return array if len(array) == channels else prepared(as_pil(array), channels)
-
-
-def as_pil(image: Tensor) -> Image.Image:
-    """A uint8 tensor [c, h, w] of 1, 3 or 4 channels as a PIL image."""
-    last = image[0] if len(image) == 1 else image.permute(1, 2, 0)
-    return Image.fromarray(last.contiguous().numpy())
+    return array if len(array) == channels else prepared(to_pil_image(array), channels)
 
 
 def _orientation(image: Image.Image) -> int:
@@ -119,3 +114,23 @@ def _why(source: Path | bytes, error: Exception) -> str:
     if isinstance(error, Image.DecompressionBombError):
         return f"too many pixels, as in a decompression bomb: {error}"
     return str(error) or type(error).__name__
+
+
+class Place(NamedTuple):
+    """Where the crop lies, from 0 (left, top) to 1, and whether it is mirrored. An image and its condition have the same."""
+
+    x: float = 0.5
+    y: float = 0.5
+    flip: bool = False
+
+
+def placed(image: Image.Image, size: tuple[int, int], place: Place) -> Image.Image:
+    """The largest crop of the shape of `size` (h, w), resized with an antialiasing Lanczos filter in the same go."""
+    h, w = size
+    scale = min(image.width / w, image.height / h)
+    spare_w, spare_h = image.width - w * scale, image.height - h * scale
+    if (image.height, image.width) != (h, w):
+        left, top = spare_w * place.x, spare_h * place.y
+        box = (left, top, min(left + w * scale, image.width), min(top + h * scale, image.height))
+        image = image.resize((w, h), Image.Resampling.LANCZOS, box=box)
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if place.flip else image

@@ -1,15 +1,29 @@
-"""Where samples come from: one protocol for folders, data sets on disk and import paths."""
+"""Where samples come from: one protocol for folders, Hugging Face data sets on disk, and any torch data set."""
 
 from __future__ import annotations
 
+import operator
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
-from ...errors import SpecError, did_you_mean
-from ...spec.train_section import Data
-from .files import open_classes, open_images
-from .hub import open_dataset
-from .user_dataset import condition_function, open_call
+from torch.utils.data import IterableDataset
+
+from ...errors import SpecError, TrainError, did_you_mean, shown
+from ...spec.import_path import import_target
+from ...spec.train_section import Data, Use
+from .files import existing, open_classes, open_images
+from .image_files import Unreadable, as_image, read_image, read_size
+
+NAMES = {
+    "image": ("image", "img"),
+    "caption": ("caption", "text"),
+    "label": ("label", "labels", "fine_label"),
+    "condition": ("condition", "conditioning", "conditioning_image"),
+}
 
 
 class Items(Protocol):
@@ -70,15 +84,10 @@ class Renumbered:
         self.items, self.classes = items, classes
         self._number = [classes.index(name) for name in items.classes or []]
 
-    @property
-    def sizes(self) -> list[tuple[int, int]] | None:
-        """(h, w) of each image, as the items have them."""
-        return self.items.sizes
-
-    @property
-    def root(self) -> str | None:
-        """The folder of the items, if they have one."""
-        return self.items.root
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # pickle looks for some before there are items
+            raise AttributeError(name)
+        return getattr(self.items, name)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -102,3 +111,252 @@ def with_classes(items: Items, classes: list[str] | None) -> Items:
         finding = f"the class '{unknown[0]}'{more} is not among the {len(classes)} of the training data{hint}"
         raise SpecError(finding, path=("data", "test"))
     return Renumbered(items, classes)
+
+
+class OwnItems:
+    """The samples of a map-style data set as items.
+
+    A sample is a mapping (`image` or `img`, `label`, `caption` or `text`, `condition`, and anything that collates), or a tuple
+    (image, label) or (image, caption). `columns` gives keys other names. What counts as an image, `as_image` says. The data
+    set's `classes`, and its `sizes` [(h, w), ...] which buckets need, are used where it has them.
+    """
+
+    def __init__(self, dataset: Any, spec: Data) -> None:
+        self.dataset, self.columns, self.channels, self.captions = dataset, spec.columns, spec.channels, spec.captions
+        classes = getattr(dataset, "classes", None)
+        self.classes: list[str] | None = [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
+        self.root: str | None = None
+
+    @cached_property
+    def sizes(self) -> list[tuple[int, int]] | None:
+        """(h, w) of each image, where the data set has them."""
+        return getattr(self.dataset, "sizes", None)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        """One sample. Raises Unreadable where the data set raises OSError, TrainError for any other error of it."""
+        name = f"dataset[{i}]"
+        try:
+            sample = self.dataset[i]
+        except Unreadable:
+            raise
+        except OSError as error:
+            raise Unreadable(name, str(error) or type(error).__name__) from error
+        except Exception as error:  # the data set's, which is the user's
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            finding = f"{name} raised {type(error).__name__}: {error} ({at.filename}:{at.lineno})"
+            raise TrainError(finding) from error
+        item = self._item(sample, name)
+        name = item.setdefault("name", name)
+        for key in ("image", "condition"):
+            if key in item:
+                item[key] = as_image(item[key], name, self.channels)
+        if "label" in item:
+            item["label"] = self._label(item["label"], name)
+        if "caption" in item and self.captions == "none":
+            del item["caption"]
+        return item
+
+    def _item(self, sample: Any, name: str) -> dict[str, Any]:
+        return keyed(sample, name, self.columns)
+
+    def _label(self, label: Any, name: str) -> int:
+        if isinstance(label, str) and self.classes is not None:
+            if label not in self.classes:
+                raise TrainError(f"{name}: no class '{label}'{did_you_mean(label, self.classes)}")
+            return self.classes.index(label)
+        try:
+            return operator.index(label.item() if hasattr(label, "item") else label)
+        except (TypeError, RuntimeError, ValueError):
+            finding = f"{name}: a label must be a whole number, not {shown(label)}; text needs the data set to have 'classes'"
+            raise TrainError(finding) from None
+
+
+def keyed(sample: Any, name: str, columns: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """A sample, or a batch, with the keys of an item. Raises TrainError for one that is neither a mapping nor a pair."""
+    if isinstance(sample, Mapping):
+        item = dict(sample)
+        for key, column in columns.items():
+            if column not in item:
+                found = ", ".join(map(str, item))
+                raise TrainError(f"{name} has no '{column}'{did_you_mean(column, item)}, it has {found}")
+            item[key] = item.pop(column)
+        for key, others in NAMES.items():
+            for other in others:
+                if key not in item and other in item:
+                    item[key] = item.pop(other)
+        return item
+    if isinstance(sample, (tuple, list)) and len(sample) == 2:
+        second = sample[1]
+        text = isinstance(second, str) or (isinstance(second, (tuple, list)) and second and isinstance(second[0], str))
+        return {"image": sample[0], "caption" if text else "label": second}
+    kind = f"a {type(sample).__name__}" + (f" of {len(sample)}" if isinstance(sample, (tuple, list)) else "")
+    raise TrainError(f"{name} must be a mapping or a tuple (image, label), not {kind}")
+
+
+class HubItems(OwnItems):
+    """Rows of a Hugging Face data set on disk; `columns` says which column each key is, and other columns are left out."""
+
+    def __init__(self, dataset: Any, columns: dict[str, str], spec: Data, classes: list[str] | None, root: str) -> None:
+        super().__init__(dataset, spec)
+        self.columns, self.classes, self.root = columns, classes, root
+
+    def _item(self, row: Any, name: str) -> dict[str, Any]:
+        item = {key: row[column] for key, column in self.columns.items()}
+        if item.get("caption", "") is None:
+            if self.captions == "required":
+                raise TrainError(f"{name} has no caption; give it one, or say 'captions: optional'")
+            item["caption"] = ""
+        for key in ("image", "condition"):
+            if isinstance(item.get(key), dict):  # an Image column that is not decoded
+                item[key] = read_image(_source(item[key]), name, self.channels)
+        return item
+
+    @cached_property
+    def sizes(self) -> list[tuple[int, int]] | None:
+        """(h, w) of each image, from the headers; None where images are arrays."""
+        name = self.columns["image"]
+        if type(self.dataset.features[name]).__name__ != "Image":
+            return None
+        rows = self.dataset.select_columns([name])
+        values = (rows[i][name] for i in range(len(rows)))
+        return [(0, 0) if value is None else read_size(_source(value)) for value in values]
+
+
+def open_dataset(spec: Data, base: Path, split: str = "train") -> HubItems:
+    """A data set of `save_to_disk`; `split` is the one taken where `spec.split` does not say.
+
+    Columns are found by their features first (Image, ClassLabel), by their names second; `columns` overrules both and adds
+    others. A text label is numbered by the sorted texts. Raises SpecError for a folder that is none, splits and columns that
+    do not exist or cannot be told apart.
+    """
+    folder = existing(base / (spec.dataset or ""), "dataset")
+    try:
+        import datasets
+    except ImportError:
+        raise SpecError("needs the package 'datasets': pip install datasets", path=("dataset",)) from None
+    try:
+        loaded = datasets.load_from_disk(str(folder))
+    except Exception as error:  # datasets', about files of anybody's
+        finding = f"'{folder}' is no data set written by save_to_disk: {error}"
+        raise SpecError(finding, path=("dataset",)) from error
+    dataset: Any = loaded
+    if isinstance(loaded, datasets.DatasetDict):
+        split = spec.split or split
+        if split not in loaded:
+            finding = f"no split '{split}'{did_you_mean(split, loaded)}; '{folder}' has {', '.join(loaded)}"
+            raise SpecError(finding, path=("split",))
+        dataset = loaded[split]
+    elif spec.split not in (None, str(dataset.split)):
+        raise SpecError(f"'{folder}' has no splits, it is one data set", path=("split",))
+    if not len(dataset):
+        raise SpecError(f"no rows in '{folder}'", path=("dataset",))
+    features = {name: _kind(feature) for name, feature in dataset.features.items()}
+    columns = _columns(features, spec, folder)
+    for name in {column for key, column in columns.items() if features[column] == "image"}:
+        dataset = dataset.cast_column(name, datasets.Image(decode=False))
+    classes = None
+    if label := columns.get("label"):
+        feature = dataset.features[label]
+        if features[label] == "class":
+            classes = list(feature.names)
+        elif features[label] == "text":
+            classes = sorted(set(dataset[label]))
+    return HubItems(dataset, columns, spec, classes, str(folder))
+
+
+def _columns(features: dict[str, str], spec: Data, folder: Path) -> dict[str, str]:
+    columns = dict(spec.columns)
+    for key, column in columns.items():
+        if column not in features:
+            near = did_you_mean(column, features)
+            raise SpecError(f"no column '{column}'{near}; '{folder}' has {', '.join(features)}", path=("columns", key))
+    for key, kinds in (("image", ["image"]), ("label", ["class", "int", "text"]), ("caption", ["text"])):
+        if key not in columns and not (key == "caption" and spec.captions == "none"):
+            free = {name: kind for name, kind in features.items() if name not in columns.values()}
+            if chosen := _find(key, kinds, free, folder):
+                columns[key] = chosen
+    for name in NAMES["condition"]:
+        if "condition" not in columns and features.get(name) == "image" and name not in columns.values():
+            columns["condition"] = name
+    found = ", ".join(f"{name} ({kind})" for name, kind in features.items())
+    if columns.get("label") and features[columns["label"]] not in ("class", "int", "text"):
+        finding = f"column '{columns['label']}' is no label: it has {features[columns['label']]}, not whole numbers or text"
+        raise SpecError(finding, path=("columns", "label"))
+    if "image" not in columns:
+        finding = f"no image column in '{folder}', it has {found}; name it with columns: {{image: ...}}"
+        raise SpecError(finding, path=("dataset",))
+    if spec.captions == "required" and not {"caption", "label"} & columns.keys():
+        raise SpecError(
+            f"no caption and no label column in '{folder}', it has {found}; name one with columns: {{caption: ...}}, "
+            "or say 'captions: none'",
+            path=("dataset",),
+        )
+    return columns
+
+
+def _find(key: str, kinds: Sequence[str], features: dict[str, str], folder: Path) -> str | None:
+    """The column of a key: the only one whose feature tells, else the one that is called so, else the only text."""
+    named = [name for name in NAMES[key] if name in features and (features[name] in kinds or key == "image")]
+    sure = [name for name, kind in features.items() if kind == kinds[0]]
+    if named and (key == "caption" or len(sure) != 1):
+        return next((name for name in named if name in sure), named[0])
+    if len(sure) > 1 and key == "image":
+        finding = f"{len(sure)} columns of '{folder}' may be the {key}: {', '.join(sure)}"
+        raise SpecError(f"{finding}; say which with columns: {{{key}: ...}}", path=("dataset",))
+    return sure[0] if len(sure) == 1 else None
+
+
+def _kind(feature: Any) -> str:
+    name, dtype = type(feature).__name__, str(getattr(feature, "dtype", ""))
+    if name in ("Image", "ClassLabel"):
+        return {"Image": "image", "ClassLabel": "class"}[name]
+    if name == "Value" and dtype in ("string", "large_string"):
+        return "text"
+    return "int" if name == "Value" and "int" in dtype else (dtype if name == "Value" else name)
+
+
+def _source(value: dict[str, Any]) -> bytes | Path:
+    return value["bytes"] if value["bytes"] is not None else Path(value["path"])
+
+
+def own_items(dataset: Any, spec: Data, name: str) -> OwnItems:
+    """The items of a data set that is called `name`. Raises SpecError for one without length or numbers, or without samples."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        why = "an order that can be repeated and resumed needs samples that have a length and numbers"
+        raise SpecError(f"{name} is a {type(dataset).__name__}, not a map-style data set: {why}", path=("call",))
+    if not len(dataset):
+        raise SpecError(f"{name} has no samples", path=("call",))
+    return OwnItems(dataset, spec)
+
+
+def open_call(spec: Data) -> OwnItems:
+    """The data set that `call` names: a class or function, called with its options, or an object.
+
+    Raises SpecError for what cannot be imported or called so, and for anything that has no length or no indices.
+    """
+    use = spec.call or Use("", {})
+    try:
+        made = import_target(use.name)
+        dataset: Any = made(**use.options) if callable(made) else made
+    except SpecError as error:
+        raise SpecError(error.finding, path=("call",)) from None
+    except Exception as error:  # the user's function
+        finding = f"'{use.name}' raised {type(error).__name__}: {error}"
+        raise SpecError(finding, path=("call", use.name)) from error
+    return own_items(dataset, spec, f"what '{use.name}' gives")
+
+
+def condition_function(use: Use) -> Any:
+    """The function image -> condition image that `conditions: module:function` names; of a class, an instance."""
+    try:
+        made = import_target(use.name)
+    except SpecError as error:
+        raise SpecError(error.finding, path=("conditions",)) from None
+    if isinstance(made, type):
+        return made(**use.options)
+    if callable(made):
+        return partial(made, **use.options) if use.options else made
+    raise SpecError(f"'{use.name}' is no function, but a {type(made).__name__}", path=("conditions",))

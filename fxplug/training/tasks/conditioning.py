@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import SpecError, did_you_mean
+from ...errors import SpecError
 from ...models.factory import build
-from ...spec.addresses import is_pattern, select
 from ...spec.import_path import import_target
 from ...spec.options import check_options
 from ...spec.run_config import load_config
 from ...spec.train_section import Use, read_use
 from ...spec.yaml_source import no_such_file
+from ..param_groups import named_by
 from ..random_draws import Draws
 from .calling import first_tensor
 
@@ -190,16 +190,8 @@ class FolderText:
     def _trained(self) -> dict[str, nn.Parameter]:
         """The parameters that a pattern of `trainable` names, itself or by a module around them."""
         named = dict(self.model.named_parameters())
-        chosen: dict[str, nn.Parameter] = {}
-        for index, pattern in enumerate(self.trainable):
-            around = {name: name.split(".") for name in named}
-            parts = {".".join(path[: end + 1]) for path in around.values() for end in range(len(path))}
-            hits = set(select(pattern, sorted(parts))) if is_pattern(pattern) else {pattern} & parts
-            if not hits:
-                finding = f"'{pattern}' names no parameter of the text encoder{did_you_mean(pattern, parts)}"
-                raise SpecError(finding, path=("text", "trainable", index))
-            chosen |= {name: p for name, p in named.items() if any(f"{name}.".startswith(f"{hit}.") for hit in hits)}
-        return {name: p for name, p in named.items() if name in chosen}
+        chosen = named_by(self.trainable, {name: name for name in named}, "the text encoder", ("text", "trainable"))
+        return {name: named[name] for name in chosen}
 
     def _tokenized(self, captions: Sequence[str]) -> Any:
         options = {"padding": "max_length", "truncation": True, "max_length": self.length, "return_tensors": "pt"}
