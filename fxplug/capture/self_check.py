@@ -14,8 +14,8 @@ from torch import nn
 
 from ..errors import GuardError, TraceError
 from ..ir.containers import Container
+from ..ir.functions import is_random
 from ..ir.pytree import leaves, map_leaves
-from ..ir.subgraphs import is_random
 from ..ir.traced_module import TracedModule
 from ..torch_internals.fakes import FakeTensor
 from ..torch_internals.tensors import memory_id

@@ -85,6 +85,7 @@ ATTRIBUTES: dict[str, Callable[[Any], tuple[str, Any, tuple[Any, ...]]]] = {
     "real": lambda x: ("call_function", torch.real, ()),
     "imag": lambda x: ("call_function", torch.imag, ()),
 }
+REGION = "region_graph"  # key in the meta of a node that calls a region: the region's own graph
 RANDOM = """bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal normal_ poisson rand rand_like
 randint randint_like randn randn_like randperm random_ uniform_ dropout dropout1d dropout2d dropout3d alpha_dropout
 feature_alpha_dropout feature_dropout rrelu rrelu_ gumbel_softmax dropout_ native_dropout fractional_max_pool2d
@@ -177,3 +178,13 @@ def computed_by(node: fx.Node, look: Callable[[fx.Node, str], list[fx.Node]]) ->
         if current not in seen and not (current.op == "call_method" and current.target in ("size", "numel", "stride")):
             seen.add(current)
             todo += look(current, short_name(current.target) if current.op != "placeholder" else "")
+
+
+def is_random(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a node may draw random numbers."""
+    if REGION in node.meta:
+        return any(is_random(n, root) for n in node.meta[REGION].nodes)
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        return any(draws(m, True) or getattr(m, "is_block", False) for m in module.modules())
+    return short_name(node.target) in RANDOM

@@ -16,6 +16,7 @@ from ..spec.addresses import identifier
 from ..torch_internals.modules import DropoutNd
 from . import functions, ops
 from .editing import copy_nodes, erase, insert, meta_of, move, redirect
+from .functions import REGION, is_random
 from .graph import Graph
 from .pytree import leaves
 from .regions import added
@@ -28,7 +29,6 @@ unflatten ravel chunk split tensor_split unbind squeeze unsqueeze expand expand_
 bfloat16 double type_as detach narrow select t adjoint diagonal unfold as_strided real imag view_as_real view_as_complex
 dropout dropout1d dropout2d dropout3d alpha_dropout""".split()  # noqa: SIM905
 ALIASING_MODULES = (nn.Identity, DropoutNd, nn.Flatten, nn.Unflatten)
-REGION = "region_graph"  # key in the meta of a node that calls a region: the region's own graph
 
 
 @dataclass
@@ -159,16 +159,6 @@ def _named(nodes: list[fx.Node]) -> str:
 
 
 # --- what may not change places
-
-
-def is_random(node: fx.Node, root: nn.Module) -> bool:
-    """Whether a node may draw random numbers."""
-    if REGION in node.meta:
-        return any(is_random(n, root) for n in node.meta[REGION].nodes)
-    if node.op == "call_module":
-        module = root.get_submodule(str(node.target))
-        return any(functions.draws(m, True) or getattr(m, "is_block", False) for m in module.modules())
-    return functions.short_name(node.target) in functions.RANDOM
 
 
 def written(node: fx.Node, root: nn.Module) -> list[fx.Node]:

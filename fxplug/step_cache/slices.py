@@ -15,8 +15,9 @@ from ..blocks.step_marks import Gauge, Join, Keep, Mark
 from ..errors import SpecError
 from ..ir import ops
 from ..ir.editing import copy_nodes, insert, meta_of, redirect, replace
+from ..ir.functions import is_random
 from ..ir.graph import Graph, copy_graph
-from ..ir.subgraphs import SWITCHES, aliases, is_random, written
+from ..ir.subgraphs import SWITCHES, aliases, written
 from ..ir.traced_module import MODES
 
 ROOT = {"": ("", "")}  # the nn_module_stack of what is put in here

@@ -18,8 +18,9 @@ from ...errors import MatchError, SpecError
 from ...ir import ops
 from ...ir.containers import Container, plain_attributes
 from ...ir.editing import change, copy_nodes, erase_unused, insert, replace
+from ...ir.functions import REGION
 from ...ir.graph import Graph, copy_graph
-from ...ir.subgraphs import REGION, Cut, aliases, changed_input, extract, members, plan, unique_names
+from ...ir.subgraphs import Cut, aliases, changed_input, extract, members, plan, unique_names
 from ...ir.traced_module import TracedModule, class_names, shell
 from ...torch_internals.compiling import as_listened, constant_floats, is_set_aside
 from ...torch_internals.tensors import memory_id

@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from ...errors import FxplugError, MatchError, SpecError
 from ...ir.containers import Container
 from ...ir.editing import erase_unused
+from ...ir.functions import REGION
 from ...ir.graph import copy_graph
 from ...ir.regions import Regions
-from ...ir.subgraphs import REGION, Cut, changed_input, extract, members, plan, unique_names, written
+from ...ir.subgraphs import Cut, changed_input, extract, members, plan, unique_names, written
 from ...ir.traced_module import TracedModule, class_names, shell
 from ...rewriter.near_misses import misses
 from ...spec.addresses import select
