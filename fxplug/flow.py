@@ -18,9 +18,10 @@ from .capture.fake_tensors import lacks_values
 from .capture.tracer import trace
 from .errors import LONGEST, ArtifactError, FxplugError, SpecError, brief_fields, harmless, outline
 from .files.writing import check_folder
+from .ir.pytree import parameters
 from .ir.records import changes
 from .ir.repeats import patterns
-from .ir.text import diff, parameters
+from .ir.text import diff
 from .ir.traced_module import TracedModule, class_names, code_when_asked
 from .limits import DEFAULT
 from .models.example_inputs import added_inputs, default_inputs, example_inputs

@@ -12,8 +12,8 @@ import yaml
 from .errors import SpecError
 from .files.reading import Raises, reported
 from .flow import Result, rewrite
+from .ir.pytree import parameters as counted
 from .ir.text import diff
-from .ir.text import parameters as counted
 from .spec.json_schema import parameters
 from .spec.pass_file import REQUIRED, Draft, open_pass
 from .spec.shipped import shipped

@@ -17,8 +17,7 @@ from .artifacts.artifact import check_savable
 from .capture.fake_tensors import quiet
 from .errors import ArtifactError, VerifyError, brief_fields, outline
 from .ir.graph import copy_graph
-from .ir.pytree import leaves, map_leaves
-from .ir.text import parameters
+from .ir.pytree import leaves, map_leaves, parameters
 from .ir.traced_module import TracedModule, shell
 from .quantised import cut_gradient, described
 from .rewriter import neutrality

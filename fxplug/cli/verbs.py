@@ -212,7 +212,7 @@ def load_saved(folder: str, set: list[str] | None, allow: list[str] | None, devi
 
 def parameters(result: Result) -> str:
     """How many numbers the module of a result has, and how many each pass added, as text."""
-    from ..ir.text import parameters as counted
+    from ..ir.pytree import parameters as counted
 
     return counted(result.module)
 

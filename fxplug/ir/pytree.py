@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 Keys = tuple[int | str, ...]
@@ -102,3 +103,15 @@ def has_tensor(value: Any) -> bool:
         return True
     found = children(value)
     return found is not None and any(has_tensor(member) for _, member in found)
+
+
+def parameters(module: nn.Module) -> str:
+    """How many numbers a module has, and how many each applied pass added."""
+    seen: dict[int, int] = {id(p): p.numel() for p in module.parameters()}
+    total = sum(seen.values())
+    added = {
+        entry["name"]: sum(p.numel() for name, p in module.named_parameters() if name.startswith(f"{entry['name']}."))
+        for entry in getattr(module, "meta", {}).get("passes", [])
+    }
+    parts = [f"{name} +{count:,} ({count / max(total - sum(added.values()), 1):.2%})" for name, count in added.items()]
+    return f"{total:,} parameters" + (f": base {total - sum(added.values()):,}, {', '.join(parts)}" if parts else "")

@@ -85,18 +85,6 @@ def modules(module: nn.Module) -> str:
     return "\n".join(rows) + "\n"
 
 
-def parameters(module: nn.Module) -> str:
-    """How many numbers a module has, and how many each applied pass added."""
-    seen: dict[int, int] = {id(p): p.numel() for p in module.parameters()}
-    total = sum(seen.values())
-    added = {
-        entry["name"]: sum(p.numel() for name, p in module.named_parameters() if name.startswith(f"{entry['name']}."))
-        for entry in getattr(module, "meta", {}).get("passes", [])
-    }
-    parts = [f"{name} +{count:,} ({count / max(total - sum(added.values()), 1):.2%})" for name, count in added.items()]
-    return f"{total:,} parameters" + (f": base {total - sum(added.values()):,}, {', '.join(parts)}" if parts else "")
-
-
 def _lines(graph: fx.Graph) -> list[str]:
     return [text for node in without_edges(graph).nodes if (text := line(node))]
 

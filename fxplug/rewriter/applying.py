@@ -21,10 +21,17 @@ from .block_factory import block_class, make_block, record
 from .editor import Editor
 from .graft import Traces
 from .matcher import find
-from .networks import check_traced
 from .opened_graph import BothModes
 from .sites import Site, Sites
 from .unchanged import Unchanged
+
+
+def check_traced(gm: Any) -> None:
+    """Raises SpecError for what passes cannot be applied to: a lowered module would be saved without them."""
+    if not isinstance(gm, TracedModule):
+        raise SpecError(f"apply takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+    if "source" in gm.meta:
+        raise SpecError("this module is lowered already: apply passes to what it was made from, meta['source'], and lower that")
 
 
 def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:

@@ -15,8 +15,7 @@ from ..ir.traced_module import TracedModule
 from ..spec.import_path import import_target
 from ..spec.options import check_known, check_options, taken
 from ..spec.rules import Pass, Rule, is_target
-from .input_sizes import input_name, own_inputs
-from .sites import Site
+from .sites import Site, input_name, own_inputs
 
 
 def make_block(

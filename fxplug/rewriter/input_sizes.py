@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any
 
-from ..errors import ClashError, SpecError
+from ..errors import SpecError
 from ..ir.traced_module import TracedModule
 from ..spec.rules import Pass
+from .sites import own_inputs
 
 
 def factors(size: int | str) -> list[int | str]:
@@ -81,22 +81,3 @@ def size_tries(free: Mapping[str, Sequence[int]]) -> Generator[dict[str, int], D
 
 TRIES = [8, 4, 2, 16, 1, 32]  # what a size that nothing binds may be: how much larger a condition is than a latent
 Depth = tuple[int, ...]
-
-
-def input_name(gm: TracedModule, p: Pass, name: str) -> str:
-    """What an input of a pass is called in the model: with the pass's name before it where another pass has the name."""
-    taken = {str(n.target).lstrip("*"): n for n in gm.graph.nodes if n.op == "placeholder"}
-    if name not in taken or ("pass" in taken[name].meta and taken[name].meta["pass"]["name"] == p.name):
-        return name
-    if "pass" not in taken[name].meta:
-        return name  # one of the model's own: its description binds sizes
-    return f"{p.name}_{name}"
-
-
-def own_inputs(gm: TracedModule, p: Pass) -> dict[str, Any]:
-    """The inputs that a pass adds, without those entries that describe the model's own."""
-    taken = {str(n.target).lstrip("*") for n in gm.graph.nodes if n.op == "placeholder" and "pass" not in n.meta}
-    for name, spec in p.inputs.items():
-        if name in taken and spec["shape"] is None:
-            raise ClashError(f"{p.name}: the model has an argument '{name}' already; give the input another name")
-    return {name: spec for name, spec in p.inputs.items() if name not in taken}

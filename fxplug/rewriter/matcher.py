@@ -17,10 +17,8 @@ from ..ir.regions import members as port_members
 from ..ir.traced_module import TracedModule
 from ..spec.addresses import SLICE, Port, compile_pattern, each_name, is_pattern, parse_port, parse_relative, select
 from ..spec.rules import Pass, Rule
-from .input_sizes import input_name, own_inputs
 from .matches import Hit, at, hits, is_exact, operations
-from .networks import joined, local
-from .sites import Site, Sites, Value
+from .sites import Site, Sites, Value, input_name, local, own_inputs
 
 
 def find(gm: TracedModule, p: Pass) -> Sites:
@@ -29,7 +27,11 @@ def find(gm: TracedModule, p: Pass) -> Sites:
     Raises MatchError when a rule matches another number of places than it expects, with the nearest misses; ClashError
     when two rules of the pass want the same place; SpecError for an address that cannot be read.
     """
-    host, (gm, p) = gm, joined(gm, p)
+    host = gm
+    if p.inputs or p.networks or p.slots or p.parallel or p.loads:
+        from .networks import joined
+
+        gm, p = joined(gm, p)
     views = [Regions(graph, gm) for graph in gm.graphs.values()]
     sites: list[Site] = []
     for rule in p.rules:

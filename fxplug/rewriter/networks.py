@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import itertools
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,17 +25,10 @@ from ..ir.traced_module import TracedModule, shell
 from ..spec.addresses import WHOLE, Port, is_pattern, parse_port, select
 from ..spec.rules import Pass
 from .graft import Graft, head, traced
-from .input_sizes import factors, how_deep, input_name, named_sizes, own_inputs, size_of, size_tries
+from .input_sizes import factors, how_deep, named_sizes, size_of, size_tries
+from .sites import input_name, local, own_inputs
 
 GATES = "gates"  # the network that a pass with slots brings
-
-
-def check_traced(gm: Any) -> None:
-    """Raises SpecError for what passes cannot be applied to: a lowered module would be saved without them."""
-    if not isinstance(gm, TracedModule):
-        raise SpecError(f"apply takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
-    if "source" in gm.meta:
-        raise SpecError("this module is lowered already: apply passes to what it was made from, meta['source'], and lower that")
 
 
 def _with_gates(gm: TracedModule, p: Pass) -> Pass:
@@ -322,9 +314,3 @@ class _Arguments:
         if isinstance(ports, Mapping):
             return {k: self.nodes(v) for k, v in ports.items()}
         return tuple(map(self.nodes, ports)) if isinstance(ports, tuple) else ports
-
-
-def local(address: str, p: Pass) -> str:
-    """An address with the name of one of the pass's networks in full: `cn:out[0]` is `controlnet.cn:out[0]`."""
-    first = re.split(r"[.:]", address, maxsplit=1)[0]
-    return f"{p.name}.{address}" if first in p.networks else address

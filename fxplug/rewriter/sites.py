@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import fx, nn
 
-from ..errors import SpecError, brief_fields, cut
+from ..errors import ClashError, SpecError, brief_fields, cut
 from ..ir.regions import Regions
 from ..spec.addresses import Port, identifier
 from ..spec.rules import Pass, Rule
@@ -149,3 +150,28 @@ class Sites(list[Site]):
             raise SpecError(f"{self.p.name}: the site '{strange[0]}' was not found by this pass here")
         if twice := [site for site, times in Counter(map(id, self)).items() if times > 1]:
             raise SpecError(f"{self.p.name}: the site '{self._found[twice[0]]}' stands in the list twice, and takes one block")
+
+
+def input_name(gm: TracedModule, p: Pass, name: str) -> str:
+    """What an input of a pass is called in the model: with the pass's name before it where another pass has the name."""
+    taken = {str(n.target).lstrip("*"): n for n in gm.graph.nodes if n.op == "placeholder"}
+    if name not in taken or ("pass" in taken[name].meta and taken[name].meta["pass"]["name"] == p.name):
+        return name
+    if "pass" not in taken[name].meta:
+        return name  # one of the model's own: its description binds sizes
+    return f"{p.name}_{name}"
+
+
+def own_inputs(gm: TracedModule, p: Pass) -> dict[str, Any]:
+    """The inputs that a pass adds, without those entries that describe the model's own."""
+    taken = {str(n.target).lstrip("*") for n in gm.graph.nodes if n.op == "placeholder" and "pass" not in n.meta}
+    for name, spec in p.inputs.items():
+        if name in taken and spec["shape"] is None:
+            raise ClashError(f"{p.name}: the model has an argument '{name}' already; give the input another name")
+    return {name: spec for name, spec in p.inputs.items() if name not in taken}
+
+
+def local(address: str, p: Pass) -> str:
+    """An address with the name of one of the pass's networks in full: `cn:out[0]` is `controlnet.cn:out[0]`."""
+    first = re.split(r"[.:]", address, maxsplit=1)[0]
+    return f"{p.name}.{address}" if first in p.networks else address
