@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import fxplug
-from fxplug.verifier import as_first_rank
+from fxplug.core.verifier import as_first_rank
 
 SIZE = {
     "num_layers": 28, "num_attention_heads": 4, "attention_head_dim": 72, "cross_attention_dim": 288, "caption_channels": 64,

@@ -37,8 +37,8 @@ from torch import Tensor, nn
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 
 import fxplug
-from fxplug.artifacts.packed_tensors import parts_of
-from fxplug.quantised import is_packed
+from fxplug.core.artifacts.tensor_records import parts_of
+from fxplug.core.quantised import is_packed
 
 TARGETS = ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"]
 PATTERN = r"re:.*\.(attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)$"

@@ -20,7 +20,7 @@ import yaml
 
 import fxplug
 from fxplug.compat.hcp.convert_file import PARTS, convert
-from fxplug.errors import FxplugError
+from fxplug.core.errors import FxplugError
 
 TESTS = [
     "tests/parity/test_hcp_checkout.py", "tests/test_everydream.py", "tests/test_everydream_text.py",

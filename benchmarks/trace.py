@@ -24,7 +24,7 @@ from record import write
 from torch import nn
 
 import fxplug
-from fxplug.spec.pass_file import Match, Pass, Rule
+from fxplug.core.spec.pass_file import Match, Pass, Rule
 
 PAIRS = 5
 

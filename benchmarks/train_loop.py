@@ -27,7 +27,7 @@ from skimage import data
 from torch.utils.data import Dataset
 
 import fxplug
-from fxplug.spec.train_section import Data
+from fxplug.core.spec.train_section import Data
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.plugins import Plugins

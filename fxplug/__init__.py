@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import extensions
+from .core import extensions
 
 __version__ = "0.1.0"
 
@@ -22,30 +22,37 @@ if TYPE_CHECKING:
     from .adapters.loading import load_adapter
     from .adapters.slots import Adapters
     from .adapters.writing import save_adapter
-    from .artifacts.artifact import load, save
-    from .capture.retracer import variants
-    from .capture.tracer import trace
     from .compat.zhijian.blitz import blitz
-    from .errors import (
+    from .core.artifacts.artifact import load, save
+    from .core.capture.retracer import variants
+    from .core.capture.tracer import trace
+    from .core.errors import (
         ArtifactError,
         ClashError,
         FxplugError,
         GuardError,
+        Limits,
         MatchError,
         SpecError,
         TraceError,
         TrainError,
         VerifyError,
     )
+    from .core.extensions import Extension
+    from .core.flow import Result, rewrite
+    from .core.ir.text import diff, show
+    from .core.ir.traced_module import TracedModule
+    from .core.rewriter.applying import apply
+    from .core.rewriter.matcher import find
+    from .core.rewriter.sites import Site
+    from .core.spec.pass_file import load_pass
+    from .core.spec.rules import Match, Pass, Rule
+    from .core.spec.run_config import load_config
+    from .core.verifier import verify
     from .exports.checkpoints import save_checkpoint
     from .exports.exporter import export
     from .exports.onnx_model import OnnxModel, load_onnx
     from .exports.package import Package, load_package
-    from .extensions import Extension
-    from .flow import Result, rewrite
-    from .ir.text import diff, show
-    from .ir.traced_module import TracedModule
-    from .limits import Limits
     from .lowerings.linear.fused import fuse
     from .lowerings.linear.measuring import tune
     from .lowerings.merging.fold import merge, unmerge
@@ -60,12 +67,6 @@ if TYPE_CHECKING:
     from .pipelines.tracing import load_pipeline, save_pipeline, trace_pipeline
     from .reporting.contents import Page
     from .reporting.reports import report
-    from .rewriter.applying import apply
-    from .rewriter.matcher import find
-    from .rewriter.sites import Site
-    from .spec.pass_file import load_pass
-    from .spec.rules import Match, Pass, Rule
-    from .spec.run_config import load_config
     from .step_cache.cache import StepCache
     from .step_cache.fast_attention import FastAttention
     from .step_cache.policies import Every, TeaCache, Threshold
@@ -73,7 +74,6 @@ if TYPE_CHECKING:
     from .training.run import Run, train
     from .training.tasks.task import Task
     from .training.trainer import Trainer
-    from .verifier import verify
 
 __all__ = [
     "Adapters",
@@ -157,22 +157,21 @@ __all__ = [
 ]
 
 _CORE = {
-    "artifacts.artifact": ["load", "save"],
-    "capture.retracer": ["variants"],
-    "capture.tracer": ["trace"],
-    "errors": [name for name in __all__ if name.endswith("Error")],
-    "extensions": ["Extension"],
-    "flow": ["Result", "rewrite"],
-    "ir.text": ["diff", "show"],
-    "ir.traced_module": ["TracedModule"],
-    "limits": ["Limits"],
-    "rewriter.applying": ["apply"],
-    "rewriter.matcher": ["find"],
-    "rewriter.sites": ["Site"],
-    "spec.pass_file": ["load_pass"],
-    "spec.rules": ["Match", "Pass", "Rule"],
-    "spec.run_config": ["load_config"],
-    "verifier": ["verify"],
+    "core.artifacts.artifact": ["load", "save"],
+    "core.capture.retracer": ["variants"],
+    "core.capture.tracer": ["trace"],
+    "core.errors": [name for name in __all__ if name.endswith("Error")] + ["Limits"],
+    "core.extensions": ["Extension"],
+    "core.flow": ["Result", "rewrite"],
+    "core.ir.text": ["diff", "show"],
+    "core.ir.traced_module": ["TracedModule"],
+    "core.rewriter.applying": ["apply"],
+    "core.rewriter.matcher": ["find"],
+    "core.rewriter.sites": ["Site"],
+    "core.spec.pass_file": ["load_pass"],
+    "core.spec.rules": ["Match", "Pass", "Rule"],
+    "core.spec.run_config": ["load_config"],
+    "core.verifier": ["verify"],
 }
 _MODULE = {name: module for module, names in _CORE.items() for name in names}
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .cli.doctor import doctor
-from .cli.launched import started, together
-from .cli.terminal import diff_texts, print_diff, print_rows
-from .cli.verbs import (
+from .core.cli.doctor import doctor
+from .core.cli.launched import started, together
+from .core.cli.terminal import diff_texts, print_diff, print_rows
+from .core.cli.verbs import (
     HELP,
     Allow,
     ConfigArg,
@@ -32,11 +32,11 @@ from .cli.verbs import (
     read_config,
     rewritten,
 )
-from .errors import SpecError
-from .extensions import need_hook
+from .core.errors import SpecError
+from .core.extensions import need_hook
 
 if TYPE_CHECKING:
-    from .flow import Result
+    from .core.flow import Result
 
 app = typer.Typer(
     cls=RootVerbs,
@@ -119,13 +119,13 @@ def diff(
     """Print what the passes changed, as a diff of the graph."""
     if Path(subject).is_dir():
         module = load_saved(subject, set, allow)
-        from .flow import saved_diff
+        from .core.flow import saved_diff
 
         print_diff(diff_texts(saved_diff(subject, module), module, all_), all_)
         return
 
     found = rewritten(read_config(subject, set), dry_run=True, verify=False)
-    from .ir.text import diff as compare
+    from .core.ir.text import diff as compare
 
     print_diff(diff_texts(compare(found.base, found.module), found.module, all_), all_)
 
@@ -162,7 +162,7 @@ def show(
     if to is not None:
         need_hook("show_to", "reporting")(module, to, region, out)
         return
-    from .ir import text
+    from .core.ir import text
 
     print(text.modules(module) if modules else module.code.strip() + "\n" if code else text.show(module), end="")
 
@@ -177,18 +177,17 @@ def passes(
     debug: Debug = False,
 ) -> None:
     """List the passes that come with fxplug, or the parameters of one."""
-    from .spec.pass_file import REQUIRED, open_pass
-    from .spec.shipped import shipped
+    from .core.spec.pass_file import REQUIRED, open_pass, shipped
 
     if pages is not None:
-        from .pages import write
+        from .core.cli.pages import write
 
         print(f"wrote {len(write(pages))} pages in {pages}")
         return
     if page:
         if name is None:
             raise typer.BadParameter("--page is about one pass: name it")
-        from .pages import page as text
+        from .core.cli.pages import page as text
 
         print(text(name), end="")
         return
@@ -197,7 +196,7 @@ def passes(
         for each, path in shipped("passes").items():
             print(f"{each:18} {open_pass(path).source.data.get('about', '')}")
         return
-    from .spec.json_schema import parameters as explained
+    from .core.spec.schema import parameters as explained
 
     draft = open_pass(name)
     print(draft.source.data.get("about", draft.name))
@@ -213,7 +212,7 @@ def schema(
     page: Annotated[bool, typer.Option("--page", help="Every key as Markdown instead.")] = False, debug: Debug = False
 ) -> None:
     """Print the JSON Schema of a configuration, for editors, or its keys as a page."""
-    from .spec import json_schema
+    from .core.spec import schema as json_schema
 
     print(json_schema.page() if page else json.dumps(json_schema.schema(), indent=2), end="" if page else "\n")
 

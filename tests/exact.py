@@ -12,7 +12,7 @@ import torch
 from zoo import Case
 
 import fxplug
-from fxplug.ir.pytree import leaves
+from fxplug.core.ir.containers import leaves
 
 
 def difference(a: Any, b: Any) -> str | None:
@@ -76,7 +76,7 @@ def check(case: Case, train: bool = True) -> dict[str, Any]:
     row["seconds"] = time.perf_counter() - start
     nodes = list(gm.graph.nodes)
     row["nodes"] = len(nodes)
-    row["guards"] = sum(n.target is fxplug.ir.ops.guard for n in nodes)
+    row["guards"] = sum(n.target is fxplug.core.ir.ops.guard for n in nodes)
     row["graphs"] = len(gm.graphs)
     if list(gm.state_dict()) != list(model.state_dict()):
         row["problems"].append("state_dict keys differ")

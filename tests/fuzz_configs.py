@@ -9,9 +9,8 @@ from pathlib import Path
 import yaml
 from hostile_files import ODD, PATTERNS, attacked, attacks
 
-from fxplug.spec.pass_file import load_pass
-from fxplug.spec.run_config import load_config
-from fxplug.spec.shipped import shipped
+from fxplug.core.spec.pass_file import load_pass, shipped
+from fxplug.core.spec.run_config import load_config
 
 LINES = [
     "a: &a [*a]",

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from hostile_files import ODD, attacked, attacks
 
-from fxplug.files import weight_files
-from fxplug.files.reading import about
-from fxplug.spec.train_section import Data
+from fxplug.core import weight_files
+from fxplug.core.reading import about
+from fxplug.core.spec.train_section import Data
 from fxplug.training.data.files import open_images
 
 NUMBERS = [0, 1, 2, 3, 7, 8, 127, 128, 2**31, 2**40, 2**62, 2**63, 2**64 - 1, 2**70 - 1]

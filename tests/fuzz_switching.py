@@ -21,7 +21,7 @@ from torch import nn
 
 import fxplug
 from fxplug.adapters.files import AdapterFile, read
-from fxplug.errors import FxplugError
+from fxplug.core.errors import FxplugError
 from fxplug.lowerings.regions.submodules import outline
 from fxplug.step_cache.cache import StepCache, Threshold
 
@@ -54,13 +54,13 @@ def example() -> torch.Tensor:
 
 
 @cache
-def base() -> fxplug.capture.tracer.TracedModule:
+def base() -> fxplug.core.capture.tracer.TracedModule:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return fxplug.trace(Chain().eval(), example())
 
 
-def slotted(*more: Any) -> fxplug.capture.tracer.TracedModule:
+def slotted(*more: Any) -> fxplug.core.capture.tracer.TracedModule:
     return fxplug.apply(base(), fxplug.load_pass("lora", at="blocks.**", within=["Linear"], rank=RANK, slots=SLOTS), *more)
 
 

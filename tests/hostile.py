@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.artifacts.module_classes import block_classes, torch_classes
-from fxplug.ir import functions
-from fxplug.ir.containers import Container
-from fxplug.ir.traced_module import TracedModule
+from fxplug.core.artifacts.module_json import block_classes, torch_classes
+from fxplug.core.ir import functions
+from fxplug.core.ir.containers import Container
+from fxplug.core.ir.traced_module import TracedModule
 
 PLAIN_ERRORS = (
     fxplug.FxplugError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError,
@@ -124,7 +124,7 @@ NAMES = sorted(
 FUNCTIONS = sorted(functions.functions()) + ["os.system", "builtins.eval", "torch.load", "torch.save", "torch.compile"]
 METHODS = sorted(functions.methods()) + ["numpy", "apply_", "__class__", "register_hook", "format"]
 CLASSES = sorted(torch_classes()) + sorted(block_classes()) + [
-    "fxplug.training.trainer:Trainer", "fxplug.ir.traced_module:TracedModule", "fxplug.compat.zhijian:Addin", "os:system",
+    "fxplug.training.trainer:Trainer", "fxplug.core.ir.traced_module:TracedModule", "fxplug.compat.zhijian:Addin", "os:system",
     "torch.nn:Linear", "fxplug.blocks:Block", "subprocess:Popen", "LazyLinear", "DataParallel", "Module",
 ]  # fmt: skip
 INTEGERS = [0, 1, -1, 2, 3, 4, 6, 8, 63, 2**31, 2**62, 2**63 - 1, -(2**63), 10**40]

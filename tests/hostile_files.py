@@ -14,8 +14,8 @@ from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
-from fxplug.errors import FxplugError
-from fxplug.spec.expressions import _PROGRAM
+from fxplug.core.errors import FxplugError
+from fxplug.core.spec.addresses import _PROGRAM
 
 SECONDS = 1.0  # of CPU time, this process and its children
 SLACK = 100 << 10  # KiB of memory beyond the file

@@ -14,8 +14,8 @@ from sklearn.datasets import load_digits
 from torch.utils.data import Dataset
 
 import fxplug
-from fxplug import flow
-from fxplug.spec.run_config import resolved
+from fxplug.core import flow
+from fxplug.core.spec.run_config import resolved
 from fxplug.training import monitor
 
 

@@ -11,8 +11,7 @@ import zoo
 from torch import nn
 
 import fxplug
-from fxplug.spec.pass_file import open_pass
-from fxplug.spec.shipped import shipped
+from fxplug.core.spec.pass_file import open_pass, shipped
 
 # the passes that have rules; parallel ones have a test of their own
 PASSES = [name for name in shipped("passes") if "rules" in open_pass(name).source.data]
@@ -22,7 +21,7 @@ class Traced:
     """A model, its graph, and an example call."""
 
     model: nn.Module
-    gm: fxplug.capture.tracer.TracedModule
+    gm: fxplug.core.capture.tracer.TracedModule
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 

@@ -16,7 +16,7 @@ from trainer_keys import TRAINERS, lora_of, meant
 from fxplug.adapters import files
 from fxplug.adapters.families import FAMILIES
 from fxplug.adapters.layer_names import SWAPPED, family_of, first_names
-from fxplug.errors import ArtifactError
+from fxplug.core.errors import ArtifactError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # diffusers' about its own classes
 

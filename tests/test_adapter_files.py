@@ -19,7 +19,7 @@ from torch import nn
 import fxplug
 from fxplug.adapters import files
 from fxplug.adapters.layer_names import first_names
-from fxplug.errors import ArtifactError, SpecError
+from fxplug.core.errors import ArtifactError, SpecError
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets" / "adapters"
 NEAR = {"rtol": 1e-4, "atol": 1e-5}

@@ -16,7 +16,7 @@ from torch import nn
 
 import fxplug
 from fxplug.adapters import files, peft_config
-from fxplug.errors import ArtifactError, SpecError
+from fxplug.core.errors import ArtifactError, SpecError
 
 NEAR = {"rtol": 1e-5, "atol": 1e-5}
 AT = ["attn.qkv", "mlp.fc2"]

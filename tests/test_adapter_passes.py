@@ -21,7 +21,7 @@ from torch import nn
 import fxplug
 from fxplug.__main__ import app
 from fxplug.adapters.files import read
-from fxplug.errors import ArtifactError, ClashError, SpecError
+from fxplug.core.errors import ArtifactError, ClashError, SpecError
 
 NEAR = {"rtol": 1e-4, "atol": 1e-5}
 RANKS = {"qkv": 3, "fc1": 5, "fc2": 2}

@@ -30,7 +30,7 @@ from fxplug.adapters.held import Held, layers_of
 from fxplug.adapters.key_layouts import FORMATS
 from fxplug.adapters.layer_names import first_names
 from fxplug.adapters.writing import About, content
-from fxplug.errors import ArtifactError, SpecError
+from fxplug.core.errors import ArtifactError, SpecError
 
 LINEAR = r"re:blocks\..\.(to_q|ff)$|re:conv|re:point"
 INDICES = torch.arange(6).view(1, 2, 3)

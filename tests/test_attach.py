@@ -15,7 +15,7 @@ from torch import nn
 import fxplug
 from fxplug import Match, Pass, Rule
 from fxplug.blocks.base import Block
-from fxplug.rewriter import graft
+from fxplug.core.rewriter import graft
 
 
 class Gain(Block):
@@ -523,7 +523,7 @@ def test_a_network_is_made_from_the_host_and_takes_values_from_its_middle(outer)
 @pytest.mark.parametrize("found", [True, False])
 def test_a_network_is_traced_once(outer, found, monkeypatch):
     traces = []
-    monkeypatch.setattr("fxplug.rewriter.networks.traced", lambda *given: traces.append(1) or graft.traced(*given))
+    monkeypatch.setattr("fxplug.core.rewriter.networks.traced", lambda *given: traces.append(1) or graft.traced(*given))
     spec = {"use": nn.Sequential(nn.Linear(4, 4)), "args": {"input": "cond"}}
     rules = [rule(Sum, "blocks.1", port="y[0]", args=["value", "net:out"])]
     p = Pass("side", rules, inputs={"cond": {"shape": [2, 5, 4]}}, networks={"net": spec})
@@ -553,7 +553,7 @@ def test_sizes_are_found_one_after_the_other(outer, widths, most, monkeypatch):
     network = Sized((8, 8, 8), pair=True) if widths == "pair" else Sized(widths)
     right = (32, 32, 32) if widths == "pair" else widths
     traces = []
-    monkeypatch.setattr("fxplug.rewriter.networks.traced", lambda *given: traces.append(1) or graft.traced(*given))
+    monkeypatch.setattr("fxplug.core.rewriter.networks.traced", lambda *given: traces.append(1) or graft.traced(*given))
     spec = {"use": network, "args": {"a": "a", "b": "b", "c": "c"}}
     rules = [rule(Sum, "blocks.1", port="y[0]", args=["value", "net:out"])]
     few = {} if widths in ((8, 8, 8), (16, 32, 1), (32, 8, 2)) else {"try": {f"size_{name}": [8, 32] for name in "abc"}}

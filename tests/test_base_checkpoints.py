@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 import fxplug
 from fxplug.adapters.layer_names import first_names
-from fxplug.errors import SpecError
-from fxplug.models.factory import build
-from fxplug.models.state_dict import load_weights
-from fxplug.spec.run_config import load_config
+from fxplug.core.errors import SpecError
+from fxplug.core.models.factory import build
+from fxplug.core.models.state_dict import load_weights
+from fxplug.core.spec.run_config import load_config
 
 
 def config_of(model, folder):

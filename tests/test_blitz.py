@@ -16,7 +16,7 @@ from torch import nn
 import fxplug
 from fxplug.compat.zhijian import Addin, AddinBase, Seen, dict2args
 from fxplug.compat.zhijian.line import parse
-from fxplug.errors import SpecError
+from fxplug.core.errors import SpecError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -267,8 +267,9 @@ def ran(driver, *values):
     """What a block gives when it runs, held to what its graph gives."""
     plain = driver(*values)
     traced = fxplug.trace(driver, values)(*values)
-    assert fxplug.ir.pytree.leaves(plain) and len(fxplug.ir.pytree.leaves(plain)) == len(fxplug.ir.pytree.leaves(traced))
-    for a, b in zip(fxplug.ir.pytree.leaves(plain), fxplug.ir.pytree.leaves(traced), strict=True):
+    leaves = fxplug.core.ir.containers.leaves
+    assert leaves(plain) and len(leaves(plain)) == len(leaves(traced))
+    for a, b in zip(fxplug.core.ir.containers.leaves(plain), fxplug.core.ir.containers.leaves(traced), strict=True):
         assert torch.equal(a, b)
     return plain
 

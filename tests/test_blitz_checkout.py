@@ -23,8 +23,8 @@ import fxplug
 from fxplug.compat.zhijian import model_config, reuse_keys, settings
 from fxplug.compat.zhijian.convert_file import convert
 from fxplug.compat.zhijian.line import parse
-from fxplug.errors import FxplugError, SpecError
-from fxplug.spec.train_section import Train
+from fxplug.core.errors import FxplugError, SpecError
+from fxplug.core.spec.train_section import Train
 from fxplug.training.param_groups import choose
 
 ROOT = checkout()

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import fxplug
 from fxplug.__main__ import app
 from fxplug.compat.zhijian import AddinBase, model_config, reuse_keys, stand_in
-from fxplug.errors import SpecError
+from fxplug.core.errors import SpecError
 
 GAIN = """
     import torch

@@ -20,8 +20,8 @@ from zhijian.manual import LINES, MLPAddin
 
 import fxplug
 from fxplug.__main__ import app
-from fxplug.errors import FxplugError, SpecError
-from fxplug.spec.json_schema import schema
+from fxplug.core.errors import FxplugError, SpecError
+from fxplug.core.spec.schema import schema
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from zhijian.manual import LINES
 
 import fxplug
 from fxplug.compat.zhijian import AddinBase
-from fxplug.errors import FxplugError
+from fxplug.core.errors import FxplugError
 
 # --- held to hooks
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import fxplug
 from fxplug.compat.zhijian import AddinBase
-from fxplug.errors import FxplugError, SpecError
+from fxplug.core.errors import FxplugError, SpecError
 
 DEPTH = 3
 

@@ -16,9 +16,9 @@ import unets
 from torch import nn
 
 import fxplug
-from fxplug.capture.fake_tensors import quiet
-from fxplug.errors import LONGEST, FxplugError, brief, outline
-from fxplug.torch_internals.names import FAKE_TENSOR_LOG
+from fxplug.core.capture.fake_tensors import quiet
+from fxplug.core.errors import LONGEST, FxplugError, brief, outline
+from fxplug.core.torch_internals import FAKE_TENSOR_LOG
 
 MOST = 2000  # bytes of a text
 BIG = {f"key {i}": torch.zeros(40, 40) for i in range(500)}
@@ -101,7 +101,7 @@ def test_every_dataclass_that_public_functions_return_is_short():
             continue
         for kind in vars(importlib.import_module(found.name)).values():
             own = isinstance(kind, type) and kind.__module__ == found.name and dataclasses.is_dataclass(kind)
-            if own and vars(kind).get("__repr__") is fxplug.errors.brief_fields:
+            if own and vars(kind).get("__repr__") is fxplug.core.errors.brief_fields:
                 value = object.__new__(kind)
                 for field in dataclasses.fields(kind):
                     object.__setattr__(value, field.name, BIG)

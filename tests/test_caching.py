@@ -17,7 +17,7 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.ir.pytree import leaves
+from fxplug.core.ir.containers import leaves
 from fxplug.lowerings.regions.nested import nest, regions_of
 from fxplug.parallel.runtime.pretended import pretended
 from fxplug.step_cache.cache import StepCache

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
-from fxplug.errors import FxplugError, SpecError
+from fxplug.core.errors import FxplugError, SpecError
 
 
 def near(ours, theirs):

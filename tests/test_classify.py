@@ -16,8 +16,8 @@ from PIL import Image
 from torch import nn
 
 import fxplug
-from fxplug.errors import SpecError
-from fxplug.spec.train_section import Use
+from fxplug.core.errors import SpecError
+from fxplug.core.spec.train_section import Use
 from fxplug.training.random_draws import Draws
 from fxplug.training.tasks.classify import Classify, Mix, cut
 from fxplug.training.tasks.task import Task, TaskInfo, make_task, means

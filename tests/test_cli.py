@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
+from fxplug.core.flow import saved_config
+from fxplug.core.spec.pass_file import shipped
+from fxplug.core.spec.train_section import Export
 from fxplug.exports.exporter import FORMATS, FREE
-from fxplug.flow import saved_config
-from fxplug.spec.shipped import shipped
-from fxplug.spec.train_section import Export
 
 
 class Net(nn.Module):
@@ -335,7 +335,7 @@ def test_a_configuration_with_a_mistake_is_told_before_torch_is_imported():
 
 
 def test_progress_goes_to_stderr_when_something_takes_longer_than_a_second(capsys, monkeypatch):
-    from fxplug.cli import verbs as cli
+    from fxplug.core.cli import verbs as cli
 
     monkeypatch.setattr(cli, "PATIENCE", 60)
     with cli.progress("quick"):

@@ -10,15 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxplug.errors import SpecError
-from fxplug.spec import model_section, train_section
-from fxplug.spec.explained import KEYS
-from fxplug.spec.json_schema import parameters, schema
-from fxplug.spec.model_section import ModelSpec, TensorSpec, Value
-from fxplug.spec.pass_file import open_pass
-from fxplug.spec.rules import check_common
-from fxplug.spec.run_config import Config, check_settings, load_config, resolved
-from fxplug.spec.shipped import shipped
+from fxplug.core.errors import SpecError
+from fxplug.core.spec import model_section, train_section
+from fxplug.core.spec.model_section import ModelSpec, TensorSpec, Value
+from fxplug.core.spec.pass_file import open_pass, shipped
+from fxplug.core.spec.rules import check_common
+from fxplug.core.spec.run_config import Config, check_settings, load_config, resolved
+from fxplug.core.spec.schema import KEYS, parameters, schema
 
 
 @pytest.fixture(autouse=True)

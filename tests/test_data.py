@@ -17,8 +17,8 @@ from sweeps import sweep
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from fxplug.errors import SpecError, TrainError
-from fxplug.spec.train_section import Buckets, Data
+from fxplug.core.errors import SpecError, TrainError
+from fxplug.core.spec.train_section import Buckets, Data
 from fxplug.training.data.batch_order import Order, assign, bucket_sizes
 from fxplug.training.data.image_files import Place, placed
 from fxplug.training.data.loader import Loader, loader_of

@@ -10,9 +10,9 @@ import torch
 import yaml
 from PIL import Image
 
-from fxplug.errors import SpecError
-from fxplug.spec.run_config import check_settings
-from fxplug.spec.train_section import Data
+from fxplug.core.errors import SpecError
+from fxplug.core.spec.run_config import check_settings
+from fxplug.core.spec.train_section import Data
 from fxplug.training.data.batch_order import Order, bucket_sizes
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items

@@ -16,7 +16,7 @@ from diffusers.training_utils import compute_density_for_timestep_sampling, comp
 from torch import nn
 
 import fxplug
-from fxplug.errors import SpecError
+from fxplug.core.errors import SpecError
 from fxplug.training.random_draws import Draws
 from fxplug.training.tasks.calling import inputs_of
 from fxplug.training.tasks.denoise import Denoise

@@ -17,8 +17,8 @@ from fxplug.blocks.base import Block
 from fxplug.blocks.lora import Lora
 from fxplug.blocks.scale import Scale
 from fxplug.blocks.skip import Skip
-from fxplug.ir.graph import without_edges
-from fxplug.spec.pass_file import Match, Pass, Rule
+from fxplug.core.ir.graph import without_edges
+from fxplug.core.spec.pass_file import Match, Pass, Rule
 
 
 class Add(Block):
@@ -55,7 +55,7 @@ def net():
 
 
 def flat(value):
-    return fxplug.ir.pytree.leaves(value)
+    return fxplug.core.ir.containers.leaves(value)
 
 
 def same(a, b):

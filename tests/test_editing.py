@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxplug.ir.editing import (
+from fxplug.core.ir.graph import (
     change,
     copy_nodes,
     erase,

@@ -17,8 +17,8 @@ from PIL import Image
 from sweeps import sweep
 
 from fxplug.compat.everydream import BasePlugin
-from fxplug.errors import SpecError, TrainError
-from fxplug.spec.train_section import Data
+from fxplug.core.errors import SpecError, TrainError
+from fxplug.core.spec.train_section import Data
 from fxplug.training.data.loader import Loader
 from fxplug.training.data.sources import open_items
 from fxplug.training.plugin_state import Optimizers

@@ -17,7 +17,7 @@ from test_everydream import THEIRS, theirs
 
 import fxplug
 from fxplug.compat.everydream import BasePlugin
-from fxplug.errors import SpecError, TrainError
+from fxplug.core.errors import SpecError, TrainError
 
 UNET = {
     "_class_name": "UNet2DConditionModel",

@@ -20,8 +20,8 @@ from sweeps import sweep
 
 import fxplug
 from fxplug.compat.hcp.convert_file import convert
-from fxplug.spec.shipped import shipped
-from fxplug.spec.yaml_source import parse_yaml, read_yaml
+from fxplug.core.spec.pass_file import shipped
+from fxplug.core.spec.yaml_source import parse_yaml, read_yaml
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

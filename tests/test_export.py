@@ -18,11 +18,11 @@ import unets
 from torch import nn
 
 import fxplug
+from fxplug.core import writing
+from fxplug.core.reading import about
+from fxplug.core.writing import new_file
 from fxplug.exports import exporter
 from fxplug.exports.exporter import export
-from fxplug.files import writing
-from fxplug.files.reading import about
-from fxplug.files.writing import new_file
 
 
 class Guarded(nn.Module):
@@ -207,7 +207,7 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fxplug.files.writing import folder
+from fxplug.core.writing import folder
 with folder(".model.pt2.exporting-", Path(sys.argv[1])) as work:
     (work / "model.pt2").write_bytes(b"half")
     print(work, flush=True)

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
-from fxplug.errors import ArtifactError, SpecError
-from fxplug.files import weight_files
+from fxplug.core import weight_files
+from fxplug.core.errors import ArtifactError, SpecError
 
 
 def pair(rank=2, seed=0):

@@ -14,11 +14,11 @@ from test_caching import changed, pixart, run, same
 
 import fxplug
 from fxplug.blocks.windowed_attention import windowed
-from fxplug.ir.pytree import leaves
+from fxplug.core.ir.containers import leaves
+from fxplug.core.torch_internals import tensors as kernels
 from fxplug.parallel.runtime.pretended import pretended
 from fxplug.step_cache.attention_forms import METHODS
 from fxplug.step_cache.fast_attention import FastAttention
-from fxplug.torch_internals import kernels
 
 
 @cache

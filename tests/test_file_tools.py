@@ -23,7 +23,7 @@ from fxplug.__main__ import app
 from fxplug.adapters import file_layouts
 from fxplug.adapters.files import fit, read
 from fxplug.adapters.held import layers_of
-from fxplug.errors import ArtifactError, SpecError
+from fxplug.core.errors import ArtifactError, SpecError
 
 SPARSE = ("ties", "dare_linear", "dare_ties", "magnitude_prune")
 SHAPES = {"lora_unet_a": (12, 8), "lora_unet_b": (6, 12), "lora_unet_c": (6, 4, 3, 3)}

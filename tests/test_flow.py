@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxplug
-from fxplug.errors import FxplugError, MatchError, SpecError, VerifyError
-from fxplug.flow import rewrite, saved_diff, saved_inputs
-from fxplug.models.example_inputs import example_inputs
-from fxplug.models.factory import build
-from fxplug.models.state_dict import read_weights
-from fxplug.spec.run_config import load_config
+from fxplug.core.errors import FxplugError, MatchError, SpecError, VerifyError
+from fxplug.core.flow import rewrite, saved_diff, saved_inputs
+from fxplug.core.models.example_inputs import example_inputs
+from fxplug.core.models.factory import build
+from fxplug.core.models.state_dict import read_weights
+from fxplug.core.spec.run_config import load_config
 
 
 class Net(nn.Module):
@@ -468,7 +468,7 @@ def test_a_dry_run_that_fails_makes_no_real_model(error, building):
 
 def test_a_dry_run_of_a_rule_that_matches_nothing_makes_no_real_model(monkeypatch):
     devices = []
-    monkeypatch.setattr("fxplug.flow.build", lambda config, device: devices.append(device) or build(config, device=device))
+    monkeypatch.setattr("fxplug.core.flow.build", lambda config, device: devices.append(device) or build(config, device=device))
     message(rewrite, {**NET, "passes": [{"lora": {"at": "nowhere"}}]}, dry_run=True, kind=MatchError)
     assert devices == ["meta"]
 

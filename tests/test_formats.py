@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from fxplug.errors import ArtifactError, TrainError
-from fxplug.files.reading import about, check_format
+from fxplug.core.errors import ArtifactError, TrainError
+from fxplug.core.reading import about, check_format
 from fxplug.training import checkpoint
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxplug
-from fxplug import low_rank
+from fxplug.blocks import low_rank
 from fxplug.lowerings.linear import forms, operators
 
 WEIGHTS = {"one": [1, 0, 0], "two": [0.5, 0, 2], "none": [0, 0, 0]}

@@ -16,8 +16,8 @@ import fxplug
 from fxplug.compat.hcp import PatchPluginContainer, PluginBlock, SinglePluginBlock
 from fxplug.compat.hcp.checkpoints import load_checkpoint, save_checkpoint
 from fxplug.compat.hcp.convert_file import convert
-from fxplug.errors import MatchError, SpecError, TraceError
-from fxplug.spec.yaml_source import parse_yaml
+from fxplug.core.errors import MatchError, SpecError, TraceError
+from fxplug.core.spec.yaml_source import parse_yaml
 
 COND = {"sample": ["n", "c", "h", "w"], "cond": ["n", 3, "2*h", "2*w"]}
 WIDTHS = [8, 16, 16, 16]

@@ -13,7 +13,7 @@ from torch import nn
 import fxplug
 from fxplug.compat.hcp import PatchPluginBlock, PatchPluginContainer, SinglePluginBlock, WrapPluginBlock
 from fxplug.compat.hcp.asked_inputs import asked_for
-from fxplug.errors import MatchError, SpecError, TraceError
+from fxplug.core.errors import MatchError, SpecError, TraceError
 
 __all__ = ["net", "unet"]  # fixtures
 

@@ -14,7 +14,7 @@ from fxplug.__main__ import app
 from fxplug.compat.hcp import PluginBlock
 from fxplug.compat.hcp.checkpoint_files import read_sections
 from fxplug.compat.hcp.checkpoints import load_checkpoint, save_checkpoint
-from fxplug.errors import ArtifactError, SpecError
+from fxplug.core.errors import ArtifactError, SpecError
 
 
 class Layers(nn.Module):

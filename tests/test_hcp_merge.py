@@ -13,8 +13,8 @@ import yaml
 import fxplug
 from fxplug.compat.hcp.checkpoint_files import looks_like, selected
 from fxplug.compat.hcp.convert_file import convert, convert_checkpoint
-from fxplug.errors import ArtifactError, SpecError
-from fxplug.spec.yaml_source import parse_yaml
+from fxplug.core.errors import ArtifactError, SpecError
+from fxplug.core.spec.yaml_source import parse_yaml
 
 CONFIG = {
     "model": f"{__name__}:seeded_sd15",

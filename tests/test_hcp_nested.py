@@ -13,8 +13,8 @@ from torch import nn
 import fxplug
 from fxplug.compat.hcp import MultiPluginBlock, PatchPluginBlock, PatchPluginContainer, PluginBlock, SinglePluginBlock
 from fxplug.compat.hcp.convert_file import convert
-from fxplug.errors import SpecError
-from fxplug.spec.yaml_source import parse_yaml
+from fxplug.core.errors import SpecError
+from fxplug.core.spec.yaml_source import parse_yaml
 
 
 class Scale(SinglePluginBlock):

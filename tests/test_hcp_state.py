@@ -10,7 +10,7 @@ from torch import nn
 import fxplug
 from fxplug.compat.hcp import MultiPluginBlock, PatchPluginContainer, SinglePluginBlock, drivers
 from fxplug.compat.hcp.outcome import described
-from fxplug.errors import SpecError, TraceError
+from fxplug.core.errors import SpecError, TraceError
 
 
 class Plugin(SinglePluginBlock):

@@ -9,7 +9,7 @@ import transformers
 
 import fxplug
 from fxplug.compat.hcp.words import word_vectors
-from fxplug.errors import SpecError
+from fxplug.core.errors import SpecError
 
 TOKENS, WORDS = 20, 9
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fxplug
-from fxplug.errors import ArtifactError, MatchError, SpecError, TraceError
+from fxplug.core.errors import ArtifactError, MatchError, SpecError, TraceError
 
 CALL = {"num_inference_steps": 2, "height": 64, "width": 64, "output_type": "pt"}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxplug import low_rank
+from fxplug.blocks import low_rank
 
 R = torch.randn
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import fxplug
 from fxplug.blocks.base import Block
-from fxplug.rewriter.matcher import find
-from fxplug.spec.pass_file import Match, Pass, Rule
+from fxplug.core.rewriter.matcher import find
+from fxplug.core.spec.pass_file import Match, Pass, Rule
 
 
 class Identity(Block):

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fxplug
+from fxplug.core.torch_internals.modules import is_listening
 from fxplug.lowerings.regions.nested import nest
-from fxplug.torch_internals.compiling import is_listening
 
 # torch reads it of what a region is given, and hides the warning unless it is an error
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -182,7 +182,7 @@ def test_threads_and_errors_leave_the_compiler_as_it_was(trained):
     new, nested, _ = trained
     call, seen = counted(nested.eval(), "aot_eager")
     new.eval()
-    with pytest.raises(fxplug.errors.GuardError):
+    with pytest.raises(fxplug.core.errors.GuardError):
         call(torch.randn(2, 3, 40, 32))
     assert not is_listening()
     inputs = [torch.full((2, 3, 32, 32), float(i)) for i in range(4)]

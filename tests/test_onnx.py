@@ -29,12 +29,12 @@ from torch import nn
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import fxplug
-from fxplug.errors import ArtifactError, FxplugError, GuardError, SpecError
+from fxplug.core.errors import ArtifactError, FxplugError, GuardError, SpecError
+from fxplug.core.ir.containers import leaves
+from fxplug.core.reading import about
+from fxplug.core.writing import new_file
 from fxplug.exports import onnx_file, onnx_model, onnx_writer
 from fxplug.exports.onnx_file import METADATA, is_data_of, sealed
-from fxplug.files.reading import about
-from fxplug.files.writing import new_file
-from fxplug.ir.pytree import leaves
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 

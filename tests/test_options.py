@@ -7,8 +7,8 @@ from collections import deque
 
 import pytest
 
-from fxplug.errors import SpecError
-from fxplug.spec.options import check_options, taken
+from fxplug.core.errors import SpecError
+from fxplug.core.spec.pass_file import check_options, taken
 
 
 class Made:

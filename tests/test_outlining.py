@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import fxplug
 from fxplug.blocks.lora import Lora
-from fxplug.ir.pytree import leaves
+from fxplug.core.ir.containers import leaves
 from fxplug.lowerings.regions.choice import cheapest
 from fxplug.lowerings.regions.submodules import originals, outline
 

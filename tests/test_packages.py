@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fxplug
-from fxplug.errors import ArtifactError, FxplugError, GuardError, SpecError
+from fxplug.core.errors import ArtifactError, FxplugError, GuardError, SpecError
 from fxplug.exports import aoti_writer, machines
 from fxplug.exports import package as packages
 from fxplug.exports.exporter import export
@@ -245,7 +245,7 @@ def test_a_machine_without_model_and_compiler(made, tmp_path):
         "import sys, torch; from fxplug.exports.package import load_package\n"
         "package = load_package(sys.argv[1], trusted=True); args, shift, wanted = torch.load(sys.argv[2])\n"
         "torch.testing.assert_close(package(*args, shift=shift)['y'], wanted, rtol=1e-5, atol=1e-5)\n"
-        "assert not {'fxplug.capture.tracer', 'torch._inductor', 'diffusers', 'timm'} & set(sys.modules)\n"
+        "assert not {'fxplug.core.capture.tracer', 'torch._inductor', 'diffusers', 'timm'} & set(sys.modules)\n"
     )
     root = str(Path(fxplug.__file__).parent.parent)
     env = {"PATH": str(tmp_path), "PYTHONPATH": root, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}

@@ -19,7 +19,7 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.ir.comparison import distance
+from fxplug.core.ir.containers import distance
 from fxplug.parallel.planning.streams import Refused
 from fxplug.parallel.planning.trials import Tries
 from fxplug.parallel.runtime import layouts

@@ -21,14 +21,13 @@ from typer.testing import CliRunner
 
 import fxplug
 from fxplug.__main__ import app
-from fxplug.pages import SMALL
+from fxplug.core.cli.pages import SMALL
+from fxplug.core.spec.pass_file import open_pass, shipped
+from fxplug.core.spec.rules import STEP_KEYS, WAYS, Plan
 from fxplug.parallel import processes as cli_processes
 from fxplug.parallel.checking import check_pretended, pretending, ways_in
 from fxplug.parallel.runtime.attention import Attention
 from fxplug.parallel.stage import alone
-from fxplug.spec.pass_file import open_pass
-from fxplug.spec.rules import STEP_KEYS, WAYS, Plan
-from fxplug.spec.shipped import shipped
 
 CLOSE = 1e-5
 MODEL = """\

@@ -15,8 +15,7 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.ir.comparison import distance
-from fxplug.ir.pytree import leaves
+from fxplug.core.ir.containers import distance, leaves
 from fxplug.parallel.runtime import layouts
 from fxplug.parallel.runtime.collectives import Split, traffic
 from fxplug.parallel.runtime.halos import Cut, Extent, Fetch, Reach, read

@@ -16,8 +16,7 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.ir.comparison import distance
-from fxplug.ir.pytree import leaves
+from fxplug.core.ir.containers import distance, leaves
 from fxplug.parallel.planning.trials import Tries
 from fxplug.parallel.runtime.mesh import ways_of
 from fxplug.parallel.runtime.pretended import pretended

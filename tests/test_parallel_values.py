@@ -54,7 +54,7 @@ def parallel(gm, *inputs, **ways):
 
 
 def test_one_table_says_what_rounding_may_change():
-    from fxplug.ir.comparison import TOLERANCES, difference, distance
+    from fxplug.core.ir.containers import TOLERANCES, difference, distance
 
     one = torch.linspace(0.5, 2, 64)
     for dtype, (close, _) in TOLERANCES.items():
@@ -67,7 +67,7 @@ def test_one_table_says_what_rounding_may_change():
 
 @pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
 def test_a_value_that_is_not_finite_hides_no_other(odd):
-    from fxplug.ir.comparison import distance
+    from fxplug.core.ir.containers import distance
 
     a = torch.tensor([1.0, 2.0, odd])
     assert distance(a, a.clone()) == 0 and distance(a, torch.tensor([1.0, 3.0, odd])) == 0.5

@@ -14,8 +14,7 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.ir.comparison import distance
-from fxplug.ir.pytree import leaves
+from fxplug.core.ir.containers import distance, leaves
 from fxplug.parallel.pipelines.deferred import Later
 from fxplug.parallel.pipelines.entry import distances
 from fxplug.parallel.pipelines.links import LocalLinks, links_of

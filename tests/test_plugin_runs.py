@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 import fxplug
 from fxplug.compat.everydream import BasePlugin
-from fxplug.errors import SpecError, TrainError
+from fxplug.core.errors import SpecError, TrainError
 from fxplug.training.plugin_hooks import OFFERED
 
 

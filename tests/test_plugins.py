@@ -13,8 +13,8 @@ from sweeps import sweep
 from torch.utils.data import DataLoader, Dataset
 
 from fxplug.compat.everydream import BasePlugin
-from fxplug.errors import SpecError, TrainError
-from fxplug.spec.train_section import Train
+from fxplug.core.errors import SpecError, TrainError
+from fxplug.core.spec.train_section import Train
 from fxplug.training.plugin_hooks import OFFERED
 from fxplug.training.plugins import Plugins
 

@@ -10,7 +10,7 @@ import torch
 
 import fxplug
 from fxplug import Match, Pass, Rule
-from fxplug.errors import GuardError, SpecError
+from fxplug.core.errors import GuardError, SpecError
 
 
 def cut(path, name="cut"):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import fxplug
-from fxplug.errors import ArtifactError, FxplugError, SpecError, TraceError, VerifyError
+from fxplug.core.errors import ArtifactError, FxplugError, SpecError, TraceError, VerifyError
 
 bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")

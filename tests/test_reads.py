@@ -28,7 +28,7 @@ from exact import difference
 from torch import is_grad_enabled, nn
 
 import fxplug
-from fxplug.ir import ops
+from fxplug.core.ir import ops
 
 
 class Model(nn.Module):

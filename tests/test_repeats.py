@@ -9,10 +9,10 @@ import pytest
 from small import vit
 
 import fxplug
-from fxplug.cli.terminal import diff_texts, print_diff, print_rows
-from fxplug.flow import saved_diff
-from fxplug.ir.repeats import counted, folded, patterns
-from fxplug.spec.addresses import alternatives, compile_pattern
+from fxplug.core.cli.terminal import diff_texts, print_diff, print_rows
+from fxplug.core.flow import saved_diff
+from fxplug.core.ir.text import counted, folded, patterns
+from fxplug.core.spec.addresses import alternatives, compile_pattern
 
 
 def taken(pattern: str, paths: list[str]) -> list[str]:

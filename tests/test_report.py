@@ -19,11 +19,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fxplug
-from fxplug import flow
 from fxplug.__main__ import app
-from fxplug.artifacts.value_json import encode
-from fxplug.errors import ArtifactError, SpecError
-from fxplug.ir.records import before, changes, listing
+from fxplug.core import flow
+from fxplug.core.artifacts.value_json import encode
+from fxplug.core.errors import ArtifactError, SpecError
+from fxplug.core.ir.text import before, changes, listing
 from fxplug.reporting import page as pages
 from fxplug.reporting.contents import Box
 from fxplug.reporting.formats import written

@@ -15,12 +15,12 @@ from torch import nn
 
 import fxplug
 from fxplug.blocks.base import Block
-from fxplug.capture.graph_builder import Nodes
-from fxplug.ir import text
-from fxplug.ir.subgraphs import unique_names
+from fxplug.core.capture.graph_builder import Nodes
+from fxplug.core.ir import text
+from fxplug.core.ir.subgraphs import unique_names
+from fxplug.core.spec.pass_file import Match, Pass, Rule
 from fxplug.lowerings.regions.nested import nest
 from fxplug.lowerings.regions.submodules import outline
-from fxplug.spec.pass_file import Match, Pass, Rule
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import trace  # noqa: E402

@@ -12,10 +12,10 @@ import unets
 
 import fxplug
 from fxplug.blocks import Lora
-from fxplug.pages import SMALL
-from fxplug.spec.addresses import alternatives, chosen
-from fxplug.spec.run_config import resolved
-from fxplug.spec.yaml_source import parse_yaml
+from fxplug.core.cli.pages import SMALL
+from fxplug.core.spec.addresses import alternatives, chosen
+from fxplug.core.spec.run_config import resolved
+from fxplug.core.spec.yaml_source import parse_yaml
 
 BLOCKS = [f"blocks.{i}" for i in (0, 1)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hostile_files import watched
 
-from fxplug.errors import FxplugError
+from fxplug.core.errors import FxplugError
 from fxplug.exports import expressions
 
 GUARDS = [

@@ -13,12 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fxplug
-from fxplug.errors import SpecError, did_you_mean, dotted
-from fxplug.spec.import_path import import_target
-from fxplug.spec.pass_file import Match, Pass, Rule, Where, load_pass
-from fxplug.spec.run_config import load_config
-from fxplug.spec.shipped import folder, shipped
-from fxplug.spec.yaml_source import parse_yaml
+from fxplug.core.errors import SpecError, did_you_mean, dotted
+from fxplug.core.spec.pass_file import Match, Pass, Rule, Where, folder, import_target, load_pass, shipped
+from fxplug.core.spec.run_config import load_config
+from fxplug.core.spec.yaml_source import parse_yaml
 
 RULE = "{match: {path: a}, use: 'm:C'}"
 
@@ -427,24 +425,24 @@ def test_only_allowed_modules():
             "p.yaml:3: rules[0].use: module 'gates.sub' is not allowed; allowed are fxplug"
         )
     assert load_pass("lora", allow=[])
-    through = write("rules:\n- match: {}\n  use: fxplug.spec.pass_file:re.sub\n")
+    through = write("rules:\n- match: {}\n  use: fxplug.core.spec.pass_file:re.sub\n")
     assert "'re.sub' must be one name" in message(load_pass, through, allow=[])
     made = Pass("g", [Rule(Match(), Gate)])
     assert f"module '{__name__}' is not allowed" in message(load_pass, made, allow=[])
 
 
 def test_import_target():
-    assert import_target("fxplug.errors:SpecError") is SpecError
+    assert import_target("fxplug.core.errors:SpecError") is SpecError
     assert import_target("pathlib:Path.cwd") == Path.cwd
     at = Where("c.yaml", 2)
     assert message(import_target, "fxplug.specc:Pass", at) == (
-        "c.yaml:2: no module named 'fxplug.specc' (did you mean 'fxplug.spec'?)"
+        "c.yaml:2: no module named 'fxplug.specc' (did you mean 'fxplug.core.spec'?)"
     )
     assert message(import_target, "jsn:x", at).startswith(
         "c.yaml:2: no module named 'jsn' (did you mean 'json'"
     )
-    assert message(import_target, "fxplug.spec.pass_file:Pas") == (
-        "module 'fxplug.spec.pass_file' has no attribute 'Pas' (did you mean 'Pass'?)"
+    assert message(import_target, "fxplug.core.spec.pass_file:Pas") == (
+        "module 'fxplug.core.spec.pass_file' has no attribute 'Pas' (did you mean 'Pass'?)"
     )
     assert (
         message(import_target, "pathlib:Path.cdw")
@@ -525,7 +523,8 @@ def test_pairs_of_a_skip():
 
 def test_reading_yaml_does_not_wait_for_torch():
     code = (
-        "import fxplug.spec.pass_file, fxplug.spec.run_config, sys; fxplug.load_pass('lora'); fxplug.SpecError; dir(fxplug);"
+        "import fxplug.core.spec.pass_file, fxplug.core.spec.run_config, sys;"
+        "fxplug.load_pass('lora'); fxplug.SpecError; dir(fxplug);"
         "sys.exit([m for m in ('torch', 'diffusers', 'timm', 'numpy') if m in sys.modules] or None)"
     )
     done = subprocess.run(
@@ -536,7 +535,7 @@ def test_reading_yaml_does_not_wait_for_torch():
 
 def test_public_names():
     assert set(fxplug.__all__) <= set(dir(fxplug)) and fxplug.__version__
-    assert {*fxplug._MODULE, *fxplug.extensions.parts("names")} == set(fxplug.__all__)
+    assert {*fxplug._MODULE, *fxplug.core.extensions.parts("names")} == set(fxplug.__all__)
     for name in fxplug.__all__:
         assert getattr(fxplug, name).__name__ == name
     with pytest.raises(AttributeError, match="module 'fxplug' has no attribute 'tracee'"):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from sweeps import sweep
 
-from fxplug.ir.traced_module import TracedModule
+from fxplug.core.ir.traced_module import TracedModule
 
 TASKS = Path(__file__).parent.parent / "examples" / "tasks"
 NAMES = sorted(path.stem for path in TASKS.glob("*.py") if "def check(" in path.read_text())

@@ -14,21 +14,41 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
-from fxplug.torch_internals import (
-    compiling,
-    dispatch,
+from fxplug.core.torch_internals import (
     distributed,
-    fakes,
-    graphs,
-    kernels,
-    modes,
     modules,
     names,
-    onnx,
-    packaging,
-    pytree,
-    symbols,
     tensors,
+)
+from fxplug.core.torch_internals import (
+    exporting as onnx,
+)
+from fxplug.core.torch_internals import (
+    exporting as packaging,
+)
+from fxplug.core.torch_internals import (
+    modules as compiling,
+)
+from fxplug.core.torch_internals import (
+    modules as graphs,
+)
+from fxplug.core.torch_internals import (
+    modules as modes,
+)
+from fxplug.core.torch_internals import (
+    modules as pytree,
+)
+from fxplug.core.torch_internals import (
+    tensors as dispatch,
+)
+from fxplug.core.torch_internals import (
+    tensors as fakes,
+)
+from fxplug.core.torch_internals import (
+    tensors as kernels,
+)
+from fxplug.core.torch_internals import (
+    tensors as symbols,
 )
 
 SUBJECTS = (

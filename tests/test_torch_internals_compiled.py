@@ -18,7 +18,27 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import rnn
 
-from fxplug.torch_internals import compiling, dispatch, distributed, kernels, onnx, packaging, symbols
+from fxplug.core.torch_internals import (
+    distributed,
+)
+from fxplug.core.torch_internals import (
+    exporting as onnx,
+)
+from fxplug.core.torch_internals import (
+    exporting as packaging,
+)
+from fxplug.core.torch_internals import (
+    modules as compiling,
+)
+from fxplug.core.torch_internals import (
+    tensors as dispatch,
+)
+from fxplug.core.torch_internals import (
+    tensors as kernels,
+)
+from fxplug.core.torch_internals import (
+    tensors as symbols,
+)
 
 
 class Doubled(nn.Module):

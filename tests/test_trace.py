@@ -25,8 +25,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import fxplug
-from fxplug.ir import ops
-from fxplug.ir.pytree import leaves
+from fxplug.core.ir import ops
+from fxplug.core.ir.containers import leaves
 
 
 class Model(nn.Module):
@@ -895,7 +895,7 @@ def test_reading_values_is_told_and_other_errors_are_not_tried_again(monkeypatch
     with warnings.catch_warnings(action="error"):
         fxplug.trace(model, (X(), torch.tensor(2)), real=True)
     runs: list[bool] = []
-    tracer = fxplug.capture.tracer
+    tracer = fxplug.core.capture.tracer
     run = tracer._run
     monkeypatch.setattr(tracer, "_run", lambda job, on_fakes, *rest: runs.append(on_fakes) or run(job, on_fakes, *rest))
 

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import fxplug
-from fxplug.capture.frozen_values import alike, difference, frozen
-from fxplug.capture.isolation import process_settings, random_state
+from fxplug.core.capture.frozen_values import alike, difference, frozen
+from fxplug.core.capture.isolation import process_settings, random_state
 
 
 class Slotted:

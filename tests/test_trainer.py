@@ -22,7 +22,7 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug.errors import SpecError
+from fxplug.core.errors import SpecError
 from fxplug.training.checkpoint import found, read
 
 

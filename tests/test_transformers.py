@@ -14,7 +14,7 @@ from exact import difference
 from torch import nn
 
 import fxplug
-from fxplug.ir.pytree import leaves
+from fxplug.core.ir.containers import leaves
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}

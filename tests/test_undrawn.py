@@ -11,10 +11,9 @@ from diffusers import UNet2DConditionModel
 from safetensors.torch import save_file
 from torch import nn
 
-from fxplug.errors import SpecError
-from fxplug.models.factory import build
-from fxplug.models.undrawn import Undrawn
-from fxplug.spec.run_config import load_config
+from fxplug.core.errors import SpecError
+from fxplug.core.models.factory import Undrawn, build
+from fxplug.core.spec.run_config import load_config
 
 UNET = {
     "block_out_channels": [8, 16], "norm_num_groups": 4, "layers_per_block": 1, "cross_attention_dim": 8,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from fxplug.artifacts.value_json import Mark, decode, encode
-from fxplug.errors import ArtifactError, FxplugError
+from fxplug.core.artifacts.value_json import Mark, decode, encode
+from fxplug.core.errors import ArtifactError, FxplugError
 from fxplug.exports import call_signature as signatures
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fxplug import versions
+from fxplug import core as versions
 from fxplug.__main__ import app
-from fxplug.versions import LIBRARIES, Library, is_tested
+from fxplug.core import LIBRARIES, Library, is_tested
 
 ROOT = Path(__file__).parents[1]
 RANGES = {name: library for name, library in LIBRARIES.items() if library.oldest}
@@ -77,8 +77,8 @@ def test_an_untested_torch_is_one_warning_and_no_error(tmp_path):
 
 
 def doctor(monkeypatch, libraries):
-    monkeypatch.setattr("fxplug.cli.doctor.LIBRARIES", libraries)
-    monkeypatch.setattr("fxplug.versions.LIBRARIES", libraries)
+    monkeypatch.setattr("fxplug.core.cli.doctor.LIBRARIES", libraries)
+    monkeypatch.setattr("fxplug.core.LIBRARIES", libraries)
     return CliRunner().invoke(app, ["doctor"])
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from rich.console import Console
 from torch import nn
 
-from fxplug.spec.train_section import Train
+from fxplug.core.spec.train_section import Train
 from fxplug.training import epoch_table as table
 from fxplug.training.log_files import Lines
 from fxplug.training.monitor import Watch
@@ -230,7 +230,7 @@ def test_a_full_disk_is_said_once_and_ends_nothing(tmp_path, monkeypatch):
     w.step(record(1))
     with monkeypatch.context() as patch:
         patch.setattr("fxplug.training.log_files.open", full, raising=False)
-        patch.setattr("fxplug.files.writing.os.replace", full)
+        patch.setattr("fxplug.core.writing.os.replace", full)
         for step in range(2, 6):
             w.step(record(step))
             w.samples(step, torch.zeros(2, 1, 8, 8))

@@ -1,6 +1,6 @@
 """Adapters at run time: files read, placed on a graph's layers, and switched in its slots."""
 
-from ..extensions import Extension
+from ..core.extensions import Extension
 
 EXTENSION = Extension(
     name="adapters",

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..blocks.base import META, ROUNDING_RESIDUE, scaled_factor
-from ..errors import SpecError, brief_fields, shown
-from ..low_rank import in_slot
+from ..blocks.low_rank import in_slot
+from ..core.errors import SpecError, brief_fields, shown
 from .slot_memory import lost, said, scaled
 from .updates import Entry
 

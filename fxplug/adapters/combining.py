@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..errors import SpecError, did_you_mean, shown
+from ..core.errors import SpecError, did_you_mean, shown
 
 SPARSE = ("ties", "dare_linear", "dare_ties", "magnitude_prune")
 HOWS = ("linear", "cat", "svd", *SPARSE, *(f"{kind}_svd" for kind in SPARSE), "kohya")

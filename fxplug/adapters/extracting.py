@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import low_rank
-from ..errors import ArtifactError, SpecError, did_you_mean, shown
-from ..files import reading, weight_files
-from ..limits import DEFAULT, Limits
-from ..spec.addresses import select
+from ..blocks import low_rank
+from ..core import reading, weight_files
+from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean, shown
+from ..core.spec.addresses import select
 from .find_tensors import kind_of, object_of
 from .held import Held, Layer
 from .updates import AdapterFile, Entry

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArtifactError, SpecError, brief_fields, did_you_mean
+from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean
 from .files import AdapterFile, Entry, fit
 from .held import Held, Layer
 from .key_layouts import CONFIGURED, FORMATS, alpha_of, with_alpha

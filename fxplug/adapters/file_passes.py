@@ -11,13 +11,11 @@ from typing import Any
 
 import torch
 
-from ..errors import ClashError, SpecError, did_you_mean, shown
-from ..ir.regions import Regions
-from ..ir.traced_module import TracedModule
-from ..limits import DEFAULT, Limits
-from ..spec.import_path import import_target
-from ..spec.pass_file import load_pass, open_pass
-from ..spec.rules import COMMON, Pass, is_target
+from ..core.errors import DEFAULT, ClashError, Limits, SpecError, did_you_mean, shown
+from ..core.ir.regions import Regions
+from ..core.ir.traced_module import TracedModule
+from ..core.spec.pass_file import import_target, load_pass, open_pass
+from ..core.spec.rules import COMMON, Pass, is_target
 from .files import Source, read
 from .forms import plan_for
 from .loading import load_adapter

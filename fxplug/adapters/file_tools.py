@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import low_rank
-from ..errors import ArtifactError, SpecError, shown
-from ..limits import DEFAULT, Limits
+from ..blocks import low_rank
+from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, shown
 from .combining import Combination
 from .file_layouts import EditedFile, family_of, layout_of, model_of, on_paths, write_own, write_parts
 from .files import Entry, Source, read

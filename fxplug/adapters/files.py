@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import low_rank
-from ..errors import ArtifactError, did_you_mean, shown
-from ..files import reading
-from ..limits import DEFAULT, Limits
-from ..spec.expressions import by_ending
+from ..blocks import low_rank
+from ..core import reading
+from ..core.errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
+from ..core.spec.addresses import by_ending
 from . import peft_config
 from .file_keys import SHARED, Layer, place, whole
 from .find_tensors import find, joined_sam, kind_of, load, object_of, unreadable

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArtifactError, did_you_mean
-from ..files import reading, weight_files
-from ..limits import Limits
+from ..core import reading, weight_files
+from ..core.errors import ArtifactError, Limits, did_you_mean
 
 SAFE, PICKLED = (".safetensors",), (".bin", ".pt", ".pth", ".ckpt")
 _SAM = re.compile(r"^w_(?P<half>[ab])_(?P<number>\d+)$")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArtifactError, SpecError
-from ..low_rank import lokr_shapes
-from ..spec.pass_file import load_pass
-from ..spec.rules import Pass, Rule
+from ..blocks.low_rank import lokr_shapes
+from ..core.errors import ArtifactError, SpecError
+from ..core.spec.pass_file import load_pass
+from ..core.spec.rules import Pass, Rule
 from .files import AdapterFile, Fit, fit
 from .held import Layer, layers_of
 from .loading import tied

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..blocks.base import scaled_factor
-from ..errors import ArtifactError, SpecError, brief_fields, did_you_mean
-from ..limits import DEFAULT
-from ..quantised import is_transposed, weight_shape
+from ..core.errors import DEFAULT, ArtifactError, SpecError, brief_fields, did_you_mean
+from ..core.quantised import is_transposed, weight_shape
 from .banks import Bank, rank_dims
 from .files import read
 from .find_tensors import unreadable

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import ArtifactError, printable, shown
-from ..limits import DEFAULT, Limits
+from ..core.errors import DEFAULT, ArtifactError, Limits, printable, shown
 from .files import AdapterFile, Source, read
 from .forms import Plan, plan_for
 from .held import layers_of

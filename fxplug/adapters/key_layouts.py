@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..low_rank import lokr_shapes
+from ..blocks.low_rank import lokr_shapes
 from .held import Layer
 from .saved_heads import BEFORE, FILE
 from .updates import Entry

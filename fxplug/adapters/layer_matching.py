@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from ..errors import ArtifactError, brief_fields, did_you_mean
+from ..core.errors import ArtifactError, brief_fields, did_you_mean
 from .layer_names import SWAPPED, first_names, looks_like
 from .updates import AdapterFile, Entry, with_projections
 

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError, did_you_mean
-from ..limits import DEFAULT, Limits
-from ..low_rank import norm_except
-from ..quantised import is_transposed, weight_shape
-from ..turns import change, turns_of
+from ..blocks.low_rank import norm_except
+from ..core.errors import DEFAULT, Limits, SpecError, did_you_mean
+from ..core.locks import change, turns_of
+from ..core.quantised import is_transposed, weight_shape
 from .banks import Bank, rows_for
 from .files import AdapterFile, Fit, Source, fit, read
 from .saved_heads import without_heads

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import low_rank
-from ..rotations import butterfly, cayley, neumann, skew, turned
+from ..blocks import low_rank
+from ..blocks.rotations import butterfly, cayley, neumann, skew, turned
 
 Tensors = Mapping[str, Tensor]
 Options = Mapping[str, Any]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ArtifactError, shown
+from ..core.errors import ArtifactError, shown
 from .peft_config import DEFAULTS
 
 Tensors = Mapping[str, Tensor]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..errors import ArtifactError, did_you_mean, shown
+from ..core.errors import ArtifactError, did_you_mean, shown
 
 PRODUCTS = (None, "LORA", "LOHA", "LOKR")  # whose patterns say ranks and alphas
 # methods that are no low-rank products -> what their configurations say beyond `COMMON`: what is honoured, or only trains

@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import ArtifactError, SpecError, did_you_mean
-from ..files import weight_files
-from ..limits import DEFAULT, Limits
+from ..core import weight_files
+from ..core.errors import DEFAULT, ArtifactError, Limits, SpecError, did_you_mean
 from .file_keys import WRAPPED
 from .updates import AdapterFile, Entry
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..turns import hold
+from ..core.locks import hold
 from .held import in_slots
 from .writing import Saved, content, write
 

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import LONGEST, SpecError, cut, did_you_mean, shown
-from ..limits import DEFAULT, Limits
-from ..torch_internals.compiling import unwatched
-from ..torch_internals.fakes import FakeTensor
-from ..turns import Turns, change, choices_of, choosing, hold, turns_of
+from ..core.errors import DEFAULT, LONGEST, Limits, SpecError, cut, did_you_mean, shown
+from ..core.locks import Turns, change, choices_of, choosing, hold, turns_of
+from ..core.torch_internals.modules import unwatched
+from ..core.torch_internals.tensors import FakeTensor
 from .banks import Bank, check_name, rows_for
 from .files import Fit, Source, read
 from .loading import fit_to, weights_of

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import low_rank
+from ..blocks import low_rank
 from ..blocks.vera import projections
-from ..errors import ArtifactError, brief_fields
+from ..core.errors import ArtifactError, brief_fields
 from .methods import METHODS, trimmed
 
 BY_OUTPUT = ("up", "bias", "magnitude")

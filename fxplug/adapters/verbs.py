@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..cli.verbs import HELP, Allow, Debug, Set, Verbs, load_saved, progress, read_config
-from ..errors import SpecError
+from ..core.cli.verbs import HELP, Allow, Debug, Set, Verbs, load_saved, progress, read_config
+from ..core.errors import SpecError
 
 if TYPE_CHECKING:
-    from ..ir.traced_module import TracedModule
+    from ..core.ir.traced_module import TracedModule
     from .file_layouts import EditedFile
 
 adapters = typer.Typer(
@@ -111,8 +111,8 @@ def _model(subject: str | None, set_: list[str] | None, allow: list[str] | None)
         return None
     if (Path(subject) / "manifest.json").exists():
         return load_saved(subject, set_, allow)
-    from ..models.factory import build
-    from ..spec.run_config import load_config
+    from ..core.models.factory import build
+    from ..core.spec.run_config import load_config
 
     folder = Path(subject).is_dir()
     config = load_config({"model": str(Path(subject).absolute())}, set_ or []) if folder else read_config(subject, set_)
@@ -256,8 +256,8 @@ def _changed(folder: Path, allow: list[str] | None, save: bool = True) -> Iterat
     Adapters(module)  # which says so where there are no slots
     yield module
     if save:
-        from ..artifacts.artifact import save as write
-        from ..flow import saved_config
+        from ..core.artifacts.artifact import save as write
+        from ..core.flow import saved_config
 
         write(module, folder, config=saved_config(folder))
 

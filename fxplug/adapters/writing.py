@@ -15,10 +15,10 @@ import torch
 from safetensors import torch as safetensors
 from torch import Tensor
 
-from ..errors import ArtifactError, SpecError, brief_fields, did_you_mean, shown
-from ..files.reading import reported
-from ..files.weight_files import save_file
-from ..files.writing import new_file, new_folder
+from ..core.errors import ArtifactError, SpecError, brief_fields, did_you_mean, shown
+from ..core.reading import reported
+from ..core.weight_files import save_file
+from ..core.writing import new_file, new_folder
 from . import key_layouts
 from .held import Held, Layer, layers_of, trained
 from .key_layouts import CONFIGURED, FORMATS, alpha_of, config, configured, ours, refused, unlike, with_alpha

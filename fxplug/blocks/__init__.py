@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 _FILES = {
-    "base": ["Block"],
+    "base": ["Block", "Gates", "Table"],
     "bitfit": ["Delta"],
     "bottleneck": ["Adapter"],
     "control": ["Add", "Gate"],
@@ -22,7 +22,6 @@ _FILES = {
     "replace": ["Replace"],
     "scale": ["Scale"],
     "skip": ["Skip"],
-    "slot_gates": ["Gates", "Table"],
     "ssf": ["Ssf"],
     "step_marks": ["Gauge", "Join", "Keep", "Mark"],
     "token_merging": ["Merge", "Unmerge"],

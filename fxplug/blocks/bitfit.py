@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .weight_update import Update, weight_at
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 class Delta(Update):

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from ..errors import SpecError, shown
+from ..core.errors import SpecError, shown
 from .base import Block
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 CLOSE = 1e-6  # a step of the schedule is about 1e-3: this only makes up for rounding in float32
 

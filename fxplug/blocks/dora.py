@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
-from ..low_rank import decomposed, norm_except
+from ..core.errors import SpecError
 from .lora_weight import LoraWeight
+from .low_rank import decomposed, norm_except
 from .weight_update import in_place_of, output_dim, weight_at
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 class Dora(LoraWeight):

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
+from ..core.errors import SpecError
 from .base import Block
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 def scale_low(x: Tensor, scale: Tensor) -> Tensor:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from ..errors import SpecError, shown
+from ..core.errors import SpecError, shown
 from .base import Block
 from .lora import Lora
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 class HalfLora(Block):

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError, shown
-from ..extensions import need_hook
+from ..core.errors import SpecError, shown
+from ..core.extensions import need_hook
 from .base import Block
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 class Head(Block):

@@ -10,14 +10,14 @@ from weakref import WeakKeyDictionary
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import SpecError, did_you_mean
-from ..files import weight_files
-from ..spec.addresses import select
+from ..core import weight_files
+from ..core.errors import SpecError, did_you_mean
+from ..core.spec.addresses import select
 from .base import Block
 from .control import per_sample
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 class ImageAttention(Block):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..low_rank import factor
+from .low_rank import factor
 from .weight_update import Update
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError, shown
-from ..low_rank import factor, kronecker, lokr_shapes
+from ..core.errors import SpecError, shown
+from .low_rank import factor, kronecker, lokr_shapes
 from .weight_update import Update, divisors
 
 

@@ -10,14 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import SpecError, shown
-from ..low_rank import gated
-from ..torch_internals.modules import conv_forward, is_hooked
-from .base import CONVOLUTIONS, LowRank, check_slots
-from .slot_gates import taken
+from ..core.errors import SpecError, shown
+from ..core.torch_internals.modules import conv_forward, is_hooked
+from .base import CONVOLUTIONS, LowRank, check_slots, taken
+from .low_rank import gated
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 class Lora(LowRank):
@@ -203,9 +202,9 @@ def _batch_dim(site: Site, kind: str) -> int:
     """Which of the first two dimensions of a layer's input has the samples of the model's batch, as traced; -1 if neither."""
     shape, batch = (() if site.x is None else site.x.shape), site.args[-1].shape[0]
     node = None if site.x is None else site.x.node
-    from ..ir import batch_dim
+    from ..core.ir import dimensions as batch_dim
 
-    dim = None if node is None else batch_dim.dimension(node, batch)
+    dim = None if node is None else batch_dim.batch_dimension(node, batch)
     if dim is not None:
         if kind in CONVOLUTIONS:
             return 0 if dim == 0 and len(shape) > 2 else -1

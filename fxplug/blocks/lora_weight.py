@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..low_rank import product
+from .low_rank import product
 from .weight_update import Update
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 class LoraWeight(Update):

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError, shown
-from ..rotations import butterfly, cayley, neumann, skew, turned
+from ..core.errors import SpecError, shown
 from .base import Block
+from .rotations import butterfly, cayley, neumann, skew, turned
 from .weight_update import divisors, in_place_of, weight_at
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 def split(width: int, block_size: Any, blocks: Any) -> tuple[int, int]:

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import SpecError, shown
+from ..core.errors import SpecError, shown
 from .base import Block
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site, Value
+    from ..core.rewriter.sites import Site, Value
 
 
 class Prompt(Block):

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..errors import SpecError
-from ..spec.options import check_known, taken
+from ..core.errors import SpecError
+from ..core.spec.pass_file import check_known, taken
 from .base import Block, torch_class
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 class Replace(Block):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .base import Block, along, width
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 class Scale(Block):

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from ..errors import GuardError, SpecError, shown
+from ..core.errors import GuardError, SpecError, shown
 from .base import Block
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 class Mark(Block):

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import SpecError, shown
+from ..core.errors import SpecError, shown
 from .base import Block
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 def matching(metric: Tensor, height: int, width: int, ratio: float, stride: int = 2, prefix: int = 0) -> tuple[Tensor, int]:

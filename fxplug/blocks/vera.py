@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import SpecError, shown
-from ..quantised import weight_shape
+from ..core.errors import SpecError, shown
+from ..core.quantised import weight_shape
 from .base import Block, check_rank
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 class Vera(Block):

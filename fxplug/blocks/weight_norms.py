@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import SpecError, shown
-from ..low_rank import norm_except, over_norm
+from ..core.errors import SpecError, shown
 from .base import Block
+from .low_rank import norm_except, over_norm
 from .weight_update import in_place_of, weight_at
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 class WeightNorm(Block):

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError
-from .base import LowRank
-from .slot_gates import taken
+from ..core.errors import SpecError
+from .base import LowRank, taken
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 def weight_at(site: Site, what: str, dims: int = 2) -> Tensor:

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import GuardError, SpecError, shown
+from ..core.errors import GuardError, SpecError, shown
 from .base import Block
 from .step_marks import Mark
 
 if TYPE_CHECKING:
-    from ..rewriter.sites import Site
+    from ..core.rewriter.sites import Site
 
 
 class Window(Block):

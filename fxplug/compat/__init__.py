@@ -1,6 +1,6 @@
 """Plugins and configurations written for other systems, used in graphs without a change to their classes."""
 
-from ..extensions import Extension
+from ..core.extensions import Extension
 
 HCP = Extension(name="hcp", verbs={"convert": "fxplug.compat.verbs:convert"})
 ZHIJIAN = Extension(name="zhijian", names={"blitz": "fxplug.compat.zhijian.blitz:blitz"})

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..cli.verbs import Allow, Debug, load_saved
-from ..errors import SpecError, did_you_mean
-from ..files.reading import reported
-from ..files.writing import new_file
+from ..core.cli.verbs import Allow, Debug, load_saved
+from ..core.errors import SpecError, did_you_mean
+from ..core.reading import reported
+from ..core.writing import new_file
 
 SYSTEMS = ("hcp", "zhijian")
 WEIGHTS = (".ckpt", ".safetensors", ".pt", ".pth", ".bin")
@@ -96,8 +96,8 @@ def _refuse_unused(given: Mapping[str, tuple[Any, bool, str]]) -> None:
 def _into(file: Path, folder: Path, passes: list[str], ema: bool, allow: list[str] | None) -> None:
     """Give a saved rewrite the weights of a checkpoint. Raises SpecError or ArtifactError; the folder is as it was then."""
     _check_saved(folder)
-    from ..artifacts.artifact import save
-    from ..flow import saved_config
+    from ..core.artifacts.artifact import save
+    from ..core.flow import saved_config
     from .hcp.checkpoints import load_checkpoint
 
     module = load_saved(str(folder), None, allow)

@@ -1,6 +1,6 @@
 """A traced module as one file that runs without Python code of anybody's."""
 
-from ..extensions import Extension
+from ..core.extensions import Extension
 
 EXTENSION = Extension(
     name="exports",

@@ -18,11 +18,11 @@ from safetensors.torch import save as save_tensors
 from torch.export import ExportedProgram
 
 from .. import __version__
-from ..errors import FxplugError
-from ..files.reading import open_archive, opened
-from ..files.writing import folder, written
-from ..torch_internals.dispatch import OpOverload, name_of
-from ..torch_internals.packaging import compile_package, find_compiler, processor
+from ..core.errors import FxplugError
+from ..core.reading import open_archive, opened
+from ..core.torch_internals.exporting import compile_package, find_compiler, processor
+from ..core.torch_internals.tensors import OpOverload, name_of
+from ..core.writing import folder, written
 from .call_signature import Json, describe
 from .machines import capabilities, needed
 from .package import TEMPORARY, _loader

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import quantised
-from ..ir.pytree import leaves
-from ..ir.traced_module import TracedModule
-from ..verifier import Subject, Unsupported
+from ..core import quantised
+from ..core.ir.containers import leaves
+from ..core.ir.traced_module import TracedModule
+from ..core.verifier import Subject, Unsupported
 
 PLAIN = (torch.Tensor, torch.SymInt, int, float, bool, str, type(None))  # what an exported program may give
 GRADIENTS = (torch.autograd.grad, torch.autograd.backward, "backward")

@@ -16,14 +16,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from torch.export import ExportedProgram
 
-from ..artifacts.value_json import FORMS as GRAPH_FORMS
-from ..artifacts.value_json import TORCH_NAMES, Form, Mark, Read, decode, encode
-from ..errors import ArtifactError, FxplugError, GuardError, shown
-from ..ir.pytree import children, leaves, rebuilt
-from ..limits import DEFAULT, Limits
-from ..torch_internals import pytree
-from ..torch_internals.packaging import guards_of
-from ..torch_internals.symbols import size_name
+from ..core.artifacts.value_json import FORMS as GRAPH_FORMS
+from ..core.artifacts.value_json import TORCH_NAMES, Form, Mark, Read, decode, encode
+from ..core.errors import DEFAULT, ArtifactError, FxplugError, GuardError, Limits, shown
+from ..core.ir.containers import children, leaves, rebuilt
+from ..core.torch_internals import modules as pytree
+from ..core.torch_internals.exporting import guards_of
+from ..core.torch_internals.tensors import size_name
 from .expressions import evaluate, parsed, readable
 
 Json = dict[str, Any]

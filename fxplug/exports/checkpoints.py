@@ -16,15 +16,15 @@ from ..adapters.layer_names import SWAPPED, first_names
 from ..adapters.named import part_of
 from ..adapters.slots import Adapters
 from ..adapters.writing import about_of
-from ..errors import FxplugError, SpecError, brief_fields, did_you_mean, shown
-from ..files.reading import Raises, reported
-from ..files.weight_files import save_file
-from ..files.writing import check_new, new_file, new_folder
-from ..ir.traced_module import TracedModule
+from ..core.errors import FxplugError, SpecError, brief_fields, did_you_mean, shown
+from ..core.ir.traced_module import TracedModule
+from ..core.locks import held
+from ..core.reading import Raises, reported
+from ..core.weight_files import save_file
+from ..core.writing import check_new, new_file, new_folder
 from ..lowerings.merging.fold import is_mark
 from ..lowerings.merging.fold import merge as fold
 from ..lowerings.merging.live import unlowered
-from ..turns import held
 
 FORMATS = ("diffusers", "timm", "safetensors")
 STEM = "diffusion_pytorch_model"

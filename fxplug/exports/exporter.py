@@ -21,17 +21,15 @@ from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 
 from ..adapters.slots import Adapters
-from ..artifacts.value_json import portable
-from ..errors import FxplugError, brief_fields, did_you_mean, shown
-from ..files.reading import reported
-from ..files.writing import new_file, written
-from ..ir.containers import Container
-from ..ir.editing import insert, replace
-from ..ir.graph import copy_graph
-from ..ir.pytree import children, leaves, map_leaves
-from ..ir.traced_module import TracedModule, shell
-from ..ir.variants import module_for
-from ..turns import held
+from ..core.artifacts.value_json import portable
+from ..core.errors import FxplugError, brief_fields, did_you_mean, shown
+from ..core.ir.containers import Container, children, leaves, map_leaves
+from ..core.ir.graph import copy_graph, insert, replace
+from ..core.ir.traced_module import TracedModule, shell
+from ..core.ir.variants import module_for
+from ..core.locks import held
+from ..core.reading import reported
+from ..core.writing import new_file, written
 from . import onnx_trial, onnx_writer
 from .aoti_writer import Refused, Unfit, check_compiler, refusing, write
 from .blockers import packed_layer

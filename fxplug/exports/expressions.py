@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..errors import FxplugError, shown
-from ..files.reading import syntax_tree
+from ..core.errors import FxplugError, shown
+from ..core.reading import syntax_tree
 
 # what a condition is written in: no braces, colons, backslashes, so that there is little for a parser to get lost in
 CONDITION = re.compile(r"[\w\s.,()\[\]'+\-*/%<>=!]+\Z", re.ASCII)

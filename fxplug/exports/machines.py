@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ArtifactError, shown
-from ..torch_internals.dispatch import is_operator
+from ..core.errors import ArtifactError, shown
+from ..core.torch_internals.tensors import is_operator
 
 Json = dict[str, Any]
 # AOTInductor's words for the instructions that its own code asks for, in the words of torch.cpu.get_capabilities

@@ -15,11 +15,10 @@ from typing import Annotated, Any, BinaryIO
 import torch
 from pydantic import AfterValidator, Field, model_validator
 
-from ..blocks.slot_gates import NAME
-from ..errors import shown
-from ..files.reading import Raises, about, opened, parse_json, size_of
-from ..files.weight_files import onnx_model, onnx_tensor
-from ..limits import DEFAULT, Limits
+from ..blocks.base import NAME
+from ..core.errors import DEFAULT, Limits, shown
+from ..core.reading import Raises, about, opened, parse_json, size_of
+from ..core.weight_files import onnx_model, onnx_tensor
 from .package_file import Described, Manifest, check_manifest, check_places
 
 FORMAT = 1

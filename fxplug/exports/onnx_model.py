@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import LONGEST, ArtifactError, FxplugError, SpecError, cut, did_you_mean, shown
-from ..files.reading import about, opened, reported
-from ..files.writing import locked
-from ..ir.pytree import leaves, map_leaves
-from ..limits import DEFAULT, Limits
-from ..turns import Turns, during
+from ..core.errors import DEFAULT, LONGEST, ArtifactError, FxplugError, Limits, SpecError, cut, did_you_mean, shown
+from ..core.ir.containers import leaves, map_leaves
+from ..core.locks import Turns, during
+from ..core.reading import about, opened, reported
+from ..core.writing import locked
 from .call_signature import Json, Signature
 from .onnx_file import INSTALL, OnnxFile
 from .package import PackageAdapters, _first, _named

@@ -11,9 +11,8 @@ from torch import nn
 from torch.export import ExportedProgram
 from torch.func import functional_call
 
-from ..errors import FxplugError, shown
-from ..ir.comparison import difference
-from ..ir.pytree import leaves, map_leaves
+from ..core.errors import FxplugError, shown
+from ..core.ir.containers import difference, leaves, map_leaves
 from .aoti_writer import Refused, Unfit, refusing
 from .onnx_file import INSTALL
 from .onnx_model import load_once

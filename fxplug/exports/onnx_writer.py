@@ -19,15 +19,14 @@ from torch.export import ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from .. import __version__
-from ..artifacts.value_json import Mark
-from ..blocks.slot_gates import NAME
-from ..errors import FxplugError, shown
-from ..files.writing import locked, written
-from ..ir.editing import change
-from ..ir.pytree import children, rebuilt
-from ..torch_internals.dispatch import OpOverload
-from ..torch_internals.onnx import DEFAULT, OPSETS, translated, untranslated
-from ..torch_internals.tensors import assert_later
+from ..blocks.base import NAME
+from ..core.artifacts.value_json import Mark
+from ..core.errors import FxplugError, shown
+from ..core.ir.containers import children, rebuilt
+from ..core.ir.graph import change
+from ..core.torch_internals.exporting import DEFAULT, OPSETS, translated, untranslated
+from ..core.torch_internals.tensors import OpOverload, assert_later
+from ..core.writing import locked, written
 from .aoti_writer import Refused, Unfit, _quiet, _state, hushed, refusing
 from .call_signature import Json, describe, encoded
 from .onnx_file import FORMAT, INSTALL, METADATA, PAGE, data_name, is_data_of, sealed

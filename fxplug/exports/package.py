@@ -15,14 +15,13 @@ import torch
 from ..adapters.held import Layer
 from ..adapters.slots import Adapters
 from ..adapters.writing import About
-from ..artifacts.value_json import decode
-from ..errors import LONGEST, ArtifactError, FxplugError, SpecError, cut, did_you_mean, shown
-from ..files import weight_files
-from ..files.reading import about, opened, reported
-from ..files.writing import Folder, ended_by_exceptions
-from ..limits import DEFAULT, Limits
-from ..torch_internals.packaging import LOADER
-from ..turns import Turns, change, during
+from ..core import weight_files
+from ..core.artifacts.value_json import decode
+from ..core.errors import DEFAULT, LONGEST, ArtifactError, FxplugError, Limits, SpecError, cut, did_you_mean, shown
+from ..core.locks import Turns, change, during
+from ..core.reading import about, opened, reported
+from ..core.torch_internals.exporting import LOADER
+from ..core.writing import Folder, ended_by_exceptions
 from .call_signature import Json, Signature
 from .machines import check_machine, check_operators, pick_device
 from .package_file import CODE, Packed, check_slots

@@ -16,10 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..adapters.banks import RANKS, Bank
 from ..adapters.slots import Adapters
-from ..errors import ArtifactError, shown
-from ..files.reading import Raises, about, check_format, open_archive, parse_json, read_member
-from ..files.weight_files import header, tensors
-from ..limits import DEFAULT, Limits
+from ..core.errors import DEFAULT, ArtifactError, Limits, shown
+from ..core.reading import Raises, about, check_format, open_archive, parse_json, read_member
+from ..core.weight_files import header, tensors
 from .call_signature import Json
 
 FORMAT = 1

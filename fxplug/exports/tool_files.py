@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from ..cli.verbs import load_saved, progress
-from ..errors import SpecError, shown
+from ..core.cli.verbs import load_saved, progress
+from ..core.errors import SpecError, shown
 
 ADAPTERS = ("peft", "diffusers", "kohya", "comfy", "lycoris", "fxplug")
 CHECKPOINTS = ("diffusers", "timm", "safetensors")
@@ -47,7 +47,7 @@ def export_to_tool(
         print(f"{done}\nsaved in {done.path}")
         return
     from ..adapters.writing import save_adapter
-    from ..flow import saved_config
+    from ..core.flow import saved_config
 
     config = saved_config(folder) or {}
     kept = {key: config[key] for key in ("passes", "train", "data", "seed") if key in config}

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ..cli.verbs import Allow, Debug, load_saved, progress
-from ..errors import SpecError, did_you_mean
+from ..core.cli.verbs import Allow, Debug, load_saved, progress
+from ..core.errors import SpecError, did_you_mean
 from .tool_files import TO_TOOLS, export_to_tool
 
 
@@ -42,7 +42,7 @@ def export(
         return
     if given := next((name for name, value in tools.items() if value), None):
         raise SpecError(f"--{given.replace('_', '-').replace('passes', 'pass')} is for --to {', '.join(TO_TOOLS)}")
-    from ..flow import saved_export, saved_inputs
+    from ..core.flow import saved_export, saved_inputs
     from .exporter import FORMATS
     from .exporter import export as run
 

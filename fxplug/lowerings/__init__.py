@@ -1,6 +1,6 @@
 """Lowerings: rewrites that change how fast a module runs, never what it computes."""
 
-from ..extensions import Extension
+from ..core.extensions import Extension
 
 EXTENSION = Extension(
     name="lowerings",

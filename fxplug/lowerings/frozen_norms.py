@@ -8,12 +8,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from ..errors import SpecError, did_you_mean
-from ..ir.editing import erase_unused, insert, meta_of, replace, set_argument
-from ..ir.graph import copy_graph
-from ..ir.traced_module import TracedModule, shell
-from ..spec.addresses import identifier
-from ..torch_internals.modules import BatchNorm, InstanceNorm
+from ..core.errors import SpecError, did_you_mean
+from ..core.ir.graph import copy_graph, erase_unused, insert, meta_of, replace, set_argument
+from ..core.ir.traced_module import TracedModule, shell
+from ..core.spec.addresses import identifier
+from ..core.torch_internals.modules import BatchNorm, InstanceNorm
 
 # the argument that chooses the statistics: its position and its name
 CALLS: dict[Any, tuple[int, str]] = {F.batch_norm: (5, "training"), F.instance_norm: (5, "use_input_stats")}

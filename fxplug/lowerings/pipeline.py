@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..errors import MatchError, SpecError, did_you_mean, shown
-from ..ir.traced_module import TracedModule
-from ..turns import held
+from ..core.errors import MatchError, SpecError, did_you_mean, shown
+from ..core.ir.traced_module import TracedModule
+from ..core.locks import held
 from .linear import forms, fused
 from .merging import fold, live
 from .regions import nested

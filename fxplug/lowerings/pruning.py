@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..ir.binding import HOME
-from ..ir.graph import copy_graph
-from ..ir.traced_module import TracedModule, shell
-from ..ir.variants import Variants
-from ..turns import held
+from ..core.ir.graph import copy_graph
+from ..core.ir.traced_module import HOME, TracedModule, shell
+from ..core.ir.variants import Variants
+from ..core.locks import held
 from .merging.fold import check_unlowered
 
 

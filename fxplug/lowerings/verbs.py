@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..cli.verbs import Allow, Debug, Set, Subject, load_saved, progress, read_config, rewritten
+from ..core.cli.verbs import Allow, Debug, Set, Subject, load_saved, progress, read_config, rewritten
 
 
 def tune(
@@ -19,8 +19,8 @@ def tune(
     debug: Debug = False,
 ) -> None:
     """Measure which form each layer with an update takes on this device; `lower` then takes the fastest."""
-    from ..flow import saved_inputs
-    from ..models.example_inputs import example_inputs
+    from ..core.flow import saved_inputs
+    from ..core.models.example_inputs import example_inputs
     from .linear.measuring import tune as run
 
     if Path(subject).is_dir():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..extensions import Extension
+from ..core.extensions import Extension
 
 if TYPE_CHECKING:
-    from ..verifier import Subject
+    from ..core.verifier import Subject
 
 EXTENSION = Extension(
     name="parallel",
@@ -50,7 +50,7 @@ def check_steps(subject: Subject) -> str | None:
     """The check of `verify` for modules that run in steps: in one piece and patch by patch, with nothing stale."""
     if not subject.new.meta.get("stepped"):
         return None
-    from ..verifier import need_values
+    from ..core.verifier import need_values
     from .pipelines.entry import in_steps
 
     need_values(subject.new, subject.call)

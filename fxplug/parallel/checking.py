@@ -13,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from ..capture.frozen_values import copied
-from ..errors import VerifyError
-from ..ir.comparison import Difference, difference, distance, numbers, tolerance
-from ..ir.pytree import leaves, map_leaves
-from ..ir.traced_module import TracedModule, shell
-from ..verifier import Subject, is_split, need_values
+from ..core.capture.frozen_values import copied
+from ..core.errors import VerifyError
+from ..core.ir.containers import Difference, difference, distance, leaves, map_leaves, numbers, tolerance
+from ..core.ir.traced_module import TracedModule, shell
+from ..core.verifier import Subject, is_split, need_values
 from .planning.streams import Leaf
 from .planning.trials import EMPTY, leaves_of, name_of
 from .planning.walk import bound
@@ -62,7 +61,7 @@ def check_pretended(
 
     In each mode that has a graph, or in these `modes`. With `every` all values within the model are compared too. `plan` is
     the one that the module was written with, if that is not in its meta. Raises VerifyError for an output that differs by
-    more than rounding may make of the dtypes it was computed in (`fxplug.ir.comparison`), with the first value that does.
+    more than rounding may make of the dtypes it was computed in (`fxplug.core.ir.containers`), with the first value that does.
     """
     plan, worst = plan or gm.meta.get("plan"), 0.0
     for mode in gm.graphs if modes is None else modes:

@@ -9,8 +9,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..blocks.base import Block
-from ..errors import SpecError
-from ..ir.traced_module import TracedModule
+from ..core.errors import SpecError
+from ..core.ir.traced_module import TracedModule
 from .runtime.collectives import Collective, Gather
 from .runtime.mesh import world_of
 from .runtime.shares import Part

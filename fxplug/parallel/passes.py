@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import SpecError
-from ..flow import Result, Step, given_at
-from ..ir.traced_module import TracedModule
-from ..rewriter.matcher import find
-from ..spec.rules import STEP_KEYS, WAYS, Match, Pass, Rule
+from ..core.errors import SpecError
+from ..core.flow import Result, Step, given_at
+from ..core.ir.traced_module import TracedModule
+from ..core.rewriter.matcher import find
+from ..core.spec.rules import STEP_KEYS, WAYS, Match, Pass, Rule
 from .pipelines.entry import in_steps, written_down
 from .plan import parallel_plan, parallelize
 

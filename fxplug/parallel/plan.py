@@ -12,10 +12,10 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..capture.frozen_values import copied
-from ..capture.self_check import has_values
-from ..errors import SpecError, VerifyError, brief_fields, outline
-from ..ir.traced_module import TracedModule
+from ..core.capture.frozen_values import copied
+from ..core.capture.self_check import has_values
+from ..core.errors import SpecError, VerifyError, brief_fields, outline
+from ..core.ir.traced_module import TracedModule
 from .checking import Runner, check_pretended, pretending
 from .localizing import localize
 from .planning import features
@@ -73,7 +73,7 @@ class Plan:
         """Run the model on pretended processes, threads of this one, on the example inputs, beside one process.
 
         Gives the largest difference of an output, over the output's largest value. Raises VerifyError for one above what
-        rounding may make of its dtype (`fxplug.ir.comparison`), with the first node that differs.
+        rounding may make of its dtype (`fxplug.core.ir.containers`), with the first node that differs.
         """
         self.away = check_pretended(self.written, *self.example, plan=self)
         return self.away

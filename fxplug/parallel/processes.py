@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 
-from ..artifacts.artifact import check_savable, load, save
-from ..errors import FxplugError, SpecError, VerifyError
-from ..ir.traced_module import TracedModule
-from ..verifier import as_first_rank
+from ..core.artifacts.artifact import check_savable, load, save
+from ..core.errors import FxplugError, SpecError, VerifyError
+from ..core.ir.traced_module import TracedModule
+from ..core.verifier import as_first_rank
 from .checking import check_pretended, check_real, ways_in
 from .pipelines.entry import in_steps
 from .runtime.mesh import world_of

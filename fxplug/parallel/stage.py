@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..errors import SpecError, brief_fields, did_you_mean
-from ..ir.graph import Graph, copy_graph
-from ..ir.traced_module import TracedModule, shell
-from ..rewriter.modes import _knows_mode, in_mode
+from ..core.errors import SpecError, brief_fields, did_you_mean
+from ..core.ir.graph import Graph, copy_graph
+from ..core.ir.traced_module import TracedModule, shell
+from ..core.rewriter.neutrality import _knows_mode, in_mode
 from .planning import births, rows
 from .planning.found import Found, Unsplittable, told
 from .planning.opened_layers import opened

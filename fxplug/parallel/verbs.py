@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..cli.verbs import Allow, Debug, Set, Subject, load_saved, progress, read_config
-from ..errors import SpecError, did_you_mean, shown
-from ..spec.rules import WAYS
+from ..core.cli.verbs import Allow, Debug, Set, Subject, load_saved, progress, read_config
+from ..core.errors import SpecError, did_you_mean, shown
+from ..core.spec.rules import WAYS
 
 AXES = (*WAYS, "stages", "patches")
 
 if TYPE_CHECKING:
-    from ..ir.traced_module import TracedModule
-    from ..spec.run_config import Config
+    from ..core.ir.traced_module import TracedModule
+    from ..core.spec.run_config import Config
 
 
 def parallel(
@@ -78,7 +78,7 @@ def parallel(
         from .processes import is_first
 
         if is_first():
-            from ..artifacts.artifact import save
+            from ..core.artifacts.artifact import save
 
             save(module, out, config=config)
         print(f"saved in {out}")
@@ -87,7 +87,7 @@ def parallel(
 def _predicted(
     subject: str, pixels: list[int], devices: list[int], link: str, speed: float, at: int, out: Path | None, set: Any
 ) -> None:
-    from ..flow import rewrite
+    from ..core.flow import rewrite
     from .costs.plot import svg
     from .costs.prediction import link_of, predict, table
 
@@ -174,9 +174,9 @@ def _planned(subject: str, ways: Mapping[str, int], dry: bool, set: list[str] | 
     """The parallel module, its plan, an example call, and the configuration to save it with."""
     if Path(subject).is_dir():
         return _of_folder(subject, load_saved(subject, set, allow), ways)
-    from ..flow import rewrite
-    from ..models.example_inputs import added_inputs, default_inputs
-    from ..spec.run_config import resolved
+    from ..core.flow import rewrite
+    from ..core.models.example_inputs import added_inputs, default_inputs
+    from ..core.spec.run_config import resolved
 
     config = _with(read_config(subject, set), ways)
     if not any(p.parallel for p in config.passes):
@@ -191,7 +191,7 @@ def _planned(subject: str, ways: Mapping[str, int], dry: bool, set: list[str] | 
 
 
 def _of_folder(subject: str, module: TracedModule, ways: Mapping[str, int]) -> Any:
-    from ..flow import saved_config, saved_inputs
+    from ..core.flow import saved_config, saved_inputs
     from .checking import ways_in
     from .pipelines.entry import in_steps, written_down
     from .plan import parallel_plan, parallelize
@@ -235,7 +235,7 @@ def passes_of(ways: Mapping[str, int]) -> list[dict[str, Any]]:
 
 def _with(config: Config, ways: Mapping[str, int]) -> Config:
     """A configuration whose parallel passes are these; as it is without any."""
-    from ..spec.run_config import load_config
+    from ..core.spec.run_config import load_config
 
     if not ways:
         return config

@@ -8,13 +8,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..ir.containers import Container
-from ..ir.editing import change, erase_unused, insert, meta_of, redirect, replace, rewire
-from ..ir.graph import Graph
-from ..rewriter.editor import ROOT
-from ..rewriter.graft import head
-from ..rewriter.uses import nodes_in
-from ..spec.addresses import identifier
+from ..core.ir.containers import Container
+from ..core.ir.graph import Graph, change, erase_unused, insert, meta_of, redirect, replace, rewire
+from ..core.rewriter.editor import ROOT
+from ..core.rewriter.graft import head
+from ..core.rewriter.sites import nodes_in
+from ..core.spec.addresses import identifier
 from .planning.found import Found
 from .planning.operations import arguments, normed
 from .planning.streams import Leaf, Number, Place, Step

@@ -1,6 +1,6 @@
 """Pipelines: their models traced with what one real call gives them, and saved with what was made of these."""
 
-from ..extensions import Extension
+from ..core.extensions import Extension
 
 EXTENSION = Extension(
     name="pipelines",

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..artifacts.artifact import load
-from ..errors import ArtifactError, GuardError, SpecError, TraceError
-from ..files.reading import opened
-from ..ir.traced_module import TracedModule
+from ..core.artifacts.artifact import load
+from ..core.errors import ArtifactError, GuardError, SpecError, TraceError
+from ..core.ir.traced_module import TracedModule
+from ..core.reading import opened
 
 META = "control"  # of a graph with networks: the settings of each
 FILE = "control.json"

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..artifacts.artifact import save
-from ..capture.retracer import with_retracer
-from ..errors import SpecError, shown
-from ..ir.entry_checks import signature_of
-from ..ir.traced_module import TracedModule
-from ..ir.variants import LIMIT, TransientRefusal, Variants, as_kind
+from ..core.artifacts.artifact import save
+from ..core.capture.retracer import with_retracer
+from ..core.errors import SpecError, shown
+from ..core.ir.graph import signature_of
+from ..core.ir.traced_module import TracedModule
+from ..core.ir.variants import LIMIT, TransientRefusal, Variants, as_kind
 from .control import load_part
 
 _SLOTS = "a pass with slots, load_pass('lora', slots=4), and then "

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from ..adapters.file_passes import adapter_pass
 from ..adapters.files import read
-from ..errors import ArtifactError, SpecError, did_you_mean, shown
-from ..ir.traced_module import TracedModule
-from ..rewriter.applying import apply
-from ..spec.rules import Pass
+from ..core.errors import ArtifactError, SpecError, did_you_mean, shown
+from ..core.ir.traced_module import TracedModule
+from ..core.rewriter.applying import apply
+from ..core.spec.rules import Pass
 from .control import controlnet_of
 from .tracing import models_of, trace_pipeline
 

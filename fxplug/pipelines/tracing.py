@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..artifacts.artifact import load
-from ..artifacts.manifest import MANIFEST
-from ..capture.tracer import trace
-from ..errors import ArtifactError, TraceError, did_you_mean
-from ..ir.pytree import map_leaves
-from ..ir.traced_module import TracedModule
-from ..ir.variants import LIMIT
+from ..core.artifacts.artifact import load
+from ..core.artifacts.snapshot import MANIFEST
+from ..core.capture.tracer import trace
+from ..core.errors import ArtifactError, TraceError, did_you_mean
+from ..core.ir.containers import map_leaves
+from ..core.ir.traced_module import TracedModule
+from ..core.ir.variants import LIMIT
 from .control import META, Asked, controlnet_of, joined, settings, stand_in
 from .diffusers_types import PipelinePart, pipeline_part
 

@@ -1,6 +1,6 @@
 """A page that shows a rewritten model: what it is, what changed where, what it costs, and how it was checked and trained."""
 
-from ..extensions import Extension
+from ..core.extensions import Extension
 
 EXTENSION = Extension(
     name="reporting",

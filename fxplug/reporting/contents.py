@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import brief_fields
+from ..core.errors import brief_fields
 
 State = Literal["kept", "added", "gone"]
 

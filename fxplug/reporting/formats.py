@@ -6,7 +6,7 @@ import json
 from itertools import pairwise
 from typing import Any
 
-from ..ir.records import Listing, Record
+from ..core.ir.text import Listing, Record
 from .contents import Kind, Page
 from .page import region_at, svg
 from .pictures import shape

@@ -10,14 +10,14 @@ from typing import Any
 from torch import nn
 
 from ..blocks.step_marks import Mark
-from ..errors import ArtifactError, FxplugError, SpecError
-from ..files.reading import read_json
-from ..flow import remembered
-from ..ir.records import Listing, Record, before, changes, listing
-from ..ir.traced_module import TracedModule, class_names
+from ..core.errors import ArtifactError, FxplugError, SpecError
+from ..core.flow import remembered
+from ..core.ir.text import Listing, Record, before, changes, listing
+from ..core.ir.traced_module import TracedModule, class_names
+from ..core.reading import read_json
+from ..core.verifier import Report, is_split
 from ..lowerings.pipeline import layer_forms
 from ..step_cache.slices import Slices
-from ..verifier import Report, is_split
 from .contents import Page, PassRow, SiteRow, Table
 from .kinds import Kinds
 

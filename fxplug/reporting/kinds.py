@@ -11,7 +11,7 @@ from typing import Any
 
 import networkx as nx
 
-from ..ir.records import Listing, Record
+from ..core.ir.text import Listing, Record
 from .contents import Arrow, Box, Kind, Line, State
 
 WORD = re.compile(r"[A-Za-z_]\w*")

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 from jinja2.utils import htmlsafe_json_dumps
 
-from ..errors import SpecError, did_you_mean
+from ..core.errors import SpecError, did_you_mean
 from .contents import Box, Kind, Page
 from .pictures import COLOURS, picture
 

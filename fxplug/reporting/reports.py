@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ..artifacts.artifact import load
-from ..errors import FxplugError, SpecError
-from ..files.writing import new_file
-from ..flow import Result
-from ..ir.traced_module import TracedModule
-from ..verifier import Report
+from ..core.artifacts.artifact import load
+from ..core.errors import FxplugError, SpecError
+from ..core.flow import Result
+from ..core.ir.traced_module import TracedModule
+from ..core.verifier import Report
+from ..core.writing import new_file
 from .contents import Page
 from .gather import contents, manifest_of, trouble
 from .page import html

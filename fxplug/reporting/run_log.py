@@ -12,9 +12,8 @@ from typing import Any
 
 from PIL import Image
 
-from ..errors import FxplugError
-from ..files.reading import whole
-from ..limits import DEFAULT
+from ..core.errors import DEFAULT, FxplugError
+from ..core.reading import whole
 
 POINTS = 400  # of one curve
 PICTURES = 8  # of the samples over time: the first, the last and those evenly between

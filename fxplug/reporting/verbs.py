@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ..cli.verbs import Allow, Debug, Set, Subject, progress, read_config, rewritten
-from ..errors import SpecError, did_you_mean
+from ..core.cli.verbs import Allow, Debug, Set, Subject, progress, read_config, rewritten
+from ..core.errors import SpecError, did_you_mean
 
 
 def report(
@@ -47,8 +47,8 @@ def report(
 
 def show_to(module: Any, to: str, region: str, out: Path | None) -> None:
     """Write a module's graph for another tool, to stdout where no file is given. Raises SpecError."""
-    from ..files.writing import new_file
-    from ..ir.records import listing
+    from ..core.ir.text import listing
+    from ..core.writing import new_file
     from .formats import FORMATS, written
     from .gather import contents
 

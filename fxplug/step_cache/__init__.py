@@ -1,6 +1,6 @@
 """Denoisers that take part of a step from earlier steps."""
 
-from ..extensions import Extension
+from ..core.extensions import Extension
 
 EXTENSION = Extension(
     name="step_cache",

@@ -14,12 +14,11 @@ import torch
 from torch import fx, nn
 
 from ..blocks.windowed_attention import Attend
-from ..errors import SpecError
-from ..ir import ops
-from ..ir.editing import erase, insert, meta_of, redirect, replace, set_argument
-from ..ir.graph import Graph, copy_graph
-from ..ir.subgraphs import members
-from ..spec.addresses import identifier
+from ..core.errors import SpecError
+from ..core.ir import ops
+from ..core.ir.graph import Graph, copy_graph, erase, insert, meta_of, redirect, replace, set_argument
+from ..core.ir.subgraphs import members
+from ..core.spec.addresses import identifier
 from .slices import Flow
 
 ROOT = {"": ("", "")}  # the nn_module_stack of what is put in here

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import SpecError
-from ..ir.graph import Graph
-from ..ir.pytree import leaves
-from ..ir.traced_module import TracedModule
+from ..core.errors import SpecError
+from ..core.ir.containers import leaves
+from ..core.ir.graph import Graph
+from ..core.ir.traced_module import TracedModule
 from .policies import Every, Policy, Step, Threshold
 from .slices import Slices
 from .steps import Stepped, between, device_of, eager, shapes_of

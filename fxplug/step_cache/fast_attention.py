@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import SpecError, did_you_mean, shown
-from ..ir.graph import Graph
-from ..ir.pytree import leaves
-from ..ir.traced_module import TracedModule
+from ..core.errors import SpecError, did_you_mean, shown
+from ..core.ir.containers import leaves
+from ..core.ir.graph import Graph
+from ..core.ir.traced_module import TracedModule
 from .attention_forms import METHODS, Do, places_of, written
 from .cache import differ, largest
 from .steps import Stepped, between, eager, shapes_of

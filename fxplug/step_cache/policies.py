@@ -9,7 +9,7 @@ from typing import ClassVar, Protocol
 
 import torch
 
-from ..errors import SpecError, brief_fields
+from ..core.errors import SpecError, brief_fields
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,12 @@ import networkx
 from torch import fx, nn
 
 from ..blocks.step_marks import Gauge, Join, Keep, Mark
-from ..errors import SpecError
-from ..ir import ops
-from ..ir.editing import copy_nodes, insert, meta_of, redirect, replace
-from ..ir.functions import is_random
-from ..ir.graph import Graph, copy_graph
-from ..ir.subgraphs import SWITCHES, aliases, written
-from ..ir.traced_module import MODES
+from ..core.errors import SpecError
+from ..core.ir import ops
+from ..core.ir.functions import is_random
+from ..core.ir.graph import Graph, copy_graph, copy_nodes, insert, meta_of, redirect, replace
+from ..core.ir.subgraphs import SWITCHES, aliases, written
+from ..core.ir.traced_module import MODES
 
 ROOT = {"": ("", "")}  # the nn_module_stack of what is put in here
 CALLS = ("call_module", "call_function", "call_method")

@@ -9,12 +9,12 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import SpecError, did_you_mean
-from ..ir.graph import Graph
-from ..ir.pytree import leaves
-from ..ir.traced_module import TracedModule, shell
-from ..torch_internals.modules import TABLES
-from ..turns import choices_of, during, turns_of
+from ..core.errors import SpecError, did_you_mean
+from ..core.ir.containers import leaves
+from ..core.ir.graph import Graph
+from ..core.ir.traced_module import TracedModule, shell
+from ..core.locks import choices_of, during, turns_of
+from ..core.torch_internals.modules import TABLES
 
 AT_ONCE = 8  # so many calls at one time are told apart
 F = TypeVar("F", bound=Callable[..., Any])

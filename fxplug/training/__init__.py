@@ -1,6 +1,6 @@
 """Training a rewritten module: data, tasks, plugins and the loop."""
 
-from ..extensions import Extension
+from ..core.extensions import Extension
 
 EXTENSION = Extension(
     name="training",

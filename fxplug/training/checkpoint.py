@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import TrainError, brief_fields
-from ..files import reading, weight_files
-from ..files.weight_files import save_file
-from ..files.writing import new_folder, written
-from ..limits import DEFAULT, Limits
-from ..quantised import plain
+from ..core import reading, weight_files
+from ..core.errors import DEFAULT, Limits, TrainError, brief_fields
+from ..core.quantised import plain
+from ..core.weight_files import save_file
+from ..core.writing import new_folder, written
 from .random_draws import random_state, random_state_kept, seed_all, set_random_state
 
 FORMAT = 1

@@ -10,13 +10,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, fx, nn
 
-from ..capture.fake_tensors import quiet
-from ..errors import SpecError, TrainError
-from ..ir.graph import without_edges
-from ..ir.pytree import leaves, map_leaves
-from ..ir.traced_module import TracedModule
-from ..rewriter.probe import empty, swapped
-from ..torch_internals.fakes import FakeTensorMode
+from ..core.capture.fake_tensors import quiet
+from ..core.errors import SpecError, TrainError
+from ..core.ir.containers import leaves, map_leaves
+from ..core.ir.graph import without_edges
+from ..core.ir.traced_module import TracedModule
+from ..core.rewriter.probe import empty, swapped
+from ..core.torch_internals.tensors import FakeTensorMode
 from .random_draws import Draws, random_state_kept
 from .splitting import called
 from .tasks.calling import inputs_of

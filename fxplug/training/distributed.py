@@ -13,14 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import MatchError, SpecError, TrainError
-from ..ir.traced_module import TracedModule
+from ..core.errors import MatchError, SpecError, TrainError
+from ..core.ir.traced_module import TracedModule
+from ..core.spec.train_section import Train
 from ..lowerings.frozen_norms import hold_norms
 from ..lowerings.linear.fused import fuse
 from ..lowerings.regions.fsdp import shard
 from ..lowerings.regions.nested import nest
 from ..lowerings.regions.submodules import outline
-from ..spec.train_section import Train
 from .checkpoint import differences
 
 PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}

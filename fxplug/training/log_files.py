@@ -19,7 +19,7 @@ from PIL import Image
 from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
-from ..files.writing import new_file
+from ..core.writing import new_file
 
 NO_NUMBERS = ("nan", "inf", "-inf")  # how a log has them: JSON has no word for them
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor, nn
 
-from ..spec.train_section import Train
+from ..core.spec.train_section import Train
 from .epoch_table import TRAINING, UNITS, best_line, columns, header, parameters_line, testing_row, titles, training_row
 from .log_files import Events, Lines
 from .pictures import grid, save_curves, save_picture, save_sheet

@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import FxplugError, SpecError, TrainError, did_you_mean
-from ..ir.traced_module import TracedModule
-from ..spec.addresses import is_pattern, select
-from ..spec.import_path import import_target
-from ..spec.options import check_known, taken
-from ..spec.train_section import Train, Use
-from ..torch_internals.tensors import lerp_all
+from ..core.errors import FxplugError, SpecError, TrainError, did_you_mean
+from ..core.ir.traced_module import TracedModule
+from ..core.spec.addresses import is_pattern, select
+from ..core.spec.pass_file import check_known, import_target, taken
+from ..core.spec.train_section import Train, Use
+from ..core.torch_internals.tensors import lerp_all
 from .tasks.task import Task
 
 HALVES = (torch.float16, torch.bfloat16)

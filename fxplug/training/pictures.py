@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..files.writing import new_file
+from ..core.writing import new_file
 
 GRAY: dict[str, Any] = {"color": "tab:gray"}
 UNITS = {"acc": "accuracy (%)"}  # of what tests measure

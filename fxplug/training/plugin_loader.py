@@ -15,10 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ..errors import SpecError, did_you_mean
-from ..spec.import_path import import_target
-from ..spec.options import check_options
-from ..spec.yaml_source import shown
+from ..core.errors import SpecError, did_you_mean
+from ..core.spec.pass_file import check_options, import_target
+from ..core.spec.yaml_source import shown
 from .plugin_hooks import OFFERED, BasePlugin
 
 PREFIXES = ("on_", "transform_", "modify_")

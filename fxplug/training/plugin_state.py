@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import did_you_mean
+from ..core.errors import did_you_mean
 from .tasks.task import Task
 
 

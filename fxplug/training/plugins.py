@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from ..errors import SpecError, TrainError, did_you_mean
+from ..core.errors import SpecError, TrainError, did_you_mean
 from .plugin_hooks import OFFERED
 from .plugin_loader import CHAINED, Local, StandIn, hook_methods, load
 from .plugin_state import NoSuchKey

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..errors import TrainError
-from ..spec.train_section import Train
+from ..core.errors import TrainError
+from ..core.spec.train_section import Train
 
 
 @dataclass

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..artifacts.artifact import save
-from ..errors import TrainError
-from ..files.reading import reason
-from ..spec.train_section import written
-from ..torch_internals.pytree import tree_map
+from ..core.artifacts.artifact import save
+from ..core.errors import TrainError
+from ..core.reading import reason
+from ..core.spec.train_section import written
+from ..core.torch_internals.modules import tree_map
 from .checkpoint import (
     PREFIX,
     Checkpoint,

@@ -13,14 +13,14 @@ import yaml
 
 from ..adapters.named import part_of
 from ..adapters.writing import save_adapter
-from ..errors import FxplugError, SpecError, TrainError, brief_fields
-from ..files.reading import reported
-from ..files.writing import check_folder
-from ..flow import Step, remember, rewrite
-from ..ir.traced_module import TracedModule
+from ..core.errors import FxplugError, SpecError, TrainError, brief_fields
+from ..core.flow import Step, remember, rewrite
+from ..core.ir.traced_module import TracedModule
+from ..core.reading import reported
+from ..core.spec.run_config import Config, load_config, resolved
+from ..core.spec.train_section import Data
+from ..core.writing import check_folder
 from ..reporting.reports import report
-from ..spec.run_config import Config, load_config, resolved
-from ..spec.train_section import Data
 from .checkpoint import found
 from .data.loader import Loader
 from .data.sources import open_items, with_classes

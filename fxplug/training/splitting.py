@@ -13,13 +13,13 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..errors import FxplugError, SpecError, TrainError
-from ..ir.traced_module import TracedModule
+from ..core.errors import FxplugError, SpecError, TrainError
+from ..core.ir.traced_module import TracedModule
+from ..core.spec.train_section import Train
+from ..core.torch_internals.modules import tree_map
 from ..parallel.plan import Plan, parallel_plan, parallelize
 from ..parallel.planning.walk import left_alone, walk
 from ..parallel.runtime.mesh import AXES, ways_of
-from ..spec.train_section import Train
-from ..torch_internals.pytree import tree_map
 from .distributed import gathered, set_mode
 from .random_draws import Draws, random_state_kept
 from .tasks.task import Task

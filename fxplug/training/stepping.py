@@ -13,10 +13,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import GuardError, TrainError
-from ..ir.traced_module import TracedModule
+from ..core.errors import GuardError, TrainError
+from ..core.ir.traced_module import TracedModule
+from ..core.spec.train_section import Train
 from ..lowerings.frozen_norms import hold_norms
-from ..spec.train_section import Train
 from .diagnosis import Finder, bad_gradients, misfit
 from .distributed import mean, set_mode
 from .param_groups import check_gradients

@@ -14,11 +14,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..errors import SpecError, TrainError
-from ..ir.traced_module import TracedModule
+from ..core.errors import SpecError, TrainError
+from ..core.ir.traced_module import TracedModule
+from ..core.spec.run_config import check_settings
+from ..core.spec.train_section import Train
 from ..lowerings.regions.submodules import originals
-from ..spec.run_config import check_settings
-from ..spec.train_section import Train
 from .checkpoint import Checkpoint, fingerprint, newest, seeded
 from .data.loader import loader_of
 from .diagnosis import check_fits

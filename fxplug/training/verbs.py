@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..cli.verbs import ConfigArg, Debug, Set, progress, read_config, users_logs
+from ..core.cli.verbs import ConfigArg, Debug, Set, progress, read_config, users_logs
 
 
 def train(

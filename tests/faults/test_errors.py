@@ -12,7 +12,7 @@ from torch import nn
 import fxplug
 from fxplug.blocks.base import Block
 from fxplug.blocks.scale import Scale
-from fxplug.spec.pass_file import Match, Pass, Rule
+from fxplug.core.spec.pass_file import Match, Pass, Rule
 
 
 @pytest.fixture(scope="module")

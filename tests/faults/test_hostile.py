@@ -21,10 +21,10 @@ from torch import nn
 
 import fxplug
 from fxplug import ArtifactError, Limits
-from fxplug.artifacts.magnitudes import check_numbers
+from fxplug.core.artifacts.value_json import check_numbers
+from fxplug.core.ir import functions
+from fxplug.core.ir.graph import Graph
 from fxplug.exports.call_signature import evaluate, parsed
-from fxplug.ir import functions
-from fxplug.ir.graph import Graph
 
 
 def test_hostile_artifacts_do_nothing():
@@ -129,7 +129,7 @@ def test_no_node_has_a_name_that_the_code_uses(folder, name):  # noqa: F811
 BLOCKS = [
     "fxplug.training.trainer:Trainer",
     "fxplug.compat.zhijian:Addin",
-    "fxplug.ir.traced_module:TracedModule",
+    "fxplug.core.ir.traced_module:TracedModule",
     "fxplug.blocks:Block.at",
 ]
 
@@ -417,7 +417,7 @@ def test_a_save_that_is_ended_leaves_nothing(number, tmp_path, monkeypatch):
         os.write(write, b"x")
         time.sleep(60)
 
-    monkeypatch.setattr("fxplug.artifacts.artifact.save_file", wait)
+    monkeypatch.setattr("fxplug.core.artifacts.artifact.save_file", wait)
     saver = forked(lambda: fxplug.save(small(1), tmp_path / "out"))
     os.read(read, 1)
     assert len(os.listdir(tmp_path)) == 2
@@ -450,7 +450,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fxplug.artifacts.artifact.save_file", full)
+    monkeypatch.setattr("fxplug.core.artifacts.artifact.save_file", full)
     with pytest.raises(ArtifactError, match="cannot be written: the disk is full; what was there is as it was"):
         fxplug.save(small(1), tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "out"]

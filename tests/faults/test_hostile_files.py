@@ -21,12 +21,11 @@ from safetensors.torch import load_file, save_file
 
 import fxplug
 from fxplug import Limits
-from fxplug.errors import ArtifactError, FxplugError, SpecError, did_you_mean
-from fxplug.files import reading, weight_files
-from fxplug.spec import expressions
-from fxplug.spec.addresses import select
-from fxplug.spec.expressions import searched
-from fxplug.spec.yaml_source import parse_yaml
+from fxplug.core import reading, weight_files
+from fxplug.core.errors import ArtifactError, FxplugError, SpecError, did_you_mean
+from fxplug.core.spec import addresses as expressions
+from fxplug.core.spec.addresses import searched, select
+from fxplug.core.spec.yaml_source import parse_yaml
 
 
 @pytest.mark.parametrize("attack", [fuzz_adapters.fuzz_adapters, fuzz_configs.fuzz_configs, fuzz_files.fuzz_files])

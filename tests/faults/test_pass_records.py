@@ -13,7 +13,7 @@ import small
 import torch
 
 import fxplug
-from fxplug.errors import ArtifactError, FxplugError
+from fxplug.core.errors import ArtifactError, FxplugError
 
 MISSING = object()
 INK = {f"base_model.model.blocks.0.mlp.fc1.lora_{h}.weight": torch.ones(size) for h, size in (("A", (2, 96)), ("B", (384, 2)))}

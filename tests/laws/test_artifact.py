@@ -29,15 +29,15 @@ from typer.testing import CliRunner
 import fxplug
 from fxplug import ArtifactError
 from fxplug.__main__ import app
-from fxplug.artifacts.module_json import difference as rebuilt_difference
-from fxplug.artifacts.module_json import write_modules
-from fxplug.artifacts.modules_read import read_modules
-from fxplug.artifacts.value_json import Settings, decode, encode
-from fxplug.files import writing
-from fxplug.ir import functions, ops
-from fxplug.ir.containers import Container
-from fxplug.ir.traced_module import TracedModule
-from fxplug.spec.addresses import Port
+from fxplug.core import writing
+from fxplug.core.artifacts.module_json import difference as rebuilt_difference
+from fxplug.core.artifacts.module_json import write_modules
+from fxplug.core.artifacts.modules_read import read_modules
+from fxplug.core.artifacts.value_json import Settings, decode, encode
+from fxplug.core.ir import functions, ops
+from fxplug.core.ir.containers import Container
+from fxplug.core.ir.traced_module import TracedModule
+from fxplug.core.spec.addresses import Port
 
 Pair = namedtuple("Pair", ["left", "right"])
 
@@ -462,7 +462,7 @@ def test_other_files_stay_and_stale_ones_go(tmp_path: Path) -> None:
 
 
 def test_without_exchange_the_old_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fxplug.files.writing._exchange", lambda a, b: False)
+    monkeypatch.setattr("fxplug.core.writing._exchange", lambda a, b: False)
     folder = tmp_path / "out"
     fxplug.save(small(), folder)
     fxplug.save(small(1), folder)
@@ -532,7 +532,7 @@ class Large(nn.Module):
         return self.fc(x)
 
 
-def slotted() -> fxplug.capture.tracer.TracedModule:
+def slotted() -> fxplug.core.capture.tracer.TracedModule:
     torch.manual_seed(0)
     gm = fxplug.trace(Large(), torch.randn(2, 1024))
     return fxplug.apply(gm, fxplug.load_pass("lora", at="fc", rank=2, slots=2))
@@ -865,7 +865,9 @@ CHANGES = {
         "fxplug has no block",
     ),
     "block no block": (
-        lambda d: d["modules"].update({"a": {"kind": "block", "class": "fxplug.ir.traced_module:Container", "arguments": {}}}),
+        lambda d: d["modules"].update(
+            {"a": {"kind": "block", "class": "fxplug.core.ir.traced_module:Container", "arguments": {}}}
+        ),
         "fxplug has no block",
     ),
     "block path": (

@@ -14,9 +14,9 @@ from sweeps import sweep
 from torch.utils.checkpoint import checkpoint
 
 import fxplug
-from fxplug import turns as queue
 from fxplug.adapters import banks, slots
-from fxplug.errors import FxplugError, SpecError
+from fxplug.core import locks as queue
+from fxplug.core.errors import FxplugError, SpecError
 from fxplug.lowerings.merging import live
 
 FILES = {module.__file__ for module in (banks, slots, live, queue)}

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 import fxplug
-from fxplug.artifacts.module_classes import block_classes
-from fxplug.spec.import_path import import_target, present
+from fxplug.core.artifacts.module_json import block_classes
+from fxplug.core.spec.pass_file import import_target, present
 
 KEPT = Path(__file__).parents[1] / "data/kept"
 BLOCKS = (KEPT / "blocks.txt").read_text().split()

@@ -11,8 +11,8 @@ import unets
 from test_passes import TOME_ON_VIT, needed
 
 import fxplug
-from fxplug.ir.pytree import leaves
-from fxplug.spec.pass_file import open_pass
+from fxplug.core.ir.containers import leaves
+from fxplug.core.spec.pass_file import open_pass
 
 MLP, ATTN = "blocks.*.mlp.*", "blocks.*.attn"
 # Where the places of the passes meet. A pass without an entry takes its example, else its defaults, on the ViT; on the UNet

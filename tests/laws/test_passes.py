@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import fxplug
-from fxplug.ir.pytree import leaves
-from fxplug.spec.pass_file import open_pass
-from fxplug.verifier import _one_graph
+from fxplug.core.ir.containers import leaves
+from fxplug.core.spec.pass_file import open_pass
+from fxplug.core.verifier import _one_graph
 
 TOME_ON_VIT = {"at": r"re:(?P<site>(?P<block>blocks\.\d+)\.attn)$", "grid": ":in.x", "max_downsample": 16, "prefix": 1}
 CASES = {

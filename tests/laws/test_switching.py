@@ -16,7 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import fxplug
-from fxplug.errors import ArtifactError, SpecError
+from fxplug.core.errors import ArtifactError, SpecError
 
 LAYERS = ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"]
 # three adapters of other ranks on other layers

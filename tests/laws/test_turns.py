@@ -16,9 +16,9 @@ from sweeps import sweep
 from torch import nn
 
 import fxplug
-from fxplug import turns as queue
-from fxplug.errors import SpecError
-from fxplug.turns import Turns, change, during, hold, turns_of
+from fxplug.core import locks as queue
+from fxplug.core.errors import SpecError
+from fxplug.core.locks import Turns, change, during, hold, turns_of
 
 LONG = 60  # seconds that no test needs, so that one that hangs ends
 
@@ -370,6 +370,6 @@ def test_calls_see_one_state(form):
 @sweep("form", ["eager", "live merge", "compiled"], "eager")
 def test_without_turns_calls_are_torn(form, monkeypatch):
     """What is tried above can fail."""
-    monkeypatch.setattr("fxplug.ir.forwards.during", lambda turns, function, *args, **kwargs: function(*args, **kwargs))
+    monkeypatch.setattr("fxplug.core.ir.graph.during", lambda turns, function, *args, **kwargs: function(*args, **kwargs))
     row = fuzz_switching.stress(fuzz_switching.FORMS[form], 20_000, seed=3, until_torn=True, changes=12)
     assert row["torn"]

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxplug
-from fxplug import turns as queue
-from fxplug.errors import SpecError
-from fxplug.torch_internals.compiling import CONTEXT_VARIABLES
+from fxplug.core import locks as queue
+from fxplug.core.errors import SpecError
+from fxplug.core.torch_internals.modules import CONTEXT_VARIABLES
 
 NAMES = "abc"
 CHOICES = [None, *NAMES, {"a": 0.5, "c": -0.7}]
@@ -136,7 +136,7 @@ def test_requests_of_many_threads(form):
 @pytest.mark.slow
 def test_without_a_choice_of_its_own_a_call_takes_another_ones(module, monkeypatch):
     """What is tried above can fail."""
-    monkeypatch.setattr("fxplug.turns.Turn.differs", lambda *_: False)
+    monkeypatch.setattr("fxplug.core.locks.Turn.differs", lambda *_: False)
     subject = fuzz.plain(module)
     assert serve(subject, CHOICES, expected(subject, CHOICES), 20_000, 4, most=1) > 0
 

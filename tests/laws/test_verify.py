@@ -13,7 +13,7 @@ import fxplug
 from fxplug import Match, Pass, Rule
 from fxplug.blocks.base import Block
 from fxplug.blocks.skip import Skip
-from fxplug.rewriter.differences import unlike
+from fxplug.core.rewriter.probe import unlike
 
 
 class Honest(Block):

@@ -11,16 +11,13 @@ import sys
 import textwrap
 
 import pytest
-from test_layout import PATHS, files, imported, layer
+from test_layout import PATHS, files, imported
 
-from fxplug import extensions
-from fxplug.extensions import Extension
+from fxplug.core import extensions
+from fxplug.core.extensions import Extension
 
-CORE = """
-    errors extensions limits turns versions torch_internals files spec low_rank rotations quantised ir capture blocks models
-    rewriter artifacts verifier flow pages cli __main__
-""".split()
-LIMIT, LIMIT_WITH_VERIFY = 135, 143  # files of ours that the main job imports
+CORE = "core blocks __main__ __init__".split()  # noqa: SIM905
+LIMIT, LIMIT_WITH_VERIFY = 60, 70  # files of ours that the main job imports
 JOB = """
     import sys
     import torch
@@ -41,6 +38,12 @@ JOB = """
     assert fxplug.verify(gm, new, x).ok
     print(before, ours())
 """
+
+
+def folder_of(name):
+    return name.split(".")[0]
+
+
 BLOCKED = """
     import sys
 
@@ -79,7 +82,7 @@ FORKING = """
 
 def run(codes, folder):
     """What each code prints, in a process and a folder of its own. Fails where one of them fails."""
-    path = os.pathsep.join(filter(None, [str(PATHS["errors"].parents[1]), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(PATHS["core.errors"].parents[2]), os.environ.get("PYTHONPATH")]))
     command, env = [sys.executable, "-c", textwrap.dedent(FORKING)], {**os.environ, "PYTHONPATH": path}
     text = json.dumps([textwrap.dedent(code) for code in codes])
     done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=folder, env=env)
@@ -94,15 +97,15 @@ def _folder(name):
 
 
 def test_the_core_imports_no_extension():
-    upward = [f"{n} imports {m}" for n in PATHS if layer(n) in CORE for m in imported(n) if layer(m) not in CORE]
+    upward = [f"{n} imports {m}" for n in PATHS if folder_of(n) in CORE for m in imported(n) if folder_of(m) not in CORE]
     assert upward == []
 
 
 def test_the_core_names_no_extension_in_a_text():
-    outside = "|".join(sorted({layer(name) for name in PATHS} - set(CORE) - {"__init__"}))
+    outside = "|".join(sorted({folder_of(name) for name in PATHS} - set(CORE) - {"__init__"}))
     paths = re.compile(rf"^fxplug\.({outside})\b")
     # that file has names of earlier versions
-    inside = [name for name in PATHS if layer(name) in CORE and name != "spec.import_path"]
+    inside = [name for name in PATHS if folder_of(name) in CORE and name != "core.spec.pass_file"]
     texts = [(name, node.value) for name in inside for node in ast.walk(files()[name]) if isinstance(node, ast.Constant)]
     assert [f"{name}: {text}" for name, text in texts if isinstance(text, str) and paths.match(text)] == []
 
@@ -123,7 +126,7 @@ def test_the_main_job_runs_without_each_extension(tmp_path):
         fxplug.{next(iter(one.names), "nothing")}
     except (AttributeError, fxplug.FxplugError) as error:
         print(error)
-    from fxplug.extensions import extensions
+    from fxplug.core.extensions import extensions
     print(*extensions())
 """
         codes.append(BLOCKED.format(folder=_folder(name)) + JOB + asked)
@@ -143,10 +146,10 @@ def _all_bases(one: Extension) -> set[str]:
 def test_imports_between_extensions_are_bases():
     missing = set()
     for name in PATHS:
-        own = layer(name)
+        own = folder_of(name)
         if own in CORE or own not in extensions.extensions():
             continue
-        for other in {layer(m) for m in imported(name)} - set(CORE) - {own, "__init__"}:
+        for other in {folder_of(m) for m in imported(name)} - set(CORE) - {own, "__init__"}:
             if other not in _all_bases(extensions.extensions()[own]):
                 missing.add((own, other, name))
     assert sorted(missing) == []
@@ -156,7 +159,7 @@ def test_imports_between_extensions_are_bases():
 def installed(tmp_path_factory):
     """The package of docs/extending.md, installed in a folder of its own."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
-    page = (PATHS["errors"].parents[1] / "docs/extending.md").read_text()
+    page = (PATHS["core.errors"].parents[2] / "docs/extending.md").read_text()
     for name, text in re.findall(r"<!-- (\S+) -->\n```\w+\n(.*?)```", page, re.DOTALL):
         (source / name).write_text(text)
     assert sorted(path.name for path in source.iterdir()) == ["halve.py", "halve.yaml", "setup.cfg"]

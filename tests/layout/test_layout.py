@@ -18,17 +18,16 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from fxplug.spec.pass_file import open_pass
-from fxplug.spec.shipped import folder, shipped
+from fxplug.core.spec.pass_file import folder, open_pass, shipped
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "fxplug"
 PATHS = {".".join(f.relative_to(PACKAGE).with_suffix("").parts): f for f in sorted(PACKAGE.rglob("*.py"))}
 # The folders and files at the top, from the ground up: each imports only from those before it, and no imports go round.
 LAYERS = """
-    errors extensions limits turns versions torch_internals files spec low_rank rotations quantised ir capture blocks models
-    rewriter artifacts verifier flow pages cli adapters step_cache lowerings parallel pipelines exports reporting training
-    compat __main__
+    core.errors core.extensions core.locks core.torch_internals core.reading core.writing core.weight_files core.spec core.quantised core.ir
+    core.capture blocks core.models core.rewriter core.artifacts core.verifier core.flow core.cli
+    adapters step_cache lowerings parallel pipelines exports reporting training compat __main__
 """.split()
 # what writes a graph: torch.fx's own operations, and attributes of nodes that are set
 EDITS = set("""
@@ -68,15 +67,15 @@ def imported(name, tree=None):
 
 
 def layer(name):
-    return name.split(".")[0]
+    return ".".join(name.split(".")[: 2 if name.startswith("core.") else 1])
 
 
 def test_every_folder_and_file_at_the_top_is_a_layer():
-    assert sorted(LAYERS) == sorted({layer(name) for name in PATHS} - {"__init__"})
+    assert sorted(LAYERS) == sorted({layer(name) for name in PATHS} - {"__init__", "core.__init__"})
 
 
 def test_imports_point_down():
-    upward = [f"{n} imports {m}" for n in PATHS if n != "__init__" for m in imported(n)
+    upward = [f"{n} imports {m}" for n in PATHS if not n.endswith("__init__") for m in imported(n)
               if LAYERS.index(layer(m)) > LAYERS.index(layer(n))]
     assert upward == []
 
@@ -104,9 +103,9 @@ def named(tree):
 
 def test_other_systems_are_known_on_the_outside_only():
     """What brings their plugins is reached by import paths in passes; the command line has verbs about it."""
-    inside = [name for name in PATHS if layer(name) not in ("__init__", "compat", "cli", "__main__")]
+    inside = [name for name in PATHS if layer(name) not in ("__init__", "core.__init__", "compat", "core.cli", "__main__")]
     assert [f"{n} imports {m}" for n in inside for m in imported(n) if layer(m) == "compat"] == []
-    inside.remove("spec.import_path")  # which has the names that files of earlier versions say
+    inside.remove("core.spec.pass_file")  # which has the names that files of earlier versions say
     assert [f"{n}: {text}" for n in inside for text in named(files()[n]) if OTHER_SYSTEMS.search(text)] == []
 
 
@@ -114,11 +113,12 @@ def picture():
     """The layers as a table: what each is, and which it stands on."""
     rows = ["| layer | what it is | stands on |", "|---|---|---|"]
     for name in reversed(LAYERS):
-        file = PACKAGE / name / "__init__.py" if (PACKAGE / name).is_dir() else PACKAGE / f"{name}.py"
+        path = PACKAGE.joinpath(*name.split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         what = " ".join(ast.get_docstring(ast.parse(file.read_text())).partition("\n\n")[0].replace("|", "\\|").split())
         below = {layer(m) for n in PATHS if layer(n) == name for m in imported(n)} - {name}
         where = f"../fxplug/{file.relative_to(PACKAGE)}".removesuffix("/__init__.py")
-        stands = " ".join(n for n in reversed(LAYERS) if n in below and n not in ("errors", "limits", "turns"))
+        stands = " ".join(n for n in reversed(LAYERS) if n in below and n not in ("core.errors", "core.locks"))
         rows.append(f"| [{name}]({where}) | {what} | {stands} |")
     return "\n".join(rows) + "\n"
 
@@ -143,12 +143,12 @@ def test_the_page_quotes_the_files_that_it_leads_to():
 
 
 def test_the_public_face_imports_torch_only_when_asked():
-    assert list(imported("__init__")) == ["extensions"]
+    assert list(imported("__init__")) == ["core.extensions"]
 
 
 def test_what_users_write_is_read_without_torch():
-    code = "import sys, pkgutil, importlib, fxplug.spec as s\n"
-    code += "[importlib.import_module(f'fxplug.spec.{m.name}') for m in pkgutil.iter_modules(s.__path__)]\n"
+    code = "import sys, pkgutil, importlib, fxplug.core.spec as s\n"
+    code += "[importlib.import_module(f'fxplug.core.spec.{m.name}') for m in pkgutil.iter_modules(s.__path__)]\n"
     code += "print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
@@ -178,7 +178,8 @@ def edits(tree):
 
 
 def test_graphs_are_edited_in_one_place():
-    assert {name: found for name, tree in files().items() if (found := sorted(set(edits(tree)))) and name != "ir.editing"} == {}
+    found = {name: sorted(set(edits(tree))) for name, tree in files().items() if name != "core.ir.graph"}
+    assert {name: names for name, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize("code", [
@@ -209,17 +210,17 @@ ELSEWHERE |= {"_shared_state", "_reset_state", "_ParameterKind"}  # of accelerat
 # what else of torch a file may name; tests/test_torch_internals.py holds these as well
 REACHED = {
     # its class is a GraphModule, and keeps one of each for each mode; the others are its own, set by name
-    "ir.traced_module": {"_graph", "_code", "_apply", "_codes", "_forward_train", "_forward_eval"},
+    "core.ir.traced_module": {"_graph", "_code", "_apply", "_codes", "_forward_train", "_forward_eval"},
     "step_cache.steps": {"_apply"},  # a module that hands `to` and its kin on
     "lowerings.merging.live": {"_load_from_state_dict"},  # a module that is loaded otherwise
     # their own, though tensors have one of the name
     "exports.package_file": {"_root"},
-    "rewriter.graft": {"_base"},
-    "spec.run_config": {"_base"},
+    "core.rewriter.graft": {"_base"},
+    "core.spec.run_config": {"_base"},
     "compat.hcp.plugin_state": {"_watched"},
 }
 # names in files that strangers wrote, which are read and never followed
-WRITTEN = {"ir.functions"}
+WRITTEN = {"core.ir.functions"}
 
 
 def ours():
@@ -269,11 +270,11 @@ def reached(name):
 OURS, TORCHS = set(ours()), set(torchs())
 
 
-@pytest.mark.parametrize("name", [name for name in PATHS if layer(name) != "torch_internals"])
+@pytest.mark.parametrize("name", [name for name in PATHS if layer(name) != "core.torch_internals"])
 def test_private_parts_of_torch_are_named_in_one_place(name):
     """A new torch may change what it does not promise: then one folder is to be mended, and its tests say which line."""
     found = set(reached(name)) - TABLES - ELSEWHERE - REACHED.get(name, set())
-    assert not found, f"{name} names {sorted(found)}: put it into fxplug/torch_internals, with a test"
+    assert not found, f"{name} names {sorted(found)}: put it into fxplug/core/torch_internals, with a test"
 
 
 BROAD = {"Exception", "BaseException"}

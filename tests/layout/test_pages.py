@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from sweeps import sweep
 
-from fxplug.pages import page
-from fxplug.spec import json_schema
-from fxplug.spec.explained import PARAMETERS
-from fxplug.spec.pass_file import open_pass
-from fxplug.spec.shipped import shipped
+from fxplug.core.cli.pages import page
+from fxplug.core.spec import schema as json_schema
+from fxplug.core.spec.pass_file import open_pass, shipped
+from fxplug.core.spec.schema import PARAMETERS
 
 PAGES = Path(__file__).parents[2] / "examples" / "passes"
 

@@ -18,7 +18,7 @@ from torch import nn
 import fxplug
 from fxplug.compat.hcp.checkpoints import load_checkpoint, save_checkpoint
 from fxplug.compat.hcp.convert_file import PARTS, convert
-from fxplug.spec.yaml_source import parse_yaml, read_yaml
+from fxplug.core.spec.yaml_source import parse_yaml, read_yaml
 
 CHECKOUT = checkout_of("hcpdiff/__init__.py")
 pytestmark = pytest.mark.skipif(not CHECKOUT.is_dir(), reason="SEEDS names no folder with a checkout of HCP-Diffusion")

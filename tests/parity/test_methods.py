@@ -22,10 +22,10 @@ from fxplug.blocks.dora import Dora
 from fxplug.blocks.loha import Loha
 from fxplug.blocks.lokr import Lokr
 from fxplug.blocks.lora_weight import LoraWeight
+from fxplug.blocks.low_rank import factorization, kronecker, norm_except, over_norm
 from fxplug.blocks.orthogonal import Boft, Oft
+from fxplug.blocks.rotations import butterfly, cayley, neumann, skew, turned
 from fxplug.blocks.weight_norms import SpectralNorm, WeightNorm
-from fxplug.low_rank import factorization, kronecker, norm_except, over_norm
-from fxplug.rotations import butterfly, cayley, neumann, skew, turned
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 MAPS = {  # blocks that map a weight and leave it as it is when new

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
-from ...errors import FxplugError, SpecError, shown
-from ...spec.expressions import searched
+from ...core.errors import FxplugError, SpecError, shown
+from ...core.spec.addresses import searched
 
 
 class HookParam(FxplugError):

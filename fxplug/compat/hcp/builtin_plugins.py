@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import SpecError, did_you_mean
-from ...spec.yaml_source import shown
+from ...core.errors import SpecError, did_you_mean
+from ...core.spec.yaml_source import shown
 from .hosts import OPTIONS, Host, at_key, common_of, number, patterns, taken
 from .layer_patterns import read_layers
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ArtifactError, SpecError, did_you_mean
-from ...files import weight_files
+from ...core import weight_files
+from ...core.errors import ArtifactError, SpecError, did_you_mean
 from .layer_patterns import read_layers
 
 State = dict[str, Tensor]

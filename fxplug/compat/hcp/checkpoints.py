@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ArtifactError, SpecError, did_you_mean
-from ...files.reading import about, reported
-from ...files.weight_files import save_file
-from ...files.writing import new_file, written
-from ...ir.traced_module import TracedModule
-from ...spec.addresses import is_pattern
+from ...core.errors import ArtifactError, SpecError, did_you_mean
+from ...core.ir.traced_module import TracedModule
+from ...core.reading import about, reported
+from ...core.spec.addresses import is_pattern
+from ...core.weight_files import save_file
+from ...core.writing import new_file, written
 from .checkpoint_files import State, keyed, looks_like, read_sections
 
 WRITTEN = {"down.weight": "layer.W_down", "up.weight": "layer.W_up", "up.bias": "layer.bias", "scale": "alpha"}

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import SpecError, did_you_mean, dotted
-from ...limits import DEFAULT
-from ...spec.yaml_source import Source, read_yaml, shown
+from ...core.errors import DEFAULT, SpecError, did_you_mean, dotted
+from ...core.spec.yaml_source import Source, read_yaml, shown
 
 REMOVED = "---"  # a value that takes a key of a `_base_` file away
 BASES = {  # what HCP-Diffusion's own files for `_base_` set, for those who have not got them

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ...errors import SpecError, did_you_mean, nearest
-from ...models.factory import build
-from ...spec.addresses import is_pattern
-from ...spec.run_config import load_config
-from ...spec.yaml_source import Source, read_yaml, shown
+from ...core.errors import SpecError, did_you_mean, nearest
+from ...core.models.factory import build
+from ...core.spec.addresses import is_pattern
+from ...core.spec.run_config import load_config
+from ...core.spec.yaml_source import Source, read_yaml, shown
 from .builtin_plugins import lora_passes
 from .checkpoint_files import keyed, looks_like, read_sections, trained_alpha
 from .config_files import References, read_files

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from ...errors import SpecError, TraceError
-from ...ir.regions import Regions
-from ...spec.addresses import is_pattern, parse_port, select
+from ...core.errors import SpecError, TraceError
+from ...core.ir.regions import Regions
+from ...core.spec.addresses import is_pattern, parse_port, select
 from .base_classes import BasePluginBlock, MultiPluginBlock, PluginBlock, Ref
 from .calls import Call, call_of
 from .layer_patterns import places, read_layers
@@ -29,7 +29,7 @@ from .plugin_factory import feed, make, single
 from .plugin_state import watched
 
 if TYPE_CHECKING:
-    from ...rewriter.sites import Site
+    from ...core.rewriter.sites import Site
 
 
 class Driver(nn.Module):

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import SpecError, did_you_mean
-from ...spec.options import check_known
-from ...spec.options import taken as options_of
-from ...spec.yaml_source import Source, shown
+from ...core.errors import SpecError, did_you_mean
+from ...core.spec.pass_file import check_known
+from ...core.spec.pass_file import taken as options_of
+from ...core.spec.yaml_source import Source, shown
 from .asked_inputs import asked_for
 from .base_classes import (
     BasePluginBlock,

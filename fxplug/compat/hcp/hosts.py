@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import SpecError, did_you_mean
-from ...spec.addresses import identifier, select
-from ...spec.yaml_source import shown
+from ...core.errors import SpecError, did_you_mean
+from ...core.spec.addresses import identifier, select
+from ...core.spec.yaml_source import shown
 from .layer_patterns import Layer, Place, places
 
 PARTS = {"unet": ("plugin_unet", "lora_unet"), "TE": ("plugin_TE", "lora_text_encoder")}  # a model: its two sections

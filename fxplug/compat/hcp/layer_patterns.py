@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...errors import SpecError, did_you_mean, shown
-from ...spec.addresses import select
-from ...spec.expressions import check_expression
+from ...core.errors import SpecError, did_you_mean, shown
+from ...core.spec.addresses import check_expression, select
 
 PREFIXES = ("re", "pre_hook", "prehook", "cls(Name)")
 SHOWN = 8  # so many paths are listed in a message

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import SpecError, did_you_mean
-from ...spec.yaml_source import Source, shown
+from ...core.errors import SpecError, did_you_mean
+from ...core.spec.yaml_source import Source, shown
 from .builtin_plugins import half_of
 from .config_files import References, near, read_files
 from .entries import plugins_of

@@ -18,16 +18,16 @@ from torch import Tensor, nn
 
 from ...blocks.half_lora import HalfLora
 from ...blocks.lora import Lora
-from ...errors import ArtifactError, SpecError, did_you_mean, shown
-from ...models.factory import build
-from ...spec.rules import COMMON, Match, Pass, Rule
-from ...spec.run_config import load_config
+from ...core.errors import ArtifactError, SpecError, did_you_mean, shown
+from ...core.models.factory import build
+from ...core.spec.rules import COMMON, Match, Pass, Rule
+from ...core.spec.run_config import load_config
 from .builtin_plugins import half_of
 from .checkpoint_files import State, keyed, looks_like, read_sections, selected
 from .sample_plugins import checkpoint
 
 if TYPE_CHECKING:
-    from ...rewriter.sites import Site
+    from ...core.rewriter.sites import Site
 
 UPDATE_KEYS = ("file", "alpha", "layers", "mask", "ema", "alpha_auto_scale")
 SAMPLE = "fxplug.compat.hcp.sample_plugins:checkpoint"  # what the page of the pass shows

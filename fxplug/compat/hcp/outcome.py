@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ...errors import TraceError
-from ...ir.pytree import children
+from ...core.errors import TraceError
+from ...core.ir.containers import children
 
 
 def described(value: Any) -> str:

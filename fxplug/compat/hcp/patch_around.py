@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...errors import SpecError, TraceError, did_you_mean, shown
-from ...spec.addresses import is_pattern
-from ...spec.rules import COMMON, Match, Pass, Rule
+from ...core.errors import SpecError, TraceError, did_you_mean, shown
+from ...core.spec.addresses import is_pattern
+from ...core.spec.rules import COMMON, Match, Pass, Rule
 from ..zhijian.state import Call as Kept
 from ..zhijian.state import attributes, same
 from .base_classes import PatchPluginContainer
@@ -20,7 +20,7 @@ from .patch_drivers import Fed, PatchAfter, PatchBefore, PatchPlugin, check_besi
 from .plugin_factory import feed, patches
 
 if TYPE_CHECKING:
-    from ...rewriter.sites import Site
+    from ...core.rewriter.sites import Site
 
 KEYS = ("plugin", "layers", "options", "within", "wrap", "exclude_key", "also", "inputs", "feeds", "args")
 

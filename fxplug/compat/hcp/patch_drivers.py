@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
-from ...errors import SpecError, TraceError
+from ...core.errors import SpecError, TraceError
 from .base_classes import PatchPluginBlock, PatchPluginContainer
 from .calls import Call, call_of
 from .outcome import checked
@@ -17,7 +17,7 @@ from .plugin_factory import feed, patches
 from .plugin_state import own_class, watched
 
 if TYPE_CHECKING:
-    from ...rewriter.sites import Site
+    from ...core.rewriter.sites import Site
 
 Fed = Sequence[str]
 

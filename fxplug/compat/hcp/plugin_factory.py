@@ -8,22 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...errors import FxplugError, SpecError, TraceError, did_you_mean, shown
-from ...spec.expressions import searched
-from ...spec.import_path import import_target
-from ...spec.options import check_options, taken
-from .base_classes import (
-    MAKING,
-    BasePluginBlock,
-    Making,
-    MultiPluginBlock,
-    PatchPluginBlock,
-    PluginBlock,
-    SinglePluginBlock,
-)
+from ...core.errors import FxplugError, SpecError, TraceError, did_you_mean, shown
+from ...core.spec.addresses import searched
+from ...core.spec.pass_file import check_options, import_target, taken
+from .base_classes import MAKING, BasePluginBlock, Making, MultiPluginBlock, PatchPluginBlock, PluginBlock, SinglePluginBlock
 
 if TYPE_CHECKING:
-    from ...rewriter.sites import Site
+    from ...core.rewriter.sites import Site
 
 
 def single(site: Site, plugin: str | type, options: Mapping[str, Any] | None, wrap: bool, exclude_key: str | None) -> Any:

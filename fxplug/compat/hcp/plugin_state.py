@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import TraceError
-from ...torch_internals.tensors import version
+from ...core.errors import TraceError
+from ...core.torch_internals.tensors import version
 
 OWN = frozenset(vars(nn.Module())) | {"__dict__", "__class__"}  # what nn.Module itself keeps
 MISSING: Any = object()

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ...errors import SpecError, shown
-from ...spec.yaml_source import Source
+from ...core.errors import SpecError, shown
+from ...core.spec.yaml_source import Source
 from .config_files import References
 from .hosts import RATE, number, patterns, taken
 from .layer_patterns import read_layers

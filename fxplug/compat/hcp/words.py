@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...blocks.base import Block
-from ...errors import SpecError
-from ...spec.rules import Match, Pass, Rule
+from ...core.errors import SpecError
+from ...core.spec.rules import Match, Pass, Rule
 
 if TYPE_CHECKING:
-    from ...rewriter.sites import Site
+    from ...core.rewriter.sites import Site
 
 
 class WordVectors(Block):

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 
 from ...blocks.base import Block
-from ...errors import SpecError, did_you_mean
-from ...ir.pytree import children
-from ...spec.addresses import select
+from ...core.errors import SpecError, did_you_mean
+from ...core.ir.containers import children
+from ...core.spec.addresses import select
 from .host import Seen
 from .making import OnItsDevice, own, takes_outputs, with_first_parameters
 from .state import CACHE, KEEPS, Call, attributes, same
 
 if TYPE_CHECKING:
-    from ...rewriter.sites import Site
+    from ...core.rewriter.sites import Site
 
 
 class Addin(Block):

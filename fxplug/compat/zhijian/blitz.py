@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...errors import SpecError, did_you_mean
-from ...spec.rules import COMMON, Match, Pass, Rule, check_common, check_target
-from ...spec.yaml_source import NOWHERE, Where, shown
+from ...core.errors import SpecError, did_you_mean
+from ...core.spec.rules import COMMON, Match, Pass, Rule, check_common, check_target
+from ...core.spec.yaml_source import NOWHERE, Where, shown
 from .line import Insertion, Line, Place, parse
 from .lists import Entry, entry_rules, read_entry
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ...errors import SpecError
-from ...models.factory import build
-from ...spec.run_config import load_config
-from ...spec.yaml_source import Source, read_yaml, shown
+from ...core.errors import SpecError
+from ...core.models.factory import build
+from ...core.spec.run_config import load_config
+from ...core.spec.yaml_source import Source, read_yaml, shown
 from ..hcp.convert_file import PLACEHOLDER, Converted
 from ..hcp.convert_file import _model as head_of
 from .imports import imported

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import SpecError
+from ...core.errors import SpecError
 
 
 class Seen:

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ...spec.import_path import import_target
+from ...core.spec.pass_file import import_target
 from .base_class import AddinBase
 
 PACKAGES = ("zhijian", "zhijian.models", "zhijian.models.addin", "zhijian.models.addin.module")

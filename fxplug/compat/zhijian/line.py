@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from ...errors import SpecError, did_you_mean, shown
+from ...core.errors import SpecError, did_you_mean, shown
 
 KINDS = ("inout", "in", "out")
 ENDS = ("...", "…", "input", "output")  # steps that stand for modules nobody names

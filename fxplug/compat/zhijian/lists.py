@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import SpecError, did_you_mean
-from ...spec.rules import Match, Rule
-from ...spec.yaml_source import Where, shown
+from ...core.errors import SpecError, did_you_mean
+from ...core.spec.rules import Match, Rule
+from ...core.spec.yaml_source import Where, shown
 
 KEYS = ("name", "location", "hook", "kwargs")
 SIDES = {"pre": "in", "post": "out"}

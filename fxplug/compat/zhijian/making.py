@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...errors import SpecError, did_you_mean
-from ...spec.options import check_options
+from ...core.errors import SpecError, did_you_mean
+from ...core.spec.pass_file import check_options
 from .blitz import methods
 from .imports import imported
 from .state import tables
 
 if TYPE_CHECKING:
-    from ...rewriter.sites import Value
+    from ...core.rewriter.sites import Value
 
 SHOWN = 12  # so many methods are listed in a message
 

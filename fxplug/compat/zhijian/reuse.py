@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import SpecError, did_you_mean
-from ...spec.addresses import select
+from ...core.errors import SpecError, did_you_mean
+from ...core.spec.addresses import select
 from .line import parse_path
 from .lists import module_path
 

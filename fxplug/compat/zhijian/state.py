@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import SpecError
+from ...core.errors import SpecError
 
 CACHE = "inputs_cache"
 TABLES = ("_parameters", "_buffers", "_modules")

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...errors import FxplugError, SpecError, did_you_mean, shown
-from ...files import reading
-from ...files.writing import new_file
+from ...core import reading
+from ...core.errors import FxplugError, SpecError, did_you_mean, shown
+from ...core.writing import new_file
 from . import operators
 
 FORMS = {

@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ...ir.editing import change
-from ...ir.graph import Graph
-from ...ir.traced_module import TracedModule
-from ...torch_internals.graphs import is_erased
+from ...core.ir.graph import Graph, change
+from ...core.ir.traced_module import TracedModule
+from ...core.torch_internals.modules import is_erased
 from . import forms, measuring, operators
 from .layers import WEIGHTS, Layer, call_instead, check_traced, layer_at, lowered
 

@@ -8,18 +8,16 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import fx, nn
 
-from ... import quantised
 from ...blocks.base import CONVOLUTIONS
 from ...blocks.lora import Lora
 from ...blocks.scale import Scale
 from ...blocks.ssf import Ssf
-from ...errors import SpecError
-from ...ir import ops
-from ...ir.editing import erase, insert, meta_of, replace
-from ...ir.graph import Graph, copy_graph
-from ...ir.traced_module import TracedModule, shell
-from ...torch_internals.graphs import is_erased
-from ...torch_internals.modules import conv_forward, is_hooked
+from ...core import quantised
+from ...core.errors import SpecError
+from ...core.ir import ops
+from ...core.ir.graph import Graph, copy_graph, erase, insert, meta_of, replace
+from ...core.ir.traced_module import TracedModule, shell
+from ...core.torch_internals.modules import conv_forward, is_erased, is_hooked
 
 WEIGHTS = ["down.weight", "up.weight"]
 LAYERS: dict[str, type[nn.Module]] = {"Linear": nn.Linear, **CONVOLUTIONS, "Embedding": nn.Embedding}

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...low_rank import added, side
-from ...torch_internals.kernels import onednn_linear
+from ...blocks.low_rank import added, side
+from ...core.torch_internals.tensors import onednn_linear
 
 ONEDNN = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 GATES = torch.float32  # the dtype of what gates give

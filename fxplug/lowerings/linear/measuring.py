@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ...errors import SpecError, brief_fields, outline
-from ...ir.traced_module import TracedModule
-from ...low_rank import side
+from ...blocks.low_rank import side
+from ...core.errors import SpecError, brief_fields, outline
+from ...core.ir.traced_module import TracedModule
 from . import forms, operators
 from .forms import Case
 from .layers import Layer, argument, check_traced, layers

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...low_rank import side
+from ...blocks.low_rank import side
 from . import library
 
 MODES = ((False, False), (False, True), (True, False), (True, True))  # compiled, with gradients

@@ -9,18 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ... import quantised
 from ...adapters.slots import Adapters
-from ...blocks.slot_gates import Table
-from ...errors import SpecError, did_you_mean
-from ...ir import ops
-from ...ir.editing import erase_unused, insert, meta_of, redirect, replace, set_argument
-from ...ir.graph import Graph, copy_graph
-from ...ir.regions import Regions, added, listed
-from ...ir.traced_module import TracedModule, shell
-from ...rewriter.networks import GATES
-from ...spec.addresses import Port, identifier
-from ...turns import held
+from ...blocks.base import Table
+from ...core import quantised
+from ...core.errors import SpecError, did_you_mean
+from ...core.ir import ops
+from ...core.ir.graph import Graph, copy_graph, erase_unused, insert, meta_of, redirect, replace, set_argument
+from ...core.ir.regions import Regions, added, listed
+from ...core.ir.traced_module import TracedModule, shell
+from ...core.locks import held
+from ...core.rewriter.networks import GATES
+from ...core.spec.addresses import Port, identifier
 from ..linear.layers import BEHIND, LAYERS, PRODUCTS, argument, result_read
 from .foldable import Reader, inner
 from .tried import evaluate

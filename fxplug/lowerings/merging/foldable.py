@@ -14,8 +14,8 @@ from ...blocks.dora import Dora
 from ...blocks.lora import Lora
 from ...blocks.scale import Scale
 from ...blocks.ssf import Ssf
-from ...ir import ops
-from ...ir.regions import added
+from ...core.ir import ops
+from ...core.ir.regions import added
 from ..linear.layers import LAYERS, PRODUCTS, Layer, argument, behind, inside, layer_of, misfit, readers, result_read
 from .tried import Unfoldable, compared
 from .updates import Step, Use

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...blocks.base import Table
 from ...blocks.lora import Lora
-from ...blocks.slot_gates import Table
+from ...blocks.low_rank import in_slot
 from ...blocks.weight_update import Update
-from ...errors import SpecError
-from ...ir.graph import copy_graph
-from ...ir.traced_module import TracedModule, shell
-from ...low_rank import in_slot
-from ...rewriter.networks import GATES
-from ...turns import held
+from ...core.errors import SpecError
+from ...core.ir.graph import copy_graph
+from ...core.ir.traced_module import TracedModule, shell
+from ...core.locks import held
+from ...core.rewriter.networks import GATES
 from .fold import Plan, check_unlowered, slotted, uniform
 from .updates import Step, Use, accumulator, mapped, updated, weight_of
 

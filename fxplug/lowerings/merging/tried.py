@@ -9,8 +9,8 @@ import torch
 from torch import fx, nn
 
 from ...blocks.lora import Lora
-from ...errors import FxplugError
-from ...ir.traced_module import shell
+from ...core.errors import FxplugError
+from ...core.ir.traced_module import shell
 from ..linear.layers import Layer
 from .updates import delta, in_dtype, weight_of
 

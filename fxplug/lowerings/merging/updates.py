@@ -10,11 +10,11 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call
 
 from ...blocks.lora import Lora
+from ...blocks.low_rank import in_groups, spread
 from ...blocks.scale import Scale
 from ...blocks.ssf import Ssf
 from ...blocks.weight_update import Update
-from ...ir.traced_module import shell
-from ...low_rank import in_groups, spread
+from ...core.ir.traced_module import shell
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ from typing import TypeVar
 import networkx
 from torch import fx, nn
 
-from ...errors import MatchError
-from ...ir import functions
-from ...ir.regions import added
-from ...ir.subgraphs import Cut, aliases, changed_input, plan
-from ...ir.traced_module import class_names
+from ...core.errors import MatchError
+from ...core.ir import functions
+from ...core.ir.regions import added
+from ...core.ir.subgraphs import Cut, aliases, changed_input, plan
+from ...core.ir.traced_module import class_names
 
 SMALL = 1e-3  # a region of less than this share of the model's activations is not worth a second run
 

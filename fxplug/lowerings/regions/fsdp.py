@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...errors import SpecError
-from ...ir.subgraphs import changed_input
-from ...ir.traced_module import TracedModule
+from ...core.errors import SpecError
+from ...core.ir.subgraphs import changed_input
+from ...core.ir.traced_module import TracedModule
 from .submodules import Checkpointed, check_outlined, originals
 
 

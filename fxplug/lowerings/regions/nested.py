@@ -14,16 +14,15 @@ import networkx
 import torch
 from torch import Tensor, fx, nn
 
-from ...errors import MatchError, SpecError
-from ...ir import ops
-from ...ir.containers import Container, plain_attributes
-from ...ir.editing import change, copy_nodes, erase_unused, insert, replace
-from ...ir.functions import REGION
-from ...ir.graph import Graph, copy_graph
-from ...ir.subgraphs import Cut, aliases, changed_input, extract, members, plan, unique_names
-from ...ir.traced_module import TracedModule, class_names, shell
-from ...torch_internals.compiling import as_listened, constant_floats, is_set_aside
-from ...torch_internals.tensors import memory_id
+from ...core.errors import MatchError, SpecError
+from ...core.ir import ops
+from ...core.ir.containers import Container, plain_attributes
+from ...core.ir.functions import REGION
+from ...core.ir.graph import Graph, change, copy_graph, copy_nodes, erase_unused, insert, replace
+from ...core.ir.subgraphs import Cut, aliases, changed_input, extract, members, plan, unique_names
+from ...core.ir.traced_module import TracedModule, class_names, shell
+from ...core.torch_internals.modules import as_listened, constant_floats, is_set_aside
+from ...core.torch_internals.tensors import memory_id
 from .choice import cheapest, is_leaf, nesting_tree
 from .submodules import named, stack_around
 

@@ -10,19 +10,18 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
-from ...errors import FxplugError, MatchError, SpecError
-from ...ir.containers import Container
-from ...ir.editing import erase_unused
-from ...ir.functions import REGION
-from ...ir.graph import copy_graph
-from ...ir.regions import Regions
-from ...ir.subgraphs import Cut, changed_input, extract, members, plan, unique_names, written
-from ...ir.traced_module import TracedModule, class_names, shell
-from ...rewriter.near_misses import misses
-from ...spec.addresses import select
-from ...spec.rules import Match
-from ...torch_internals.modules import NormBase
-from ...torch_internals.tensors import version
+from ...core.errors import FxplugError, MatchError, SpecError
+from ...core.ir.containers import Container
+from ...core.ir.functions import REGION
+from ...core.ir.graph import copy_graph, erase_unused
+from ...core.ir.regions import Regions
+from ...core.ir.subgraphs import Cut, changed_input, extract, members, plan, unique_names, written
+from ...core.ir.traced_module import TracedModule, class_names, shell
+from ...core.rewriter.near_misses import misses
+from ...core.spec.addresses import select
+from ...core.spec.rules import Match
+from ...core.torch_internals.modules import NormBase
+from ...core.torch_internals.tensors import version
 from .choice import choose
 
 

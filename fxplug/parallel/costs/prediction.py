@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...errors import FxplugError, SpecError, brief_fields, did_you_mean
-from ...ir.pytree import leaves, map_leaves
-from ...ir.traced_module import TracedModule
-from ...torch_internals import kernels
+from ...core.errors import FxplugError, SpecError, brief_fields, did_you_mean
+from ...core.ir.containers import leaves, map_leaves
+from ...core.ir.traced_module import TracedModule
+from ...core.torch_internals import tensors as kernels
 from ..checking import Runner, pretending
 from ..plan import Plan, parallel_plan
 from ..planning.trials import name_of

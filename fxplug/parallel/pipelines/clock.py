@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...errors import SpecError, did_you_mean
+from ...core.errors import SpecError, did_you_mean
 
 AT_ONCE = 8  # so many calls at one time are told apart
 

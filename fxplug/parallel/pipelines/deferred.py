@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...torch_internals import pytree
-from ...torch_internals.dispatch import disabled_torch_function, schema, wrapper_of
+from ...core.torch_internals import modules as pytree
+from ...core.torch_internals.tensors import disabled_torch_function, schema, wrapper_of
 
 # beside what torch marks as elementwise or as a view
 MOVES = ("cat", "stack", "clone", "_to_copy", "detach", "alias", "_unsafe_view")

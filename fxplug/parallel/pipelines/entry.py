@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...capture.self_check import has_values
-from ...errors import SpecError
-from ...ir.traced_module import TracedModule
+from ...core.capture.self_check import has_values
+from ...core.errors import SpecError
+from ...core.ir.traced_module import TracedModule
 from ..plan import parallel_plan
 from ..runtime.collectives import whole_number
 from ..runtime.mesh import ways_of

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...errors import SpecError
-from ...torch_internals import pytree
+from ...core.errors import SpecError
+from ...core.torch_internals import modules as pytree
 from ..runtime.mesh import World, world_of
 from ..runtime.pretended import Local
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import SpecError
-from ...torch_internals import pytree
+from ...core.errors import SpecError
+from ...core.torch_internals import modules as pytree
 from .deferred import Later, Recipe, owners
 from .patches import part, put
 from .pipeline import PipeFusion, Run

@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ...errors import GuardError, SpecError
-from ...ir import ops
-from ...ir.editing import insert, replace
-from ...ir.graph import copy_graph
-from ...rewriter.graft import head
+from ...core.errors import GuardError, SpecError
+from ...core.ir import ops
+from ...core.ir.graph import copy_graph, insert, replace
+from ...core.rewriter.graft import head
 from ..planning.found import Found
 from ..planning.operations import arguments
 from ..runtime import layouts

@@ -10,10 +10,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ...errors import GuardError, SpecError, VerifyError
-from ...ir.comparison import difference
-from ...ir.pytree import leaves
-from ...ir.traced_module import TracedModule
+from ...core.errors import GuardError, SpecError, VerifyError
+from ...core.ir.containers import difference, leaves
+from ...core.ir.traced_module import TracedModule
 from .clock import Clock
 from .links import Links
 from .patches import Kept, keep, summands

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ...errors import SpecError
-from ...ir.editing import copy_nodes, insert
-from ...ir.subgraphs import SWITCHES
-from ...torch_internals import pytree
+from ...core.errors import SpecError
+from ...core.ir.graph import copy_nodes, insert
+from ...core.ir.subgraphs import SWITCHES
+from ...core.torch_internals import modules as pytree
 from ..planning.planner import CHECKS
 from .patches import Kept, Patcher, added, attended, part, put
 

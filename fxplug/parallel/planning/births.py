@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ...ir import ops
-from ...torch_internals import pytree
+from ...core.ir import ops
+from ...core.torch_internals import modules as pytree
 from ..runtime.layouts import Layout
 from .found import Found, Unsplittable
 from .operations import arguments

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ...ir.traced_module import TracedModule
+from ...core.ir.traced_module import TracedModule
 from ..runtime.layouts import Layout
 from .found import Found, Unsplittable
 from .opened_layers import opened

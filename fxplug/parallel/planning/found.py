@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from ...capture.user_code import short_path
-from ...errors import brief_fields
+from ...core.capture.user_code import short_path
+from ...core.errors import brief_fields
 from .streams import Leaf, Number, Place, Step
 from .trials import Tries, leaves_of
 from .walk import Walk

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterable
 
 from torch import fx, nn
 
-from ...errors import SpecError, TraceError
-from ...ir.editing import erase, meta_of, replace
-from ...ir.graph import Graph, copy_graph
-from ...ir.traced_module import TracedModule, shell
-from ...quantised import is_quantised
-from ...rewriter.graft import Graft, Traces
-from ...torch_internals.modules import is_hooked
+from ...core.errors import SpecError, TraceError
+from ...core.ir.graph import Graph, copy_graph, erase, meta_of, replace
+from ...core.ir.traced_module import TracedModule, shell
+from ...core.quantised import is_quantised
+from ...core.rewriter.graft import Graft, Traces
+from ...core.torch_internals.modules import is_hooked
 from ..runtime.collectives import Collective
 
 DEPTH = 4  # layers in layers, as a low-rank update has them

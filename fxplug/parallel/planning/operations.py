@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ...torch_internals import pytree
+from ...core.torch_internals import modules as pytree
 from .streams import Leaf, Number
 from .trials import is_value, leaves_of, name_of
 

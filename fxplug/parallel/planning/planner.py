@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...ir import ops
-from ...ir.entry_checks import ENTRY
-from ...torch_internals import pytree
+from ...core.ir import ops
+from ...core.ir.graph import ENTRY
+from ...core.torch_internals import modules as pytree
 from ..runtime.layouts import Layout
 from .found import Found, Unsplittable, told
 from .operations import again_like, arguments, is_placed, is_plain_result, normed, signature

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...ir.comparison import tolerance
-from ...torch_internals import pytree
+from ...core.ir.containers import tolerance
+from ...core.torch_internals import modules as pytree
 from ..runtime.halos import Reach
 from .streams import Leaf, Number, Refused
 from .trials import Tries, large, leaves_of

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...ir.comparison import difference, tolerance
-from ...torch_internals import pytree
-from ...torch_internals.tensors import version
+from ...core.ir.containers import difference, tolerance
+from ...core.torch_internals import modules as pytree
+from ...core.torch_internals.tensors import version
 from ..runtime.layouts import Layout
 from .streams import Leaf, Number, Place, Refused, Scaled, Step, Streams
 

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...capture.isolation import restored
-from ...capture.module_state import State
-from ...errors import SpecError
-from ...ir.traced_module import TracedModule
-from ...rewriter.modes import buffers_restored
-from ...torch_internals import kernels, pytree
-from ...torch_internals.dispatch import TorchDispatchMode, schema
-from ...torch_internals.tensors import memory_id, version
+from ...core.capture.isolation import restored
+from ...core.capture.module_state import State
+from ...core.errors import SpecError
+from ...core.ir.traced_module import TracedModule
+from ...core.rewriter.neutrality import buffers_restored
+from ...core.torch_internals import modules as pytree
+from ...core.torch_internals import tensors as kernels
+from ...core.torch_internals.tensors import TorchDispatchMode, memory_id, schema, version
 
 KEPT = 1 << 16  # elements of a tensor of whole numbers whose values are kept
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...errors import GuardError
-from ...ir.pytree import leaves
-from ...torch_internals.distributed import group_of_name
-from ...torch_internals.tensors import version
+from ...core.errors import GuardError
+from ...core.ir.containers import leaves
+from ...core.torch_internals.distributed import group_of_name
+from ...core.torch_internals.tensors import version
 from .faults import guarded
 from .mesh import AXES, World
 from .pretended import Local

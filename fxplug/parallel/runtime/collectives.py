@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...blocks.base import Block
-from ...errors import GuardError, SpecError, shown
-from ...torch_internals import distributed
+from ...core.errors import GuardError, SpecError, shown
+from ...core.torch_internals import distributed
 from . import layouts
 from .checksums import check_alike
 from .faults import guarded

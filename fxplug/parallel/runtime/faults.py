@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...capture.user_code import is_user_code, short_path
-from ...errors import GuardError
-from ...torch_internals.distributed import default_store
+from ...core.capture.user_code import is_user_code, short_path
+from ...core.errors import GuardError
+from ...core.torch_internals.distributed import default_store
 
 PERIOD = 0.5  # seconds between two looks into the store
 GRACE = 5.0  # seconds for those that live to answer

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...errors import GuardError, SpecError, shown
+from ...core.errors import GuardError, SpecError, shown
 from . import layouts
 from .collectives import Collective, exchanged, whole_number
 

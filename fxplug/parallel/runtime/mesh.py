@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ...errors import SpecError, shown
-from ...torch_internals.distributed import joined_group
+from ...core.errors import SpecError, shown
+from ...core.torch_internals.distributed import joined_group
 from . import faults
 
 # from the outermost: neighbours talk most along the last

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ir import ops
+from ...core.ir import ops
 from .mesh import SEQUENCE, World
 
 WAIT = 600  # seconds for all to come to one collective

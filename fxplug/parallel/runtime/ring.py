@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...torch_internals import kernels
+from ...core.torch_internals import tensors as kernels
 from .collectives import exchanged
 
 aten = torch.ops.aten

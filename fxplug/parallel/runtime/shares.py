@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import GuardError
+from ...core.errors import GuardError
 from . import layouts
 from .collectives import Collective, Split, Sum
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...errors import SpecError
-from ...spec.train_section import Buckets
+from ...core.errors import SpecError
+from ...core.spec.train_section import Buckets
 from ..random_draws import mixed
 
 Size = tuple[int, int]

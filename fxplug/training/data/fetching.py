@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 
-from ...errors import FxplugError, TrainError
-from ...spec.train_section import Data
+from ...core.errors import FxplugError, TrainError
+from ...core.spec.train_section import Data
 from ..plugins import Plugins
 from ..random_draws import mixed, random_state_kept, seed_all
 from .batch_order import Request

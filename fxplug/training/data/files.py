@@ -12,12 +12,11 @@ from typing import Any, Literal
 
 from PIL import Image
 
-from ...errors import SpecError, did_you_mean
-from ...files import reading
-from ...files.reading import parse_json
-from ...limits import DEFAULT, Limits
-from ...spec.train_section import Data
-from ...spec.yaml_source import Where, shown
+from ...core import reading
+from ...core.errors import DEFAULT, Limits, SpecError, did_you_mean
+from ...core.reading import parse_json
+from ...core.spec.train_section import Data
+from ...core.spec.yaml_source import Where, shown
 from .image_files import read_image, read_size
 from .sidecars import CONCEPT, Listed, Settings, Sidecars, from_json, from_name, from_toml, numbers
 

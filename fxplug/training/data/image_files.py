@@ -13,7 +13,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
-from ...errors import TrainError
+from ...core.errors import TrainError
 
 _ORIENTATION = 0x0112  # the EXIF tag; 5 to 8 lie on their side
 _LEADING, _TRAILING = "[c, h, w] or [h, w]", "[h, w, c] or [h, w]"

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ...errors import SpecError, TrainError
-from ...spec.train_section import Data, Use
+from ...core.errors import SpecError, TrainError
+from ...core.spec.train_section import Data, Use
 from ..plugins import Plugins
 from ..random_draws import mixed, random_state, random_state_kept, seed_all, set_random_state
 from ..tasks.task import Task

@@ -19,10 +19,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import SpecError, did_you_mean, shown
-from ...files import reading
-from ...limits import DEFAULT
-from ...spec.yaml_source import Where, read_yaml
+from ...core import reading
+from ...core.errors import DEFAULT, SpecError, did_you_mean, shown
+from ...core.spec.yaml_source import Where, read_yaml
 
 NUMBERS = {"multiply": math.inf, "flip_p": 1.0, "cond_dropout": 1.0, "loss_scale": math.inf}  # each with the most it may be
 KEYS = ("main_prompt", "caption", "tags", "max_caption_length", "shuffle_tags", *NUMBERS)

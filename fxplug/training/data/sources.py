@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset
 
-from ...errors import SpecError, TrainError, did_you_mean, shown
-from ...spec.import_path import import_target
-from ...spec.train_section import Data, Use
+from ...core.errors import SpecError, TrainError, did_you_mean, shown
+from ...core.spec.pass_file import import_target
+from ...core.spec.train_section import Data, Use
 from .files import existing, open_classes, open_images
 from .image_files import Unreadable, as_image, read_image, read_size
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ...errors import SpecError, brief_fields, did_you_mean
-from ...ir import ops
+from ...core.errors import SpecError, brief_fields, did_you_mean
+from ...core.ir import ops
 
 # the names that diffusers' models and their relatives have
 NOISY = ("sample", "hidden_states", "x", "latents", "noisy")

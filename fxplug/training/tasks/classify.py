@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from ...errors import SpecError, did_you_mean, shown
-from ...spec.import_path import import_target
-from ...spec.options import check_known, check_options, taken
-from ...spec.train_section import Use, read_use
+from ...core.errors import SpecError, did_you_mean, shown
+from ...core.spec.pass_file import check_known, check_options, import_target, taken
+from ...core.spec.train_section import Use, read_use
 from ..random_draws import Draws
 from .calling import Call, check_labels, image_of, inputs_of
 from .task import Batch, Task, TaskInfo, Totals, construct

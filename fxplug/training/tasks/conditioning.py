@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import SpecError
-from ...models.factory import build
-from ...spec.import_path import import_target
-from ...spec.options import check_options
-from ...spec.run_config import load_config
-from ...spec.train_section import Use, read_use
-from ...spec.yaml_source import no_such_file
+from ...core.errors import SpecError
+from ...core.models.factory import build
+from ...core.spec.pass_file import check_options, import_target
+from ...core.spec.run_config import load_config
+from ...core.spec.train_section import Use, read_use
+from ...core.spec.yaml_source import no_such_file
 from ..param_groups import named_by
 from ..random_draws import Draws
 from .calling import first_tensor

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import SpecError
-from ...spec.train_section import read_use
+from ...core.errors import SpecError
+from ...core.spec.train_section import read_use
 from ..random_draws import Draws
 from .calling import Call, Input, check_labels, default_call, embedding_rows, image_of, inputs_of, listed
 from .conditioning import Text, Vae

@@ -12,10 +12,10 @@ import diffusers
 import torch
 from torch import Tensor
 
-from ...errors import SpecError, did_you_mean, shown
-from ...spec.options import check_known, taken
-from ...spec.train_section import Use
-from ...spec.yaml_source import no_such_file
+from ...core.errors import SpecError, did_you_mean, shown
+from ...core.spec.pass_file import check_known, taken
+from ...core.spec.train_section import Use
+from ...core.spec.yaml_source import no_such_file
 from ..random_draws import Draws
 
 PREDICTIONS = ("epsilon", "v_prediction", "sample", "flow")

@@ -10,11 +10,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...errors import SpecError, brief_fields, did_you_mean
-from ...spec.import_path import import_target
-from ...spec.options import check_options
-from ...spec.train_section import Use, read_use
-from ...spec.yaml_source import NOWHERE, Where
+from ...core.errors import SpecError, brief_fields, did_you_mean
+from ...core.spec.pass_file import check_options, import_target
+from ...core.spec.train_section import Use, read_use
+from ...core.spec.yaml_source import NOWHERE, Where
 from ..random_draws import Draws
 
 Batch = dict[str, Any]

@@ -1,0 +1,250 @@
+"""The algebra of low-rank updates: pure functions on tensors, of which blocks, kernels, lowerings and files' readers are users.
+
+An update of a weight (out, in, *kernel) is `up` (out, rank, *1) @ `down` (rank, in, *kernel) (LoRA, Hu et al. 2021, arXiv
+2106.09685); or the elementwise product (LoHa, from FedPara, Hyeon-Woo et al. 2021, arXiv 2108.06098) or the Kronecker product
+(LoKr, from KronA, Edalati et al. 2022, arXiv 2212.10650) of two factors, named as in LyCORIS' files (Yeh et al. 2023, arXiv
+2309.14859): a factor `w` is whole, or it is `w_a` (out, rank) @ `w_b` (rank, in * kernel), or a core `t` (rank, rank, *kernel)
+between `w_a` (rank, out) and `w_b` (rank, in). A bank is the updates of several slots, whose inner channels follow each other:
+its rank is slots * rank, in each group of a grouped convolution.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..core.errors import SpecError
+
+# --- how much of an update is taken
+
+
+def scaling(rank: int, alpha: float | None, rslora: bool = False, alpha_auto_scale: bool = True) -> float:
+    """What a low-rank update is multiplied by: alpha / rank; no alpha means rank.
+
+    `rslora` makes it alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732); `alpha_auto_scale=False` makes it alpha, as
+    HCP-Diffusion has it. Raises SpecError for both at once, or for the second without an alpha.
+    """
+    if alpha_auto_scale:
+        return (rank if alpha is None else alpha) / (math.sqrt(rank) if rslora else rank)
+    if rslora:
+        raise SpecError(
+            "rslora divides alpha by sqrt(rank) and alpha_auto_scale: false does not divide it: give one of the two"
+        )
+    if alpha is None:
+        raise SpecError("alpha_auto_scale: false makes alpha the scale itself: give an alpha, 1.0 to add the update as it is")
+    return alpha
+
+
+def spread(gates: Tensor, width: int) -> Tensor:
+    """(..., slots) as (..., width), one gate for each inner channel of a bank; a single number stays one."""
+    return gates.repeat_interleave(width // gates.shape[-1], -1) if gates.dim() else gates
+
+
+def gated(hidden: Tensor, rows: Tensor, batch_dim: int = 0, space: int = 0) -> Tensor:
+    """The inner values of a bank, each times what its sample takes of its slot, in the dtype of the values.
+
+    hidden is (..., width) with the samples, following each other, in `batch_dim`, 0 or 1, -1 for none; or
+    (batch, width, *space) with so many dimensions of space. rows is (batch, width), or one number for all. A value without
+    samples, such as one made from positions alone, takes what all samples have in common; where they differ, and an adapter
+    has something for it, it is NaN.
+    """
+    if not rows.dim():
+        return hidden * rows
+    batch, ones = rows.shape[0], [1] * space
+    if not batch:
+        return hidden
+    if hidden.dim() < 2 + space or batch_dim < 0 or hidden.shape[batch_dim] % batch:
+        alike = (rows == rows[:1]).all(0).view(-1, *ones)
+        return torch.where(alike | (hidden == 0), hidden * rows[0].view(-1, *ones), torch.nan).to(hidden.dtype)
+    if batch_dim:
+        return (hidden * rows.view(batch, *[1] * (hidden.dim() - 3), -1)).to(hidden.dtype)
+    split = hidden.reshape(batch, -1, *hidden.shape[-1 - space :])
+    return (split * rows.view(batch, 1, -1, *ones)).to(hidden.dtype).view(hidden.shape)
+
+
+def in_slot(half: Tensor, slot: int, slots: int, groups: int = 0) -> Tensor:
+    """One slot of a half of a bank, a view: (n, rank, ...) of (n, slots * rank, ...), as `up` and an Embedding's `down` are.
+
+    With `groups`, (groups, rank, ...) of (groups * slots * rank, ...), as the `down` of other layers is.
+    """
+    if groups:
+        return torch.unflatten(half, 0, (groups, slots, -1))[:, slot]
+    return torch.unflatten(half, 1, (slots, -1))[:, slot]
+
+
+# --- up @ down
+
+
+def side(x: Tensor, down: Tensor, up: Tensor, rows: Tensor, batch_dim: int = 0) -> Tensor:
+    """What an update beside a linear layer gives: x (..., in), down (width, in), up (out, width), rows as for `gated`."""
+    return F.linear(gated(F.linear(x, down), rows, batch_dim), up)
+
+
+def product(up: Tensor, down: Tensor, shape: Sequence[int]) -> Tensor:
+    """up @ down in the shape of a weight: up is (out, rank, ...), down (rank, in, *kernel)."""
+    return (up.flatten(1) @ down.flatten(1)).reshape(*shape)
+
+
+def in_groups(half: Tensor, groups: int) -> Tensor:
+    """A half of an update with the groups of its convolution first: (groups, n, m) of (groups * n, ...)."""
+    return half.reshape(groups, half.shape[0] // groups, -1)
+
+
+def grouped_product(up: Tensor, down: Tensor, groups: int = 1) -> Tensor:
+    """(groups, out / groups, in * kernel) of up (out, rank, ...) and down (groups * rank, in, *kernel)."""
+    return torch.bmm(in_groups(up, groups), in_groups(down, groups))
+
+
+def added(weight: Tensor, down: Tensor, up: Tensor, gates: Tensor) -> Tensor:
+    """weight + (up * gates) @ down: (out, in), for down (rank, in), up (out, rank); `gates` is one number, or (slots,).
+
+    With slots the rank is slots * rank. NaN where a gate is NaN.
+    """
+    return torch.addmm(weight, (up * spread(gates, down.shape[0])).to(up.dtype), down)
+
+
+def singular(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The singular value decomposition u, s, v of up (out, rank) @ down (rank, in), without making the product."""
+    if up.shape[1] >= min(len(up), down.shape[1]):
+        u, s, v = torch.linalg.svd(up @ down, full_matrices=False)
+        return u, s, v
+    (left, first), (right, second) = torch.linalg.qr(up), torch.linalg.qr(down.T)
+    u, s, v = torch.linalg.svd(first @ second.T)
+    return left @ u, s, v @ right.T
+
+
+def rank_with(values: Tensor, share: float) -> int:
+    """How many of the first of these, none negative, have this share of the sum of all."""
+    reached = values.double().cumsum(0)
+    return min(int((reached < share * reached[-1]).sum()) + 1, len(values))
+
+
+# --- products of two factors
+
+
+def tucker(core: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A convolution's weight (out, in, *kernel) from a core (rank, rank, *kernel) and matrices (rank, out), (rank, in)."""
+    return torch.einsum("ij...,ip,jr->pr...", core, a, b)
+
+
+def cored(core: Tensor, b: Tensor) -> Tensor:
+    """A core (rank, inner, *kernel) and the matrix (inner, in) behind it as one half: (rank, in, *kernel)."""
+    return torch.einsum("ij...,jr->ir...", core, b)
+
+
+def hadamard_halves(up1: Tensor, down1: Tensor, up2: Tensor, down2: Tensor) -> tuple[Tensor, Tensor]:
+    """The elementwise product of (out, r) @ (r, in) and (out, s) @ (s, in) as (out, r * s) and (r * s, in)."""
+    return (up1.unsqueeze(2) * up2.unsqueeze(1)).flatten(1), (down1.unsqueeze(1) * down2.unsqueeze(0)).flatten(0, 1)
+
+
+def kronecker(a: Tensor, b: Tensor) -> Tensor:
+    """The Kronecker products (..., m * p, n * q) of (..., m, n) and (..., p, q).
+
+    torch.kron takes no batch, and fails on some views of one row.
+    """
+    return (a[..., :, None, :, None] * b[..., None, :, None, :]).flatten(-2).flatten(-3, -2)
+
+
+def factor(own: Mapping[str, Tensor], name: str, core: str) -> Tensor:
+    """One factor of a product, whole: (out, in * kernel), or (out, in, *kernel) where it is given so."""
+    if name in own:
+        return own[name]
+    a, b = own[f"{name}_a"], own[f"{name}_b"]
+    return tucker(own[core], a, b) if core in own else a @ b
+
+
+def halves(own: Mapping[str, Tensor], name: str, core: str) -> tuple[Tensor, Tensor]:
+    """One factor of a product as (out, rank) @ (rank, in * kernel)."""
+    if name in own:
+        whole = own[name].flatten(1)
+        one = torch.eye(min(whole.shape), dtype=whole.dtype, device=whole.device)
+        return (one, whole) if whole.shape[0] <= whole.shape[1] else (whole, one)
+    a, b = own[f"{name}_a"], own[f"{name}_b"]
+    return (a.T, cored(own[core], b).flatten(1)) if core in own else (a, b.flatten(1))
+
+
+def inner_rank(own: Mapping[str, Tensor], name: str, core: str) -> int:
+    """The rank that one factor of a product has as `halves`."""
+    if name in own:
+        return min(own[name].flatten(1).shape)
+    return own[f"{name}_a"].shape[0 if core in own else 1]
+
+
+def sides(own: Mapping[str, Tensor], name: str, core: str) -> tuple[int, tuple[int, ...]]:
+    """The sizes of one factor of a product: its output width, and (in, *kernel) or their product."""
+    if name in own:
+        return own[name].shape[0], tuple(own[name].shape[1:])
+    a, b = own[f"{name}_a"], own[f"{name}_b"]
+    return (a.shape[1], (b.shape[1], *own[core].shape[2:])) if core in own else (a.shape[0], tuple(b.shape[1:]))
+
+
+def factorization(size: int, factor: int = -1) -> tuple[int, int]:
+    """`size` as a product (m, n), m <= n, as LyCORIS splits it: `factor` and the rest where it divides, else the pair nearest
+    to a square whose smaller part is at most `factor`; -1 sets no bound.
+    """
+    if factor > 0 and size % factor == 0:
+        pair = sorted((factor, size // factor))
+        return pair[0], pair[1]
+    limit = size if factor < 0 else factor
+    small = max(d for d in range(1, math.isqrt(size) + 1) if size % d == 0 and d <= limit)
+    return small, size // small
+
+
+def lokr_shapes(
+    shape: Sequence[int],
+    rank: int,
+    factor: int = -1,
+    both: bool = False,
+    cores: bool = False,
+    full: bool = False,
+    first: Sequence[int] | None = None,
+    split: Sequence[bool] | None = None,
+) -> dict[str, tuple[int, ...]]:
+    """The matrices of a Kronecker product for a weight (out, in, *kernel), by LyCORIS' names, as LyCORIS and PEFT choose them.
+
+    The first is (a, c), the second (b, d, *kernel); a * b is out and c * d is in, split as `factorization` does, or with a, c
+    the numbers of `first`, where c * d may be in times the kernel. The second is decomposed where the rank is below half of its
+    longer side, with `cores` through a core where there is a kernel; the first with `both`, by the same rule; none with `full`.
+    `split` says whether the first is, and the second, whatever the rank.
+    """
+    out, inner, *kernel = shape
+    (a, b), (c, d) = factorization(out, factor), factorization(inner, factor)
+    if first is not None:
+        a, c = first
+        if inner % c:
+            inner, kernel = inner * math.prod(kernel), []
+        b, d = out // a, inner // c
+    by_rule = (both and rank < max(a, c) / 2 and not full, rank < max(b, d) / 2 and not full)
+    split_1, split_2 = by_rule if split is None else split
+    made: dict[str, tuple[int, ...]] = {"lokr_w1_a": (a, rank), "lokr_w1_b": (rank, c)} if split_1 else {"lokr_w1": (a, c)}
+    if not split_2:
+        return made | {"lokr_w2": (b, d, *kernel)}
+    if cores and math.prod(kernel) > 1:
+        return made | {"lokr_t2": (rank, rank, *kernel), "lokr_w2_a": (rank, b), "lokr_w2_b": (rank, d)}
+    return made | {"lokr_w2_a": (b, rank), "lokr_w2_b": (rank, d * math.prod(kernel))}
+
+
+# --- magnitude and direction
+
+
+def norm_except(value: Tensor, dim: int) -> Tensor:
+    """The Euclidean norm of each slice along `dim`, which stays, the others of size 1; -1 is the norm of all."""
+    others = [d for d in range(value.dim()) if d != dim]
+    norm: Tensor = torch.linalg.vector_norm(value, dim=others, keepdim=True)
+    return norm
+
+
+def over_norm(magnitude: Tensor, norm: Tensor) -> Tensor:
+    """magnitude / norm, and 1 where the norm is zero: such a slice has no direction yet."""
+    nothing = norm == 0
+    return torch.where(nothing, 1.0, magnitude / torch.where(nothing, 1.0, norm))
+
+
+def decomposed(changed: Tensor, magnitude: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A weight with `magnitude` as the norms of its channels along `dim`; these are read in `dtype`, and get no gradient."""
+    norm = norm_except(changed.detach().to(changed.dtype if dtype is None else dtype), dim)
+    return changed * over_norm(magnitude.reshape(norm.shape), norm)

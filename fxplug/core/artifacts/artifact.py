@@ -1,0 +1,433 @@
+"""A rewritten model as a folder that loads without the code it came from, and never runs what it brings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+
+from ... import __version__
+from ...blocks.base import META, LowRank
+from ..errors import DEFAULT, ArtifactError, Limits, shown
+from ..extensions import need_hook
+from ..ir.containers import Container
+from ..ir.traced_module import TracedModule
+from ..locks import held
+from ..reading import Raises, reported
+from ..weight_files import linked, save_file
+from ..writing import new_folder
+from .graph_json import GraphReader, check_calls, reach, write_graph
+from .module_json import foreign_classes, write_modules
+from .modules_read import fill, read_modules
+from .snapshot import FIXED, FORMAT, MANIFEST, PASS_NAME, Snapshot, files_of, parse, snapshot, wrapped
+from .tensor_records import read_tensors, records_of, state_of
+from .value_json import Unportable, check_path, decode, encode, only_keys, portable
+
+ENTRY: dict[str, tuple[type, ...]] = {
+    "name": (str,), "params": (dict,), "train": (bool,), "neutral": (bool,), "sites": (list,), "inputs": (list,),
+    "networks": (list,),
+}  # fmt: skip
+SITE: dict[str, tuple[type, ...]] = {"path": (str,), "place": (str,), "block": (str,)}
+BANK: dict[str, tuple[type, ...]] = {"kind": (str,), "slots": (int,), "rank": (int,), "shape": (list, tuple)}
+
+
+def check_passes(passes: Any, modules: Collection[str]) -> None:
+    """Raises ArtifactError unless this is a list of passes as `apply` writes them down; `modules` are the paths there are."""
+    if type(passes) is not list:
+        raise ArtifactError(f"graph.json: the passes must be a list, not {shown(passes)}")
+    for number, entry in enumerate(passes):
+        where = f"graph.json: pass {number + 1}"
+        _check(entry, ENTRY, where)
+        if "gates" in entry["networks"] and f"{entry['name']}.gates.table" not in modules:
+            raise ArtifactError(f"{where} has slots, and there is no module '{shown(entry['name'])}.gates.table'")
+        for index, site in enumerate(entry["sites"]):
+            _check(site, SITE, f"{where}, site {index + 1}")
+            if "bank" in site and "gates" not in entry["networks"]:
+                raise ArtifactError(f"{where} has slots, and no network 'gates', which says how much of each is taken")
+            if "bank" in site:
+                _check(site["bank"], BANK, f"{where}, the bank of site {index + 1}")
+                if site["block"] not in modules:  # elsewhere it may be the kind of operation that a pass made
+                    raise ArtifactError(f"{where}, site {index + 1}: there is no module {shown(site['block'])}, its block")
+
+
+def _check(value: Any, keys: Mapping[str, tuple[type, ...]], where: str) -> None:
+    if type(value) is not dict:
+        raise ArtifactError(f"{where} must be values by name, not {shown(value)}")
+    for key, kinds in keys.items():
+        if key not in value:
+            raise ArtifactError(f"{where} has no '{key}': the file is not as fxplug.save wrote it")
+        if type(value[key]) not in kinds:
+            raise ArtifactError(f"{where}: its '{key}' is {shown(value[key])}, which cannot be")
+
+
+DOCUMENT = ["format", "classes", "training", "modes", "twin_error", "meta", "extras", "tensors", "modules", "stacks", "graphs"]
+LATER = ["variants"]  # what older artifacts do not have
+MODES = {"eval": False, "train": True}
+
+
+@held
+def save(
+    module: TracedModule,
+    folder: str | os.PathLike[str],
+    *,
+    config: Mapping[str, Any] | None = None,
+    overwrite: bool = True,
+) -> Path:
+    """Write a traced or rewritten module into a folder, which `load` reads back without the model's own code.
+
+    The folder gets `model.safetensors`, one `<pass>.safetensors` for each applied pass, `graph.json`, `graph.txt` for
+    reading, `config.yaml` if `config` is given, and `manifest.json` with a hash of each. Saving the same module twice
+    gives the same bytes. Of a lowered module what it was made from is saved, `meta["source"]`, with the weights and adapters
+    that it has now: load it and lower it again. A folder that is replaced is swapped whole, so that a crash leaves the old or
+    the new one; what else lay in it stays, and a weight file that would be the same is not written again, but linked where
+    links can be made: to switch adapters writes the files of their passes only. Weights on the meta device are saved as shapes.
+
+    Raises ArtifactError for what cannot be saved, and for a folder that holds something else.
+    """
+    if not isinstance(module, TracedModule):
+        raise ArtifactError(f"save takes a traced module, not a {type(module).__name__}: fxplug.trace(model, inputs) makes one")
+    module = _saved_form(module)
+    if parts := module.meta.get("parts"):
+        raise ArtifactError(
+            f"this process keeps only its part of {len(parts)} weights, '{parts[0]}' the first: save what parallelize gives "
+            "where there are no processes, with the weights that whole_state gathers"
+        )
+    target = Path(folder).absolute()
+    raises = _unwritten(folder)
+    with reported(raises, "cannot be written"):
+        _check_target(target, overwrite)
+    modules = module.modules_by_form
+    document, files = _document(modules)
+    _check_readable(modules, document)
+    with reported(raises, "cannot be written"), new_folder(target, own=files_of) as work:
+        _write_files(work, target, modules, document, files, config)
+    return Path(folder)
+
+
+def load(
+    folder: str | os.PathLike[str],
+    *,
+    allow: Sequence[str] = (),
+    device: torch.device | str | None = None,
+    limits: Limits = DEFAULT,
+) -> TracedModule:
+    """Read a folder that `save` wrote. Nothing is unpickled, and only torch, fxplug and what `allow` names is imported.
+
+    `allow` lists modules or packages whose classes may be imported: of result classes, which `ops.Record` stands in
+    for otherwise, and of modules that were kept whole or put in by a pass. `device` is where the weights go. A folder that
+    another process replaces meanwhile is read as it was before or as it is after.
+
+    What a folder asks of the reader is bounded by `limits`. A call of what was loaded calculates with tensors, as any model
+    does, and takes the memory and the time that they need: whoever does not know where a graph comes from gives its process
+    a limit of its own. What else it can do is bounded: it calls functions of a closed list, reads nothing but its tensors,
+    and its whole numbers have an end.
+
+    Raises ArtifactError for a folder that is damaged, incomplete, newer than this version, or asks for more.
+    """
+    if isinstance(allow, str):
+        allow = [allow]
+    with snapshot(Path(folder), limits) as files, wrapped(f"{folder} cannot be read"):
+        document = files.json("graph.json")
+        for name in files.files:
+            if name != "graph.json" and name not in files.weights:
+                files.check(name)
+        with wrapped("graph.json cannot be used"):
+            return _build(files, document, list(allow), device)
+
+
+# --- the document
+
+
+def check_savable(module: TracedModule) -> list[str]:
+    """The classes that `load` would have to be allowed. No values are read, and nothing is written.
+
+    Raises ArtifactError for what `save` would refuse to write.
+    """
+    module = _saved_form(module)
+    records_of(module, _pass_names(module), values=False)
+    for name, _ in module.named_modules():
+        if name:  # verify asks here, before a training, and not when its result is written
+            check_path(name, "module path")
+    try:
+        for graph in (graph for each in module.modules_by_form for graph in each.graphs.values()):
+            check_calls(graph)
+        encode(module.meta.get("passes", []))
+        return foreign_classes(module)
+    except Unportable as error:
+        raise ArtifactError(f"the module cannot be saved: {error}") from None
+
+
+def _saved_form(module: TracedModule) -> TracedModule:
+    """What a lowered module was made from; another module itself."""
+    return need_hook("unlowered", "lowerings")(module) if "source" in module.meta else module
+
+
+def _document(all_modules: list[TracedModule]) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """graph.json of a module and its variants, and the tensors of each weight file."""
+    module, *variants = all_modules
+    passes = _pass_names(module)
+    tensors, files = records_of(module, passes)
+    stacks: list[Any] = []
+    try:
+        modules = write_modules(module)
+        graphs, *others = [_graphs(each, stacks) for each in all_modules]
+        meta = {k: encode(v) for k, v in module.meta.items() if isinstance(k, str) and (k == "passes" or _plain(v))}
+    except Unportable as error:
+        raise ArtifactError(f"the module cannot be saved: {error}") from None
+    document = {
+        "format": FORMAT,
+        "classes": list(module.classes),
+        "training": module.training,
+        "modes": [name for name, m in module.named_modules() if m.training != module.training],
+        "twin_error": module.twin_error,
+        "meta": meta,
+        "extras": portable(module._extras),
+        "tensors": tensors,
+        "modules": modules,
+        "stacks": stacks,
+        "graphs": graphs,
+    }
+    if others:
+        document["variants"] = [
+            {"twin_error": variant.twin_error, "graphs": graphs} for variant, graphs in zip(variants, others, strict=True)
+        ]
+    return document, files
+
+
+def _graphs(module: TracedModule, stacks: list[Any]) -> dict[str, Any]:
+    return {name: write_graph(module.graphs[mode], stacks) for name, mode in MODES.items() if mode in module.graphs}
+
+
+def _plain(value: Any) -> bool:
+    try:
+        encode(value)
+    except Unportable:
+        return False
+    return True
+
+
+def _pass_names(module: TracedModule) -> list[str]:
+    names = [entry["name"] for entry in module.meta.get("passes", [])]
+    for name in names:
+        if not PASS_NAME.match(name) or f"{name}.safetensors" in FIXED:
+            raise ArtifactError(f"the pass '{name}' cannot name a file: use letters, digits and _, and not 'model'")
+    return names
+
+
+def _check_readable(all_modules: list[TracedModule], document: dict[str, Any]) -> None:
+    """Read back what is about to be written: better to fail while the module is there."""
+    module = all_modules[0]
+    allow = [record["class"].partition(":")[0] for record in document["modules"].values() if ":" in record.get("class", "")]
+    with wrapped("this module cannot be saved"):
+        document = parse(_dump(document))
+        modules = read_modules(document["modules"], allow, document["tensors"])
+        names = [name for name, _, _ in state_of(modules[""])]
+        if names != list(document["tensors"]):
+            odd = sorted(set(names) ^ set(document["tensors"])) or names
+            raise ArtifactError(f"the tensors of the rebuilt modules differ: {', '.join(odd[:3])}")
+        for value in (*document["meta"].values(), *document["extras"].values()):
+            decode(value)
+        documents = [document, *({**document, **entry} for entry in document.get("variants", []))]
+        for written, each in zip(all_modules, documents, strict=True):
+            graphs = _read_graphs(each, modules, [])
+            for mode, graph in graphs.items():
+                if [n.name for n in graph.nodes] != [n.name for n in written.graphs[mode].nodes]:
+                    raise ArtifactError("the nodes of the graph that was read back differ")
+            _check_paths(module, graphs)
+
+
+# --- writing
+
+
+def _write_files(
+    work: Path,
+    target: Path,
+    modules: list[TracedModule],
+    document: dict[str, Any],
+    files: dict[str, dict[str, torch.Tensor]],
+    config: Mapping[str, Any] | None,
+) -> None:
+    for name, tensors in files.items():
+        if not linked(tensors, target / name, work / name):
+            save_file(tensors, work / name)
+    (work / "graph.json").write_bytes(_dump(document))
+    (work / "graph.txt").write_text(_readable(modules), encoding="utf-8")
+    if config is not None:
+        (work / "config.yaml").write_text(_yaml(config), encoding="utf-8")
+    manifest = {
+        "format": FORMAT,
+        "fxplug": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "files": {path.name: {"sha256": _sha256(path), "size": path.stat().st_size} for path in sorted(work.iterdir())},
+    }
+    (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _yaml(config: Mapping[str, Any]) -> str:
+    try:
+        return str(yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise ArtifactError(f"the configuration holds something that is not plain data: {error}") from None
+
+
+def _dump(document: dict[str, Any]) -> bytes:
+    """JSON with one line for each node, module and tensor, so that two artifacts can be compared by line."""
+    parts = []
+    for key, value in document.items():
+        rows: list[str] = []
+        if key in ("modules", "tensors"):
+            rows = [f"{_json(k)}: {_json(v)}" for k, v in value.items()]
+        elif key == "graphs":
+            rows = [f"{_json(k)}: [\n" + ",\n".join(map(_json, v)) + "\n]" for k, v in value.items()]
+        text = "{\n" + ",\n".join(rows) + "\n}" if rows else _json(value)
+        parts.append(f"{_json(key)}: {text}")
+    return ("{\n" + ",\n".join(parts) + "\n}\n").encode()
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _readable(modules: list[TracedModule]) -> str:
+    parts = []
+    for module, label in zip(modules, ["", *modules[0].variants], strict=True):
+        for name, mode in MODES.items():
+            if mode in module.graphs:
+                title = {"eval": "evaluation", "train": "training"}[name] if len(module.graphs) == 2 else "both modes"
+                parts.append(f"# {title}{label and f', {label}'}\n{module.graphs[mode].python_code('self').src.strip()}\n")
+    return "\n".join(parts)
+
+
+def _unwritten(folder: str | os.PathLike[str]) -> Raises:
+    return lambda finding: ArtifactError(f"{folder} {finding}; what was there is as it was")
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise ArtifactError(f"{target} is not a folder of its own; save needs a folder")
+    if not target.exists() or not any(target.iterdir()):
+        return
+    if not overwrite:
+        raise ArtifactError(f"{target} exists; save(..., overwrite=True) replaces it")
+    if not (target / MANIFEST).is_file():
+        raise ArtifactError(f"{target} holds something that is no artifact (it has no {MANIFEST}); save into another folder")
+
+
+# --- reading
+
+
+def _build(files: Snapshot, document: dict[str, Any], allow: list[str], device: torch.device | str | None) -> TracedModule:
+    limits = files.limits
+    only_keys(document, [*DOCUMENT, *LATER], "the document")
+    for key in DOCUMENT:
+        if key not in document:
+            raise ArtifactError(f"graph.json has no '{key}'")
+    if document["format"] != FORMAT:
+        raise ArtifactError(f"graph.json has format {shown(document['format'])}, the manifest has {FORMAT}")
+    records = document["tensors"]
+    if type(records) is not dict or len(records) > limits.tensors:
+        raise ArtifactError(f"graph.json: the tensors must be an object of at most {limits.tensors}")
+    modules = read_modules(document["modules"], allow, records, limits)
+    tree = modules[""]
+    assert isinstance(tree, Container)
+    vars(tree)["classes"] = tuple(str(c) for c in document["classes"])  # a child may have that name
+    older = [m for path, m in tree.named_modules() if isinstance(m, LowRank) and m.slots and f"{path}.{META}" not in records]
+    for bank in older:
+        bank.remove_provenance()
+    names = [name for name, _, _ in state_of(tree)]
+    if names != list(records):
+        odd = sorted(set(names) ^ set(records)) or names
+        raise ArtifactError(f"graph.json: modules and tensors do not agree: {', '.join(map(shown, odd[:3]))}")
+    graphs = _read_graphs(document, modules, allow, limits)
+    values = read_tensors(files, records, device, allow)
+    fill(tree, values.__getitem__, lambda name: records[name].get("persistent", True) is not False)
+    for bank in older:
+        bank.add_provenance()
+    extras = {str(k): decode(v, None, limits) for k, v in document["extras"].items()}
+    kind: type[TracedModule] = TracedModule
+    if (variants := document.get("variants", [])) != []:
+        from ..ir.variants import Variants as kind  # few artifacts have any
+    module = kind(tree, graphs, None, extras)
+    _check_paths(module, graphs)
+    module.twin_error = None if document["twin_error"] is None else str(document["twin_error"])
+    module.meta.update({str(k): decode(v, None, limits) for k, v in document["meta"].items()})
+    check_passes(module.meta.get("passes", []), modules)
+    if variants != []:
+        _add_variants(module, variants, document, modules, allow, limits)
+    _set_modes(module, document, modules)
+    return module
+
+
+def _add_variants(
+    module: Any, entries: Any, document: dict[str, Any], modules: dict[str, nn.Module], allow: list[str], limits: Limits
+) -> None:
+    """Give a `Variants` its graphs for other forms of call. Raises ArtifactError."""
+    from ..ir.variants import inputs_of
+
+    if type(entries) is not list or len(entries) > limits.variants:
+        raise ArtifactError(f"graph.json: the variants must be a list of at most {limits.variants}")
+    found = []
+    for entry in entries:
+        only_keys(entry, ["twin_error", "graphs"], "a variant")
+        graphs = _read_graphs({**document, **entry}, modules, allow, limits)
+        _check_paths(module, graphs)
+        found.append((graphs, None if entry.get("twin_error") is None else str(entry["twin_error"])))
+        if inputs_of(next(iter(graphs.values()))) != inputs_of(module.graph):
+            raise ArtifactError("graph.json: a variant has other inputs than the model")
+    module.keep_only(found)
+
+
+def _check_paths(module: TracedModule, graphs: dict[bool, Any]) -> None:
+    """Refuse a graph of which the code would reach anything but the modules and tensors that it names."""
+    for graph in graphs.values():
+        for node in graph.nodes:
+            if node.op in ("get_attr", "call_module"):
+                found = reach(module, node.target)
+                if isinstance(found, torch.Tensor) is not (node.op == "get_attr") or isinstance(found, Container):
+                    raise ArtifactError(f"graph.json: node '{node.name}' takes {shown(node.target)} for what it is not")
+
+
+def _set_modes(module: TracedModule, document: dict[str, Any], modules: dict[str, nn.Module]) -> None:
+    training = document["training"] is True
+    twin_error, module.twin_error = module.twin_error, None  # the mode it was saved in is one it can be in
+    module.train(training)
+    module.twin_error = twin_error
+    for name in document["modes"]:
+        if type(name) is not str or name not in modules or not name:
+            raise ArtifactError(f"graph.json: the mode of {shown(name)} is said, which is no module")
+        modules[name].training = not training
+
+
+def _read_graphs(
+    document: dict[str, Any],
+    modules: dict[str, nn.Module],
+    allow: list[str],
+    limits: Limits = DEFAULT,
+) -> dict[bool, Any]:
+    called = {n for n, m in modules.items() if not isinstance(m, Container)}
+    tensors = {
+        f"{path}.{key}" if path else key
+        for path, m in modules.items()
+        for table in (m._parameters, m._buffers)
+        for key in table
+    }
+    reader = GraphReader(called, tensors, document["stacks"], allow, limits)
+    only_keys(document["graphs"], MODES, "the graphs")
+    graphs = {MODES[name]: reader.read(nodes) for name, nodes in document["graphs"].items()}
+    if not graphs:
+        raise ArtifactError("graph.json has no graph")
+    return graphs

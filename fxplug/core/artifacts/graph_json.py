@@ -1,0 +1,468 @@
+"""Graphs as JSON, and back: what their text may say, every name checked against a closed list."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import dataclasses
+import itertools
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
+from ..ir import functions, ops
+from ..ir.containers import Container
+from ..ir.graph import Graph, by_index, insert, without_edges
+from ..ir.traced_module import TracedModule
+from ..reading import syntax_tree
+from ..spec.addresses import Port
+from ..torch_internals.modules import qualified_name
+from .value_json import (
+    TORCH_NAMES,
+    Unportable,
+    allowed,
+    check_name,
+    check_numbers,
+    check_path,
+    decode,
+    encode,
+    find_function,
+    function_name,
+    import_class,
+    is_import_path,
+    only_keys,
+    whole,
+)
+
+OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
+COUNTS = {"placeholder": (0, 1), "get_attr": (0,), "output": (1,)}  # how many arguments these can have
+GENERATED = ("self", "inf", "nan", "NoneType", "torch", "device", "fx_pytree", "pytree")  # what generated code means by these
+PLAIN_META = {"index": int, "effect": bool, "reads_dtype": bool, "behind": str, "constant": bool}
+STAND_IN = "result"  # the key in node.meta that keeps the name of a result class which a stand-in replaces
+
+
+# --- functions and result classes
+
+
+def _result_class(cls: type, meta: dict[str, Any]) -> dict[str, Any] | None:
+    if isinstance(meta.get(STAND_IN), dict):
+        return dict(meta[STAND_IN])
+    record: dict[str, Any] = {"result": f"{cls.__module__}:{cls.__qualname__}"}
+    if issubclass(cls, tuple) and hasattr(cls, "_fields"):
+        return {**record, "fields": list(cls._fields)}
+    return record if issubclass(cls, dict) or dataclasses.is_dataclass(cls) else None
+
+
+def _find_result(record: Any, allow: Sequence[str]) -> tuple[Any, bool]:
+    """The class of a result, and whether it is only a stand-in because its own is not allowed."""
+    only_keys(record, ["result", "fields"], "a result class")
+    path, fields = record.get("result"), record.get("fields")
+    if type(path) is not str:
+        raise ArtifactError(f"graph.json: {shown(path)} is no name of a result class")
+    if fields is not None:
+        for name in fields:
+            check_name(name, "field of a result")
+    if is_import_path(path) and allowed(path.partition(":")[0], allow):
+        cls = import_class(path, allow)
+        if _result_class(cls, {}) is None:
+            raise ArtifactError(f"{path} is no result class: neither a dataclass nor a NamedTuple nor a dict")
+        return cls, False
+    if fields is None:
+        return ops.Record, True
+    name = check_name(path.rpartition(":")[2].rpartition(".")[2], "name of a result class")
+    return collections.namedtuple(name, fields, module=ops.__name__), True
+
+
+# --- graphs
+
+
+def write_graph(graph: fx.Graph, stacks: list[Any]) -> list[dict[str, Any]]:
+    """The nodes of a graph as JSON; their module stacks are gathered, each once, in `stacks`."""
+    known = {_key(stack): index for index, stack in enumerate(stacks)}
+    return [_write_node(node, stacks, known) for node in graph.nodes]
+
+
+def _key(stack: Any) -> str:
+    return repr(stack)
+
+
+def check_calls(graph: fx.Graph) -> None:
+    """Raise ArtifactError for a node whose target or arguments have no JSON form."""
+    for node in graph.nodes:
+        _write_call(node)
+
+
+def _write_node(node: fx.Node, stacks: list[Any], known: dict[str, int]) -> dict[str, Any]:
+    record, meta = _write_call(node), _write_meta(node, stacks, known)
+    return {**record, "meta": meta} if meta else record
+
+
+def _write_call(node: fx.Node) -> dict[str, Any]:
+    record = {"name": node.name, "op": node.op, "target": _write_target(node)}
+    try:
+        if node.args:
+            record["args"] = [encode(a) for a in node.args]
+        if node.kwargs:
+            record["kwargs"] = {k: encode(v) for k, v in node.kwargs.items()}
+    except Unportable as error:
+        raise ArtifactError(f"the node '{node.name}' cannot be saved: {error}") from None
+    return record
+
+
+def _write_target(node: fx.Node) -> Any:
+    if node.op == "call_method" and node.target not in functions.methods():
+        raise ArtifactError(f"the node '{node.name}' calls the method '{node.target}', which an artifact may not call")
+    if node.op != "call_function":
+        return node.target
+    name = function_name(node.target)
+    if name is not None:
+        return name
+    record = _result_class(node.target, node.meta) if isinstance(node.target, type) else None
+    if record is None:
+        if ops.is_applied(node.target):
+            called = f"{node.target.__module__}.{node.target.__qualname__}"  # type: ignore[union-attr]
+        else:
+            called = torch.overrides.resolve_name(node.target) or repr(node.target)
+        raise ArtifactError(
+            f"the node '{node.name}' calls {called}, which is not in the closed list of functions an artifact may call; "
+            f"trace with the module that calls it kept whole: leaf: [{_region(node)}]"
+        )
+    return record
+
+
+def _region(node: fx.Node) -> str:
+    return next(reversed(node.meta.get("nn_module_stack") or {"": None})) or "a submodule"
+
+
+def _write_meta(node: fx.Node, stacks: list[Any], known: dict[str, int]) -> dict[str, Any]:
+    meta: dict[str, Any] = {}
+    port = node.meta.get("port")
+    if isinstance(port, Port):
+        meta["port"] = [port.path, port.side, list(port.keys)]
+    for key in PLAIN_META:
+        if key in node.meta:
+            meta[key] = node.meta[key]
+    if "shape" in node.meta:
+        meta["shape"] = [int(s) for s in node.meta["shape"]]
+    if "dtype" in node.meta:
+        meta["dtype"] = str(node.meta["dtype"]).removeprefix("torch.")
+    for key in ("pass", "call", "named"):
+        if node.meta.get(key) is not None:
+            meta[key] = encode(node.meta[key])
+    stack = node.meta.get("nn_module_stack")
+    if stack is not None:
+        rows = [[key, path, kind if isinstance(kind, str) else kind.__qualname__] for key, (path, kind) in stack.items()]
+        if _key(rows) not in known:
+            known[_key(rows)] = len(stacks)
+            stacks.append(rows)
+        meta["stack"] = known[_key(rows)]
+    return meta
+
+
+class GraphReader:
+    """Reads graphs of one artifact: what their nodes may name is known, anything else is refused.
+
+    `modules` and `tensors` are the paths that a graph may call and read.
+    """
+
+    def __init__(
+        self, modules: Collection[str], tensors: Collection[str], stacks: Any, allow: Sequence[str], limits: Limits = DEFAULT
+    ) -> None:
+        self.modules, self.tensors, self.allow, self.limits = modules, tensors, allow, limits
+        self.stacks = [{str(key): (str(path), str(kind)) for key, path, kind in rows} for rows in stacks]
+        self.results: dict[str, tuple[Any, bool]] = {}
+
+    def read(self, records: Any) -> Graph:
+        """The graph of a list of node records. Raises ArtifactError."""
+        graph = Graph()
+        nodes: dict[str, fx.Node] = {}
+        if type(records) is not list or not records:
+            raise ArtifactError("graph.json: a graph must be a list of nodes")
+        if len(records) > self.limits.nodes:
+            raise ArtifactError(f"graph.json: a graph has {len(records)} nodes; more than {self.limits.nodes} are not read")
+        for record in records:
+            only_keys(record, ["name", "op", "target", "args", "kwargs", "meta"], "a node")
+            name = check_name(record.get("name"), "node name")
+            if name in nodes:
+                raise ArtifactError(f"graph.json: two nodes are named '{name}'")
+            nodes[name] = self._node(graph, name, record, nodes)
+        if [r["op"] for r in records].count("output") != 1 or records[-1]["op"] != "output":
+            raise ArtifactError("graph.json: a graph must end in its one output")
+        _check_pairs(graph)
+        check_numbers(graph, self.limits)
+        check_program(graph)
+        return graph
+
+    def _node(self, graph: Graph, name: str, record: dict[str, Any], nodes: dict[str, fx.Node]) -> fx.Node:
+        op = record.get("op")
+        if op not in OPS:
+            raise ArtifactError(f"graph.json: node '{name}' has the unknown op {shown(op)}{did_you_mean(op, OPS)}")
+        args, kwargs = record.get("args", []), record.get("kwargs", {})
+        if type(args) is not list or type(kwargs) is not dict:
+            raise ArtifactError(f"graph.json: the arguments of node '{name}' must be a list and an object")
+        args = tuple(decode(a, None if op == "placeholder" else nodes, self.limits) for a in args)
+        kwargs = {check_name(k, "argument name"): decode(v, nodes, self.limits) for k, v in kwargs.items()}
+        meta = self._meta(record.get("meta", {}))
+        target = self._target(op, name, record.get("target"), meta)
+        if op == "call_method" and not (args and isinstance(args[0], fx.Node)):
+            raise ArtifactError(f"graph.json: node '{name}' calls the method {shown(target)} of nothing")
+        if op in COUNTS and (kwargs or len(args) not in COUNTS[op]):
+            raise ArtifactError(f"graph.json: node '{name}' has arguments that a {op} cannot have")
+        node = insert(graph, op, target, args, kwargs, name=name, meta=meta)
+        if node.name != name or name in GENERATED:
+            raise ArtifactError(f"graph.json: '{name}' is no node name: it is a word of Python or torch")
+        return node
+
+    def _target(self, op: str, name: str, target: Any, meta: dict[str, Any]) -> Any:
+        if op == "call_function" and isinstance(target, dict):
+            key = repr(target)
+            if key not in self.results:
+                self.results[key] = _find_result(target, self.allow)
+            cls, stands_in = self.results[key]
+            if stands_in:
+                meta[STAND_IN] = target
+            return cls
+        if op == "call_function":
+            return find_function(target)
+        if op == "call_method":
+            if type(target) is not str or target not in functions.methods():
+                near = did_you_mean(target, functions.methods())
+                raise ArtifactError(f"graph.json: {shown(target)} is not a method that a graph may call{near}")
+        elif op == "get_attr":
+            if check_path(target, "attribute") not in self.tensors:
+                raise ArtifactError(f"graph.json: node '{name}' reads {shown(target)}, which is no tensor of the artifact")
+        elif op == "call_module":
+            if check_path(target, "module path") not in self.modules:
+                raise ArtifactError(f"graph.json: node '{name}' calls {shown(target)}, which is no module of the artifact")
+        elif op == "placeholder":
+            plain = check_name(target.removeprefix("*").removeprefix("*") if type(target) is str else target, "argument")
+            if plain in ("self", "torch"):
+                raise ArtifactError(f"graph.json: '{plain}' cannot be the name of an argument")
+        elif target != "output":
+            raise ArtifactError(f"graph.json: the output node has the target {shown(target)}")
+        return target
+
+    def _meta(self, record: Any) -> dict[str, Any]:
+        only_keys(record, [*PLAIN_META, "port", "shape", "dtype", "pass", "call", "named", "stack"], "the meta of a node")
+        meta: dict[str, Any] = {}
+        if "stack" in record:
+            meta["nn_module_stack"] = self.stacks[whole(record["stack"])]
+        if "port" in record:
+            path, side, keys = record["port"]
+            if type(path) is not str or side not in ("in", "out", "param") or any(type(k) not in (int, str) for k in keys):
+                raise ArtifactError(f"graph.json: {shown(record['port'])} is no port")
+            meta["port"] = Port(path, side, tuple(keys))
+        for key, kind in PLAIN_META.items():
+            if key in record:
+                if type(record[key]) is not kind:
+                    raise ArtifactError(f"graph.json: '{key}' of a node is {shown(record[key])}")
+                meta[key] = record[key]
+        if "shape" in record:
+            meta["shape"] = tuple(whole(s) for s in record["shape"])
+        if "dtype" in record:
+            meta["dtype"] = decode({"dtype": record["dtype"]})
+        meta.update({key: decode(record[key]) for key in ("pass", "call", "named") if key in record})
+        return meta
+
+
+def _check_pairs(graph: fx.Graph) -> None:
+    """Refuse a graph that changes how torch runs, as `no_grad` and `autocast` do, and does not change it back in order."""
+    pairs = {ops.exit_grad: ops.enter_grad, ops.exit_autocast: ops.enter_autocast}
+    inside: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in pairs.values():
+            if [user.target for user in node.users] != [leave for leave, enter in pairs.items() if enter is node.target]:
+                raise ArtifactError(f"graph.json: '{node.name}' changes a mode of torch that nothing changes back")
+            inside.append(node)
+        elif node.target in pairs:
+            last = inside.pop() if inside else None
+            if last is None or node.args != (last,) or node.kwargs or last.target is not pairs[node.target]:
+                raise ArtifactError(f"graph.json: '{node.name}' leaves a mode of torch that it did not enter last")
+
+
+# names of Python that FX writes for values, `slice(0, 1, None)`
+RESERVED = {"self", "torch", "slice", "range", "complex", "int", "float", "bool", "Ellipsis", "round", "pow"}
+NAMES = {"Size", *itertools.chain(*TORCH_NAMES.values())}
+PLAIN = (
+    ast.Constant, ast.Tuple, ast.List, ast.Dict, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Starred, ast.keyword, ast.Slice,
+    ast.operator, ast.unaryop, ast.cmpop, ast.expr_context,
+)  # fmt: skip
+HOLDERS = (Container, TracedModule, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+SETITEM = qualified_name(operator.setitem)
+GETTERS = [vars(holder)["__getitem__"] for holder in HOLDERS]
+
+
+def check_program(graph: Graph) -> None:
+    """Refuse a graph whose text says anything that its nodes do not. Raises ArtifactError.
+
+    The text is FX's; the code of a stranger's graph runs only after this, whatever FX made of its names and values.
+    """
+    program = graph.python_code("self")
+    try:
+        (function,) = syntax_tree(program.src).body
+        if not isinstance(function, ast.FunctionDef) or function.decorator_list or function.returns:
+            raise SyntaxError("it is not one function")
+        _Reader(graph, program.globals).check(function)
+        said = sorted(text for node in without_edges(graph).nodes for text in _texts([node.args, *node.kwargs.values()]))
+        if sorted(_constants(function)) != said:
+            raise SyntaxError("a text in it is not the same text in the code")
+    except (SyntaxError, ValueError, MemoryError) as error:
+        raise ArtifactError(
+            f"graph.json: a text in it would be read as code; the artifact is damaged or hostile: {error}"
+        ) from None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in the arguments of a node; a device is written with one."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, torch.device):
+        yield value.type
+    elif isinstance(value, slice):
+        yield from _texts((value.start, value.stop, value.step))
+    elif isinstance(value, (tuple, list)):
+        for member in value:
+            yield from _texts(member)
+    elif isinstance(value, dict):
+        yield from _texts([*value.keys(), *value.values()])
+
+
+def _constants(tree: ast.AST) -> Iterator[str]:
+    """The texts in code, but for those that are steps of a path."""
+    if isinstance(tree, ast.Constant) and isinstance(tree.value, str):
+        yield tree.value
+    if not isinstance(tree, ast.Subscript) or _path(tree) is None:
+        for part in ast.iter_child_nodes(tree):
+            yield from _constants(part)
+
+
+def _path(tree: ast.expr) -> str | None:
+    """The path that `self.blocks[0].attn` reaches, None for what begins with anything but `self`."""
+    if isinstance(tree, ast.Name):
+        return "" if tree.id == "self" else None
+    if isinstance(tree, ast.Attribute):
+        name = tree.attr
+    elif isinstance(tree, ast.Subscript) and isinstance(tree.slice, ast.Constant):
+        name = str(tree.slice.value)
+    else:
+        return None
+    before = _path(tree.value)
+    return None if before is None else f"{before}.{name}" if before else name
+
+
+class _Reader:
+    def __init__(self, graph: Graph, values: dict[str, Any]) -> None:
+        nodes = list(graph.nodes)
+        arguments = [node for node in nodes if node.op == "placeholder"]
+        self.arguments = {node.target.lstrip("*") for node in arguments}
+        self.globals = values
+        self.functions = {qualified_name(node.target) for node in nodes if node.op == "call_function"}
+        self.methods = {node.target for node in nodes if node.op == "call_method"}
+        self.paths = {node.target for node in nodes if node.op in ("get_attr", "call_module")}
+        if len(self.arguments) != len(arguments) or self.arguments & {n.name for n in nodes if n.op != "placeholder"}:
+            raise SyntaxError("an argument has the name of another value")
+
+    def check(self, function: ast.FunctionDef) -> None:
+        given = function.args
+        for default in (*given.defaults, *given.kw_defaults):
+            if default is not None:
+                self.expression(default, set())
+        names = {arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg) if arg}
+        if names != self.arguments | {"self"}:
+            raise SyntaxError("its arguments are others")
+        for statement in function.body:
+            self.statement(statement, names)
+
+    def statement(self, statement: ast.stmt, known: set[str]) -> None:
+        """One of `x = value`, `x += value`, `x[key] = value`, `x = y = None` and `return value`."""
+        if not isinstance(statement, (ast.Assign, ast.AugAssign, ast.Return)) or statement.value is None:
+            raise SyntaxError(f"{shown(ast.unparse(statement))} is no node")
+        self.expression(statement.value, known)
+        if isinstance(statement, ast.AugAssign):
+            self.expression(statement.target, known)
+        elif isinstance(statement, ast.Assign):
+            for place in statement.targets:
+                if isinstance(place, ast.Subscript) and _path(place) is None and SETITEM in self.functions:
+                    self.expressions([place.value, place.slice], known)
+                    continue
+                if not isinstance(place, ast.Name) or place.id in self.globals or place.id in RESERVED:
+                    raise SyntaxError(f"{shown(ast.unparse(place))} is no name of a node")
+                known.add(place.id)
+
+    def expression(self, tree: ast.AST, known: set[str]) -> None:
+        if isinstance(tree, ast.Call):
+            self.call(tree.func, known)
+            self.expressions([*tree.args, *tree.keywords], known)
+        elif isinstance(tree, ast.Name):
+            if tree.id == "self" or not (tree.id in known or tree.id in self.globals or tree.id in RESERVED):
+                raise SyntaxError(f"'{tree.id}' is no name of a node")
+        elif isinstance(tree, ast.Subscript) and _path(tree) is None:
+            self.expressions([tree.value, tree.slice], known)
+        elif isinstance(tree, (ast.Attribute, ast.Subscript)):
+            text = ast.unparse(tree)
+            if _path(tree) not in self.paths and text.removeprefix("torch.") not in NAMES:
+                raise SyntaxError(f"{shown(text)} is no part of the model")
+        elif isinstance(tree, PLAIN):
+            self.expressions(ast.iter_child_nodes(tree), known)
+        else:
+            raise SyntaxError(f"{shown(ast.unparse(tree))} is no value")
+
+    def expressions(self, trees: Iterable[ast.AST], known: set[str]) -> None:
+        for tree in trees:
+            self.expression(tree, known)
+
+    def call(self, function: ast.expr, known: set[str]) -> None:
+        """A function of the graph, a module of the tree, or a method of a value."""
+        path, text = _path(function), ast.unparse(function)
+        if path is not None:
+            allowed = path in self.paths
+        elif isinstance(function, ast.Name):
+            allowed = text in self.globals or text in RESERVED
+        else:
+            allowed = text in self.functions or text == "torch.Size"
+            if not allowed and isinstance(function, ast.Attribute) and function.attr in self.methods:
+                allowed = True
+                self.expression(function.value, known)
+        if not allowed:
+            raise SyntaxError(f"{shown(text)} is nothing that the graph calls")
+
+
+# --- the tree
+
+
+def reach(root: nn.Module, path: str) -> Any:
+    """The module, parameter or buffer that `self.<path>` gives, which has to be the one that the tables declare.
+
+    Raises ArtifactError where an attribute or method of a class, or an attribute of the module, would be met on the way.
+    """
+    found: Any = root
+    for place, key in enumerate(path.split(".")):
+        if not isinstance(found, nn.Module):
+            raise ArtifactError(f"'{path}' leads into a tensor")
+        declared = [table[key] for table in (found._parameters, found._buffers, found._modules) if key in table]
+        if len(declared) != 1 or declared[0] is None:
+            raise ArtifactError(f"'{path}' is no one module, parameter or buffer of the model")
+        if by_index(key, first=place == 0):
+            taken = _indexed(found, key)
+        else:
+            known = key in vars(found) or any(key in vars(base) for base in type(found).__mro__)
+            taken = None if known else declared[0]
+        if taken is not declared[0]:
+            raise ArtifactError(f"{shown(path)} is no path of the model: {shown(key)} is part of every {type(found).__name__}")
+        found = declared[0]
+    return found
+
+
+def _indexed(module: nn.Module, key: str) -> Any:
+    """What `module[key]` gives, None where it is not torch or this package that answers."""
+    getter = next((vars(base)["__getitem__"] for base in type(module).__mro__ if "__getitem__" in vars(base)), None)
+    try:
+        return module[int(key) if key.isdigit() else key] if getter in GETTERS else None  # type: ignore[index]
+    except (LookupError, AttributeError, TypeError):
+        return None

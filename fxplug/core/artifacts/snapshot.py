@@ -1,0 +1,225 @@
+"""The files of an artifact by its manifest, as they were at one moment: what is hashed is what is read."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ..errors import DEFAULT, ArtifactError, Limits, printable, shown
+from ..reading import about, begins, check_format, opened, parse_json, reported, size_of
+from ..weight_files import PIECE, header, tensors
+from ..writing import recovered
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+FIXED = ("model.safetensors", "graph.json", "graph.txt", "config.yaml", "config.json")
+CODE = {".py", ".pyc", ".pyd", ".so", ".dll", ".dylib", ".pkl", ".pickle", ".pt", ".pth", ".ckpt", ".bin", ".sh"}
+PASS_NAME = re.compile(r"^[A-Za-z_][\w\-]*\Z", re.ASCII)
+
+
+@contextlib.contextmanager
+def wrapped(finding: str) -> Iterator[None]:
+    """Whatever goes wrong with data that is not ours is a finding about the data."""
+    try:
+        yield
+    except ArtifactError:
+        raise
+    except RecursionError:
+        raise ArtifactError(f"{finding}: it is nested too deeply") from None
+    except MemoryError:
+        raise ArtifactError(f"{finding}: there is not enough memory for it") from None
+    except Exception as error:  # of torch and json, about data that is not ours
+        raise ArtifactError(f"{finding}: {type(error).__name__}: {shown(str(error), 300)}") from error
+
+
+def files_of(folder: Path) -> set[str]:
+    """The names in a folder that belong to the artifact there; all of them where there is none."""
+    if not (folder / MANIFEST).is_file():
+        return set(os.listdir(folder))
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+        return {*FIXED, *json.loads((folder / MANIFEST).read_bytes())["files"]}
+    return set(FIXED)
+
+
+def listed(manifest: dict[str, Any], folder: object) -> dict[str, tuple[int, str]]:
+    """Size and SHA-256 of each file of an artifact. Raises ArtifactError."""
+    check_format(manifest, FORMAT, lambda finding: ArtifactError(f"{folder} {finding}"))
+    files = manifest.get("files")
+    if type(files) is not dict:
+        raise ArtifactError(f"{MANIFEST} does not list its files")
+    for name, entry in files.items():
+        if "/" in name or "\\" in name or name in ("", ".", "..") or "\0" in name:
+            raise ArtifactError(f"{MANIFEST} lists {shown(name)}, which leads out of the folder")
+        if name not in FIXED and not (name.endswith(".safetensors") and PASS_NAME.match(name.removesuffix(".safetensors"))):
+            raise ArtifactError(f"{MANIFEST} lists {shown(name)}, a kind of file that an artifact does not have")
+        if type(entry) is not dict or type(entry.get("size")) is not int or type(entry.get("sha256")) is not str:
+            raise ArtifactError(f"{MANIFEST} says neither size nor hash of {shown(name)}")
+    for name in ("model.safetensors", "graph.json"):
+        if name not in files:
+            raise ArtifactError(f"{MANIFEST} does not list {name}")
+    return {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
+
+
+def parse(data: bytes, name: str = "graph.json", limits: Limits = DEFAULT) -> dict[str, Any]:
+    """The object of a JSON text, within the limits. Raises ArtifactError, which names the file `name`."""
+    found = parse_json(data, about(name), limits)
+    if type(found) is not dict:
+        raise ArtifactError(f"{name} is no JSON object")
+    return found
+
+
+TRIES = 100  # how often a folder may be replaced while its files are opened
+HERE = os.open in os.supports_dir_fd and os.listdir in os.supports_fd  # files of an opened folder can be opened
+
+
+class Snapshot:
+    """An artifact whose files are open: a save into its folder that ends later changes nothing here."""
+
+    def __init__(self, files: dict[str, tuple[BinaryIO, str]], limits: Limits) -> None:
+        self.files, self.limits = files, limits
+
+    @property
+    def weights(self) -> list[str]:
+        """The names of its safetensors files."""
+        return [name for name in self.files if name.endswith(".safetensors")]
+
+    def json(self, name: str) -> dict[str, Any]:
+        """The object in a file. Raises ArtifactError."""
+        file, digest = self.files[name]
+        data = _text(file, name, self.limits)
+        _check(name, hashlib.sha256(data), digest)
+        return parse(data, name, self.limits)
+
+    def check(self, name: str) -> None:
+        """Raises ArtifactError for a file that is not as it was written."""
+        file, digest = self.files[name]
+        found = hashlib.sha256()
+        while piece := file.read(PIECE):
+            found.update(piece)
+        _check(name, found, digest)
+
+    def tensors(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a weight file in its order, on the CPU and in memory of their own. Raises ArtifactError.
+
+        That the file is as it was written is known, and said, after the last one.
+        """
+        file, digest = self.files[name]
+        found = hashlib.sha256()
+        head = header(file, about(name), self.limits)
+        found.update(head.start)
+        yield from tensors(file, head, about(name), found.update)
+        _check(name, found, digest)
+
+
+@contextlib.contextmanager
+def snapshot(folder: Path, limits: Limits = DEFAULT) -> Iterator[Snapshot]:
+    """The artifact in a folder, its files opened: one version of it, however often it is replaced meanwhile.
+
+    Raises ArtifactError for what is no artifact, incomplete, newer than this version, or no plain file.
+    """
+    for attempt in range(TRIES):
+        with contextlib.ExitStack() as stack:
+            path = recovered(folder)
+            home = _open_folder(path, stack)
+            try:
+                found = _open_files(path, home, stack, limits)
+            except ArtifactError:
+                if attempt + 1 < TRIES and _replaced(path, home):
+                    continue
+                raise
+            yield found
+            return
+
+
+def _open_folder(folder: Path, stack: contextlib.ExitStack) -> int | None:
+    if not folder.is_dir():
+        if folder.is_file():
+            with opened(folder) as file:
+                what = begins(file.read(64))
+            raise ArtifactError(f"{folder} is {what or 'a file'}, and load takes the folder that fxplug.save wrote")
+        raise ArtifactError(f"there is no folder {folder}")
+    if not HERE:
+        return None
+    try:
+        home = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ArtifactError(f"{folder} cannot be read: {error.strerror}") from None
+    stack.callback(os.close, home)
+    return home
+
+
+def _replaced(folder: Path, home: int | None) -> bool:
+    try:
+        return home is None or not os.path.samestat(os.stat(folder), os.fstat(home))
+    except OSError:
+        return True
+
+
+def _open_files(folder: Path, home: int | None, stack: contextlib.ExitStack, limits: Limits) -> Snapshot:
+    try:
+        names = os.listdir(folder if home is None else home)
+    except OSError as error:
+        raise ArtifactError(f"{folder} cannot be read: {error.strerror}") from None
+    if MANIFEST not in names:
+        raise ArtifactError(f"{folder} is no artifact: it has no {MANIFEST}")
+    manifest = _open(folder, home, MANIFEST, stack)
+    files = listed(parse(_text(manifest, MANIFEST, limits), MANIFEST, limits), folder)
+    opened = {}
+    for name, (size, digest) in files.items():
+        file = _open(folder, home, name, stack)
+        found = size_of(file)
+        if found != size:
+            what = "truncated: the copy is incomplete" if found < size else "longer than it was"
+            raise ArtifactError(f"{name} has {found} bytes instead of {shown(size)}; it is {what}")
+        opened[name] = (file, digest)
+    for name in names:
+        if name not in files and Path(name).suffix.lower() in CODE:
+            raise ArtifactError(f"{printable(name)} lies in the artifact and is not listed: code has no place there; remove it")
+    return Snapshot(opened, limits)
+
+
+def _open(folder: Path, home: int | None, name: str, stack: contextlib.ExitStack) -> BinaryIO:
+    """A plain file of the folder itself: no link that leads out of it, and nothing that waits or does something when opened."""
+    where: Any = {} if home is None else {"dir_fd": home}
+    path = name if home is not None else folder / name
+    try:
+        kind = os.stat(path, follow_symlinks=False, **where).st_mode
+        if stat.S_ISLNK(kind):
+            raise ArtifactError(f"{name} is a link, which leads out of the folder: an artifact's files lie in it themselves")
+        if not stat.S_ISREG(kind):
+            raise ArtifactError(f"{name} is no plain file")
+        # it may have become something else meanwhile
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), **where)
+    except FileNotFoundError:
+        raise ArtifactError(f"{name} is missing from {folder}") from None
+    except OSError as error:
+        raise ArtifactError(f"{name} cannot be read: {error.strerror}") from None
+    file = stack.enter_context(os.fdopen(handle, "rb"))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        raise ArtifactError(f"{name} is no plain file")
+    return file
+
+
+def _text(file: BinaryIO, name: str, limits: Limits) -> bytes:
+    raises, size = about(name), size_of(file)
+    if size > limits.json:
+        raise raises(f"has {size} bytes, and more than {limits.json} are not read; see Limits")
+    with reported(raises):
+        data = file.read(size)
+    if len(data) < size:
+        raise raises("became shorter while it was read")
+    return data
+
+
+def _check(name: str, found: Any, digest: str) -> None:
+    if found.hexdigest() != digest:
+        raise ArtifactError(f"{name} is not as it was written: its SHA-256 differs from the manifest's")

@@ -1,0 +1,326 @@
+"""The tensors of an artifact: what graph.json says of each, packed ones too, and their values by file."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArtifactError, shown
+from ..ir.traced_module import TracedModule
+from ..quantised import is_packed
+from .snapshot import Snapshot
+from .value_json import Mark, Unportable, decode, encode, import_class, is_import_path, only_keys, whole
+
+FLATTENED = "__tensor_flatten__"
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # how many numbers of a 4-bit weight have one scale
+DATA = "data"  # the integers of a parameter of bitsandbytes; its other parts have the names of its library
+
+
+def class_path(value: Any) -> str:
+    """The import path of a value's class. Raises Unportable for one that nobody can import."""
+    name = f"{type(value).__module__}:{type(value).__qualname__}"
+    if not is_import_path(name):
+        raise Unportable(f"its class {type(value).__qualname__} cannot be imported")
+    return name
+
+
+def parts_of(owner: nn.Module, tensor: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What graph.json says of a packed tensor, beside its shape, and the plain tensors that it is made of, by name.
+
+    Raises ArtifactError for one whose class does not tell.
+    """
+    try:
+        if hasattr(tensor, FLATTENED):
+            names, context = tensor.__tensor_flatten__()
+            return {"class": class_path(tensor), "context": _encode(context)}, {n: getattr(tensor, n) for n in names}
+        if type(tensor).__name__ == "Params4bit":
+            return {"class": class_path(tensor)}, {DATA: _plain(tensor), **tensor.quant_state.as_dict(packed=True)}
+        if type(tensor).__name__ == "Int8Params" and tensor.has_fp16_weights:
+            return {"class": class_path(tensor)}, {DATA: _plain(tensor)}
+        if type(tensor).__name__ == "Int8Params":
+            state: Any = owner.state
+            return {"class": class_path(tensor)}, {DATA: _plain(tensor), "SCB": state.SCB if tensor.SCB is None else tensor.SCB}
+    except Unportable as error:
+        raise ArtifactError(f"a {type(tensor).__name__} cannot be written down: {error}") from None
+    raise ArtifactError(f"a {type(tensor).__name__} says of no plain tensors that it is made of them")
+
+
+def made_of(
+    record: Mapping[str, Any], parts: dict[str, Tensor], shape: tuple[int, ...], stride: tuple[int, ...], allow: Sequence[str]
+) -> Tensor:
+    """The tensor that these parts make, of the class that a record names, which `allow` has to cover. Raises ArtifactError."""
+    cls: Any = import_class(record["class"], allow)
+    if not issubclass(cls, Tensor):
+        raise ArtifactError(f"graph.json: {shown(record['class'])} is no class of tensors")
+    if "context" in record:
+        if not callable(getattr(cls, "__tensor_unflatten__", None)):
+            raise ArtifactError(f"graph.json: {shown(record['class'])} cannot be made of plain tensors")
+        made: Tensor = cls.__tensor_unflatten__(parts, _decode(record["context"], allow), torch.Size(shape), stride)
+    else:
+        data = parts.pop(DATA)
+        if cls.__name__ == "Params4bit":
+            made = cls.from_prequantized(data, parts, device=data.device)
+        elif cls.__name__ == "Int8Params":
+            own = {"has_fp16_weights": True} if data.is_floating_point() else {"CB": data, "SCB": parts["SCB"]}
+            made = cls(data, requires_grad=False, **own)
+        else:
+            raise ArtifactError(f"graph.json: {shown(record['class'])} is no class whose parts are known")
+    if not is_packed(made):
+        raise ArtifactError(f"graph.json: {shown(record['class'])} is no class of a quantised tensor")
+    return made
+
+
+def check_layer(path: str, layer: Any) -> None:
+    """Raises ArtifactError for a layer of bitsandbytes whose parts do not fit: its kernels would read beyond them."""
+    weight, bias = layer._parameters["weight"], layer._parameters.get("bias")
+    shape = (layer.out_features, layer.in_features)
+    fits = type(weight).__name__ in ("Params4bit", "Int8Params") and (bias is None or tuple(bias.shape) == shape[:1])
+    if fits and type(weight).__name__ == "Int8Params":
+        fits = tuple(weight.shape) == shape and weight.has_fp16_weights == layer.state.has_fp16_weights
+        if fits and not weight.has_fp16_weights:
+            fits = weight.dtype == torch.int8 and tuple(weight.SCB.shape) == shape[:1]
+    elif fits:
+        state, count = weight.quant_state, math.prod(shape)
+        fits = tuple(state.shape) == shape and state.blocksize in BLOCKS and weight.nbytes == -(-count // 2)
+        blocks = -(-count // state.blocksize) if fits else 0
+        fits = fits and state.code.numel() == 16 and state.absmax.numel() == blocks and state.quant_type in ("fp4", "nf4")
+        if fits and state.nested:
+            inner = state.state2
+            fits = inner.blocksize == 256 and inner.code.numel() == 256 and inner.absmax.numel() == -(-blocks // 256)
+        fits = fits and state.absmax.dtype == (torch.uint8 if state.nested else torch.float32)
+    if not fits:
+        raise ArtifactError(f"graph.json: the parts of the weight of {shown(path)} are not those of a layer {list(shape)}")
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().as_subclass(Tensor)
+
+
+# --- what a class keeps beside its tensors: plain values, members of an enumeration, records
+
+
+def _encode(value: Any) -> Any:
+    return encode(_marked(value))
+
+
+def _marked(value: Any) -> Any:
+    """The same with marks for the values that are of classes of the library."""
+    if isinstance(value, enum.Enum):
+        return Mark("member", [class_path(value), value.name])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return Mark("record", [class_path(value), _encode(fields)])
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return Mark("record", [class_path(value), _encode(dict(zip(value._fields, value, strict=True)))])
+    if type(value) in (list, tuple):
+        return type(value)(map(_marked, value))
+    if type(value) is dict:
+        return {key: _marked(member) for key, member in value.items()}
+    return value
+
+
+def _decode(data: Any, allow: Sequence[str]) -> Any:
+    if type(data) is list:
+        return [_decode(member, allow) for member in data]
+    if type(data) is not dict or len(data) != 1:
+        return decode(data)
+    ((kind, body),) = data.items()
+    if kind == "member":
+        cls = import_class(body[0], allow)
+        if not issubclass(cls, enum.Enum) or body[1] not in cls.__members__:
+            raise ArtifactError(f"graph.json: {shown(body)} is no member of an enumeration")
+        return cls[body[1]]
+    if kind == "record":
+        cls = import_class(body[0], allow)
+        if not (dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))):
+            raise ArtifactError(f"graph.json: {shown(body[0])} is no record")
+        names = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else cls._fields
+        return cls(**only_keys(_decode(body[1], allow), names, f"a {cls.__name__}"))
+    if kind == "dict":
+        return {decode(key): _decode(member, allow) for key, member in body}
+    if kind == "tuple":
+        return tuple(_decode(member, allow) for member in body)
+    return decode(data)
+
+
+PARTS = 16  # of one packed tensor
+
+
+def records_of(
+    module: TracedModule, passes: Sequence[str], values: bool = True
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, torch.Tensor]]]:
+    """What graph.json says of each tensor, and the tensors by file; one that has two names is stored once."""
+    records: dict[str, dict[str, Any]] = {}
+    files: dict[str, dict[str, torch.Tensor]] = {"model.safetensors": {}, **{f"{p}.safetensors": {} for p in passes}}
+    first: dict[int, str] = {}
+    storages: set[int] = set()
+    for name, tensor, persistent in state_of(module):
+        packed = is_packed(tensor)
+        record = _packed_record(tensor, persistent) if packed else _tensor_record(name, tensor, persistent)
+        records[name] = record
+        if id(tensor) in first:
+            record["same_as"] = first[id(tensor)]
+            continue
+        first[id(tensor)] = name
+        parts: dict[str, torch.Tensor] = {}
+        if packed:
+            facts, parts = _parts(name, module.get_submodule(name.rpartition(".")[0]), tensor)
+            record.update(facts, parts={key: _tensor_record(f"{name}.{key}", part, True) for key, part in parts.items()})
+        elif tensor.is_meta:
+            record["stored"] = False
+        if tensor.is_meta or not values:
+            continue
+        prefix = name.partition(".")[0]
+        file = f"{prefix}.safetensors" if prefix in passes else "model.safetensors"
+        for key, value in {f"{name}.{key}": part for key, part in parts.items()}.items() if packed else [(name, tensor)]:
+            files[file][key] = _portable_tensor(value, storages)
+    return records, files
+
+
+def _parts(name: str, owner: nn.Module, tensor: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    if tensor.is_meta:
+        raise ArtifactError(f"'{name}' is a {type(tensor).__name__} without values, which an artifact cannot hold")
+    try:
+        return parts_of(owner, tensor)
+    except ArtifactError as error:
+        raise ArtifactError(f"'{name}': {error}") from None
+
+
+def state_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Every parameter and buffer with its name and whether state_dict has it."""
+    for path, m in module.named_modules():
+        for table in (m._parameters, m._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    persistent = table is m._parameters or key not in m._non_persistent_buffers_set
+                    yield f"{path}.{key}" if path else key, tensor, persistent
+
+
+def _packed_record(tensor: torch.Tensor, persistent: bool) -> dict[str, Any]:
+    return {
+        "kind": "parameter" if isinstance(tensor, nn.Parameter) else "buffer",
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "stride": list(tensor.stride()),
+        **({} if persistent else {"persistent": False}),
+    }
+
+
+def _tensor_record(name: str, tensor: torch.Tensor, persistent: bool) -> dict[str, Any]:
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+        raise ArtifactError(f"'{name}' is a {type(tensor).__name__} ({tensor.layout}), which safetensors cannot hold")
+    record: dict[str, Any] = {
+        "kind": "parameter" if isinstance(tensor, nn.Parameter) else "buffer",
+        "shape": list(tensor.shape),
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+    }
+    if not persistent:
+        record["persistent"] = False
+    if tensor.requires_grad:
+        record["requires_grad"] = True
+    # which kernel runs, and so the last bit of a result, depends on the strides
+    if not tensor.is_contiguous() and torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+        record["stride"] = list(tensor.stride())
+    return record
+
+
+def _portable_tensor(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
+    """The values as safetensors takes them: on the CPU, contiguous, real, in a storage of their own."""
+    with torch.no_grad():
+        value = tensor.detach().resolve_conj().resolve_neg().cpu()
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        value = value.contiguous()
+    storage = value.untyped_storage()
+    if storage.data_ptr() in storages or storage.nbytes() != value.nbytes:
+        return value.clone()
+    storages.add(storage.data_ptr())
+    return value
+
+
+def read_tensors(
+    files: Snapshot, records: dict[str, Any], device: torch.device | str | None, allow: Sequence[str] = ()
+) -> dict[str, torch.Tensor]:
+    """Every tensor by name; the ones that share values are one object. `allow` covers the classes of packed ones."""
+    known = ["kind", "shape", "dtype", "persistent", "requires_grad", "stride", "same_as", "stored"]
+    known += ["class", "context", "parts"]  # of a packed one
+    expected: set[str] = set()
+    for name, record in records.items():
+        only_keys(record, known, f"the tensor {shown(name)}")
+        parts = record.get("parts")
+        if parts is not None:
+            if type(parts) is not dict or not parts or len(parts) > PARTS:
+                raise ArtifactError(f"graph.json: the parts of {shown(name)} are no object of at most {PARTS}")
+            for key, part in parts.items():
+                only_keys(part, ["kind", "shape", "dtype", "stride"], f"the part {shown(key)} of {shown(name)}")
+        if "same_as" not in record and record.get("stored", True):
+            expected.update([name] if parts is None else [f"{name}.{key}" for key in parts])
+    raw: dict[str, torch.Tensor] = {}
+    for file in files.weights:
+        for name, value in files.tensors(file):
+            if name not in expected or name in raw:
+                raise ArtifactError(f"{file} holds {shown(name)}, which graph.json does not place there")
+            raw[name] = value
+    missing = sorted(expected - set(raw))
+    if missing:
+        more = f" nor {len(missing) - 1} more" * (len(missing) > 1)
+        raise ArtifactError(f"no file holds the tensor {shown(missing[0])}{more}")
+    values: dict[str, torch.Tensor] = {}
+    for name, record in records.items():
+        if "same_as" in record:
+            other = record["same_as"]
+            if type(other) is not str or other not in values:
+                raise ArtifactError(f"graph.json: {shown(name)} is said to be {shown(other)}, which does not come before it")
+            values[name] = values[other]
+        elif "parts" in record:
+            values[name] = _packed(name, record, raw, device, allow)
+        else:
+            values[name] = _tensor(name, record, raw.pop(name, None), device)
+    return values
+
+
+def _packed(
+    name: str, record: dict[str, Any], raw: dict[str, torch.Tensor], device: torch.device | str | None, allow: Sequence[str]
+) -> torch.Tensor:
+    """A tensor of a class that is allowed, made of its parts."""
+    shape, stride = (tuple(map(whole, record.get(key) or ())) for key in ("shape", "stride"))
+    own = {key: f"{name}.{key}" for key in record["parts"]}
+    parts = {key: _tensor(full, record["parts"][key], raw.pop(full), device) for key, full in own.items()}
+    made = made_of(record, {key: part.requires_grad_(False) for key, part in parts.items()}, shape, stride, allow)
+    if tuple(made.shape) != shape or made.dtype != decode({"dtype": record.get("dtype")}):
+        raise ArtifactError(f"graph.json: the parts of '{name}' make {made.dtype} {list(made.shape)}, which it is not")
+    if record.get("kind") != "parameter" or isinstance(made, nn.Parameter):
+        return made
+    return nn.Parameter(made, requires_grad=False)
+
+
+def _tensor(name: str, record: dict[str, Any], raw: torch.Tensor | None, device: torch.device | str | None) -> torch.Tensor:
+    dtype = decode({"dtype": record.get("dtype")})
+    shape = tuple(map(whole, record.get("shape") or ()))
+    if raw is None:
+        value = torch.empty(shape, dtype=dtype, device="meta")
+    else:
+        value = torch.view_as_complex(raw) if dtype.is_complex else raw
+        if value.dtype != dtype or tuple(value.shape) != shape:
+            raise ArtifactError(f"'{name}' is {value.dtype} {tuple(value.shape)} in its file and {dtype} {shape} in graph.json")
+        value = value.to(device) if device is not None else value
+    if "stride" in record:
+        value = _with_strides(name, value, record["stride"])
+    if record.get("kind") == "parameter":
+        return nn.Parameter(value, requires_grad=record.get("requires_grad") is True)
+    if record.get("kind") != "buffer":
+        raise ArtifactError(f"graph.json: '{name}' is neither a parameter nor a buffer")
+    return value.requires_grad_(record.get("requires_grad") is True)
+
+
+def _with_strides(name: str, value: torch.Tensor, strides: Any) -> torch.Tensor:
+    dense = len(strides) == value.dim() and all(type(s) is int and s >= 0 for s in strides)
+    if not dense or 1 + sum((n - 1) * s for n, s in zip(value.shape, strides, strict=True)) != value.numel():
+        raise ArtifactError(f"graph.json: the strides {strides} of '{name}' do not fit its shape")
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)

@@ -1,0 +1,470 @@
+"""Plain values and names as JSON, and back, checked against closed lists, and how large the numbers of a graph can become."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import enum
+import importlib
+import keyword
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from ..errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
+from ..ir import functions, ops
+
+PATH_KEY = re.compile(r"^[\w\-+:/@=,]+\Z", re.ASCII)
+IMPORT_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z", re.ASCII)
+
+
+def check_name(text: Any, what: str) -> str:
+    """`text` if it is a plain identifier, else ArtifactError."""
+    if type(text) is not str or not text.isidentifier() or not text.isascii() or keyword.iskeyword(text):
+        raise ArtifactError(f"graph.json: {shown(text)} is no {what}: it must be a plain identifier")
+    return text
+
+
+def check_path(text: Any, what: str) -> str:
+    """`text` if it is a dotted path of identifiers, numbers and keys such as `2-1`, else ArtifactError."""
+    if type(text) is not str:
+        raise ArtifactError(f"graph.json: {shown(text)} is no {what}")
+    for part in text.split("."):
+        # the code has what is no identifier as `self.blocks[0]` or `self.blocks['2-1']`
+        if not PATH_KEY.match(part):
+            signs = "letters, digits and any of _-+:/@=,"
+            raise ArtifactError(f"graph.json: {shown(text)} is no {what}: {shown(part)} must be {signs}")
+        if part.startswith("__"):
+            raise ArtifactError(f"graph.json: {what} {shown(text)} reaches for '{part}', a name of Python's own")
+    return text
+
+
+def only_keys(data: Any, known: Iterable[str], where: str) -> dict[str, Any]:
+    """`data` if it is an object with no other keys than `known`, else ArtifactError."""
+    if type(data) is not dict:
+        raise ArtifactError(f"graph.json: {where} is no object")
+    known = list(known)
+    for key in data:
+        if key not in known:
+            raise ArtifactError(f"graph.json: {where} has an unexpected entry {shown(key)}{did_you_mean(key, known)}")
+    return data
+
+
+def allowed(module: str, allow: Sequence[str]) -> bool:
+    """Whether `module` is one of `allow` or lies below one."""
+    return any(module == name or module.startswith(f"{name}.") for name in allow)
+
+
+def is_import_path(text: Any) -> bool:
+    """Whether `text` is `package.module:Class`, with names that are nobody's private matter."""
+    return type(text) is str and IMPORT_PATH.match(text) is not None and "__" not in text
+
+
+def import_class(path: str, allow: Sequence[str]) -> type:
+    """The class `package.module:Class`, imported only if `allow` covers its module."""
+    if not is_import_path(path):
+        raise ArtifactError(f"graph.json: {shown(path)} is no import path 'package.module:Class'")
+    module, _, qualname = path.partition(":")
+    if not allowed(module, allow):
+        top = module.partition(".")[0]
+        raise ArtifactError(
+            f"the artifact needs the class {qualname} of {module}, which is not allowed: load(folder, allow=['{top}'])"
+        )
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise ArtifactError(f"the artifact needs the class {qualname} of {module}; it cannot be imported: {error}") from error
+    for part in qualname.split("."):
+        found = vars(found).get(part)
+        if found is None:
+            raise ArtifactError(f"{module} has no class {qualname}, which the artifact needs")
+    if not isinstance(found, type) or found.__module__ != module:
+        raise ArtifactError(f"{qualname} is no class that {module} defines")
+    return found
+
+
+def function_name(function: Any) -> str | None:
+    """The public name of a function that a graph may call, or None."""
+    try:
+        return functions.names().get(function)
+    except TypeError:
+        return None
+
+
+def find_function(name: Any) -> Callable[..., Any]:
+    """The function of a public name. Raises ArtifactError for one that is not in the closed list."""
+    table = functions.functions()
+    if type(name) is not str or name not in table:
+        raise ArtifactError(
+            f"graph.json: the function {shown(name)} is not one that a graph may call{did_you_mean(name, table)}"
+        )
+    return table[name]
+
+
+TORCH_NAMES: dict[type, dict[str, Any]] = {
+    kind: {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, kind)}
+    for kind in (torch.dtype, torch.memory_format, torch.layout)
+}
+DEVICES = ("cpu", "cuda", "mps", "xpu", "meta", "hpu", "mtia")  # that a graph may name
+TYPES = {"int": int, "float": float, "bool": bool}
+
+
+class Settings(dict[str, Any]):
+    """The configuration of a model whose library is not there: read-only, its entries by key or attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the configuration has no entry '{name}'{did_you_mean(name, self)}") from None
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("the configuration of a traced model is read-only")
+
+    __setattr__ = __setitem__ = __delitem__ = __delattr__ = __ior__ = _refuse
+    update = pop = popitem = clear = setdefault = _refuse
+
+    def __reduce__(self) -> Any:
+        return Settings, (dict(self),)
+
+
+class Unportable(Exception):
+    """A value that has no JSON form."""
+
+
+class Mark:
+    """Stands among values for one that is not itself there, such as a tensor by its number: `{kind: content}` in JSON."""
+
+    __slots__ = ("content", "kind")
+
+    def __init__(self, kind: str, content: Any) -> None:
+        self.kind, self.content = kind, content
+
+
+def encode(value: Any, explicit: bool = False) -> Any:
+    """A plain value as JSON: scalars and lists as they are, anything else as an object with one key, its kind.
+
+    With `explicit` scalars and lists are such objects, too: `{"is": 3}`, `{"list": [...]}`. Raises Unportable for anything that
+    is not data.
+    """
+    if isinstance(value, enum.Enum):
+        return encode(value.value, explicit)
+    if isinstance(value, np.generic):
+        return encode(value.item(), explicit)
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(float(value))}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        scalar = value if value is None or isinstance(value, bool) else _base(value)
+        return {"is": scalar} if explicit else scalar
+    if isinstance(value, Mark):
+        return {value.kind: value.content}
+    if isinstance(value, fx.Node):
+        return {"node": value.name}
+    if isinstance(value, torch.Size):
+        return {"size": [encode(v, explicit) for v in value]}
+    if isinstance(value, tuple):
+        return {"tuple": [encode(v, explicit) for v in value]}
+    if isinstance(value, list):
+        members = [encode(v, explicit) for v in value]
+        return {"list": members} if explicit else members
+    if isinstance(value, dict):
+        # diffusers' FrozenDict cannot be imported here to ask for it
+        kind = "settings" if isinstance(value, Settings) or type(value).__name__ == "FrozenDict" else "dict"
+        return {kind: [[encode(k), encode(v, explicit)] for k, v in value.items()]}
+    if isinstance(value, (slice, range)):
+        return {type(value).__name__: [encode(v) for v in (value.start, value.stop, value.step)]}
+    for cls, names in TORCH_NAMES.items():
+        if isinstance(value, cls):
+            name = str(value).removeprefix("torch.")
+            return {cls.__name__: name if name in names else _unportable(value)}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    if isinstance(value, complex):
+        return {"complex": [encode(value.real), encode(value.imag)]}
+    if value is Ellipsis:
+        return {"ellipsis": True}
+    if isinstance(value, bytes):
+        return {"bytes": value.hex()}
+    if value in TYPES.values():
+        return {"type": value.__name__}
+    return _unportable(value)
+
+
+def _base(value: float | str) -> int | float | str:
+    """A number or text that may be of a class of its own, as one of Python's."""
+    return int(value) if isinstance(value, int) else float(value) if isinstance(value, float) else str.__str__(value)
+
+
+def _unportable(value: Any) -> NoReturn:
+    raise Unportable(f"a {type(value).__qualname__} is no plain value")
+
+
+def portable(values: dict[str, Any]) -> dict[str, Any]:
+    """Those entries of `values` that have a JSON form, encoded; of a configuration, those entries of it."""
+    found = {}
+    for key, value in values.items():
+        try:
+            found[key] = encode(value)
+        except Unportable:
+            if callable(inside := getattr(value, "to_dict", None)):
+                with contextlib.suppress(Exception):  # whatever a stranger's `to_dict` raises
+                    value = inside()
+            if isinstance(value, dict):
+                inner = portable({k: v for k, v in value.items() if isinstance(k, str)})
+                found[key] = {"settings": [[k, v] for k, v in inner.items()]}
+    return found
+
+
+def decode(
+    data: Any,
+    nodes: Mapping[str, fx.Node] | None = None,
+    limits: Limits = DEFAULT,
+    forms: Mapping[str, Form] | None = None,
+    where: str = "graph.json",
+) -> Any:
+    """The value that `encode` wrote. Nodes are looked up in `nodes`; None refuses them. Raises ArtifactError.
+
+    `forms` are the kinds of values that there may be, by default those of a graph; `where` begins the text of an error.
+    """
+    forms = FORMS if forms is None else forms
+    kind = type(data)
+    if data is None or kind is bool or kind is int:
+        return data
+    if kind is str:
+        if len(data) > limits.string:
+            raise ArtifactError(f"{where}: a text of {len(data)} characters; more than {limits.string} are not read")
+        return data
+    if kind is float:
+        if not math.isfinite(data):
+            raise ArtifactError(f"{where}: a number is too large for a float")
+        return data
+    if kind is list:
+        return [decode(v, nodes, limits, forms, where) for v in data]
+    if kind is not dict or len(data) != 1:
+        raise ArtifactError(f"{where}: {shown(data)} is no encoded value")
+    ((name, body),) = data.items()
+    if name == "node":
+        if nodes is None:
+            raise ArtifactError(f"{where}: a node stands where only a plain value may")
+        if type(body) is not str or body not in nodes:
+            raise ArtifactError(f"{where}: an argument refers to the node {shown(body)}, which is not defined before it")
+        return nodes[body]
+    if name not in forms:
+        raise ArtifactError(f"{where}: there is no kind of value {shown(name)}{did_you_mean(name, forms)}")
+    form, read = forms[name]
+    if form is not object and type(body) is not form:
+        raise ArtifactError(f"{where}: {shown(data)} is no {name}")
+    try:
+        return read(body, lambda v: decode(v, nodes, limits, forms, where), limits)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ArtifactError(f"{where}: {shown(data)} is no {name}: {shown(str(error))}") from None
+
+
+Read = Callable[[Any], Any]
+Form = tuple[type, Callable[[Any, Read, Limits], Any]]  # how the JSON of a kind of value begins, and what reads it
+
+
+def _float(body: str, read: Read, limits: Limits) -> float:
+    if body not in ("inf", "-inf", "nan"):
+        raise ArtifactError(f"graph.json: {shown(body)} is no float")
+    return float(body)
+
+
+def _dict(body: list[Any], read: Read, limits: Limits) -> dict[Any, Any]:
+    made = {decode(k, None, limits): read(v) for k, v in body}
+    if len(made) < len(body):
+        raise ValueError("it has a key twice")
+    return made
+
+
+def _range(body: list[Any], read: Read, limits: Limits) -> range:
+    found = range(*map(whole, body))
+    if -(-abs(found.stop - found.start) // abs(found.step)) > limits.members:
+        raise ArtifactError(f"graph.json: {shown(found)} has more than {limits.members} members")
+    return found
+
+
+def _complex(body: list[Any], read: Read, limits: Limits) -> complex:
+    real, imaginary = (decode(v, None, limits) for v in body)
+    return complex(real, imaginary)
+
+
+def _device(body: str, read: Read, limits: Limits) -> torch.device:
+    if body.partition(":")[0] not in DEVICES:
+        raise ArtifactError(f"graph.json: {shown(body)} is no device of a graph{did_you_mean(body, DEVICES)}")
+    return torch.device(body)
+
+
+def _named(kind: str, table: Mapping[str, Any]) -> Callable[[Any, Read, Limits], Any]:
+    def read(body: str, _: Read, limits: Limits) -> Any:
+        if body not in table:
+            raise ArtifactError(f"graph.json: {shown(body)} is no {kind} of torch{did_you_mean(body, table)}")
+        return table[body]
+
+    return read
+
+
+def whole(value: Any) -> int:
+    """`value` if it is a whole number, else ArtifactError."""
+    if type(value) is not int:
+        raise ArtifactError(f"graph.json: {shown(value)} stands where a whole number must")
+    return value
+
+
+# the kinds of values that a graph has
+FORMS: dict[str, Form] = {
+    "tuple": (list, lambda body, read, limits: tuple(map(read, body))),
+    "size": (list, lambda body, read, limits: torch.Size(map(whole, body))),
+    "dict": (list, _dict),
+    "settings": (list, lambda body, read, limits: Settings(_dict(body, read, limits))),
+    "slice": (list, lambda body, read, limits: slice(*map(read, body))),
+    "range": (list, _range),
+    "float": (str, _float),
+    "complex": (list, _complex),
+    "ellipsis": (bool, lambda body, read, limits: Ellipsis),
+    "bytes": (str, lambda body, read, limits: bytes.fromhex(body)),
+    "type": (str, _named("type", TYPES)),
+    "device": (str, _device),
+    **{kind.__name__: (str, _named(kind.__name__, table)) for kind, table in TORCH_NAMES.items()},
+}
+
+
+READ = 64  # bits of a size, and of a number that the caller gives
+FLOAT = 1024  # bits of a number that was a float
+# what of torch gives numbers of Python; all else gives tensors or what holds them
+NUMBERS = """size dim ndimension numel nelement item tolist stride storage_offset element_size get_device sparse_dim dense_dim
+q_scale q_zero_point q_per_channel_axis dim_order is_nonzero equal allclose broadcast_shapes finfo iinfo sym_max sym_min
+sym_float sym_int sym_not sym_ite sym_sum sym_sqrt""".split()  # noqa: SIM905
+ARITHMETIC = {getattr(operator, name) for name in functions.OPERATORS} - {
+    operator.getitem, operator.setitem, operator.contains, operator.eq, operator.ne
+}  # fmt: skip
+COMPARING = {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge, operator.contains}
+POWERS = {operator.pow, builtins.pow}
+MATH = {function: name for name, function in functions.MATH_FUNCTIONS.items()}
+
+Bits = float | None  # of the largest number that a value can be or hold; None for a tensor
+
+
+def check_numbers(graph: fx.Graph, limits: Limits = DEFAULT) -> None:
+    """Refuse a graph in which a number could become longer than `limits.bits`, whatever it is called with.
+
+    What a call may spend on tensors is not bounded: a graph that asks for a large one gets it, as any model does.
+
+    Raises ArtifactError.
+    """
+    known: dict[fx.Node, Bits] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in ARITHMETIC | POWERS:
+            _check_operands(node)
+        found = _bits(node, known)
+        if found is not None and found > limits.bits:
+            raise ArtifactError(
+                f"graph.json: the number '{node.name}' could have more than {limits.bits} bits: load(folder, "
+                "limits=Limits(bits=...)) allows more"
+            )
+        known[node] = found
+        if node.target is ops.check_inputs and node.args:  # what comes after it has tensors there
+            known.update(dict.fromkeys(node.all_input_nodes))
+
+
+def _check_operands(node: fx.Node) -> None:
+    for operand in node.args:
+        repeated = isinstance(operand, (list, tuple)) and node.target in (operator.mul, operator.imul)
+        if isinstance(operand, (str, bytes)) or repeated or node.kwargs or len(node.args) > 2:
+            raise ArtifactError(f"graph.json: '{node.name}' calculates with something that is no number")
+
+
+def _bits(node: fx.Node, known: dict[fx.Node, Bits]) -> Bits:
+    values = [_of(value, known) for value in (*node.args, *node.kwargs.values())]
+    largest = max((v for v in values if v is not None), default=0)
+    if node.op == "placeholder":
+        return READ
+    if node.op == "call_method":
+        if node.target not in NUMBERS:
+            return None
+        return FLOAT if node.target in ("item", "tolist") else READ
+    if node.op != "call_function":
+        return None if node.op in ("get_attr", "call_module") else 0
+    if node.target in MATH:
+        return _of_math(MATH[node.target], FLOAT if None in values else largest)
+    if node.target in COMPARING:
+        return None if None in values else 1
+    if node.target in ARITHMETIC or node.target in POWERS:
+        return None if None in values else _of_arithmetic(node, [v for v in values if v is not None])
+    if node.target is operator.getitem:
+        return None if values[:1] == [None] else max(largest, READ)
+    name = functions.names().get(node.target, "")
+    if name.startswith("torch.") and name.rpartition(".")[2] not in NUMBERS:
+        return None
+    if node.target is ops.edge and values == [None]:
+        return None
+    return max(largest, FLOAT if None in values else READ)
+
+
+def _of_arithmetic(node: fx.Node, values: list[float]) -> Bits:
+    target, first, last = node.target, values[0] if values else 0.0, values[-1] if values else 0.0
+    if target in (operator.mul, operator.imul):
+        return first + last
+    if target in (operator.truediv, operator.itruediv):
+        return FLOAT
+    if target in POWERS or target is operator.lshift:
+        exponent = node.args[1] if len(node.args) == 2 else 0
+        if isinstance(exponent, float):
+            return FLOAT
+        times = max(exponent, 0) if isinstance(exponent, int) else 2.0**last if last < FLOAT else math.inf
+        if target is operator.lshift:
+            return first + times
+        return first * times if times < 2**53 else math.inf if first > 1 else 1
+    return max(first, last) + 1
+
+
+def _of_math(name: str, bits: float) -> Bits:
+    if name.startswith("log"):
+        return math.log2(max(bits, 2)) + 1
+    if name in ("exp", "pow", "tan"):
+        return FLOAT
+    return bits + 1
+
+
+def _of(value: Any, known: dict[fx.Node, Bits]) -> Bits:
+    if isinstance(value, fx.Node):
+        return known[value]
+    if isinstance(value, int):
+        return int(value).bit_length()
+    if isinstance(value, (float, complex)):
+        size = abs(value)
+        return max(abs(math.frexp(size)[1]), 1) if math.isfinite(size) else FLOAT
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, (list, tuple)):
+        return max((bits for bits in (_of(v, known) for v in value) if bits is not None), default=0)
+    return 0
+
+
+class Budget(TorchFunctionMode):
+    """Ends a constructor that makes more than its file says."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls -= 1
+        if self.calls < 0:
+            raise ArtifactError("it makes more than the tensors that the file has for it")
+        return func(*args, **(kwargs or {}))
+
+
+def check_size(value: Any, limit: int, what: str) -> None:
+    """Refuse a whole number beyond `limit` among the values of an argument. Raises ArtifactError."""
+    if isinstance(value, int) and abs(value) > limit:
+        raise ArtifactError(f"graph.json: {what} is {shown(value)}; more than {limit} is not read")
+    for member in value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else ():
+        check_size(member, limit, what)

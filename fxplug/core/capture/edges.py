@@ -1,0 +1,407 @@
+"""Edges of the whole model and of the modules that it calls: inputs become placeholders, values at edges get names."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from .. import quantised
+from ..errors import TraceError
+from ..ir import ops
+from ..ir.containers import children, has_tensor, leaves, map_leaves, put_back, rebuilt
+from ..ir.graph import insert
+from ..spec.addresses import Port, identifier
+from ..torch_internals.modules import call_with_hooks, forward_hooks
+from ..torch_internals.tensors import DisableTorchFunction
+from .fake_tensors import KINDS, NeedsValues, Number, fake
+from .frozen_values import alike, frozen
+from .graph_builder import PRINTABLE, Frame
+from .module_state import identical_items
+from .recorder import Recording
+
+CONSTANTS = (bool, int, float, str)  # arguments that an edge remembers
+
+
+class Regions:
+    """The edges of module calls in one recording."""
+
+    def __init__(self, recording: Recording, leaves: set[str]) -> None:
+        self.recording = recording
+        self.leaves = leaves
+        self.called: set[str] = set()
+        self.calls: Counter[str] = Counter()
+
+    def call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands for a call of a module during the run."""
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            path = self.recording.paths.get(id(module))
+            if path is None or not self.recording.recording_here():
+                return original(module, *args, **kwargs)
+            count = self.calls[path]
+            self.calls[path] += 1
+            key = path if count == 0 else f"{path}@{count}"
+            if path in self.leaves or (is_leaf(module) and not self.replaced(module)):
+                return self.leaf(module, path, key, args, kwargs)
+            return self.region(module, key, args, kwargs)
+
+        return call
+
+    def replaced(self, module: nn.Module) -> bool:
+        """Whether a module has other tensors than its own for the moment, as `torch.func.functional_call` gives it."""
+        recording = self.recording
+        for parameter in module._parameters.values():
+            if parameter is not None and id(parameter) not in recording.parameters:
+                return True
+        return any(buffer is not None and recording.recorded(buffer) is not None for buffer in module._buffers.values())
+
+    def region(self, module: nn.Module, key: str, args: Any, kwargs: Any) -> Any:
+        """Run a module's own code between its edges."""
+        recording = self.recording
+        outer = recording.frame
+        recording.frame = Frame(key, type(module).__qualname__, outer)
+        recording.modules.append(module)
+        originals: dict[int, tuple[Any, Any]] = {}
+        entered, entered_kw = self.enter(key, module, args, kwargs, originals)
+        out = self.leave(key, call_with_hooks(module, *entered, **entered_kw))
+        for value in (*args, *kwargs.values()):
+            put_back(value, originals)
+        recording.modules.pop()
+        recording.frame = outer
+        return out
+
+    def leaf(self, module: nn.Module, path: str, key: str, args: Any, kwargs: Any) -> Any:
+        """Run a module as one node."""
+        recording = self.recording
+        outer = recording.frame
+        recording.frame = Frame(key, type(module).__qualname__, outer)
+        plain, nodes = recording.lower(args)
+        plain_kw, node_kw = recording.lower(kwargs)
+        before = _members((plain, plain_kw))
+        known = recording.fake and type(module).__module__.startswith("torch.nn.")
+        remembered_as = recording.results.key(module, plain, plain_kw) if known else None
+        out = recording.results.get(remembered_as, recording.mode)
+        if out is None:
+            if recording.fake and isinstance(module, torch.jit.ScriptModule):
+                raise NeedsValues(f"'{key}' is a scripted module, which runs on real tensors only: trace before it is scripted")
+            recording.paused = True
+            try:
+                # a packed weight says by a torch function what its product is
+                own = not recording.fake and quantised.is_quantised(module)
+                with nullcontext() if own else DisableTorchFunction():
+                    if recording.fake and quantised.is_own_layer(module):
+                        out = quantised.result_like(module, *plain, **plain_kw)
+                    else:
+                        out = call_with_hooks(module, *plain, **plain_kw)
+            finally:
+                recording.paused = False
+            recording.results.put(remembered_as, out, [*plain, *plain_kw.values()])
+        if _members((plain, plain_kw)) != before:
+            raise TraceError(
+                f"'{key}' is kept whole, but changes a list or dict that it is given, which a graph cannot say; "
+                "name a module around it instead"
+            )
+        self.called.add(path)
+        node = recording.node("call_module", path, nodes, node_kw, identifier(key))
+        node.meta["port"] = Port(key, "out")
+        result = recording.bind(out, node)
+        recording.frame = outer
+        return result
+
+    def enter(
+        self, key: str, module: nn.Module, args: Any, kwargs: Any, originals: dict[int, tuple[Any, Any]]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Give each tensor that enters a region a name of its own there.
+
+        A list or dict stays the object that it is, as the callee may change it for its caller to see; `originals` has
+        what to put back into it afterwards.
+        """
+        names = argument_names(module, len(args))
+        new = [
+            map_leaves(
+                value,
+                lambda t, keys, name=name, index=index: self._edge(t, Port(key, "in", (name, *keys)), index, originals),  # type: ignore[misc]
+                in_place=True,
+            )
+            for index, (name, value) in enumerate([*zip(names, args, strict=True), *kwargs.items()])
+        ]
+        edges = [t._fxplug for t in leaves(new) if isinstance(t, torch.Tensor) and hasattr(t, "_fxplug")]
+        if edges:  # what a hook on the module would see: its positional arguments
+            edges[0].meta["call"] = tuple(value if isinstance(value, CONSTANTS) else None for value in args)
+            edges[0].meta["named"] = {k: value if isinstance(value, CONSTANTS) else None for k, value in kwargs.items()}
+        return new[: len(args)], dict(zip(kwargs, new[len(args) :], strict=True))
+
+    def leave(self, key: str, out: Any) -> Any:
+        """Give each tensor that leaves a region a name of its own outside."""
+        return map_leaves(out, lambda t, keys: self._edge(t, Port(key, "out", keys), 0), in_place=True)
+
+    def _edge(
+        self, tensor: torch.Tensor, port: Port, index: int, originals: dict[int, tuple[Any, Any]] | None = None
+    ) -> torch.Tensor:
+        recording = self.recording
+        source = recording.lookup(tensor)
+        parts = [port.path, *(["in"] if port.side == "in" else []), *map(str, port.keys)]
+        node = recording.node("call_function", ops.edge, (source,), {}, identifier("_".join(filter(None, parts)) or "out"))
+        node.meta.update(port=port, index=index)
+        new = recording.mark(recording.alias(tensor), node)
+        if originals is not None:
+            originals[id(new)] = (new, tensor)
+        return new
+
+
+def _members(value: Any) -> Any:
+    """The shape of nested lists and dicts, with the identity of what is in them."""
+    found = children(value) if isinstance(value, (tuple, list, dict)) else None
+    return id(value) if found is None else [(key, _members(member)) for key, member in found]
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether a module is kept whole without being named: torch.nn's own, quantised ones, and blocks that passes put in."""
+    kind = type(module)
+    if getattr(kind, "is_block", False) or isinstance(module, torch.jit.ScriptModule):
+        return True
+    if not kind.__module__.startswith(("torch.nn.modules.", "torch.ao.nn.")) and not quantised.is_own_layer(module):
+        return False
+    if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        return False
+    if "forward" in vars(module) or any(forward_hooks(module)):
+        return False
+    return not hasattr(module, "parametrizations")
+
+
+def argument_names(module: nn.Module, count: int) -> list[str]:
+    """Names for the first `count` positional arguments of a module's forward."""
+    try:
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        parameters = {}
+    names = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]
+
+
+# objects that a model hands on to torch functions without looking into them
+OPAQUE = (torch.Generator,)
+CAN_BE_INPUTS = "only tensors, torch.Generator, plain values, and tuples, lists and dicts of them can be inputs of a graph"
+
+
+def run(recording: Recording, regions: Regions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Call the model on the examples, from placeholders to output."""
+    model = recording.model
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TraceError(
+            f"{type(model).__name__}.forward does not take these example inputs: {error}; its signature is {signature}"
+        ) from None
+    entry = _Entry(recording)
+    values = entry.bind(signature, bound.arguments)
+    entry.check()
+    positional: list[Any] = []
+    named = dict(kwargs)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            positional.extend(values[name])
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            named.update(values[name])
+        elif name in kwargs and parameter.kind is not parameter.POSITIONAL_ONLY:
+            named[name] = values[name]
+        elif len(positional) < len(args):
+            positional.append(values[name])
+    recording.active = True
+    try:
+        with recording:
+            out = regions.region(model, "", positional, named)
+            recording.assigned(regions.called)
+            entry.record_writes()
+            result = _result(recording, out)
+    finally:
+        recording.active = False
+    insert(recording.graph, "output", "output", (result,), meta={"nn_module_stack": recording.frame.stack})
+
+
+class _Entry:
+    """The inputs of a graph while they are bound, and the checks that hold them to their kind."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.open: dict[str, Any] = {}  # arguments whose numbers are inputs, and no part of the graph
+        self.tensors: list[tuple[fx.Node, torch.Tensor, str]] = []
+        self.constants: list[tuple[fx.Node, Any, str]] = []
+        self.numbers: list[tuple[fx.Node, str, str]] = []
+        self.containers: list[tuple[fx.Node, Any, Any, str]] = []  # outermost last; each with what it held
+
+    def bind(self, signature: inspect.Signature, given: dict[str, Any]) -> dict[str, Any]:
+        """A placeholder for each parameter; the values as the model will see them."""
+        recording = self.recording
+        nodes, examples = {}, {}
+        for name, parameter in signature.parameters.items():
+            star = "*" * (parameter.kind is parameter.VAR_POSITIONAL) + "**" * (parameter.kind is parameter.VAR_KEYWORD)
+            default = parameter.default
+            if default is not parameter.empty:
+                default = _writable_default(default, name)
+            args, meta = () if default is parameter.empty else (default,), {"nn_module_stack": recording.frame.stack}
+            nodes[name] = insert(recording.graph, "placeholder", star + name, args, meta=meta)
+            examples[name] = given.get(name, () if star == "*" else {} if star else default)
+        self.open = given if recording.open_numbers else {}
+        return {name: self.input(value, nodes[name], name) for name, value in examples.items()}
+
+    def input(self, value: Any, node: fx.Node, name: str) -> Any:
+        """An example as the model will see it, bound to its node; members of containers by `getitem`."""
+        if isinstance(value, torch.Tensor):
+            if own := ops.attributes(value):
+                raise TraceError(f"argument '{name}' is a tensor with {own}, which no graph can read: pass it without")
+            if self.recording.first_tensor is None:
+                self.recording.first_tensor = node
+            if value.layout is not torch.strided:
+                raise TraceError(f"argument '{name}' is a {value.layout} tensor, which no graph can take: give its to_dense()")
+            self.tensors.append((node, value, name))
+            return self.recording.mark(self.example(value), node)
+        if isinstance(value, OPAQUE):
+            return self.opaque(value, node, name)
+        open_here = name.partition("[")[0] in self.open
+        if open_here and type(value) in KINDS:
+            self.numbers.append((node, type(value).__name__, name))
+            return self.recording.held(node, value)
+        if not has_tensor(value) and not _holds_opaque(value) and not (open_here and _holds_number(value)):
+            if not _printable(value):
+                raise TraceError(f"argument '{name}' is a {type(value).__name__}: {CAN_BE_INPUTS}")
+            self.constants.append((node, value, name))
+            return self.contained(node, copy.deepcopy(value), name)
+        if not isinstance(value, (tuple, list, dict)):
+            raise TraceError(f"argument '{name}' is a {type(value).__name__}: {CAN_BE_INPUTS}")
+        members = dict(children(value) or ())
+        args = (node, tuple(members), name)
+        self.recording.node("call_function", ops.check_members, args, {}, "check_members", effect=True)
+        new = {}
+        for key, member in members.items():
+            short = f"{identifier(name)}_{identifier(str(key)).strip('_')}"
+            item = self.recording.node("call_function", operator.getitem, (node, key), {}, short)
+            new[key] = self.input(member, item, f"{name}[{key!r}]")
+        return self.contained(node, rebuilt(value, new), name)
+
+    def contained(self, node: fx.Node, value: Any, name: str) -> Any:
+        """An input as the model will see it; what a list or dict holds is noted."""
+        if isinstance(value, (list, dict)):
+            self.containers.append((node, value, frozen(value) if not has_tensor(value) else dict(children(value) or ()), name))
+        return value
+
+    def record_writes(self) -> None:
+        """Record what the model put into the lists and dicts that it was given, and took out of them."""
+        for node, value, before, name in self.containers:
+            now = dict(children(value) or ())
+            if identical_items(now, before) if isinstance(before, dict) else alike(frozen(value), before):
+                continue
+            try:
+                members = {key: _result(self.recording, member) for key, member in now.items()}
+            except TraceError as error:
+                text = str(error).replace("the model returns", "it holds", 1)
+                raise TraceError(f"forward puts into the argument '{name}' what a graph cannot: {text}") from None
+            args = (node, members if isinstance(value, dict) else list(members.values()))
+            self.recording.node("call_function", ops.put_members, args, {}, "put_members", effect=True)
+
+    def example(self, value: torch.Tensor) -> torch.Tensor:
+        """An example tensor that the run may use up: fake, or a copy."""
+        recording = self.recording
+        with DisableTorchFunction():
+            if recording.mode is None:
+                new = value.detach().clone()
+            else:
+                new = fake(value, recording.mode, recording.device if value.is_meta else value.device)
+            return new.requires_grad_(value.requires_grad) if recording.autograd else new
+
+    def opaque(self, value: torch.Generator, node: fx.Node, name: str) -> Any:
+        """A random generator: what the model is given is a copy, so that the run takes nothing out of it."""
+        args = (node, value.device.type, name)
+        self.recording.node("call_function", ops.check_generator, args, {}, "check_generator", effect=True)
+        mine = value.clone_state()
+        self.recording.opaque[id(mine)] = node
+        self.recording.kept.append(mine)
+        return mine
+
+    def check(self) -> None:
+        """Record the checks: plain arguments are part of the graph, tensors keep their rank and dtype."""
+        if self.constants:
+            nodes, values, names = zip(*self.constants, strict=True)
+            self.recording.node("call_function", ops.same, (nodes, values, names), {}, "same", effect=True)
+        if self.numbers:
+            columns = tuple(zip(*self.numbers, strict=True))
+            self.recording.node("call_function", ops.check_numbers, columns, {}, "check_numbers", effect=True)
+        if self.tensors:
+            nodes, examples, names = zip(*self.tensors, strict=True)
+            ranks = tuple(v.dim() for v in examples)
+            dtypes = tuple(v.dtype if v.dtype.is_floating_point else None for v in examples)
+            firsts = (ops.first_of_each(examples),) if self.recording.one_or_two else ()
+            args = (nodes, ranks, dtypes, names, *firsts)
+            self.recording.node("call_function", ops.check_inputs, args, {}, "check_inputs", effect=True)
+
+
+def _writable_default(value: Any, name: str) -> Any:
+    value = value.item() if isinstance(value, np.generic) else value
+    if _printable(value) and not (isinstance(value, dict) and value):
+        return value
+    raise TraceError(
+        f"argument '{name}' has the default {value!r} ({type(value).__name__}), which cannot be written into a graph"
+    )
+
+
+def _printable(value: Any) -> bool:
+    if isinstance(value, (tuple, list, dict)):
+        return all(_printable(member) for _, member in children(value) or ())
+    return isinstance(value, PRINTABLE)
+
+
+def _holds_opaque(value: Any) -> bool:
+    if isinstance(value, (tuple, list, dict)):
+        return any(_holds_opaque(member) for _, member in children(value) or ())
+    return isinstance(value, OPAQUE)
+
+
+def _holds_number(value: Any) -> bool:
+    if isinstance(value, (tuple, list, dict)):
+        return any(_holds_number(member) for _, member in children(value) or ())
+    return type(value) in KINDS
+
+
+def _result(recording: Recording, value: Any, path: str = "") -> Any:
+    """The model's result as the argument of the output node; a result class becomes a call of that class.
+
+    `path` says where in the result a value is.
+    """
+    if isinstance(value, torch.Tensor):
+        return recording.lookup(value)
+    if isinstance(value, Number):
+        return recording.lower(value)[1]
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, PRINTABLE):
+        return value
+    if id(value) in recording.opaque:
+        return recording.opaque[id(value)]
+    members = children(tuple(value) if isinstance(value, torch.Size) else value)
+    if members is None:
+        way_out = "call it with use_cache=False" if "Cache" in type(value).__name__ else "turn that part off"
+        raise TraceError(
+            f"the model returns a {type(value).__name__}{path and f' ({path!r})'}, which a graph cannot make: a result is a "
+            f"tensor, a plain value, or a tuple, list, dict or dataclass of them; {way_out}, or trace a submodule"
+        )
+    new = {key: _result(recording, member, f"{path}.{key}" if path else str(key)) for key, member in members}
+    if type(value) in (tuple, list):
+        return type(value)(new.values())
+    if type(value) is torch.Size:
+        return recording.node("call_function", torch.Size, (list(new.values()),), {}, "size")
+    if type(value) is dict:
+        return new
+    name = identifier(type(value).__name__)
+    if hasattr(value, "_fields"):
+        return recording.node("call_function", type(value), tuple(new.values()), {}, name)
+    return recording.node("call_function", type(value), (), new, name)

@@ -1,0 +1,409 @@
+"""The graph that a run writes: which node computes a tensor, and what an argument looks like in the graph."""
+
+from __future__ import annotations
+
+import operator
+import threading
+import weakref
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
+
+from ..errors import TraceError
+from ..ir import functions as checked_functions
+from ..ir import ops
+from ..ir.containers import children
+from ..ir.graph import Graph, erase_unused, insert, meta_of, redirect
+from ..spec.addresses import identifier
+from ..torch_internals.tensors import (
+    DisableTorchFunction,
+    FakeTensor,
+    FakeTensorMode,
+    function_modes,
+    memory_id,
+    unset_fake_temporarily,
+)
+from .fake_tensors import KINDS, Number, Recorder, Results, Tries, fake
+from .module_state import Journal, storage_of
+from .user_code import source_line, user_frame
+
+PRINTABLE: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device)
+PRINTABLE += (torch.memory_format, torch.layout, range)
+NUMBERS = (bool, *KINDS)
+SMALL = 16  # a constant of at most so many numbers is written into the code, a larger one becomes a buffer
+
+
+class Frame:
+    """One call of a traced-through module: its path, `@k` when it is not the first, and what torch calls its stack."""
+
+    def __init__(self, key: str, kind: str, parent: Frame | None):
+        self.key = key
+        self.flat = identifier(key) if key else ""
+        self.stack: dict[str, tuple[str, str]] = {**(parent.stack if parent else {}), key: (key.partition("@")[0], kind)}
+        self.parent = parent
+
+
+class Nodes(TorchFunctionMode, Recorder):
+    """A graph that grows: tensors and numbers are tied to its nodes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mode: FakeTensorMode | None,
+        device: torch.device,
+        measured: bool,
+        results: Results,
+        tries: Tries,
+    ):
+        super().__init__()
+        self.results = results
+        self.model = model
+        self.mode = mode
+        self.fake = mode is not None
+        self.device = device
+        self.measured = measured
+        self.graph = Graph()
+        self.paths = {id(m): name for name, m in reversed(list(model.named_modules(remove_duplicate=False)))}
+        self.parameters: dict[int, str] = {}
+        self.weights: dict[int, fx.Node] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.named_weights: tuple[int, set[str]] = (0, set())  # how many there were, and their names
+        self.repeated: Counter[str] = Counter()  # how often a constant's name was taken
+        self.buffers: list[tuple[str, nn.Module, torch.Tensor]] = []
+        self.marked: list[weakref.ref[torch.Tensor]] = []
+        self.journal: Journal | None = None
+        self.kept: list[Any] = []  # objects whose id is a key above or below must stay alive
+        self.opaque: dict[int, fx.Node] = {}
+        self.frame = Frame("", type(model).__qualname__, None)
+        self.numbers: dict[Any, fx.Node] = {}
+        self.guards: set[fx.Node] = set()
+        self.overwritten = Journal()  # of real tensors that a run on fakes writes
+        self.memory: dict[int, str] = {}  # the parameter whose memory a storage is
+        self.views: set[fx.Node] = set()  # parameters and what may be views of them
+        self.failed = ""  # where an operation raised an error first
+        self.device_node: fx.Node | None = None
+        self.first_tensor: fx.Node | None = None
+        self.reads_training = False
+        self.autograd = tries.autograd or mode is None
+        self.one_or_two = tries.one_or_two
+        self.states: set[Any] = set()
+        self.switched = 0  # how often the model changed a mode of torch so far
+        self.inference: list[bool] = [torch.is_inference_mode_enabled()]
+        self.plain = tries.plain
+        self.open_numbers = tries.open_numbers
+        self.active = False
+        self.paused = False
+        self.thread = threading.get_ident()
+        self.modules = [model]
+
+    def recording_here(self) -> bool:
+        """Whether the running code is the model's own: not torch's inside, not a leaf's, not another thread's."""
+        return (
+            not self.paused
+            and threading.get_ident() == self.thread
+            and self in function_modes()
+        )
+
+    def stop(self) -> None:
+        """Record nothing more, wherever this mode still listens."""
+        self.active, self.paused = False, True
+
+    def finish(self) -> None:
+        """Drop what nothing uses and has no effect."""
+
+        def idle(node: fx.Node) -> bool:
+            port = node.meta.get("port")
+            return node.op != "call_module" and not node.meta.get("effect") and (port is None or port.side == "in")
+
+        erase_unused(self.graph.nodes, idle)
+        self.graph.lint()
+
+    def guard_after(self, node: fx.Node, expected: Any, message: str) -> None:
+        """Hold a value to what it is now, from where it is computed on."""
+        args = (node, expected, message)
+        self.node("call_function", ops.guard, args, {}, f"{node.name}_guard", effect=True, after=node)
+
+    def assigned(self, leaves: set[str]) -> None:
+        """Record the buffers that forward assigned anew: their values go into the memory that they have."""
+        for name, module, before in self.buffers:
+            path, _, key = name.rpartition(".")
+            now = module._buffers.get(key)
+            if now is before or now is None or any(f"{path}.".startswith(f"{leaf}.") for leaf in leaves):
+                continue
+            with DisableTorchFunction():
+                sizes = tuple(now.shape)
+                alike = sizes == tuple(before.shape) and now.dtype == before.dtype
+            if not alike or self.recorded(now) is None:
+                continue
+            old, new = self.lookup(before), self.lookup(now)
+            if old.users:  # what read the old value keeps it
+                copy = self.node("call_method", "clone", (old,), {}, f"{old.name}_before", after=old)
+                copy.meta.update(meta_of(old))
+                redirect(old, copy)
+            kinds = self.node("call_function", ops.same_dtype, (old, new), {}, f"{new.name}_same_dtype")
+            self.guard_after(kinds, True, f"forward puts a tensor of its own dtype into the buffer '{name}'")
+            for dim, size in enumerate(sizes):
+                self.decide(self.size_of(new, "size", size, dim))
+            self.node("call_method", "copy_", (old, new), {}, identifier(f"{name}_assign"), effect=True)
+
+    def size_of(self, node: fx.Node, method: str, value: int, dim: int | None = None) -> Any:
+        """A size of a tensor as a number, read from the node."""
+        raise NotImplementedError
+
+    # --- nodes and values
+
+    def node(
+        self, op: str, target: Any, args: Any, kwargs: Any, name: str, effect: bool = False, after: fx.Node | None = None
+    ) -> fx.Node:
+        """A new node, in the region that runs, at the end or `after` another.
+
+        With `effect` it is no dead code though nothing reads it.
+        """
+        if target is operator.pow and not isinstance(args[0], fx.Node):
+            target = pow  # FX writes `-1 ** x`, which is -(1 ** x)
+        node = insert(self.graph, op, target, args, kwargs, after=after, name=name, meta={"nn_module_stack": self.frame.stack})
+        if (frame := user_frame()) is not None:
+            node.meta["line"] = frame.f_code.co_filename, frame.f_lineno
+        if effect:
+            node.meta["effect"] = True
+        return node
+
+    def named(self, short: str) -> str:
+        """A name for a node: this one behind the path of the region that runs."""
+        return f"{self.frame.flat}_{short}" if self.frame.flat else identifier(short)
+
+    def mark(self, tensor: torch.Tensor, node: fx.Node) -> torch.Tensor:
+        """Tie a tensor to the node that computes it, which learns its shape and dtype; gives the tensor."""
+        node.meta.update(shape=tuple(tensor.shape), dtype=tensor.dtype)
+        if node.op != "call_module" and not self.views.isdisjoint(node.all_input_nodes):
+            self.views.add(node)
+        tensor._fxplug = node  # type: ignore[attr-defined]
+        self.marked.append(weakref.ref(tensor))
+        return tensor
+
+    def unmark(self) -> None:
+        """Take the marks off all tensors that are still there: a mark holds the whole graph, and copies with its tensor."""
+        for reference in self.marked:
+            tensor = reference()
+            if tensor is not None:
+                for name in ("_fxplug", "_fxplug_of"):
+                    tensor.__dict__.pop(name, None)
+        self.marked.clear()
+
+    def recorded(self, tensor: torch.Tensor) -> fx.Node | None:
+        """The node of a tensor that this run computed."""
+        node = getattr(tensor, "_fxplug", None)
+        return node if node is not None and node.graph is self.graph else None
+
+    def lookup(self, tensor: torch.Tensor) -> fx.Node:
+        """The node that computes a tensor: recorded, a weight, or a constant of the trace."""
+        node = self.recorded(tensor) or self.weights.get(id(tensor))
+        if node is None:
+            held = self.parameters.get(id(tensor))
+            name = held or self.constant(tensor)
+            node = self.node("get_attr", name, (), {}, identifier(name))
+            if held is None:
+                node.meta["constant"] = True
+            node.meta.update(shape=tuple(tensor.shape), dtype=tensor.dtype)
+            if id(tensor) in self.parameters:
+                self.views.add(node)
+            self.weights[id(tensor)] = node
+            self.kept.append(tensor)
+        return node
+
+    def constant(self, tensor: torch.Tensor) -> str:
+        """Keep a tensor that was there before the run as a buffer, under the attribute that holds it if there is one."""
+        if isinstance(tensor, FakeTensor) or (self.journal is not None and self.journal.makes(tensor)):
+            raise TraceError(
+                f"{self.place()}: a tensor comes from a function that does not report to torch (numpy, a script function, "
+                f"an extension), so it cannot be recorded; {self.way_out()}"
+            )
+        name = self.attribute_name(tensor) or "constant"
+        if tensor.layout is not torch.strided:
+            raise TraceError(
+                f"{self.place()}: '{name}' is a {tensor.layout} tensor, which no graph can hold: make it dense (to_dense()), "
+                f"or {self.way_out()}"
+            )
+        if self.named_weights[0] != len(self.parameters):  # most have their names before the model is called
+            self.named_weights = len(self.parameters), set(self.parameters.values())
+        base, (path, _, last) = name, name.rpartition(".")
+        while name in self.constants or name in self.named_weights[1] or (last == "constant" and name == base):
+            name = f"{path}." * bool(path) + f"{last}_{self.repeated[base]}"
+            self.repeated[base] += 1
+        with unset_fake_temporarily(), DisableTorchFunction():
+            self.constants[name] = tensor.detach()
+        return name
+
+    def attribute_name(self, tensor: torch.Tensor) -> str | None:
+        """The path of the attribute in which a module that runs holds this tensor, the innermost first; else None."""
+        for module in reversed(self.modules):
+            path = self.paths.get(id(module))
+            for key, value in vars(module).items():
+                if value is tensor and path is not None and not key.startswith("_"):
+                    return f"{path}.{key}" if path else key
+        return None
+
+    def lower(self, value: Any) -> tuple[Any, Any]:
+        """An argument twice: plain, to run the function with, and as nodes, to record."""
+        if isinstance(value, torch.Tensor):
+            return value, self.lookup(value)
+        if isinstance(value, Number):
+            return value.value, value.fx_node if value.recorder is self else value.value
+        if isinstance(value, np.generic):
+            return value, value.item()
+        if isinstance(value, torch.device):
+            return value, self.dynamic_device(value)
+        if isinstance(value, torch.dtype):
+            return value, self.dynamic_dtype(value)
+        if isinstance(value, PRINTABLE) or value in (int, float, bool, complex):
+            return value, value
+        if isinstance(value, slice):
+            plain, nodes = self.lower((value.start, value.stop, value.step))
+            return slice(*plain), slice(*nodes)
+        if isinstance(value, (tuple, list)):
+            pairs = [self.lower(v) for v in value]
+            plain_items, node_items = [p for p, _ in pairs], [n for _, n in pairs]
+            if isinstance(value, list):
+                return plain_items, node_items
+            if isinstance(value, PackedSequence):
+                made, name = checked_functions.packed_sequence, self.named("packed")
+                packed = self.node("call_function", made, tuple(node_items), {}, name)
+                return PackedSequence(*plain_items), packed
+            return type(value)(*plain_items) if hasattr(value, "_fields") else tuple(plain_items), tuple(node_items)
+        if isinstance(value, dict):
+            lowered = {k: self.lower(v) for k, v in value.items()}
+            return {k: p for k, (p, _) in lowered.items()}, {k: n for k, (_, n) in lowered.items()}
+        if isinstance(value, np.ndarray) and value.size <= SMALL and value.dtype != object:
+            return value, value.tolist()
+        if id(value) in self.opaque:
+            return value, self.opaque[id(value)]
+        what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise TraceError(
+            f"{self.place()}: {what} is given to a torch function and cannot be written into a graph; {self.way_out()}"
+        )
+
+    def dynamic_dtype(self, dtype: torch.dtype) -> Any:
+        """A dtype among arguments: as it is, or the node that reads it of a tensor."""
+        return dtype
+
+    def dynamic_device(self, device: torch.device) -> Any:
+        """A node that asks a tensor for its device in the stead of one of the model's kind; another device as it is."""
+        # a graph that is traced here must run wherever its inputs are moved later
+        if device.type != self.device.type or self.first_tensor is None:
+            return device
+        if self.device_node is None:
+            last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+            after = last if self.first_tensor.op == "placeholder" else self.first_tensor
+            args = (self.first_tensor,)
+            self.device_node = self.node("call_function", ops.device_of, args, {}, "input_device", after=after)
+        return self.device_node
+
+    def bind(self, out: Any, node: fx.Node) -> Any:
+        """Tie what a call returned to its node; members of a tuple, list or dict get `getitem` nodes."""
+        if isinstance(out, torch.Tensor):
+            if (self.recorded(out) or id(out) in self.parameters) and not node.meta.get("effect"):
+                out = self.alias(out)
+            return self.mark(out, node)
+        if type(out) in NUMBERS:
+            return self.held(node, out)
+        members = children(tuple(out) if isinstance(out, torch.Size) else out)
+        if members is None:
+            return out
+        new: dict[Any, Any] = {}
+        for key, member in members:
+            new[key] = member
+            if isinstance(member, (torch.Tensor, tuple, list, dict)) or type(member) in NUMBERS:
+                item = self.node("call_function", operator.getitem, (node, key), {}, f"{node.name}_{key}")
+                new[key] = self.bind(member, item)
+        if isinstance(out, dict):
+            return type(out)(new)
+        if isinstance(out, (list, torch.Size)) or type(out).__module__ == "torch.return_types":
+            return type(out)(list(new.values()))
+        return type(out)(*new.values()) if type(out) is not tuple else tuple(new.values())
+
+    def held(self, node: fx.Node, value: Any) -> Any:
+        """A plain value that a node gives, as Python gets it: numbers remember their node, what is true or false is decided."""
+        node.meta["value"] = value
+        kind = KINDS.get(type(value))
+        if kind is None or self.wants_plain(user_frame() if self.plain else None):
+            return self.settle(node, value)
+        return kind(self, node, value)
+
+    def wants_plain(self, frame: FrameType | None) -> bool:
+        """Whether code runs that failed on recorded numbers in an earlier try."""
+        return frame is not None and frame.f_code in self.plain
+
+    def settle(self, node: fx.Node, value: Any) -> Any:
+        """Python needs the plain value of a node."""
+        raise NotImplementedError
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values as another tensor object, which can have a node of its own."""
+        with DisableTorchFunction():
+            if type(tensor) is not FakeTensor or tensor.requires_grad:
+                new: torch.Tensor = torch.ops.aten.alias.default(tensor)
+            else:
+                # a fake tensor has no storage to share, and making one anew costs a fraction of a dispatch
+                assert self.mode is not None
+                new = fake(tensor, self.mode, tensor.fake_device, tensor.constant)
+                if (name := self.parameter_of(tensor)) is not None:
+                    self.holds(new, name)
+            new._fxplug_of = tensor  # type: ignore[attr-defined]
+            return new
+
+    def holds(self, tensor: torch.Tensor, name: str) -> None:
+        """Note that a tensor's memory is that of a parameter."""
+        storage = storage_of(tensor)
+        if storage is not None:
+            self.memory[memory_id(storage)] = name
+            self.kept.append(storage)
+
+    def parameter_of(self, tensor: torch.Tensor) -> str | None:
+        """The parameter that would be written with a tensor: itself, or what it is a view of."""
+        if id(tensor) not in self.parameters and self.recorded(tensor) not in self.views:
+            return None  # asking for memory is dear
+        storage = storage_of(tensor)
+        return None if storage is None else self.memory.get(memory_id(storage))
+
+    def computed(self, value: Any) -> bool:
+        """Whether a tensor depends on the inputs, and not on constants and weights alone."""
+        todo = [self.lookup(value)]
+        seen = set(todo)
+        while todo:
+            node = todo.pop()
+            if node.op == "placeholder":
+                return True
+            todo.extend(new := set(node.all_input_nodes) - seen)
+            seen |= new
+        return False
+
+    # --- words for messages
+
+    def region(self) -> str:
+        """The region that runs, as messages name it."""
+        return f"'{self.frame.key}'" if self.frame.key else type(self.model).__name__
+
+    def place(self, error: BaseException | None = None) -> str:
+        """The region and the line of the model's code that is running, or that raised an error."""
+        where, line = source_line(error)
+        return f"the result of {self.region()}" if where == "?" else f"{self.region()} ({where}: {line})"
+
+    def way_out(self) -> str:
+        """What messages advise in the region that runs: which module to keep whole."""
+        if not self.frame.key:
+            return "move it into a submodule and keep that whole: leaf: [its path]"
+        return f"keep that module whole: leaf: [{self.frame.key.partition('@')[0]}]"
+
+    def needs_values(self, error: BaseException | None = None) -> str:
+        """The message about a value that is read out of fake data: where that is, and what to do."""
+        where, line = source_line(error)
+        return (
+            f"{self.region()} reads a value out of its data ({where}: {line}), which fake tensors do not have; "
+            f"{self.way_out()}, or trace on real tensors: real=True"
+        )

@@ -1,0 +1,437 @@
+"""A trace leaves the model, modes and random states as they were; what it recorded is put together."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import random
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+from .. import quantised
+from ..errors import TraceError
+from ..ir import ops
+from ..ir.containers import RESERVED, Container, plain_attributes
+from ..ir.graph import Graph
+from ..ir.ops import CASTING
+from ..ir.traced_module import OWN_STATE, TracedModule, class_names
+from ..torch_internals.modules import CALL, COMPILED, call_with_hooks, set_grad_enabled
+from ..torch_internals.tensors import gradient_hooks, memory_id, set_gradient_hooks
+from .module_state import Journal, Place, State, storage_of
+
+MOMENT = 0.01  # seconds in which a thread ends the layer that it was in, and had not read its weights yet
+PATIENCE = 600.0  # seconds that a call of a model waits for the trace of it that another thread runs
+
+
+class _Turn:
+    """Whose turn it is, and what is to be undone: for the whole process, or in the thread that traces alone."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.thread: int | None = None
+        self.open: list[tuple[contextlib.ExitStack, bool]] = []
+        self.call: Callable[..., Any] = call_with_hooks  # what a call of a module is while the trace lasts
+
+
+_turn = _Turn()
+
+
+@contextlib.contextmanager
+def alone(model: nn.Module) -> Iterator[None]:
+    """Hold the process's one lock for traces. A call of the model in another thread waits until the trace is over.
+
+    Raises TraceError inside a trace of the same thread.
+    """
+    turn, me = _turn, threading.get_ident()
+    if turn.thread == me:
+        raise TraceError(
+            "a trace was asked for inside a trace: forward, or something that it calls, traces a model; trace that one first "
+            "and let forward call the result"
+        )
+    with turn.lock, undone() as stack:
+        turn.thread = me
+        stack.callback(setattr, turn, "thread", None)
+        modules = {id(m) for m in model.modules()}
+        # a thread that forward itself starts, and waits for, is part of the call
+        others = {thread.ident for thread in threading.enumerate()} - {me}
+        original = turn.call = getattr(nn.Module, CALL)
+        for module in model.modules():
+            if COMPILED in vars(module):  # the model's own code is what is traced
+                stack.callback(vars(module).__setitem__, COMPILED, vars(module).pop(COMPILED))
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if id(module) in modules and threading.get_ident() in others and turn.thread == me:
+                if not turn.lock.acquire(timeout=PATIENCE):
+                    raise TraceError(f"another thread has been tracing this model for {PATIENCE:.0f} s")
+                turn.lock.release()
+            return turn.call(module, *args, **kwargs)
+
+        stack.callback(setattr, nn.Module, CALL, original)
+        setattr(nn.Module, CALL, call)
+        if others:
+            time.sleep(MOMENT)
+        yield
+
+
+@contextlib.contextmanager
+def calls(around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """For a time within a trace calls of modules are what `around` makes of torch's own."""
+    turn = _turn
+    original = turn.call
+    turn.call = around(original)
+    try:
+        yield
+    finally:
+        turn.call = original
+
+
+@contextlib.contextmanager
+def undone(here: bool = False) -> Iterator[contextlib.ExitStack]:
+    """A stack that is closed at the end, and in a child that is forked meanwhile; with `here` only where this thread forks,
+    as what is on it is this thread's own.
+    """
+    turn = _turn
+    stack = contextlib.ExitStack()
+    entry = (stack, here)
+    turn.open.append(entry)
+    try:
+        yield stack
+    finally:
+        try:
+            stack.close()
+        finally:
+            if entry in turn.open:
+                turn.open.remove(entry)
+
+
+def _after_fork() -> None:
+    global _turn
+    old, _turn = _turn, _Turn()
+    mine = old.thread == threading.get_ident()
+    for stack, here in reversed(old.open):
+        if mine or not here:
+            with contextlib.suppress(Exception):  # torch's modes may be half left where the process was forked
+                stack.close()
+    old.open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _set_autocast(kind: str, enabled: bool, dtype: torch.dtype) -> None:
+    torch.set_autocast_enabled(kind, enabled)
+    torch.set_autocast_dtype(kind, dtype)
+
+
+# modes of torch that code in forward can switch: name, how to read one, how to set it
+SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
+    ("gradients", torch.is_grad_enabled, set_grad_enabled),
+    ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
+    ("autocast's cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    *(
+        (
+            f"autocast on {kind}",
+            lambda kind=kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            lambda value, kind=kind: _set_autocast(kind, *value),
+        )
+        for kind in CASTING
+    ),
+)
+
+
+@contextlib.contextmanager
+def restored(state: State) -> Iterator[None]:
+    """Give back what a run of `forward` changes in what was noted in `state`, random generators, and modes of torch.
+
+    No cache of a function may keep a fake tensor. The values of tensors are given back where they are written: see `Journal`.
+    """
+    settings, draws = process_settings(), random_state()
+    for cache in state.caches:
+        cache.cache_clear()
+    try:
+        yield
+    finally:
+        for cache in state.caches:
+            cache.cache_clear()
+        state.restore()
+        state.restore_tensors()
+        set_random_state(draws)
+        set_process_settings(settings)
+
+
+def process_settings() -> list[Any]:
+    """The values of SETTINGS."""
+    return [read() for _, read, _ in SETTINGS]
+
+
+def set_process_settings(values: list[Any]) -> None:
+    """Put the settings back to what `process_settings` found."""
+    for (_, read, write), value in zip(SETTINGS, values, strict=True):
+        if read() != value:
+            write(value)
+
+
+def random_state() -> tuple[Any, ...]:
+    """Where the generators of Python, numpy and torch (CPU, and CUDA where it runs) stand."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+
+
+def same_random_state(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    """Whether two of what `random_state` gives are the same."""
+    tensors = zip([a[2], *a[3]], [b[2], *b[3]], strict=False)
+    return a[0] == b[0] and _same_numpy(a[1], b[1]) and all(torch.equal(x, y) for x, y in tensors)
+
+
+def _same_numpy(a: Any, b: Any) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    """Put the generators where `random_state` found them."""
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+    if state[3]:
+        torch.cuda.set_rng_state_all(state[3])
+
+
+@contextlib.contextmanager
+def same_random(model: nn.Module) -> Iterator[None]:
+    """Refuse a model that draws from Python's or numpy's generator: the graph would repeat that one draw forever."""
+    random.seed("fxplug")  # a state that no other run has left
+    np.random.seed(7919)
+    before, numpy_before = random.getstate(), np.random.get_state()
+    yield
+    drew = "random" if random.getstate() != before else ""
+    if not _same_numpy(np.random.get_state(), numpy_before):
+        drew = "numpy.random"
+    if drew:
+        raise TraceError(
+            f"{type(model).__name__} draws from Python's '{drew}' in {'training' if model.training else 'evaluation'}, and "
+            "its graph would repeat that one draw; keep the module that does so whole: leaf: [its path]"
+        )
+
+
+@contextlib.contextmanager
+def mode_reads() -> Iterator[list[bool]]:
+    """Yields a list that gets a member when a module asks in this thread whether it is in training."""
+    reads: list[bool] = []
+    thread = threading.get_ident()
+
+    def read(module: nn.Module) -> bool:
+        if threading.get_ident() == thread:
+            reads.append(True)
+        return bool(module.__dict__.get("training", True))
+
+    def write(module: nn.Module, value: bool) -> None:
+        module.__dict__["training"] = value
+
+    with undone() as stack:
+        stack.callback(delattr, nn.Module, "training")
+        nn.Module.training = property(read, write)  # type: ignore[assignment]
+        yield reads
+
+
+COPIED = (list, dict, set, deque, OrderedDict)
+
+
+class Recorded(NamedTuple):
+    """What one run gives."""
+
+    graph: Graph
+    constants: dict[str, torch.Tensor]
+    called: set[str]
+    reads_training: bool
+    written: list[Place]
+    checkpointed: str  # where code is recorded that the model's backward runs again
+    inlined: str  # where a function of autograd's with a backward of its own is recorded as its forward
+
+    def text(self, without: tuple[fx.Node, ...] = ()) -> str:
+        """What the graph does, for comparing two of them."""
+        return "\n".join(node.format_node() or "" for node in self.graph.nodes if node not in without)
+
+    def asks_for_gradients(self) -> tuple[fx.Node, ...]:
+        """The checks that gradients are enabled, or are not."""
+        checks = self.graph.find_nodes(op="call_function", target=ops.check_state)
+        return tuple(node for node in checks if node.args[0] == "torch.is_grad_enabled")
+
+
+def assemble(model: nn.Module, recordings: dict[bool, Recorded], twin_error: str | None) -> TracedModule:
+    """The module tree of the model with its leaves, weights and constants around the recorded graphs."""
+    leaves = set().union(*(r.called for r in recordings.values()))
+    constants: dict[str, torch.Tensor] = {}
+    for recording in recordings.values():
+        constants.update(recording.constants)
+    copies: dict[int, nn.Module] = {}
+    places = [place for recording in recordings.values() for place in recording.written]
+    # an attribute that forward writes would stay what it was before the trace
+    stale = {(id(place.owner), place.key) for place in places}
+    owners = {id(place.owner) for place in places if place.key is None or isinstance(place.owner, dict)}
+
+    def kept(module: nn.Module, attributes: dict[str, Any]) -> dict[str, Any]:
+        space = id(vars(module))
+        return {k: v for k, v in attributes.items() if (space, k) not in stale and id(v) not in owners}
+
+    def copy_tree(module: nn.Module, path: str, whole: bool) -> nn.Module:
+        if id(module) in copies:
+            return copies[id(module)]
+        if isinstance(module, torch.jit.ScriptModule):
+            return module
+        if whole or path in leaves:
+            new = object.__new__(type(module))
+            # containers as well: an LSTM keeps its weights in a list and changes it in place
+            new.__dict__ = {k: v.copy() if type(v) in COPIED else v for k, v in vars(module).items()}
+            whole = True
+        else:
+            new = Container(class_names(module), kept(module, plain_attributes(module)))
+            new.__dict__["training"] = module.training
+            new._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+        copies[id(module)] = new
+        for table in ("_parameters", "_buffers"):
+            new.__dict__[table] = dict(getattr(module, table))
+        if whole and quantised.is_own_layer(new):
+            quantised.settle(new)
+        new.__dict__["_modules"] = {
+            key: None if child is None else copy_tree(child, f"{path}.{key}" if path else key, whole)
+            for key, child in module._modules.items()
+        }
+        return new
+
+    tree = copy_tree(model, "", False)
+    for name, value in constants.items():
+        owner, _, key = name.rpartition(".")
+        tree.get_submodule(owner).register_buffer(key, value, persistent=False)
+    gm = TracedModule(tree, {mode: r.graph for mode, r in recordings.items()}, type(model), kept(model, extras(model)))
+    gm.twin_error, gm._steps = twin_error, ()
+    return gm
+
+
+def extras(model: nn.Module) -> dict[str, Any]:
+    """The root's public attributes that are neither tensors nor modules: what a pipeline reads, `config` among them."""
+    found = {
+        k: v
+        for k, v in vars(model).items()
+        if not k.startswith("_") and not isinstance(v, (torch.Tensor, nn.Module)) and k not in RESERVED
+    }
+    with contextlib.suppress(Exception):  # a property of the model's
+        found["config"] = model.config
+    found.pop("forward", None)
+    found.pop("training", None)
+    return found
+
+
+Rows = list[tuple[Any, Any]]
+TABLES = (OrderedDict, dict, list, set)  # with their subclasses: hooks, parameters, children, and what users keep
+
+
+class Unchanged(Journal):  # type: ignore[no-untyped-call]
+    """The classes, attributes, hooks, children and tensors of all modules of a model as they are when this is made.
+
+    What is written into the tensors' memory is seen while this is entered, whichever alias it is written through.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self.root = root
+        held = [(path, module, vars(module)) for path, module in root.named_modules()]
+        held += [("", root, vars(root).get("_extras", {}))]
+        self.before = [(path, module, type(module), now, self._state(now)) for path, module, now in held]
+        rows = [*root.named_parameters(), *root.named_buffers()]
+        tensors = [(name, tensor, tensor.detach()) for name, tensor in rows]
+        # some quantised tensors lie elsewhere in each view
+        tensors = [row for row in tensors if _same_place(*row[1:])]
+        self.tensors = {name: (t, view, t.requires_grad, gradient_hooks(t)) for name, t, view in tensors}
+        self.memory = {memory_id(s): name for name, row in self.tensors.items() if (s := storage_of(row[1])) is not None}
+
+    def _state(self, now: dict[str, Any]) -> dict[str, tuple[Any, Rows]]:
+        skipped = OWN_STATE if now is vars(self.root) else ()
+        return {key: (value, _tables(value)) for key, value in now.items() if key not in skipped}
+
+    def keep(self, value: Any) -> None:
+        """Copy the memory of a tensor, once, if it is the model's."""
+        storage = storage_of(value)
+        if storage is not None and memory_id(storage) in self.memory:
+            super().keep(value)
+
+    def undo(self) -> dict[str, list[str]]:
+        """Take back what was done since; the names of what was changed, by the path of the module."""
+        found: dict[str, list[str]] = {}
+        for path, module, kind, now, state in self.before:
+            if type(module) is not kind:
+                found.setdefault(path, []).append("__class__")
+                module.__class__ = kind
+            for key in [key for key in self._state(now) if key not in state]:
+                if not isinstance(inspect.getattr_static(type(module), key, None), functools.cached_property):
+                    found.setdefault(path, []).append(key)
+                del now[key]
+            for key, (value, members) in state.items():
+                changed = [row for row in members if not _alike(*row)]
+                if now.get(key, self) is not value or changed:
+                    found.setdefault(path, []).append(key)
+                    now[key] = value
+                    for row in changed:
+                        _refill(*row)
+        written = {self.memory[key] for key in self.kept}
+        self.put_back()
+        for name, (tensor, before, trains, hooks) in self.tensors.items():
+            moved = not _same_place(tensor, before)
+            if moved:
+                tensor.data = before
+            if moved or name in written or (tensor.requires_grad, gradient_hooks(tensor)) != (trains, hooks):
+                tensor.requires_grad_(trains)
+                set_gradient_hooks(tensor, hooks)
+                path, _, last = name.rpartition(".")
+                found.setdefault(path, []).append(last)
+        return found
+
+
+def _same_place(tensor: Tensor, before: Tensor) -> bool:
+    """Whether a tensor is the numbers that it was: of this dtype, in this memory, in this order."""
+    shapes = [(t.dtype, t.device, tuple(t.shape), t.layout) for t in (tensor, before)]
+    if shapes[0] != shapes[1] or tensor.layout is not torch.strided:
+        return shapes[0] == shapes[1]
+    places = [(t.stride(), t.storage_offset(), s and memory_id(s)) for t in (tensor, before) for s in [storage_of(t)]]
+    return places[0] == places[1]
+
+
+def _tables(value: Any) -> Rows:
+    """The dicts, lists and sets in a value, to the last of them, each with a copy."""
+    found: dict[int, tuple[Any, Any]] = {}
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, TABLES) and id(one) not in found:
+            found[id(one)] = one, _attribute_kind(one)(one)
+            waiting += one.values() if isinstance(one, dict) else one
+        elif isinstance(one, tuple):
+            waiting += one
+    return list(found.values())
+
+
+def _attribute_kind(table: Any) -> Any:
+    return next(kind for kind in TABLES if isinstance(table, kind))
+
+
+def _alike(value: Any, members: Any) -> bool:
+    if len(value) != len(members):
+        return False
+    if isinstance(value, dict):
+        return all(a is b and value[a] is members[b] for a, b in zip(value, members, strict=True))
+    return value == members if isinstance(value, set) else all(a is b for a, b in zip(value, members, strict=True))
+
+
+def _refill(value: Any, members: Any) -> None:
+    kind = _attribute_kind(value)  # whose methods a subclass may forbid, as FrozenDict of diffusers does
+    kind.clear(value)
+    (kind.extend if kind is list else kind.update)(value, members)

@@ -1,0 +1,303 @@
+"""Modes while a model is traced: gradient and autocast regions as nodes, checks of what is read, and torch's calls replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import fx, nn, overrides
+from torch.utils import checkpoint
+
+from ..errors import TraceError
+from ..ir import functions, ops
+from ..torch_internals import CHECKPOINTS
+from ..torch_internals.modules import autocast_settings, set_grad_enabled
+from ..torch_internals.tensors import NATIVE
+from .edges import Regions
+from .fake_tensors import Number, recorded_math
+from .isolation import calls
+from .module_state import MISSING
+from .recorder import Recording, is_inlined_forward
+from .user_code import asker, is_foreign
+
+GradPatch = tuple[type, str, Callable[..., Any]]
+
+
+def grad_patches(recording: Recording) -> Iterator[GradPatch]:
+    """What stands for the methods of torch's context managers during one run: class, name and function."""
+    yield torch.autocast, "__enter__", _enter_autocast(recording, torch.autocast.__enter__)
+    yield torch.autocast, "__exit__", _exit(recording, torch.autocast.__exit__, ops.exit_autocast)
+    grad = torch.autograd.grad_mode
+    # the last one switches when it is made, and stays so if nobody enters it
+    for kind, method in ((grad.no_grad, "__enter__"), (grad.enable_grad, "__enter__"), (grad.set_grad_enabled, "__init__")):
+        yield kind, method, _enter_grad(recording, getattr(kind, method))
+    for kind in (grad.no_grad, grad.enable_grad, grad.set_grad_enabled):
+        yield kind, "__exit__", _exit(recording, kind.__exit__, ops.exit_grad)
+    # the graph's results must be usable outside it, so inference mode in it means no gradients
+    yield grad.inference_mode, "__enter__", _enter_inference(recording, grad.inference_mode.__enter__)
+    yield grad.inference_mode, "__exit__", _exit_inference(recording, grad.inference_mode.__exit__)
+
+
+def _enter_autocast(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(context: Any) -> Any:
+        out = original(context)
+        if recording.recording_here():
+            device = recording.dynamic_device(torch.device(context.device))
+            kind = device if isinstance(device, fx.Node) else context.device
+            args = (kind, context.fast_dtype, *autocast_settings(context))
+            _open(recording, context, ops.enter_autocast, args)
+        return out
+
+    return enter
+
+
+def _enter_grad(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(context: Any, *args: Any, **kwargs: Any) -> Any:
+        if not recording.recording_here():
+            return original(context, *args, **kwargs)
+        # one manager switches by making another, which is no switch of its own
+        recording.paused, before = True, torch.is_grad_enabled()
+        try:
+            out = original(context, *args, **kwargs)
+        finally:
+            recording.paused = False
+        if is_inlined_forward(sys._getframe(1)):
+            set_grad_enabled(before)
+            return out
+        _open(recording, context, ops.enter_grad, (torch.is_grad_enabled(),))
+        return out
+
+    return enter
+
+
+def _exit(recording: Recording, original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    def leave(context: Any, *error: Any) -> Any:
+        if not recording.recording_here():
+            return original(context, *error)
+        _close(recording, context, function)
+        recording.paused = True
+        try:
+            return original(context, *error)
+        finally:
+            recording.paused = False
+
+    return leave
+
+
+def _enter_inference(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(context: Any) -> Any:
+        if not recording.recording_here():
+            return original(context)
+        recording.inference.append(bool(context.mode))
+        if context.mode:
+            context._fxplug_before = torch.is_grad_enabled()
+            set_grad_enabled(False)
+            _open(recording, context, ops.enter_grad, (False,))
+        return None
+
+    return enter
+
+
+def _exit_inference(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
+    def leave(context: Any, *error: Any) -> Any:
+        if not recording.recording_here():
+            return original(context, *error)
+        recording.inference.pop()
+        if context.mode:
+            _close(recording, context, ops.exit_grad)
+            set_grad_enabled(context._fxplug_before)
+        return None
+
+    return leave
+
+
+def _open(recording: Recording, context: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    node = recording.node("call_function", function, args, {}, recording.named(function.__name__), effect=True)
+    context.__dict__.setdefault("_fxplug", []).append(node)
+    recording.switched += 1
+
+
+def _close(recording: Recording, context: Any, function: Callable[..., Any]) -> None:
+    opened = context.__dict__.get("_fxplug")
+    if opened:
+        name = recording.named(function.__name__)
+        recording.node("call_function", function, (opened.pop(),), {}, name, effect=True)
+        recording.switched += 1
+
+
+Patch = tuple[Any, str, Any]
+SEED, STATE = "sets a random seed", "reads or sets the state of a random generator"
+FUNCTIONS = "transforms a function"
+# what changes the random numbers that other calls get, or runs code where no recording sees it, by where it is defined
+REFUSED: dict[Any, dict[str, str]] = {
+    torch: {
+        **dict.fromkeys(("manual_seed", "seed"), SEED),
+        **dict.fromkeys(("initial_seed", "get_rng_state", "set_rng_state"), STATE),
+        "vmap": FUNCTIONS,
+    },
+    torch.random: {
+        **dict.fromkeys(("manual_seed", "seed"), SEED),
+        **dict.fromkeys(("initial_seed", "get_rng_state", "set_rng_state", "fork_rng"), STATE),
+    },
+    torch.cuda: {
+        **dict.fromkeys(("manual_seed", "manual_seed_all", "seed", "seed_all"), SEED),
+        **dict.fromkeys(("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all", "initial_seed"), STATE),
+    },
+    torch.func: dict.fromkeys("vmap grad grad_and_value vjp jvp jacrev jacfwd hessian linearize".split(), FUNCTIONS),  # noqa: SIM905
+    torch.autograd.graph.saved_tensors_hooks: {"__enter__": "changes what autograd saves"},
+}
+# torch keeps these lists of its functions for good: made within a trace they would have what stands for functions there
+LISTS = (
+    overrides.get_ignored_functions, overrides.get_default_nowrap_functions, overrides.get_testing_overrides,
+    overrides.get_overridable_functions, lambda: overrides.is_tensor_method_or_property(len),
+)  # fmt: skip
+
+
+def mode_patches(recording: Recording) -> Iterator[Patch]:
+    """What stands for functions of torch during one run: owner, name and value.
+
+    They are replaced where they are defined, and in the source files of the model's packages that import them by name. What
+    a class or a closure has kept of them before is not seen.
+    """
+    for listed in LISTS:
+        listed()
+    new: dict[int, Any] = {}
+    for owner, name, value in _replaced(recording):
+        if name in vars(owner):
+            new[id(vars(owner)[name])] = value
+            yield owner, name, value
+    for module in _sources(recording):
+        space = vars(module)
+        for name in [n for n, v in space.items() if id(v) in new]:
+            yield module, name, new[id(space[name])]
+        if "type" not in space:
+            yield module, "type", Type
+
+
+def _replaced(recording: Recording) -> Iterator[Patch]:
+    for name, function in ops.STATES.items():
+        path, _, last = name.rpartition(".")
+        read = _reader(recording, name, function)
+        yield functools.reduce(getattr, path.split(".")[1:], torch), last, read
+        if vars(NATIVE).get(last) is function:
+            yield NATIVE, last, read
+    for owner, names in REFUSED.items():
+        for name, does in names.items():
+            if hasattr(owner, name):
+                yield owner, name, _refusing(recording, getattr(owner, name), f"{owner.__name__}.{name}", does)
+
+
+def _sources(recording: Recording) -> list[ModuleType]:
+    """The modules of Python that belong to the packages which the model's classes are from."""
+    classes = {type(m) for m in recording.model.modules()}
+    packages = frozenset(c.__module__.partition(".")[0] for kind in classes for c in kind.__mro__ if not is_foreign(c))
+    known = _imported(packages, len(sys.modules), next(reversed(sys.modules)))
+    return [m for name in known if isinstance(m := sys.modules.get(name), ModuleType)]
+
+
+@functools.lru_cache(maxsize=64)
+def _imported(packages: frozenset[str], count: int, last: str) -> list[str]:
+    """The modules of some packages, while as many are imported."""
+    starts = tuple(f"{p}." for p in packages)
+    return [name for name in list(sys.modules) if name.startswith(starts) or name in packages]
+
+
+def _asks(recording: Recording) -> bool:
+    """Whether the model's own code has called what stands for a function, two frames above this one."""
+    return recording.recording_here() and asker(sys._getframe(2)) is not None
+
+
+def _reader(recording: Recording, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def read(*args: Any, **kwargs: Any) -> Any:
+        if not _asks(recording):
+            return original(*args, **kwargs)
+        if name == "torch.is_inference_mode_enabled" and len(recording.inference) > 1:
+            return recording.inference[-1]  # the model's own mode
+        given = (*args, *kwargs.values())
+        value = recording.inference[0] if name == "torch.is_inference_mode_enabled" else original(*given)
+        return recording.state(name, given, value)
+
+    return read
+
+
+def _refusing(recording: Recording, original: Callable[..., Any], name: str, does: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        if _asks(recording):
+            raise TraceError(
+                f"{recording.place()}: {does} ({name}), which a graph cannot do anew at each call; do it outside of forward, "
+                f"or {recording.way_out()}"
+            )
+        return original(*args, **kwargs)
+
+    return refuse
+
+
+class _Type(type):
+    """The class of what stands for `type`."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and isinstance(args[0], Number):
+            return type(args[0].value)
+        return type(*args, **kwargs)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, type)
+
+    def __subclasscheck__(cls, value: Any) -> bool:
+        return issubclass(value, type)
+
+
+class Type(type, metaclass=_Type):
+    """Stands for `type` in the model's source files, where `type(x.shape[0]) is int` must be true."""
+
+
+@contextlib.contextmanager
+def patched(recording: Recording, regions: Regions, training: bool | None) -> Iterator[None]:
+    """For the time of one run: module calls, `module.training`, autocast, gradient modes and `math` report to it."""
+
+    def read_training(module: nn.Module) -> bool:
+        own = bool(module.__dict__.get("training", True))
+        if threading.get_ident() != recording.thread:
+            return own
+        if recording.paused and recording.fake and type(module).__module__.startswith("torch."):
+            return False  # shapes are the same, and no statistics are asked of fake tensors
+        if not recording.paused:
+            recording.reads_training = True
+        return own if training is None else training
+
+    def write_training(module: nn.Module, value: bool) -> None:
+        module.__dict__["training"] = value
+
+    apply = vars(torch.autograd.Function)["apply"]
+    patches = [
+        *grad_patches(recording),
+        *mode_patches(recording),
+        (torch.autograd.Function, "apply", recording.function_apply(apply)),
+        *((checkpoint, name, recording.checkpoint(vars(checkpoint)[name])) for name in CHECKPOINTS if name in vars(checkpoint)),
+        (type(nn.Parameter), "__instancecheck__", recording.instance_check(type(nn.Parameter).__instancecheck__)),
+        *((torch, name, recording.from_numpy(getattr(torch, name))) for name in ("from_numpy", "frombuffer")),
+        *((math, name, recorded_math(name)) for name in functions.MATH),
+        (nn.Module, "training", property(read_training, write_training)),
+    ]
+    before = []
+    try:
+        for owner, name, value in patches:
+            before.append((owner, name, vars(owner).get(name, MISSING)))
+            setattr(owner, name, value)
+        with calls(regions.call):
+            yield
+    finally:
+        for owner, name, value in reversed(before):
+            if value is MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)

@@ -1,0 +1,467 @@
+"""What the modules of a model hold, by attributes and in memory: noted, to tell what a run changed, and to give it back.
+
+Attributes, parameters, buffers and hooks of the modules; containers, objects and tensors that these hold. What lies outside of
+the modules (globals, closures, classes, the environment, files) is no state of a model here.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import enum
+import functools
+import logging
+import operator
+import pathlib
+import random
+import re
+import sys
+import threading
+import types
+from collections import OrderedDict, UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..ir.containers import leaves
+from ..torch_internals.modules import TABLES
+from ..torch_internals.tensors import (
+    DisableTorchFunction,
+    FakeTensor,
+    TorchDispatchMode,
+    gradient_hooks,
+    kept_on_fakes,
+    memory_id,
+    schema,
+    set_gradient_hooks,
+    set_version,
+    unset_fake_temporarily,
+    version,
+)
+from .user_code import is_foreign
+
+
+class Journal(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs every operation as it is, and copies a tensor's memory before the first write into it.
+
+    Memory that the run itself takes is left alone, so what is kept is only what outlives the run: buffers, inputs, tensors
+    that the model holds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: set[int] = set()
+        self.kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for index, argument in enumerate(schema(func).arguments):
+            if _is_written(argument):
+                for value in leaves(args[index] if index < len(args) else kwargs.get(argument.name)):
+                    self.keep(value)
+        out = func(*args, **kwargs)  # which a recording that listens still sees: a script function's operations come here only
+        given = {memory_id(storage) for value in leaves((args, kwargs)) if (storage := storage_of(value)) is not None}
+        for value in leaves(out):
+            storage = storage_of(value)
+            if storage is not None and memory_id(storage) not in given:
+                self.made.add(memory_id(storage))
+        return out
+
+    def keep(self, value: Any) -> None:
+        """Copy the memory of a tensor, once."""
+        storage = storage_of(value)
+        if storage is not None and memory_id(storage) not in self.made and memory_id(storage) not in self.kept:
+            self.kept[memory_id(storage)] = (storage, storage.clone())  # type: ignore[no-untyped-call]
+
+    def makes(self, tensor: torch.Tensor) -> bool:
+        """Whether this run took the memory of a tensor."""
+        storage = storage_of(tensor)
+        return storage is not None and memory_id(storage) in self.made
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """A tensor counts as one that was there before the run."""
+        storage = storage_of(tensor)
+        if storage is not None:
+            self.made.discard(memory_id(storage))
+
+    def now(self) -> dict[int, torch.UntypedStorage]:
+        """A copy of what stands now in all memory that was written."""
+        return {key: storage.clone() for key, (storage, _) in self.kept.items()}  # type: ignore[no-untyped-call]
+
+    def put_back(self, values: dict[int, torch.UntypedStorage] | None = None) -> None:
+        """Give the memory the bytes that it had before the run, or those of `now()` at a time between."""
+        for key, (storage, before) in self.kept.items():
+            then = before if values is None else values.get(key, before)
+            if storage.nbytes() != then.nbytes():
+                storage.resize_(then.nbytes())
+            storage.copy_(then)
+
+
+def _is_written(argument: Any) -> bool:
+    # batch norms do not say that they move their running statistics
+    return bool(argument.alias_info and argument.alias_info.is_write) or argument.name.startswith("running_")
+
+
+def storage_of(value: Any) -> torch.UntypedStorage | None:
+    """The memory of a tensor that has some."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    with DisableTorchFunction():
+        if value.layout is not torch.strided or value.is_meta:
+            return None
+        try:
+            return value.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # a tensor of another kind, which has no memory of its own
+            return None
+
+
+class Kind(NamedTuple):
+    """How to note what a value holds, to tell whether it changed, and to give it back."""
+
+    note: Callable[[Any], Any]
+    same: Callable[[Any, Any], bool]
+    put: Callable[[Any, Any], None]
+
+
+def _identical(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def _base(value: Any) -> Any:
+    """The class whose methods work on a dict, as its own may forbid changing it."""
+    return OrderedDict if isinstance(value, OrderedDict) else dict
+
+
+def items(value: Any) -> dict[Any, Any]:
+    """What a dict holds, whatever its class makes of `items()`."""
+    return dict(OrderedDict.items(value)) if isinstance(value, OrderedDict) else dict.copy(value)
+
+
+def identical_items(a: Any, b: Any) -> bool:
+    """Whether two dicts hold the same objects under the same ones, in the same order."""
+    return len(a) == len(b) and all(map(operator.is_, a, b)) and all(map(operator.is_, a.values(), b.values()))
+
+
+def put_items(value: Any, members: Any) -> None:
+    """Make a dict hold these members and no others, whatever its class allows."""
+    base = _base(value)
+    base.clear(value)
+    for key, member in members.items():
+        base.__setitem__(value, key, member)
+
+
+def _put_list(value: Any, members: Any) -> None:
+    (list if isinstance(value, list) else type(value)).__setitem__(value, slice(None), members)
+
+
+def _put_members(value: Any, members: Any) -> None:
+    value.clear()
+    (value.update if isinstance(value, set) else value.extend)(members)
+
+
+def _put_array(value: np.ndarray, copy: np.ndarray) -> None:
+    value[...] = copy
+
+
+def _put_bit_state(value: np.random.Generator, state: Any) -> None:
+    value.bit_generator.state = state
+
+
+def _same_arrays(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.tobytes() == b.tobytes() if a.dtype != object else _identical(a.ravel(), b.ravel())
+
+
+def _same_generators(a: torch.Generator, b: torch.Generator) -> bool:
+    with unset_fake_temporarily():
+        return torch.equal(a.get_state(), b.get_state())
+
+
+KINDS: dict[type, Kind] = {
+    dict: Kind(items, identical_items, put_items),
+    list: Kind(lambda v: list(list.__iter__(v)), _identical, _put_list),
+    deque: Kind(lambda v: list(deque.__iter__(v)), _identical, _put_members),
+    set: Kind(lambda v: set(set.__iter__(v)), lambda a, b: a == b, _put_members),
+    bytearray: Kind(bytes, lambda a, b: a == b, _put_list),
+    array.array: Kind(lambda v: v[:], lambda a, b: a.tobytes() == b.tobytes(), _put_list),
+    np.ndarray: Kind(lambda v: v.copy(), _same_arrays, _put_array),
+    torch.Generator: Kind(lambda v: v.clone_state(), _same_generators, lambda v, s: v.set_state(s.get_state())),
+    random.Random: Kind(lambda v: v.getstate(), lambda a, b: a == b, lambda v, s: v.setstate(s)),
+    np.random.RandomState: Kind(lambda v: v.get_state(), lambda a, b: repr(a) == repr(b), lambda v, s: v.set_state(s)),
+    np.random.Generator: Kind(lambda v: v.bit_generator.state, lambda a, b: repr(a) == repr(b), _put_bit_state),
+}
+
+
+def kind_of(value: Any) -> Kind:
+    """The kind of a value of a class in KINDS, or of one derived from it."""
+    return _kind_of(type(value))  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _kind_of(cls: type) -> Kind:
+    return next(kind for base, kind in KINDS.items() if issubclass(cls, base))
+
+
+MISSING = type("Missing", (), {"__repr__": lambda self: "nothing"})()
+PLAIN: tuple[type, ...] = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.FunctionType)
+PLAIN += (types.BuiltinFunctionType, types.GenericAlias, types.UnionType, frozenset, range, slice, re.Pattern, enum.Enum)
+PLAIN += (pathlib.PurePath, logging.Logger, threading.Thread, np.generic, np.dtype)
+PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.jit.ScriptFunction)
+# classes of the standard library that hold what they are given
+HOLDERS: tuple[type, ...] = (types.SimpleNamespace, UserDict, UserList)
+HOOKS = set(vars(nn.Module())) - {*TABLES, "training"}  # tables of every module, most of them empty
+CACHE = type(functools.lru_cache(lambda: None))
+Link = tuple[Any, Any]  # what holds a place, and under which key: from the module down
+
+
+class Place(NamedTuple):
+    """Where something changed: the container, the key in it (None: all of it), and what it held before."""
+
+    owner: Any
+    key: Any
+    before: Any
+    link: Link
+
+    def __str__(self) -> str:
+        return written(self.link if self.key is None else (self.link, self.key))
+
+    def root(self) -> str:
+        """The name of the module that holds the place."""
+        outer, key = self.link
+        while outer is not None:
+            outer, key = outer
+        return str(key)
+
+    def now(self) -> Any:
+        """What the place holds; `MISSING` where it is gone."""
+        if self.key is None:
+            return kind_of(self.owner).note(self.owner)
+        return (items(self.owner) if isinstance(self.owner, dict) else own(self.owner)).get(self.key, MISSING)
+
+
+class _TensorRecord(NamedTuple):
+    """A tensor that was there, with what code can change of it without an operation."""
+
+    tensor: torch.Tensor
+    alias: torch.Tensor
+    version: int
+    requires_grad: bool
+    grad: torch.Tensor | None
+    link: Link
+    hooks: dict[int, Any]
+
+    def __str__(self) -> str:
+        return written(self.link)
+
+    def is_buffer(self) -> bool:
+        """Whether a module lists it among its buffers."""
+        return self.link[0] is not None and self.link[0][1] == "_buffers"
+
+
+class State:
+    """What modules hold when it is made, and what became of it since."""
+
+    def __init__(self, *roots: nn.Module) -> None:
+        self.seen: set[int] = set()
+        self.notes: list[tuple[Any, Any, Any, Link]] = []
+        self.members: list[tuple[Any, dict[str, Any], Link]] = []  # of objects with slots, and of tensors
+        self.hooks: list[tuple[dict[str, Any], dict[str, dict[Any, Any]], Link]] = []
+        self.tensors: dict[int, _TensorRecord] = {}
+        self.todo: list[tuple[Any, Link]] = []
+        self.opaque = False  # whether there is an object, such as an iterator, of which nobody can tell what it keeps
+        self.modules = {id(m): (m, name) for root in roots for name, m in root.named_modules()}
+        self.kinds: set[type] = set()
+        with DisableTorchFunction(), torch.no_grad():
+            for module, name in self.modules.values():
+                self._note_object(module, (None, f"'{name}'" if name else type(module).__name__))
+            while self.todo:
+                self._look(*self.todo.pop())
+        self.caches = _caches(self.kinds)
+
+    def _look(self, value: Any, link: Link) -> None:
+        if id(value) in self.seen:
+            return
+        if isinstance(value, torch.Tensor):
+            self._note_tensor(value, link)
+        elif isinstance(value, tuple(KINDS)):
+            self.seen.add(id(value))
+            kind = kind_of(value)
+            held = kind.note(value)
+            self.notes.append((value, kind, held, link))
+            if isinstance(value, (dict, list, set, deque)):
+                self._later(held.items() if isinstance(held, dict) else enumerate(held), link)
+        elif isinstance(value, tuple):
+            self.seen.add(id(value))
+            self._later(enumerate(value), link)
+        elif isinstance(value, MethodType):
+            self._later([(None, value.__self__)], link)
+        elif isinstance(value, functools.partial):
+            self._later([(None, part) for part in (value.func, value.args, value.keywords)], link)
+        elif isinstance(value, (nn.Module, *HOLDERS)) or not is_foreign(type(value)):
+            if id(value) not in self.modules:
+                self._note_object(value, link)
+        else:
+            self.opaque = True
+
+    def _later(self, members: Iterable[tuple[Any, Any]], link: Link) -> None:
+        for key, member in members:
+            if id(member) not in self.seen and not _is_plain(type(member)):  # type: ignore[arg-type]
+                self.todo.append((member, (link, key)))
+
+    def _note_object(self, value: Any, link: Link) -> None:
+        self.seen.add(id(value))
+        self.kinds.add(type(value))
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            self.seen.add(id(attributes))
+            self.notes.append((attributes, KINDS[dict], items(attributes), link))
+            members: Iterable[tuple[str, Any]] = list(attributes.items())
+            if isinstance(value, nn.Module):
+                tables = {key: attributes[key] for key in HOOKS if isinstance(attributes.get(key), dict)}
+                self.hooks.append((tables, {key: items(table) for key, table in tables.items() if table}, link))
+                members = [item for item in members if item[0] not in tables]
+                self._later(((key, hook) for key, table in tables.items() for hook in table.values()), link)
+            self._later(members, link)
+        if slots := _slots(value):
+            self.members.append((value, slots, link))
+            self._later(slots.items(), link)
+
+    def _note_tensor(self, tensor: torch.Tensor, link: Link) -> None:
+        self.seen.add(id(tensor))
+        with contextlib.suppress(RuntimeError):
+            grad = tensor.grad if tensor.is_leaf else None
+            writes = 0 if tensor.is_inference() else version(tensor)
+            flags = tensor.requires_grad, grad, link, gradient_hooks(tensor)
+            self.tensors[id(tensor)] = _TensorRecord(tensor, tensor.detach(), writes, *flags)
+        attributes = own_attributes(tensor)
+        self.members.append((tensor, attributes, link))
+        self._later(attributes.items(), link)
+
+    # --- what became of it
+
+    def changes(self) -> list[Place]:
+        """The places that hold something else than they did; tensors changed in place are none."""
+        found = []
+        for value, kind, before, link in self.notes:
+            if isinstance(value, dict):
+                if type(value) is dict and identical_items(before, value):
+                    continue  # most are, and need no copy
+                found += _differing(value, before, items(value), link)
+            elif not kind.same(before, kind.note(value)):
+                found.append(Place(value, None, before, link))
+        found += [Place(hooks, None, before, (link, key)) for hooks, before, link, key in self._changed_hooks()]
+        for owner, members, link in self.members:
+            found += _differing(owner, members, own(owner), link)
+        return found
+
+    def _changed_hooks(self) -> Iterator[tuple[dict[Any, Any], dict[Any, Any], Link, str]]:
+        for tables, before, link in self.hooks:
+            if before or any(tables.values()):
+                for key, hooks in tables.items():
+                    if not identical_items(before.get(key, {}), hooks):
+                        yield hooks, before.get(key, {}), link, key
+
+    def restore(self) -> None:
+        """Put everything back, in whatever order it changed."""
+        for hooks, before, _, _ in self._changed_hooks():
+            put_items(hooks, before)
+        for value, kind, before, _ in self.notes:
+            if type(value) is dict and identical_items(before, value):
+                continue
+            if not kind.same(before, kind.note(value)):
+                kind.put(value, before)
+        for owner, members, _ in self.members:
+            now = own(owner)
+            for key, value in members.items():
+                if now.get(key, MISSING) is not value:
+                    object.__setattr__(owner, key, value)
+            for key in now.keys() - members.keys():
+                object.__delattr__(owner, key)
+
+    def restore_tensors(self) -> None:
+        """Give tensors their memory, geometry, gradients and versions back; their values are another matter."""
+        with DisableTorchFunction(), torch.no_grad():
+            for held in self.tensors.values():
+                tensor, alias = held.tensor, held.alias
+                if _geometry(tensor) != _geometry(alias):
+                    tensor.data = alias
+                if not tensor.is_leaf and not held.requires_grad:
+                    with contextlib.suppress(RuntimeError):  # a view keeps the history of what it is a view of
+                        tensor.detach_()
+                if tensor.is_leaf and tensor.requires_grad != held.requires_grad:
+                    tensor.requires_grad_(held.requires_grad)
+                set_gradient_hooks(tensor, held.hooks)
+                if tensor.is_leaf and tensor.grad is not held.grad:
+                    tensor.grad = held.grad
+                if not tensor.is_inference() and version(tensor) != held.version:
+                    set_version(tensor, held.version)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _is_plain(cls: type) -> bool:
+    return issubclass(cls, PLAIN) or cls.__module__ == "typing"
+
+
+def _caches(kinds: set[type]) -> list[Any]:
+    """The functions that keep their results, of classes and of their files: a run on fake tensors would leave some of these."""
+    classes = {base for kind in kinds for base in kind.__mro__ if not is_foreign(base)}
+    spaces = [vars(sys.modules[name]) for name in {c.__module__ for c in classes} if name in sys.modules]
+    values = [value for space in (*map(vars, classes), *spaces) for value in list(space.values())]
+    found = [value.__func__ if isinstance(value, (staticmethod, classmethod)) else value for value in values]
+    return [value for value in found if isinstance(value, CACHE)]
+
+
+def own(value: Any) -> dict[str, Any]:
+    """The attributes of a tensor, or those of an object that has slots."""
+    return own_attributes(value) if isinstance(value, torch.Tensor) else _slots(value)
+
+
+def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """What code has put on a tensor; names with an underscore are torch's and ours."""
+    torchs = kept_on_fakes() if type(tensor) is FakeTensor else ()
+    return {name: value for name, value in vars(tensor).items() if not name.startswith("_") and name not in torchs}
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in _slot_names(type(value)) if hasattr(value, name)}  # type: ignore[arg-type]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _slot_names(cls: type) -> tuple[str, ...]:
+    listed = (vars(base).get("__slots__", ()) for base in cls.__mro__)
+    names = (name for slots in listed for name in ([slots] if isinstance(slots, str) else list(slots)))
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+def written(link: Link) -> str:
+    """A place as a person would write it: `'blocks.0'.cache['x']`."""
+    keys = []
+    while link[0] is not None:
+        link, key = link
+        keys.append(key)
+    text = str(link[1])
+    for key in reversed(keys):
+        if key in ("_buffers", "_parameters", "_modules"):  # where torch keeps what is an attribute
+            continue
+        if isinstance(key, str) and key.isidentifier():
+            text += f".{key}"
+        else:
+            text += f"[{key!r}]" if isinstance(key, (str, int)) else "[...]"
+    return text
+
+
+def _differing(owner: Any, before: dict[Any, Any], now: dict[Any, Any], link: Link) -> list[Place]:
+    return [
+        Place(owner, key, before.get(key, MISSING), link)
+        for key in dict.fromkeys([*before, *now])
+        if before.get(key, MISSING) is not now.get(key, MISSING)
+    ]
+
+
+def _geometry(tensor: torch.Tensor) -> Any:
+    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+        return None
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device

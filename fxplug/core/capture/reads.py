@@ -1,0 +1,311 @@
+"""Sizes, values and dtypes that a model reads: from the graph where torch takes them, held by guards where Python decides."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import fx
+
+from ..errors import TraceError
+from ..ir import functions, ops
+from ..torch_internals.tensors import DisableTorchFunction
+from .fake_tensors import KINDS, NeedsValues, Number, lacks_values
+from .graph_builder import NUMBERS, Nodes
+from .user_code import ORDERED, asker, decides_nothing, describe, position, shortened, source_line, tree_of, user_frame
+
+Place = tuple[int, int, int, int]  # line, column, last line, last column
+NAMESPACES = {"torch", "F", "nn", "functional"}
+
+
+@dataclass
+class Read:
+    """One read by the model's code. `given` is whether it went straight to a torch function."""
+
+    node: fx.Node
+    where: str
+    line: str
+    given: bool = False
+
+
+class Dtypes:
+    """The dtypes that are read in one run. A dtype itself cannot tell whose it is: the source says where it goes."""
+
+    def __init__(self, recording: Nodes) -> None:
+        self.recording = recording
+        self.nodes: dict[fx.Node, fx.Node] = {}  # by the tensor's
+        self.all: list[Read] = []
+        self.last: dict[tuple[int, Place | str], Read] = {}  # by frame, and expression or name
+
+    def read(self, tensor: torch.Tensor, answer: torch.dtype, frame: FrameType) -> torch.dtype:
+        """`frame` reads the dtype of a tensor."""
+        recording, user = self.recording, asker(frame)
+        known = recording.recorded(tensor) is not None or id(tensor) in recording.parameters
+        if user is None or not known or decides_nothing(user):
+            return answer
+        of = recording.lookup(tensor)
+        if of not in self.nodes:
+            self.nodes[of] = recording.node("call_function", ops.dtype_of, (of,), {}, f"{of.name}_dtype")
+            self.nodes[of].meta["value"] = answer
+        read = Read(self.nodes[of], *source_line())
+        self.all.append(read)
+        place, source = position(user), _reads(user.f_code.co_filename)
+        if user is frame and place in source.given:
+            self.last[id(user), place] = read
+        elif user is frame and place in source.held:
+            self.last[id(user), source.held[place]] = read
+        return answer
+
+    def given(self, dtype: torch.dtype) -> Any:
+        """A dtype among the arguments of a call: the node that reads it, or the dtype where none is known."""
+        frame = user_frame()
+        place = None if frame is None else position(frame)
+        if frame is None or place is None:
+            return dtype
+        for use in _reads(frame.f_code.co_filename).uses.get(place, ()):
+            read = self.last.get((id(frame), use.read or use.name))
+            if read is not None and read.node.meta["value"] == dtype:
+                read.given = True
+                return read.node
+        return dtype
+
+    def decided(self) -> Iterator[tuple[fx.Node, str]]:
+        """Reads that went anywhere else, each node once, with words for a guard."""
+        seen: set[fx.Node] = set()
+        for read in self.all:
+            if not read.given and read.node not in seen:
+                seen.add(read.node)
+                answer = read.node.meta["value"]
+                yield read.node, f"{read.where}: '{read.line}' was decided on {describe(read.node)}, {answer} when traced"
+
+
+class Use(NamedTuple):
+    """One dtype among the arguments of a call: read there, `x.to(y.dtype)`, or held by a local name, `x.to(dtype)`."""
+
+    read: Place | None
+    name: str
+
+
+@dataclass
+class Source:
+    """What a source file does with dtypes."""
+
+    given: set[Place]  # reads that are an argument of a torch function
+    held: dict[Place, str]  # reads that go into a local name, which is an argument of torch functions and nothing else
+    uses: dict[Place, list[Use]]  # by call
+
+
+def _place(node: ast.expr) -> Place:
+    return node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0
+
+
+@lru_cache(maxsize=256)
+def _reads(file: str) -> Source:
+    found = Source(set(), {}, {})
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Call) and (uses := _uses(node)):
+            found.uses[_place(node)] = uses
+            found.given.update(use.read for use in uses if use.read)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            found.held.update(_held(node))
+    return found
+
+
+def _uses(call: ast.Call) -> list[Use]:
+    """The dtypes among the arguments of a call that converts or makes a tensor."""
+    function = call.func
+    if not isinstance(function, ast.Attribute):
+        return []
+    root: ast.expr = function
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    known = isinstance(root, ast.Name) and root.id in NAMESPACES
+    converts = function.attr in ("to", "type")
+    args = [a for a in call.args if converts] + [k.value for k in call.keywords if k.arg == "dtype" and (converts or known)]
+    uses = []
+    for arg in args:
+        if isinstance(arg, ast.Attribute) and arg.attr == "dtype":
+            uses.append(Use(_place(arg), ""))
+        elif isinstance(arg, ast.Name):
+            uses.append(Use(None, arg.id))
+    return uses
+
+
+def _held(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[Place, str]:
+    """Reads that go into a name which is set once, and then given to torch functions only."""
+    inside = list(ast.walk(function))
+    reads = [n for n in inside if isinstance(n, ast.Assign) and isinstance(n.value, ast.Attribute) and n.value.attr == "dtype"]
+    if not reads:
+        return {}
+    names = [n for n in inside if isinstance(n, ast.Name)]
+    calls = [use.name for n in inside if isinstance(n, ast.Call) for use in _uses(n)]
+    found = {}
+    for node in reads:
+        if len(node.targets) == 1 and isinstance(target := node.targets[0], ast.Name):
+            mine = [n for n in names if n.id == target.id]
+            loads = sum(isinstance(n.ctx, ast.Load) for n in mine)
+            if len(mine) == loads + 1 and loads == calls.count(target.id):
+                found[_place(node.value)] = target.id
+    return found
+
+
+class RecordedNumbers(Nodes):
+    """A graph that grows, with the numbers that are read out of its tensors."""
+
+    def shape(self, tensor: torch.Tensor) -> torch.Size:
+        """The shape of a tensor in recorded numbers, that of a weight in plain ones."""
+        node = self.recorded(tensor)
+        if node is None:
+            return tensor.shape  # a weight has the size it has
+        return torch.Size([self.size_of(node, "size", s, d) for d, s in enumerate(tensor.shape)])
+
+    def size_of(self, node: fx.Node, method: str, value: int, dim: int | None = None) -> Any:
+        """A size of a tensor, read from the node by a method: `x.size(1)`, `x.numel()`."""
+        args = (node,) if dim is None else (node, dim)
+        name = f"{node.name}_{method}" + ("" if dim is None else f"_{dim}")
+        return self.memo((node, method, dim), "call_method", method, args, value, name)
+
+    def size(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """What a method such as `size`, `stride` or `numel` gives, in recorded numbers unless the tensor is a weight."""
+        tensor = args[0]
+        with DisableTorchFunction():
+            plain, _ = self.lower(args[1:])
+            out = func(tensor, *plain, **kwargs)
+        node = self.recorded(tensor)
+        if node is None:
+            return out
+        if isinstance(out, tuple):
+            return type(out)([self.size_of(node, name, s, d) for d, s in enumerate(out)])
+        if name in ("size", "stride"):
+            dim = plain[0] if plain else kwargs["dim"]
+            return self.size_of(node, name, out, dim % tensor.dim())
+        if name == "__len__":
+            return self.size_of(node, "size", out, 0)
+        return self.size_of(node, "numel" if name == "nelement" else name, out)
+
+    def memo(self, key: Any, op: str, target: Any, args: Any, value: Any, name: str) -> Any:
+        """A number whose node is made once for all that ask with the same key."""
+        if key not in self.numbers:
+            self.numbers[key] = self.node(op, target, args, {}, name)
+        return self.held(self.numbers[key], value)
+
+    def number(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> Any:
+        """`target(*args)` on recorded numbers."""
+        value = value.item() if isinstance(value, np.generic) else value
+        if type(value) not in NUMBERS:
+            for number in args:
+                self.decide(number)
+            return value
+        _, nodes = self.lower(args)
+        key = (target, tuple((type(n), n) for n in nodes))
+        return self.memo(key, "call_function", target, nodes, value, self.named(functions.short_name(target)))
+
+    def decide(self, number: Any) -> Any:
+        """Python needs the plain value of a number: hold it by a guard."""
+        if not isinstance(number, Number):
+            return number
+        return self.settle(number.fx_node, number.value) if number.recorder is self else number.value
+
+    def settle(self, node: fx.Node, value: Any) -> Any:
+        """Python needs the plain value of a node: hold it by a guard, unless nothing hangs on it."""
+        if node not in self.guards:
+            frame = user_frame()
+            if frame is None or not decides_nothing(frame):
+                self.guard(node, value)
+        return value
+
+    def guard(self, node: fx.Node, expected: Any, does: str = "branches on a value that it computes") -> None:
+        """Hold a number to what it is now."""
+        if node in self.guards:
+            return
+        self.guards.add(node)
+        if not self.fake:
+            self.refuse_drawn(node)
+            if not self.measured:
+                self.refuse_measured(node, does)
+        where, line = source_line()
+        message = f"{where}: '{line}' was decided on {describe(node)}, {shortened(repr(expected), 40)} when traced"
+        if re.search(r"\blen\(", line) and "size" in str(node.target):
+            message += " (Python's len() gives a plain number; x.shape[0] in its place is any size)"
+        self.node("call_function", ops.guard, (node, expected, message), {}, self.named("guard"), effect=True)
+
+    def guard_parts(self, short: str, args: Any, kwargs: Any) -> None:
+        """Hold the sizes that decide how many results, or how many dimensions, a function gives."""
+        tensor = args[0] if args else kwargs.get("input", kwargs.get("self"))
+        if not isinstance(tensor, torch.Tensor) or self.recorded(tensor) is None:
+            return
+        sizes = self.shape(tensor)
+        given = [*args[1:], *kwargs.values()]
+        if short == "squeeze":
+            dims = given[0] if given else range(len(sizes))
+            for dim in (dims,) if isinstance(dims, int) else dims:
+                bool(sizes[dim] == 1)
+            return
+        count = None if short == "unbind" else given[0]
+        dim = kwargs.get("dim", (given[0] if given else 0) if short == "unbind" else args[2] if len(args) > 2 else 0)
+        size = tensor.shape[dim]
+        if count is None or (short == "chunk" and -(-size // -(-size // count)) < count):  # fewer chunks than asked for
+            self.decide(sizes[dim])
+        elif short == "split" and isinstance(count, int):
+            self.decide((sizes[dim] + count - 1) // count)
+
+    def value(self, func: Any, name: str, args: Any) -> Any:
+        """A number read out of a tensor: recorded where it depends on the inputs, else known."""
+        tensor = args[0]
+        try:
+            out = func(*args)
+        except RuntimeError as error:
+            if self.fake and lacks_values(error):
+                raise NeedsValues(self.needs_values()) from error
+            raise
+        source = self.lookup(tensor)
+        if self.fake and not self.computed(tensor):
+            return out  # fake tensors know the values of constants
+        if name == "tolist":
+            if tensor.dim() and source.op != "get_attr":
+                for size in self.shape(tensor):
+                    self.decide(size)
+            return self.bind(out, self.node("call_method", "tolist", (source,), {}, self.named("tolist")))
+        with DisableTorchFunction():
+            read = tensor.item()
+        node = self.node("call_method", "item", (source,), {}, self.named("item"))
+        if type(read) not in KINDS:
+            self.guard(node, read)
+            return out
+        number = self.bind(read, node)
+        return number if name == "item" else type(out)(number)
+
+    def refuse_drawn(self, node: fx.Node) -> None:
+        """A branch on a random number has another outcome at each call."""
+
+        def look(current: fx.Node, short: str) -> list[fx.Node]:
+            if short in functions.DRAWS:
+                self.refuse_way("branches on a random number")
+            return current.all_input_nodes
+
+        functions.computed_by(node, look)
+
+    def refuse_measured(self, node: fx.Node, does: str) -> None:
+        """A branch on masks, counts or equality is a property of the input; one on a measured value is not."""
+
+        def look(current: fx.Node, short: str) -> list[fx.Node]:
+            given = [a for a in current.args if isinstance(a, fx.Node)]
+            floating = any(getattr(a.meta.get("dtype"), "is_floating_point", False) for a in given)
+            if floating and (short in ORDERED or short in ("item", "tolist")):
+                self.refuse_way(does, ", or accept the values of this call as a guard: trace(..., real=True)")
+            follows = not floating or short in ("isnan", "isinf")
+            return current.all_input_nodes if follows else []
+
+        functions.computed_by(node, look)
+
+    def refuse_way(self, does: str, more: str = "") -> None:
+        """Raises TraceError: what the model `does` here goes one way or another."""
+        where, line = source_line()
+        raise TraceError(f"{self.region()} {does} ({where}: {line}), and a graph has one way only; {self.way_out()}{more}")

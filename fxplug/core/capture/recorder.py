@@ -1,0 +1,456 @@
+"""What torch functions do during one run of a model, as nodes of a graph."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from ..errors import TraceError
+from ..ir import functions, ops
+from ..ir.containers import children, map_leaves
+from ..torch_internals.modules import set_grad_enabled
+from ..torch_internals.tensors import (
+    DisableTorchFunction,
+    FakeTensor,
+    OpOverload,
+    OpOverloadPacket,
+    unset_fake_temporarily,
+    version,
+)
+from .fake_tensors import NeedsValues, Number
+from .graph_builder import NUMBERS, SMALL
+from .reads import Dtypes, RecordedNumbers
+from .user_code import (
+    CONSTANTS,
+    ITSELF,
+    KIND_ANSWERS,
+    KIND_QUESTIONS,
+    KIND_TESTS,
+    LATER,
+    LEAVING,
+    MANY,
+    OUTSIDE,
+    OWN,
+    RESHAPING,
+    SHAPE_OF_FIRST,
+    SIZES,
+    TEXT,
+    VALUES,
+    asker,
+    decides_nothing,
+    is_text_for_people,
+    is_tried,
+    source_line,
+    tells_apart,
+    user_frame,
+)
+
+LEAVING |= {"apply_", "map_", "map2_", "__cuda_array_interface__"}
+
+
+class Function:
+    """Stands for the `grad_fn` of a tensor, of which a graph can only say whether there is one."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def __getattr__(self, name: str) -> Any:
+        raise TraceError(
+            f"{self._recording.place()}: reads '{name}' of a grad_fn, which a graph cannot say; {self._recording.way_out()}"
+        )
+
+
+class Context:
+    """Stands for the context that a function of autograd's hands its backward."""
+
+    def __init__(self, args: Any) -> None:
+        self.needs_input_grad = tuple(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+        self.saved_tensors: tuple[Any, ...] = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keep tensors for a backward."""
+        self.saved_tensors = tensors
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        """Say which inputs are written in place."""
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        """Say which results have no gradients."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Say whether missing gradients are zeros."""
+
+
+def _forward(cls: Any, args: Any, kwargs: Any) -> Any:
+    context = () if cls.setup_context is not torch.autograd.Function.setup_context else (Context(args),)
+    return cls.forward(*context, *args, **kwargs)
+
+
+def is_inlined_forward(frame: types.FrameType | None) -> bool:
+    """Whether a frame is the forward of a function of autograd's that runs only to be recorded."""
+    frame = frame and frame.f_back
+    while frame is not None and frame.f_code is not _forward.__code__ and frame.f_code.co_filename.startswith(OWN):
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _forward.__code__
+
+
+class NeedsAutograd(Exception):
+    """The model asks what autograd knows, which fake tensors are told only in a second try."""
+
+
+class Recording(RecordedNumbers):
+    """A graph that grows while the model runs inside it: every call of a torch function becomes a node."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.dtypes = Dtypes(self)
+        self.checkpointed = ""  # where code is recorded that the model's backward runs again
+        self.inlined = ""  # where a function of autograd's is recorded as what its forward does
+
+    def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or func is set_grad_enabled:
+            return func(*args, **kwargs)
+        if type(func) is types.MethodWrapperType:  # the getter of a property; a new object at each access
+            return self.attribute(func, *args)
+        name = functions.method_names().get(func)
+        if name in SIZES:
+            return self.size(func, name, args, kwargs)
+        if name in VALUES or func is torch.is_nonzero:
+            return self.value(func, name or "is_nonzero", args)
+        if name in LATER or func is torch.autograd.backward:
+            called = name or "backward"
+            raise TraceError(f"{self.place()}: calls '{called}' of a tensor, which a graph cannot say; {self.way_out()}")
+        if func is torch.autograd.grad and not self.autograd:
+            raise NeedsAutograd
+        if name in TEXT and self.computed(args[0]):
+            self.text(sys._getframe(1))
+        if name in LEAVING and self.computed(args[0]):
+            self.leave_torch(name, args[0])
+            return func(*args, **kwargs)
+        if name == "__deepcopy__":
+            return self.copied(args[0])
+        return self.call(func, name, args, kwargs)
+
+    def copied(self, tensor: torch.Tensor) -> Any:
+        """A copy of its own: gradients reach it and not the tensor."""
+        new = self.call(torch.clone, None, (tensor,), {})
+        new = self.call(torch.Tensor.detach, "detach", (new,), {})
+        if not tensor.is_floating_point():
+            return new
+        asked = self.node("call_function", ops.asked, (self.lookup(tensor), "requires_grad"), {}, self.named("requires_grad"))
+        return self.mark(new, self.node("call_method", "requires_grad_", (self.lookup(new), asked), {}, "copied"))
+
+    def text(self, frame: types.FrameType) -> None:
+        """Text that is made of a tensor's values: what people read may be told, anything else hangs on them."""
+        user = asker(frame)
+        if user is not None and not is_text_for_people(user):
+            raise TraceError(f"{self.place()}: makes text of a tensor's values, which a graph cannot follow; {self.way_out()}")
+
+    def attribute(self, func: Any, tensor: torch.Tensor, *rest: Any) -> Any:
+        """What reading an attribute of a tensor gives. Raises TraceError where a graph cannot say it, as for setting one."""
+        name = func.__self__.__name__
+        if func.__name__ != "__get__":
+            raise TraceError(f"{self.place()}: sets '{name}' of a tensor, which a graph cannot say; {self.way_out()}")
+        if name == "shape":
+            return self.shape(tensor)
+        node = self.recorded(tensor) if isinstance(tensor, torch.Tensor) else None
+        if name in ("nbytes", "itemsize") and node is not None:
+            count = self.size_of(node, "numel", tensor.numel()) if name == "nbytes" else 1
+            return count * self.size_of(node, "element_size", tensor.element_size())
+        out = func(tensor, *rest)
+        if name == "dtype":
+            return self.dtypes.read(tensor, out, sys._getframe(2))
+        if name in (*ops.QUESTIONS, *OUTSIDE) and asker(sys._getframe(2)) is not None:
+            if name in ops.QUESTIONS:
+                return self.asked(tensor, name)
+            raise TraceError(f"{self.place()}: reads '{name}' of a tensor, which a graph cannot say; {self.way_out()}")
+        if not isinstance(out, torch.Tensor) or name == "grad":
+            return out
+        if name not in functions.ATTRIBUTES:
+            raise TraceError(f"{self.place()}: reads '{name}' of a tensor, which a graph cannot say; {self.way_out()}")
+        op, target, extra = functions.ATTRIBUTES[name](tensor)
+        return self.bind(out, self.node(op, target, (self.lookup(tensor), *extra), {}, self.named(name)))
+
+    def call(self, func: Any, method: str | None, args: Any, kwargs: Any) -> Any:
+        """Run a torch function and record it under its public name."""
+        if kwargs.get("generator") is torch.default_generator:
+            kwargs = {**kwargs, "generator": None}  # which is the one without any
+        if func in CONSTANTS and not self.traced(args) and not self.traced(kwargs):
+            made = self.made_constant(func, args, kwargs)
+            if made is not None:
+                return made
+        plain, nodes = self.lower(tuple(args))
+        plain_kw, node_kw = self.lower(dict(kwargs))
+        short = str(method or getattr(func, "__name__", "")).strip("_")
+        if short in ("squeeze", "unbind", "split", "chunk"):
+            self.guard_parts(short, args, kwargs)
+        several = [x if type(x) in (list, tuple) else (x,) for x in (*plain, *plain_kw.values())]
+        given = [x for some in several for x in some if isinstance(x, torch.Tensor)]
+        called = str(method or getattr(func, "__name__", ""))
+        writes = called.endswith("_") or called.startswith(("__i", "__set")) or "out" in kwargs or kwargs.get("inplace") is True
+        if self.fake and writes:
+            for x in given:  # a tensor that the model holds and that is no weight is written for real
+                if type(x) is not FakeTensor:
+                    with unset_fake_temporarily():
+                        self.overwritten.keep(x)
+        versions = [version(x) for x in given]
+        run = SHAPE_OF_FIRST.get(func) if self.fake else None
+        # a remembered result has memory of its own, which does not tell what it is a view of
+        views = any(map(self.parameter_of, given))
+        key = self.results.key(func, plain, plain_kw) if self.fake and not views and not ops.is_applied(func) else None
+        remembered = self.results.get(key, self.mode)
+        out = remembered
+        if remembered is None:
+            try:
+                self.paused = ops.is_applied(func)
+                out = run(given[0]) if run else func(*plain, **plain_kw)
+            except Exception:  # torch's, raised again
+                if asker(sys._getframe(2)) is not None:
+                    self.failed = self.failed or self.place()
+                raise
+            finally:
+                self.paused = False
+        changed = [x for x, before in zip(given, versions, strict=True) if version(x) != before]
+        if called.endswith("_") and several and isinstance(several[0], list):  # functions on lists count no versions
+            changed += several[0]
+        if views and (written := next(filter(None, map(self.parameter_of, changed)), None)):
+            raise TraceError(
+                f"{self.place()}: writes the parameter '{written}' in place, and weights are never written by a graph: make it "
+                f"a buffer (register_buffer), whose writes are recorded, or {self.way_out()}"
+            )
+        if isinstance(out, (str, torch.dtype)) or short == "can_cast":
+            for x in given:
+                self.dtypes.read(x, x.dtype, sys._getframe(2))
+        if out is NotImplemented or isinstance(out, KIND_ANSWERS) or short in KIND_QUESTIONS | KIND_TESTS:
+            return out
+        if isinstance(out, bool) and short.startswith(("is_", "has_", "can_", "_")) and asker(sys._getframe(2)) is None:
+            return out  # torch asks for itself, and will ask again
+        if short == "is_inference" and self.inference[-1]:
+            raise TraceError(f"{self.place()}: asks whether a tensor is one of inference mode: trace outside of inference mode")
+        if out is None and method is None and func not in functions.names() and not changed:
+            return None
+        op, target, nodes = self.target(func, method, nodes)
+        short = functions.short_name(target)
+        in_place = bool(changed) or getattr(target, "__name__", str(target)).endswith("_")
+        # running statistics, unseen
+        moves = func in SHAPE_OF_FIRST and any(flag is True for flag in (*plain, *plain_kw.values()))
+        effect = (
+            (in_place and not isinstance(out, bool))
+            or short in functions.RANDOM
+            or (out is None and method is not None)
+            or moves
+        )
+        if remembered is None and not in_place:
+            self.results.put(key, out, given)
+        node = self.node(op, target, nodes, node_kw, self.named(short), effect)
+        if short in ITSELF and isinstance(out, torch.Tensor) and given and tells_apart(user_frame()):
+            self.guard_itself(node, out, given[0])
+            if out is given[0]:
+                return out
+        if is_tried(user_frame()):
+            self.node("call_function", ops.tried, (node,), {}, f"{node.name}_tried", effect=True)
+        if isinstance(target, str) and target in RESHAPING:
+            self.reshaped(func, plain[0], plain[1:], plain_kw)
+        if any(out is x for x in changed):
+            node.meta.update(shape=tuple(out.shape), dtype=out.dtype)
+            return self.mark(out, node) if self.recorded(out) is not None else out
+        if out is not None and not isinstance(out, (torch.Tensor, tuple, list, dict)) and type(out) not in NUMBERS:
+            raise TraceError(
+                f"{self.place()}: {short} returns a {type(out).__name__}, which cannot be followed; {self.way_out()}"
+            )
+        return self.bind(out, node)
+
+    def guard_itself(self, node: fx.Node, out: torch.Tensor, given: torch.Tensor) -> None:
+        """Hold whether an operation gives its argument itself, which code with `a is b` can tell from a copy."""
+        where, line = source_line()
+        same = self.node("call_function", ops.is_same, (node, self.lookup(given)), {}, f"{node.name}_itself")
+        word = "the argument itself" if out is given else "another tensor than its argument"
+        self.guard_after(same, out is given, f"{where}: '{line}' gave {word} when traced")
+
+    def leave_torch(self, name: str, tensor: torch.Tensor) -> None:
+        """A tensor's values go where they cannot be followed: a few of them can be held by a guard."""
+        if self.fake:
+            raise NeedsValues(self.needs_values())
+        if name not in ("numpy", "__array__") or tensor.numel() > MANY:
+            raise TraceError(f"{self.place()}: takes a tensor out of torch ({name}), so what follows is lost; {self.way_out()}")
+        node = self.node("call_method", "tolist", (self.lookup(tensor),), {}, self.named("tolist"))
+        self.guard(node, tensor.tolist(), does=f"takes values that it computes out of torch ({name})")
+
+    def dynamic_dtype(self, dtype: torch.dtype) -> Any:
+        return self.dtypes.given(dtype)
+
+    def finish(self) -> None:
+        for node, message in self.dtypes.decided():
+            self.guard_after(node, node.meta["value"], message)
+        super().finish()
+
+    def asked(self, tensor: torch.Tensor, question: str) -> Any:
+        """What autograd knows of a tensor: an answer that holds as long as it is the same."""
+        if not self.autograd:
+            raise NeedsAutograd
+        root = tensor
+        while (of := getattr(root, "_fxplug_of", None)) is not None:
+            root = of
+        with DisableTorchFunction():
+            answer = ops.asked(root, question)
+            found = root.grad_fn
+        frame = user_frame()
+        if frame is None or not decides_nothing(frame):
+            node = self.node("call_function", ops.asked, (self.lookup(tensor), question), {}, self.named(question))
+            node.meta["value"] = answer
+            self.guard(node, answer)
+        return answer if question != "grad_fn" else None if found is None else Function(self)
+
+    def state(self, name: str, args: tuple[Any, ...], value: Any) -> Any:
+        """What a function of torch says about its modes: an answer that holds as long as it is the same."""
+        frame = user_frame()
+        key = (name, args, self.switched)
+        if key not in self.states and (frame is None or not decides_nothing(frame)):
+            self.states.add(key)
+            where, line = source_line()
+            message = f"{where}: '{line}' was decided on {name}({', '.join(map(repr, args))}), {value} when traced"
+            held = (name, args, value, message)
+            self.node("call_function", ops.check_state, held, {}, self.named("check_state"), effect=True)
+        return value
+
+    def target(self, func: Any, method: str | None, nodes: tuple[Any, ...]) -> tuple[str, Any, tuple[Any, ...]]:
+        """A public name for what was called: FX op, target, and the arguments in that target's order."""
+        if ops.is_applied(func):
+            return "call_function", func, nodes
+        if listed := functions.listed(func):
+            return "call_function", listed, nodes
+        if method is not None:
+            if method in functions.DUNDERS:
+                function, swapped = functions.DUNDERS[method]
+                return "call_function", function, (nodes[1], nodes[0]) if swapped else nodes
+            if method.startswith("__i") and method.endswith("__"):
+                return "call_method", method.strip("_")[1:] + "_", nodes
+            if not method.startswith("_"):
+                return "call_method", method, nodes
+        public = getattr(torch, getattr(func, "__name__", ""), None)
+        if listed := functions.listed(public):
+            return "call_function", listed, nodes
+        if isinstance(func, (OpOverload, OpOverloadPacket)):
+            return "call_function", func, nodes
+        owner = sys.modules.get(getattr(func, "__module__", None) or "")
+        if owner is not None and getattr(owner, getattr(func, "__name__", ""), None) is func:
+            return "call_function", func, nodes
+        raise TraceError(
+            f"{self.place()}: calls {torch.overrides.resolve_name(func) or func!r}, which has no public name; {self.way_out()}"
+        )
+
+    def reshaped(self, func: Any, tensor: torch.Tensor, rest: Any, kwargs: Any) -> None:
+        """A tensor changed its shape in place: so did what it is an alias of."""
+        self.numbers.clear()
+        while (tensor := getattr(tensor, "_fxplug_of", None)) is not None:  # type: ignore[assignment]
+            func(tensor, *rest, **kwargs)
+
+    def traced(self, value: Any) -> bool:
+        """Whether a value is a tensor or a recorded number, or holds one."""
+        if isinstance(value, (Number, torch.Tensor)):
+            return True
+        members = children(value)
+        return members is not None and any(self.traced(m) for _, m in members)
+
+    def made_constant(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A tensor made from Python or numpy data: small ones are made anew at each call, others become a buffer."""
+        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        if not isinstance(data, (list, tuple, np.ndarray)) or (
+            not isinstance(data, np.ndarray) and np.asarray(data, dtype=object).size <= SMALL
+        ):
+            return None
+        with unset_fake_temporarily(), DisableTorchFunction():
+            real = func(*args, **{k: v for k, v in kwargs.items() if k not in ("device", "requires_grad")})
+        return self.fresh(real)
+
+    def fresh(self, real: torch.Tensor) -> torch.Tensor:
+        """A constant as the new tensor that each call gets."""
+        with DisableTorchFunction():
+            if self.journal is not None:
+                self.journal.forget(real)
+            source = self.lookup(real)
+            node = self.node("call_method", "clone", (source,), {}, f"{source.name}_clone")
+            return self.mark(self.mode.from_tensor(real) if self.mode is not None else real.clone(), node)
+
+    def function_apply(self, original: Any) -> Any:
+        """What stands for `torch.autograd.Function.apply`: a call of the class, whose backward the graph has so.
+
+        One that is given code to run, as checkpointing is, is recorded as what that code does.
+        """
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.recording_here():
+                return original.__get__(None, cls)(*args, **kwargs)
+            if cls is CheckpointFunction:
+                function, _, *given = args
+                self.checkpointed = self.checkpointed or f"{self.place()}: a checkpoint"
+                return self.inline(given, lambda: function(*given))
+            try:
+                self.lower(args)
+            except TraceError:  # no arguments for a graph: functions, modules, objects
+                self.inlined = self.inlined or f"{self.place()}: {cls.__name__}"
+                return self.inline(args, lambda: _forward(cls, args, kwargs))
+            return self.call(ops.applied(cls), None, args, kwargs)
+
+        return classmethod(apply)
+
+    def inline(self, given: Any, run: Callable[[], Any]) -> Any:
+        """Record what a function of autograd's runs. Its results, and tuples of them, have gradients where an argument has."""
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        enabled = not self.autograd or ops.any_gradients(*tensors)
+        flag = self.node("call_function", ops.any_gradients, tuple(map(self.lookup, tensors)), {}, self.named("any_gradients"))
+        opened = self.node("call_function", ops.enter_grad, (flag,), {}, self.named("enter_grad"), effect=True)
+        before = torch.is_grad_enabled()
+        set_grad_enabled(before and enabled)
+        out = run()
+        set_grad_enabled(before)
+        self.node("call_function", ops.exit_grad, (opened,), {}, self.named("exit_grad"), effect=True)
+        self.switched += 2
+        several = out if type(out) is tuple else (out,)
+        parts = [x if isinstance(x, torch.Tensor) else map_leaves(x, lambda t, _: t.detach()) for x in several]
+        return tuple(parts) if several is out else parts[0]
+
+    def checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands for what runs a checkpoint that is not reentrant."""
+
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            if self.recording_here():
+                self.checkpointed = self.checkpointed or f"{self.place()}: a checkpoint"
+            return original(*args, **kwargs)
+
+        return begin
+
+    def instance_check(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        """What stands for the `isinstance` of nn.Parameter, which the model may ask of an input."""
+
+        def check(cls: Any, value: Any) -> bool:
+            found = original(cls, value)
+            if cls is nn.Parameter and self.recording_here() and asker(sys._getframe(1)) is not None:
+                node = self.recorded(value) if isinstance(value, torch.Tensor) else None
+                if node is not None:
+                    where, line = source_line()
+                    asked = self.node("call_function", ops.asked, (node, "is_parameter"), {}, self.named("is_parameter"))
+                    self.guard_after(asked, found, f"{where}: '{line}' was decided on its kind, {found} when traced")
+            return found
+
+        return check
+
+    def from_numpy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What stands for a function that makes a tensor and does not report to torch."""
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            if not self.recording_here():
+                return original(*args, **kwargs)
+            with unset_fake_temporarily(), DisableTorchFunction():
+                real = original(*args, **kwargs)
+            return self.fresh(real)
+
+        return make

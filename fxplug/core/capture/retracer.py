@@ -1,0 +1,174 @@
+"""A model traced once more, for another call: on the weights that its traced module has by now, if it is still the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..errors import FxplugError, SpecError, shown
+from ..ir.containers import PLAIN_TYPES, Container, leaves
+from ..ir.graph import signature_of
+from ..ir.traced_module import TracedModule
+from ..ir.variants import LIMIT, TransientRefusal, VariantCache, Variants, as_kind
+from ..torch_internals.modules import forward_hooks
+from .fake_tensors import KINDS
+from .tracer import trace_again
+
+V = TypeVar("V", bound=Variants)
+
+
+def variants(gm: TracedModule, model: nn.Module, limit: int = LIMIT) -> Variants:
+    """The module on the same weights, which also answers calls that its graph does not hold for.
+
+    `gm` is a trace of `model`, or what `apply`, `lower` and `bind` have made of one. A call that the guards of `gm` refuse (a
+    number for a tensor, another dtype, an optional input, another size that Python decides on) is traced from the model when it
+    first comes, and checked beside it; what was done to `gm` since its trace is done to that graph too, and it is kept. Numbers
+    are inputs of such a graph. `limit` is how many there may be. `.variants` lists them, a saved module has them, and so has
+    what `apply`, `lower` and `bind` make of the result.
+
+    Each call of the result raises GuardError where it cannot be answered so: above the limit, after the model or the graph was
+    changed, where a check fails after the graph has written a buffer or drawn a number, and for what the model does not take.
+    Raises SpecError for a module that something else has made, such as `load` or `merge`, and for another model.
+    """
+    return with_retracer(as_kind(Variants, _checked(gm)), model, limit)
+
+
+def with_retracer(module: V, model: nn.Module, limit: int = LIMIT) -> V:
+    """The module itself, with a model to trace for further calls. Raises SpecError as `variants` does."""
+    _checked(module)
+    if not isinstance(model, nn.Module) or isinstance(model, TracedModule):
+        raise SpecError(f"variants takes the model that was traced, not {shown(model, 80)}")
+    if type(limit) is not int or limit < 0:
+        raise SpecError(f"the limit of variants is a number of graphs, not {shown(limit)}")
+    if path := _difference(model, module):
+        raise SpecError(f"the model is not the one that was traced, or was changed since: '{path}' differs")
+    made = module._variants.made
+    module._variants = VariantCache(Retracer(model), limit)
+    module._variants.made = made
+    return module
+
+
+def _checked(gm: Any) -> TracedModule:
+    if not isinstance(gm, TracedModule):
+        raise SpecError(f"variants takes a traced module, not {shown(gm, 80)}: fxplug.trace makes one")
+    saved = isinstance(gm, Variants) and gm._variants.retrace is None and gm._variants.made
+    if gm._steps is None or saved:
+        raise SpecError(
+            "it is not known what was done to this module since its trace (it was loaded, merged or parallelized, or its graph "
+            "was edited by hand): call variants(...) on the trace, or on what apply, lower and bind have made of it"
+        )
+    return gm
+
+
+class Retracer:
+    """Traces a model for calls of a module that was made of its trace."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.built = model, _built(model)
+
+    def __call__(self, owner: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedModule:
+        """The trace for this call, checked beside the model. Raises TraceError where it cannot be had, TransientRefusal where
+        that depends on more than the form of call.
+        """
+        bound = signature_of(owner).bind(*args, **kwargs)
+        for entry in owner.meta.get("passes", []):
+            for name in entry.get("inputs", ()):
+                bound.arguments.pop(name, None)
+        self.check()
+        call, options = (bound.args, bound.kwargs), owner.meta.get("trace", {"leaf": [], "real": None, "keep": []})
+        with _with_tensors_of(owner, self.model):
+            if any(type(x) in KINDS for x in leaves(call)):
+                with contextlib.suppress(Exception):  # the model's, which is reported below
+                    return trace_again(self.model, call, True, **options)
+            try:
+                return trace_again(self.model, call, False, **options)
+            except FxplugError:
+                raise
+            except Exception as error:  # the model's
+                raise TransientRefusal(f"the model itself does not take it: {type(error).__name__}: {error}") from error
+
+    def check(self) -> None:
+        """Raises TransientRefusal for a model that was changed since it was traced."""
+        now = _built(self.model)
+        for path in dict.fromkeys([*self.built, *now]):
+            if self.built.get(path) != now.get(path):
+                raise TransientRefusal(f"the model was changed since it was traced, at '{path or type(self.model).__name__}'")
+
+
+def _difference(model: nn.Module, traced: TracedModule) -> str:
+    """The first part that is another in a model than in the tree of its trace: its class, or a plain attribute of it.
+
+    Parts that passes and lowerings have replaced or taken out are not looked at.
+    """
+    if traced._origin is not type(model):
+        return type(model).__name__
+    for path, module in model.named_modules():
+        try:
+            part = traced.get_submodule(path)
+        except AttributeError:
+            continue
+        if isinstance(part, Container):
+            names: Iterable[str] = part.attributes
+        elif type(part) is type(module):
+            names = [name for name in vars(part) if not name.startswith("_") and name != "training"]
+        else:
+            continue
+        for name in names:
+            before, now = vars(part).get(name), vars(module).get(name)
+            if isinstance(before, PLAIN_TYPES) and (type(before) is not type(now) or before != now):
+                return f"{path}.{name}"
+    return ""
+
+
+def _built(model: nn.Module) -> dict[str, Any]:
+    """What decides what a model computes beside its inputs and weights: the classes of its modules, their public attributes,
+    hooks, and functions in the place of their own."""
+    found = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        rows: dict[str, Any] = {}
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        for name, value in vars(module).items():
+            if value is None:
+                continue
+            if isinstance(value, PLAIN_TYPES) and not name.startswith("_") and name != "training":
+                rows[name] = (type(value), value)
+            elif name == "forward" or not name.startswith("_") and not isinstance(value, (torch.Tensor, nn.Module)):
+                rows[name] = type(value) if name != "forward" else id(value)
+        hooks = [sorted(table) for table in forward_hooks(module)]
+        found[path] = (type(module), rows, hooks)
+    return found
+
+
+@contextlib.contextmanager
+def _with_tensors_of(owner: TracedModule, model: nn.Module) -> Iterator[None]:
+    """A model on the tensors of a module that was made of its trace. Raises TraceError where that has others."""
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for path, module in model.named_modules():
+            for table in ("_parameters", "_buffers"):
+                own = getattr(module, table)
+                for key, value in own.items():
+                    name = f"{path}.{key}" if path else key
+                    found = _tensor(owner, path, table, key)
+                    if value is None or found is value:
+                        continue
+                    if found is None or found.shape != value.shape:
+                        raise TransientRefusal(f"the module no longer has '{name}' as the model has it")
+                    before.append((own, key, value))
+                    own[key] = found
+        yield
+    finally:
+        for own, key, value in reversed(before):
+            own[key] = value
+
+
+def _tensor(owner: nn.Module, path: str, table: str, key: str) -> Any:
+    try:
+        return getattr(owner.get_submodule(path), table).get(key)
+    except AttributeError:
+        return None

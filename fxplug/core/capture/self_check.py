@@ -1,0 +1,495 @@
+"""A trace checks itself: the graph runs beside the model on the example inputs, twice, and nothing may differ."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..errors import GuardError, TraceError
+from ..ir.containers import Container, leaves, map_leaves
+from ..ir.functions import is_random
+from ..ir.traced_module import TracedModule
+from ..torch_internals.tensors import FakeTensor, memory_id
+from .fake_tensors import fake
+from .frozen_values import alike, copied, difference, frozen, of_other_sizes, rounded, same_tensors, value_changes
+from .isolation import (
+    SETTINGS,
+    Recorded,
+    process_settings,
+    random_state,
+    restored,
+    same_random_state,
+    set_process_settings,
+    set_random_state,
+    undone,
+)
+from .module_state import Journal, Place, State, storage_of
+from .recorder import Recording
+
+DRAWS = "the random generators are left otherwise: the graph draws more numbers than the model, or fewer"
+# what inputs, weights and the gradients of results are multiplied by; the first is the example
+SCALES = [(values, weights, grads) for weights in (1, 0.01, 100) for values in (1, 0.01, 100) for grads in (1, 0.01, -100)]
+UNCHECKED = "or take the graph as it is: trace(..., check=False)"
+
+
+def has_values(weights: list[torch.Tensor], call: Any) -> bool:
+    """Whether weights and inputs are there to run a model, and not only their shapes."""
+    tensors = [*weights, *(x for x in leaves(call) if isinstance(x, torch.Tensor))]
+    return not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors)
+
+
+def check(model: nn.Module, gm: TracedModule, call: Any, state: State, more_gradients: bool = False) -> None:
+    """Run model and graph twice, each from the same state and random numbers, in the mode that both are in; once is enough
+    for a model that keeps nothing.
+
+    The second call has other inputs, where graph and model take them. Outputs, inputs, buffers, random
+    generators and settings of torch must be the same after each call, and what else the model keeps must not matter to
+    its next call. Weights are shared; inputs and buffers are copied. `state` is what the model holds, in this mode. With
+    `more_gradients` results of the graph may have gradients where the model's have none.
+
+    Raises TraceError with what differs.
+    """
+    grad = torch.is_grad_enabled()
+    with undone() as stack:
+        stack.enter_context(torch.inference_mode(False))  # which enables gradients
+        stack.enter_context(torch.set_grad_enabled(grad))
+        # modules that the graph keeps whole are copies, and may keep things as well
+        whole = State(*_whole(gm))
+        stack.enter_context(restored(state))
+        stack.enter_context(restored(whole))
+        # what autograd saves is let go at once; a model that differentiates in its forward needs it. A guard may hold
+        # what the inputs are to what they were.
+        ways = [(_Pair.one_call_is_enough, True, value_changes(call)[0])]
+        ways += [(_Pair.compared, lean, other) for lean in (True, False) for other in (*value_changes(call), "")]
+        for way, lean, other in ways:
+            pair = _Pair(model, gm, call, state, whole, lean, other, more_gradients)
+            try:
+                if way(pair):
+                    return
+            finally:
+                pair.rewind()
+
+
+def tells_one_input_from_two(model: nn.Module, call: Any, state: State) -> bool:
+    """Whether a model gives something else for one tensor given twice than for two equal ones: it may ask `a is b`."""
+    tensors: dict[Any, torch.Tensor] = {}
+    several = False
+    for t in leaves(call):
+        if isinstance(t, torch.Tensor) and t.layout is torch.strided:
+            several |= tensors.setdefault((t.shape, t.dtype, t.device), t) is not t
+    if not several:
+        return False
+    found = []
+    for change in (lambda t: t, lambda t: t.detach().clone()):
+        like = map_leaves(call, lambda t, _, change=change: change(tensors.get((t.shape, t.dtype, t.device), t)))  # type: ignore[misc]
+        found.append(one_call(model, like, state))
+    return difference(*found) is not None
+
+
+def one_call(
+    module: nn.Module, call: Any, state: State, backward: bool = False, scales: tuple[float, ...] = (1, 1, 1)
+) -> Any:
+    """What a call gives, with its inputs afterwards, or the class of its error; and all is as before.
+
+    With `backward`, the gradients of inputs and parameters, the buffers, and where the random generators stand. `scales` are
+    what inputs, parameters and the gradients of the result are multiplied by then.
+    """
+    journal = Journal()
+    with undone() as stack:
+        for mode in (torch.inference_mode(False), torch.enable_grad() if backward else torch.no_grad()):
+            stack.enter_context(mode)
+        stack.callback(journal.put_back)
+        stack.enter_context(restored(state))
+        args, kwargs = copied(call)
+        try:
+            with journal:
+                if backward:
+                    return _backward(module, args, kwargs, *scales)
+                return map_leaves((module(*args, **kwargs), args, kwargs), _kept)
+        except Exception as error:  # the model's
+            return type(error)
+
+
+def _backward(module: nn.Module, args: Any, kwargs: Any, values: float, weights: float, grads: float) -> Any:
+    if values != 1:
+        args, kwargs = map_leaves((args, kwargs), lambda t, _: t.detach() * values if t.is_floating_point() else t)
+    inputs = [x for x in leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point() and x.is_leaf]
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if weights != 1:
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.mul_(weights)
+    tensors = [*inputs, *parameters]
+    for tensor in tensors:
+        tensor.requires_grad_().grad = None
+    out = [x for x in leaves(module(*args, **kwargs)) if isinstance(x, torch.Tensor) and x.requires_grad]
+    if out:
+        sum((x * torch.linspace(grads, 2 * grads, x.numel()).to(x).reshape(x.shape)).sum() for x in out).backward()  # type: ignore[union-attr]
+    buffers = {name: b.detach().clone() for name, b in module.named_buffers()}
+    return [None if x.grad is None else x.grad.clone() for x in tensors], buffers, random_state()
+
+
+def check_gradients(model: nn.Module, gm: TracedModule, call: Any, state: State, recorded: Recorded) -> None:
+    """Compare the gradients of inputs and parameters of model and graph, and what the backward leaves behind, where the model's
+    backward runs code again, or is its own, and the graph has neither.
+
+    A backward that somebody wrote may clip, or turn at some value: it is compared at several scales of values and gradients.
+    Raises TraceError, which names the place, where they differ.
+    """
+    where = recorded.checkpointed or recorded.inlined
+    for scales in SCALES if recorded.inlined else SCALES[:1] if where else []:
+        found = [one_call(module, call, state, backward=True, scales=scales) for module in (model, gm)]
+        if isinstance(found[0], type):
+            continue  # the model has no gradients here
+        if isinstance(found[1], type):
+            name = type(model).__name__
+            raise TraceError(f"{where}: the graph of {name} has a backward that fails, and the model's does not")
+        (mine, kept, draws), (others, left, drawn) = found
+        if scales != SCALES[0] and not all(x.isfinite().all() for x in mine if x is not None):
+            continue  # too large to tell
+        problem = ""
+        for a, b in zip(mine, others, strict=True):
+            if (a is None) != (b is None) or (a is not None and not (same_tensors(a, b) or rounded(a, b))):
+                at = "" if scales == SCALES[0] else " with inputs {} times, weights {} times, and gradients {} times as large"
+                problem = f"other gradients than the model{at.format(*scales)}"
+        if changed := [name for name, b in kept.items() if name in left and not same_tensors(b, left[name])]:
+            problem = f"another '{changed[0]}' afterwards, which it writes once and the model again in its backward"
+        if problem or not same_random_state(draws, drawn):
+            raise TraceError(
+                f"{where} has a backward of its own, which runs code, and the graph has what its forward does, and "
+                f"{problem or 'other random numbers afterwards'}; turn checkpointing off, give the function tensors and plain "
+                f"values only, or keep the module that calls it whole: leaf: [its path], {UNCHECKED}"
+            )
+
+
+def _whole(gm: TracedModule) -> list[nn.Module]:
+    """The modules that are kept whole and are none of torch's: their code may keep things from call to call."""
+    return [m for m in gm.modules() if not type(m).__module__.startswith(("torch.", "fxplug."))]
+
+
+def check_kept(
+    model: nn.Module,
+    call: Any,
+    state: State,
+    written: list[Place],
+    recording: Recording,
+    leaves: set[str],
+    stand_in: Callable[[], AbstractContextManager[object]],
+) -> None:
+    """For a model without values, whose recorded run has `written` places of `state`: refuse what its next call would find.
+
+    The model runs again on fake tensors, from what the first run left and from the start: what Python code keeps must
+    come out the same. `stand_in` puts fake weights into the model. Raises TraceError.
+    """
+    own = recording.parameters
+    places = [p for p in written if id(p.now()) not in own and not any(_within(p, leaf) for leaf in leaves)]
+    if not places or recording.mode is None:
+        return
+    mode, device = recording.mode, recording.device
+
+    def again() -> None:
+        args, kwargs = map_leaves(call, lambda t, _: fake(t, mode, device if t.is_meta else t.device))
+        with contextlib.suppress(Exception):  # what the first run left may be of use to nobody
+            model(*args, **kwargs)
+
+    again()
+    values = [_content(place) for place in places]
+    state.restore()
+    with stand_in():
+        again()
+        kept = [place for place, value in zip(places, values, strict=True) if not alike(_content(place), value)]
+    if kept:
+        raise TraceError(_text_of_kept(kept[0]))
+
+
+def _within(place: Place, leaf: str) -> bool:
+    root = place.root()
+    return f"{root.strip(chr(39))}.".startswith(f"{leaf}.")
+
+
+class _Outcome(NamedTuple):
+    """What one call gave and left behind."""
+
+    out: Any
+    facts: list[Any]
+    error: Exception | None
+    inputs: Any
+    buffers: dict[str, torch.Tensor]
+    memory: dict[int, torch.UntypedStorage]
+    draws: tuple[Any, ...]
+    settings: list[Any]
+
+
+class _Pair:
+    """A model and its graph, called from one state."""
+
+    def __init__(
+        self, model: nn.Module, gm: TracedModule, call: Any, state: State, whole: State, lean: bool, other: str, more: bool
+    ) -> None:
+        self.model, self.gm, self.state, self.whole, self.lean, self.other = model, gm, state, whole, lean, other
+        self.more_gradients = more
+        self.example = call
+        self.tables = {id(m._buffers): (f"{path}." if path else "", m) for path, m in model.named_modules()}
+        self.start = random_state(), process_settings()
+        self.journal = Journal()
+
+    # --- runs
+
+    def call(self, module: nn.Module, step: int, example: Any = None) -> _Outcome:
+        """Call one of the two on copies of the inputs; those of the second step are others, and so are random numbers."""
+        if step:
+            torch.default_generator.manual_seed(step)
+        args, kwargs = inputs = copied(self.example if example is None else example, self.other if step == 1 else "")
+        given = [t for t in leaves(inputs) if isinstance(t, torch.Tensor)]
+        lean = self.lean and torch.is_grad_enabled()
+        hooks = torch.autograd.graph.saved_tensors_hooks(_let_go, _gone) if lean else contextlib.nullcontext()
+        out: Any = None
+        error: Exception | None = None
+        try:
+            with self.journal, hooks:
+                out = module(*args, **kwargs)
+        except Exception as raised:  # the model's, compared with the graph's
+            error = raised
+        facts = _facts(given, out)
+        with torch.no_grad():
+            out, inputs = map_leaves(out, _kept), map_leaves(inputs, _kept)
+            buffers = {name: _kept(b, ()) for name, b in module.named_buffers(remove_duplicate=False)}
+        return _Outcome(out, facts, error, inputs, buffers, self.journal.now(), random_state(), process_settings())
+
+    def rewind(self, to: _Outcome | None = None) -> None:
+        """Put everything back to before the first call; or to after one, but for what Python code keeps."""
+        draws, settings = self.start if to is None else (to.draws, to.settings)
+        self.journal.put_back(None if to is None else to.memory)
+        for state in (self.state, self.whole):
+            state.restore()
+            state.restore_tensors()
+        set_random_state(draws)
+        set_process_settings(settings)
+
+    # --- comparing
+
+    def one_call_is_enough(self) -> bool:
+        """Whether model and graph give the same for the other inputs, and the model keeps nothing for a next call."""
+        theirs = self.call(self.model, 1)
+        if theirs.error or theirs.memory or self.state.opaque or self.whole.opaque or self.state.changes():
+            return False
+        self.rewind()
+        ours = self.call(self.gm, 1)
+        return not ours.error and not ours.memory and self.unlike(theirs, ours, []) is None
+
+    def compared(self, tries: int = 3) -> bool:
+        """Whether the two could be compared. Raises TraceError where they differ."""
+        first = self.call(self.model, 0)
+        if self.lean and first.error:
+            return False
+        second = self.call(self.model, 1)
+        if second.error and not first.error and (self.lean or self.other):
+            return False
+        theirs = [first, second]
+        places = [place for place in self.state.changes() if not self.is_in_leaf(place)]
+        values = [_content(place) for place in places]
+        self.rewind()
+        ours = [self.call(self.gm, 0), self.call(self.gm, 1)]
+        if self.other and not ours[0].error and isinstance(ours[1].error, GuardError):
+            return False
+        self.rewind()
+        found = next(((step, text) for step in (0, 1) if (text := self.unlike(theirs[step], ours[step], places))), None)
+        if found and found[1] == DRAWS and threading.active_count() > 1 and tries > 1:
+            return self.compared(tries - 1)  # another thread may have drawn meanwhile
+        if places and not first.error and not second.error:
+            self.refuse_kept(first, second, ours, places, values)
+            if noted := [p for p, value in zip(places, values, strict=True) if isinstance(value, (bool, int, float, str))]:
+                self.refuse_noted(noted, places)
+        if found:
+            self.refuse(*found, theirs, ours)
+        return True
+
+    def unlike(self, a: _Outcome, b: _Outcome, places: list[Place]) -> str | None:
+        """What the graph's call gave or left otherwise than the model's."""
+        if a.error or b.error:
+            if a.error and b.error:
+                return None  # neither takes these inputs
+            text = f"{type(a.error or b.error).__name__}: {a.error or b.error}"
+            if a.error:
+                return f"the model fails where the graph does not: {text}"
+            return f"the graph fails where the model does not: {text}"
+        if problem := difference(a.out, b.out):
+            return f"the output differs: {problem}"
+        if problem := difference(a.inputs, b.inputs):
+            return f"the inputs are left otherwise: {problem}"
+        for (name, mine), (_, other) in zip(a.facts, b.facts, strict=True):
+            if mine != other and not (self.more_gradients and name == "gradients" and all(map(operator.le, mine, other))):
+                return f"the output has other {name}: {other} instead of {mine}"
+        anew = {self.buffer(place) for place in places}
+        for name, value in a.buffers.items():
+            if name not in anew and name in b.buffers and not alike(value, b.buffers[name]):
+                return f"the buffer '{name}' is left otherwise: {difference(value, b.buffers[name])}"
+        if problem := self.memory(a, b):
+            return problem
+        if not same_random_state(a.draws, b.draws) and (threading.active_count() == 1 or self.may_draw()):
+            return DRAWS
+        for (name, _, _), mine, other in zip(SETTINGS, a.settings, b.settings, strict=True):
+            if mine != other and name != "gradients":  # a graph gives them back also where the model leaves them switched
+                return f"{name} is left as {other}, not as {mine}"
+        return None
+
+    def may_draw(self) -> bool:
+        """Whether the graph draws random numbers; otherwise another thread has drawn from the same generators."""
+        return any(is_random(node, self.gm) for node in self.gm.graph.nodes)
+
+    def memory(self, a: _Outcome, b: _Outcome) -> str | None:
+        """Which tensor that the model holds was written otherwise."""
+        if len(self.journal.kept) == 0:
+            return None
+        for held in self.state.tensors.values():
+            storage = None if held.is_buffer() else storage_of(held.alias)
+            if storage is None or memory_id(storage) not in self.journal.kept:
+                continue
+            before = self.journal.kept[memory_id(storage)][1]
+            mine, other = a.memory.get(memory_id(storage), before), b.memory.get(memory_id(storage), before)
+            if mine is not other and not torch.equal(_bytes(mine), _bytes(other)):
+                return f"the tensor {held} is left otherwise"
+        return None
+
+    def buffer(self, place: Place) -> str | None:
+        """The name of a buffer that was assigned anew."""
+        table = self.tables.get(id(place.owner))
+        return None if table is None or place.key is None else f"{table[0]}{place.key}"
+
+    def is_in_leaf(self, place: Place) -> bool:
+        """Whether a module holds a place that is kept whole: the graph calls it, and it keeps what it keeps."""
+        root = place.root()
+        if not root.startswith("'"):
+            return False
+        try:
+            return not isinstance(self.gm.get_submodule(root.strip("'")), Container)
+        except AttributeError:
+            return False
+
+    # --- what the model keeps from call to call
+
+    def refuse_kept(
+        self, first: _Outcome, second: _Outcome, ours: list[_Outcome], places: list[Place], values: list[Any]
+    ) -> None:
+        """Refuse a model whose second call leaves other things behind when it does not find what the first one left."""
+        recorded = {}
+        for place in places:
+            name = self.buffer(place)
+            calls = zip((first, second), ours, strict=True)
+            if name in first.buffers and all(alike(m.buffers.get(name), o.buffers.get(name)) for m, o in calls):
+                recorded[id(place.owner), place.key] = first.buffers[name]
+        rest = [(p, v) for p, v in zip(places, values, strict=True) if (id(p.owner), p.key) not in recorded]
+        if not rest:
+            return
+        self.rewind(first)
+        for place in places:
+            if (id(place.owner), place.key) in recorded:
+                place.owner[place.key] = recorded[id(place.owner), place.key].clone()
+        third = self.call(self.model, 1)
+        kept = [place for place, value in rest if not alike(_content(place), value)]
+        if not kept and not third.error and difference(second.out, third.out):
+            kept = [place for place, _ in rest]
+        self.rewind()
+        if kept:
+            raise TraceError(_text_of_kept(kept[0]))
+
+    def refuse_noted(self, noted: list[Place], places: list[Place]) -> None:
+        """Refuse a model that notes plain values, such as the largest size so far, that matter to a call of another size."""
+        for other in of_other_sizes(self.example):
+            fresh = self.call(self.model, 0, other)
+            self.rewind()
+            self.call(self.model, 0)
+            self.journal.put_back()  # what is written into memory is recorded
+            for place in places:
+                if self.buffer(place) and isinstance(place.before, torch.Tensor) and place.before.shape == place.now().shape:
+                    place.owner[place.key] = place.before
+            set_random_state(self.start[0])
+            later = self.call(self.model, 0, other)
+            self.rewind()
+            if not fresh.error and (later.error or difference(fresh.out, later.out)):
+                raise TraceError(
+                    f"forward notes {noted[0]}, and calls of other sizes depend on it, so a graph would be another model after "
+                    "one of them: keep it out of forward, call the model with the largest size before it is traced, or keep "
+                    f"the module whole: leaf: [its path], {UNCHECKED}"
+                )
+
+    # --- words
+
+    def refuse(self, step: int, text: str, theirs: list[_Outcome], ours: list[_Outcome]) -> None:
+        """Say what differs, after finding out whether the model is the same as itself."""
+        name = type(self.model).__name__
+        again = [self.call(self.model, 0), self.call(self.model, 1)][step]
+        self.rewind()
+        if not theirs[step].error and not again.error and (own := difference(theirs[step].out, again.out)):
+            if _close(theirs[step].out, again.out) and _close(theirs[step].out, ours[step].out):
+                return  # sums in another order each time
+            raise TraceError(
+                f"{name} is not a function of its inputs, weights, buffers and torch's random numbers: called twice from the "
+                f"same state its outputs differ ({own}); it may read a clock, a file, a global or a generator of its own. Keep "
+                f"the module that does so whole: leaf: [its path], {UNCHECKED}"
+            )
+        mode = "training" if self.model.training else "evaluation"
+        error = ours[step].error
+        raise TraceError(
+            f"the graph of {name} is not the model, in {mode} at the {('first', 'second')[step]} call with the example inputs"
+            f"{', of other values' if step and self.other else ''}: {text}. Something reaches the result without being "
+            f"recorded. Keep the module that does so whole: leaf: [its path], {UNCHECKED}"
+        ) from error
+
+
+def _content(place: Place) -> Any:
+    now = place.now()
+    # a hook has another key each time
+    return frozen(list(now.values()) if place.key is None and isinstance(now, dict) else now)
+
+
+def _text_of_kept(place: Place) -> str:
+    root = place.root()
+    path = root.strip("'") if root.startswith("'") else ""
+    return (
+        f"forward keeps {place} for its next call, and a graph cannot: keep a tensor in a buffer "
+        "(register_buffer) and write it there, which is recorded, or keep the module whole: "
+        f"leaf: [{path or 'its path'}], {UNCHECKED}"
+    )
+
+
+def _facts(given: list[torch.Tensor], out: Any) -> list[Any]:
+    """What values do not show of a result: strides, gradients, and which tensors share memory."""
+    tensors = [x for x in leaves(out) if isinstance(x, torch.Tensor)]
+    strided = [t.stride() if t.layout is torch.strided else None for t in tensors]
+    gradients = [t.requires_grad for t in tensors]
+    first: dict[int, int] = {}
+    shared = []
+    for index, tensor in enumerate([*given, *tensors]):
+        storage = storage_of(tensor)
+        shared.append(index if storage is None else first.setdefault(memory_id(storage), index))
+    return [("strides", strided), ("gradients", gradients), ("tensors that share memory", shared)]
+
+
+def _kept(tensor: torch.Tensor, _: Any) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _close(a: Any, b: Any) -> bool:
+    """Whether two results differ by no more than rounding, where a device adds up in another order each time."""
+    pairs = [(x, y) for x, y in zip(leaves(a), leaves(b), strict=True) if isinstance(x, torch.Tensor)]
+    return all(same_tensors(x, y) or (x.device.type != "cpu" and rounded(x, y)) for x, y in pairs)
+
+
+def _let_go(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _gone(_: None) -> torch.Tensor:
+    raise RuntimeError("what autograd saved was let go")

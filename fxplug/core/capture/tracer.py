@@ -1,0 +1,455 @@
+"""Model and example inputs to a graph: run the real `forward` once and write down, as torch functions, what it does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from .. import quantised
+from ..errors import FxplugError, TraceError, did_you_mean
+from ..ir.containers import leaves as values
+from ..ir.graph import erase
+from ..ir.traced_module import TracedModule
+from ..spec.addresses import select
+from ..torch_internals.tensors import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from . import edges as model_edge
+from . import self_check
+from .edges import Regions
+from .fake_tensors import NeedsValues, Results, Tries, carry_over, fake_weights, lacks_values, no_collection, quiet
+from .frozen_values import Kept, find_derived, without
+from .isolation import Recorded, alone, assemble, mode_reads, restored, same_random, undone
+from .modes import patched
+from .module_state import MISSING, Journal, Place, State
+from .recorder import NeedsAutograd, Recording
+from .user_code import is_user_code, shortened, source_line
+
+# FX writes names between quotes, "@" stands before the number of a call, and no artifact has blanks and quotes
+UNWRITABLE = {'"', "'", " ", "\\", "@"}
+
+
+def trace(
+    model: nn.Module,
+    args: Any = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    leaf: Iterable[str] = (),
+    real: bool | None = None,
+    check: bool = True,
+) -> TracedModule:
+    """Record one call `model(*args, **kwargs)` as a graph that gives `torch.equal` results for every input its guards admit.
+
+    The example tensors may lie on any device, meta included, and may have any batch size, 1 included; the weights too.
+    Tensors are fake while tracing: nothing is computed and no memory is taken. A model that reads numbers out of its data
+    (`.item()`, `.tolist()`, `nonzero`), or calls what knows no fake tensors, is traced on its real tensors instead, which a
+    warning tells, and what it read is a guard. `real=True` asks for that from the start and also admits branches on measured
+    (floating-point) values; `real=False` forbids it.
+
+    `leaf` names modules (paths or patterns) to keep whole as one call, beside torch.nn's own.
+
+    The graph is then checked against the model: both are called twice on copies of the inputs, in evaluation and training
+    where that matters, and must give and leave behind the same; without values (meta tensors) nothing is called. In a mode
+    where the two differ, `train()` or `eval()` of the result raises. `check=False` leaves that out.
+
+    The module answers the calls that its guards admit. Another (a number for a tensor, another dtype, an optional input) is a
+    GuardError that names the argument: trace such a call, or let `fxplug.variants(module, model)` do that when one comes.
+
+    One trace runs at a time in a process; modules, modes of torch and random states are left as they were.
+
+    Raises TraceError, with file and line of the model's code, for what cannot be a graph.
+    """
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"trace takes an nn.Module, not {type(model).__name__}")
+    if isinstance(model, TracedModule):
+        raise TraceError("this model is traced already; trace the model it came from")
+    if "_orig_mod" in model._modules:
+        raise TraceError("this is what torch.compile made of a model: trace the model itself, and compile its graph")
+    args = args if isinstance(args, (tuple, list)) else (args,)
+    patterns = [leaf] if isinstance(leaf, str) else list(leaf)
+    call: Any = (tuple(args), dict(kwargs or {}))
+    options: dict[str, Any] = {"leaf": patterns, "real": real, "keep": []}
+    kept = _find_derived(model, call)
+    gm = _checked_trace(model, patterns, real, check, call, False, kept)
+    if kept and not _holds_beside(model, gm, call, check):  # it is more than what was made of the weights
+        options["keep"] = _named(model, kept)
+        gm = _checked_trace(model, patterns, real, check, call, False, [])
+    if patterns or real is not None or options["keep"]:
+        gm.meta["trace"] = options
+    return gm
+
+
+def trace_again(
+    model: nn.Module, call: Any, open_numbers: bool, leaf: list[str], real: bool | None, keep: list[list[str]]
+) -> TracedModule:
+    """The trace of another call, which is (args, kwargs), with the options that `meta["trace"]` has of the first.
+
+    With `open_numbers` the numbers in the call are inputs of the graph. `keep` names what modules hold beside their weights.
+    """
+    found = _find_derived(model, call)
+    kept = [each for each, name in zip(found, _named(model, found), strict=True) if name not in keep]
+    return _checked_trace(model, leaf, real, True, call, open_numbers, kept)
+
+
+def _named(model: nn.Module, kept: Kept) -> list[list[str]]:
+    paths = {id(module): path for path, module in model.named_modules()}
+    return [[paths[id(spot.module)], spot.name] for spot in kept]
+
+
+def _find_derived(model: nn.Module, call: Any) -> Kept:
+    """What the modules have computed from their weights before; without values, what they say that they drop."""
+    try:
+        valued = self_check.has_values([t for _, t in _named_tensors(model)], call)
+    except RecursionError:  # of inputs that hold themselves, which the trace refuses
+        valued = False
+    with alone(model), undone():
+        return find_derived(model, call if valued else None)
+
+
+def _holds_beside(model: nn.Module, gm: TracedModule, call: Any, check: bool) -> bool:
+    """Whether a graph that was made without what the model keeps gives what the model gives with it."""
+    if not self_check.has_values([tensor for _, tensor in _named_tensors(model)], call):
+        return True
+    if not check:
+        return False
+    try:
+        with alone(model), undone():
+            self_check.check(model, gm, call, State(model), more_gradients=True)
+    except FxplugError:
+        return False
+    return True
+
+
+def _checked_trace(
+    model: nn.Module, patterns: list[str], real: bool | None, check: bool, call: Any, open_numbers: bool, kept: Kept
+) -> TracedModule:
+    reasons: list[str] = []
+    with alone(model), without(kept), undone() as stack:
+        tensors = list(_named_tensors(model))
+        for name, tensor in tensors:
+            if is_lazy(tensor):
+                raise TraceError(f"'{name}' has no shape before the first call: call the model once before it is traced")
+            if tensor.layout is not torch.strided:
+                raise TraceError(f"'{name}' is a {tensor.layout} tensor, which no graph can hold: make it dense (to_dense())")
+        for name in (*(name for name, _ in model.named_modules()), *(name for name, _ in tensors)):
+            if not name.isprintable() or UNWRITABLE.intersection(name):
+                raise TraceError(f"the name {name!r} of a module or tensor cannot be written into a graph: name it otherwise")
+        leaves = _leaf_paths(model, patterns)
+        quantised.check_ready(model, leaves)
+        stack.enter_context(quantised.unpacked(model))
+        stack.enter_context(no_collection())
+        try:
+            gm = _trace(model, tensors, call, leaves, real, check, reasons, open_numbers)
+        except RecursionError as error:
+            if (function := _walking(error)) is None:
+                raise  # the model's own
+            raise TraceError(
+                f"an input, a result or what a list holds nests too deep for a graph, or without end ({function})"
+            ) from None
+        except FxplugError:
+            raise
+        except Exception as error:  # torch's, or the model's own
+            if isinstance(error, AttributeError) and str(error) == "'FakeTensor' object has no attribute 'names'":
+                where = ": ".join(source_line(error))
+                finding = f"{where}: reads 'names' of a tensor, which a graph cannot say: name no dimensions, or keep"
+                raise TraceError(f"{finding} the module whole: leaf: [its path]") from error
+            if isinstance(self_check.one_call(model, call, State(model)), type):
+                raise
+            text = f"{type(error).__name__}: {shortened(_in_one_line(error), 300)}"
+            raise TraceError(
+                f"{type(model).__name__} ({': '.join(source_line(error))}) fails while it is traced, and by itself does not: "
+                f"{text}; keep the module that does so whole: leaf: [its path]{', or leave real=False away' * (real is False)}"
+            ) from error
+    for reason in dict.fromkeys(reasons):
+        warnings.warn(f"{type(model).__name__} was traced on its real tensors: {reason}", stacklevel=3)
+    return gm
+
+
+def _in_one_line(error: Exception) -> str:
+    """The first line of a text; with the next one where that is what it announces, as `load_state_dict` does."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1])
+
+
+def _walking(error: RecursionError) -> str | None:
+    """The function that went too deep into a value; None where it is the model's code that did."""
+    frames = list(traceback.walk_tb(error.__traceback__))[-20:]
+    return None if any(is_user_code(frame) for frame, _ in frames) else frames[-1][0].f_code.co_name
+
+
+class _Job(NamedTuple):
+    """What all runs of one trace share. `state` is what the model holds before the first, and again after each."""
+
+    model: nn.Module
+    tensors: list[tuple[str, torch.Tensor]]  # parameters and buffers
+    call: Any
+    leaves: set[str]
+    state: State
+    results: Results
+    valueless: bool
+    reasons: list[str]  # why real tensors were needed
+    open_numbers: bool  # whether numbers among the arguments are inputs
+    one_or_two: bool  # whether it matters to the model that two inputs are one tensor
+
+
+def _trace(
+    model: nn.Module,
+    tensors: list[tuple[str, torch.Tensor]],
+    call: Any,
+    leaves: set[str],
+    real: bool | None,
+    check: bool,
+    reasons: list[str],
+    open_numbers: bool,
+) -> TracedModule:
+    valueless = check and not self_check.has_values([t for _, t in tensors], call)
+    state = State(model)
+    one_or_two = check and not valueless and self_check.tells_one_input_from_two(model, call, state)
+    job = _Job(model, tensors, call, leaves, state, Results(), valueless, reasons, open_numbers, one_or_two)
+    first = _settled(job, real, None)
+    graphs = {model.training: first}
+    twin_error = None
+    if first.reads_training:
+        try:
+            second = _settled(job, real, not model.training)
+        except Exception as error:  # the model's, or torch's
+            twin_error = str(error)
+        else:
+            if second.text() != first.text():
+                graphs[not model.training] = second
+    gm = assemble(model, graphs, twin_error)
+    if not check or valueless:
+        if first.inlined:
+            warnings.warn(f"{first.inlined} has a backward of its own, and the graph the gradient of its forward", stacklevel=4)
+        moving = (name for name, m in model.named_modules() if m.training and getattr(m, "running_mean", None) is not None)
+        if first.checkpointed and (name := next(moving, None)) is not None:
+            warnings.warn(
+                f"{first.checkpointed} runs its code again in the backward, and the graph does not: if '{name}' is in it, the "
+                "model moves its statistics twice; turn checkpointing off for the trace",
+                stacklevel=4,
+            )
+        return gm
+    with mode_reads() as reads:
+        self_check.check(model, gm, call, job.state)
+    self_check.check_gradients(model, gm, call, job.state, first)
+    if twin_error is None and (reads or first.reads_training):
+        journal = Journal()
+        try:
+            with restored(job.state), _as_it_is(gm):
+                with journal:  # layers that merge an update into their weight write it here
+                    model.train(not model.training)
+                gm.train(model.training)
+                state, second = State(model), graphs.get(model.training, first)
+                self_check.check(model, gm, call, state)
+                self_check.check_gradients(model, gm, call, state, second)
+        except Exception as error:  # as above
+            return assemble(model, {model.training: first}, str(error))
+        finally:
+            journal.put_back()
+    return gm
+
+
+@contextlib.contextmanager
+def _as_it_is(gm: TracedModule) -> Iterator[None]:
+    """Give a traced module and what is in it the mode back."""
+    modes = [(m, m.training) for m in gm.modules()]
+    try:
+        yield
+    finally:
+        gm.train(modes[0][1])
+        for module, training in modes[1:]:
+            module.training = training
+
+
+def _settled(job: _Job, real: bool | None, training: bool | None) -> Recorded:
+    """A recording; one that asks for gradients, as to checkpoint, and is the same without them holds for both."""
+    first = _record(job, real, training)
+    checks = first.asks_for_gradients()
+    if checks and not torch.is_inference_mode_enabled():
+        with contextlib.suppress(Exception), torch.set_grad_enabled(not torch.is_grad_enabled()):  # the model's
+            second = _record(job, real, training)
+            if first.text(checks) == second.text(second.asks_for_gradients()):
+                erase(checks)
+    return first
+
+
+def _leaf_paths(model: nn.Module, patterns: list[str]) -> set[str]:
+    paths = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    found: set[str] = set()
+    for pattern in patterns:
+        hits = select(pattern, paths)
+        if not hits:
+            raise TraceError(f"leaf '{pattern}' names no module of {type(model).__name__}{did_you_mean(pattern, paths)}")
+        found.update(hits)
+    return found
+
+
+def _record(job: _Job, real: bool | None, training: bool | None) -> Recorded:
+    inputs = [t for t in values(job.call) if isinstance(t, torch.Tensor)]
+    on_meta = any(t.is_meta for t in [*(t for _, t in job.tensors), *inputs])
+    if real:
+        if on_meta:
+            raise TraceError("real=True needs weights and inputs with values, but some are on the meta device: load them first")
+        return _run(job, False, True, training)
+    try:
+        return _run(job, True, False, training)
+    except FxplugError:
+        raise
+    except Exception as error:  # the model's or torch's
+        if not lacks_values(error) and (real is False or on_meta or _fails_by_itself(job)):
+            raise  # else torch has no such function on fake tensors, or another one
+        if real is False or on_meta:
+            if not isinstance(error, NeedsValues):
+                raise
+            way = " (its weights or inputs are on the meta device: with values it is traced on real tensors)"
+            raise TraceError(f"{error}{'' if real is False else way}") from error
+        reason = str(error) if isinstance(error, NeedsValues) else f"{type(error).__name__}: {str(error).strip()}"
+        reason = reason.partition("\n")[0]
+    gc.collect(0)  # fake tensors of the first try: none is older, as nothing was collected meanwhile
+    try:
+        recorded = _run(job, False, False, training)
+    except Exception as error:  # the model's or torch's again
+        error.add_note(f"before, on fake tensors: {reason}")
+        raise
+    job.reasons.append(reason)
+    return recorded
+
+
+def _fails_by_itself(job: _Job) -> bool:
+    """Whether the model fails in this call without being traced."""
+    return isinstance(self_check.one_call(job.model, job.call, job.state), type)
+
+
+def _run(job: _Job, on_fakes: bool, measured: bool, training: bool | None) -> Recorded:
+    """Record one call, again with what a try has found that a run needs."""
+    tries = Tries(job.open_numbers, job.one_or_two)
+    while True:
+        try:
+            return _try(job, on_fakes, measured, training, tries)
+        except NeedsAutograd:
+            tries.autograd = True
+        except (TypeError, AttributeError, RuntimeError) as error:
+            if not tries.learn(error):
+                raise
+
+
+def _try(job: _Job, on_fakes: bool, measured: bool, training: bool | None, tries: Tries) -> Recorded:
+    model, tensors, call, leaves, state, results, valueless, *_ = job
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if on_fakes else None
+    inputs = [x for x in values(call) if isinstance(x, torch.Tensor)]
+    device = next((t.device for t in [*inputs, *(t for _, t in tensors)] if not t.is_meta), torch.device("cpu"))
+    recording = Recording(model, mode, device, measured, results if not tries.autograd else Results(remember=False), tries)
+    weights: list[tuple[torch.Tensor, torch.Tensor]] = []
+    grad = torch.is_grad_enabled()
+    regions = Regions(recording, leaves)
+    with undone() as shared, undone(here=True) as stack:
+        shared.callback(recording.unmark)
+        shared.enter_context(restored(state))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(same_random(model))
+        if mode is not None:
+            weights = shared.enter_context(fake_weights(state, mode, device, recording.parameters, tries.autograd))
+            stack.callback(recording.overwritten.put_back)
+            stack.enter_context(quiet())
+            stack.enter_context(mode)
+        else:
+            for name, tensor in tensors:
+                recording.parameters.setdefault(id(tensor), name)
+            journal = Journal()
+            stack.callback(journal.put_back)
+            recording.journal = stack.enter_context(journal)
+        recording.buffers = _tabled(state, "_buffers")
+        for name, _, parameter in _tabled(state, "_parameters"):
+            recording.holds(parameter, name)
+        shared.enter_context(patched(recording, regions, training))
+        stack.callback(recording.stop)
+        stack.enter_context(torch.set_grad_enabled(grad))  # the model is asked in the mode that its caller has
+        try:
+            model_edge.run(recording, regions, *call)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise NeedsValues(recording.needs_values(error)) from error
+        except (NeedsValues, NeedsAutograd):
+            raise
+        except FxplugError as error:
+            error.fxplug_at = (len(recording.graph.nodes),)  # type: ignore[attr-defined]
+            raise
+        except Exception as error:  # the model's or torch's, told with its line
+            error.fxplug_at = (len(recording.graph.nodes),)  # type: ignore[attr-defined]  # how far it came
+            error.add_note(f"while tracing {recording.place(error)}{' on fake tensors' * (mode is not None)}")
+            raise
+        if recording.failed:
+            text = f"{recording.failed}: an operation fails here and the code goes on, so the inputs decide what it does"
+            if recording.fake:
+                raise NeedsValues(text)
+            raise TraceError(f"{text}; a graph has one way only: keep the module whole, leaf: [its path]")
+        for tensor, made in weights:
+            carry_over(made, tensor)  # what the model put on it, for the state to see and to take off
+        written = state.changes()
+        _refuse_anew(state, dict(tensors), recording.parameters, written, leaves)
+        if mode is not None and valueless:
+            stand_in = functools.partial(fake_weights, state, mode, device, {}, False)
+            self_check.check_kept(model, call, state, written, recording, regions.called, stand_in)
+    recording.finish()
+    return Recorded(
+        recording.graph, recording.constants, regions.called, recording.reads_training, written, recording.checkpointed,
+        recording.inlined,
+    )
+
+
+def _refuse_anew(
+    state: State, originals: dict[str, torch.Tensor], names: dict[int, str], written: list[Place], whole: set[str]
+) -> None:
+    """Refuse a forward that gives a module a parameter, a child or a buffer of its state dict that it did not have: the
+    traced model would be without it.
+
+    `originals` are the model's tensors by name; `names` those of what stands for them in the run, by id.
+    """
+    tables = {
+        id(table): (path, kind, module._non_persistent_buffers_set)
+        for module, path in state.modules.values()
+        for table, kind in ((module._parameters, "parameter"), (module._buffers, "buffer"), (module._modules, "module"))
+    }
+    for place in written:
+        path, kind, unsaved = tables.get(id(place.owner), ("", "", set()))
+        made = place.now()
+        if not kind or (made is None and place.before is MISSING) or any(f"{path}.".startswith(f"{leaf}.") for leaf in whole):
+            continue
+        if kind == "module" and not (isinstance(made, nn.Module) and any(True for _ in _named_tensors(made))):
+            continue  # it holds nothing that a graph could be without
+        if kind == "buffer" and (place.before is not MISSING or place.key in unsaved):
+            continue  # assigned anew, which is recorded; or a constant
+        if kind == "parameter" and place.before is originals.get(names.get(id(made), "")):
+            continue  # what stands for it
+        name = f"{path}.{place.key}" if path else place.key
+        if place.before is MISSING:
+            raise TraceError(
+                f"forward makes the {kind} '{name}' when it is first called, and the graph would be without it: make it in "
+                "__init__, or call the model once before it is traced"
+            )
+        raise TraceError(
+            f"forward puts another tensor in the place of the {kind} '{name}', which a graph cannot: make it a buffer "
+            f"(register_buffer), or keep the module whole: leaf: [{path or 'its path'}]"
+        )
+
+
+def _tabled(state: State, table: str) -> list[tuple[str, nn.Module, torch.Tensor]]:
+    """The parameters or buffers that the modules have now: name, module and tensor."""
+    return [
+        (f"{path}.{key}" if path else key, module, tensor)
+        for module, path in state.modules.values()
+        for key, tensor in getattr(module, table).items()
+        if tensor is not None
+    ]
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)

@@ -1,0 +1,364 @@
+"""Which lines are the model's own: who asks of a tensor, what its code does with the answer, and how to name a node."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import linecache
+import logging
+import os
+import re
+import sys
+import sysconfig
+from functools import lru_cache
+from importlib.util import find_spec
+from traceback import walk_tb
+from types import CodeType, FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from ..ir import functions
+from ..reading import syntax_tree
+from ..torch_internals import ATTRIBUTES, BACKWARD_HOOKS, CHECKS, TYPED_STORAGE
+
+CONSTANTS = (torch.tensor, torch.as_tensor, torch.asarray)
+SIZES = {"size", "stride", "numel", "nelement", "storage_offset", "__len__"}
+VALUES = {"item", "__bool__", "__int__", "__float__", "__index__", "tolist", "__complex__", "is_nonzero"}
+# answers about a tensor's kind, which the checks of the inputs hold
+KIND_QUESTIONS = {"dim", "ndimension", "get_device", "dense_dim", "sparse_dim"}
+KIND_TESTS = {"is_coalesced", "can_cast", "has_names"}
+KIND_ANSWERS = (str, torch.dtype, torch.device, torch.layout, torch.finfo, torch.iinfo)
+RESHAPING = {"resize_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_", "resize_as_", "set_"}
+# what gives its argument itself where there is nothing to do
+ITSELF = {"contiguous", "to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "cpu", "cuda"}
+ITSELF |= {"flatten", "dropout"}
+ORDERED = {"gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_equal"}
+MANY = 256  # so many numbers that go to numpy are held by one guard
+# where a tensor's data leaves torch, so that what is done with it there cannot be seen
+LEAVING = {"numpy", "__array__", "data_ptr", "storage", "untyped_storage", TYPED_STORAGE, "__dlpack__", "__reduce_ex__"}
+# what a graph cannot say of a tensor, as it depends on what was done with it before and after the call
+OUTSIDE = {"grad", "retains_grad", "output_nr", *ATTRIBUTES, *BACKWARD_HOOKS}
+# what happens later, in the backward pass or in another process
+LATER = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "share_memory_", "pin_memory"}
+# fake tensors take the shape of the first argument here: one value per channel, which training refuses, is none to them
+SHAPE_OF_FIRST = {F.batch_norm: torch.empty_like, torch.batch_norm: torch.empty_like}
+# what a text shows of a tensor
+TEXT = {"__repr__", "__format__", "__str__"}
+
+
+STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+CALLER = os.path.join(os.path.dirname(__file__), "edges.py")  # what called the model: no line of the model is above it
+# libraries that torch works with by itself: what they ask, no model asks
+TORCHS = [spec.origin for name in ("filelock", "fsspec", "sympy", "mpmath", "triton") if (spec := find_spec(name))]
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
+FOLDERS = (PACKAGE, *(os.path.dirname(str(file)) for file in (torch.__file__, np.__file__, *TORCHS)))
+OWN = tuple(folder + os.sep for folder in FOLDERS)
+# torch's own ways to what the model asks it, and parts of the standard library that speak to people
+THROUGH = tuple(os.path.join(os.path.dirname(str(torch.__file__)), name) for name in ("_tensor.py", "overrides.py", "_ops.py"))
+SPEAKING = tuple(STDLIB + name for name in ("logging" + os.sep, "importlib" + os.sep, "warnings.py", "traceback.py"))
+KEEPING = ("catch_warnings", "redirect_stdout", "redirect_stderr")  # what is told to people meanwhile can be read again
+HEAP_TYPE = 1 << 9  # the flag of classes that Python code makes
+FOREIGN = ("torch", "numpy", "fxplug", "_pytest", "pytest", "pluggy")
+MISSING = object()
+
+
+def is_foreign(cls: type) -> bool:
+    """Whether a class is torch's, Python's own or ours, and none of a model's.
+
+    One that was run from text in a namespace without a name is a model's, though Python says that it is of `builtins`.
+    """
+    return _is_foreign_name(cls.__module__) and not (cls.__module__ == "builtins" and cls.__flags__ & HEAP_TYPE)
+
+
+def _is_foreign_name(module: object) -> bool:
+    package = module.partition(".")[0] if isinstance(module, str) else ""
+    return package in FOREIGN or (package in sys.stdlib_module_names and module != "__main__")
+
+
+def is_user_code(frame: FrameType) -> bool:
+    """Whether a frame runs the model's own code, not torch, numpy, fxplug or the standard library."""
+    file = frame.f_code.co_filename
+    if file.startswith("<"):  # no file: typed at a prompt, run from text, or made by Python itself
+        return not _is_foreign_name(frame.f_globals.get("__name__"))
+    return not file.startswith(OWN) and (not file.startswith(STDLIB) or "-packages" in file)
+
+
+def asker(frame: FrameType | None) -> FrameType | None:
+    """The frame of the model's own code that asks, seen from `frame`, or None where torch, a library, a log or an error does.
+
+    Standard functions in between, such as `json.dumps`, ask for the model.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        own = file.startswith(THROUGH) or (file.startswith(STDLIB) and "-packages" not in file)
+        if not own or file.startswith(SPEAKING):
+            return frame if is_user_code(frame) else None
+        frame = frame.f_back
+    return None
+
+
+def is_text_for_people(frame: FrameType) -> bool:
+    """Whether the text that a frame is making goes into a check, a log or an error, and nothing else hangs on it."""
+    return any(function is None or _speaks(_resolved(frame, function)) for function in _around(frame, _texts))
+
+
+def decides_nothing(frame: FrameType) -> bool:
+    """Whether a frame is at a test that cannot matter.
+
+    Either an `if` that does no more than make tensors contiguous: both ways give the same values (diffusers' upsampling does
+    so above a batch of 64, because of a kernel that was wrong once). Or one part of `a and self.flag`, where the flag is off:
+    the whole is false whatever `a` is, as where diffusers asks for gradients to checkpoint.
+    """
+    if any(_around(frame, _layout_tests)):
+        return True
+    for stop, others in _around(frame, _operands):
+        for other in others:
+            value = _resolved(frame, other)
+            if (value is None or type(value) in (bool, int, float, str)) and bool(value) is stop:
+                return True
+    return False
+
+
+def is_tried(frame: FrameType | None) -> bool:
+    """Whether a frame is in a `try` whose handlers let the code go on."""
+    return frame is not None and bool(_lines_in_try(frame.f_code.co_filename)) and any(_around(frame, _lines_in_try))
+
+
+@lru_cache(maxsize=64)
+def _lines_in_try(file: str) -> list[Any]:
+    """What stands in each `try` with a handler that does not end by raising."""
+    tries = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.Try)]
+    passing = [n for n in tries if not all(isinstance(handler.body[-1], ast.Raise) for handler in n.handlers)]
+    return [_place(part, True) for n in passing for part in n.body]
+
+
+def tells_apart(frame: FrameType | None) -> bool:
+    """Whether a frame is in a function that asks of two values whether they are one."""
+    return frame is not None and bool(_identities(frame.f_code.co_filename)) and any(_around(frame, _identities))
+
+
+@lru_cache(maxsize=64)
+def _identities(file: str) -> list[Any]:
+    """The functions with an `a is b` in which neither is a constant."""
+    functions = [n for n in ast.walk(tree_of(file)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))]
+    return [_place(f, True) for f in functions if any(map(_asks_identity, ast.walk(f)))]
+
+
+def _asks_identity(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Compare) or not any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops):
+        return False
+    return not any(isinstance(side, ast.Constant) or _called(side) == "type" for side in (node.left, *node.comparators))
+
+
+def position(frame: FrameType) -> tuple[int, int, int, int] | None:
+    """The expression that a frame is at: line, column, last line, last column; columns in bytes, as Python counts them."""
+    first, last, start, end = _positions(frame.f_code)[frame.f_lasti // 2]
+    return None if first is None or last is None or start is None or end is None else (first, start, last, end)
+
+
+@lru_cache(maxsize=4096)
+def _positions(code: CodeType) -> list[tuple[int | None, int | None, int | None, int | None]]:
+    return list(code.co_positions())
+
+
+def _around(frame: FrameType, find: Any) -> list[Any]:
+    """What `find` notes of the places in a source file around the expression that a frame is at."""
+    at = position(frame)
+    if at is None:
+        return []
+    first, start, last, end = at
+    places = find(frame.f_code.co_filename)
+    return [note for lower, upper, note in places if lower <= (first, start) and (last, end) <= upper]
+
+
+def _place(part: Any, note: Any) -> tuple[Any, Any, Any]:
+    """Where an expression stands: from (line, column) to (line, column), in bytes as Python counts them."""
+    return (part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset), note
+
+
+@lru_cache(maxsize=64)
+def tree_of(file: str) -> Any:
+    """The tree of a source file; an empty one where there is no source."""
+    try:
+        return syntax_tree("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+@lru_cache(maxsize=64)
+def _layout_tests(file: str) -> list[Any]:
+    """The tests of each `if` that makes tensors contiguous."""
+    ifs = [n for n in ast.walk(tree_of(file)) if isinstance(n, ast.If) and not n.orelse and all(map(_makes_contiguous, n.body))]
+    return [_place(n.test, True) for n in ifs]
+
+
+def _makes_contiguous(statement: ast.stmt) -> bool:
+    """`x = x.contiguous()`"""
+    if not (isinstance(statement, ast.Assign) and len(statement.targets) == 1 and isinstance(statement.value, ast.Call)):
+        return False
+    function = statement.value.func
+    same = isinstance(function, ast.Attribute) and ast.unparse(function.value) == ast.unparse(statement.targets[0])
+    return same and _called(statement.value) == "contiguous" and not statement.value.args and not statement.value.keywords
+
+
+@lru_cache(maxsize=64)
+def _operands(file: str) -> list[Any]:
+    """The parts of each `and` and `or`, with what settles the whole and the names among the parts that follow."""
+    found = []
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.BoolOp):
+            for index, part in enumerate(node.values):
+                names = [p for p in node.values[index + 1 :] if isinstance(p, (ast.Name, ast.Attribute))]
+                if names:
+                    found.append(_place(part, (isinstance(node.op, ast.Or), names)))
+    return found
+
+
+@lru_cache(maxsize=64)
+def _texts(file: str) -> list[Any]:
+    """Texts that are made for what `raise` raises, and texts in calls that stand alone, with the function called."""
+    found = []
+    tries = [t for t in ast.walk(tree_of(file)) if isinstance(t, ast.Try) and t.handlers]
+    caught = {id(n) for t in tries for part in t.body for n in ast.walk(part)}  # a text that may be read again
+    withs = [w for w in ast.walk(tree_of(file)) if isinstance(w, ast.With)]
+    kept = [w for w in withs if any(_called(item.context_expr) in KEEPING for item in w.items)]
+    caught |= {id(n) for w in kept for part in w.body for n in ast.walk(part)}
+    for node in ast.walk(tree_of(file)):
+        call = node.exc if isinstance(node, ast.Raise) else node.value if isinstance(node, ast.Expr) else None
+        if isinstance(call, ast.Call) and id(node) not in caught:
+            function = None if isinstance(node, ast.Raise) else call.func
+            todo: list[ast.expr] = [*call.args[_called(call) in CHECKS :], *(k.value for k in call.keywords)]
+            while todo:
+                part = todo.pop()
+                if isinstance(part, ast.Lambda):
+                    todo.append(part.body)
+                if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
+                    todo += [part.left, part.right]
+                percent = isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mod) and isinstance(part.left, ast.Constant)
+                if percent or isinstance(part, ast.JoinedStr) or _called(part) in ("str", "repr", "format"):
+                    found.append(_place(part, function))
+    return found
+
+
+def _resolved(frame: FrameType, name: ast.expr) -> Any:
+    """What a name such as `self.flag` stands for in a frame, found without running anything; MISSING where that is not said."""
+    if isinstance(name, ast.Name):
+        for space in (frame.f_locals, frame.f_globals, vars(builtins)):
+            if name.id in space:
+                return space[name.id]
+        return MISSING
+    if isinstance(name, ast.Call) and _resolved(frame, name.func) is logging.getLogger:
+        return logging.root
+    if not isinstance(name, ast.Attribute):
+        return MISSING
+    owner = _resolved(frame, name.value)
+    if owner is MISSING:
+        return MISSING
+    if isinstance(owner, torch.nn.Module) and name.attr == "training":
+        return owner.training  # the one that is worth asking for: the run must know that it was read
+    found = inspect.getattr_static(owner, name.attr, MISSING)
+    if found is MISSING and isinstance(owner, torch.nn.Module):
+        found = owner._modules.get(name.attr, MISSING)
+    return found
+
+
+def _speaks(function: Any) -> bool:
+    """Whether a function tells people something, or checks a condition: its text goes nowhere else."""
+    if function is builtins.print or (callable(function) and function in vars(logging.Logger).values()):
+        return True
+    module, name = getattr(function, "__module__", None), getattr(function, "__name__", "")
+    return module in ("logging", "warnings", "_warnings") or (module == "torch" and name in CHECKS)
+
+
+def _called(node: ast.AST) -> str:
+    """The last name of what a call calls."""
+    function = getattr(node, "func", None) if isinstance(node, ast.Call) else None
+    return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
+def source_line(error: BaseException | None = None) -> tuple[str, str]:
+    """File:line and text of the innermost line of the user's code that is running, or that raised an error."""
+    if error is not None:
+        ran = [(frame, line) for frame, line in walk_tb(error.__traceback__) if is_user_code(frame)]
+        return line_of(*ran[-1]) if ran else ("?", "?")
+    frame = user_frame()
+    return ("?", "?") if frame is None else line_of(frame, frame.f_lineno)
+
+
+def user_frame() -> FrameType | None:
+    """The innermost frame of the user's code that is running."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != CALLER:
+        if is_user_code(frame):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def line_of(frame: FrameType, number: int) -> tuple[str, str]:
+    """File:line of a frame, and the text that stands there."""
+    file = frame.f_code.co_filename
+    return f"{short_path(file)}:{number}", shortened(linecache.getline(file, number).strip(), 70)
+
+
+def short_path(file: str) -> str:
+    """A source path without the part that differs between machines."""
+    file = os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file
+    return re.sub(r"^.*(?:site-packages|dist-packages)/", "", file)
+
+
+def shortened(text: str, length: int) -> str:
+    """`text` cut in the middle to at most `length` characters."""
+    half = (length - 5) // 2
+    return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
+
+
+OPERATORS = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**", "eq": "==", "ne": "!=",
+    "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "and_": "and", "or_": "or",
+}  # fmt: skip
+
+
+def describe(node: fx.Node) -> str:
+    """What a number's node computes, in few words: `sample.size(2) % 8 != 0`."""
+    return shortened(_expression(node, 5), 90)
+
+
+def _expression(node: Any, depth: int) -> str:
+    if not isinstance(node, fx.Node):
+        return repr(node)
+    if "value" not in node.meta:
+        return _tensor(node)
+    short = functions.short_name(node.target)
+    if depth == 0:
+        return "..."
+    args = [_expression(a, depth - 1) for a in node.args]
+    if short in OPERATORS and len(args) == 2:
+        # an operand that is a sum or quotient itself stands in brackets
+        args = [
+            f"({text})" if isinstance(a, fx.Node) and functions.short_name(a.target) in OPERATORS else text
+            for a, text in zip(node.args, args, strict=True)
+        ]
+        return f"{args[0]} {OPERATORS[short]} {args[1]}"
+    if short == "asked":
+        return f"{args[0]}.{node.args[1]}"
+    if node.op == "call_method":
+        return f"{args[0]}.{short}({', '.join(args[1:])})"
+    return f"{short}({', '.join(args)})"
+
+
+def _tensor(node: fx.Node) -> str:
+    """A tensor: the port it is, else the operation that made it and the region where."""
+    port = node.meta.get("port")
+    if port is not None:
+        return ".".join(map(str, port.keys)) if not port.path and port.side == "in" else str(port)
+    if node.op in ("placeholder", "get_attr"):
+        return str(node.target)
+    region = [*node.meta.get("nn_module_stack", {"": None})][-1]
+    short = functions.short_name(node.target)
+    return f"{short} in {region}" if region else short

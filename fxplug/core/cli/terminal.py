@@ -1,0 +1,51 @@
+"""Listings and diffs as a terminal has them: in its width, coloured unless NO_COLOR is set. Elsewhere they are plain."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..ir.traced_module import TracedModule
+
+STYLES = {"+": "green", "-": "red", "@": "cyan"}
+
+
+def print_rows(listing: str) -> None:
+    """Print a listing of sites; on a terminal its columns stand below each other, or each place has a line of its own."""
+    if not sys.stdout.isatty():
+        print(listing)
+        return
+    width = shutil.get_terminal_size().columns
+    rows = [line.strip().split("  ", 1) for line in listing.split("\n") if line.startswith("  ")]
+    first = max((len(row[0]) for row in rows), default=0)
+    fits = 4 + first + max((len(row[-1]) for row in rows), default=0) <= width
+    for line in listing.split("\n"):
+        name, _, rest = line.strip().partition("  ")
+        if line.startswith("  ") and rest:
+            line = f"  {name:<{first}}  {rest}" if fits else f"  {name}\n      {rest}"
+        print(line)
+
+
+def diff_texts(diff: str, module: TracedModule, whole: bool) -> list[str]:
+    """A diff, what repeats in it once unless it is to be `whole`, and what it holds in one line."""
+    from ..ir.text import counted, folded
+
+    return [diff if whole else folded(diff), counted(diff, [entry["name"] for entry in module.meta.get("passes", [])])]
+
+
+def print_diff(texts: list[str], whole: bool) -> None:
+    """Print what `diff_texts` gives."""
+    text, total = texts
+    if not sys.stdout.isatty():
+        print(text, end="")
+        print(total)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=whole)
+    for line in text.splitlines():
+        console.print(Text(line, style=STYLES.get(line[:1], "")), overflow="ignore" if whole else "ellipsis", no_wrap=True)
+    console.print(Text(total, style="bold"))

@@ -1,0 +1,251 @@
+"""What the verbs of the command line share: their options, errors as one message, and what takes long.
+
+torch is imported by what needs it, when it runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import glob
+import logging
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ... import __version__
+from .. import extensions, extra_with
+from ..errors import FxplugError, SpecError, printable
+from ..torch_internals import FAKE_TENSOR_LOG
+
+if TYPE_CHECKING:
+    from ..flow import Result
+    from ..ir.traced_module import TracedModule
+    from ..spec.run_config import Config
+
+DEBUG = "fxplug.debug"
+PATIENCE = 1.0  # seconds before progress is shown
+HELP = {"help_option_names": ["-h", "--help"]}
+
+
+class Verbs(TyperGroup):
+    """Turns errors into one message and exit code 1; an interrupt into one sentence and the code that shells give it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        noise = logging.getLogger(FAKE_TENSOR_LOG)  # prints a traceback of what is raised anyway
+        noise.disabled = True
+        try:
+            return super().invoke(ctx)
+        except Exception as error:  # of all there is: this is the end of a command
+            if isinstance(error, BrokenPipeError) or type(error).__module__.startswith(("typer", "click")):
+                if str(getattr(error, "message", "")).startswith("Got unexpected extra argument") and "--set" in sys.argv:
+                    error.message += ". A shell splits braces and blanks: what stands behind --set goes in single quotes"  # type: ignore[attr-defined]
+                raise  # typer's own: the reader went away, the call is wrong, or --help is done
+            print(traceback.format_exc() if ctx.meta.get(DEBUG) else message(error), end="", file=sys.stderr)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt as end:  # what a run that is stopped leaves is in its note
+            print(*getattr(end, "__notes__", [str(end) or "interrupted"])[-1:], file=sys.stderr)
+            raise typer.Exit(128 + getattr(end, "signal", signal.SIGINT)) from None
+        finally:
+            noise.disabled = False
+
+
+class RootVerbs(Verbs):
+    """The verbs of `fxplug`: its own, and those of extensions, imported when they are called or listed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all verbs. Raises ClashError where two extensions bring one of the same name."""
+        return [*super().list_commands(ctx), *sorted(extensions.parts("verbs"))]
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """The verb of that name. Raises SpecError for an unknown one where an extension cannot be used."""
+        command = super().get_command(ctx, name)
+        if command is None and (verb := extensions.import_part("verbs", name)) is not None:
+            if not isinstance(verb, typer.Typer):
+                app = typer.Typer()
+                app.command(name)(verb)
+                verb = app
+            command = self.commands[name] = typer.main.get_command(verb)
+            command.name = name
+        if command is None and (note := extensions.unusable_note()):
+            raise SpecError(f"there is no verb '{name}'{note}")
+        return command
+
+
+def message(error: BaseException) -> str:
+    """The text for stderr about an error: what it says and its notes; of one that is not ours, its class too."""
+    notes = "".join(f"  {note}\n" for note in getattr(error, "__notes__", []))
+    if isinstance(error, FxplugError):
+        return f"{error}\n{printable(notes)}"
+    if isinstance(error, OSError) and error.strerror:
+        return printable(f"{error.filename}: {error.strerror}\n" if error.filename else f"{error.strerror}\n")
+    if isinstance(error, ModuleNotFoundError) and (extra := extra_with(error.name or "")):
+        return f"this needs {error.name}, which is not installed: pip install 'fxplug[{extra}]'\n"
+    return printable(f"{type(error).__name__}: {error}\n{notes}  (--debug shows where)\n")
+
+
+LIBRARIES = (*(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), str(Path(__file__).parents[2]))
+
+
+def _is_users(file: str) -> bool:
+    """Whether what logs is a file of the user's, and neither of a library's nor compiled."""
+    return Path(file).is_file() and not file.startswith(LIBRARIES)
+
+
+@contextmanager
+def users_logs() -> Iterator[None]:
+    """What the user's own files log is shown from INFO on, as are warnings of all others."""
+    handler, root = logging.StreamHandler(), logging.getLogger()
+    handler.addFilter(lambda record: record.levelno >= logging.WARNING or _is_users(record.pathname))
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    before = root.level
+    root.addHandler(handler)
+    root.setLevel(min(before, logging.INFO))
+    try:
+        yield
+    finally:
+        root.setLevel(before)
+        root.removeHandler(handler)
+
+
+def _set_debug(ctx: typer.Context, value: bool) -> bool:
+    ctx.meta[DEBUG] = ctx.meta.get(DEBUG) or value
+    return value
+
+
+def print_version(value: bool) -> None:
+    """For --version: print it and end the command. Raises typer.Exit."""
+    if value:
+        print(__version__)
+        raise typer.Exit
+
+
+Debug = Annotated[bool, typer.Option("--debug", callback=_set_debug, help="Show the traceback of an error.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="PATH=VALUE", help="Change a value first: passes.0.lora.rank=8. Repeatable."),
+]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option("--allow", metavar="MODULE", help="A module whose blocks an artifact may use. Repeatable."),
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", hidden=True)]  # of earlier versions: it does nothing
+
+
+def _shipped(kind: str) -> list[str]:
+    from ..spec.pass_file import shipped
+
+    return list(shipped(kind))
+
+
+def complete_config(incomplete: str) -> list[str]:
+    """What a shell offers for a configuration: the names of shipped ones, and files and folders that are there."""
+    folder, _, last = incomplete.rpartition("/")
+    here = sorted(Path(folder or ".").glob(f"{glob.escape(last)}*")) if Path(folder or ".").is_dir() else []
+    files = [f"{path}/" if path.is_dir() else str(path) for path in here if path.is_dir() or path.suffix in (".yaml", ".yml")]
+    return [*(name for name in _shipped("configs") if name.startswith(incomplete)), *files]
+
+
+def complete_pass(incomplete: str) -> list[str]:
+    """What a shell offers for a pass: the names of shipped ones."""
+    return [name for name in _shipped("passes") if name.startswith(incomplete)]
+
+
+ConfigArg = Annotated[
+    str,
+    typer.Argument(metavar="CONFIG", help="A YAML file, or the name of a shipped one.", autocompletion=complete_config),
+]
+Subject = Annotated[
+    str,
+    typer.Argument(
+        metavar="CONFIG_OR_DIR", help="A configuration, or the folder of a saved rewrite.", autocompletion=complete_config
+    ),
+]
+
+
+def read_config(config: str, set: list[str] | None) -> Config:
+    """A configuration, read before torch is imported. What it imports may lie beside it, as with a script."""
+    from ..spec.run_config import load_config
+
+    found = load_config(config, set or [])
+    sys.path.insert(0, str(found.base.absolute()))
+    return found
+
+
+def rewritten(config: Config, **how: Any) -> Result:
+    """The result of a configuration's rewrite, with progress shown."""
+    with uncollected():
+        from ..flow import rewrite
+    with uncollected() if how.get("dry_run") else nullcontext():
+        return rewrite(config, progress=progress, **how)
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without the garbage collector, which takes a fifth of what imports large libraries and soon ends."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+def load_saved(folder: str, set: list[str] | None, allow: list[str] | None, device: str | None = None) -> TracedModule:
+    """The module in the folder of a saved rewrite. Raises typer.BadParameter where `set` changes something."""
+    if set:
+        raise typer.BadParameter("--set changes a configuration, and this is the folder of a saved rewrite")
+    from ..artifacts.artifact import load
+
+    return load(folder, allow=allow or (), device=device)
+
+
+def parameters(result: Result) -> str:
+    """How many numbers the module of a result has, and how many each pass added, as text."""
+    from ..ir.containers import parameters as counted
+
+    return counted(result.module)
+
+
+@contextmanager
+def progress(text: str) -> Iterator[None]:
+    """Show on stderr what is going on once it takes longer than a second, and in the end how long it took."""
+    shown = threading.Event()
+    terminal = sys.stderr.isatty()
+    status: Any = None
+
+    def begin() -> None:
+        nonlocal status
+        shown.set()
+        if not terminal:
+            print(f"{text} ...", end="", file=sys.stderr, flush=True)
+            return
+        from rich.console import Console
+
+        status = Console(stderr=True).status(f"{text} ...")
+        status.start()
+
+    start = time.perf_counter()
+    timer = threading.Timer(PATIENCE, begin)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if shown.is_set():
+            if status is not None:
+                status.stop()
+                print(f"{text} ...", end="", file=sys.stderr)
+            print(f" {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,154 @@
+"""Packages that bring names, verbs, checks, blocks and passes, found by the entry point group `fxplug.core.extensions`.
+
+An entry point names an `Extension`, a table of import paths. fxplug's own extensions and other people's are found alike, and
+what a table names is imported when it is used. An extension that is missing or fails when it is imported is named in the error
+of whatever would have used it; all others go on.
+"""
+
+from __future__ import annotations
+
+import configparser
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+from .errors import ClashError, FxplugError, SpecError, brief_fields
+
+GROUP = "fxplug.core.extensions"
+CONTRACT = 1  # raised when an `Extension` of before no longer works
+KINDS = ("names", "verbs", "checks", "accessors", "hooks", "passes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """What a package adds to fxplug. Values are import paths, `"package.module:Name"`.
+
+    `names` are public names of `fxplug`; `verbs` functions, or Typer applications, of the command line; `checks` functions that
+    `verify` calls, see `fxplug.core.verifier.Subject`; `accessors` classes that are called with a traced module, and are its
+    attribute of that name; `passes` YAML files beside a module, `"package.module:file.yaml"`, that `load_pass` takes by name.
+    `blocks` lists packages whose blocks artifacts may name. `hooks` are what fxplug's own extensions put at seams of the core.
+
+    `contract` is the `CONTRACT` that it was written for; `bases` names the extensions that it needs, and `extra` the extra of
+    `fxplug[...]` that installs its libraries.
+    """
+
+    name: str
+    contract: int = CONTRACT
+    extra: str = ""
+    bases: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+    verbs: Mapping[str, str] = field(default_factory=dict)
+    checks: Mapping[str, str] = field(default_factory=dict)
+    accessors: Mapping[str, str] = field(default_factory=dict)
+    passes: Mapping[str, str] = field(default_factory=dict)
+    hooks: Mapping[str, str] = field(default_factory=dict)
+    blocks: tuple[str, ...] = ()
+
+    __repr__ = brief_fields
+
+
+@cache
+def extensions() -> dict[str, Extension]:
+    """The extensions that can be used, by name."""
+    return _read()[0]
+
+
+@cache
+def unusable() -> dict[str, str]:
+    """Why each of the others cannot be used, by name."""
+    return _read()[1]
+
+
+@cache
+def _read() -> tuple[dict[str, Extension], dict[str, str]]:
+    usable: dict[str, Extension] = {}
+    failed: dict[str, str] = {}
+    for point in _entry_points():
+        try:
+            extension = point.load()
+        except Exception as error:  # whatever another package's import raises
+            failed[point.name] = f"importing '{point.value}' failed: {type(error).__name__}: {error}"
+            continue
+        if not isinstance(extension, Extension):
+            failed[point.name] = f"'{point.value}' is a {type(extension).__name__}, not a fxplug.Extension"
+        elif extension.contract != CONTRACT:
+            failed[point.name] = (
+                f"it is written for contract {extension.contract} of fxplug's core, and this one has {CONTRACT}: install the "
+                "version of it that fits"
+            )
+        else:
+            usable[point.name] = extension
+    while lacking := {name: base for name, one in usable.items() for base in one.bases if base not in usable}:
+        for name, base in lacking.items():
+            del usable[name]
+            failed[name] = f"it needs the extension '{base}', which cannot be used: {failed.get(base, 'it is not installed')}"
+    return usable, failed
+
+
+def _entry_points() -> list[EntryPoint]:
+    """The entry points of the group, sorted by name; those of a checkout that is not installed are read from its setup.cfg."""
+    points = {(point.name, point.value): point for point in entry_points(group=GROUP)}
+    if not any(value.startswith("fxplug.") for _, value in points):
+        config = configparser.ConfigParser()
+        config.read(Path(__file__).parents[2] / "setup.cfg", encoding="utf-8")
+        for line in config.get("options.entry_points", GROUP, fallback="").strip().splitlines():
+            name, _, value = (part.strip() for part in line.partition("="))
+            points[name, value] = EntryPoint(name, value, GROUP)
+    return [points[key] for key in sorted(points)]
+
+
+def others() -> bool:
+    """Whether a package that is not fxplug's own registers an extension. Imports none."""
+    return any(not point.value.startswith("fxplug.") for point in _entry_points())
+
+
+def parts(kind: str) -> dict[str, str]:
+    """All that the extensions bring of a kind, one of `KINDS`, by name. Raises ClashError where two bring the same name."""
+    found: dict[str, tuple[str, str]] = {}
+    for name, extension in extensions().items():
+        for key, path in getattr(extension, kind).items():
+            if key in found:
+                raise ClashError(
+                    f"the extensions '{found[key][0]}' and '{name}' both bring '{key}' ({kind}): uninstall one of them, or "
+                    "rename it there"
+                )
+            found[key] = name, path
+    return {key: path for key, (_, path) in found.items()}
+
+
+def import_part(kind: str, key: str) -> Any:
+    """What the extensions bring under a name; None where none does. Raises FxplugError where it cannot be imported."""
+    path = parts(kind).get(key)
+    if path is None:
+        return None
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        owner = next(one for one in extensions().values() if path == getattr(one, kind).get(key))
+        install = f": pip install 'fxplug[{owner.extra}]'" if owner.extra and isinstance(error, ImportError) else ""
+        raise FxplugError(f"'{key}' of the extension '{owner.name}' cannot be imported ({error}){install}") from error
+
+
+def need_hook(key: str, owner: str) -> Any:
+    """The hook of that name. Raises SpecError, which names the extension that brings it, where there is none."""
+    hook = import_part("hooks", key)
+    if hook is None:
+        raise SpecError(f"this needs fxplug.{owner}{unusable_note(owner) or f' (pip install fxplug[{owner}])'}")
+    return hook
+
+
+def unusable_note(name: str | None = None) -> str:
+    """A clause for errors that says which extensions cannot be used and why; nothing where all can."""
+    rows = {key: why for key, why in unusable().items() if name in (None, key)}
+    return "".join(f"; the extension '{key}' cannot be used: {why}" for key, why in rows.items())
+
+
+def block_packages() -> Iterator[str]:
+    """The packages of extensions whose blocks an artifact may name."""
+    for extension in extensions().values():
+        yield from extension.blocks

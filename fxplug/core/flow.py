@@ -1,0 +1,295 @@
+"""One configuration from its model to its artifact: build, trace, find, apply, verify, save."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import extensions
+from .artifacts.artifact import save
+from .capture.fake_tensors import lacks_values
+from .capture.tracer import trace
+from .errors import DEFAULT, LONGEST, ArtifactError, FxplugError, SpecError, brief_fields, harmless, outline
+from .ir.containers import parameters
+from .ir.text import changes, diff, patterns
+from .ir.traced_module import TracedModule, class_names, code_when_asked
+from .models.example_inputs import added_inputs, default_inputs, example_inputs
+from .models.factory import build, torch_device
+from .rewriter.applying import apply
+from .rewriter.matcher import find
+from .rewriter.sites import Site, Sites
+from .spec.run_config import Config, load_config, resolved
+from .spec.train_section import Export
+from .spec.yaml_source import read_yaml
+from .writing import check_folder
+
+if TYPE_CHECKING:  # what a dry run may do without is imported by what needs it
+    from .verifier import Report
+
+SHOWN = 30  # so many sites are listed in the text of a result
+Step = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass
+class Result:
+    """What a rewrite gave: the rewritten `module`, the `base` it was made of (they share weights), the `sites` of each
+    pass, the `report` of verification (None when it was off), the example `inputs`, the artifact `out`, the `plan` of
+    parallel passes (`fxplug.Plan`), and what runs the module in steps, `stepped`, where a pass says so."""
+
+    module: TracedModule
+    base: TracedModule
+    config: Config
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    sites: dict[str, Sites] = field(default_factory=dict)
+    report: Report | None = None
+    out: Path | None = None
+    plan: Any = None
+    stepped: Any = None
+
+    __repr__ = brief_fields
+
+    @property
+    def listing(self) -> str:
+        """Every site with its shapes, and the parameters that each pass adds: as long as there are sites."""
+        return self._listed(_site_rows)
+
+    @property
+    def folded(self) -> str:
+        """The listing with sites that are alike in one line: `blocks.{0:12}.attn.qkv  Linear  [...] -> [...]  x12`."""
+        return self._listed(_folded_rows)
+
+    def _listed(self, rows: Callable[[Iterable[tuple[Site, str]]], Iterator[str]]) -> str:
+        plan = [self.plan.listing] if self.plan is not None else []
+        plan += [self.stepped.extra_repr()] if self.stepped is not None else []
+        return "\n".join([*_site_lines(self, rows), *plan, parameters(self.module)])
+
+    def __str__(self) -> str:
+        """The listing where that is short, else how many sites each pass has, what it left, and the parameters."""
+        if sum(map(len, self.sites.values())) <= SHOWN and len(text := self.listing) <= LONGEST:
+            return text
+        rows = (f"{name}: {sites.summary}" for name, sites in self.sites.items())
+        return outline("\n".join([*rows, parameters(self.module)]))
+
+
+def rewrite(
+    source: str | Path | Mapping[str, Any] | Config,
+    *,
+    out: str | Path | None = None,
+    set: Sequence[str] = (),
+    dry_run: bool = False,
+    verify: bool | None = None,
+    progress: Step | None = None,
+    compile: bool = True,
+) -> Result:
+    """Do all that a configuration says, and save the result in the folder `out` when one is given.
+
+    `source` and `set` are those of `load_config`. `verify` takes the place of the configuration's. A dry run uses no
+    memory for weights, but for a model that reads values out of its data, which a warning tells; it checks only the
+    structure and writes nothing. Without `compile` verification compiles nothing.
+    `progress(text)` gives a context manager for each step. The global random state is left as it was. Raises FxplugError,
+    for a folder that cannot be written before anything else; nothing is written then.
+    """
+    if isinstance(source, Config) and set:
+        raise SpecError("'set' changes what is read from a file or mapping, and this configuration was read already")
+    config = source if isinstance(source, Config) else load_config(source, set)
+    if out is not None and not dry_run:
+        check_folder(Path(out), ArtifactError)
+    step = progress or (lambda text: nullcontext())
+    checked = config.verify if verify is None else verify
+    devices = [torch_device(config)] if torch_device(config).type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        with code_when_asked() if dry_run else nullcontext():
+            result = _plan(config, step) if dry_run else _rewritten(config, step)
+        if checked:
+            with step("verify"):
+                from .verifier import verify as run_checks
+
+                args, kwargs = result.inputs
+                result.report = run_checks(result.base, result.module, args, kwargs, compile=compile and not dry_run)
+    if out is not None and not dry_run:
+        with step("save"):
+            remember(result)
+            inputs = {**default_inputs(config, result.base), **added_inputs(config, result.module)[1]}
+            save(result.module, out, config={**resolved(config), "inputs": inputs})
+        result.out = Path(out)
+    return result
+
+
+def saved_config(folder: str | Path) -> dict[str, Any] | None:
+    """The configuration in the folder of a saved rewrite, as plain data; None where there is none. SpecError for no such."""
+    file = Path(folder) / "config.yaml"
+    if not file.exists():
+        return None
+    read = read_yaml(file)
+    if not isinstance(read.data, dict):
+        raise SpecError("this is no configuration: it has no keys", where=read.where())
+    return read.data
+
+
+def saved_inputs(folder: str | Path, module: TracedModule) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example inputs for a saved rewrite, as the configuration in its folder has them. Builds and imports nothing."""
+    read = saved_config(folder)
+    if read is None:
+        raise SpecError(
+            f"'{folder}' was saved without a configuration, so its example inputs are not known: load it in Python, and call "
+            f"what takes them there"
+        )
+    kept: dict[str, Any] = {key: read[key] for key in ("inputs", "device", "dtype", "seed", "mode") if key in read}
+    return example_inputs(load_config({"model": "the saved one", **kept}), module)
+
+
+def saved_export(folder: str | Path, **given: str | None) -> Export:
+    """How `export` writes a saved rewrite: as `given` says, and for what is None there as its configuration does.
+
+    What an older configuration has in its section without a meaning stays without one.
+    """
+    said = {key: value for key, value in given.items() if value is not None}
+    section = (saved_config(folder) or {}).get("export")
+    kept = section if isinstance(section, dict) else {}
+    kept = {key: kept[key] for key in Export.model_fields if key in kept and key not in said}
+    try:
+        return load_config({"model": "the saved one", "export": kept}).export.model_copy(update=said)
+    except SpecError as error:
+        raise SpecError(f"{Path(folder) / 'config.yaml'}: {error}") from None
+
+
+def saved_diff(folder: str | Path, module: TracedModule) -> str:
+    """What the rewrite that was saved in a folder had changed."""
+    kept = remembered(module)
+    if kept is None:
+        raise SpecError(f"'{folder}' was not saved by a rewrite, so what it was before is not known")
+    return harmless("".join(kept["text"]))
+
+
+def remembered(module: TracedModule) -> dict[str, Any] | None:
+    """What a saved rewrite keeps of the model before it: `text`, the diff, and `changes`; None where other passes were applied.
+
+    `checks` is what verification had found, None where it was off. What older versions saved lacks the last two.
+    """
+    kept, applied = module.meta.get("diff"), [entry["name"] for entry in module.meta.get("passes", [])]
+    return kept if isinstance(kept, dict) and kept.get("passes") == applied else None
+
+
+def remember(result: Result) -> None:
+    """Keep with the module of a result what is said of it later: what it was before, and how it was checked."""
+    text, piece = diff(result.base, result.module), DEFAULT.string
+    checks = result.report.json()["checks"] if result.report is not None else None
+    result.module.meta["diff"] = {
+        "passes": [entry["name"] for entry in result.module.meta.get("passes", [])],
+        "text": [text[i : i + piece] for i in range(0, len(text), piece)],
+        "changes": changes(result.base, result.module),
+        "checks": checks and [{key: check[key] for key in ("name", "status", "detail")} for check in checks],
+    }
+
+
+def _plan(config: Config, step: Step) -> Result:
+    """The rewrite on meta tensors; on real ones, which a warning tells, for a model that reads values out of its data."""
+    try:
+        traced = _traced(config, step, "meta")
+    except Exception as error:  # the model's code may raise anything
+        if torch_device(config).type == "meta" or not lacks_values(error):
+            raise
+        warnings.warn(f"no dry run without memory, the real model is built: {error}", stacklevel=2)
+        return _rewritten(config, step)
+    return _applied(config, *traced, step, "meta")
+
+
+def _rewritten(config: Config, step: Step) -> Result:
+    base, inputs = _traced(config, step, None)
+    return _applied(config, base, inputs, step, None)
+
+
+def _traced(config: Config, step: Step, device: str | None) -> tuple[TracedModule, Any]:
+    torch.manual_seed(config.seed)
+    with step("build the model"):
+        model = build(config, device=device)
+        args, kwargs = example_inputs(config, model, device=device, later=_later(config))
+    with step("trace"):
+        return trace(model, args, kwargs, leaf=config.leaf), (args, kwargs)
+
+
+def _later(config: Config) -> set[str]:
+    """The inputs that passes will add."""
+    return {called for p in config.passes for name in p.inputs for called in (name, f"{p.name}_{name}")}
+
+
+def _applied(config: Config, base: TracedModule, inputs: Any, step: Step, device: str | None) -> Result:
+    torch.manual_seed(config.seed)  # new blocks do not depend on how much the model's own initialisation drew
+    result = Result(base, base, config, inputs)
+    for index, p in enumerate(config.passes):
+        if not p.parallel:
+            with step(f"apply {p.name}"), given_at(config, index):
+                found = result.sites[p.name] = find(result.module, p)
+                result.module = apply(result.module, found)
+    if result.module is not base:
+        args, kwargs = inputs
+        result.inputs = args, {**kwargs, **added_inputs(config, result.module, device=device)[0]}
+    if any(p.parallel for p in config.passes):
+        extensions.need_hook("parallel_passes", "parallel")(result, step)
+    return result
+
+
+@contextmanager
+def given_at(config: Config, *indices: int) -> Iterator[None]:
+    """Add to an error inside passes the lines of the configuration that asked for them."""
+    try:
+        yield
+    except FxplugError as error:
+        where = ", ".join(str(config.where("passes", index)) for index in indices)
+        if not where or where in str(error):
+            raise
+        text = f"{error}\n  given at {where}"
+        raise (SpecError(text) if isinstance(error, SpecError) else type(error)(text)) from error
+
+
+def _site_rows(found: Iterable[tuple[Site, str]]) -> Iterator[str]:
+    for site, block in found:
+        yield f"  {site}{block}"
+
+
+def _folded_rows(found: Iterable[tuple[Site, str]]) -> Iterator[str]:
+    alike: dict[tuple[str, int], list[str]] = {}
+    times = Counter[tuple[str, str]]()
+    for site, block in found:
+        key = (f"{site.what}{block}", site.where)
+        alike.setdefault((key[0], times[key]), []).append(site.where)  # two blocks at one place are two lines
+        times[key] += 1
+    rows = [(where, what) for (what, _), places in alike.items() for where in patterns(places)]
+    order = {where: index for index, (_, where) in enumerate(times)}
+    for where, what in sorted(rows, key=lambda row: order[row[0].first]):
+        yield f"  {where.text}  {what}" + (f"  x{where.count}" if where.count > 1 else "")
+
+
+def _site_lines(result: Result, rows: Callable[[Iterable[tuple[Site, str]]], Iterator[str]]) -> Iterator[str]:
+    for name, sites in result.sites.items():
+        added = dict(result.module.named_modules()).get(name)
+        blocks = [entry["block"] for entry in _entry(result.module, name)["sites"]]
+        count = sum(p.numel() for p in added.parameters()) if added is not None else 0
+        head, _, left = sites.summary.partition("; ")
+        yield f"{name}: {head}, {count:,} parameters"
+        for network in _entry(result.module, name)["networks"]:
+            module = result.module.get_submodule(f"{name}.{network}")
+            yield f"  network {network}  {class_names(module)[0]}  +{sum(p.numel() for p in module.parameters()):,}"
+        yield from rows((site, _added(result, block)) for site, block in zip(sites, blocks, strict=True))
+        if left:
+            yield f"{name}: {left}"
+
+
+def _added(result: Result, block: str) -> str:
+    """A block's class, and how many parameters it has."""
+    if not block:
+        return ""
+    count = sum(p.numel() for p in result.module.get_submodule(block).parameters())
+    return f"  {block.rpartition('.')[2]} +{count:,}"
+
+
+def _entry(module: TracedModule, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(entry for entry in module.meta["passes"] if entry["name"] == name)
+    return found

@@ -1,0 +1,276 @@
+"""The tree of a traced module without the code of its classes, and nested values: walked, rebuilt in kind, compared."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from ..errors import DEFAULT
+
+Keys = tuple[int | str, ...]
+
+
+def children(value: Any) -> Iterator[tuple[int | str, Any]] | None:
+    """The members of a container with their keys, or None for anything else."""
+    if isinstance(value, torch.Size):
+        return None
+    if isinstance(value, (tuple, list)):
+        return iter(enumerate(value))
+    if isinstance(value, dict):
+        return iter(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return iter([(f.name, getattr(value, f.name)) for f in dataclasses.fields(value) if hasattr(value, f.name)])
+    return None
+
+
+def rebuilt(value: Any, members: dict[int | str, Any]) -> Any:
+    """A container like `value` with other members."""
+    if isinstance(value, tuple):
+        return type(value)(*members.values()) if hasattr(value, "_fields") else type(value)(members.values())
+    if type(value) in (list, immutable_list):  # FX has its own, which cannot be written
+        return list(members.values())
+    if type(value) in (dict, immutable_dict):
+        return members
+    new = copy.copy(value)
+    for key, member in members.items():
+        set_member(new, key, member)
+    return new
+
+
+def set_member(value: Any, key: int | str, member: Any) -> None:
+    """Put a member into a list, dict or result class, whether it is frozen or not."""
+    if isinstance(value, (list, dict)):
+        value[key] = member  # type: ignore[index]
+    else:
+        object.__setattr__(value, str(key), member)
+
+
+def map_leaves(
+    value: Any, function: Callable[[Any, Keys], Any], keys: Keys = (), in_place: bool = False, kind: Any = torch.Tensor
+) -> Any:
+    """`value` with every tensor in it replaced by `function(tensor, keys)`; the same object when no tensor is in it.
+
+    With `in_place` lists, dicts and result classes stay the objects that they are and get other members. `kind` is another
+    class than tensors.
+    """
+    if isinstance(value, kind):
+        return function(value, keys)
+    found = children(value)
+    if found is None:
+        return value
+    old = dict(found)
+    new = {key: map_leaves(member, function, (*keys, key), in_place, kind) for key, member in old.items()}
+    changed = [key for key in old if new[key] is not old[key]]
+    if not changed:
+        return value
+    if not in_place or isinstance(value, tuple):
+        return rebuilt(value, new)
+    for key in changed:
+        set_member(value, key, new[key])
+    return value
+
+
+def put_back(value: Any, originals: dict[int, tuple[Any, Any]]) -> Any:
+    """Undo a `map_leaves` in place: `originals` has the new and the old value by the id of the new one."""
+    if id(value) in originals:
+        return originals[id(value)][1]
+    found = None if isinstance(value, torch.Tensor) else children(value)
+    if found is None:
+        return value
+    old = dict(found)
+    new = {key: put_back(member, originals) for key, member in old.items()}
+    changed = [key for key in old if new[key] is not old[key]]
+    if changed and isinstance(value, tuple):
+        return rebuilt(value, new)
+    for key in changed:
+        set_member(value, key, new[key])
+    return value
+
+
+def leaves(value: Any) -> list[Any]:
+    """Every value in a nested one, containers opened."""
+    found = None if isinstance(value, torch.Tensor) else children(value)
+    return [value] if found is None else [x for _, member in found for x in leaves(member)]
+
+
+def has_tensor(value: Any) -> bool:
+    """Whether a tensor is anywhere in `value`."""
+    if isinstance(value, torch.Tensor):
+        return True
+    found = children(value)
+    return found is not None and any(has_tensor(member) for _, member in found)
+
+
+def parameters(module: nn.Module) -> str:
+    """How many numbers a module has, and how many each applied pass added."""
+    seen: dict[int, int] = {id(p): p.numel() for p in module.parameters()}
+    total = sum(seen.values())
+    added = {
+        entry["name"]: sum(p.numel() for name, p in module.named_parameters() if name.startswith(f"{entry['name']}."))
+        for entry in getattr(module, "meta", {}).get("passes", [])
+    }
+    parts = [f"{name} +{count:,} ({count / max(total - sum(added.values()), 1):.2%})" for name, count in added.items()]
+    return f"{total:,} parameters" + (f": base {total - sum(added.values()):,}, {', '.join(parts)}" if parts else "")
+
+
+# What another order of sums may change, of the largest value: of a result, and of a value within a model or of one operation,
+# where large values may cancel. Models in float64 often compute a part (embeddings of the time, norms) in float32.
+TOLERANCES = {
+    torch.float64: (1e-5, 1e-4), torch.float32: (1e-5, 1e-4), torch.float16: (2e-3, 1e-2), torch.bfloat16: (2e-2, 2e-2),
+}  # fmt: skip
+
+
+class Difference(NamedTuple):
+    """The largest difference of two results, over the largest value: as multiples of their dtype's tolerance, and itself."""
+
+    times: float = 0.0
+    distance: float = 0.0
+
+
+def difference(wanted: Any, got: Any, within: bool = False, dtypes: Iterable[torch.dtype] = ()) -> Difference:
+    """How far two results are apart, or two values `within` a model: tensors, or nested containers of them.
+
+    `dtypes` are others that they were computed in, whose rounding they have. Infinitely, where they differ in number, shape,
+    dtype or any value that is no floating-point number.
+    """
+    wants, gots = leaves(wanted), leaves(got)
+    found = Difference() if len(wants) == len(gots) else Difference(math.inf, math.inf)
+    dtypes = tuple(dtypes)
+    for a, b in zip(wants, gots, strict=False):
+        off = distance(a, b)
+        found = max(found, Difference(off / tolerance(a, within, dtypes), off))
+    return found
+
+
+def tolerance(value: Any, within: bool = False, dtypes: Iterable[torch.dtype] = ()) -> float:
+    """What rounding may change of a result, or of a value `within` a model, over its largest number: the most of its dtypes."""
+    own = value.dtype if isinstance(value, Tensor) else torch.float32
+    return max(TOLERANCES.get(dtype.to_real(), TOLERANCES[torch.float32])[within] for dtype in (own, *dtypes))
+
+
+def distance(wanted: Any, got: Any) -> float:
+    """The largest difference of two values, over the largest finite number of the wanted one.
+
+    Infinite values must be the same ones, and what is not wanted as NaN must not be NaN; where NaN is wanted, NaN and 0 are
+    right, which are what kernels of attention make of rows that see nothing.
+    """
+    if not isinstance(wanted, Tensor) or not isinstance(got, Tensor):
+        return 0.0 if wanted == got or (wanted != wanted and got != got) else math.inf
+    if wanted.shape != got.shape or wanted.dtype != got.dtype:
+        return math.inf
+    if not wanted.numel():
+        return 0.0
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        return 0.0 if torch.equal(wanted, got) else math.inf
+    if torch.equal(wanted, got):
+        return 0.0
+    a, b = (numbers(t) for t in (wanted, got))
+    off, most = (max(-float(low), float(high)) for low, high in map(torch.aminmax, (a - b, a)))
+    if not math.isfinite(off + most):
+        finite = a.isfinite()
+        infinite, unknown = a.isinf(), a.isnan()
+        if not torch.equal(a[infinite], b[infinite]) or not b[finite].isfinite().all() or b[unknown].nan_to_num().any():
+            return math.inf
+        return distance(a[finite], b[finite])
+    return off / max(1e-12, most)
+
+
+def numbers(value: Tensor) -> Tensor:
+    """All numbers of a tensor, real and imaginary parts apart, in float64."""
+    value = value.detach()
+    return (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).double().flatten()
+
+
+# names that torch's GraphModule and this one use themselves; a model's attribute of that name stays out
+RESERVED = {"meta", "shape_env", "attributes", "graphs", "graph", "code", "classes", "training", "twin_error"}
+PLAIN_TYPES = (bool, int, float, str, type(None), torch.dtype)
+
+
+class Container(nn.Module):
+    """Stands where a module was whose code is in the graph now: its parameters, children and plain attributes.
+
+    `classes` holds the names of its class and of that class's bases; its own class has the first of them as its name.
+    """
+
+    def __new__(cls, classes: tuple[str, ...] = ("Module",), attributes: dict[str, Any] | None = None) -> Container:
+        name = next(iter(classes), "")
+        return super().__new__(_named(name) if cls is Container and name.isidentifier() else cls)
+
+    def __init__(self, classes: tuple[str, ...] = ("Module",), attributes: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        self.classes = classes
+        self.attributes = tuple(attributes or ())
+        self.__dict__.update(attributes or {})
+
+    def __getitem__(self, key: int | str) -> Any:
+        return child_of(self, key)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(m for m in self._modules.values() if m is not None)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _get_name(self) -> str:
+        return self.classes[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises NotImplementedError: the code is in the graph of the traced model."""
+        raise CodeInGraph(self)
+
+
+class CodeInGraph(NotImplementedError):
+    """A part of a traced model was called by itself; `module` is the part, or a copy of it."""
+
+    def __init__(self, module: Container) -> None:
+        self.module = module
+        super().__init__(
+            f"the code of this {module.classes[0]} is in the graph of the traced model: call the model, or keep the part whole "
+            "when the model is traced, leaf: [its path]"
+        )
+
+
+@functools.lru_cache(4096)
+def _named(name: str) -> type[Container]:
+    return type(name, (Container,), {"__module__": __name__})
+
+
+def child_of(module: nn.Module, key: int | str) -> Any:
+    """A child, parameter or buffer by name; or a child by position, as in a ModuleList."""
+    name = str(key)
+    found: Any = module._modules.get(name)
+    if found is None:
+        found = module._parameters.get(name)
+    if found is None:
+        found = module._buffers.get(name)
+    if found is None and isinstance(key, int):
+        found = list(module._modules.values())[key]
+    if found is None:
+        raise KeyError(key)
+    return found
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """The public attributes of a module that are numbers, strings, None, dtypes, or tuples and lists of those."""
+    return {k: v for k, v in vars(module).items() if is_plain_attribute(k, v)}
+
+
+def is_plain_attribute(name: str, value: Any) -> bool:
+    """Whether a Container has an attribute: a public one, of no name that a module has itself, and a plain value."""
+
+    def plain(x: Any, depth: int = DEFAULT.depth) -> bool:
+        return isinstance(x, PLAIN_TYPES) or (type(x) in (tuple, list) and depth > 0 and all(plain(y, depth - 1) for y in x))
+
+    taken = name in ("training", "classes", "attributes") or hasattr(Container, name)
+    return not (name.startswith("_") or taken) and plain(value)

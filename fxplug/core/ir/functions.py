@@ -1,0 +1,242 @@
+"""The closed list of functions that a graph may call, by public name, and checks before those that trust their callers."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import operator
+import re
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from ..errors import GuardError
+from ..torch_internals import tensors as kernels
+from ..torch_internals.modules import DropoutNd
+from ..torch_internals.tensors import DisableTorchFunction, FakeTensor
+from . import ops
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """`v` of any shape with the norms `g` along `dim`; with `dim` -1 it is one norm. Raises GuardError."""
+    fits = 0 <= dim < v.dim() and g.numel() == v.shape[dim] or dim == -1 and v.dim() > 0 and g.numel() == 1
+    if not fits or g.device != v.device:
+        raise GuardError(
+            f"the norms of {tuple(v.shape)} along dimension {dim} cannot be {tuple(g.shape)} on {g.device}, not {v.device}"
+        )
+    return kernels.weight_norm(v, g, dim)  # type: ignore[no-any-return]
+
+
+def pad_packed_sequence(data: Tensor, batch_sizes: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """The sequences of a packed one, padded, and their lengths. Raises GuardError."""
+    _check_sizes(batch_sizes, data)
+    padded, lengths = kernels.pad_packed_sequence(data, batch_sizes, *args, **kwargs)
+    return padded, lengths
+
+
+def packed_sequence(data: Tensor, batch_sizes: Tensor | None = None, *args: Any, **kwargs: Any) -> PackedSequence:
+    """A packed sequence of the rows `data`. Raises GuardError."""
+    if batch_sizes is not None:
+        _check_sizes(batch_sizes, data)
+    return PackedSequence(data, batch_sizes, *args, **kwargs)
+
+
+def recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A recurrent layer's function, which takes rows and batch sizes in the place of a padded input too."""
+
+    @wraps(function)
+    def checked(data: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes = kwargs.get("batch_sizes", args[0] if args else None)
+        if isinstance(sizes, Tensor) and not sizes.is_floating_point():
+            _check_sizes(sizes, data)
+        return function(data, *args, **kwargs)
+
+    return checked
+
+
+def _check_sizes(sizes: Tensor, data: Tensor) -> None:
+    """Batch sizes never grow from step to step, and their sum is the number of rows: else memory is read that is not there."""
+    if sizes.dim() != 1 or sizes.dtype != torch.int64 or sizes.device.type != "cpu":
+        raise GuardError(f"batch sizes are int64, one dimension, on the CPU; these are {sizes.dtype} {tuple(sizes.shape)}")
+    if torch.compiler.is_compiling() or isinstance(sizes, FakeTensor):
+        return
+    with DisableTorchFunction():
+        found = sizes.tolist()
+        rows = data.shape[0] if data.dim() else 0
+    if not found or found[-1] < 1 or found != sorted(found, reverse=True) or sum(found) != rows:
+        raise GuardError(f"batch sizes from step to step, {found[:8]}, do not grow, and their sum is that of the {rows} rows")
+
+
+# factories take no tensor, so torch.overrides lists them among the functions it ignores
+FACTORIES = """arange as_tensor bartlett_window blackman_window complex empty empty_strided eye full hamming_window
+hann_window kaiser_window linspace logspace normal ones rand rand_like randint randint_like randn randn_like randperm
+range scalar_tensor tensor tril_indices triu_indices zeros sym_max sym_min sym_float sym_int sym_not sym_ite sym_sum
+broadcast_shapes promote_types result_type finfo iinfo""".split()  # noqa: SIM905
+NAMESPACES = {
+    "torch.nn.functional": F,
+    "torch": torch,
+    "torch.linalg": torch.linalg,
+    "torch.fft": torch.fft,
+    "torch.special": torch.special,
+}
+OPERATORS = """add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor neg pos abs invert eq ne lt le gt ge
+getitem setitem contains iadd isub imul itruediv""".split()  # noqa: SIM905
+OPS = """edge guard check_state asked dtype_of same is_same same_dtype tried check_inputs check_numbers check_members
+put_members check_generator check_added given device_of any_gradients enter_autocast exit_autocast enter_grad
+exit_grad""".split()  # noqa: SIM905
+MATH = "sqrt log log2 log10 exp pow sin cos tan atan ceil floor trunc gcd fabs".split()  # noqa: SIM905
+# kept from the import: while a model is traced, `math` itself has functions that record
+MATH_FUNCTIONS = {name: getattr(math, name) for name in MATH}
+# functions that are in none of these namespaces
+PRIVATE: dict[str, Callable[..., Any]] = {
+    "torch._C._nn.pad_sequence": kernels.pad_sequence,
+    "torch._pack_padded_sequence": kernels.pack_padded_sequence,
+    "torch.autograd.grad": torch.autograd.grad,
+    "torch.Size": torch.Size,
+}
+# functions that trust their callers, by public name, with what a graph calls in their place
+CHECKED: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "torch._weight_norm": (kernels.weight_norm, weight_norm),
+    "torch._pad_packed_sequence": (kernels.pad_packed_sequence, pad_packed_sequence),
+    "torch.nn.utils.rnn.PackedSequence": (PackedSequence, packed_sequence),
+    **{f"torch.{f.__name__}": (f, recurrent(f)) for f in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)},
+}
+# methods of Tensor that reach beyond its values: memory by address, other libraries, hooks, other processes, Python's calls
+OUTSIDE = frozenset(
+    """register_hook register_post_accumulate_grad_hook share_memory_ is_shared module_load map_ map2_ apply_ numpy storage
+    untyped_storage storage_type data_ptr const_data_ptr mutable_data_ptr backward set_ pin_memory is_pinned dlpack new
+    as_subclass record_stream reinforce retain_grad""".split()  # noqa: SIM905
+)
+# kernels behind other functions, which trust that those have checked the arguments; on odd ones they end the process
+UNCHECKED = re.compile(
+    r"(fbgemm|quantized|miopen|cudnn|mkldnn)_|to_mkldnn|fused_moving_avg|choose_qparams|index\Z"
+    r"|batch_norm_(backward|elemt|gather|stats|update)|sparse_resize|resize_as_sparse"
+)
+IN_PLACE = ("iadd", "isub", "imul", "itruediv")
+REFLECTED = "add sub mul truediv floordiv mod pow matmul lshift rshift and_ or_ xor".split()  # noqa: SIM905
+
+# a dunder method of Tensor as the function of `operator` that calls it; the reflected ones swap their arguments
+DUNDERS = {
+    **{f"__{n.rstrip('_')}__": (getattr(operator, n), False) for n in OPERATORS if n not in IN_PLACE},
+    **{f"__r{n.rstrip('_')}__": (getattr(operator, n), True) for n in REFLECTED},
+    "__rdiv__": (operator.truediv, True),
+    "__div__": (operator.truediv, False),
+}
+# attributes of a tensor that are tensors, as the method or function that computes them
+ATTRIBUTES: dict[str, Callable[[Any], tuple[str, Any, tuple[Any, ...]]]] = {
+    "T": lambda x: ("call_function", torch.permute, (tuple(range(x.dim() - 1, -1, -1)),)),
+    "mT": lambda x: ("call_method", "transpose", (-2, -1)),
+    "H": lambda x: ("call_method", "adjoint", ()),
+    "mH": lambda x: ("call_method", "adjoint", ()),
+    "data": lambda x: ("call_method", "detach", ()),
+    "real": lambda x: ("call_function", torch.real, ()),
+    "imag": lambda x: ("call_function", torch.imag, ()),
+}
+REGION = "region_graph"  # key in the meta of a node that calls a region: the region's own graph
+RANDOM = """bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal normal_ poisson rand rand_like
+randint randint_like randn randn_like randperm random_ uniform_ dropout dropout1d dropout2d dropout3d alpha_dropout
+feature_alpha_dropout feature_dropout rrelu rrelu_ gumbel_softmax dropout_ native_dropout fractional_max_pool2d
+fractional_max_pool3d scaled_dot_product_attention multi_head_attention_forward gru lstm rnn_relu rnn_tanh""".split()  # noqa: SIM905
+# those that draw at every call, in evaluation too
+DRAWS = {name for name in RANDOM if not any(word in name for word in ("dropout", "rrelu", "attention", "gru", "lstm", "rnn_"))}
+
+
+def draws(layer: nn.Module, training: bool) -> bool:
+    """Whether a layer of torch's draws random numbers."""
+    if isinstance(layer, (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)):
+        return True
+    # attention and recurrent layers have the probability of a dropout of their own
+    return training and (isinstance(layer, (DropoutNd, nn.RReLU)) or bool(getattr(layer, "dropout", 0)))
+
+
+@cache
+def functions() -> dict[str, Callable[..., Any]]:
+    """Every function a graph may call, by public dotted name."""
+    known: set[Any] = set()
+    for listed in torch.overrides.get_overridable_functions().values():
+        known.update(f for f in listed if callable(f) and getattr(f, "__hash__", None))
+    table: dict[str, Callable[..., Any]] = {}
+    for space, module in NAMESPACES.items():
+        for name in dir(module):
+            value = getattr(module, name)
+            if not name.startswith("_") and callable(value) and not isinstance(value, type) and value in known:
+                if UNCHECKED.match(name):
+                    continue
+                table[f"{space}.{name}"] = value
+    table.update({f"torch.{n}": getattr(torch, n) for n in FACTORIES if hasattr(torch, n)})
+    table.update({f"operator.{n}": getattr(operator, n) for n in OPERATORS})
+    table.update({f"math.{n}": function for n, function in MATH_FUNCTIONS.items()})
+    table.update(PRIVATE)
+    table.update({name: function for name, (_, function) in CHECKED.items()})
+    table["builtins.round"] = builtins.round
+    table["builtins.pow"] = builtins.pow
+    table.update({f"fxplug.ops.{n}": getattr(ops, n) for n in OPS})
+    return table
+
+
+@cache
+def names() -> dict[Any, str]:
+    """The public dotted name of every function in `functions()`, and of those that some of them check the arguments of."""
+    table: dict[Any, str] = {function: name for name, (function, _) in CHECKED.items()}
+    for name, function in functions().items():
+        table.setdefault(function, name)
+    return table
+
+
+def listed(function: Any) -> Callable[..., Any] | None:
+    """The function that a graph calls for this one, or None where it may not."""
+    name = names().get(function)
+    return functions()[name] if name is not None else None
+
+
+@cache
+def methods() -> frozenset[str]:
+    """The methods of Tensor that a graph may call: public ones, neither OUTSIDE nor UNCHECKED."""
+    known = (n for n in dir(torch.Tensor) if not n.startswith("_") and callable(getattr(torch.Tensor, n)))
+    return frozenset(n for n in known if n not in OUTSIDE and not UNCHECKED.match(n))
+
+
+@cache
+def method_names() -> dict[Any, str]:
+    """The name of each method of Tensor by the object that `__torch_function__` is given."""
+    table: dict[Any, str] = {}
+    for name in sorted(dir(torch.Tensor), key=lambda n: n.startswith("_")):
+        value = getattr(torch.Tensor, name)
+        if callable(value):
+            try:
+                table.setdefault(value, name)
+            except TypeError:
+                continue
+    return table
+
+
+def short_name(target: Any) -> str:
+    """The last part of a target's name, as used for node names."""
+    if isinstance(target, str):
+        return target.rsplit(".", 1)[-1]
+    return getattr(target, "__name__", type(target).__name__).strip("_")
+
+
+def computed_by(node: fx.Node, look: Callable[[fx.Node, str], list[fx.Node]]) -> None:
+    """Look at what a value is computed by, sizes apart, as far back as `look` says: it gets a node and its short name."""
+    seen, todo = set(), [node]
+    while todo:
+        current = todo.pop()
+        if current not in seen and not (current.op == "call_method" and current.target in ("size", "numel", "stride")):
+            seen.add(current)
+            todo += look(current, short_name(current.target) if current.op != "placeholder" else "")
+
+
+def is_random(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a node may draw random numbers."""
+    if REGION in node.meta:
+        return any(is_random(n, root) for n in node.meta[REGION].nodes)
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        return any(draws(m, True) or getattr(m, "is_block", False) for m in module.modules())
+    return short_name(node.target) in RANDOM

@@ -1,0 +1,398 @@
+"""The graph of a traced module: an FX graph with the edges of regions, its code, its first checks, and its edits.
+
+What torch.fx offers for it is called in this file alone. Arguments may be nested as those of nodes are, in tuples, lists,
+dicts and slices; nothing here checks that what a node reads stands before it, `graph.lint()` does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import keyword
+import operator
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .. import locks as turns
+from ..errors import FxplugError, GuardError, shown
+from ..locks import during, turns_of
+from ..torch_internals.modules import (
+    CONTEXT_VARIABLES,
+    NormBase,
+    apart,
+    as_it_stands,
+    break_graph,
+    is_listening,
+    leave_frame,
+    leave_module,
+)
+from . import functions, ops
+
+if TYPE_CHECKING:
+    from .traced_module import TracedModule
+
+
+# --- new nodes
+
+
+def insert(
+    graph: fx.Graph,
+    op: str,
+    target: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    after: fx.Node | None = None,
+    before: fx.Node | None = None,
+    name: str | None = None,
+    meta: Mapping[str, Any] | None = None,
+) -> fx.Node:
+    """A new node right after or right before another, or at the end of the graph, with this meta.
+
+    `op`, `target` and the arguments are those of an `fx.Node`. Its name is `name`, or made of the target, and gets a number
+    where the graph has it already.
+    """
+    node: fx.Node = graph.create_node(op, target, args, dict(kwargs or {}), name=name)
+    node.meta.update(meta or {})
+    move(node, after=after, before=before)
+    return node
+
+
+def meta_of(value: fx.Node | Tensor, *keys: str) -> dict[str, Any]:
+    """The shape and dtype of a tensor, as meta has them; of a node what is known of these two, or of the keys named."""
+    if isinstance(value, Tensor):
+        return {"shape": tuple(value.shape), "dtype": value.dtype}
+    return {key: value.meta[key] for key in keys or ("shape", "dtype") if key in value.meta}
+
+
+def copy_nodes(nodes: Iterable[fx.Node], into: fx.Graph, values: dict[fx.Node, fx.Node]) -> None:
+    """Copies of nodes at the end of another graph, names and meta included.
+
+    `values` says what stands there for the nodes that they read, and for each one in it already, which is not copied; it
+    learns the copies. Raises KeyError for a node that reads what is neither.
+    """
+    for node in nodes:
+        if node not in values:
+            values[node] = into.node_copy(node, values.__getitem__)
+
+
+# --- nodes that are there
+
+
+def move(node: fx.Node, *, after: fx.Node | None = None, before: fx.Node | None = None) -> None:
+    """Put a node right after or right before another of its graph."""
+    if before is not None:
+        before.prepend(node)
+    elif after is not None:
+        after.append(node)
+
+
+def change(
+    node: fx.Node, *, target: Any = None, args: tuple[Any, ...] | None = None, kwargs: Mapping[str, Any] | None = None
+) -> None:
+    """Let a node call another target, or give it other arguments; what is None stays."""
+    if target is not None:
+        node.target = target
+    if args is not None:
+        node.args = args
+    if kwargs is not None:
+        node.kwargs = dict(kwargs)
+
+
+def set_argument(node: fx.Node, position: int, name: str, value: Any) -> None:
+    """Give a node another value for an argument, which stands at this position or, where that is not given, has this name."""
+    if len(node.args) > position:
+        change(node, args=(*node.args[:position], value, *node.args[position + 1 :]))
+    else:
+        change(node, kwargs={**node.kwargs, name: value})
+
+
+def rewire(node: fx.Node, table: Mapping[fx.Node, Any]) -> None:
+    """Let a node read, wherever in its arguments a node of this table stands, what the table has for it: any value."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda read: table.get(read, read))
+    change(node, args=args, kwargs=kwargs)
+
+
+# --- who reads a value
+
+
+def redirect(value: fx.Node, new: fx.Node, keep: Collection[fx.Node] = ()) -> None:
+    """Let those who read a value read a new node instead, all but that node itself and those to `keep`."""
+    value.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new and user not in keep)
+
+
+def replace(node: fx.Node, value: Any) -> None:
+    """Let those who read a node read a value instead, another node or nested ones, and take the node out of its graph."""
+    for user in list(node.users):
+        rewire(user, {node: value})
+    erase([node])
+
+
+def erase(nodes: Iterable[fx.Node]) -> None:
+    """Take nodes out of their graph, the last first. Raises RuntimeError where one is read by another that stays."""
+    for node in sorted(nodes, reverse=True):
+        node.graph.erase_node(node)
+
+
+def erase_unused(nodes: Iterable[fx.Node], which: Callable[[fx.Node], bool] | None = None) -> None:
+    """Take out those of the nodes that nobody reads, the last first: what they alone read is unused then, and goes as well.
+
+    Inputs and outputs of the graph stay, and nodes of which `which` is not true.
+    """
+    for node in sorted(nodes, reverse=True):
+        if not node.users and node.op not in ("placeholder", "output") and (which is None or which(node)):
+            erase([node])
+
+
+# a lookup that FX writes for a name such as "0"; or a string or comment, which is left as it is
+LOOKUP = re.compile(
+    r'''getattr\((self(?:\.\w+|\[[^\[\]]+\])*), "([^"\\]+)"\)|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*'''
+)
+# a path from the root, in text without calls of getattr
+PATH = re.compile(r'''\bself((?:\.\w+|\[[^\[\]]+\])+)|'(?:[^'\\\n]|\\.)*'|"(?:[^"\\\n]|\\.)*"|#[^\n]*''')
+STEP = re.compile(r"\.(\w+)|\[[^\[\]]+\]")
+OF_THE_ROOT: set[str] = set()  # the names that a traced module has for itself, which its class says
+
+
+class Graph(fx.Graph):
+    """An FX graph whose generated code leaves out the edges of regions and writes `self.blocks[0]`, not `getattr`."""
+
+    def python_code(self, root_module: str, **options: Any) -> Any:
+        """The code of the graph without the edges of regions, with `self.blocks[0]` for a path."""
+        code = fx.Graph.python_code(without_edges(self), root_module, **options)
+        before = None
+        while before != code.src:
+            before = code.src
+            code.src = LOOKUP.sub(_indexed, code.src)
+        code.src = PATH.sub(_spelled, code.src)
+        return code
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Graph:
+        return copy_graph(self)
+
+
+def _indexed(found: re.Match[str]) -> str:
+    return f"{found[1]}[{found[2] if found[2].isdigit() else repr(found[2])}]" if found[1] else found[0]
+
+
+def _spelled(found: re.Match[str]) -> str:
+    if found[1] is None:
+        return found[0]
+    steps = [
+        f"[{step[1]!r}]" if step[1] and by_index(step[1], first=step.start() == 0) else step[0]
+        for step in STEP.finditer(found[1])
+    ]
+    return "self" + "".join(steps)
+
+
+@functools.cache
+def by_index(key: str, first: bool) -> bool:
+    """Whether code takes a child, parameter or buffer as `module[key]`: an attribute of that name would be another.
+
+    `first` says that the module is the root, a TracedModule; below it the modules with such keys are Containers.
+    """
+    if not key.isascii() or not key.isidentifier() or keyword.iskeyword(key):
+        return True
+    return key in (OF_THE_ROOT if first else {"classes", "attributes", *dir(nn.Module)})
+
+
+def copy_graph(graph: fx.Graph) -> Graph:
+    """The same graph again, node names and meta included."""
+    new = Graph()
+    copy_nodes(graph.nodes, new, {})
+    return new
+
+
+def without_edges(graph: fx.Graph) -> fx.Graph:
+    """The graph that runs: the same without the identities that mark the edges of regions."""
+    new = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is ops.edge and isinstance(node.args[0], fx.Node):
+            values[node] = values[node.args[0]]
+        else:
+            copy_nodes([node], new, values)
+    return new
+
+
+AROUND = (
+    "a program compiled around a module with slots does not see adapters.using(...): compile the module itself, "
+    "or leave fullgraph=True away"
+)
+
+
+def unwound(forward: Any) -> Any:
+    """A forward that gives gradients and autocast their modes back when an error leaves it between enter and exit."""
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        before = ops.modes()
+        try:
+            return forward(self, *args, **kwargs)
+        except BaseException:  # whatever leaves the model's forward, an interrupt, too
+            ops.set_modes(before)
+            raise
+
+    return wrapper
+
+
+def going_on(forward: Any) -> Any:
+    """A forward of operations that the model's code has in a `try`: where one fails, the model may go on, and no graph can."""
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        try:
+            return forward(self, *args, **kwargs)
+        except FxplugError:
+            raise
+        except Exception as error:  # torch's
+            text = shown(f"{type(error).__name__}: {error}", 300)
+            raise GuardError(f"an operation fails, and the model, which has some in a `try`, may go on: {text}") from error
+
+    return wrapper
+
+
+def in_turn(forward: Any) -> Any:
+    """A forward during which what is in the module's slots is not changed.
+
+    A compiler that is given the module runs this as it stands and compiles what is below; one that compiles something around
+    the module leaves it out.
+    """
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            if CONTEXT_VARIABLES and turns.has_choice() and any("turns" in vars(module) for module in self.modules()):
+                break_graph(AROUND)
+            return forward(self, *args, **kwargs)
+        own = self.__dict__.get("_turns")
+        if own is None or self.__dict__.get("_block") is not None:
+            _begin(self, args, kwargs)
+        if own is None:
+            own = self.__dict__["_turns"] = turns_of(self)
+        return during(own, forward, self, *args, **kwargs) if own else forward(self, *args, **kwargs)
+
+    return wrapper
+
+
+def by_regions(forward: Any) -> Any:
+    """A forward of which a compiler that is given the module compiles outlined regions, and leaves the rest as it stands."""
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or "nested" not in self.meta or not is_listening():
+            return forward(self, *args, **kwargs)
+        times = max(map(len, self.meta["nested"].values()))
+        return as_it_stands(times, forward, self, *args, **kwargs)
+
+    return wrapper
+
+
+@apart
+def _begin(module: TracedModule, args: Any, kwargs: Any) -> None:
+    """What a block does before a call of the module that it is in; the first of those that do something."""
+    own = module.__dict__
+    if "_block" not in own:
+        own["_block"] = next((m for m in module.modules() if hasattr(type(m), "before_call")), None)
+    if own["_block"] is not None:
+        own["_block"].before_call(module, args, kwargs)
+
+
+# these frames are not compiled, what they call is; all wrappers have one code
+leave_frame(in_turn(nn.Module.forward).__code__)
+leave_frame(by_regions(nn.Module.forward).__code__)
+leave_module(turns)
+
+
+# what checks how a graph is called, before it computes anything
+ENTRY = (ops.same, ops.check_inputs, ops.check_members, ops.check_generator, ops.check_numbers)
+AT_ENTRY = (*ENTRY, operator.getitem, ops.edge, ops.device_of, ops.given)
+HARMLESS = (
+    *ENTRY, ops.guard, ops.tried, ops.check_state, ops.check_added, ops.any_gradients, ops.enter_grad, ops.exit_grad,
+    ops.enter_autocast, ops.exit_autocast,
+)  # fmt: skip
+# what may give the memory of its first argument
+VIEWS = """view reshape transpose permute unsqueeze squeeze expand getitem chunk split unbind flatten unflatten narrow select t
+detach contiguous to float half bfloat16 double type edge alias real imag swapaxes swapdims movedim moveaxis expand_as view_as
+diagonal tensor_split type_as as_strided""".split()  # noqa: SIM905
+
+
+def signature_of(module: TracedModule) -> inspect.Signature:
+    """How a module is called, whatever an offloader has put in the place of its `forward`."""
+    return inspect.signature(type(module).forward.__get__(module))
+
+
+@apart
+def refusal(module: TracedModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a graph does not hold for a call, as far as its first checks tell; None where it does, or takes no such call."""
+    graph = _graph(module)
+    known: Any = module.__dict__.get("_entry")
+    if known is None or known[0] is not graph:
+        known = module.__dict__["_entry"] = graph, _entry(graph, module)
+    try:
+        known[1](*args, **kwargs)
+    except GuardError as error:
+        return str(error)
+    except TypeError:
+        return None
+    return None
+
+
+def _entry(graph: fx.Graph, module: nn.Module) -> Callable[..., None]:
+    """The first checks of a graph alone."""
+    head, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        first = node.op == "call_function" and node.target in AT_ENTRY
+        held = node.op == "get_attr" and any(user.target is ops.given for user in node.users)
+        if node.op == "placeholder" or held or first and all(read in values for read in node.all_input_nodes):
+            copy_nodes([node], head, values)
+        elif node.op != "get_attr" and not first:
+            break
+    insert(head, "output", "output", (None,))
+    forward: Callable[..., None] = fx.GraphModule(module, head).forward
+    return forward
+
+
+def _graph(module: TracedModule) -> fx.Graph:
+    return module.graphs.get(module.training, module.graph)
+
+
+@apart
+def repeatable(module: TracedModule) -> bool:
+    """Whether a call that a guard ended can be made again in another way: nothing was written or drawn that stays."""
+    for node in _graph(module).nodes:
+        if ops.is_applied(node.target):
+            return False  # its code may do either
+        if node.op == "call_module":
+            leaf = module.get_submodule(str(node.target))
+            ours = type(leaf).__module__.startswith(("torch.nn.modules.", "fxplug.blocks."))
+            if not ours or any(functions.draws(m, module.training) for m in leaf.modules()):
+                return False
+            if module.training and isinstance(leaf, NormBase):
+                return False
+        if not node.meta.get("effect") or node.target in HARMLESS:
+            continue
+        short = functions.short_name(node.target)
+        if short in functions.RANDOM:
+            if short in functions.DRAWS or module.training:
+                return False
+        elif node.op not in ("call_function", "call_method") or _owner(node).op in ("placeholder", "get_attr"):
+            return False
+    return True
+
+
+def _owner(node: fx.Node) -> fx.Node:
+    """Whose memory a node writes, as far back as it may be: an input, a tensor of the module, or what was computed."""
+    while node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+        if functions.short_name(node.target) not in VIEWS:
+            break
+    return node

@@ -1,0 +1,331 @@
+"""The few functions of our own that stand in a traced graph: edges, guards, checks of inputs and state, autocast."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import GuardError, brief
+from ..torch_internals import modules as torch_modes
+from ..torch_internals.tensors import check
+
+# functions that answer about the modes of torch, and whose answer may be another one at the next call
+READERS = """is_grad_enabled is_inference_mode_enabled is_autocast_enabled is_autocast_cpu_enabled is_autocast_cache_enabled
+get_autocast_dtype get_autocast_gpu_dtype get_autocast_cpu_dtype get_default_dtype get_default_device
+are_deterministic_algorithms_enabled is_deterministic_algorithms_warn_only_enabled get_deterministic_debug_mode
+get_float32_matmul_precision get_num_threads get_num_interop_threads is_anomaly_enabled is_anomaly_check_nan_enabled
+is_warn_always_enabled cuda.current_device distributed.is_initialized distributed.get_rank distributed.get_world_size
+distributed.get_backend backends.cuda.flash_sdp_enabled backends.cuda.mem_efficient_sdp_enabled
+backends.cuda.math_sdp_enabled backends.cuda.cudnn_sdp_enabled backends.mha.get_fastpath_enabled""".split()  # noqa: SIM905
+
+
+def _known(name: str) -> bool:
+    try:
+        operator.attrgetter(name)(torch)
+    except AttributeError:  # this torch has no such state
+        return False
+    return True
+
+
+STATES: dict[str, Callable[..., Any]] = {f"torch.{name}": operator.attrgetter(name)(torch) for name in READERS if _known(name)}
+# what stands for a number while it is compiled or exported
+SYMBOLS: dict[str, type] = {"int": torch.SymInt, "float": torch.SymFloat}
+# what autograd knows of a tensor
+QUESTIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "requires_grad": lambda x: x.requires_grad,
+    "is_leaf": lambda x: x.is_leaf,
+    "grad_fn": lambda x: x.grad_fn is not None,
+    "is_parameter": lambda x: isinstance(x, torch.nn.Parameter),
+}
+
+
+def edge(x: Any) -> Any:
+    """The value `x` as it passes the edge of a region: an identity that is left out of the generated code."""
+    return x
+
+
+def guard(value: Any, expected: Any, message: str) -> None:
+    """Hold a decision that tracing took: `value` must still be `expected`.
+
+    Raises GuardError with `message` in eager code; becomes an assertion of the program under compile and export.
+    """
+    if torch.compiler.is_compiling():
+        # a SymBool is not compared: torch.export cannot solve `(s >= 64) == False`, and sympy takes no `(s == 64) == True`.
+        # While dynamo traces, only `is` tells it from a bool.
+        if value is True or value is False or not isinstance(expected, bool):
+            check(value == expected)
+        else:
+            check(value if expected else torch.sym_not(value))
+    elif value != expected:
+        raise GuardError(f"{message}; now it is {brief(value)}: trace again with such an input")
+
+
+def check_state(name: str, args: tuple[Any, ...], expected: Any, message: str) -> None:
+    """Hold the answer of a function of torch about the process, one of `STATES`: it must still be `expected`.
+
+    Raises GuardError with `message`; a compiled program is an error where the answer is another one.
+    """
+    value = STATES[name](*args)
+    if torch.compiler.is_compiling():
+        check(value == expected)
+    elif value != expected:
+        raise GuardError(f"{message}; now it is {brief(value)}: call it as it was traced, or trace again as it is called")
+
+
+def asked(x: torch.Tensor, question: str) -> bool:
+    """What autograd knows of a tensor, one of `QUESTIONS`; `grad_fn` is whether there is one."""
+    return bool(QUESTIONS[question](x))
+
+
+@functools.cache
+def applied(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """The call of a function of autograd's that has a backward of its own, under the name of its class."""
+
+    def apply(*args: Any) -> Any:
+        return cls.apply(*args)
+
+    apply.__name__, apply.__qualname__, apply.__module__ = cls.__name__, cls.__qualname__, cls.__module__
+    apply.of = cls  # type: ignore[attr-defined]
+    return apply
+
+
+def is_applied(function: Any) -> bool:
+    """Whether `applied` has made a function."""
+    return hasattr(function, "of") and applied(function.of) is function
+
+
+def dtype_of(x: torch.Tensor) -> torch.dtype:
+    """The dtype that a tensor has at this call."""
+    return x.dtype
+
+
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two values are one object."""
+    return a is b
+
+
+def same_dtype(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have one dtype at this call."""
+    return a.dtype == b.dtype
+
+
+def tried(x: Any) -> None:
+    """Keep an operation that the model's code has in a `try`: where it fails, the model goes on, and the graph must not."""
+
+
+def same(values: tuple[Any, ...], expected: tuple[Any, ...], names: tuple[str, ...]) -> None:
+    """Hold the arguments that are no tensors to the values they were traced with. Raises GuardError."""
+    for value, old, name in zip(values, expected, names, strict=True):
+        alike = type(value) is type(old) or any(isinstance(value, k) and isinstance(old, k) for k in (list, dict))  # FX's own
+        if isinstance(value, torch.Tensor) or not alike or value != old:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else brief(value)
+            raise GuardError(
+                f"argument '{name}' was {brief(old)} when the model was traced and is part of the graph; "
+                f"now it is {got}: trace again with that value"
+            )
+
+
+def check_inputs(
+    values: tuple[Any, ...],
+    ranks: tuple[int, ...],
+    dtypes: tuple[Any, ...],
+    names: tuple[str, ...],
+    firsts: tuple[int, ...] | None = None,
+) -> None:
+    """Hold input tensors to the number of dimensions and, where the model reads it, the dtype they were traced with.
+
+    A dtype of None is not checked. `firsts` says which of them were one and the same tensor, as `first_of_each` does,
+    for models to which that matters. Raises GuardError.
+    """
+    if firsts is not None and (now := first_of_each(values)) != firsts:
+        index = next(i for i, (a, b) in enumerate(zip(now, firsts, strict=True)) if a != b)
+        pair = f"'{names[index]}' and '{names[min(now[index], firsts[index])]}'"
+        was, is_now = ("two tensors", "one") if now[index] != index else ("one tensor", "two")
+        raise GuardError(f"arguments {pair} were {was} when the model was traced; now they are {is_now}: trace again so")
+    for value, rank, dtype, name in zip(values, ranks, dtypes, names, strict=True):
+        if not isinstance(value, torch.Tensor):
+            raise GuardError(f"argument '{name}' was a tensor when the model was traced; now it is {brief(value)}: trace again")
+        if value.layout is not torch.strided:
+            raise GuardError(f"argument '{name}' was dense when the model was traced; now it is {value.layout}: make it dense")
+        if value.dim() != rank:
+            raise GuardError(
+                f"argument '{name}' had {rank} dimensions when the model was traced; "
+                f"now its shape is {tuple(value.shape)}: trace again with such an input"
+            )
+        if dtype is not None and value.dtype != dtype:
+            raise GuardError(
+                f"argument '{name}' was {dtype} when the model was traced, and the graph depends on it; "
+                f"now it is {value.dtype}: convert the input, or trace again in that dtype"
+            )
+        if own := attributes(value):
+            raise GuardError(f"argument '{name}' is a tensor with {own}: a model may read that, and a graph does not")
+
+
+def first_of_each(values: tuple[Any, ...]) -> tuple[int, ...]:
+    """For each value the index of the first that is the same object."""
+    if torch.compiler.is_compiling():
+        return tuple([next(j for j in range(i + 1) if values[j] is values[i]) for i in range(len(values))])
+    seen: dict[int, int] = {}
+    return tuple([seen.setdefault(id(value), index) for index, value in enumerate(values)])
+
+
+def attributes(value: torch.Tensor) -> str:
+    """The attributes that somebody has put on a tensor; names that begin with an underscore are torch's own."""
+    if torch.compiler.is_compiling() or type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return ""
+    found = [name for name in vars(value) if not name.startswith("_")]
+    return f"the attribute {', '.join(map(repr, sorted(found)[:3]))}" if found else ""
+
+
+def check_numbers(values: tuple[Any, ...], kinds: tuple[str, ...], names: tuple[str, ...]) -> None:
+    """Hold numbers among the arguments to their kind, "int" or "float"; a bool is neither. Raises GuardError."""
+    for value, kind, name in zip(values, kinds, names, strict=True):
+        if (type(value).__name__ if type(value) in (int, float) else "") != kind and not isinstance(value, SYMBOLS[kind]):
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise GuardError(f"argument '{name}' was a {kind} when the model was traced; now it is {got}: trace again")
+
+
+def check_members(value: Any, keys: tuple[Any, ...], name: str) -> None:
+    """Hold a list, tuple or dict among the arguments to the members it was traced with. Raises GuardError."""
+    found = tuple(value) if isinstance(value, dict) else tuple(range(len(value))) if isinstance(value, (tuple, list)) else None
+    if found is None or set(found) != set(keys):
+        got = brief(value) if found is None else f"{len(found)}: {brief(list(found))}"
+        had = f"argument '{name}' had {len(keys)} members when the model was traced: {brief(list(keys))}"
+        raise GuardError(f"{had}; now it has {got}: trace again")
+
+
+def put_members(value: Any, members: Any) -> None:
+    """Leave a list or dict that was given with other members."""
+    value.clear()
+    (value.extend if isinstance(value, list) else value.update)(members)
+
+
+def check_generator(value: Any, kind: str, name: str) -> None:
+    """Hold a random generator among the arguments to its kind of device. Raises GuardError."""
+    if not isinstance(value, torch.Generator) or value.device.type != kind:
+        got = value.device if isinstance(value, torch.Generator) else brief(value)
+        raise GuardError(f"argument '{name}' was a generator on {kind} when the model was traced; now it is {got}: trace again")
+
+
+def device_of(x: torch.Tensor) -> torch.device:
+    """The device that the graph runs on: where its first input tensor lies."""
+    return x.device
+
+
+def enter_autocast(device: torch.device | str, dtype: torch.dtype, enabled: bool, cache: bool) -> Any:
+    """Enter an autocast region that the model's own code opened; the result goes to `exit_autocast`."""
+    kind = device if isinstance(device, str) else device.type
+    return torch_modes.enter_autocast(kind, dtype, enabled, cache)
+
+
+def exit_autocast(state: Any) -> None:
+    """Leave the autocast region that `enter_autocast` opened."""
+    torch_modes.exit_autocast(state)
+
+
+def _casts(kind: str) -> bool:
+    try:
+        torch.is_autocast_enabled(kind)
+    except RuntimeError:
+        return False
+    return True
+
+
+# device types that torch has autocast for, whether there is such a device or not; every version of it has others
+CASTING = tuple(filter(_casts, ["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", "privateuseone"]))
+
+
+def modes() -> tuple[Any, ...]:
+    """The modes of torch that a graph changes between its enter and exit nodes: of gradients and of autocast."""
+    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in CASTING]
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return torch.is_grad_enabled(), casts, torch.is_autocast_cache_enabled(), depth
+
+
+def set_modes(before: tuple[Any, ...]) -> None:
+    """Set the modes that `modes` gave, where an error has left nodes between enter and exit."""
+    grad, casts, cached, depth = before
+    torch_modes.set_grad_enabled(grad)
+    for kind, enabled, dtype in casts:
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(cached)
+    while modes()[-1] > depth:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+def any_gradients(*tensors: torch.Tensor) -> bool:
+    """Whether gradients are on and one of these tensors has some, as the results of a function of autograd's then do."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def enter_grad(enabled: bool) -> bool:
+    """Switch gradients on or off as the model's own code does; the result, the mode before, goes to `exit_grad`."""
+    before = torch.is_grad_enabled()
+    torch_modes.set_grad_enabled(enabled)
+    return before
+
+
+def exit_grad(before: bool) -> None:
+    """Give gradients back the mode that `enter_grad` found."""
+    torch_modes.set_grad_enabled(before)
+
+
+class Record(dict[str, Any]):
+    """Stands for a result class of a library that is not there: its fields by name, attribute or position."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the result has no field '{name}', only {', '.join(self)}") from None
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.to_tuple()[key] if isinstance(key, (int, slice)) else super().__getitem__(key)
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The fields that are not None, in their order."""
+        return tuple(value for value in self.values() if value is not None)
+
+
+def given(value: Any, held: torch.Tensor) -> Any:
+    """An input where it is given, else what the module holds for it."""
+    return held if value is None else value
+
+
+def _is_batch(size: Any) -> bool:
+    """Whether a size is the first of another input."""
+    return isinstance(size, tuple) and tuple(size[1:]) == (0, 1)
+
+
+class AddedInput(GuardError):
+    """An input that a pass added does not fit: no other way of calling the model has another."""
+
+
+def check_added(
+    value: Any, name: str, expected: tuple[Any, ...] | None, text: str, required: bool, dtype: Any, like: Any
+) -> Any:
+    """Hold an input that a pass added to its shape: numbers, or (input, dimension, factor) where another input says it.
+
+    A number becomes a tensor of this dtype, on the device of the input `like`; one condition is that of a whole batch. Raises
+    AddedInput; of a compiled program only what is missing is checked, as its own operations fail on other sizes.
+    """
+    if value is None and required:
+        raise AddedInput(f"the rewritten model needs the input '{name}' {text}: give it by name, {name}=...")
+    if isinstance(value, (bool, int, float)) and dtype is not None:
+        value = torch.full((), value, dtype=dtype, device=like.device if isinstance(like, torch.Tensor) else None)
+    if expected is None or not isinstance(value, torch.Tensor) or torch.compiler.is_compiling():
+        return value
+    sizes = [e[0].shape[e[1]] * e[2] if isinstance(e, tuple) else e for e in expected]
+    if value.dim() == len(sizes) and sizes and value.shape[0] == 1 != sizes[0] and _is_batch(expected[0]):
+        value = value.expand(sizes[0], *value.shape[1:])
+    if value.dim() != len(sizes) or any(s is not None and s != n for s, n in zip(sizes, value.shape, strict=True)):
+        shown = ["any" if s is None else int(s) for s in sizes]
+        raise AddedInput(f"input '{name}' must have the shape {text}, here {shown}; it has {list(value.shape)}")
+    return value

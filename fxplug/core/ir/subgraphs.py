@@ -1,0 +1,257 @@
+"""A region of a graph as a graph of its own: which nodes belong to it, whether it can be cut out, and the cut itself."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import fx, nn
+
+from ..errors import brief_fields
+from ..spec.addresses import identifier
+from ..torch_internals.modules import DropoutNd
+from . import functions, ops
+from .containers import leaves
+from .functions import REGION, is_random
+from .graph import Graph, copy_nodes, erase, insert, meta_of, move, redirect
+from .regions import added
+from .traced_module import MODES
+
+SWITCHES = (*MODES, ops.exit_grad, ops.exit_autocast)
+# operations that may give the memory of their first argument, and modules that do
+ALIASING = """edge getitem view view_as reshape reshape_as permute transpose swapaxes swapdims movedim moveaxis flatten
+unflatten ravel chunk split tensor_split unbind squeeze unsqueeze expand expand_as broadcast_to contiguous to type float half
+bfloat16 double type_as detach narrow select t adjoint diagonal unfold as_strided real imag view_as_real view_as_complex
+dropout dropout1d dropout2d dropout3d alpha_dropout""".split()  # noqa: SIM905
+ALIASING_MODULES = (nn.Identity, DropoutNd, nn.Flatten, nn.Unflatten)
+
+
+@dataclass
+class Cut:
+    """What it takes to cut a region out of one graph."""
+
+    key: str
+    nodes: list[fx.Node]  # the region, in the order of the graph
+    before: list[fx.Node] = field(default_factory=list)  # nodes between them which the region needs
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+
+    __repr__ = brief_fields
+
+
+def members(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+    """The nodes of each region by its key, in the order of the graph, without reads of parameters.
+
+    What a pass put in belongs to the region of its site, and to those around it.
+    """
+    found: dict[str, list[fx.Node]] = {}
+    stacks: dict[str, Iterable[str]] = {}
+    by_name = {node.name: node for node in graph.nodes}
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack", {})
+        if stack and not added(node):
+            stacks.setdefault(next(reversed(stack)), tuple(stack))
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output", "get_attr") or node.target is ops.device_of:
+            continue  # the device stands at the head, whichever region asked for it
+        stack = node.meta.get("nn_module_stack", {})
+        if added(node):
+            site = str(node.meta["pass"].get("site", ""))
+            if site in by_name and site not in stacks:
+                site = next(reversed(by_name[site].meta.get("nn_module_stack", {"": ""})))
+            while site and site not in stacks:
+                site = site.rpartition(".")[0]
+            stack = stacks.get(site, ())
+        for key in stack:
+            if key:
+                found.setdefault(key, []).append(node)
+    return found
+
+
+def plan(key: str, nodes: list[fx.Node], root: nn.Module) -> Cut | str:
+    """How a region is cut out of its graph, or why it cannot be: in words that go on after "'path' ".
+
+    Nodes that a pass put in between are taken along where the region needs them and they need it. Those that a pass put in
+    long before the region begins, to change what enters it, stay where they are.
+    """
+    first = next((n for n in nodes if not added(n)), nodes[0])
+    early = [n for n in nodes if n < first]
+    inside = set(nodes)
+    if early and any(n not in inside and n.op != "get_attr" for n in _between([*early, first])):
+        inside -= set(early)
+    while True:
+        nodes = sorted(inside)
+        between = [n for n in _between(nodes) if n not in inside]
+        need, follow = _needed(between, inside), _following(between, inside)
+        both = [n for n in between if n in need and n in follow]
+        if not both:
+            break
+        if foreign := [n for n in both if not added(n)]:
+            return f"is no whole: what leaves it comes back into it through {_named(foreign)}"
+        inside.update(both)
+    before = [n for n in between if n in need]
+    after = [n for n in between if n not in need and n.op != "get_attr"]
+    if reason := _reordered(nodes, before, after, root) or _unpaired(nodes, inside):
+        return reason
+    given = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside and a.op != "get_attr")
+    return Cut(key, nodes, before, list(given), [n for n in nodes if any(u not in inside for u in n.users)])
+
+
+def extract(cut: Cut, target: str, name: str, stack: dict[str, Any]) -> tuple[Graph, fx.Node]:
+    """Take a region out of its graph: `target` is called in its place. Gives the region's own graph, and the call."""
+    graph = cut.nodes[0].graph
+    for node in cut.before:
+        move(node, before=cut.nodes[0])
+    own = Graph()
+    around = {"nn_module_stack": stack}
+    values = {v: insert(own, "placeholder", v.name, name=v.name, meta={**meta_of(v), **around}) for v in cut.inputs}
+    # a parameter is read in every region that uses it
+    copy_nodes((each for node in cut.nodes for each in (*node.all_input_nodes, node)), own, values)
+    outputs = [values[node] for node in cut.outputs]
+    insert(own, "output", "output", (outputs[0] if len(outputs) == 1 else tuple(outputs) or None,), meta=around)
+    first = cut.nodes[0]
+    call = insert(graph, "call_module", target, tuple(cut.inputs), before=first, name=name, meta={**around, REGION: own})
+    parts = [call]
+    if len(outputs) != 1:
+        parts = [insert(graph, "call_function", operator.getitem, (call, i), before=first) for i in range(len(outputs))]
+    for old, new in zip(cut.outputs, parts, strict=True):
+        new.meta.update(meta_of(old), **around)
+        redirect(old, new, keep=values)
+    erase(cut.nodes)
+    return own, call
+
+
+def _between(nodes: list[fx.Node]) -> Iterator[fx.Node]:
+    node, last = nodes[0], nodes[-1]
+    while node is not last:
+        node = node.next
+        yield node
+
+
+def _needed(between: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+    """Those of the nodes between that the region is computed from."""
+    need: set[fx.Node] = set()
+    for node in reversed(between):
+        if any(user in need or (user in inside and node.op != "get_attr") for user in node.users):
+            need.add(node)
+    return need
+
+
+def _following(between: list[fx.Node], inside: set[fx.Node]) -> set[fx.Node]:
+    """Those of the nodes between that are computed from the region."""
+    follow: set[fx.Node] = set()
+    for node in between:
+        if any(given in inside or given in follow for given in node.all_input_nodes):
+            follow.add(node)
+    return follow
+
+
+def _named(nodes: list[fx.Node]) -> str:
+    """Where nodes are: the regions that hold them."""
+    keys = dict.fromkeys(next(reversed(n.meta.get("nn_module_stack") or {"": ""})) or n.name for n in nodes)
+    shown = ", ".join(f"'{key}'" for key in list(keys)[:3])
+    return shown + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+
+
+# --- what may not change places
+
+
+def written(node: fx.Node, root: nn.Module) -> list[fx.Node]:
+    """The values that a node changes in place: tensors of the graph, or reads of buffers."""
+    if REGION in node.meta:
+        nodes = node.meta[REGION].nodes
+        changes = changed_input(nodes, [n for n in nodes if n.op == "placeholder"], root)
+        return node.all_input_nodes if changes else []
+    if node.op == "call_module":
+        module = root.get_submodule(str(node.target))
+        return node.all_input_nodes[:1] if getattr(module, "inplace", False) else []
+    if node.op not in ("call_function", "call_method") or getattr(node.target, "__module__", "") == ops.__name__:
+        return []
+    if node.target is F.batch_norm:
+        return [a for a in node.all_input_nodes if a.op == "get_attr"][:2] if updates(node) else []
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    flagged = node.kwargs.get("inplace") is True or (name.startswith(("dropout", "alpha_dropout")) and node.args[3:] == (True,))
+    plain = functions.short_name(node.target) in functions.RANDOM and not name.endswith("_")
+    if flagged or (node.meta.get("effect") and not plain) or name in (*functions.IN_PLACE, "setitem"):
+        out = node.kwargs.get("out")
+        return [n for n in leaves(out) if isinstance(n, fx.Node)] if out is not None else node.all_input_nodes[:1]
+    return []
+
+
+def updates(node: fx.Node) -> bool:
+    """Whether a call of batch_norm uses the batch's statistics and writes the running ones."""
+    training = node.kwargs.get("training", node.args[5] if len(node.args) > 5 else False)
+    return training is not False
+
+
+def aliases(node: fx.Node, root: nn.Module) -> bool:
+    """Whether a node's result may be the memory of its first argument."""
+    if node.op == "call_module":
+        whole = REGION not in node.meta and isinstance(root.get_submodule(str(node.target)), ALIASING_MODULES)
+        return whole or bool(written(node, root))
+    name = functions.short_name(node.target)
+    return node.op != "get_attr" and (name in ALIASING or bool(written(node, root)))
+
+
+def changed_input(nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], root: nn.Module) -> fx.Node | None:
+    """The node of a region that changes one of the region's inputs in place."""
+    shared = set(inputs)
+    for node in nodes:
+        if any(value in shared for value in written(node, root)):
+            return node
+        if aliases(node, root) and any(a in shared for a in node.all_input_nodes[:1]):
+            shared.add(node)
+    return None
+
+
+def _reordered(nodes: list[fx.Node], before: list[fx.Node], after: list[fx.Node], root: nn.Module) -> str | None:
+    """Whether calling the region as one would put operations into another order whose order counts."""
+    if not any(n.op != "get_attr" for n in before) and not after:
+        return None
+    order = [n for n in nodes if n.target in SWITCHES or is_random(n, root) or written(n, root)]
+    early = set(before)
+    for other in before + after:
+        if other.op == "get_attr":
+            continue
+        alone = other.target not in SWITCHES and not written(other, root)
+        for node in order if alone else nodes:
+            if (node < other) != (other in early):
+                continue  # they stay as they are
+            for one, two in ((other, node), (node, other)):
+                if one.target in SWITCHES:
+                    return f"cannot be moved past '{one.name}' in {_named([one])}, which switches gradients or autocast"
+                values = written(one, root)
+                if any(v.op != "get_attr" or any(v.target == a.target for a in two.all_input_nodes) for v in values):
+                    return f"cannot be moved past '{one.name}' in {_named([one])}, which changes a tensor in place"
+            if is_random(other, root) and is_random(node, root):
+                return f"draws random numbers in turn with {_named([other])}"
+    return None
+
+
+def _unpaired(nodes: list[fx.Node], inside: set[fx.Node]) -> str | None:
+    """Whether a scope of gradients or autocast is opened inside and closed outside, or the other way round."""
+    for node in nodes:
+        if node.target in SWITCHES:
+            others = node.users if node.target in MODES else node.all_input_nodes
+            if any(other not in inside for other in others if other.target in SWITCHES):
+                return f"opens or closes a scope of gradients or autocast ('{node.name}') whose other end lies outside it"
+    return None
+
+
+def unique_names(keys: Iterable[str]) -> dict[str, str]:
+    """An attribute name for each region, no two alike."""
+    found: dict[str, str] = {}
+    taken: set[str] = set()
+    numbers: Counter[str] = Counter()
+    for key in keys:
+        name = identifier(key)
+        while name in taken:
+            numbers[identifier(key)] += 1
+            name = f"{identifier(key)}_{numbers[identifier(key)] + 1}"
+        taken.add(name)
+        found[key] = name
+    return found

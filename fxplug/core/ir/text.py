@@ -1,0 +1,453 @@
+"""A graph as plain records and as stable text, the difference between two, and what repeats in them, said once.
+
+A model has its blocks many times, and a pass does the same to each. Paths that differ in a part become one pattern of the
+pass language (`blocks.{0:28}.attn.{to_q,to_k}`), which can be given to `at:` as it stands; places of a diff that differ in the
+numbers of their names become one, with what the numbers were. Nothing is lost: what is folded can be written out again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..spec.addresses import identifier
+from . import functions, ops
+from .graph import without_edges
+from .regions import Regions, added
+from .traced_module import TracedModule, class_names
+
+LETTERS = "ijklmnpqrstuvw"
+LISTED = 6  # so many patterns of numbers are told of a folded place
+_ODD = re.compile(r"[{}*?,=\[\]]")  # means something in a pattern
+_IN_NAME = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*")
+_INDEX = re.compile(r"(?<=[._])\d+(?![^\W_])")  # a number that is a part of a name
+_HEAD = re.compile(r"^@@ .* @@$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What stands for several paths: its text, the first of the paths, and how many they are."""
+
+    text: str
+    first: str
+    count: int
+
+
+def patterns(paths: Sequence[str]) -> list[Pattern]:
+    """Few patterns that stand for these paths and no others, in the order of the first of each.
+
+    Parts that are numbers come together first, `{0:4}` for a run of them and `{0,2}` for others, then those that are names.
+    """
+    parts: list[tuple[tuple[str, ...], ...]] = [tuple((part,) for part in path.split(".")) for path in dict.fromkeys(paths)]
+    for numbers in (True, False):
+        for place in range(max(map(len, parts), default=0) - 1, -1, -1):
+            found: dict[object, list[str]] = {}
+            kept: dict[object, tuple[tuple[str, ...], ...]] = {}
+            for row in parts:
+                fits = place < len(row) and all(part.isdecimal() is numbers and not _ODD.search(part) for part in row[place])
+                key = (row[:place], row[place + 1 :]) if fits else row
+                kept.setdefault(key, row)
+                found.setdefault(key, []).extend(row[place] if fits else ())
+            parts = [(*row[:place], tuple(found[key]), *row[place + 1 :]) if found[key] else row for key, row in kept.items()]
+    return [Pattern(".".join(map(_part, row)), ".".join(names[0] for names in row), prod(map(len, row))) for row in parts]
+
+
+def _part(names: tuple[str, ...]) -> str:
+    """One part of a pattern."""
+    if len(names) == 1:
+        return names[0]
+    if all(name.isdecimal() for name in names):
+        found = sorted(map(int, names))
+        if len(found) > 2 and all(b == a + 1 for a, b in pairwise(found)):
+            return f"{{{found[0]}:{found[-1] + 1}}}"
+        return f"{{{','.join(map(str, found))}}}"
+    return f"{{{','.join(names)}}}"
+
+
+def folded(diff: str) -> str:
+    """A diff of `fxplug.diff` with each place that is there several times shown once.
+
+    Places are alike whose lines differ in numbers that are parts of names and in nothing else. Such numbers are letters in what
+    is shown, one letter for all that are equal in each place, and the head says what the letters are together.
+    """
+    places: dict[str, list[tuple[str, list[str]]]] = {}
+    for head, body in _places(diff.replace("\0", "\\0")):
+        numbers: list[str] = []
+        key = _masked(body, numbers)
+        places.setdefault(key, []).append((head, numbers))
+    rows = []
+    for key, alike in places.items():
+        if len(alike) == 1:
+            rows.append(alike[0][0] + _filled(key, alike[0][1]))
+            continue
+        columns = list(zip(*(numbers for _, numbers in alike), strict=True))
+        kinds = list(dict.fromkeys(column for column in columns if len({*column}) > 1))
+        if len(kinds) > len(LETTERS):
+            rows += [head + _filled(key, numbers) for head, numbers in alike]
+            continue
+        letters = dict(zip(kinds, LETTERS, strict=False))
+        shown = [f"{{{letters[column]}}}" if column in letters else column[0] for column in columns]
+        rows.append(f"@@ x{len(alike)}{_told(letters)} @@{_filled(key, shown)}")
+    return "\n".join(rows) + "\n" if rows else ""
+
+
+def _told(letters: dict[tuple[str, ...], str]) -> str:
+    """What the letters are in the places that are alike."""
+    if not letters:
+        return ""
+    found = [pattern.text for pattern in patterns([".".join(numbers) for numbers in zip(*letters, strict=True)])]
+    more = [f"... {len(found) - LISTED} more"] if len(found) > LISTED else []
+    return f": {'.'.join(letters.values())} = {', '.join([*found[:LISTED], *more])}"
+
+
+def _places(diff: str) -> list[tuple[str, str]]:
+    """The places of a diff: head, and the lines with a line end before each."""
+    heads = list(_HEAD.finditer(diff))
+    ends = [*(head.start() for head in heads), len(diff)][1:]
+    return [(head[0], diff[head.end() : end].rstrip("\n")) for head, end in zip(heads, ends, strict=True)]
+
+
+def _masked(text: str, numbers: list[str]) -> str:
+    """A text with each number that is a part of a name taken out; they are added to `numbers`."""
+
+    def without(name: re.Match[str]) -> str:
+        numbers.extend(_INDEX.findall(name[0]))
+        return _INDEX.sub("\0", name[0])
+
+    return _IN_NAME.sub(without, text)
+
+
+def _filled(key: str, numbers: Sequence[str]) -> str:
+    """The text of `_masked` with its numbers, or what stands for them."""
+    first, *rest = key.split("\0")
+    return first + "".join(f"{number}{text}" for number, text in zip(numbers, rest, strict=True))
+
+
+def counted(diff: str, passes: Sequence[str]) -> str:
+    """What a diff holds, in one line: how many lines each pass put in, how many read others now, how many are gone."""
+    names: dict[str, list[str]] = {"+": [], "-": []}
+    for _, body in _places(diff):
+        for line in body.split("\n")[1:]:
+            if line[:1] in names:
+                names[line[0]].append(line[1:].partition(" = ")[0])
+    put, gone = Counter(names["+"]) - Counter(names["-"]), Counter(names["-"]) - Counter(names["+"])
+    changed = sum((Counter(names["+"]) & Counter(names["-"])).values())
+    starts = {f"{identifier(name)}_": name for name in passes}
+    by = Counter(next((starts[start] for start in starts if name.startswith(start)), "") for name in put.elements())
+    each = ", ".join(f"{count:,} by {name}" for name, count in by.items() if name) if len(passes) > 1 else ""
+    total = f"{put.total():,} lines put in" + (f" ({each})" if each else "")
+    return f"{total}, {changed:,} changed, {gone.total():,} taken out"
+
+
+def show(module: fx.GraphModule) -> str:
+    """The graph as text: `name = target(arguments)`, modules by path, edges of regions left out; its variants, a line each."""
+    more = module.variants if isinstance(module, TracedModule) else []
+    return "\n".join([*_lines(module.graph), *(f"# variant: {label}" for label in more)]) + "\n"
+
+
+def diff(before: fx.GraphModule, after: fx.GraphModule, context: int = 1) -> str:
+    """What changed between two graphs, as a unified diff without its header; empty when nothing did."""
+    old, new = _lines(before.graph), _lines(after.graph)
+    rows: list[str] = []
+    for group in _Alike(None, old, new).get_grouped_opcodes(context):
+        spans = ((group[0][1], group[-1][2]), (group[0][3], group[-1][4]))
+        rows.append("@@ -{} +{} @@".format(*(_span(*span) for span in spans)))
+        for tag, start, end, first, last in group:
+            if tag == "equal":
+                rows += [f" {line}" for line in old[start:end]]
+            else:
+                rows += [f"-{line}" for line in old[start:end]] + [f"+{line}" for line in new[first:last]]
+    return "\n".join(rows) + "\n"
+
+
+class _Alike(difflib.SequenceMatcher[str]):
+    """Lines that two texts share: at once where they are in one order in both, as a rewrite leaves them. difflib's own search
+    takes time with the square of their number."""
+
+    a: Sequence[str]
+    b: Sequence[str]
+
+    def get_matching_blocks(self) -> list[difflib.Match]:
+        places = dict(zip(_numbered(self.b), range(len(self.b)), strict=True))
+        pairs = [(i, places[key]) for i, key in enumerate(_numbered(self.a)) if key in places]
+        if any(two[1] < one[1] for one, two in pairwise(pairs)):
+            return super().get_matching_blocks()
+        blocks: list[difflib.Match] = []
+        for i, j in pairs:
+            last = blocks[-1] if blocks else difflib.Match(-1, -1, 0)
+            if last.size and (last.a + last.size, last.b + last.size) == (i, j):
+                blocks[-1] = last._replace(size=last.size + 1)
+            else:
+                blocks.append(difflib.Match(i, j, 1))
+        return [*blocks, difflib.Match(len(self.a), len(self.b), 0)]
+
+
+def _numbered(lines: Sequence[str]) -> list[tuple[str, int]]:
+    """Each line and how often it was there before."""
+    counts: Counter[str] = Counter()
+    found = []
+    for line in lines:
+        found.append((line, counts[line]))
+        counts[line] += 1
+    return found
+
+
+def _span(start: int, end: int) -> str:
+    """Lines from 0 on as a unified diff counts them."""
+    return f"{start + 1}" if end - start == 1 else f"{start + (end > start)},{end - start}"
+
+
+def modules(module: nn.Module) -> str:
+    """The module tree: path, class and parameters of everything that has some, or was called."""
+    rows = []
+    for path, child in module.named_modules():
+        own = sum(p.numel() for p in child.parameters(recurse=False))
+        if path and (own or not len(list(child.children()))):
+            rows.append(f"{path}  {class_names(child)[0]}" + (f"  {own:,}" if own else ""))
+    return "\n".join(rows) + "\n"
+
+
+def _lines(graph: fx.Graph) -> list[str]:
+    return [text for node in without_edges(graph).nodes if (text := line(node))]
+
+
+def line(node: fx.Node) -> str:
+    """A node as one line of text; an empty one for what is left out."""
+    if node.op == "placeholder":
+        default = f" = {node.args[0]!r}" if node.args else ""
+        return f"input {node.target}{default}"
+    if node.op == "output":
+        return f"return {_text(node.args[0])}"
+    if node.op == "get_attr":
+        return f"{node.name} = {node.target}"
+    args = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
+    if node.target is operator.getitem and node.op == "call_function":
+        index = node.args[1]
+        inside = ", ".join(map(_text, index)) if isinstance(index, tuple) and len(index) > 1 else args[1]
+        return f"{node.name} = {args[0]}[{inside}]"
+    if node.op == "call_method":
+        return f"{node.name} = {args[0]}.{node.target}({', '.join(args[1:])})"
+    if node.target is ops.guard:
+        return f"guard {args[0]} is {args[1]}"
+    if node.target is ops.same:
+        pairs = zip(node.args[2], node.args[1], strict=True)  # type: ignore[arg-type]
+        return "constant " + ", ".join(f"{name}={value!r}" for name, value in pairs)
+    if node.target is ops.check_inputs:
+        ranks = zip(node.args[3], node.args[1], strict=True)  # type: ignore[arg-type]
+        return "check " + ", ".join(f"{name}: {rank}-d" for name, rank in ranks)
+    if node.target is ops.check_numbers:
+        kinds = zip(node.args[2], node.args[1], strict=True)  # type: ignore[arg-type]
+        return "check " + ", ".join(f"{name}: {kind}" for name, kind in kinds)
+    if node.target is ops.check_added:
+        return f"{node.name} = check {args[0]}: {node.args[3] or 'any shape'}"
+    if node.target in (ops.check_members, ops.check_generator):
+        return f"check {node.args[2]}: {args[1]}"
+    stands_for = node.meta.get("result", {}).get("result", "").rpartition(":")[2]  # of a class that was not there to be read
+    name = node.target if node.op == "call_module" else stands_for or functions.names().get(node.target)
+    name = name or getattr(node.target, "__qualname__", str(node.target))
+    short = str(name).removeprefix("fxplug.ops.").removeprefix("torch.nn.functional.").removeprefix("operator.")
+    return f"{node.name} = {short}({', '.join(args)})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, slice):
+        start, stop = ("" if v is None else _text(v) for v in (value.start, value.stop))
+        return f"{start}:{stop}" + (f":{_text(value.step)}" if value.step is not None else "")
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_text, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return repr(value)
+
+
+@dataclass
+class Record:
+    """One node of a graph, the edges of regions left out.
+
+    `kind` is input, output, layer (a module that is called whole), block (what a pass put in), op, weight, or note (sizes and
+    guards: no tensor comes of it). `label` is the class or function, `level` the keys of the regions around it from the model
+    on, `path` the module or tensor that it names, `reads` the nodes whose values it takes, `line` its text. `owner` is the pass
+    that put it in, `site` the place where.
+    """
+
+    name: str
+    kind: str
+    label: str
+    level: tuple[str, ...]
+    reads: tuple[str, ...]
+    line: str
+    path: str = ""
+    shape: tuple[int, ...] | None = None
+    dtype: str = ""
+    owner: str = ""
+    site: str = ""
+    whole: str = ""  # the tuple that this is a member of
+    behind: str = ""  # the node whose readers read this one now
+
+
+@dataclass
+class Listing:
+    """The records of a graph by their names in order, the classes of its regions by key, and what their inputs and results are
+    called: by region, the port for the node whose value goes through."""
+
+    records: dict[str, Record]
+    classes: dict[str, str]
+    ports: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+def listing(module: TracedModule) -> Listing:
+    """The graph in force as records."""
+    regions = Regions(module.graph, module)
+    stacks: dict[str, tuple[str, ...]] = {"": ("",)}
+    leaves = {key for key, region in regions.by_key.items() if region.leaf is not None}
+    ports: dict[str, dict[str, str]] = {}
+    plain = without_edges(module.graph)
+    levels: dict[str, tuple[str, ...]] = {}
+    for node in module.graph.nodes:
+        stack = tuple(node.meta.get("nn_module_stack") or ("",))
+        port = node.meta.get("port")
+        if node.op == "call_module" and not added(node) and len(stack) > 1:
+            stacks[stack[-1]] = stack
+            stack = stack[:-1]
+        elif node.target is ops.edge:
+            name = ".".join(map(str, port.keys)) or "result"
+            ports.setdefault(port.path, {})[f"{port.side}:{_through(node).name}"] = name
+        if not added(node):
+            stacks.update({stack[i]: stack[: i + 1] for i in range(len(stack)) if stack[i] not in stacks})
+        levels[node.name] = stack
+    records = {}
+    for node in plain.nodes:
+        made = node.meta.get("pass", {}) if "pass" in node.meta else {}
+        level = levels.get(node.name, ("",))
+        if added(node) and len(level) == 1:
+            level = _beside(str(made.get("site", "")), str(made.get("place", "")), stacks, leaves, levels)
+        records[node.name] = _record(module, regions, node, level, made)
+    for record in records.values():
+        if record.owner and record.kind == "block" and record.behind not in records:
+            record.behind = _stood(record, records, ports)
+    paths = {key: key.partition("@")[0] for key in stacks}
+    classes = {key: regions.classes(path)[0] for key, path in paths.items() if key not in leaves}
+    return Listing(records, classes, ports)
+
+
+def _stood(record: Record, records: Mapping[str, Record], ports: Mapping[str, Mapping[str, str]]) -> str:
+    """The value that a block changes, of those that it reads: the result or the input of its site; "" where none is known."""
+    edges = ports.get(record.site, {})
+    given = [name for name in record.reads if name in records and records[name].kind != "note"]
+    at = [n for n in given if n == record.site or records[n].path == record.site or f"out:{n}" in edges or f"in:{n}" in edges]
+    return (given if len(given) == 1 else at[-1:] or [""])[0] if given else ""
+
+
+def _through(node: fx.Node) -> fx.Node:
+    while node.target is ops.edge and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
+
+
+def _beside(
+    site: str, place: str, stacks: dict[str, tuple[str, ...]], leaves: set[str], levels: dict[str, tuple[str, ...]]
+) -> tuple[str, ...]:
+    """Where a block stands: in the region around its site; before what is inside of the site's own."""
+    if site in stacks:
+        inside = place == "before" and site not in leaves or not site
+        return stacks[site] if inside else stacks[site][:-1]
+    return levels.get(site, ("",))
+
+
+def _record(module: TracedModule, regions: Regions, node: fx.Node, level: tuple[str, ...], made: Any) -> Record:
+    shape = node.meta.get("shape")
+    is_member = node.op == "call_function" and node.target is operator.getitem and "shape" not in node.all_input_nodes[0].meta
+    kinds = {"placeholder": "input", "output": "output", "get_attr": "weight", "call_module": "layer"}
+    kind = kinds.get(node.op, "op" if shape is not None or any("shape" in user.meta for user in _members(node)) else "note")
+    if kind == "input" and shape is None and not made and not any("shape" in user.meta for user in _members(node)):
+        kind = "note"
+    if added(node) and kind in ("op", "layer"):
+        kind = "block"
+    if node.op == "call_module":
+        path = str(node.target)
+        label = regions.classes(path)[0]
+    else:
+        path = str(node.target) if node.op in ("get_attr", "placeholder") else ""
+        name = functions.names().get(node.target) or getattr(node.target, "__name__", str(node.target))
+        label = str(name).rpartition(".")[2]
+    return Record(
+        name=node.name,
+        kind=kind,
+        label=label,
+        level=level,
+        reads=tuple(n.name for n in node.all_input_nodes),
+        line=line(node),
+        path=path,
+        shape=None if shape is None else tuple(int(size) for size in shape),
+        dtype=str(node.meta.get("dtype", "")).removeprefix("torch."),
+        owner=str(made.get("name", "")),
+        site=str(made.get("site", "")),
+        whole=node.all_input_nodes[0].name if is_member and shape is not None else "",
+        behind=str(node.meta.get("behind", "")) if added(node) else "",
+    )
+
+
+def _members(node: fx.Node) -> list[fx.Node]:
+    return [user for user in node.users if user.target is operator.getitem]
+
+
+def changes(base: TracedModule, new: TracedModule) -> dict[str, Any]:
+    """What stood in the graph of `base` and does not in that of `new`, as plain values that are saved with a module.
+
+    `gone` has the records that are no more, `was` the reads and the line of those that read something else now, `classes` the
+    classes of the regions in which the former stood.
+    """
+    before, after = listing(base), listing(new)
+    gone = [asdict(r) for name, r in before.records.items() if name not in after.records]
+    both = [(r, after.records[name]) for name, r in before.records.items() if name in after.records]
+    keys = {key for r in gone for key in r["level"]}
+    return {
+        "gone": gone,
+        "was": {old.name: [old.reads, old.line] for old, now in both if (old.reads, old.line) != (now.reads, now.line)},
+        "classes": {key: name for key, name in before.classes.items() if key in keys},
+    }
+
+
+def before(after: Listing, changed: Mapping[str, Any] | None) -> dict[str, Record]:
+    """The records that a graph had before its passes, of those that it has and what `changes` kept.
+
+    Where nothing was kept, what read a block reads again what that block stands behind; what passes took out is not known.
+    """
+    if changed is not None:
+        was = changed["was"]
+        gone = {row["name"]: _restored(row) for row in changed["gone"]}
+        kept = {name: r for name, r in after.records.items() if not r.owner}
+        changed_back = {n: replace(r, reads=tuple(was[n][0]), line=was[n][1]) if n in was else r for n, r in kept.items()}
+        return {**changed_back, **gone}
+    stood = {r.name: r.behind for r in after.records.values() if r.owner}
+
+    def old(name: str) -> str:
+        seen: set[str] = set()
+        while stood.get(name) in after.records and name not in seen:
+            seen.add(name)
+            name = stood[name]
+        return name
+
+    rows = {name: replace(r, reads=tuple(map(old, r.reads))) for name, r in after.records.items() if not r.owner}
+    return {name: replace(r, reads=tuple(v for v in r.reads if v in rows)) for name, r in rows.items()}
+
+
+def _restored(row: Mapping[str, Any]) -> Record:
+    shape = row["shape"]
+    return Record(**{**row, "level": tuple(row["level"]), "reads": tuple(row["reads"]), "shape": shape and tuple(shape)})

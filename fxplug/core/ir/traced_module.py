@@ -1,0 +1,442 @@
+"""The module a trace gives: a `torch.fx.GraphModule` with one graph a mode and the model's attributes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .. import extensions
+from ..errors import LONGEST, SpecError, TraceError, cut, did_you_mean, shown
+from ..locks import change as turn_of_change
+from ..locks import hold, inside, turns_of
+from ..quantised import is_transposed
+from ..torch_internals.modules import leave_frame
+from . import ops
+from .containers import RESERVED, Container, child_of
+from .graph import OF_THE_ROOT, Graph, by_regions, change, copy_graph, going_on, in_turn, insert, redirect, unwound
+
+HOME = "bound"  # the child that holds them
+
+
+def bind(module: TracedModule, inputs: Mapping[str, Any]) -> TracedModule:
+    """See `TracedModule.bind`."""
+    nodes = {str(node.target).lstrip("*"): node for node in module.graph.find_nodes(op="placeholder")}
+    home = module._modules.get(HOME)
+    if home is not None and not (isinstance(home, Container) and home.classes == (HOME,)):
+        raise SpecError(f"bind: the model has a module '{HOME}' of its own, where its inputs would go")
+    held = home._buffers if home is not None else {}
+    values = {name: _value(module, name, value, nodes, held.get(name)) for name, value in inputs.items()}
+    new = {name: value for name, value in values.items() if name not in held}
+    made = _with(module, new) if new else module
+    owner = made.get_submodule(HOME) if values else None
+    with turn_of_change(turns_of(module)):
+        for name, value in values.items():
+            if owner is not None and name not in new:
+                _set(owner._buffers, name, value)
+    return made.made_by(partial(bind, inputs=new), module) if new else made
+
+
+def _set(held: dict[str, Any], name: str, value: torch.Tensor) -> None:
+    """Another value in the place of one that is held: in its memory where it fits, as compiled programs know that."""
+    before = held[name]
+    if before.shape == value.shape:
+        with torch.no_grad():
+            before.copy_(value)
+    else:
+        held[name] = value.to(before.device, before.dtype if before.is_floating_point() else value.dtype)
+
+
+def _value(
+    module: TracedModule, name: str, value: Any, nodes: Mapping[str, fx.Node], held: torch.Tensor | None
+) -> torch.Tensor:
+    """The value of an input as a tensor. Raises SpecError."""
+    if name not in nodes or str(nodes[name].target).startswith("*"):
+        near = did_you_mean(name, nodes)
+        raise SpecError(f"bind: the model has no input '{name}'{near}; it has {', '.join(nodes)}")
+    if isinstance(value, (bool, int, float)) and held is not None and held.dim() == 0:
+        return torch.full_like(held, value)
+    checks = [node for node in nodes[name].users if node.target is ops.check_added]
+    if isinstance(value, (bool, int, float)) and checks and isinstance(checks[0].args[5], torch.dtype):
+        like = next(module.parameters(), None)
+        return torch.full((), value, dtype=checks[0].args[5], device=None if like is None else like.device)
+    if not isinstance(value, torch.Tensor):
+        raise SpecError(
+            f"bind: '{name}' is {shown(value)}, a {type(value).__name__}: a module holds tensors, and numbers of inputs that a "
+            "pass has added; trace with other values of other inputs"
+        )
+    return value.detach().clone()
+
+
+def _with(module: TracedModule, values: Mapping[str, torch.Tensor]) -> TracedModule:
+    """The module with further inputs in it."""
+    made = module.copied()
+    if HOME not in made._modules:
+        made.add_module(HOME, Container((HOME,)))
+    for name, value in values.items():
+        made.get_submodule(HOME).register_buffer(name, value, persistent=False)
+    for graph in made.graphs.values():
+        for node in graph.find_nodes(op="placeholder"):
+            if (name := str(node.target)) in values:
+                _hold(graph, node, name, values[name])
+        _check_order(graph)
+    return module.derived(made, made.graphs)  # type: ignore[arg-type]
+
+
+def _hold(graph: fx.Graph, node: fx.Node, name: str, value: torch.Tensor) -> None:
+    meta: dict[str, Any] = {key: node.meta[key] for key in ("nn_module_stack", "shape", "dtype") if key in node.meta}
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    held = insert(graph, "get_attr", f"{HOME}.{name}", after=last, name=f"{HOME}_{name}", meta=meta)
+    given = insert(graph, "call_function", ops.given, (node, held), after=held, name=f"{name}_given", meta=meta)
+    redirect(node, given)
+    change(node, args=(None,))
+
+
+def _check_order(graph: fx.Graph) -> None:
+    """Raises SpecError where an input that has to be given by position stands behind one that is held."""
+    seen = ""
+    for node in graph.find_nodes(op="placeholder"):
+        if node.args:
+            seen = seen or str(node.target)
+        elif seen and not str(node.target).startswith("*"):
+            raise SpecError(f"bind: the input '{node.target}' stands behind '{seen}' and has no default: bind it as well")
+
+
+OWN_STATE = set(
+    "_graph _twin _extras _origin _code _codes _graph_mode _accessors _turns _block _steps _variants _entry".split()  # noqa
+)
+MODES = (ops.enter_grad, ops.enter_autocast)
+Step = Callable[["TracedModule"], "TracedModule"]
+_LATER: ContextVar[bool] = ContextVar("_LATER", default=False)
+
+
+@contextmanager
+def code_when_asked() -> Iterator[None]:
+    """The graphs of modules that are made within get their code when somebody asks for it; whoever reads graphs never does."""
+    token = _LATER.set(True)
+    try:
+        yield
+    finally:
+        _LATER.reset(token)
+
+
+class _LazyForward:
+    """Stands for the `forward` of a module whose code is not written yet."""
+
+    def __init__(self, module: TracedModule) -> None:
+        self.module = weakref.ref(module)
+
+    def __get__(self, module: TracedModule | None, cls: Any) -> Any:
+        if (owner := self.module()) is not None:
+            owner._write()
+        return cls.forward if module is None else module.forward
+
+
+def copied_graphs(module: TracedModule) -> dict[bool, Graph]:
+    """Copies of the graphs of a module, by training mode."""
+    return {mode: copy_graph(graph) for mode, graph in module.graphs.items()}
+
+
+def class_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of a module's class and its bases, down to but without nn.Module.
+
+    A linear layer that holds its weight as (in, out) is a TransposedLinear too.
+    """
+    if isinstance(module, (Container, TracedModule)):
+        return module.classes
+    names = tuple(c.__name__ for c in type(module).__mro__ if issubclass(c, nn.Module) and c is not nn.Module)
+    return (*names, "TransposedLinear") if is_transposed(module) else names or ("Module",)
+
+
+def shell(module: nn.Module) -> nn.Module:
+    """The module tree again on the same tensors: changing one tree, or the mode of its modules, leaves the other alone.
+
+    The root comes back as a Container; a module that stands in two places does so in the copy.
+    """
+    copies: dict[int, nn.Module] = {}
+
+    def copy_of(old: nn.Module) -> nn.Module:
+        if id(old) not in copies:
+            root = isinstance(old, TracedModule)
+            new = object.__new__(Container if root else type(old))
+            # the dictionaries of hooks are copied: a hook on one tree is none on the other
+            new.__dict__ = {
+                k: v.copy() if type(v) is OrderedDict else v for k, v in vars(old).items() if not (root and k in OWN_STATE)
+            }
+            for table in ("_parameters", "_buffers"):
+                new.__dict__[table] = dict(getattr(old, table))
+            new.__dict__["_non_persistent_buffers_set"] = set(old._non_persistent_buffers_set)
+            copies[id(old)] = new
+            new.__dict__["_modules"] = {k: m if m is None else copy_of(m) for k, m in old._modules.items()}
+        return copies[id(old)]
+
+    return copy_of(module)
+
+
+def _is_ours(name: str) -> bool:
+    """Whether an attribute of that name would take the place of a method or property of a traced module."""
+    return not name.startswith("_") and hasattr(TracedModule, name)
+
+
+class TracedModule(fx.GraphModule):
+    """A `torch.fx.GraphModule` that takes the place of the model it was traced from.
+
+    It has the model's `state_dict` keys, signature and result, and its plain attributes; properties of the model's class
+    (`dtype`, `device`) are answered from here. Where the model computes other things in training than in evaluation it
+    holds a graph for each and `train()` / `eval()` choose; `graph` and `code` show the one in force. `graphs` gives all.
+    """
+
+    _twin: fx.Graph | None
+    _steps: tuple[Step, ...] | None  # what was done to the trace since, each to any trace of the model; None: not known
+    _kind: type[TracedModule]
+    classes: tuple[str, ...]
+
+    def __init__(
+        self,
+        tree: nn.Module,
+        graphs: dict[bool, Graph],
+        origin: type | None = None,
+        extras: dict[str, Any] | None = None,
+    ):
+        """`tree` holds parameters and children; `graphs` has one graph, or one for each of training False and True."""
+        with code_when_asked():
+            super().__init__(nn.Module(), fx.Graph())
+        cls = type(self)  # its own: FX makes one for each module
+        cls._kind = cls.__bases__[0]
+        cls.__name__ = cls.__qualname__ = TracedModule.__name__
+        cls.__module__ = __name__.partition(".")[0]
+        mode = tree.training if tree.training in graphs else next(iter(graphs))
+        kept = RESERVED | {"_modules", "_parameters", "_buffers"}
+        self.__dict__.update({k: v for k, v in vars(tree).items() if k not in kept and not _is_ours(k)})
+        self._non_persistent_buffers_set = set(tree._non_persistent_buffers_set)
+        self.classes = class_names(tree)
+        self.training = tree.training
+        self._origin, self._extras = origin, dict(extras or {})
+        self._steps = None
+        self.twin_error: str | None = None
+        self._graph_mode = mode
+        self._twin = graphs[not mode] if len(graphs) == 2 else None
+        if self._twin is not None:
+            self._twin.owning_module = self
+            self._choose(not mode, self._twin)
+            self.recompile()
+            self._choose(mode, graphs[mode])
+        self.graph = graphs[mode]
+        # last, as nn.Module gives no other value to a name that one of them has
+        self._parameters.update(tree._parameters)
+        self._buffers.update(tree._buffers)
+        self._modules.update(tree._modules)
+
+    def _choose(self, mode: bool, graph: fx.Graph) -> None:
+        self._graph_mode, self._graph = mode, graph
+
+    def __repr__(self) -> str:
+        """One line: a graph has thousands, and `show`, `fxplug.core.ir.text.modules` and `code` print them."""
+        nodes = " and ".join(str(len(graph.nodes)) for graph in self.graphs.values())
+        passes = ", ".join(f"{entry['name']} ({len(entry['sites'])} sites)" for entry in self.meta.get("passes", []))
+        count = f"{sum(p.numel() for p in self.parameters()):,} parameters"
+        found = f"{count}, graph of {nodes} nodes{passes and f', passes {passes}'}"
+        return cut(f"TracedModule({self.classes[0]}: {found}; fxplug.show(module) prints the graph)", LONGEST)
+
+    __str__ = __repr__
+
+    @property
+    def graphs(self) -> dict[bool, fx.Graph]:
+        """The graphs by training mode; one entry when both modes are the same."""
+        one = {self._graph_mode: self._graph}
+        return one if self._twin is None else {**one, not self._graph_mode: self._twin}
+
+    def recompile(self) -> Any:
+        """Write the code of the graph anew; with a graph for each mode `forward` takes that of the mode it is in."""
+        self._steps = None  # whoever calls this has edited the graph, and an edit by hand cannot be made in another graph
+        return self._compile()
+
+    def _compile(self) -> Any:
+        if _LATER.get():
+            type(self).forward = _LazyForward(self)  # type: ignore[assignment]
+            return None
+        code = super().recompile()
+        self.__dict__.setdefault("_codes", {})[self.__dict__.get("_graph_mode")] = self._code
+        cls = type(self)
+        del cls.__call__  # FX's own reports an error by code that a compiler cannot take, which hides the error
+        if any(node.target in MODES for node in self._graph.nodes if node.op == "call_function"):
+            cls.forward = unwound(cls.forward)
+        if self._graph.find_nodes(op="call_function", target=ops.tried):
+            cls.forward = going_on(cls.forward)
+        if self.__dict__.get("_twin") is not None:
+            setattr(cls, "_forward_train" if self._graph_mode else "_forward_eval", cls.forward)
+            cls.forward = _by_mode(cls.forward)
+        cls.forward = in_turn(by_regions(cls.forward))
+        return code
+
+    def _write(self) -> None:
+        token = _LATER.set(False)
+        try:
+            mode, graph, twin = self._graph_mode, self._graph, self._twin
+            for of, each in ((not mode, twin), (mode, graph)):
+                if each is not None:
+                    self._choose(of, each)
+                    self._compile()
+        finally:
+            _LATER.reset(token)
+
+    def bind(self, **inputs: Any) -> TracedModule:
+        """This module with inputs that it holds itself, for callers who do not know of them: `bind(cond=image, strength=0.7)`.
+
+        Values are tensors, or numbers where a pass has added the input; they lie in `bound`, and move and are saved with the
+        module. An input that is given in a call comes before what is held. To bind what is bound already changes the value, in
+        this module, and a value of the same shape asks for no new compilation. Raises SpecError for what is no such input.
+        """
+        return bind(self, inputs)
+
+    def train(self, mode: bool = True) -> TracedModule:
+        """Go into training, or out of it, with the graph of that mode. Raises TraceError where the model has none for it."""
+        if self._twin is None and mode != self._graph_mode and self.twin_error:
+            raise TraceError(f"this model has no graph for {'training' if mode else 'evaluation'}: {self.twin_error}")
+        super().train(mode)
+        if self._twin is not None and mode != self._graph_mode:
+            other, self._twin = self._twin, self._graph
+            self._choose(mode, other)
+            if "_codes" in vars(self):
+                self._code = self._codes[mode]
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> TracedModule:
+        turns = turns_of(self)
+        with nullcontext() if inside(turns) else turn_of_change(turns):  # an offloader moves it for a run
+            constants = {name: self.get_buffer(name) for name in self._constants()}
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            for name, value in constants.items():
+                home, _, key = name.rpartition(".")
+                buffers = self.get_submodule(home)._buffers
+                if (new := buffers[key]) is not None and new.dtype != value.dtype:
+                    buffers[key] = value.to(new.device)
+        return self
+
+    def _constants(self) -> set[str]:
+        """What the model's code holds or makes and is no buffer of it: its dtype is that of the code, also after a cast."""
+        found = (node for graph in self.graphs.values() for node in graph.find_nodes(op="get_attr"))
+        return {str(node.target) for node in found if node.meta.get("constant")}
+
+    @property
+    def variants(self) -> list[str]:
+        """The forms of call that have a graph of their own, as `fxplug.variants` adds them; none of another module."""
+        return []
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, between calls: those that run are waited for."""
+        with turn_of_change(turns_of(self)):
+            return super().load_state_dict(*args, **kwargs)
+
+    def __getitem__(self, key: int | str) -> Any:
+        return child_of(self, key)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+            if name in ("_code", "_codes") and "_twin" in vars(self):  # not written yet, or taken back with a trial
+                self._write()
+                return vars(self)[name]
+        extras = self.__dict__.get("_extras", {})
+        if name in extras:
+            return extras[name]
+        found = inspect.getattr_static(self.__dict__.get("_origin") or object, name, None)
+        if isinstance(found, property) and found.fget is not None:
+            return found.fget(self)
+        accessors = self.__dict__.setdefault("_accessors", {})
+        if name in accessors:
+            return accessors[name]
+        if found is None and (accessor := extensions.import_part("accessors", name)) is not None:
+            try:
+                return accessors.setdefault(name, accessor(self))
+            except SpecError as error:
+                raise AttributeError(error.finding) from None
+        if inspect.isgeneratorfunction(getattr(found, "__wrapped__", None)):
+            return found.__get__(self)  # a context manager leaves nothing behind, so a pipeline may open it
+        if callable(found):
+            raise AttributeError(
+                f"'{name}' is a method of {self.classes[0]}; this is its traced graph, which such a method cannot "
+                "change: call it on the model before tracing"
+            )
+        if name in ("dtype", "device"):
+            first: torch.Tensor | None = next(self.parameters(), None)
+            if first is None:
+                first = next(self.buffers(), torch.empty(0))
+            return getattr(first, name)
+        raise AttributeError(f"the traced {self.classes[0]} has no attribute '{name}'{extensions.unusable_note()}")
+
+    @property
+    def modules_by_form(self) -> list[TracedModule]:
+        """This module and its variants."""
+        return [self]
+
+    def derived(self, tree: nn.Module, graphs: dict[bool, Graph], **meta: Any) -> TracedModule:
+        """The same model computed in another way: other graphs on another tree, and `meta` over the meta of this module.
+
+        What makes the same of another trace of the model is not known until `made_by` says it.
+        """
+        new: TracedModule = self._kind(tree, graphs, self._origin, self._extras)
+        new.twin_error, new.meta = self.twin_error, {**self.meta, **meta}
+        return new
+
+    def made_by(self, step: Step, source: TracedModule) -> TracedModule:
+        """This module, which `step` made of `source`, and makes so of any other trace of the model."""
+        self._steps = None if source._steps is None else (*source._steps, step)
+        return self
+
+    def copied(self) -> TracedModule:
+        """The same graphs again on the same tensors, in a tree of its own."""
+        return self._copy_on(shell(self))
+
+    def _copy_on(self, tree: nn.Module) -> TracedModule:
+        new = self.derived(tree, copied_graphs(self))
+        new._steps = self._steps
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
+        new = memo[id(self)] = self._again(lambda value: copy.deepcopy(value, memo))
+        return new
+
+    def __copy__(self) -> TracedModule:
+        """The same graphs on the same tensors and children."""
+        return self._again(lambda value: value.copy() if isinstance(value, (dict, set)) else value)
+
+    def _again(self, copied: Callable[[Any], Any]) -> TracedModule:
+        tree: Any = Container(self.classes)
+        with hold(turns_of(self), "read"):
+            for key, value in vars(self).items():
+                ours = key in OWN_STATE or _is_ours(key) or getattr(value, "__self__", None) is self
+                if not ours and key != "meta":  # which may hold whole modules
+                    tree.__dict__[key] = copied(value)
+        return self._copy_on(tree)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a traced module is not pickled: fxplug.save(module, folder) keeps graph and weights")
+
+
+OF_THE_ROOT.update(RESERVED, OWN_STATE, dir(TracedModule), vars(fx.GraphModule(nn.Module(), fx.Graph())))
+
+
+def _by_mode(signed: Any) -> Any:
+    """A forward, with the signature of one, that runs the graph of the mode that a module is in."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._forward_train(*args, **kwargs) if self.training else self._forward_eval(*args, **kwargs)
+
+    forward.__signature__ = inspect.signature(signed)  # type: ignore[attr-defined]
+    return forward
+
+
+leave_frame(_by_mode(torch.nn.Module.forward).__code__)  # as those of the other wrappers

@@ -1,0 +1,425 @@
+"""A traced module that answers other forms of call too: further graphs on its weights, one for each way through the model."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+
+from ..errors import FxplugError, GuardError, TraceError, shown
+from ..locks import turns_of
+from ..torch_internals.modules import apart, is_listening, leave_frame
+from . import ops
+from .containers import Container, children
+from .graph import Graph, change, refusal, repeatable
+from .traced_module import Step, TracedModule, copied_graphs, shell
+
+DECIDED = "decided: "  # before what is no argument
+
+
+def key(module: TracedModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What decides, beside values of tensors, whether a call can be traced: its shapes and plain values, and the modes."""
+    like = next(module.parameters(), None)
+    held = None if like is None else (like.dtype, str(like.device))
+    modes = module.training, torch.is_grad_enabled(), ops.modes(), held
+    return str(modes), _form(args), _form(dict(kwargs))
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype, str(value.device), value.requires_grad
+    if (members := children(value)) is not None:
+        return type(value), tuple((str(name), _form(member)) for name, member in members)
+    return type(value), shown(value, 200)
+
+
+def labels(module: TracedModule, variants: Sequence[TracedModule]) -> list[str]:
+    """What each variant is for: how its call differs from the one that the module itself was traced with."""
+    own = _checked(module)
+    found: list[str] = []
+    for variant in variants:
+        rows = {key: row for key, row in _checked(variant).items() if own.get(key) != row}
+        label = ", ".join(row for key, row in rows.items() if not key.startswith(DECIDED))
+        if not label or label in found:
+            label = ", ".join(rows.values())
+        found.append(label or "other sizes")
+    return found
+
+
+def _checked(module: TracedModule) -> Mapping[str, str]:
+    """How a graph is called, by argument; decisions that it has taken come last."""
+    rows: dict[str, str] = {}
+    decided: dict[str, str] = {}
+    for node in module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        args: Any = node.args
+        if node.target is ops.same:
+            rows.update({name: f"{name}={shown(value, 60)}" for value, name in zip(args[1], args[2], strict=True)})
+        elif node.target is ops.check_numbers:
+            rows.update({name: f"{name}: {kind}" for kind, name in zip(args[1], args[2], strict=True)})
+        elif node.target is ops.check_inputs:
+            for rank, dtype, name in zip(args[1], args[2], args[3], strict=True):
+                kind = "tensor" if dtype is None else str(dtype).removeprefix("torch.")
+                rows[name] = f"{name}: {kind} of {rank} dimensions"
+        elif node.target is ops.check_members:
+            rows[args[2]] = f"{args[2]} with {', '.join(map(str, args[1])) or 'nothing'}"
+        elif node.target is ops.guard:
+            what = str(args[2]).rpartition("was decided on ")[2]
+            decided[what.rpartition(",")[0]] = what.removesuffix(" when traced")
+    return {**rows, **{f"{DECIDED}{key}": text for key, text in decided.items()}}
+
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Retrace = Callable[["Variants", Args, Kwargs], TracedModule]
+V = TypeVar("V", bound="Variants")
+
+LIMIT = 8  # graphs that a module gets beside its first
+REFUSED = 64  # calls that it remembers to refuse
+TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class TransientRefusal(TraceError):
+    """A refusal that may be none at the next call: it depends on values, or on a model that was changed."""
+
+
+class VariantCache:
+    """The further graphs of one module, `made`, each a module on the very parameters, buffers and children that its owner has.
+
+    `retrace` traces the model for another call, None where no model is at hand. `refused` has why a call cannot be traced, by
+    its key: finding that out takes a trace.
+    """
+
+    def __init__(self, retrace: Retrace | None = None, limit: int = 0) -> None:
+        self.retrace, self.limit = retrace, limit
+        self.made: list[TracedModule] = []
+        self.refused: dict[Any, str] = {}
+        self.lock = threading.RLock()
+
+
+class Variants(TracedModule):
+    """A traced module with a graph for each form of call that it has met: see `fxplug.variants`, which makes one.
+
+    A call that the checks of one graph admit is answered by that graph; for another one the model is traced, the steps that
+    were done to this module since its trace are done to the new graph, and it is kept, on the same weights.
+    """
+
+    _variants: VariantCache
+
+    def __init__(
+        self,
+        tree: nn.Module,
+        graphs: dict[bool, Graph],
+        origin: type | None = None,
+        extras: dict[str, Any] | None = None,
+    ):
+        super().__init__(tree, graphs, origin, extras)
+        self._variants = VariantCache()
+
+    @property
+    def variants(self) -> list[str]:
+        """The forms of call that have a graph of their own: how each differs from the first."""
+        return labels(self, self._variants.made)
+
+    @property
+    def modules_by_form(self) -> list[TracedModule]:
+        """This module and its variants."""
+        return [self, *self._variants.made]
+
+    def derived(self, tree: nn.Module, graphs: dict[bool, Graph], **meta: Any) -> TracedModule:
+        """As of a traced module. The variants are none of the result's until `made_by` says how these can be made."""
+        new = super().derived(tree, graphs, **meta)
+        assert isinstance(new, Variants)
+        new._variants = VariantCache(self._variants.retrace, self._variants.limit)
+        return new
+
+    def made_by(self, step: Step, source: TracedModule) -> TracedModule:
+        """As of a traced module; the step is done to the variants of the source, too. Warns of one that cannot have it."""
+        super().made_by(step, source)
+        if isinstance(source, Variants) and self._steps is not None:
+            for label, variant in zip(source.variants, source._variants.made, strict=True):
+                try:
+                    self._variants.made.append(tie(self, _stepped(variant, [step])))
+                except FxplugError as error:
+                    text = f"the variant '{shown(label, 120)}' of what this was made of is not in it: {error}"
+                    warnings.warn(text, stacklevel=4)
+        return self
+
+    def recompile(self) -> Any:
+        """As of a traced module; a graph that was edited by hand has no variants any more, which would lack the edit."""
+        if "_variants" in vars(self):
+            self._variants = VariantCache(self._variants.retrace, self._variants.limit)
+        return super().recompile()
+
+    def _compile(self) -> Any:
+        code = super()._compile()
+        if code is not None:
+            type(self).forward = _by_form(type(self).forward)
+        return code
+
+    def _copy_on(self, tree: nn.Module) -> TracedModule:
+        new = super()._copy_on(tree)
+        assert isinstance(new, Variants)
+        _copy_variants(self, new)
+        return new
+
+    def _constants(self) -> set[str]:
+        return super()._constants().union(*(variant._constants() for variant in self._variants.made))
+
+    def keep_only(self, graphs: list[tuple[dict[bool, Graph], str | None]]) -> None:
+        """Have variants with these graphs, as they were saved or pruned, and make no others: no model is at hand."""
+        self._steps = ()  # since then
+        self._variants = VariantCache()
+        self._variants.made = [view(self, each, twin_error) for each, twin_error in graphs]
+
+    # --- adding one
+
+    def add_variant(self, args: Args, kwargs: Kwargs) -> TracedModule:
+        """A new variant, for this call. Raises FxplugError where there cannot be one."""
+        cache = self._variants
+        for variant in cache.made:
+            if _has_mode(self, variant) and refusal(variant, args, kwargs) is None and not repeatable(variant):
+                raise GuardError("its graph has written or drawn something by then")
+        if self._steps is None:
+            raise GuardError("what was done to this module since the trace is not known, as of a graph that was edited by hand")
+        if cache.retrace is None:
+            raise GuardError("the model is not at hand to trace it so, only what was saved of it")
+        if len(cache.made) >= cache.limit:
+            rows = "; ".join(shown(row, 120) for row in self.variants)
+            raise GuardError(
+                f"it has {len(cache.made)} variants already, which differ from the first in: {rows or 'nothing yet'}; "
+                "variants(module, model, limit=N) allows more"
+            )
+        if why := cache.refused.get(form := key(self, args, kwargs)):
+            raise GuardError(why)
+        try:
+            found = tie(self, _stepped(cache.retrace(self, args, kwargs), self._steps))
+        except TransientRefusal:
+            raise
+        except FxplugError as error:
+            if len(cache.refused) >= REFUSED:
+                cache.refused.pop(next(iter(cache.refused)))
+            cache.refused[form] = str(error)
+            raise
+        cache.made.append(found)
+        return found
+
+
+def as_kind(kind: type[V], module: TracedModule) -> V:
+    """A traced module again, on the same tensors and with the same variants, of a subclass of Variants."""
+    new = kind(shell(module), copied_graphs(module), module._origin, module._extras)
+    new.twin_error, new.meta, new._steps = module.twin_error, dict(module.meta), module._steps
+    if isinstance(module, Variants):
+        _copy_variants(module, new)
+    return new
+
+
+def _copy_variants(module: Variants, new: Variants) -> None:
+    old = module._variants
+    new._variants = VariantCache(old.retrace, old.limit)
+    new._variants.made = [view(new, copied_graphs(variant), variant.twin_error) for variant in old.made]
+
+
+def _stepped(module: TracedModule, steps: Iterable[Step]) -> TracedModule:
+    """A module after further steps; what they draw is not missed by others."""
+    with torch.random.fork_rng(enabled=True):
+        for step in steps:
+            module = step(module)
+    return module
+
+
+# --- calling
+
+
+def _by_form(forward: Any) -> Any:
+    """A forward that lets a variant answer a call which the graph does not hold for."""
+
+    @functools.wraps(forward)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return forward(self, *args, **kwargs)
+        if is_listening():  # a check that fails is the end of what a compiler compiles
+            found = module_for(self, args, kwargs)
+            return forward(self, *args, **kwargs) if found is self else found.forward(*args, **kwargs)
+        return _answer(self, forward, args, kwargs)
+
+    return wrapper
+
+
+leave_frame(_by_form(nn.Module.forward).__code__)
+
+
+@apart
+def module_for(module: TracedModule, args: Args, kwargs: Kwargs) -> TracedModule:
+    """The module, or its variant whose first checks hold for a call: made, where there is none. Raises GuardError."""
+    why = refusal(module, args, kwargs) if isinstance(module, Variants) else None
+    if why is None or not isinstance(module, Variants):
+        return module
+    while True:
+        known = len(module._variants.made)
+        found = next(_admitting(module, args, kwargs, 0, known), None) or _added(module, args, kwargs, why, known)
+        if found is not None:
+            return found
+
+
+def _answer(module: Variants, forward: Any, args: Args, kwargs: Kwargs) -> Any:
+    """The result of the first graph that holds for a call: another one where a check refuses the call, at the beginning or
+    later, as long as nothing was written or drawn. Raises GuardError where there is none and none can be made.
+    """
+    why = refusal(module, args, kwargs)
+    if why is None:
+        try:
+            return forward(module, *args, **kwargs)
+        except GuardError as error:
+            if isinstance(error, ops.AddedInput) or not repeatable(module):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold what was computed so far
+            why = str(error)
+    tried = known = 0
+    while True:
+        tried, known = known, len(module._variants.made)
+        for variant in _admitting(module, args, kwargs, tried, known):
+            try:
+                return variant.forward(*args, **kwargs)
+            except GuardError:
+                if not repeatable(variant):
+                    raise
+        if (new := _added(module, args, kwargs, why, known)) is not None:
+            return new.forward(*args, **kwargs)
+
+
+def _admitting(module: Variants, args: Args, kwargs: Kwargs, first: int, end: int) -> Iterator[TracedModule]:
+    for variant in module._variants.made[first:end]:
+        if _has_mode(module, variant):
+            variant.__dict__["training"] = module.training
+            if refusal(variant, args, kwargs) is None:
+                yield variant
+
+
+@apart
+def _added(module: Variants, args: Args, kwargs: Kwargs, why: str, known: int) -> TracedModule | None:
+    """A new variant; None where another thread has added one to those that are `known`."""
+    try:
+        with module._variants.lock:
+            if len(module._variants.made) > known:
+                return None
+            variant = module.add_variant(args, kwargs)
+    except FxplugError as reason:
+        raise GuardError(f"{why}. The graph for this call could not be added: {reason}") from None
+    variant.__dict__["training"] = module.training
+    return variant
+
+
+def _has_mode(module: TracedModule, variant: TracedModule) -> bool:
+    """Whether a variant has a graph for the mode that its module is in."""
+    return not variant.twin_error or module.training in variant.graphs
+
+
+# --- on the weights of the owner
+
+
+def view(owner: TracedModule, graphs: dict[bool, Any], twin_error: str | None) -> TracedModule:
+    """Other graphs on the very parameters, buffers and children of a module."""
+    made = TracedModule(Container(owner.classes), graphs, owner._origin, owner._extras)
+    for table in TABLES:
+        made.__dict__[table] = owner.__dict__[table]
+    made.meta, made.twin_error, made._steps = owner.meta, twin_error, owner._steps
+    made.__dict__["training"] = owner.training
+    made.__dict__["_turns"] = turns_of(owner)
+    return made
+
+
+def tie(owner: TracedModule, other: TracedModule) -> TracedModule:
+    """The graphs of another module with the same layers, on the tensors of this one, which learns the constants that it lacks.
+
+    Raises GuardError where that one has other layers.
+    """
+    ports = [inputs_of(module.graph) for module in (owner, other)]
+    if ports[0] != ports[1]:
+        raise GuardError(f"it would take other inputs: {', '.join(ports[1])}")
+    constants: dict[str, torch.Tensor] = {}
+    adopted: dict[str, nn.Module] = {}
+    names: dict[str, str] = {}
+    for graph in other.graphs.values():
+        for node in graph.nodes:
+            name = str(node.target)
+            if node.op == "call_module":
+                adopted.update(_leaf(owner, other, name))
+            elif node.op == "get_attr" and name not in names:
+                names[name] = _constant(owner, other, name, constants) if node.meta.get("constant") else name
+                _same_shape(owner, other, name) if names[name] == name and name not in constants else None
+    for graph in other.graphs.values():
+        for node in graph.nodes:
+            if node.op == "get_attr" and names[str(node.target)] != node.target:
+                change(node, target=names[str(node.target)])
+    for name, value in constants.items():
+        home, _, key = name.rpartition(".")
+        owner.get_submodule(home).register_buffer(key, value, persistent=False)
+    for name, leaf in adopted.items():
+        home, _, key = name.rpartition(".")
+        owner.get_submodule(home)._modules[key] = leaf
+    return view(owner, other.graphs, other.twin_error)
+
+
+def inputs_of(graph: fx.Graph) -> list[str]:
+    """The arguments of a graph, with their defaults."""
+    nodes = graph.find_nodes(op="placeholder")
+    return [f"{node.target}={node.args[0]!r}" if node.args else str(node.target) for node in nodes]
+
+
+def _leaf(owner: TracedModule, other: TracedModule, name: str) -> dict[str, nn.Module]:
+    """The layer that a variant calls, where the owner has its weights but not its code."""
+    theirs = other.get_submodule(name)
+    try:
+        mine = owner.get_submodule(name)
+    except AttributeError:
+        raise GuardError(f"it calls '{name}' ({type(theirs).__name__}), which this module does not have") from None
+    if type(mine) is type(theirs):
+        return {}
+    found = dict(mine.named_parameters())
+    same = all(found.get(key) is value for key, value in theirs.named_parameters())
+    if not isinstance(mine, Container) or not same:
+        raise GuardError(f"it calls '{name}', a {type(theirs).__name__} there and a {type(mine).__name__} here")
+    return {name: theirs}
+
+
+def _tensor(module: TracedModule, name: str) -> torch.Tensor | None:
+    home, _, key = name.rpartition(".")
+    try:
+        tables = module.get_submodule(home)
+    except AttributeError:
+        return None
+    found = tables._parameters.get(key)
+    return tables._buffers.get(key) if found is None else found
+
+
+def _same_shape(owner: TracedModule, other: TracedModule, name: str) -> None:
+    mine, theirs = _tensor(owner, name), _tensor(other, name)
+    if mine is None or theirs is None or mine.shape != theirs.shape:
+        raise GuardError(f"it reads '{name}', which this module does not have in that shape")
+
+
+def _constant(owner: TracedModule, other: TracedModule, name: str, found: dict[str, torch.Tensor]) -> str:
+    """The name under which the owner has a constant of another trace; `found` gets those that are new to it."""
+    value = _tensor(other, name)
+    if value is None:
+        raise GuardError(f"it reads the constant '{name}', which is not there")
+    number, new = 0, name
+    while (known := found.get(new, _tensor(owner, new))) is not None:
+        if known.dtype == value.dtype and known.shape == value.shape and _equal(known, value):
+            return new
+        number += 1
+        new = f"{name}_way{number}"
+    found[new] = value
+    return new
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or (a.is_meta is b.is_meta and (a.is_meta or torch.equal(a.to(b.device), b)))

@@ -1,0 +1,139 @@
+"""The example inputs that a model is traced with: those that a configuration says, or those that follow from its signature."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import SpecError
+from ..ir.traced_module import TracedModule
+from ..spec.model_section import InputSpec, TensorSpec, Value
+from ..spec.pass_file import check_known, taken
+from ..spec.run_config import Config, resolved
+from .factory import torch_device
+
+
+def example_inputs(
+    config: Config, model: nn.Module, *, device: str | None = None, later: Collection[str] = ()
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for one call of the model, as `inputs` says; random numbers come from the run's seed.
+
+    Without `inputs` a timm model gets an image of the size it was made for; another model's parameters are named
+    in the SpecError. `later` names inputs that passes will add: they are left out.
+    """
+    found = taken(model.forward)
+    given = {name: spec for name, spec in config.inputs.items() if name not in later or name in found.names}
+    specs = given or _default_inputs(config, model)
+    for name in () if found.free else specs:
+        says, where = f"{type(model).__name__} takes no input", config.where("inputs", name)
+        check_known([name], found.names, says, path=("inputs",), where=where)
+    for name in found.required:
+        if name not in specs:
+            finding = _wanted_inputs(f"misses the input '{name}'", model)
+            raise SpecError(finding, path=("inputs",), where=config.where("inputs"))
+    kwargs = _Filler(config, torch_device(config, device)).mapping(specs)
+    return (), kwargs
+
+
+def added_inputs(config: Config, module: TracedModule, *, device: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Example values for the inputs that passes added, and what `inputs` would say to have them.
+
+    Each is as `inputs` says, else random, of the shape it was given in the graph; one with a default is left to that.
+    """
+    said: dict[str, Any] = {}
+    specs: dict[str, InputSpec] = {}
+    for node in (n for n in module.graph.nodes if n.op == "placeholder" and "pass" in n.meta):
+        name = str(node.target)
+        if name in config.inputs:
+            specs[name] = config.inputs[name]
+        elif node.args[0] is None and "shape" in node.meta:
+            shape, dtype = node.meta["shape"], str(node.meta["dtype"]).removeprefix("torch.")
+            said[name] = {"shape": list(shape), "dtype": dtype}
+            specs[name] = TensorSpec(tuple(shape), dtype)
+    return _Filler(config, torch_device(config, device)).mapping(specs), said
+
+
+def default_inputs(config: Config, model: nn.Module) -> dict[str, Any]:
+    """The `inputs` section as it could have been written: what is there, or the image of a timm model."""
+    if config.inputs:
+        given: dict[str, Any] = resolved(config)["inputs"]
+        return given
+    return {name: list(spec.shape) for name, spec in _default_inputs(config, model).items()}
+
+
+def _default_inputs(config: Config, model: nn.Module) -> dict[str, TensorSpec]:
+    if config.model.kind != "timm":
+        raise SpecError(_wanted_inputs("needs example inputs", model), path=("inputs",), where=config.where("model"))
+    options = config.model.options
+    shape = list(getattr(model, "pretrained_cfg", {}).get("input_size", (3, 224, 224)))
+    shape[0] = options.get("in_chans", shape[0])
+    size = options.get("img_size", shape[1:])
+    shape[1:] = [size, size] if isinstance(size, int) else size
+    name = taken(model.forward).names[0]
+    batch = 2 if config.mode == "train" else 1  # batch normalisation in training needs two
+    return {name: TensorSpec((batch, *shape))}
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+
+
+def _wanted_inputs(finding: str, model: nn.Module) -> str:
+    """What the forward of a model takes, and how that is written."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    lines = [f"    {p.name}: [1, 3, 64, 64]" for p in parameters if _is_required(p)]
+    takes = ", ".join(str(p).partition(":")[0].partition(" =")[0] for p in parameters)
+    return (
+        f"{type(model).__name__} {finding}: a shape for each tensor\n  forward({takes})\n  for example\n  inputs:\n"
+        + "\n".join(lines)
+        + "\n  whole numbers: {shape: [1, 77], dtype: int64, high: 1000}"
+    )
+
+
+class _Filler:
+    """Turns input specs into tensors on a device; the same seed gives the same numbers."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.dtype = getattr(torch, config.dtype or "float32")
+        self.generator = torch.Generator().manual_seed(config.seed)
+
+    def mapping(self, specs: Mapping[str, InputSpec]) -> dict[str, Any]:
+        """The value of each input. Raises SpecError for one that torch cannot make, such as a size beyond 64 bits."""
+        made = {}
+        for name, spec in specs.items():
+            try:
+                made[name] = self.value(spec)
+            except (RuntimeError, TypeError, ValueError, OverflowError, MemoryError) as error:
+                says = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                where = self.config.where("inputs", name)
+                raise SpecError(f"this input cannot be made: {says}", path=("inputs", name), where=where) from error
+        return made
+
+    def value(self, spec: InputSpec) -> Any:
+        if isinstance(spec, TensorSpec):
+            return self.tensor(spec)
+        if isinstance(spec, Value):
+            return spec.value
+        if isinstance(spec, Mapping):
+            return {name: self.value(item) for name, item in spec.items()}
+        return [self.value(item) for item in spec]
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+        dtype = getattr(torch, spec.dtype) if spec.dtype else self.dtype
+        if self.device.type == "meta":
+            return torch.empty(spec.shape, dtype=dtype, device="meta")
+        numbers = not (dtype.is_floating_point or dtype.is_complex) or spec.low is not None or spec.high is not None
+        if spec.fill is not None:
+            made = torch.full(spec.shape, spec.fill, dtype=dtype)
+        elif numbers:  # without a bound 0 and 1, which are in range wherever indices are meant
+            low = spec.low or 0
+            high = spec.high if spec.high is not None else low + 2
+            made = torch.randint(low, high, spec.shape, generator=self.generator).to(dtype)
+        else:
+            made = torch.randn(spec.shape, generator=self.generator, dtype=torch.float32).to(dtype)
+        return made.to(self.device)

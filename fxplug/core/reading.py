@@ -1,0 +1,271 @@
+"""Files from strangers: regular files only, opened once, within bounds; whatever goes wrong is an error of our own.
+
+A reader opens a file here, takes all it needs from that one handle, and reads JSON and zip archives here. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import json
+import os
+import re
+import stat
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .errors import DEFAULT, ArtifactError, FxplugError, Limits, did_you_mean, shown
+
+PARSING, TRIES = threading.Lock(), 20
+Raises = Callable[[str], FxplugError]  # a finding about a file, such as "is a folder", as the error that tells it
+KINDS = {
+    stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}  # fmt: skip
+REASONS = {
+    errno.EACCES: "permission denied", errno.EPERM: "permission denied", errno.ELOOP: "a link that leads back to itself",
+    errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "the file would be too large",
+    errno.EROFS: "the file system is read-only", errno.ENAMETOOLONG: "the name is too long",
+}  # fmt: skip
+# how files begin that are often found where weights should be
+BEGINNINGS = {
+    b"version https://git-lfs": "a pointer of git-lfs: fetch the file itself with 'git lfs pull'",
+    b"<!doctype": "an HTML page: the download failed, or needs a login",
+    b"<html": "an HTML page: the download failed, or needs a login",
+    b"<?xml": "an XML document",
+    b"\x1f\x8b": "compressed (gzip)",
+    b"7z\xbc\xaf": "compressed (7-Zip)",
+    b"rar!": "compressed (RAR)",
+    b"\x7felf": "a program",
+    b"mz": "a program",
+    b"#!": "a script",
+    b"\x89hdf": "an HDF5 file",
+    b"gguf": "a GGUF file, of weights quantised in blocks: take the .safetensors that it was made of, or trace what diffusers "
+    "loads of it (from_single_file with a GGUFQuantizationConfig)",
+    b"\x93numpy": "a NumPy array",
+    b"\x89png": "a picture (PNG)",
+    b"\xff\xd8\xff": "a picture (JPEG)",
+    b"%pdf": "a PDF",
+    b"{": "JSON text, as of a configuration or an error of a server",
+}
+
+
+def about(path: str | os.PathLike[str]) -> Raises:
+    """What tells findings about a file as an ArtifactError: `ink.safetensors is a folder`."""
+    return lambda finding: ArtifactError(f"{path} {finding}")
+
+
+def reason(error: OSError) -> str:
+    """An error of the system's in words."""
+    return REASONS.get(error.errno or 0) or (error.strerror or type(error).__name__).lower()
+
+
+@contextmanager
+def reported(raises: Raises, what: str = "cannot be read") -> Iterator[None]:
+    """Tell errors of the system's as `raises` does; `what` says what was being done."""
+    try:
+        yield
+    except FxplugError:
+        raise
+    except OSError as error:
+        raise raises(f"{what}: {reason(error)}") from None
+    except (ValueError, UnicodeError) as error:
+        if "null byte" not in str(error) and not isinstance(error, UnicodeError):
+            raise
+        raise raises(f"{what}: no file can have this name") from None
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], limit: int | None = None, raises: Raises | None = None) -> Iterator[BinaryIO]:
+    """A regular file of at most `limit` bytes, open for reading.
+
+    Raises what `raises` makes (an ArtifactError that names the path) for one that is missing, too large, no regular file (a
+    pipe is not waited for, a device not touched), cannot be read, or changes until the end of the block.
+    """
+    raises = raises or about(path)
+    with reported(raises):
+        try:
+            before = os.stat(path)
+        except FileNotFoundError:
+            raise raises(missing(Path(path))) from None
+        _check_kind(before, raises)
+        # between the two looks a pipe may have come there: opening one does not wait then
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        with os.fdopen(handle, "rb") as file:
+            before = os.fstat(handle)
+            _check_kind(before, raises)
+            if limit is not None and before.st_size > limit:
+                raise raises(f"has {before.st_size} bytes, and more than {limit} are not read; see Limits")
+            yield file
+            after = os.fstat(handle)
+            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+                raise raises("changed while it was read")
+
+
+def _check_kind(found: os.stat_result, raises: Raises) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise raises(f"cannot be read: it is {KINDS.get(stat.S_IFMT(found.st_mode), 'something else')}, not a file")
+
+
+def missing(path: Path) -> str:
+    """Why there is no file: `no such file` with the nearest name in that folder, or `no such folder`."""
+    if path.is_symlink():
+        return f"is a link to {shown(os.readlink(path))}, where no file is"
+    if not path.parent.is_dir():
+        return f"does not exist: no such folder {shown(str(path.parent), 200)}"
+    with reported(about(path.parent)):
+        return "does not exist: no such file" + did_you_mean(path.name, os.listdir(path.parent))
+
+
+def size_of(file: BinaryIO) -> int:
+    """The size of an opened file in bytes."""
+    return os.fstat(file.fileno()).st_size
+
+
+def whole(path: str | os.PathLike[str], limit: int, raises: Raises | None = None) -> bytes:
+    """The bytes of a file, as `opened` opens it."""
+    with opened(path, limit, raises) as file:
+        data = file.read(limit + 1)
+        if len(data) != size_of(file):
+            raise (raises or about(path))("changed while it was read")
+        return data
+
+
+def text(path: str | os.PathLike[str], limit: int, raises: Raises | None = None) -> str:
+    """The UTF-8 text of a file, without a mark of byte order at its beginning."""
+    raises = raises or about(path)
+    data = whole(path, limit, raises)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        hint = "; it is UTF-16: save it as UTF-8" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+        raise raises(f"cannot be read: not UTF-8 text{hint}") from None
+
+
+def begins(start: bytes) -> str:
+    """What a file is that begins so, where people often have it instead of weights; else an empty text."""
+    low = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if what := next((what for mark, what in BEGINNINGS.items() if low.startswith(mark)), ""):
+        return what
+    if start[:1] == b"\x08" and start[1:2] < b"\x20" and start[2:3] in (b"\x12", b"\x3a", b"\x42"):  # version, producer
+        return "an ONNX file: load_onnx takes one that export wrote, `weights` of a configuration any whose name ends in .onnx"
+    printed = len(start) > 8 and all(byte in b"\t\n\r" or 32 <= byte < 127 for byte in start)
+    return "text, and no weights" if printed else ""
+
+
+def open_archive(file: BinaryIO, raises: Raises) -> zipfile.ZipFile:
+    """A zip archive as torch writes one: its members are stored as they are, so they are no larger than the file.
+
+    Raises what `raises` makes for what is no archive, has a name twice, or would have to be inflated.
+    """
+    try:
+        archive = zipfile.ZipFile(file)
+    except Exception as error:  # zipfile tells of a damaged directory by many kinds
+        raise raises(f"is damaged, or no zip archive: {shown(str(error), 200)[1:-1]}") from None
+    members = archive.infolist()
+    if any(each.compress_type or each.flag_bits & 1 for each in members) or sum(e.file_size for e in members) > size_of(file):
+        raise raises("has compressed or encrypted members; what torch writes is stored as it is")
+    if len(archive.NameToInfo) != len(members):
+        raise raises("holds one name twice")
+    return archive
+
+
+def read_member(archive: zipfile.ZipFile, name: str, raises: Raises, limit: int | None = None) -> bytes:
+    """The bytes of a member, at most `limit` of them. Raises what `raises` makes for one that is not as it was written."""
+    size = archive.getinfo(name).file_size
+    if limit is not None and size > limit:
+        raise raises(f"has {size} bytes in {shown(name)}, and more than {limit} are not read; see Limits")
+    try:
+        return archive.read(name)
+    except Exception as error:  # zipfile tells of damage by many kinds
+        raise raises(f"is damaged: {shown(name, 200)} is not as it was written: {shown(str(error), 200)[1:-1]}") from None
+
+
+# --- JSON
+
+_ESCAPED = re.compile(rb"\\.", re.DOTALL)
+_QUOTED = re.compile(rb'"[^"]*"')
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_LONG = re.compile(rb"[0-9]{256}")
+
+
+def parse_json(data: bytes | str, raises: Raises, limits: Limits = DEFAULT) -> Any:
+    """A JSON value. Duplicate keys, NaN, and what is larger, deeper or longer than `limits` raise what `raises` makes.
+
+    It is measured before it is parsed, so a refusal takes no memory but that of the text.
+    """
+    raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    if len(raw) > limits.json:
+        raise raises(f"has {len(raw)} bytes of JSON, and more than {limits.json} are not read; see Limits")
+    bare = _QUOTED.sub(b"", _ESCAPED.sub(b"", raw))
+    count = sum(map(bare.count, (b"{", b"[", b",")))
+    if count > limits.values:
+        raise raises(f"has {count} values of JSON, and more than {limits.values} are not read; see Limits")
+    nest = bare.translate(None, _NO_BRACKETS)
+    for _ in range(limits.depth):
+        if not nest:
+            break
+        nest = nest.replace(b"[]", b"").replace(b"{}", b"")
+    if len(nest) > limits.depth:
+        raise raises(f"is no JSON, or nested more than {limits.depth} deep")
+    if long := _LONG.search(bare):
+        digits = re.compile(rb"[0-9]*").match(bare, long.start())
+        if digits and len(digits[0]) > limits.digits:
+            raise raises(f"has a number of {len(digits[0])} digits, and more than {limits.digits} are not read; see Limits")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise raises(f"has the key {shown(twice)} twice in one object")
+        return found
+
+    def refuse(constant: str) -> Any:
+        raise raises(f"holds {constant}, which is no JSON")
+
+    try:
+        return json.loads(raw.decode("utf-8-sig"), object_pairs_hook=unique, parse_constant=refuse)
+    except UnicodeDecodeError as error:
+        raise raises(f"is no JSON: not UTF-8 text (byte {error.start})") from None
+    except (ValueError, RecursionError) as error:
+        if (what := begins(raw[:64])) and not what.startswith(("JSON", "text")):
+            raise raises(f"is no JSON: it is {what}") from None
+        raise raises(f"is no JSON: {shown(str(error), 200)[1:-1] or type(error).__name__}") from None
+
+
+def read_json(path: str | os.PathLike[str], raises: Raises | None = None, limits: Limits = DEFAULT) -> Any:
+    """The value of a JSON file, within `limits`."""
+    raises = raises or about(path)
+    return parse_json(whole(path, limits.json, raises), raises, limits)
+
+
+def check_format(manifest: Any, newest: int, raises: Raises) -> None:
+    """Raises what `raises` makes unless a manifest, an object with `format`, is of a version up to `newest`.
+
+    `fxplug`, where it has that, is the version that wrote it.
+    """
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if type(version) is not int or version < 1:
+        raise raises(f"cannot be read: its manifest has the format {shown(version)}, which is no version")
+    if version > newest:
+        writer = f", written by fxplug {shown(str(manifest['fxplug']))[1:-1]}" if "fxplug" in manifest else ""
+        raise raises(f"has format {shown(version)}{writer}; this version reads up to {newest}: update fxplug")
+
+
+def syntax_tree(text: str, mode: str = "exec") -> Any:
+    """Python's syntax tree of a text. Raises SyntaxError.
+
+    CPython 3.11 counts how deep it is for all threads together, and fails where two of them parse at once.
+    """
+    with PARSING:
+        for _ in range(TRIES):
+            try:
+                return ast.parse(text, mode=mode)
+            except SystemError:  # a thread that is none of ours
+                continue
+        return ast.parse(text, mode=mode)

@@ -1,0 +1,312 @@
+"""Passes put into a traced module, one after the other: each on a copied graph, with blocks made for each of its sites."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .. import extensions, quantised
+from ..capture.fake_tensors import no_collection, writable
+from ..capture.isolation import Unchanged
+from ..errors import ClashError, FxplugError, SpecError, shown
+from ..ir.containers import CodeInGraph, Container
+from ..ir.graph import Graph, copy_graph
+from ..ir.traced_module import TracedModule, class_names, shell
+from ..spec.pass_file import check_known, check_options, import_target, taken
+from ..spec.rules import Pass, Rule, is_target
+from .editor import Editor
+from .graft import BothModes, Traces
+from .matcher import find
+from .sites import Site, Sites, input_name, own_inputs
+
+
+def make_block(
+    tree: nn.Module, site: Site, p: Pass, owners: dict[Any, Any], weight: torch.Tensor | None
+) -> tuple[str, nn.Module]:
+    """The block of a site, put into the module tree; calls of one module share one, other rules and ports do not.
+
+    Sites of one tied parameter share one as well. `weight` says device and dtype where the site has no weights of its own.
+    """
+    rule = site.rule
+    kind = block_class(rule)
+    if rule.place == "param":
+        _check_numbers(site, p)
+        tied = (id(rule), id(site.parameter))
+        if tied in owners:
+            return owners[tied], tree.get_submodule(owners[tied])
+    first = name = ".".join(filter(None, [p.name, site.name, kind.__name__]))
+    owner_key = (id(rule), site.port.side, site.port.keys if not site.node else ())
+    number = 2
+    while owners.setdefault(name, owner_key) != owner_key:
+        name, number = f"{first}_{number}", number + 1
+    try:
+        return name, tree.get_submodule(name)
+    except AttributeError:
+        pass
+    try:
+        _check_options(kind, rule.options)
+        shares = rule.carries and rule.name in owners and "beside" in taken(kind.at, 1).names  # type: ignore[attr-defined]
+        beside = {"beside": owners[rule.name]} if shares else {}
+        block = _make(kind, site, weight, beside).train(tree.training)
+    except FxplugError as error:
+        text = getattr(error, "finding", str(error))
+        raise SpecError(f"{p.name}: {site.node or site.path or 'the model'}: {text}", where=rule.where) from error.__cause__
+    except Exception as error:  # the block's, which may be the user's
+        made = f"{kind.__name__}.at made no block: {type(error).__name__}: {error}"
+        raise SpecError(f"{p.name}: {site.node or site.path or 'the model'}: {made}", where=rule.where) from error
+    owner = tree
+    *parents, last = name.split(".")
+    for part in parents:
+        if part not in owner._modules:
+            owner._modules[part] = Container(("Added",))
+        owner = owner._modules[part]  # type: ignore[assignment]
+    owner._modules[last] = block
+    if rule.place == "param":
+        owners[tied] = name
+    if rule.carries:
+        owners[rule.name] = block
+    return name, block
+
+
+def _check_numbers(site: Site, p: Pass) -> None:
+    """Raises SpecError for a site whose parameter is packed, or whose layer cannot be opened for another one of it."""
+    if quantised.is_packed(site.parameter) or quantised.is_own_layer(site.module):
+        raise SpecError(
+            f"{p.name}: '{site.path}' is quantised ({quantised.described(site.module)}), and a pass that changes a parameter "
+            f"cannot change its '{site.port.keys[0]}': leave the layer out, or put something beside it, such as lora, ia3, ssf "
+            "or an adapter",
+            where=site.rule.where,
+        )
+
+
+def block_class(rule: Rule) -> type[nn.Module]:
+    """The class that a rule puts in. Raises SpecError for what is no class of blocks."""
+    assert rule.use is not None
+    kind = rule.use if isinstance(rule.use, type) else import_target(rule.use, rule.where)
+    if not isinstance(kind, type) or not issubclass(kind, nn.Module):
+        raise SpecError(f"'{rule.use}' is no module class: a block is an nn.Module", where=rule.where)
+    if not callable(getattr(kind, "at", None)):
+        raise SpecError(
+            f"block class '{kind.__name__}' has no classmethod 'at(site, **options)', which makes a block for a site",
+            where=rule.where,
+        )
+    return kind
+
+
+def _check_options(kind: Any, options: Mapping[str, Any]) -> None:
+    check_options(kind.at, options, kind.__name__, given=1, says="takes no option")
+    if getattr(kind, "hands_on", False):  # to its constructor, whose other parameters the site gives
+        own, at = taken(kind), taken(kind.at, 1)
+        known = dict.fromkeys([*(name for name in own.names if name not in own.required), *at.names])
+        check_known(options, known, f"{kind.__name__} takes no option")
+
+
+def _make(kind: type[nn.Module], site: Site, weight: torch.Tensor | None, beside: Mapping[str, Any]) -> nn.Module:
+    """A block on the device and, for floating-point weights, in the dtype of the weights around it."""
+    near = next((t for t in site.module.parameters() if t.is_floating_point()), weight)
+    device = torch.device("cpu") if near is None else near.device
+    with torch.device(device), torch.random.fork_rng(enabled=False):
+        block: nn.Module = kind.at(site, **site.rule.options, **beside)  # type: ignore[attr-defined]
+    if near is not None:
+        block.to(device)
+        # a layer of bitsandbytes calculates in a dtype of its own, and gives that of its input
+        given = site.x.dtype if quantised.is_own_layer(site.module) and site.x is not None else near.dtype
+        dtype = given if given.is_floating_point else near.dtype
+        for parameter in block.parameters():
+            if parameter.is_floating_point() and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+    return block
+
+
+def record(
+    gm: TracedModule, p: Pass, sites: list[Site], blocks: Mapping[int, tuple[str, nn.Module]]
+) -> dict[str, Any]:
+    """What a module remembers of a pass: plain values, saved with it."""
+    named = [(s, blocks.get(id(s), ("", None))) for s in sites]
+    made_new = all(spec.get("neutral") and is_target(spec["use"]) for spec in p.networks.values())
+    return {
+        "name": p.name,
+        "about": p.about,
+        "params": _plain(dict(p.params)),
+        "lr": p.lr,
+        "weight_decay": p.weight_decay,
+        "train": p.train,
+        "neutral": made_new and not p.loads and all(getattr(block, "neutral", False) for _, (_, block) in named),
+        "sites": [
+            {"path": s.node or s.path, "place": s.rule.place, "block": name, **_apart(s), **_param(s), **_bank(s, block)}
+            for s, (name, block) in named
+        ],
+        "slots": p.slots,
+        "inputs": [input_name(gm, p, name) for name in own_inputs(gm, p)],
+        "networks": list(p.networks),
+    }
+
+
+def _apart(site: Site) -> dict[str, Any]:
+    """Whether a block is beside one call of several only, or reads something else than its region does: no adapter file says
+    so."""
+    one = any("@" in pattern for pattern in site.rule.match.patterns)
+    other = site.rule.place == "after" and tuple(site.rule.args[:2]) not in (("x", "y"), ("y",))
+    return {"apart": True} if one or other else {}
+
+
+def _param(site: Site) -> dict[str, Any]:
+    """Which parameter a block maps, where that is not the weight."""
+    name = str(site.port.keys[0]) if site.port.side == "param" else "weight"
+    return {} if name == "weight" else {"param": name}
+
+
+def _bank(site: Site, block: nn.Module | None) -> dict[str, Any]:
+    found: Any = block
+    turned = {"transposed": True} if quantised.is_transposed(site.module) else {}
+    return {"bank": {**found.bank(), **turned, **_param(site)}} if getattr(block, "slots", 0) else {}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, torch.Tensor):
+        return f"Tensor {list(value.shape)}"
+    if isinstance(value, (nn.Module, type)):
+        return (value if isinstance(value, type) else type(value)).__name__
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def check_traced(gm: Any) -> None:
+    """Raises SpecError for what passes cannot be applied to: a lowered module would be saved without them."""
+    if not isinstance(gm, TracedModule):
+        raise SpecError(f"apply takes a traced module, not {type(gm).__name__}: fxplug.trace(model, inputs) makes one")
+    if "source" in gm.meta:
+        raise SpecError("this module is lowered already: apply passes to what it was made from, meta['source'], and lower that")
+
+
+def apply(gm: TracedModule, *passes: Pass | Sites) -> TracedModule:
+    """The module that the passes make of `gm`, which stays as it was.
+
+    Graph and module tree are copied, weights are shared. The passes run in the order given and each sees what the former
+    left; all sites of a pass are found before any edit, or are given as `find` found them. New parameters live under
+    `<pass>.<path of the site>.<BlockClass>`.
+
+    Raises MatchError, ClashError or SpecError, with the pass's file and line; nothing is changed then.
+    """
+    check_traced(gm)
+    with no_collection(), writable():
+        for p in passes:
+            gm = _apply(gm, p)
+    return gm
+
+
+def _apply(gm: TracedModule, given: Pass | Sites) -> TracedModule:
+    if isinstance(given, Sites):
+        given.check(gm)
+    elif not isinstance(given, Pass):
+        raise SpecError(
+            f"apply takes passes, or sites as find gave them, not {shown(given)}: fxplug.load_pass reads a pass; to leave "
+            "sites out, take them out of the list itself: sites[:] = [...]"
+        )
+    p = given.p if isinstance(given, Sites) else given
+    applied = gm.meta.get("passes", [])
+    if p.name in {entry["name"] for entry in applied}:
+        raise ClashError(
+            f"pass '{p.name}' is already applied here; give the second one a name of its own (name: {p.name}_2) "
+            "if both are wanted"
+        )
+    if p.name in dict(gm.named_children()) or hasattr(TracedModule, p.name) or (p.slots and p.name == "adapters"):
+        raise ClashError(f"the model has a module or method '{p.name}' of its own; give the pass another name (name: ...)")
+    sites = given if isinstance(given, Sites) else find(gm, given)
+    host, gm, p = gm, sites.joined, sites.p
+    tree = shell(gm)
+    owners: dict[Any, Any] = {}
+    first = next((t for t in gm.parameters() if t.is_floating_point()), None)
+    # in the order of the model's modules, as other libraries make theirs: one seed draws the same weights
+    order = {name: index for index, (name, _) in enumerate(gm.named_modules(remove_duplicate=False))}
+    made = sorted(sites, key=lambda site: order.get(site.path.partition("@")[0], len(order)))
+    with _looked_at(gm, p, sites):
+        blocks = {id(site): make_block(tree, site, p, owners, first) for site in made if site.rule.use is not None}
+        modes, traces = dict(gm.graphs), Traces()
+        try:
+            graphs = _edited(modes, tree, gm, p, traces, sites, blocks)
+        except BothModes:  # what is put in tells training from evaluation, which the model itself does not
+            one = next(iter(modes.values()))
+            graphs = _edited({True: one, False: one}, tree, gm, p, traces, sites, blocks)
+    new = gm.derived(tree, graphs, passes=[*applied, record(gm, p, sites, blocks)])
+    left = {(str(site.port), site.node) for site in sites} if isinstance(given, Sites) else None
+    new.made_by(partial(_again, replace(p, loads=()), left), host)
+    if p.loads:
+        extensions.need_hook("fill_slots", "adapters")(new, p)
+    return new
+
+
+def _again(p: Pass, left: set[tuple[str, str]] | None, gm: TracedModule) -> TracedModule:
+    """The same pass on another graph of the model, at the same places. Raises MatchError."""
+    sites = find(gm, p)
+    if left is not None:
+        sites[:] = [site for site in sites if (str(site.port), site.node) in left]
+    return _apply(gm, sites)
+
+
+@contextmanager
+def _looked_at(gm: TracedModule, p: Pass, sites: list[Site]) -> Iterator[None]:
+    """Let blocks look at the model while they are made. Raises SpecError for what they do to it, which is taken back."""
+    kinds = {site.rule.use: block_class(site.rule).__module__ for site in sites if site.rule.use is not None}
+    if all(module.startswith("fxplug.blocks.") for module in kinds.values()):
+        yield
+        return
+    before = Unchanged(gm)
+    changed: dict[str, list[str]] = {}
+    try:
+        with before:
+            yield
+    except Exception as error:  # a block's, which may be the user's
+        if (called := _called(error)) is None:
+            raise
+        path = next((k for k, m in gm.named_modules() if m is called), None)
+        paths = [path] if path is not None else [k for k, m in gm.named_modules() if class_names(m) == called.classes][:3]
+        raise SpecError(
+            f"{p.name}: a block calls {called.classes[0]}{' (' + paths[0] + ')' if paths else ''}, a part of the model whose "
+            f"code is in the graph by now: keep that part whole when the model is traced, leaf: {paths or '[its path]'}",
+            where=sites[0].rule.where,
+        ) from error
+    finally:
+        changed = before.undo()
+    if changed:
+        path, names = next(iter(changed.items()))
+        at = next((site for site in sites if site.path.partition("@")[0] == path), sites[0])
+        kind = block_class(at.rule).__name__ if at.rule.use is not None else "a block"
+        more = f" and {len(changed) - 1} modules more" if len(changed) > 1 else ""
+        raise SpecError(
+            f"{p.name}: {kind} at '{at.node or at.path}' changes the model that it is made for: {', '.join(names)} of "
+            f"'{path}'{more}; a block changes values, in its forward: put it before or after the module, or in its place, or "
+            "change the model before it is traced",
+            where=at.rule.where,
+        )
+
+
+def _called(error: BaseException | None) -> Container | None:
+    """The part of a traced model whose call an error came of."""
+    while error is not None and not isinstance(error, CodeInGraph):
+        error = error.__cause__ or error.__context__
+    return error.module if error is not None else None
+
+
+def _edited(
+    modes: Mapping[bool, fx.Graph],
+    tree: nn.Module,
+    gm: TracedModule,
+    p: Pass,
+    traces: Traces,
+    sites: list[Site],
+    blocks: Mapping[int, tuple[str, nn.Module]],
+) -> dict[bool, Graph]:
+    graphs = {mode: copy_graph(graph) for mode, graph in modes.items()}
+    for mode, graph in graphs.items():
+        Editor(graph, mode, len(graphs), tree, gm, p, traces).run(sites, blocks)
+    return graphs

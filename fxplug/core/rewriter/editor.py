@@ -1,0 +1,345 @@
+"""One graph edited at the sites of a pass: the rewrite layer's centre."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx, nn
+
+from ..errors import ClashError, MatchError, SpecError
+from ..ir import ops
+from ..ir.graph import Graph, erase, erase_unused, insert, meta_of, rewire
+from ..ir.regions import find_input, find_output, members, source
+from ..ir.traced_module import TracedModule, shell
+from ..spec.addresses import Port, identifier
+from ..spec.rules import Pass
+from ..torch_internals.modules import is_erased
+from .graft import Graft, OpenedGraph, Traces, head
+from .matcher import fill, reads
+from .sites import (
+    Site,
+    Slot,
+    backward,
+    behind,
+    check_flow,
+    check_order,
+    flat_ports,
+    in_order,
+    map_ports,
+    needed,
+    nodes_in,
+    same_structure,
+    structure,
+    unlooped,
+)
+
+ROOT = {"": ("", "")}  # the nn_module_stack of what passes put in
+
+
+class Editor(OpenedGraph):
+    """One pass on one copied graph."""
+
+    def __init__(
+        self, graph: Graph, mode: bool, modes: int, tree: nn.Module, gm: TracedModule, p: Pass, traces: Traces
+    ) -> None:
+        super().__init__(graph, mode, modes, tree, gm, p, traces)
+        self.earlier: dict[str, tuple[str, str, str]] = {}  # region: a pass with a block at or below it, where, and the place
+        for entry in gm.meta.get("passes", []):
+            for site in entry["sites"]:
+                parts = site["path"].split(".")
+                for n in range(len(parts) + 1):
+                    self.earlier.setdefault(".".join(parts[:n]), (entry["name"], site["path"], site["place"]))
+        self.by_name: dict[str, fx.Node] = {node.name: node for node in graph.nodes}
+        self.kept: dict[str, Any] = {}
+
+    def run(self, sites: list[Site], blocks: Mapping[int, tuple[str, nn.Module]]) -> None:
+        """Put in blocks, by the id of their site, where this graph has the site. Raises MatchError for what flows backward."""
+        here = [site for site in sites if self.present(site)]
+        carried: dict[str, nn.Module] = {}
+        if any(site.rule.carries for site in here):
+            here = in_order(self.graph, self.regions, here)
+        for site in here:
+            if site.rule.place == "param":
+                self.map_parameter(site, *blocks[id(site)])
+            else:
+                self.insert(site, blocks.get(id(site)))
+            if site.rule.carries:
+                carried[str(site.rule.name)] = blocks[id(site)][1]
+        for name, last in carried.items():
+            if (ended := getattr(last, "ended", None)) is not None:
+                ended(self.kept[name])
+        check_flow(self.graph, self.p.name)
+        self.graph.lint()
+
+    def present(self, site: Site) -> bool:
+        """Whether this graph has the site: a region that runs in training only is in one of two graphs."""
+        return site.node in self.by_name if site.node else site.rule.place == "param" or site.path in self.regions.by_key
+
+    # --- putting a block in
+
+    def insert(self, site: Site, made: tuple[str, nn.Module] | None) -> None:
+        """Put one block in: call it with its arguments behind the last of them, and give its result to the users."""
+        rule = site.rule
+        stacked = self.stacked(site)
+        if rule.place == "replace" and not site.node and self.regions.by_key[site.path].leaf is not None:
+            self.add_edges(self.regions.by_key[site.path])
+        slots = self.slots(site)
+        args = [self.argument(site, index, slots) for index in range(len(rule.args))]
+        if stacked and rule.combine == "chain" and not any(item in ("y", "y[:]") for item in rule.args):
+            args = [slots[0][1].value if item == "x" else arg for item, arg in zip(rule.args, args, strict=True)]
+        last = behind([*nodes_in(args), *(slot.value for _, slot in slots)], [slot for _, slot in slots])
+        result, new = (args[0], []) if made is None else self.call(site, *made, args, last, slots)
+        if rule.name is not None:
+            result, kept = (self.member(result, i, new) for i in (0, 1))
+            self.kept[fill(rule.name, site.caught)] = kept
+        self.check_structure(site, result)
+        taken: set[fx.Node] = set()
+        for keys, slot in slots:
+            value = result
+            for key in keys:
+                value = self.member(value, key, new)
+            if value is slot.value or value is slot.only:
+                continue
+            reading: set[fx.Node] = unlooped(slot, value) if made is None else set()
+            check_order(site, slot, args, value if made is None else last, reading)
+            if stacked and rule.combine == "sum":
+                value = self.node("call_function", operator.add, (slot.value, value), site, max(slot.value, value))
+            elif value not in new or value in taken:  # a name of its own: it is also something else
+                known = meta_of(value)
+                value = self.node("call_function", ops.edge, (value,), site, max(value, slot.value))
+                value.meta.update(known)
+            taken.add(value)
+            new.append(value)
+            if "shape" not in value.meta:  # a block that was traced knows its own
+                value.meta.update(meta_of(slot.value))
+            slot.put(value, {*new, *reading})
+            if slot.only is None:
+                value.meta["behind"] = slot.value.name
+                self.behind[slot.value.name] = value
+        if rule.place == "replace" and not stacked:
+            self.drop(site)
+
+    def call(
+        self, site: Site, name: str, block: nn.Module, args: list[Any], last: fx.Node, slots: list[tuple[Any, Slot]]
+    ) -> tuple[Any, list[fx.Node]]:
+        """A block called behind `last`: its result, and the nodes that are new."""
+        if getattr(block, "inline", False):
+            return self.inlined(site, name, block, args, last)
+        node = self.node("call_module", name, tuple(args), site, last, identifier(name), type(block).__name__)
+        if slots:
+            node.meta.update(meta_of(slots[0][1].value))
+        return node, [node]
+
+    def inlined(
+        self, site: Site, name: str, block: nn.Module, args: list[Any], last: fx.Node
+    ) -> tuple[Any, list[fx.Node]]:
+        """A block whose own code is put in, so that a saved graph needs no class of its."""
+        where = f"{site.rule.where}: " if str(site.rule.where) else ""
+        what = f"{where}{self.p.name}: {type(block).__name__} at '{site.node or site.path or 'the model'}'"
+        sub = self.traces.of(block, args, {}, what)
+        owner, _, last_name = name.rpartition(".")
+        own = shell(sub)
+        self.tree.get_submodule(owner)._modules[last_name] = own
+        graft = Graft(self.graph, name, name, ROOT, self.made_by(site, type(block).__name__), after=last)
+        graft.base = {**self.traces.taken_from_base(own, self.tree), **self.traces.at_home(name, block, own, self.tree)}
+        inputs = inspect.signature(block.forward).bind(*args)
+        inputs.apply_defaults()
+        return graft.put(self.of_mode(sub), inputs.arguments), graft.nodes
+
+    def node(
+        self, op: str, target: Any, args: Any, site: Site, after: fx.Node, name: str | None = None, block: str = ""
+    ) -> fx.Node:
+        """A new node behind another, which says which pass put it in."""
+        meta = {"nn_module_stack": ROOT, "pass": self.made_by(site, block)}
+        return insert(self.graph, op, target, args, after=after, name=name, meta=meta)
+
+    def made_by(self, site: Site, block: str) -> dict[str, Any]:
+        """What a node says about the pass that put it in."""
+        rule = site.rule
+        return {
+            "name": self.p.name,
+            "site": site.node or site.path,
+            "place": rule.place,
+            "block": block,
+            "where": rule.where.portable,
+        }
+
+    def member(self, value: Any, key: int | str, new: list[fx.Node]) -> Any:
+        """A member of a block's result, which is a node or nested nodes."""
+        if not isinstance(value, fx.Node):
+            return value[key] if not isinstance(value, Mapping) or key in value else getattr(value, str(key))
+        after = value
+        while after.next in value.users:
+            after = after.next
+        meta = meta_of(value, "pass", "nn_module_stack", "shape", "dtype")
+        item = insert(self.graph, "call_function", operator.getitem, (value, key), after=after, meta=meta)
+        new.append(item)
+        return item
+
+    def check_structure(self, site: Site, result: Any) -> None:
+        """Refuse a result that is nested otherwise than the value it takes the place of."""
+        if isinstance(result, fx.Node) and result.op == "call_module":
+            return  # what a block returns that is called is known when it runs
+        tree = members(self.regions, site.port) if site.port.whole else site.port
+        if not same_structure(result, tree):
+            where = f"{site.rule.where}: " if str(site.rule.where) else ""
+            raise SpecError(
+                f"{where}{self.p.name}: '{site.node or site.port}' is {structure(tree)}, and what takes its place is "
+                f"{structure(result)}: return the same structure"
+            )
+
+    # --- the places that are changed
+
+    def stacked(self, site: Site) -> bool:
+        """Whether a replacement meets one that is there already. Raises ClashError where the two cannot be combined."""
+        if site.rule.place != "replace" or site.node:
+            return False
+        path = site.path.partition("@")[0]
+        if path in self.regions.replaced:
+            if site.rule.combine is None:
+                name, _ = self.regions.replaced[path]
+                raise ClashError(
+                    f"{self.p.name}: '{site.path}' is replaced by pass '{name}' already: narrow one of the two passes, or say "
+                    "in the rule what both give, combine: sum (their sum) or combine: chain (one after the other)"
+                )
+            return True
+        if site.path in self.earlier:
+            name, inner, place = self.earlier[site.path]
+            raise ClashError(
+                f"{self.p.name}: '{inner}' has a block of pass '{name}' ({place}) and cannot be replaced: "
+                "narrow one of the two passes"
+            )
+        return False
+
+    def slots(self, site: Site) -> list[tuple[tuple[int | str, ...], Slot]]:
+        """The places where the values that a site changes are written, with their keys in what the block returns."""
+        if site.node:
+            node = self.by_name[site.node]
+            if site.rule.place == "before":
+                value = next(a for a in node.all_input_nodes if "shape" in a.meta)
+                return [((), Slot(value, node))]
+            return [((), Slot(self.newest(node)))]
+        if not site.port.whole:
+            return [((), self.slot(site.port))]
+        return [(keys, self.slot(port)) for keys, port in flat_ports(members(self.regions, site.port))]
+
+    def slot(self, port: Port) -> Slot:
+        """Where the value at a port is written: all its users, or the one argument or edge that the port is."""
+        region = self.regions.by_key[port.path]
+        if port.side == "in":
+            _, index, reader = find_input(self.regions, region, port)
+            given = reader.args[0] if region.leaf is None else [*reader.args, *reader.kwargs.values()][index]
+            assert isinstance(given, fx.Node)
+            return Slot(given, reader, None if region.leaf is None else index)
+        node = find_output(self.regions, region, port)
+        if region.leaf is None:
+            read = node.args[0]
+            assert isinstance(read, fx.Node)
+            return Slot(read, node)
+        return Slot(self.newest(node))
+
+    # --- what a block is called with
+
+    def argument(self, site: Site, index: int, slots: list[tuple[Any, Slot]]) -> Any:
+        """The value of one of a rule's arguments as it is now: a node, or nodes in the structure of a whole value."""
+        value = site.args[index]
+        if value.kind == "changed":
+            return slots[0][1].value
+        if value.kind == "kept":
+            if value.address not in self.kept:
+                if site.rule.carries and value.address == site.rule.name:
+                    return None
+                raise MatchError(f"{self.p.name}: '{value.address}' is used before the rule that keeps it: put that rule first")
+            return self.kept[value.address]
+        assert value.port is not None
+        if value.kind == "operand":
+            node: fx.Node = self.by_name[site.node]
+            given = [a for a in node.all_input_nodes if "shape" in a.meta]
+            if value.port.whole:
+                return tuple(given)
+            return node if value.port.side == "out" else given[int(value.port.keys[0]) if value.port.keys else 0]
+        return self.value_at(value.port, site)
+
+    def value_at(self, port: Port, site: Site) -> Any:
+        """The value at a port as it is now: of a parameter, of one port, or of all that a whole one has."""
+        if port.side == "param":
+            return self.parameter(port)
+        if port.whole:
+            return map_ports(members(self.regions, port), lambda one: self.now(one, site))
+        return self.now(port, site)
+
+    def now(self, port: Port, site: Site) -> fx.Node:
+        """The value at a port, with the blocks that are there already.
+
+        At the edge that the site changes it is the value before the edge, which then takes the block's result.
+        """
+        node = source(self.regions, port)
+        region = self.regions.by_key[port.path]
+        if region.leaf is not None:
+            return self.newest(node) if port.side == "out" else node
+        if port.path == site.path and port.side == site.port.side:
+            node = find_input(self.regions, region, port)[2] if port.side == "in" else node
+            assert isinstance(node.args[0], fx.Node)
+            return node.args[0]
+        return node
+
+    def parameter(self, port: Port) -> fx.Node:
+        """A parameter as it is now: what a block made of it, or a node at the head of the graph that reads it."""
+        if (mapped := self.behind.get(f"param:{port.path}.{port.keys[0]}")) is not None:
+            return mapped
+        name = f"{port.path}.{port.keys[0]}".lstrip(".")
+        meta = {**meta_of(self.tree.get_parameter(name)), "nn_module_stack": ROOT, "pass": {"name": self.p.name}}
+        return insert(self.graph, "get_attr", name, after=head(self.graph), name=identifier(name), meta=meta)
+
+    # --- parameters
+
+    def map_parameter(self, site: Site, name: str, block: nn.Module) -> None:
+        """Let a block map a parameter before it is used: the code of a leaf that holds it comes into the graph."""
+        path, own = site.port.path, str(site.port.keys[0])
+        full = f"param:{path}.{own}"
+        for region in self.regions.calls.get(path, []):
+            if region.leaf is not None:
+                self.open(region, own)
+        if full in self.behind:
+            value: fx.Node | None = self.behind[full]
+            users = [(self.behind[full], user) for user in self.behind[full].users]
+        else:
+            users = reads(self.regions, path, own)
+            value = min(node for node, _ in users) if users else None
+        if value is None:
+            return  # this graph does not read it
+        slot = Slot(value)
+        args = [self.argument(site, index, [((), slot)]) for index in range(len(site.args))]
+        last = max(nodes_in(args))
+        shared = self.behind.get(f"block:{name}")
+        if shared is not None and all(shared < user for _, user in users):
+            result = shared
+        else:
+            result, new = self.call(site, name, block, args, last, [((), slot)])
+            if not isinstance(result, fx.Node) or result not in new:
+                result = self.node("call_function", ops.edge, (result,), site, last)
+            result.meta.update(meta_of(value))
+            result.meta["behind"] = full
+            self.behind[f"block:{name}"] = result
+        early = [user for _, user in users if user <= result]
+        if early:
+            raise backward(site, args, last, "the parameter is read first", early)
+        for node, user in users:
+            rewire(user, {node: result})
+        self.behind[full] = result
+
+    # --- what goes
+
+    def drop(self, site: Site) -> None:
+        """Erase what was replaced and nothing uses any more: an operation, or the nodes of a region."""
+        if site.node:
+            erase_unused([self.by_name[site.node]])
+            return
+        inside = [node for node in self.inside.get(site.path, []) if not is_erased(node)]
+        keep = needed(inside)
+        erase(node for node in inside if node not in keep)
+
+

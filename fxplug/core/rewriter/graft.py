@@ -1,0 +1,332 @@
+"""One graph put into another: the networks of passes, blocks that are traced, leaves that are opened."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..capture.tracer import trace
+from ..errors import SpecError, TraceError
+from ..ir import ops
+from ..ir.containers import Container, children, leaves, plain_attributes, rebuilt
+from ..ir.graph import ENTRY, Graph, insert, meta_of, redirect
+from ..ir.regions import Region, Regions, added
+from ..ir.traced_module import MODES, TracedModule, code_when_asked
+from ..spec.addresses import Port, identifier
+from ..spec.rules import Pass
+from ..torch_internals.tensors import memory_id
+from .sites import Slot, hand_over
+
+CHECKS = ENTRY  # of the inputs, which are the host's values here
+
+
+def traced(module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -> TracedModule:
+    """A module's graph for values of a host graph, whose shapes stand for them. Raises TraceError that says `what` it was."""
+    if isinstance(module, TracedModule):
+        return module
+    try:
+        with code_when_asked():  # its nodes are put into another graph
+            return trace(module, map_nodes(args, _example), map_nodes(kwargs, _example))
+    except (TraceError, SpecError) as error:
+        raise type(error)(f"{what}: {error}") from error
+    except Exception as error:  # the network's or torch's
+        shapes = ", ".join(f"{n.name} {list(n.meta['shape'])}" for n in leaves((args, kwargs)) if isinstance(n, fx.Node))
+        raise TraceError(f"{what} fails on {shapes or 'its inputs'}: {type(error).__name__}: {error}") from error
+
+
+def _example(node: fx.Node) -> Any:
+    if "shape" not in node.meta:
+        raise TraceError(f"the value '{node.name}' is no tensor of a known shape")
+    return torch.empty(node.meta["shape"], dtype=node.meta["dtype"], device="meta")
+
+
+def map_nodes(value: Any, function: Any) -> Any:
+    """A nested value with each node replaced by `function(node)`."""
+    if isinstance(value, fx.Node):
+        return function(value)
+    found = children(value)
+    if found is None:
+        return value
+    if isinstance(value, slice):
+        return value
+    return rebuilt(value, {key: map_nodes(member, function) for key, member in found})
+
+
+class Traces:
+    """The graphs of blocks and leaves that are put into graphs, each traced once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[nn.Module, TracedModule]] = {}  # with the module, whose id may be a part of the key
+        self._base: dict[tuple[Any, ...], str] = {}
+        self._homes: dict[int, str] = {}
+
+    def of(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any], what: str) -> TracedModule:
+        """The trace of a module for values of these shapes. Leaves that differ in their weights alone share one."""
+        rows = map_nodes((args, dict(kwargs)), lambda n: (tuple(n.meta.get("shape", ())), n.meta.get("dtype")))
+        own: Any = id(module)
+        if not module._modules and type(module).__module__.startswith("torch.nn."):
+            tensors = {**module._parameters, **module._buffers}
+            shapes = tuple((k, None if t is None else (tuple(t.shape), t.dtype)) for k, t in tensors.items())
+            own = (type(module), repr(sorted(plain_attributes(module).items())), shapes, module.training)
+        key = (own, repr(rows))
+        if key not in self._known:
+            self._known[key] = module, traced(module, args, kwargs, what)
+        return self._known[key][1]
+
+    def at_home(self, name: str, block: nn.Module, own: nn.Module, tree: nn.Module) -> dict[str, str]:
+        """What is in a module that another block has too, with its names in that one; `own` has it no longer.
+
+        `own` is the tree of the block's trace, which stands at `name` in `tree`. A module stands in the first block that has
+        it, with what all of them call.
+        """
+        found = {}
+        for child, module in block.named_children():
+            home = self._homes.setdefault(id(module), f"{name}.{child}")
+            if home == f"{name}.{child}":
+                continue
+            _move(own.get_submodule(child), tree.get_submodule(home), module)
+            if not any(True for _ in own.get_submodule(child).buffers()):
+                del own._modules[child]
+            inside = [*module.named_modules(), *module.named_parameters(), *module.named_buffers()]
+            found.update({f"{child}.{key}": f"{home}.{key}" for key, _ in inside})
+        return found
+
+    def taken_from_base(self, own: nn.Module, tree: nn.Module) -> dict[str, str]:
+        """Those constants of a trace that are weights of the model, with the model's names; `own` has them no longer.
+
+        A block that reads the layer it was made for (`site.module.weight`) finds the layer's own weight that way.
+        """
+        if not self._base:
+            rows = [*tree.named_parameters(remove_duplicate=False), *tree.named_buffers(remove_duplicate=False)]
+            self._base = {_memory(tensor): name for name, tensor in reversed(rows)}
+        found = {}
+        for name, tensor in list(own.named_buffers()):
+            path, _, last = name.rpartition(".")
+            owner = own.get_submodule(path)
+            if last in owner._non_persistent_buffers_set and _memory(tensor) in self._base:
+                found[name] = self._base[_memory(tensor)]
+                del owner._buffers[last]
+                owner._non_persistent_buffers_set.discard(last)
+        return found
+
+
+def _move(own: nn.Module, home: nn.Module, module: nn.Module) -> None:
+    """Take out of a tree what `module` has, and let `home` have the layers that it calls; constants of the trace stay."""
+    own._parameters.clear()
+    for key in module._buffers:
+        own._buffers.pop(key, None)
+    for key, child in module._modules.items():
+        here, there = own._modules.get(key), home._modules.get(key)
+        if child is None or here is None or there is None:
+            continue
+        if isinstance(here, Container):
+            _move(here, there, child)
+        else:
+            home._modules[key] = own._modules.pop(key)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What tells the memory of a tensor, on the meta device too: a detached one has the same."""
+    return memory_id(tensor.untyped_storage()), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
+class Graft:
+    """A graph that is copied into `host`: its modules lie at `path`, its regions begin with `key`.
+
+    Every node runs as soon as its inputs are there, in the order of the graph it comes from, not before `after`. With
+    `edges` the root's own edges come along, which make its inputs and results ports of the region `key`.
+    """
+
+    def __init__(
+        self,
+        host: Graph,
+        path: str,
+        key: str,
+        stack: Mapping[str, Any],
+        made_by: Mapping[str, Any],
+        after: fx.Node | None = None,
+        edges: bool = False,
+    ) -> None:
+        self.host, self.path, self.key, self.stack, self.made_by = host, path, key, dict(stack), dict(made_by)
+        self.cursor = after
+        self.edges = edges
+        self.values: dict[fx.Node, Any] = {}
+        self.nodes: list[fx.Node] = []
+        self.base: dict[str, str] = {}  # constants that are weights of the host
+
+    def put(self, graph: fx.Graph, inputs: Mapping[str, Any]) -> Any:
+        """Copy the nodes of a graph in; gives its result, nested as it is, in nodes of the host."""
+        result = None
+        given = [n for n in leaves(dict(inputs)) if isinstance(n, fx.Node)]
+        if given and any(n.target in MODES for n in graph.nodes if n.op == "call_function"):
+            self.cursor = max([*given, *([self.cursor] if self.cursor is not None else [])])
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = inputs[str(node.target).lstrip("*")]
+            elif node.op == "output":
+                result = self.mapped(node.args[0])
+            elif node.op == "call_function" and node.target in CHECKS:
+                continue
+            else:
+                self.values[node] = self.copied(node)
+        return result
+
+    def mapped(self, value: Any) -> Any:
+        """A nested value of the graph that is copied, in nodes of the host."""
+        return fx.node.map_arg(value, lambda n: self.values[n])
+
+    def copied(self, node: fx.Node) -> Any:
+        """What stands for a node in the host: a copy of it, or the value itself for an edge or an item that needs none."""
+        port = node.meta.get("port")
+        args, kwargs = self.mapped(node.args), self.mapped(node.kwargs)
+        if node.target is operator.getitem and not isinstance(args[0], fx.Node):
+            return args[0][args[1]]
+        at_root = port is not None and not port.path and node.target is ops.edge
+        if node.target is ops.edge and (not isinstance(args[0], fx.Node) or (at_root and not self.edges)):
+            return args[0]
+        inner = [a for a in leaves((args, kwargs)) if isinstance(a, fx.Node)]
+        inner = [*inner, *_in_slices((args, kwargs))]
+        anchors = inner if at_root else [*inner, *([self.cursor] if self.cursor is not None else [])]
+        anchor = max(anchors) if anchors else head(self.host)
+        target = node.target
+        if node.op in ("get_attr", "call_module"):
+            target = self.base.get(str(target)) or f"{self.path}.{target}"
+        inside = {self.joined(k): (f"{self.path}.{v[0]}", v[1]) for k, v in node.meta["nn_module_stack"].items() if k}
+        meta = {**node.meta, "pass": self.made_by, "nn_module_stack": {**self.stack, **inside}}
+        if port is not None:
+            meta["port"] = Port(self.joined(port.path), port.side, port.keys)
+        name = f"{identifier(self.key)}_{node.name}"
+        new = insert(self.host, node.op, target, args, kwargs, after=anchor, name=name, meta=meta)
+        if not at_root:
+            self.cursor = new
+        self.nodes.append(new)
+        return new
+
+    def joined(self, key: str) -> str:
+        """The key of a region of the graph that is put in, in the host."""
+        base, _, call = self.key.partition("@")
+        inner, _, inner_call = key.partition("@")
+        calls = "_".join(filter(None, [call, inner_call]))
+        return ".".join(filter(None, [base, inner])) + (f"@{calls}" if calls else "")
+
+
+def _in_slices(value: Any) -> list[fx.Node]:
+    """The nodes in slices, which are no containers."""
+    if isinstance(value, slice):
+        return [n for n in (value.start, value.stop, value.step) if isinstance(n, fx.Node)]
+    found = children(value)
+    return [] if found is None else [n for _, member in found for n in _in_slices(member)]
+
+
+def head(graph: fx.Graph) -> fx.Node:
+    """The last of the nodes that a graph begins with: its inputs."""
+    last: fx.Node = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    return last
+
+
+class BothModes(Exception):
+    """What is put in differs between training and evaluation, and the graph so far does not."""
+
+
+class OpenedGraph:
+    """One graph while a pass is put in, with its regions, and what stands behind each value by now."""
+
+    def __init__(
+        self, graph: Graph, mode: bool, modes: int, tree: nn.Module, gm: TracedModule, p: Pass, traces: Traces
+    ) -> None:
+        self.graph, self.mode, self.modes = graph, mode, modes
+        self.tree, self.p, self.traces = tree, p, traces
+        self.regions = Regions(graph, gm)
+        self.behind: dict[str, fx.Node] = {n.meta["behind"]: n for n in graph.nodes if "behind" in n.meta}
+
+    def of_mode(self, sub: TracedModule) -> fx.Graph:
+        """The graph of a traced block for this mode. Raises BothModes where the block has more modes than the model."""
+        if len(sub.graphs) > self.modes:
+            raise BothModes
+        return sub.graphs.get(self.mode) or next(iter(sub.graphs.values()))
+
+    def newest(self, node: fx.Node) -> fx.Node:
+        """What the users of a leaf's result see now: the result of the last block put behind it."""
+        while node.name in self.behind:
+            node = self.behind[node.name]
+        return node
+
+    def open(self, region: Region, parameter: str) -> None:
+        """Put a leaf's own code in the place of its call."""
+        leaf = region.leaf
+        assert leaf is not None
+        module = self.tree.get_submodule(region.path)
+        self.add_edges(region)
+        args, kwargs = list(leaf.args), dict(leaf.kwargs)
+        what = f"{self.p.name}: '{region.path}' ({type(module).__name__}), opened for its parameter '{parameter}',"
+        sub = self.traces.of(module, args, kwargs, what)
+        known = {name for name, _ in module.named_buffers()}
+        for name, constant in sub.named_buffers():
+            if name not in known:
+                owner, _, last = name.rpartition(".")
+                module.get_submodule(owner).register_buffer(last, constant, persistent=False)
+        stack = leaf.meta["nn_module_stack"]
+        made_by = {"name": self.p.name, "site": region.key, "place": "param", "block": "", "region": True}
+        graft = Graft(self.graph, region.path, region.key, stack, made_by, after=leaf)
+        inputs = inspect.signature(module.forward).bind(*args, **kwargs)
+        inputs.apply_defaults()
+        result = graft.put(self.of_mode(sub), inputs.arguments)
+        for node in graft.nodes:
+            if node.op == "get_attr":
+                self.regions.readers.setdefault(str(node.target), []).append(node)
+        self.now_inside(graft.nodes)
+        hand_over(leaf, result)
+
+    def add_edges(self, region: Region) -> None:
+        """Make a leaf a region with edges of its own, so that its place stays when its call goes."""
+        leaf = region.leaf
+        assert leaf is not None
+        stack = leaf.meta["nn_module_stack"]
+        inputs, outputs = self.regions.in_ports(region), self.regions.out_ports(region)
+        region.leaf, region.inputs, region.outputs = None, [], []
+        leaf.meta.pop("port")
+        for port, index, _ in inputs:
+            given = [*leaf.args, *leaf.kwargs.values()][index]
+            assert isinstance(given, fx.Node)
+            edge = self.edge(given, port, index, stack, before=leaf)
+            if not region.inputs:
+                edge.meta["call"] = tuple(None if isinstance(v, fx.Node) else v for v in leaf.args)
+                edge.meta["named"] = {k: None if isinstance(v, fx.Node) else v for k, v in leaf.kwargs.items()}
+            Slot(given, leaf, index).put(edge, set())
+            region.inputs.append((port, index, edge))
+        for port, node in outputs:
+            value = self.newest(node)
+            edge = self.edge(value, port, 0, stack)
+            redirect(value, edge)
+            region.outputs.append((port, edge))
+        self.now_inside([*(edge for _, _, edge in region.inputs), *(edge for _, edge in region.outputs)])
+
+    def edge(
+        self, value: fx.Node, port: Port, index: int, stack: dict[str, Any], before: fx.Node | None = None
+    ) -> fx.Node:
+        """A new edge, behind its value or before a node: the port of a region."""
+        name = identifier("_".join([port.path, *(["in"] if port.side == "in" else ["out"]), *map(str, port.keys)]))
+        meta = {**meta_of(value), "port": port, "index": index, "nn_module_stack": stack}
+        return insert(self.graph, "call_function", ops.edge, (value,), after=value, before=before, name=name, meta=meta)
+
+    @cached_property
+    def inside(self) -> dict[str, list[fx.Node]]:
+        """The nodes of regions by the regions around them."""
+        found: dict[str, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            if not added(node) and node.op not in ("placeholder", "output"):
+                for key in node.meta.get("nn_module_stack", {}):
+                    found.setdefault(key, []).append(node)
+        return found
+
+    def now_inside(self, nodes: list[fx.Node]) -> None:
+        """Note nodes that were put into regions."""
+        for node in nodes:
+            for key in node.meta["nn_module_stack"]:
+                self.inside.setdefault(key, []).append(node)

@@ -1,0 +1,279 @@
+"""What a match admits: the regions that its patterns name, the last layer, and layers alike that it left."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import fx
+
+from ..errors import MatchError, brief_fields
+from ..ir import functions
+from ..ir.regions import Region, Regions, added, listed
+from ..spec.addresses import Port, chosen, is_pattern, parse_port
+from ..spec.rules import Match, Pass, Rule
+
+if TYPE_CHECKING:
+    from .sites import Site
+
+
+LAST = "last-layer"  # a path that stands for it
+KINDS = ("Linear", "Conv1d", "Conv2d", "Conv3d")
+# what stands behind a layer within a model, and not behind its last one; a softmax, sigmoid or tanh may
+ACTIVATIONS = {
+    "relu", "relu6", "leakyrelu", "leaky_relu", "prelu", "rrelu", "elu", "celu", "selu", "gelu", "silu", "mish", "hardswish",
+    "softplus", "glu",
+}  # fmt: skip
+
+
+def last_layer(regions: Regions) -> str:
+    """The path of the Linear or convolution of whose result the model's own result is made by operations without weights.
+
+    Raises MatchError where that is no such layer, or several.
+    """
+    called: dict[fx.Node, Region] = {r.leaf: r for r in regions.by_key.values() if r.leaf is not None}
+    called |= {node: r for r in regions.by_key.values() if r.leaf is None and _is_head(regions, r) for _, node in r.outputs}
+    (output,) = (node for node in regions.graph.nodes if node.op == "output")
+    found = [_made_of(regions, node, called) for node in output.all_input_nodes]
+    heads = list(dict.fromkeys(path for paths, others in found for path in paths if not others))
+    if len(heads) == 1:
+        return heads[0]
+    if heads:
+        raise MatchError(f"this model has {len(heads)} last layers, {listed(heads)}: name those that are meant, at: [...]")
+    made = list(dict.fromkeys(path for paths, others in found for path in (*paths, *others)))
+    comes = f"its result comes from {listed(made)}" if made else "its result is made of constants"
+    raise MatchError(
+        f"this model has no last layer: {comes}, and not from a Linear or a convolution alone; name the layer that is meant, "
+        "at: ..., or build the model with one (timm's num_classes)"
+    )
+
+
+def _made_of(regions: Regions, result: fx.Node, called: dict[fx.Node, Region]) -> tuple[list[str], list[str]]:
+    """The layers of whose results a result is made without other weights, and what else it is made of."""
+    heads: dict[str, None] = {}
+    others: dict[str, None] = {}
+    todo, seen = [result], set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        region = called.get(node)
+        beside = str(node.meta["pass"].get("site", "")).partition("@")[0] if added(node) else ""
+        if region is None and beside and beside in regions.calls:  # a block at a layer
+            region = regions.calls[beside][0]
+        if region is not None and _is_head(regions, region):
+            heads.setdefault(region.path)
+        elif region is not None and any(True for _ in regions.module(region.path).parameters()):
+            others.setdefault(f"{region.path} ({regions.classes(region.path)[0]})")
+        elif node.op in ("placeholder", "get_attr"):
+            others.setdefault(str(node.target))
+        elif (name := functions.short_name(node.target).rstrip("_")) in ACTIVATIONS or _has_weights(node):
+            at = next(reversed(node.meta.get("nn_module_stack") or {"": ""}))
+            others.setdefault(f"{at} ({regions.classes(at.partition('@')[0])[0]})" if at else name)
+        elif region is not None and regions.classes(region.path)[0].lower() in ACTIVATIONS:
+            others.setdefault(f"{region.path} ({regions.classes(region.path)[0]})")
+        else:
+            todo += [v for v in node.all_input_nodes if "shape" in v.meta or node.target is operator.getitem]
+    return list(heads), list(others)
+
+
+def _has_weights(node: fx.Node) -> bool:
+    return any(value.op == "get_attr" for value in node.all_input_nodes)
+
+
+def _is_head(regions: Regions, region: Region) -> bool:
+    return bool(region.path) and not regions.inserted(region.path) and regions.classes(region.path)[0] in KINDS
+
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass
+class Hit:
+    """A region that a match admits: what its path caught, the port that the pattern names, and which pattern it was."""
+
+    key: str
+    caught: dict[str, str]
+    port: Port
+    pattern: int
+
+    __repr__ = brief_fields
+
+
+def at(rule: Rule, name: str) -> str:
+    """How an error about a rule begins."""
+    return f"{rule.where}: {name}: " if str(rule.where) else f"{name}: "
+
+
+def hits(regions: Regions, match: Match) -> list[Hit]:
+    """The regions that a match admits, in the order of its patterns and of the run. `op` is not looked at.
+
+    A container that the model never calls (an `nn.ModuleList` of blocks) stands for the regions in it. A bare name that is
+    no path is the end of paths; `all-linear` is what PEFT means by it.
+    """
+    found: dict[tuple[str, Port], Hit] = {}
+    for number, pattern in enumerate(match.patterns):
+        port = parse_port(pattern)
+        by_call = "@" in port.path
+        names = {k: k if by_call else regions.by_key[k].path for k in regions.candidates(port.path)}
+        if match.op and port.path == "**":
+            names = {"": "", **names}  # the model's own operations
+        if port.path:
+            containers = {} if by_call else regions.containers(port.path)
+            known = dict.fromkeys([*names.values(), *containers])
+            if port.path.lower() == ALL_LINEAR and port.path not in known:
+                caught = all_linear(regions, known)
+            else:
+                last = port.path == LAST and LAST not in known
+                caught = chosen(last_layer(regions) if last else port.path, known)
+        else:
+            names, caught, containers = {"": "", **names}, {"": {}}, {}
+        rows = {k: caught[name] for k, name in names.items() if name in caught}
+        if match.within:
+            rows = _below(regions, names, caught, match.within)
+        else:
+            inner = {path: groups for container, groups in caught.items() for path in containers.get(container, ())}
+            rows = {**{k: inner[name] for k, name in names.items() if name in inner}, **rows}
+        rows = {k: rows[k] for k, name in names.items() if k in rows and is_a(regions, name, match.module)}
+        for key, groups in rows.items():
+            if (by := regions.resized.get(regions.by_key[key].path)) is not None:
+                if port.path in (key, LAST):
+                    raise MatchError(f"'{key}' has another size since pass '{by}', which trains all of it: leave it out")
+                continue
+            found.setdefault((key, port), Hit(key, groups, replace(port, path=key), number))
+    return list(found.values())
+
+
+def all_linear(regions: Regions, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Every linear layer, as PEFT's `target_modules="all-linear"`: but for the last one where its weight has the shape of an
+    Embedding's, the output embeddings of a language model."""
+    paths = [name for name in names if name and "@" not in name]
+    linears = [name for name in paths if not {"Linear", "TransposedLinear"}.isdisjoint(regions.classes(name))]
+    shapes = {regions.module(name).weight.shape for name in paths if "Embedding" in regions.classes(name)}
+    if linears and getattr(regions.module(linears[-1]).weight, "shape", None) in shapes:
+        linears.pop()
+    return {name: {} for name in linears}
+
+
+def _below(
+    regions: Regions, names: Mapping[str, str], above: Mapping[str, dict[str, str]], within: Sequence[str | type]
+) -> dict[str, dict[str, str]]:
+    """The layers of these classes at and below the paths above, with what the nearest of those caught."""
+    found = {}
+    for key, name in names.items():
+        parts = name.partition("@")[0].split(".")
+        around = (".".join(parts[:n]) for n in range(len(parts), -1, -1))
+        nearest = next((path for path in around if path in above), None) if name else None
+        if nearest is not None and is_a(regions, name, within):
+            found[key] = above[nearest]
+    return found
+
+
+def is_a(regions: Regions, name: str, classes: Sequence[str | type]) -> bool:
+    """Whether the module of a region is of one of these classes, by name."""
+    known = regions.classes(name.partition("@")[0])
+    return not classes or any((c if isinstance(c, str) else c.__name__) in known for c in classes)
+
+
+def operations(region: Region, match: Match) -> list[fx.Node]:
+    """The operations of a region that `op` names: by short name, as function or method, or by public name."""
+    wanted = {op if isinstance(op, str) else functions.short_name(op) for op in match.op or ()}
+    return [n for n in region.nodes if functions.short_name(n.target) in wanted or functions.names().get(n.target) in wanted]
+
+
+def is_exact(match: Match, *names: str) -> bool:
+    """Whether a match names its places one by one, and one of these names among them."""
+    paths = [parse_port(pattern).path for pattern in match.patterns]
+    return not match.within and not {*names}.isdisjoint(paths) and not any(map(is_pattern, paths))
+
+
+HOLDERS = ("Sequential", "ModuleList", "ModuleDict", "Identity", "Dropout")  # a class that says nothing of what one does
+SHOWN = 3  # so many patterns are listed
+ENDS = 4  # a pattern has at most so many parts behind `**.`
+TRIED = 20  # groups for which a pattern is looked for
+
+
+def left_over(views: Sequence[Regions], p: Pass, sites: Iterable[Site]) -> str:
+    """`140 similar layers were not taken: **.to_out.0 (to take them too: at: [...])`, or an empty text.
+
+    Similar is a layer of the same class that is in the same module as one that was taken, or has its name. Rules that match
+    operations, or whose `expect` says how many places there are, leave nothing, and no rule does in a pass with `expect`.
+    """
+    rules = [rule for rule in p.rules if not rule.counted and not rule.match.op]
+    held = [site for site in sites if any(site.rule is rule for rule in rules)] if p.expect is None else []
+    known = {path: regions for regions in reversed(views) for path in regions.calls if path}
+    taken = {path: known[path] for site in held if (path := site.path.partition("@")[0]) in known}
+    classes = {regions.classes(path)[0] for path, regions in taken.items()} - {*HOLDERS}
+    around = {(_owner(regions, path), regions.classes(path)[0]) for path, regions in taken.items()}
+    ends = {(_end(path), regions.classes(path)[0]) for path, regions in taken.items()}
+    left = [
+        path
+        for path, regions in known.items()
+        if path not in taken
+        and (name := regions.classes(path)[0]) in classes
+        and not regions.inserted(path)
+        and ((_owner(regions, path), name) in around or (_end(path), name) in ends)
+    ]
+    if not left:
+        return ""
+    patterns = list(_patterns(views, rules, left, {*taken}))
+    listed = ", ".join(patterns[:SHOWN]) + (f", ... ({len(patterns)} patterns)" if len(patterns) > SHOWN else "")
+    plural = "s were" if len(left) > 1 else " was"
+    return f"{len(left)} similar layer{plural} not taken: {listed}{_with(p, rules, patterns)}"
+
+
+def _with(p: Pass, rules: Sequence[Rule], patterns: list[str]) -> str:
+    """How the one rule of a pass takes them too, as YAML has it."""
+    if len(rules) != 1 or len(patterns) > SHOWN or any(isinstance(item, tuple) for item in rules[0].args):
+        return ""
+    key = "at" if "at" in p.params else "path"
+    text = json.dumps([*rules[0].match.patterns, *patterns], ensure_ascii=False)
+    return f" (a pattern that takes them too: {key}: {text})" if len(text) < 400 else ""
+
+
+def _patterns(views: Sequence[Regions], rules: Sequence[Rule], left: Sequence[str], taken: set[str]) -> Iterator[str]:
+    """Patterns that together take all that was left, and beside it only what was taken: one for each name, the shortest."""
+    groups: dict[str, list[str]] = {}
+    for path in left:
+        groups.setdefault(_end(path), []).append(path)
+    for number, (end, paths) in enumerate(groups.items()):
+        found = None
+        for text in _forms(paths, len(end.split("."))) if number < TRIED else ():
+            reached = {h.key.partition("@")[0] for v in views for r in rules for h in hits(v, replace(r.match, path=text))}
+            if reached >= {*paths} and reached <= taken.union(left):
+                found = text
+                break
+        yield from [found] if found else paths
+
+
+def _forms(paths: Sequence[str], least: int) -> Iterator[str]:
+    """Globs that all of these paths match, those with few parts first; numbers above the name itself are free."""
+    rows = [path.split(".") for path in paths]
+    loose = [[*("*" if part.isdigit() else part for part in row[:-least]), *row[-least:]] for row in rows]
+    shortest = min(map(len, rows))
+    for count in range(least, min(shortest, least + ENDS) + 1):
+        ends = [list(dict.fromkeys(row[-count:][at] for row in loose)) for at in range(count)]
+        text = ".".join(names[0] if len(names) == 1 else f"{{{','.join(names)}}}" for names in ends)
+        if "*" not in [name for names in ends if len(names) > 1 for name in names]:
+            yield text if all(len(row) == count for row in rows) else f"**.{text}"
+    if len({*map(tuple, loose)}) == 1:
+        yield ".".join(loose[0])
+
+
+def _owner(regions: Regions, path: str) -> str:
+    """The nearest module around a layer that the model calls."""
+    above = path.rpartition(".")[0]
+    while above and above not in regions.calls:
+        above = above.rpartition(".")[0]
+    return above
+
+
+def _end(path: str) -> str:
+    """What a layer is called: its last part, from the last that is no number."""
+    parts = path.split(".")
+    at = next((index for index in range(len(parts) - 1, -1, -1) if not parts[index].isdigit()), 0)
+    return ".".join(parts[at:])

@@ -1,0 +1,119 @@
+"""Why a rule matched nothing, or another number of places than expected: which condition failed, and what comes nearest."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..errors import FxplugError, SpecError, did_you_mean
+from ..ir import functions
+from ..ir.regions import SHOWN, Regions, listed, no_region
+from ..spec.addresses import alternatives, is_bare, parse_port, searched, select
+from ..spec.rules import Match, Pass, Rule
+from .matches import ALL_LINEAR, Hit, at, hits, is_a, operations
+from .sites import Site
+
+
+def wrong_total(regions: Regions, p: Pass, found: Sequence[Site]) -> str:
+    """The text of the error about another number of sites than a whole pass expects."""
+    if len(p.rules) == 1:
+        return wrong_count(regions, p, replace(p.rules[0], expect=p.expect), found)  # type: ignore[arg-type]
+    return f"{p.where or p.name}: {p.name}: its {len(p.rules)} rules matched {len(found)} places, expected {p.expect}"
+
+
+def wrong_count(regions: Regions, p: Pass, rule: Rule, found: Sequence[Site]) -> str:
+    """The text of the error about another number of sites than a rule expects."""
+    match = rule.match
+    what = f"'{match.path}'" if isinstance(match.path, str) else str(list(match.path))
+    op, count = rule.expect
+    head = f"{at(rule, p.name)}{what} matched {len(found)} place{'s' * (len(found) != 1)}, expected {op}{count}"
+    if found:
+        more = [f"  ... {len(found) - 2 * SHOWN} more"] if len(found) > 2 * SHOWN else []
+        return "\n".join([head, *(f"  {s.node or s.path}" for s in found[: 2 * SHOWN]), *more])
+    if rule.place == "param" and (near := hits(regions, match)):
+        rows = [f"    {regions.by_key[h.key].path}: {', '.join(_own(regions, h)) or 'none'}" for h in near[:SHOWN]]
+        return "\n".join([head, f"  none of {len(near)} regions has a parameter '{rule.port or 'weight'}'; they have", *rows])
+    return "\n".join([head, *misses(regions, match)])
+
+
+def _own(regions: Regions, hit: Hit) -> list[str]:
+    return regions.parameters(regions.by_key[hit.key].path, "*")
+
+
+def misses(regions: Regions, match: Match) -> list[str]:
+    """Which condition failed, and what comes nearest."""
+    if match.within and (around := [h.key for h in hits(regions, Match(match.path))]):
+        wanted = [c if isinstance(c, str) else c.__name__ for c in match.within]
+        below = [k for k in regions.ran if any(k.startswith(f"{a}.") or not a for a in around)]
+        classes = sorted({regions.classes(regions.by_key[k].path)[0] for k in below})
+        return [f"  within {listed(around)} there is no {' or '.join(wanted)}; there are {', '.join(classes) or 'no layers'}"]
+    by_path = [h.key for h in hits(regions, Match(match.path))]
+    by_class = [h.key for h in hits(regions, Match("**", match.module))] if match.module else []
+    if match.module and not by_class:
+        classes = sorted({regions.classes(regions.by_key[k].path)[0] for k in regions.ran})
+        wanted = [c if isinstance(c, str) else c.__name__ for c in match.module]
+        hint = "".join(did_you_mean(w, classes) for w in wanted)
+        return [f"  nothing here is a {' or '.join(wanted)}{hint}; the classes here are {', '.join(classes) or 'none'}"]
+    if not by_path:
+        return [line for pattern in match.patterns for line in _near_paths(regions, match, pattern, by_class)]
+    if match.module and not set(by_path) & set(by_class):
+        rows = [f"    {k} ({regions.classes(regions.by_key[k].path)[0]})" for k in by_path[:SHOWN]]
+        what = f"  the class is what fails: {len(by_path)} place{'s' * (len(by_path) != 1)} meet the path, for example"
+        return [what, *rows, f"  of the wanted class there are: {listed(by_class)}"]
+    everywhere = [n for r in regions.by_key.values() for n in operations(r, match)]
+    if everywhere:
+        return [f"  the path is what fails: the operation is found at {listed([n.name for n in everywhere])}"]
+    known = sorted({functions.short_name(n.target) for r in regions.by_key.values() for n in r.nodes})
+    names = [op if isinstance(op, str) else functions.short_name(op) for op in match.op or ()]
+    return [f"  no operation {', '.join(names)} here{did_you_mean(names[0], known)}; there are {', '.join(known)}"]
+
+
+def _near_paths(regions: Regions, match: Match, pattern: str, by_class: list[str]) -> list[str]:
+    path = parse_port(pattern).path
+    if path.lower() == ALL_LINEAR:
+        classes = ", ".join(sorted({regions.classes(regions.by_key[k].path)[0] for k in regions.ran})) or "none"
+        return [f"  the model calls no Linear that '{ALL_LINEAR}' could mean; the classes here are {classes}"]
+    if is_bare(path):
+        return [f"  {_no_end(regions, one)}" for one in alternatives(path)[:SHOWN]]
+    modules = [name for name, _ in regions.root.named_modules(remove_duplicate=False)]
+    uncalled = list(select(path, [m for m in modules if m and not regions.inserted(m)]))
+    if uncalled:
+        return [f"  {no_region(regions, uncalled[0])}"]
+    if meant := _meant(regions, match, pattern):
+        return [f"  {meant}"]
+    pool = by_class or regions.ran
+    near = difflib.get_close_matches(path.removeprefix("re:"), pool, n=SHOWN, cutoff=0.0)
+    why = f"the path is what fails: {len(pool)} places meet the other conditions" if by_class else f"{len(pool)} regions ran"
+    return [f"  {why}, for example", *(f"    {k}" for k in near)]
+
+
+def _no_end(regions: Regions, path: str) -> str:
+    """Why a bare name is no region, nor the end of one."""
+    found, depth = no_region(regions, path), path.count(".") + 1
+    if "did you mean" in found or "never called" in found or "replaced" in found:
+        return found
+    ends = dict.fromkeys(".".join(name.split(".")[-depth:]) for name in regions.ran)
+    return f"no region '{path}', and none ends with '.{path}'{did_you_mean(path, ends)}"
+
+
+def _meant(regions: Regions, match: Match, pattern: str) -> str:
+    """What an expression or a pattern that begins elsewhere would find if it were looked for anywhere in a path."""
+    try:
+        if not pattern.startswith("re:"):
+            count = len(hits(regions, replace(match, path=f"**.{pattern}")))
+            return f"a pattern is held against whole paths: '**.{pattern}' matches {_places(count)}" if count else ""
+        expression = parse_port(pattern).path.removeprefix("re:").removeprefix("^")
+        known = searched(expression, regions.candidates(pattern), SpecError)
+    except FxplugError:  # a slice that goes beyond what is there, an expression that takes too long anywhere but at the start
+        return ""
+    inside = [key for key in regions.ran if key in known and is_a(regions, regions.by_key[key].path, match.module)]
+    if not inside:
+        return ""
+    found = f"inside of one this is found at {_places(len(inside))}, for example {inside[0]}"
+    whole = f"(?:{expression})" if "|" in expression else expression
+    return f"an expression must match from the start of a path; {found}: write 're:.*{whole}'"
+
+
+def _places(count: int) -> str:
+    return f"{count} place{'s' * (count != 1)}"

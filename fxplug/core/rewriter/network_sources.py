@@ -1,0 +1,107 @@
+"""The module of a network: given as such, a diffusers folder or configuration, or made from the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture.isolation import Unchanged
+from ..errors import FxplugError, SpecError, did_you_mean
+from ..ir.traced_module import TracedModule
+from ..reading import read_json
+from ..spec.pass_file import import_target
+from ..spec.rules import Pass, is_target
+
+
+def network_module(gm: TracedModule, p: Pass, name: str, spec: Mapping[str, Any]) -> nn.Module:
+    """The module of a network: given as such, a diffusers folder or configuration, or made from the host."""
+    use, options = spec["use"], spec.get("options") or {}
+    what = f"{p.name}: network '{name}'"
+    if isinstance(use, nn.Module):
+        return use
+    if isinstance(use, Mapping) and "_class_name" in use:
+        with _like(gm):
+            return _kind(str(use["_class_name"]), what).from_config(dict(use))  # type: ignore[no-any-return]
+    if isinstance(use, Path) or (isinstance(use, str) and not is_target(use)):
+        return _from_folder(Path(use), what)
+    if not isinstance(use, str):
+        raise SpecError(f"{what} is a {type(use).__name__}; it can be a module, a folder, or 'package.module:function'")
+    make: Any = import_target(use, p.where)
+    if "." in use.partition(":")[2] and not isinstance(import_target(use.rpartition(".")[0], p.where), type):
+        raise SpecError(f"{what}: '{use}' must be a function, a class or a classmethod")
+    try:
+        with unchanged(gm, f"{what}: {use}") as before, _like(gm), before:
+            made = make(gm, **options)
+    except FxplugError as error:
+        finding = getattr(error, "finding", str(error))
+        raise SpecError(finding if finding.startswith(what) else f"{what}: {finding}") from error
+    except Exception as error:  # the network's constructor, diffusers' or anybody's
+        raise SpecError(f"{what}: {use} could not make it from this model: {type(error).__name__}: {error}") from error
+    if not isinstance(made, nn.Module):
+        raise SpecError(f"{what}: {use} gave a {type(made).__name__}, no nn.Module")
+    return made
+
+
+@contextmanager
+def unchanged(gm: TracedModule, who: str) -> Iterator[Unchanged]:
+    """Take back what is done to a model meanwhile. Raises SpecError for it."""
+    before, changed = Unchanged(gm), dict[str, list[str]]()
+    try:
+        yield before
+    finally:
+        changed = before.undo()
+    if changed:
+        path, names = next(iter(changed.items()))
+        raise SpecError(
+            f"{who} changes the model that it is made for: {', '.join(names)} of '{path}'; change a copy of it, or change the "
+            "model before it is traced"
+        )
+
+
+@contextmanager
+def _like(gm: TracedModule) -> Iterator[None]:
+    """New modules lie where the model does, in its dtype."""
+    near = next((t for t in gm.parameters() if t.dtype in DEFAULTS), torch.empty(0))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(near.dtype)
+    try:
+        with torch.device(near.device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _from_folder(folder: Path, what: str) -> nn.Module:
+    folder = folder.parent if folder.name == "config.json" else folder
+    if not (folder / "config.json").is_file():
+        parts = sorted(f.parent.name for f in folder.glob("*/config.json"))
+        hint = f"; it is a pipeline's folder: name one of its models, {', '.join(parts)}" if parts else ""
+        raise SpecError(f"{what}: '{folder}' has no config.json{hint}")
+    file = folder / "config.json"
+    read = read_json(file, lambda finding: SpecError(f"{what}: '{file}' {finding}"))
+    name = read.get("_class_name") if isinstance(read, dict) else None
+    if not isinstance(name, str):
+        raise SpecError(f"{what}: '{file}' is no configuration of a diffusers model: it has no '_class_name'")
+    kind = _kind(name, what)
+    try:
+        return kind.from_pretrained(folder, local_files_only=True)  # type: ignore[no-any-return]
+    except Exception as error:  # the network's constructor, diffusers' or anybody's
+        raise SpecError(f"{what}: '{folder}' cannot be read as {name}: {error}") from error
+
+
+def _kind(name: str, what: str) -> Any:
+    import diffusers
+
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, diffusers.ModelMixin)):
+        known = [n for n in dir(diffusers) if n.endswith(("Model", "Adapter", "2D"))]
+        raise SpecError(f"{what}: diffusers has no model class '{name}'{did_you_mean(name, known)}")
+    return kind
+
+
+DEFAULTS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # dtypes that new tensors may have by default

@@ -1,0 +1,387 @@
+"""What a pass brings beside its blocks: new inputs of the model and their sizes, and networks traced into the same graph."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import math
+import re
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .. import extensions
+from ..capture.fake_tensors import quiet
+from ..errors import ClashError, MatchError, SpecError, TraceError, did_you_mean, shown
+from ..ir import ops
+from ..ir.containers import Container
+from ..ir.graph import Graph, copy_graph, insert
+from ..ir.regions import Regions, each, find_input, members, source
+from ..ir.traced_module import TracedModule, shell
+from ..spec.addresses import WHOLE, Port, is_pattern, parse_port, select
+from ..spec.rules import Pass
+from .graft import Graft, head, traced
+from .sites import input_name, local, own_inputs
+
+
+def factors(size: int | str) -> list[int | str]:
+    """A size as its factors: `8*h` is 8 and h."""
+    if isinstance(size, int):
+        return [size]
+    return [int(part) if part.isdigit() else part for part in re.split(r"\s*\*\s*", size.strip())]
+
+
+def size_of(factor: int | str, sizes: Mapping[str, int]) -> int:
+    """What a factor stands for. Raises KeyError for a name that has no size."""
+    return sizes[factor] if isinstance(factor, str) else factor
+
+
+def named_sizes(gm: TracedModule, p: Pass) -> tuple[dict[str, int], dict[str, list[int]]]:
+    """What the names in the shapes of a pass's inputs stand for; and what those that nothing binds may stand for."""
+    own = own_inputs(gm, p)
+    bound: dict[str, int] = {}
+    placeholders = {str(n.target): n for n in gm.graph.nodes if n.op == "placeholder"}
+    for name in p.inputs.keys() - own.keys():
+        shape, wanted = placeholders[name].meta.get("shape"), p.inputs[name]["shape"]
+        if shape is None or len(shape) != len(wanted):
+            found = "no tensor" if shape is None else f"of shape {list(shape)}"
+            raise SpecError(f"{p.name}: the model's input '{name}' is {found}; the pass wants {wanted}")
+        for size, known in zip(wanted, shape, strict=True):
+            if isinstance(size, str) and size.isidentifier():
+                bound[size] = int(known)
+    free: dict[str, list[int]] = {}
+    for spec in own.values():
+        for factor in (f for size in spec["shape"] or () for f in factors(size) if isinstance(f, str)):
+            if factor not in bound:
+                free.setdefault(factor, spec["try"].get(factor) or TRIES)
+    return bound, free
+
+
+def how_deep(error: BaseException | None) -> Depth:
+    """How far a trace came before an error: the number of the network, and of the nodes that it had written by then."""
+    found: Depth = ()
+    while error is not None:
+        found = (*found, *getattr(error, "fxplug_at", ()))
+        error = error.__cause__
+    return found
+
+
+def size_tries(free: Mapping[str, Sequence[int]]) -> Generator[dict[str, int], Depth | None, None]:
+    """Sizes to try, until one fits. Each is answered with how far the trace came.
+
+    One name is changed at a time, and a size that leads further is kept: names that do not depend on each other take as many
+    tries as they have sizes. All combinations come last, for those that do.
+    """
+    at = {name: values[0] for name, values in free.items()}
+    seen = [at]
+    best = yield at
+    while best is not None:
+        for name, size in ((name, size) for name, values in free.items() for size in values):
+            if (one := {**at, name: size}) in seen:
+                continue
+            seen.append(one)
+            found = yield one
+            if found is not None and found > best:
+                at, best = one, found
+                break
+        else:
+            break
+    for choice in itertools.product(*free.values()):
+        if (one := dict(zip(free, choice, strict=True))) not in seen:
+            yield one
+
+
+TRIES = [8, 4, 2, 16, 1, 32]  # what a size that nothing binds may be: how much larger a condition is than a latent
+Depth = tuple[int, ...]
+
+
+GATES = "gates"  # the network that a pass with slots brings
+
+
+def _with_gates(gm: TracedModule, p: Pass) -> Pass:
+    """A pass with slots as one whose network `gates` says what each sample takes of them; each block gets its result.
+
+    Raises SpecError for a rank that is none, or where the model has no input with samples.
+    """
+    if not p.slots or GATES in p.networks:
+        return p
+    of = [rule.options.get("rank_max") or rule.options.get("rank", 8) for rule in p.rules]
+    for rank in of:
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise SpecError(f"{p.name}: rank_max must be a whole number, 1 or more, not {shown(rank)}", where=p.where)
+    beside = [rank for rank, rule in zip(of, p.rules, strict=True) if rule.place != "param"]  # others read no rows
+    first, *others = dict.fromkeys(beside or of[:1])
+    results = {first: 0, **{rank: 2 + n for n, rank in enumerate(others)}}  # which result of `Table` has the rows of a rank
+    options = {"slots": p.slots, "rank": first, **({"others": others} if others else {})}
+    gates = {"use": "fxplug.blocks:Gates.of", "options": options, "args": [_samples(gm, p)], "neutral": True}
+    rules = []
+    for rank, rule in zip(of, p.rules, strict=True):
+        part = 1 if rule.place == "param" else results[rank]
+        rules.append(replace(rule, args=(*rule.args, f"{GATES}:out[{part}]")))
+    return replace(p, networks={**p.networks, GATES: gates}, rules=rules)
+
+
+def _samples(gm: TracedModule, p: Pass) -> str:
+    """The address of the input whose first dimension has the samples: the one that the pass names, else the first with any."""
+    regions = Regions(gm.graph, gm)
+    inputs = regions.by_key[""].inputs
+    if p.samples is None:
+        first = next((str(port) for port, _, node in inputs if node.meta.get("shape")), None)
+        if first is None:
+            raise SpecError(f"{p.name}: no input of the model is a tensor with samples, and slots are chosen by sample")
+        return first
+    wanted = parse_port(f":in.{p.samples}")
+    try:
+        port, _, node = find_input(regions, regions.by_key[""], wanted)
+    except MatchError as error:
+        text = str(error) + did_you_mean(str(wanted), [str(port) for port, _, _ in inputs])
+        raise SpecError(f"{p.name}: samples: {text}", where=p.where) from None
+    if not node.meta["shape"]:
+        found = f"'{port}' is one number when traced, and has no dimension of samples"
+        raise SpecError(f"{p.name}: samples: {found}", where=p.where)
+    return str(port)
+
+
+def joined(gm: TracedModule, p: Pass) -> tuple[TracedModule, Pass]:
+    """`gm` with the inputs and networks of a pass in its graph and module tree; `gm` itself when the pass has none.
+
+    The pass comes back with the network that its slots need. Raises SpecError, MatchError or TraceError for an input or
+    network that does not fit the model.
+    """
+    if p.parallel:
+        given = "".join(f", {key}={value!r}" for key, value in p.parallel.items() if value not in (1, None))
+        raise SpecError(
+            f"{p.name}: its places are found by running the model: plan = fxplug.parallel_plan(gm, args, kwargs{given}), "
+            "then fxplug.parallelize(gm, plan), after the last other pass"
+        )
+    if p.loads and not p.rules:
+        p = extensions.need_hook("rules_of_files", "adapters")(gm, p)
+    p = _with_gates(gm, p)
+    if not p.inputs and not p.networks:
+        return gm, p
+    from .network_sources import network_module, unchanged
+
+    modules = {name: network_module(gm, p, name, spec) for name, spec in p.networks.items()}
+    failed: TraceError | None = None
+    tried = []
+    differences = "".join(_differences(gm, name, module) for name, module in modules.items())
+    bound, free = named_sizes(gm, p)
+    search = size_tries(free)
+    deep = None
+    with contextlib.suppress(StopIteration):
+        while True:
+            sizes = {**bound, **search.send(deep)}
+            try:
+                with quiet(), unchanged(gm, f"a network ({', '.join(modules)})"):
+                    return _joined(gm, p, modules, sizes), p
+            except (MatchError, SpecError) as error:
+                raise type(error)(f"{p.name}: {getattr(error, 'finding', error)}") from None
+            except TraceError as error:
+                failed, deep = failed or error, how_deep(error)
+                tried.append(", ".join(f"{k}={v}" for k, v in sizes.items()))
+            if differences:
+                break  # of another architecture: no size will do
+    assert failed is not None
+    more = f"\n  no size fits; tried {'; '.join(tried)}" if len(tried) > 1 else ""
+    if differences:
+        raise TraceError(f"{p.name}: the network is made for another model:{differences}\n  {failed}") from failed
+    raise TraceError(f"{p.name}: {failed}{more}") from failed
+
+
+def _differences(gm: TracedModule, name: str, module: nn.Module) -> str:
+    """The weights that a network and the model have under one name, in other shapes."""
+    host = {key: list(value.shape) for key, value in gm.state_dict().items()}
+    rows = [
+        f"\n  {key} is {list(value.shape)} in '{name}' and {host[key]} in the model"
+        for key, value in module.state_dict().items()
+        if key in host and host[key] != list(value.shape)
+    ]
+    return "".join(rows[:3]) + (f"\n  ... and {len(rows) - 3} more" if len(rows) > 3 else "")
+
+
+# --- sizes
+
+
+# --- modules
+
+
+# --- into the graph
+
+
+def _joined(gm: TracedModule, p: Pass, modules: Mapping[str, nn.Module], sizes: Mapping[str, int]) -> TracedModule:
+    tree = shell(gm)
+    graphs = {mode: copy_graph(graph) for mode, graph in gm.graphs.items()}
+    for graph in graphs.values():
+        _add_inputs(gm, graph, p, sizes)
+    for number, (name, module) in enumerate(modules.items()):
+        first = next(iter(graphs.values()))
+        given = _Arguments(gm, first, p, name, module).bound()
+        try:
+            sub = traced(module, given.args, given.kwargs, f"network '{name}' ({type(module).__name__})")
+        except TraceError as error:
+            error.fxplug_at = (number,)  # type: ignore[attr-defined]
+            raise
+        _place(tree, p.name, name, sub, gm.training)
+        if len(sub.graphs) > len(graphs):  # the network alone tells training from evaluation
+            graphs[not next(iter(graphs))] = copy_graph(first)
+        for mode, graph in graphs.items():
+            inner = sub.graphs.get(mode) or next(iter(sub.graphs.values()))
+            bound = _Arguments(gm, graph, p, name, module).bound()
+            bound.apply_defaults()
+            path = f"{p.name}.{name}"
+            outer = next(n for n in graph.nodes if n.op == "placeholder").meta["nn_module_stack"]
+            graft = Graft(
+                graph,
+                path,
+                path,
+                {**outer, path: (path, type(module).__qualname__)},
+                {"name": p.name, "site": name, "place": "network", "block": type(module).__name__, "region": True},
+                edges=True,
+            )
+            graft.put(inner, bound.arguments)
+            graph.lint()
+    return gm.derived(tree, graphs)
+
+
+def _place(tree: nn.Module, owner: str, name: str, sub: TracedModule, training: bool) -> None:
+    if owner not in tree._modules:
+        tree._modules[owner] = Container(("Added",))
+        tree._modules[owner].training = training  # type: ignore[union-attr]
+    tree._modules[owner]._modules[name] = shell(sub).train(training)  # type: ignore[union-attr]
+
+
+def _add_inputs(gm: TracedModule, graph: Graph, p: Pass, sizes: Mapping[str, int]) -> None:
+    """New arguments of the model, each with a check and an edge, as its own inputs have them."""
+    floating = next((n.meta["dtype"] for n in graph.nodes if n.op == "placeholder" and _floating(n)), torch.float32)
+    for name, spec in own_inputs(gm, p).items():
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        called = input_name(gm, p, name)
+        if called in {str(n.target).lstrip("*") for n in placeholders}:
+            raise ClashError(f"{p.name}: the model has an argument '{called}' already; give the pass another name")
+        last = placeholders[-1]
+        rest = last if str(last.target).startswith("**") else None
+        made_by = {"name": p.name}
+        meta = {"pass": made_by, "nn_module_stack": placeholders[0].meta["nn_module_stack"]}
+        node = insert(graph, "placeholder", called, (spec["default"],), after=last, before=rest, name=called, meta=meta)
+        shape = None if spec["shape"] is None else [math.prod(size_of(f, sizes) for f in factors(s)) for s in spec["shape"]]
+        dtype = floating if spec["dtype"] is None else getattr(torch, str(spec["dtype"]).removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype):
+            raise SpecError(f"input '{name}': no dtype '{spec['dtype']}'; float32 or int64, for example")
+        own = {str(n.target): n for n in placeholders}
+        expected, text = _expected(graph, p, spec, own, sizes)
+        like = next((n for n in placeholders if "shape" in n.meta), None)
+        args = (node, called, expected, text, spec["default"] is None, None if shape is None else dtype, like)
+        after = _last_check(graph)
+        check = insert(graph, "call_function", ops.check_added, args, after=after, meta={**meta, "effect": True})
+        meta |= {"port": Port("", "in", (called,)), "index": len(placeholders), "pass": {**made_by, "region": True}}
+        edge = insert(graph, "call_function", ops.edge, (check,), after=check, name=f"in_{called}", meta=meta)
+        if shape is not None:
+            for n in (node, check, edge):
+                n.meta.update(shape=tuple(shape), dtype=dtype)
+
+
+def _floating(node: fx.Node) -> bool:
+    return "dtype" in node.meta and node.meta["dtype"].is_floating_point
+
+
+def _last_check(graph: fx.Graph) -> fx.Node:
+    """The last of the nodes at a graph's head: placeholders and what looks at them."""
+    last = head(graph)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in (ops.check_inputs, ops.check_numbers, ops.same, ops.check_added):
+            last = max(last, node)
+    return last
+
+
+def _expected(
+    graph: Graph, p: Pass, spec: Mapping[str, Any], own: Mapping[str, fx.Node], sizes: Mapping[str, int]
+) -> tuple[tuple[Any, ...] | None, str]:
+    """The sizes an input must have: numbers, None where any will do, (input, dimension, factor) where another input says."""
+    if spec["shape"] is None:
+        return None, ""
+    bound = {
+        size: (own[name], dim)
+        for name in p.inputs.keys() & own.keys()
+        for dim, size in enumerate(p.inputs[name]["shape"] or ())
+        if isinstance(size, str)
+    }
+    found: list[Any] = []
+    for size in spec["shape"]:
+        names = [f for f in factors(size) if f in bound]
+        factor = math.prod(f if isinstance(f, int) else sizes[f] for f in factors(size) if f not in bound)
+        if not names:
+            found.append(factor)
+        elif len(names) == 1:
+            found.append((*bound[names[0]], factor))
+        else:
+            found.append(None)
+    known = {k: v for k, v in sizes.items() if k not in bound}
+    shown = ["*".join(str(known.get(str(f), f)) for f in factors(s)) for s in spec["shape"]]
+    return tuple(found), f"[{', '.join(shown)}]"
+
+
+class _Arguments:
+    """What a network is called with, as values of one graph."""
+
+    def __init__(self, gm: TracedModule, graph: Graph, p: Pass, name: str, module: nn.Module) -> None:
+        self.gm, self.p, self.name, self.module = gm, p, name, module
+        self.regions = Regions(graph, gm)
+        self.spec = p.networks[name].get("args") or {}
+
+    def bound(self) -> inspect.BoundArguments:
+        signature = inspect.signature(self.module.forward)
+        args = [self.value(item) for item in self.spec] if not isinstance(self.spec, Mapping) else []
+        kwargs = {k: self.value(item) for k, item in self.spec.items()} if isinstance(self.spec, Mapping) else {}
+        taken = {*kwargs, *itertools.islice(signature.parameters, len(args))}
+        for name, parameter in signature.parameters.items():
+            if name in taken or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                continue
+            found = self.of_host(name)
+            if found is not None:
+                kwargs[name] = found
+        try:
+            return signature.bind(*args, **kwargs)
+        except TypeError as error:
+            kind = type(self.module).__name__
+            raise SpecError(
+                f"network '{self.name}' ({kind}) cannot be called: {error}; it takes {', '.join(signature.parameters)}, and is "
+                f"given {', '.join([*map(str, self.spec), *(k for k in kwargs if k not in self.spec)]) or 'nothing'}"
+            ) from None
+
+    def of_host(self, name: str) -> Any:
+        """The model's own input of that name, with its members."""
+        rows = [port for port, _, _ in self.regions.by_key[""].inputs if port.keys[0] == name]
+        if rows:
+            return self.nodes(members(self.regions, Port("", "in", (name, WHOLE))))
+        return self.regions.constants.get(name)
+
+    def value(self, item: Any) -> Any:
+        if isinstance(item, (list, tuple)):
+            return tuple(self.value(part) for part in item)
+        if not isinstance(item, str):
+            return item
+        if item in own_inputs(self.gm, self.p):
+            return source(self.regions, Port("", "in", (input_name(self.gm, self.p, item),)))
+        port = parse_port(local(item, self.p))
+        if is_pattern(port.path):
+            paths = select(port.path, self.regions.candidates(port.path))
+            if not paths:
+                raise MatchError(f"network '{self.name}': '{item}' matches nothing")
+            return tuple(self.at(Port(path, port.side, port.keys)) for path in paths)
+        return self.at(port)
+
+    def at(self, port: Port) -> Any:
+        if port.each:
+            return tuple(self.at(one) for one in each(self.regions, port))
+        return self.nodes(members(self.regions, port)) if port.whole else source(self.regions, port)
+
+    def nodes(self, ports: Any) -> Any:
+        if isinstance(ports, Port):
+            return source(self.regions, ports)
+        if isinstance(ports, Mapping):
+            return {k: self.nodes(v) for k, v in ports.items()}
+        return tuple(map(self.nodes, ports)) if isinstance(ports, tuple) else ports

@@ -1,0 +1,409 @@
+"""Whether new passes leave a model as it was: both are called alike, on copies, and all that a call leaves is compared."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import TraceError, VerifyError
+from ..ir.containers import leaves, map_leaves
+from ..ir.traced_module import TracedModule
+from ..quantised import is_packed
+from ..spec.rules import Match, Pass, Rule
+from ..torch_internals.tensors import memory_id, version
+from .applying import apply
+from .probe import (
+    Call,
+    Finding,
+    Left,
+    Probe,
+    Record,
+    Unchecked,
+    Watch,
+    close_enough,
+    first_difference,
+    gradient_reaches,
+    hidden_state,
+    is_differentiable,
+    kept_results,
+    located,
+    swapped,
+)
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+@contextlib.contextmanager
+def in_mode(training: bool, *modules: TracedModule) -> Iterator[None]:
+    """Training or evaluation for the time of a check; each module's own mode is given back. Raises TraceError as train()."""
+    held = [(m, m.training) for root in modules for m in root.modules()]
+    roots = [(root, root.training) for root in modules]
+    try:
+        for root in modules:
+            root.train(training)
+        yield
+    finally:
+        for root, before in roots:
+            if root.training != before:
+                root.train(before)
+        for module, before in held:
+            if not isinstance(module, TracedModule):
+                module.training = before
+
+
+def _knows_mode(module: TracedModule) -> bool:
+    """Whether training can be another thing than evaluation: by its graph, or by the code of a module that it calls."""
+    if len(module.graphs) > 1:
+        return True
+    called = {str(n.target) for n in module.graph.nodes if n.op == "call_module"}
+    return any(_reads_mode(type(m)) and not _is_inert(m) for path in called for m in module.get_submodule(path).modules())  # type: ignore[arg-type]
+
+
+def _is_inert(module: nn.Module) -> bool:
+    """Whether a layer of torch's drops nothing, or has no running statistics: training and evaluation are the same then."""
+    if isinstance(module, DROPOUTS):
+        return module.p == 0
+    return isinstance(module, NORMS) and module.running_mean is None
+
+
+@cache
+def _reads_mode(kind: type[nn.Module]) -> bool:
+    """Whether the code of a class names `training`; anybody's may come by it otherwise."""
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        if base.__module__.partition(".")[0] not in ("torch", "fxplug"):
+            return True
+        functions = (value for value in vars(base).values() if inspect.isfunction(value))
+        if any("training" in function.__code__.co_names for function in functions):
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def buffers_restored(*modules: nn.Module) -> Iterator[None]:
+    """Give the buffers of modules the values back that they have now: a block may write those that it keeps as its own."""
+    values = [(b, b.detach().clone(), version(b)) for m in modules for b in m.buffers() if not (b.is_meta or b.is_inference())]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value, before in values:
+                if version(buffer) != before or not torch.equal(buffer, value):  # batch norms write without a version
+                    buffer.copy_(value)
+
+
+Runner = Callable[[TracedModule, int, Call], Any]
+INPUTS = ":in"  # among the names of what a model writes: its inputs
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to call a module: `grads` has one entry a call, whether gradients are recorded; a call finds what the one
+    before it left in the buffers.
+    """
+
+    said: str
+    training: bool = False
+    grads: tuple[bool, ...] = (False,)
+    channels_last: bool = False
+
+    def call(self, index: int) -> str:
+        """Which call it was, in words; nothing for a plain one."""
+        if index:
+            return " on a second call, with gradients recorded"
+        return f" {self.said}" if self.training or self.channels_last else ""
+
+
+WAYS = (
+    Way("in evaluation twice", grads=(False, True)),
+    Way("in training", training=True, grads=(True,)),
+    Way("with channels-last inputs", channels_last=True),
+)
+
+
+def check(
+    gm: TracedModule, new: TracedModule, call: Call, entries: list[dict[str, Any]], written: set[str] | None
+) -> str:
+    """What was compared, in words. `written` names the weights that a call writes, None where that is not known.
+
+    Raises VerifyError that names the pass, or the model where that is at fault; Unchecked where there is nothing to compare.
+    """
+    added = {name for entry in entries for name in entry["inputs"]}
+    names = ", ".join(e["name"] for e in entries) or "no pass"
+    pair = _Pair(gm, new, call, added, entries, written)
+    done, notes = [], []
+    with kept_results(gm, new, call):
+        for way in WAYS:
+            if not pair.concerned(way):
+                continue
+            note = pair.check(way)
+            notes += [note] if note else []
+            done += [way.said] if note is None or not note.startswith("not ") else []
+    if not done:
+        raise Unchecked("; ".join(notes))
+    return "; ".join([f"outputs are torch.equal ({names}), {', '.join(done)}", *dict.fromkeys(notes)])
+
+
+class _Pair:
+    """The two modules, what they are called with, and who put in what is between them."""
+
+    def __init__(
+        self,
+        gm: TracedModule,
+        new: TracedModule,
+        call: Call,
+        added: set[str],
+        entries: list[dict[str, Any]],
+        written: set[str] | None,
+    ) -> None:
+        self.gm, self.new, self.call, self.entries, self.written = gm, new, call, entries, written
+        self.old_call: Call = (call[0], {k: v for k, v in call[1].items() if k not in added})
+
+    def concerned(self, way: Way) -> bool:
+        """Whether calling this way can show what evaluation does not."""
+        if way.channels_last:
+            given = (t for t in leaves(self.old_call) if isinstance(t, torch.Tensor))
+            return any(_channels_last(t) is not t for t in given) and _has_space(self.new)
+        return not way.training or _knows_mode(self.gm) or _knows_mode(self.new)
+
+    def check(self, way: Way) -> str | None:
+        """Compare one way of calling. Gives a note, which begins with 'not ' where nothing could be compared."""
+        try:
+            with in_mode(way.training, self.gm, self.new):
+                return self.compared(way)
+        except TraceError:
+            return f"not {way.said}: the model could not be traced in that mode"
+
+    def compared(self, way: Way) -> str | None:
+        try:
+            base = self.left(self.gm, way)
+        except Exception as error:  # the model's
+            text = f"{type(error).__name__}: {_first_line(error)}"
+            if way is not WAYS[0]:
+                return f"not {way.said}: the model itself fails there ({text})"
+            raise VerifyError(f"the model itself fails on these inputs, without any pass: {text}") from error
+        try:
+            new = self.left(self.new, way)
+        except Exception as error:  # the rewritten model's: its blocks may be the user's
+            raise self.failure(way, error) from error
+        note = "" if way is not WAYS[0] else hidden_state(base[0].out)
+        finding = first_difference(base, new)
+        if finding is None:
+            return note or None
+        if (unsteady := first_difference(base, self.left(self.gm, way))) is not None:
+            again = f"the model itself does otherwise when it is called again{way.call(unsteady.index)}"
+            raise Unchecked(f"{again}, with the same state, inputs and seed: {unsteady.text}")
+        return self.excused(way, base, new) or self.blamed(way, finding)
+
+    def left(self, module: TracedModule, way: Way, run: Runner | None = None) -> list[Left]:
+        """What each of the calls leaves."""
+        call = self.call if module is self.new else self.old_call
+        if way.channels_last:
+            call = map_leaves(call, lambda t, _: _channels_last(t))
+        try:
+            return _left(module, call, way, self.written, run, frugal=True)
+        except _Backward:  # the model computes gradients of its own
+            return _left(module, call, way, self.written, run, frugal=False)
+
+    def excused(self, way: Way, base: list[Left], new: list[Left]) -> str | None:
+        """Why a difference is none of the passes': random numbers that they draw too, or an opened MultiheadAttention."""
+
+        def isolated(module: TracedModule, index: int, call: Call) -> Any:
+            return Probe(module, module.graph, call, isolated=True).go()
+
+        opened = _opened(self.gm, self.new)
+        for draws in (False, True):
+            ours = self.left(self.new, way, isolated) if draws else new
+            drawn = "random numbers that the passes draw were kept apart" if draws else ""
+            if draws and first_difference(base, ours) is None:
+                return drawn
+            if opened:
+                control = self.left(apply(self.gm, _opening(opened)), way)
+                if first_difference(control, ours) is None and close_enough(base, control):
+                    text = f"outputs agree within rounding where {', '.join(opened)} was opened: MultiheadAttention computes "
+                    return text + "in another order then" + (f"; {drawn}" if draws else "")
+        return None
+
+    # --- who it was
+
+    def failure(self, way: Way, error: Exception) -> VerifyError:
+        probes: list[Probe] = []
+
+        def probed(module: TracedModule, index: int, call: Call) -> Any:
+            probes.append(Probe(module, module.graph, call))
+            return probes[-1].go()
+
+        with contextlib.suppress(Exception):  # the model's again, which was caught before
+            self.left(self.new, way, probed)
+            return VerifyError(f"the rewritten model fails{way.call(0)}: {type(error).__name__}: {_first_line(error)}")
+        return located(probes[-1], error)
+
+    def blamed(self, way: Way, finding: Finding) -> str:
+        """Raises VerifyError with the pass and the site where the difference begins."""
+        before: dict[str, Any] = {}
+        watches: list[Watch] = []
+
+        def recorded(module: TracedModule, index: int, call: Call) -> Any:
+            return Record(module, module.graph, call, before if index == finding.index else {}).go()
+
+        def watched(module: TracedModule, index: int, call: Call) -> Any:
+            watches.append(Watch(module, module.graph, call, before if index == finding.index else {}))
+            return watches[-1].go()
+
+        self.left(self.gm, way, recorded)
+        self.left(self.new, way, watched)
+        watch = watches[finding.index]
+        node = watch.blamed()
+        names = ", ".join(entry["name"] for entry in self.entries if entry["neutral"]) or "no pass"
+        where = ""
+        if node is not None:
+            entry = node.meta["pass"]
+            names = entry["name"]
+            line = f" ({entry['where']})" if entry.get("where") else ""
+            where = f"\n  first region to differ: {entry.get('site', '')} ({entry.get('block', '')}){line}"
+        elif watch.first is not None:
+            where = f"\n  first value to differ: '{watch.first.name}', which no block stands before"
+        raise VerifyError(f"{names} says it is neutral, but {finding.text}{way.call(finding.index)}{where}")
+
+
+# --- one call
+
+
+class _Backward(Exception):
+    """A backward pass wants a value that was not kept."""
+
+
+def _not_kept(value: None) -> torch.Tensor:
+    raise _Backward
+
+
+def _left(
+    module: TracedModule, call: Call, way: Way, written: set[str] | None, run: Runner | None, frugal: bool
+) -> list[Left]:
+    copies = _Copies()
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        kept = isinstance(tensor, nn.Parameter) and written is not None and id(tensor) not in changing
+        return tensor if kept or is_packed(tensor) else copies.of(tensor)
+
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    changing = {id(t) for name, t in tensors if name in (written or ())}
+    found = []
+    generators = [(g, g.get_state()) for g in leaves(call) if isinstance(g, torch.Generator)]
+    # nothing goes back through these calls, so what a backward pass would need is not kept: they take an inference's memory
+    saving = torch.autograd.graph.saved_tensors_hooks(lambda t: None, _not_kept) if frugal else contextlib.nullcontext()
+    with torch.random.fork_rng(), swapped(module, copied, values=True) as state:
+        torch.manual_seed(0)
+        for index, grad in enumerate(way.grads):
+            inputs = _Copies()
+            given = map_leaves(call, lambda t, _, own=inputs: own.of(t))  # type: ignore[misc]
+            sources = {}
+            if grad and written is not None and INPUTS not in written:
+                sources = {id(t): f"input {n}" for n, t in enumerate(leaves(given)) if is_differentiable(t)}
+                for t in leaves(given):
+                    if id(t) in sources:
+                        t.requires_grad_()
+            with torch.inference_mode(False), torch.set_grad_enabled(grad), saving:
+                out = module(*given[0], **given[1]) if run is None else run(module, index, given)
+            reaches = gradient_reaches(out) if grad else set()
+            reached = {name for name, t in state.items() if id(t) in reaches}
+            reached |= {name for i, name in sources.items() if i in reaches}
+            after = {name: _snapshot(t) for name, t in state.items() if copies.made(t)}
+            found.append(Left(_snapshots(out), after, _snapshots(given), reached))
+            for generator, start in generators:
+                generator.set_state(start)
+    return found
+
+
+class _Copies:
+    """Copies of tensors with their strides; those that share memory do so as copies."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, Any] = {}
+        self.known: dict[int, torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+            new = tensor.detach().clone()
+        else:
+            storage = tensor.untyped_storage()
+            if memory_id(storage) not in self.storages:
+                self.storages[memory_id(storage)] = storage.clone()  # type: ignore[no-untyped-call]
+            new = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            new.set_(self.storages[memory_id(storage)], tensor.storage_offset(), tensor.shape, tensor.stride())
+        self.known[id(new)] = new.requires_grad_(tensor.requires_grad)
+        return new
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self.known
+
+
+def _snapshots(value: Any) -> Any:
+    return map_leaves(value, lambda t, _: _snapshot(t))
+
+
+def _snapshot(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with the channels innermost in memory; the tensor itself where that is no other."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if not tensor.is_floating_point() or tensor.dim() not in formats:
+        return tensor
+    moved = tensor.contiguous(memory_format=formats[tensor.dim()])
+    return tensor if moved.stride() == tensor.stride() else moved
+
+
+def _has_space(module: TracedModule) -> bool:
+    """Whether passes map a parameter, or stand where a value has several dimensions of space, in some order of memory."""
+    put_in = [n for n in module.graph.nodes if "pass" in n.meta]
+    return any(n.meta["pass"].get("place") == "param" or len(n.meta.get("shape") or ()) > 3 for n in put_in)
+
+
+# --- comparing
+
+
+# --- an opened MultiheadAttention
+
+
+class _Same(nn.Module):
+    """The parameter as it is, put where a pass put a block, so that the layer is opened and nothing else happens."""
+
+    neutral = True
+
+    @classmethod
+    def at(cls, site: Any) -> _Same:
+        return cls()
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+
+def _opened(gm: TracedModule, new: TracedModule) -> list[str]:
+    """The MultiheadAttentions that stand in the model as they are and in the rewritten one as their code.
+
+    torch's own way through them depends on gradients, and on whether q, k and v are one object, which an argument of a
+    graph is not.
+    """
+    paths = {str(n.meta["pass"]["site"]).partition("@")[0] for n in new.graph.nodes if n.meta.get("pass", {}).get("region")}
+    modules = dict(gm.named_modules(remove_duplicate=False))
+    kept = {str(n.target) for n in gm.graph.nodes if n.op == "call_module"}
+    return sorted(p for p in paths & kept if isinstance(modules.get(p), nn.MultiheadAttention))
+
+
+def _opening(paths: list[str]) -> Pass:
+    rule = Rule(Match(tuple(paths)), _Same, place="param", port="*", args=("value",))
+    return Pass("opened_for_comparison", [rule])
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")[:300]

@@ -1,0 +1,450 @@
+"""Running a graph node by node, on fake tensors or copies: which block a failure came from, where a difference begins."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..errors import FxplugError, VerifyError
+from ..ir.containers import children, leaves
+from ..ir.traced_module import TracedModule
+from ..quantised import WithoutValues, is_own_layer
+from ..torch_internals.tensors import version
+
+
+class Unchecked(Exception):
+    """Why something cannot be checked here."""
+
+
+class Probe(fx.Interpreter):
+    """Runs a graph node by node and remembers which one it was at, and all values.
+
+    With `isolated` what passes put in draws its random numbers beside those of the model.
+    """
+
+    def __init__(self, module: fx.GraphModule, graph: fx.Graph, call: Any, isolated: bool = False) -> None:
+        super().__init__(module, garbage_collect_values=False, graph=graph)
+        self.at: fx.Node | None = None
+        self.inputs = placeholder_values(graph, call)
+        self.isolated = isolated
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node, noted as the one that it is at."""
+        self.at = n
+        put_in = n.meta.get("pass", {})
+        opened = put_in.get("region") and put_in.get("place") == "param"  # a layer of the model, as its code
+        if self.isolated and put_in and not opened:
+            with torch.random.fork_rng():
+                return super().run_node(n)
+        return super().run_node(n)
+
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The result, in plain containers."""
+        return _plain(args[0])  # as the generated code has it
+
+    def go(self) -> Any:
+        """Run the graph on its inputs; gives its result."""
+        return self.run(initial_env=dict(self.inputs), enable_io_processing=False)
+
+
+def _plain(value: Any) -> Any:
+    """FX's own lists and dicts in a node's arguments as Python's."""
+    if isinstance(value, dict) and type(value).__module__.startswith("torch.fx"):
+        return {key: _plain(member) for key, member in value.items()}
+    if isinstance(value, list):
+        return [_plain(member) for member in value]
+    return tuple(map(_plain, value)) if type(value) is tuple else value
+
+
+def placeholder_values(graph: fx.Graph, call: Any) -> dict[fx.Node, Any]:
+    """The example inputs by placeholder, as the generated function's signature would bind them."""
+    nodes = [n for n in graph.nodes if n.op == "placeholder"]
+    kinds: dict[str, Any] = {"*": inspect.Parameter.VAR_POSITIONAL, "**": inspect.Parameter.VAR_KEYWORD}
+    rows = []
+    keyword_only = False
+    for n in nodes:
+        name = str(n.target).lstrip("*")
+        kind = kinds.get(str(n.target)[: -len(name)], inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if keyword_only and kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            kind = inspect.Parameter.KEYWORD_ONLY
+        keyword_only = keyword_only or kind is inspect.Parameter.VAR_POSITIONAL
+        rows.append(inspect.Parameter(name, kind, default=n.args[0] if n.args else inspect.Parameter.empty))
+    signature = inspect.Signature(rows)
+    try:
+        bound = signature.bind(*call[0], **call[1])
+    except TypeError as error:
+        raise VerifyError(f"the rewritten model does not take these example inputs: {error}; it takes {signature}") from None
+    bound.apply_defaults()
+    return {n: bound.arguments[row.name] for n, row in zip(nodes, rows, strict=True)}
+
+
+def empty(tensor: torch.Tensor, device: str | None = None) -> torch.Tensor:
+    """A tensor of the same geometry without values; a fake one inside a fake mode, where meta ones pass for real."""
+    device = device or ("cpu" if tensor.is_meta else str(tensor.device))
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same geometry on the meta device."""
+    return empty(tensor, "meta")
+
+
+@contextlib.contextmanager
+def swapped(
+    module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], values: bool = False
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Put `make(tensor)` in the place of every weight; gives the new ones by name. `values` says that they have any."""
+    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    made: dict[int, torch.Tensor] = {}
+    by_name: dict[str, torch.Tensor] = {}
+    for parent in [] if values else list(module.modules()):
+        if layers := {k: WithoutValues(m) for k, m in parent._modules.items() if m is not None and is_own_layer(m)}:
+            held.append((parent._modules, dict(parent._modules)))
+            parent._modules.update(layers)
+    for path, child in module.named_modules():
+        lists = {key: value for key, value in vars(child).items() if type(value) is list}  # an LSTM keeps its weights in one
+        held.append((child.__dict__, lists))
+        child.__dict__.update({key: value.copy() for key, value in lists.items()})
+        for table in (child._parameters, child._buffers):
+            held.append((table, dict(table)))
+            for key, tensor in table.items():
+                if tensor is not None:
+                    by_name[f"{path}.{key}" if path else key] = made.setdefault(id(tensor), make(tensor))
+                    table[key] = made[id(tensor)]
+    try:
+        yield by_name
+    finally:
+        for table, original in held:
+            table.update(original)
+
+
+def gradient_reaches(out: Any) -> set[int]:
+    """The ids of the leaf tensors that a gradient of a result would reach. Follows autograd's graph and computes nothing."""
+    found: set[int] = set()
+    todo: list[Any] = []
+    for t in leaves(out):
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            todo.append(t.grad_fn)
+            found.add(id(t))
+    seen = set(todo)
+    while todo:
+        function = todo.pop()
+        if function is None:
+            continue
+        if hasattr(function, "variable"):
+            found.add(id(function.variable))
+        fresh = {f for f, _ in function.next_functions if f not in seen}
+        seen |= fresh
+        todo.extend(fresh)
+    return found
+
+
+def flows(out: torch.Tensor, goal: Any) -> bool:
+    """Whether a gradient of `out` comes to a function of autograd, or to a leaf."""
+    if out is goal or out.grad_fn is goal:
+        return True
+    seen, todo = set(), [out.grad_fn]
+    while todo:
+        function = todo.pop()
+        if function is None or function in seen:
+            continue
+        if function is goal or getattr(function, "variable", None) is goal:
+            return True
+        seen.add(function)
+        todo.extend(f for f, _ in function.next_functions)
+    return False
+
+
+def cut_by(probe: Probe, start: fx.Node) -> fx.Node | None:
+    """The first inserted node behind `start` through which no gradient comes back to it, of a graph that ran with gradients."""
+    reached = {start}
+    node: fx.Node
+    for node in probe.graph.nodes:
+        given = [probe.env[a] for a in node.all_input_nodes if a in reached]
+        if not given:
+            continue
+        results = [t for t in leaves(probe.env.get(node)) if isinstance(t, torch.Tensor)]
+        goals = [t if t.grad_fn is None else t.grad_fn for t in leaves(given) if isinstance(t, torch.Tensor)]
+        if any(flows(t, goal) for t in results for goal in goals):
+            reached.add(node)
+        elif "pass" in node.meta and node.op == "call_module":
+            return node
+    return None
+
+
+def located(probe: Probe, error: Exception) -> VerifyError:
+    """A failure of propagation, told at the rule whose block caused it."""
+    node = probe.at
+    assert node is not None
+    text = str(error).split("\n")[0]
+    if isinstance(error, FxplugError):
+        text = f"{text} (a decision of the original model does not hold after the rewrite)"
+    shapes = ", ".join(
+        f"{a.name} {list(probe.env[a].shape)}" for a in node.all_input_nodes if isinstance(probe.env.get(a), torch.Tensor)
+    )
+    inserted = origin(probe, node)
+    if inserted is None:
+        return VerifyError(f"'{node.name}' fails on {shapes or 'its inputs'}: {text}")
+    entry = inserted.meta["pass"]
+    where = f"{entry['where']}: " if entry.get("where") else ""
+    what = f"{where}{entry['name']}: block {entry.get('block', '')} at '{entry.get('site', '')}'"
+    if inserted is node:
+        return VerifyError(f"{what} fails on {shapes}: {text}")
+    made, now, before = probe.env.get(inserted), "another value", inserted.meta.get("shape")
+    if isinstance(made, torch.Tensor) and before:
+        now = f"{list(made.shape)} where {list(before)} was"
+        if tuple(made.shape) == tuple(before):
+            now = f"{made.dtype} where {inserted.meta.get('dtype')} was"
+    return VerifyError(f"{what} gives {now}, and '{node.name}' cannot take it ({shapes}): {text}")
+
+
+def changes(probe: Probe, node: fx.Node) -> bool:
+    """Whether an inserted node gives a tensor of another shape or dtype than the one it stands for."""
+    made, shape, dtype = probe.env.get(node), node.meta.get("shape"), node.meta.get("dtype")
+    if not isinstance(made, torch.Tensor) or shape is None:
+        return False
+    return tuple(made.shape) != tuple(shape) or made.dtype != dtype
+
+
+def origin(probe: Probe, node: fx.Node) -> fx.Node | None:
+    """The inserted node above another one that it fails for: the first of those next to it that changes shape or dtype."""
+    if "pass" in node.meta and node.op == "call_module":
+        return node
+    seen, row, near = {node}, [node], None
+    while row:
+        row = [a for n in row for a in n.all_input_nodes if a not in seen and not seen.add(a)]  # type: ignore[func-returns-value]
+        blocks = [n for n in row if "pass" in n.meta and n.op == "call_module"]
+        near = near or next(iter(blocks), None)
+        if near is not None:
+            break
+    chain = near
+    while chain is not None:  # blocks of several passes stand one behind the other
+        near = chain if changes(probe, chain) else near
+        chain = next((a for a in chain.all_input_nodes if "pass" in a.meta and a.op == "call_module"), None)
+    return near
+
+
+def is_differentiable(value: Any) -> bool:
+    """Whether a value is a tensor of numbers that a gradient can have."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def unlike(a: Any, b: Any, place: str = "") -> str | None:
+    """How `b` differs from `a`, nested values of tensors, in words; None where it does not."""
+    at = f" at {place}" if place else ""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return _tensor_unlike(a, b, at)
+    inner, other = children(a), children(b)
+    if type(a) is not type(b):
+        return f"in kind{at}: a {type(b).__name__} instead of a {type(a).__name__}"
+    if inner is None or other is None:
+        return None if a is b or a == b or (a != a and b != b) else f"{'in value' + at}: {b!r} instead of {a!r}"
+    ours, theirs = dict(inner), dict(other)
+    if list(ours) != list(theirs):
+        return f"in structure{at}: members {list(theirs)} instead of {list(ours)}"
+    rows = (unlike(ours[key], theirs[key], f"{place}[{key!r}]") for key in ours)
+    return next((row for row in rows if row is not None), None)
+
+
+def _tensor_unlike(a: torch.Tensor, b: torch.Tensor, at: str) -> str | None:
+    for what in ("shape", "dtype", "device", "layout"):
+        before, now = getattr(a, what), getattr(b, what)
+        if before != now:
+            shown = [list(v) if what == "shape" else v for v in (now, before)]
+            return f"in {what}{at}: {shown[0]} instead of {shown[1]}"
+    if equal(a, b):
+        return None
+    if not is_differentiable(a) or a.layout != torch.strided:
+        return f"in value{at}"
+    if not torch.equal(a.isnan(), b.isnan()):
+        return f"in {int((a.isnan() != b.isnan()).sum())} places{at} that are NaN in one of them"
+    gaps = (a - b).abs()
+    return f"by {gaps[gaps.isfinite() | (gaps == torch.inf)].max().item():.1e}{at}"
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """torch.equal, where NaN equals NaN and infinities only themselves."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    if torch.equal(a, b):
+        return True
+    return a.is_floating_point() and a.layout == torch.strided and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+# --- who it was
+
+
+def _digest(value: Any) -> Any:
+    """What tells values of a node apart without keeping them: shapes, dtypes and a checksum, in which 0 and -0 are one."""
+    rows = []
+    for t in leaves(value):
+        if isinstance(t, torch.Tensor):
+            plain = t.detach()
+            plain = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
+            plain = plain if plain.dtype == torch.bool else plain + 0
+            held = plain.cpu().contiguous().flatten().view(torch.uint8).numpy()
+            rows.append((tuple(t.shape), t.dtype, zlib.crc32(held.data)))
+    return rows
+
+
+class Record(Probe):
+    """Runs the model and notes a digest of each node's value."""
+
+    def __init__(self, module: fx.GraphModule, graph: fx.Graph, call: Any, into: dict[str, Any]) -> None:
+        super().__init__(module, graph, call)
+        self.garbage_collect_values = False
+        self.into = into
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node, and keep a digest of what it gives by its name."""
+        out = super().run_node(n)
+        if n.op.startswith("call"):
+            self.into[n.name] = _digest(out)
+        return out
+
+
+class Watch(Probe):
+    """Runs the rewritten model and notes the first node of the model whose value is another, and what blocks did before."""
+
+    def __init__(self, module: fx.GraphModule, graph: fx.Graph, call: Any, before: Mapping[str, Any]) -> None:
+        super().__init__(module, graph, call)
+        self.before = before
+        self.first: fx.Node | None = None
+        self.writers: list[fx.Node] = []
+        self.cutters: list[fx.Node] = []
+        self.louder: set[fx.Node] = set()
+
+    def inserted(self, node: fx.Node) -> bool:
+        """Whether a node calls something and the model has none of its name."""
+        return node.op.startswith("call") and node.name not in self.before
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node, and compare what it gives, or what a block did to its inputs, up to the first difference."""
+        if self.first is not None or not self.before:
+            return super().run_node(n)
+        if not self.inserted(n):
+            out = super().run_node(n)
+            if n.name in self.before and _digest(out) != self.before[n.name]:
+                self.first = n
+            return out
+        given = [self.env[a] for a in n.all_input_nodes if isinstance(self.env.get(a), torch.Tensor)]
+        digests = [_digest(t) for t in given]
+        functions = [t.grad_fn if t.grad_fn is not None else t for t in given]
+        out = super().run_node(n)
+        if "pass" not in n.meta:
+            return out
+        if [_digest(t) for t in given] != digests:
+            self.writers.append(n)
+        results = [t for t in leaves(out) if isinstance(t, torch.Tensor)]
+        same = [i for i, d in enumerate(digests) for t in results[:1] if _digest(t) == d]
+        if n.op == "call_module" and not same:
+            self.louder.add(n)
+        if any(given[i].requires_grad and not flows(results[0], functions[i]) for i in same):
+            self.cutters.append(n)
+        return out
+
+    def blamed(self) -> fx.Node | None:
+        """The block behind the difference: the first above it whose result is none of its inputs, else the nearest one."""
+        if self.first is None:
+            return next(iter([*self.cutters, *self.writers]), None)
+        seen, todo = {self.first}, [self.first]
+        while todo:
+            fresh = [a for a in todo.pop().all_input_nodes if a not in seen and self.inserted(a)]
+            seen.update(fresh)
+            todo.extend(fresh)
+        above = sorted(n for n in seen - {self.first} if "pass" in n.meta)
+        loud = [n for n in above if n in self.louder]
+        blocks = [n for n in above if n.op == "call_module"]
+        return next(iter([*loud, *self.writers, *reversed(blocks), *reversed(above)]), None)
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass
+class Left:
+    """What one call leaves: its result, the state and the inputs after it, and the weights and inputs a gradient reaches."""
+
+    out: Any
+    state: dict[str, torch.Tensor]
+    inputs: Any
+    reached: set[str]
+
+
+@dataclass
+class Finding:
+    """How what two calls left differs: in which of the calls, in words."""
+
+    index: int
+    text: str
+
+
+@contextlib.contextmanager
+def kept_results(gm: TracedModule, new: TracedModule, call: Call) -> Iterator[None]:
+    """See that what the calls got copies of is not written by another way. Raises VerifyError."""
+    named = {f"the {kind} '{name}' of the model": t for kind in ("parameter", "buffer") for name, t in named_leaves(gm, kind)}
+    given = [("an input", t) for t in leaves(call) if isinstance(t, torch.Tensor)]
+    watched = [(what, t, version(t)) for what, t in [*named.items(), *given] if not t.is_inference()]
+    yield
+    changed = [what for what, t, before in watched if version(t) != before]
+    if changed:
+        raise VerifyError(f"{changed[0]} is written by a block that keeps it as its own: a block changes nothing of the model")
+
+
+def named_leaves(module: nn.Module, kind: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters or buffers of a module with their names."""
+    yield from module.named_parameters() if kind == "parameter" else module.named_buffers()
+
+
+def first_difference(base: list[Left], new: list[Left]) -> Finding | None:
+    """The first thing that calls of two modules left otherwise."""
+    for index, (a, b) in enumerate(zip(base, new, strict=True)):
+        if off := unlike(a.out, b.out):
+            return Finding(index, f"outputs differ {off}")
+        if off := unlike(a.inputs, {**b.inputs} if isinstance(b.inputs, dict) else common_part(a.inputs, b.inputs)):
+            return Finding(index, f"the inputs after the call differ {off}")
+        for name in a.state.keys() & b.state.keys():
+            if off := unlike(a.state[name], b.state[name]):
+                return Finding(index, f"'{name}' after the call differs {off}")
+        if lost := sorted(a.reached - b.reached):
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            return Finding(index, f"no gradient reaches {', '.join(lost[:3])}{more} any more")
+    return None
+
+
+def common_part(before: Call, after: Call) -> Call:
+    """The inputs of the rewritten model without those that passes added."""
+    return after[0], {k: v for k, v in after[1].items() if k in before[1]}
+
+
+def close_enough(base: list[Left], control: list[Left]) -> bool:
+    """Whether every element of every output agrees within 1e-5 of itself, but for the last bits of the output's largest."""
+    for a, b in zip(base, control, strict=True):
+        for x, y in zip(leaves(a.out), leaves(b.out), strict=True):
+            if not isinstance(x, torch.Tensor) or equal(x, y):
+                continue
+            if unlike(torch.zeros_like(x), torch.zeros_like(y)) or not is_differentiable(x):
+                return False
+            last = torch.finfo(x.dtype).eps * x.nan_to_num(0, 0, 0).abs().max().item()
+            if not torch.allclose(x, y, rtol=1e-5, atol=2 * last, equal_nan=True):
+                return False
+    return True
+
+
+def hidden_state(out: Any) -> str:
+    """What keeps a comparison from seeing much."""
+    tensors = [t for t in leaves(out) if is_differentiable(t) and t.numel() > 1 and t.layout == torch.strided]
+    if tensors and all(t.isnan().all() for t in tensors):
+        raise Unchecked("every output of the model is NaN on these inputs, so there is nothing to compare")
+    if tensors and all(equal(t, t.flatten()[:1].expand(t.numel()).view(t.shape)) for t in tensors):
+        return "every output is one value throughout, which may hide what changed before it"
+    return ""

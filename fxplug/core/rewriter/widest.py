@@ -1,0 +1,24 @@
+"""Networks whose size is that of the layers that a pass matches: tensors that its blocks share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...blocks.vera import Projections
+from ..ir.regions import Regions
+from ..ir.traced_module import TracedModule
+from ..quantised import weight_shape
+from ..spec.rules import Match
+from .matches import hits
+
+
+def projections(
+    gm: TracedModule, at: str | Sequence[str], within: Sequence[str] = (), rank: int = 256, key: int = 0
+) -> Projections:
+    """VeRA's matrices for the widest of the linear layers at these paths. Raises SpecError for a rank below 1."""
+    wanted = Match(path=at, module=["Linear", "TransposedLinear"], within=within)
+    every = [Regions(graph, gm) for graph in gm.graphs.values()]
+    modules = [regions.module(hit.key.partition("@")[0]) for regions in every for hit in hits(regions, wanted)]
+    shapes = [weight_shape(module, module._parameters["weight"]) for module in modules]  # type: ignore[arg-type]
+    out, inner = (max((shape[dim] for shape in shapes), default=1) for dim in (0, 1))  # of none, find says so
+    return Projections(rank, inner, out, key)

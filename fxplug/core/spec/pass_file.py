@@ -1,0 +1,418 @@
+"""Passes as files: YAML or mappings become rules; what their import paths name, and the options it takes. Imports no torch."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from importlib.util import find_spec
+from keyword import iskeyword
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .. import extensions
+from ..errors import ClashError, SpecError, brief_fields, did_you_mean
+from .rules import COMMON, Match, Pass, Rule, check_common, check_name, check_target, is_target
+from .yaml_source import NOWHERE, Source, Where, braces, read_yaml, shown
+
+# where files that were written by earlier versions have classes of the package, and where these are now
+_OLD_BLOCKS = ["adapters", "attending", "conditions", "frequencies", "gates", "merging", "norms", "rotations", "slicing"]
+MOVED = {
+    **{f"fxplug.{name}": "fxplug.blocks" for name in (*_OLD_BLOCKS, "weights")},
+    **{f"fxplug.parallel.{name}": "fxplug.parallel.runtime" for name in ("attention", "collectives", "shares")},
+    **{f"fxplug.parallel.{name}": "fxplug.parallel.runtime" for name in ("moments", "neighbours")},
+    "fxplug.rewriter.adapter_passes": "fxplug.adapters.file_passes",
+    "fxplug.rewriter.widest": "fxplug.core.rewriter.widest",
+    "fxplug.compat.zhijian_pass": "fxplug.compat.zhijian.blitz",
+    "fxplug.compat.drivers": "fxplug.compat.hcp.drivers",
+    "fxplug.compat.samples": "fxplug.compat.hcp.sample_plugins",
+}
+
+
+def present(path: str) -> str:
+    """The import path that a class of the package has now, for one that a file of an earlier version may have."""
+    module, colon, name = path.partition(":")
+    return MOVED.get(module, module) + colon + name
+
+
+def import_target(text: str, where: Where = NOWHERE) -> object:
+    """What `"package.module:Name"` names. Imports the module; SpecError says which part does not exist."""
+    try:
+        check_target(text)
+    except SpecError as error:
+        raise SpecError(error.finding, where=where) from None
+    module_name, _, attributes = present(text).partition(":")
+    try:
+        value: Any = import_module(module_name)
+    except Exception as error:  # the imported module's
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent and f"{module_name}.".startswith(f"{absent}."):
+            raise SpecError(f"no module named '{absent}'{_near(absent, where)}", where=where) from None
+        finding = f"importing '{module_name}' failed: {type(error).__name__}: {error}"
+        raise SpecError(finding, where=where) from error
+    for name in attributes.split("."):
+        if not hasattr(value, name):
+            kind = "module" if isinstance(value, ModuleType) else "class"
+            owner = getattr(value, "__name__", value)
+            names = (n for n in dir(value) if not n.startswith("_") and f"{owner}.{n}" not in sys.modules)
+            hint = did_you_mean(name, names)
+            raise SpecError(f"{kind} '{owner}' has no attribute '{name}'{hint}", where=where)
+        value = getattr(value, name)
+    return value
+
+
+def _near(module: str, where: Where) -> str:
+    """A hint about a module that does not exist: the file that would be it, or the nearest name."""
+    package, _, leaf = module.rpartition(".")
+    beside = Path(where.file).parent / f"{module}.py"
+    if where.file and beside.is_file():
+        return f"; {beside.name} lies beside {Path(where.file).name}: put that folder on PYTHONPATH"
+    search = getattr(import_module(package), "__path__", []) if package else None
+    prefix = f"{package}." if package else ""
+    return did_you_mean(module, (prefix + found.name for found in pkgutil.iter_modules(search)))
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a callable takes by name: `required` has no default, and `free` says that it takes any other name as well."""
+
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    free: bool
+
+
+def taken(target: Callable[..., Any], given: int = 0, leave: Collection[str] = ()) -> Taken:
+    """What a callable takes; its first `given` parameters and those that `leave` names are none of a user's.
+
+    A class that shows no signature, as one written in C, takes nothing.
+    """
+    try:
+        parameters = list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    free = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    ours = [p for p in parameters[given:] if p.name not in leave and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    required = tuple(p.name for p in ours if p.default is p.empty)
+    return Taken(tuple(p.name for p in ours if p.kind is not p.POSITIONAL_ONLY), required, free)
+
+
+def check_options(
+    target: Callable[..., Any],
+    options: Collection[str],
+    name: str,
+    *,
+    given: int = 0,
+    leave: Collection[str] = (),
+    says: str = "has no option",
+    path: tuple[str, ...] = (),
+    where: object = "",
+) -> None:
+    """SpecError, about `name`, where a callable does not take the options, or needs more; `given` and `leave` as of `taken`."""
+    found = taken(target, given, leave)
+    if not found.free:
+        check_known(options, found.names, f"{name} {says}", path=path, where=where)
+    missing = [f"'{option}'" for option in found.required if option not in options]
+    if missing:
+        raise SpecError(f"{name} needs the option{'s' * (len(missing) > 1)} {', '.join(missing)}", path=path, where=where)
+
+
+def check_known(
+    options: Iterable[str], known: Collection[str], says: str, *, path: tuple[str, ...] = (), where: object = ""
+) -> None:
+    """SpecError for an option that is not among the known ones, with the nearest: `says` begins it, `Lora has no option`."""
+    for key in options:
+        if key not in known:
+            finding = f"{says} '{key}'{did_you_mean(key, known)}; it takes {', '.join(known) or 'none'}"
+            raise SpecError(finding, path=path, key=key, where=where)
+
+
+HERE = Path(__file__).resolve().parents[2]
+
+
+def folder(kind: str) -> Path:
+    """passes/ or configs/: inside the installed package, or beside it in a checkout."""
+    return next((p for p in (HERE / kind, HERE.parent / kind) if p.is_dir()), HERE / kind)
+
+
+def shipped(kind: str) -> dict[str, Path]:
+    """The YAML files of fxplug and its extensions by bare name; `kind` is `passes` or `configs`.
+
+    Raises ClashError where an extension's pass has the name of another.
+    """
+    top = folder(kind)
+    found = {p.relative_to(top).with_suffix("").as_posix(): p for p in sorted(top.rglob("*.yaml"))}
+    for name, path in extensions.parts("passes").items() if kind == "passes" and extensions.others() else ():
+        if name in found:
+            raise ClashError(f"an extension brings the pass '{name}' ({path}), which is one of fxplug's: rename it there")
+        package, _, file = path.partition(":")
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:
+            raise SpecError(f"the pass '{name}' of an extension lies beside the module '{package}', which does not exist")
+        found[name] = Path(spec.origin).parent / file
+    return found
+
+
+def find_file(text: str | Path, kind: str, base: Path | None = None) -> Path:
+    """The file of a bare shipped name, or of a path relative to `base` (default: the working folder)."""
+    one = "pass" if kind == "passes" else "config"
+    if str(text).endswith((".yaml", ".yml", ".json")):
+        return (base or Path.cwd()) / text
+    known = shipped(kind)
+    if str(text) in known:
+        return known[str(text)]
+    beside = (base or Path.cwd()) / f"{text}.yaml"
+    hint = f"; for the file here write '{text}.yaml'" if beside.is_file() else did_you_mean(text, known)
+    hint += extensions.unusable_note()
+    raise SpecError(f"no {one} named '{text}'{hint}")
+
+
+REQUIRED = "$required"
+PAGE_KEYS = ("help", "example")  # for the page about a pass: what each parameter is, and a model to show it on
+
+
+def load_pass(
+    source: str | Path | Mapping[str, Any] | Pass,
+    /,
+    *,
+    base: str | Path | None = None,
+    name: str | None = None,
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    train: bool | None = None,
+    expect: str | int | None = None,
+    allow: Sequence[str] | None = None,
+    **params: Any,
+) -> Pass:
+    """Read a pass and give it its parameters.
+
+    `source` is the bare name of a shipped pass, the path of a YAML file (relative to `base`, else to the
+    working folder), a mapping with the same keys, or a Pass. `allow` lists the modules, beside fxplug's
+    own, whose blocks may be used; None allows all. `expect` is how many places the pass must find, such as `"==12"`.
+    Raises SpecError for anything unknown, missing or of the wrong type.
+    """
+    given = {"name": name, "lr": lr, "weight_decay": weight_decay, "train": train, "expect": expect}
+    common: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    check_common(common)
+    if isinstance(source, Pass):
+        if params:
+            raise SpecError(f"pass '{source.name}' has no parameters left to give: {', '.join(params)}")
+        for index, rule in enumerate(source.rules):
+            _check_allowed(rule.use, allow, rule.where, ("rules", index, "use"))
+        return replace(source, **common)
+    draft = open_pass(source, base=base)
+    if draft.maker:
+        return draft.made({**params, **common}, allow, base)
+    try:
+        values = draft.bind(params)
+    except SpecError as error:
+        named = f"parameter '{error.path[0]}' " if error.path else ""
+        raise SpecError(named + error.finding, where=Where(draft.source.file)) from None
+    return draft.build(values, common, allow)
+
+
+def open_pass(source: str | Path | Mapping[str, Any], *, base: str | Path | None = None) -> Draft:
+    """Read a pass file or mapping and check its keys, without giving it parameters yet."""
+    if isinstance(source, Mapping):
+        read = Source(source)
+    elif isinstance(source, (str, Path)):
+        read = read_yaml(find_file(source, "passes", Path(base) if base else None))
+    else:
+        raise SpecError(f"a pass is a name, a path, a mapping or a Pass, not {shown(source)}")
+    data = read.data if isinstance(read.data, Mapping) else {}
+    known = ["about", "params"] if "make" in data else [f.name for f in fields(Pass) if f.name not in ("where", "loads")]
+    ruled = not {"make", "parallel"} & data.keys()
+    read.keys([*known, "make", *PAGE_KEYS], ["rules"] if ruled else [])
+    rules = read.data.get("rules", [])
+    if not isinstance(rules, (list, tuple)) or not rules and ruled:
+        found = "an empty list" if rules in ([], ()) else shown(rules)
+        raise read.error(f"must be a list of rules, not {found}", "rules")
+    for index in range(len(rules)):
+        known = [f.name for f in fields(Rule) if f.name != "where"]
+        read.keys(known, ["match"], "rules", index)
+        read.keys([f.name for f in fields(Match)], [], "rules", index, "match")
+    if not isinstance(read.data.get("params", {}), Mapping):
+        raise read.error(f"must be a mapping, not {shown(read.data['params'])}", "params")
+    for key in read.data.get("params", {}):
+        if key in (*COMMON, "base", "allow"):
+            raise read.error(f"parameter '{key}' has the name of a common setting", "params", key=key)
+        with read.inside("params"):
+            check_name(key)
+    name = re.sub(r"\W", "_", Path(read.file).stem)
+    return Draft(read, name if name.isidentifier() and not iskeyword(name) else f"pass_{name}")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A pass that was read but not yet given its parameters; `name` is what its file is called."""
+
+    source: Source
+    name: str
+
+    __repr__ = brief_fields
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The declared parameters with their defaults; `$required` stands where there is none."""
+        return dict(self.source.data.get("params", {}))
+
+    @property
+    def maker(self) -> str:
+        """The import path of the function that makes the pass, where no rules are written; else an empty text."""
+        return str(self.source.data.get("make", ""))
+
+    def made(self, given: Any, allow: Sequence[str] | None = None, base: str | Path | None = None) -> Pass:
+        """What `maker` makes of `given`, all that stands below the name of the pass: parameters and common settings.
+
+        A maker that takes `base` gets the folder that paths are relative to. Raises SpecError, as the maker does: its path or
+        key is of `given`.
+        """
+        at = self.source.where("make")
+        _check_allowed(self.maker, allow, at, ("make",))
+        maker: Any = import_target(self.maker, at)
+        located = {"base": base} if "base" in inspect.signature(maker).parameters else {}
+        made = maker({"name": self.name, **given} if isinstance(given, Mapping) else given, **located)
+        if not isinstance(made, Pass):
+            raise SpecError(f"'{self.maker}' gave {shown(made)}, no Pass", where=at)
+        for index, rule in enumerate(made.rules):
+            _check_allowed(rule.use, allow, rule.where, ("rules", index, "use"))
+            _check_options(rule.options, allow, rule.where, ("rules", index, "options"))
+        return made
+
+    def bind(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The defaults with `given` in their place, checked; SpecError's path or key names the parameter."""
+        values = self.params
+        for key, value in given.items():
+            if key not in values:
+                listed = f"it has {', '.join(values)}" if values else "it has none"
+                raise SpecError(f"no parameter '{key}'{did_you_mean(key, values)}; {listed}", key=key)
+            wanted = _wanted(values[key], value)
+            if wanted:
+                found = f"must be {wanted}, not {shown(value)}{braces(value)}"
+                raise SpecError(f"{found} (its default is {values[key]!r})", path=(key,))
+            values[key] = value
+        missing = [f"'{key}'" for key, value in values.items() if value == REQUIRED and key not in given]
+        if missing:
+            some = "parameters" if len(missing) > 1 else "parameter"
+            raise SpecError(f"missing {some} {', '.join(missing)}")
+        return values
+
+    def build(
+        self, values: Mapping[str, Any], common: Mapping[str, Any], allow: Sequence[str] | None = None
+    ) -> Pass:
+        """The pass with every `$name` filled in from `values`, and the settings in `common`."""
+        source, data, used = self.source, self.source.data, set[str]()
+        rules = []
+        for index, raw in enumerate(data.get("rules", [])):
+            rule = _fill(raw, values, used, source, ("rules", index))
+            if rule["match"].get("path") == []:
+                continue  # a parameter that names no places leaves its rule out
+            with source.inside("rules", index, "match"):
+                match = Match(**rule.pop("match"))
+            with source.inside("rules", index):
+                rules.append(Rule(match, **rule, where=source.where("rules", index)))
+            at = source.where("rules", index, "use")
+            _check_allowed(rules[-1].use, allow, at, ("rules", index, "use"))
+            _check_options(rules[-1].options, allow, source.where("rules", index), ("rules", index, "options"))
+        networks = data.get("networks") or {}
+        if not isinstance(networks, Mapping):
+            raise source.error(f"must be a mapping, not {shown(networks)}", "networks")
+        for name, network in networks.items():
+            if isinstance(network, Mapping):
+                where, path = source.where("networks", name), ("networks", name)
+                given = _fill({k: network.get(k) for k in ("use", "options")}, values, used, source, path)
+                if is_target(given["use"]):
+                    module, _, attribute = given["use"].partition(":")  # of a classmethod it is the class that must be allowed
+                    owner = f"{module}:{attribute.rpartition('.')[0] or attribute}"
+                    _check_allowed(owner, None if allow is None else (*allow, "diffusers"), where, path)
+                _check_options(given["options"], allow, where, path)
+        for key, nothing in (("inputs", {}), ("networks", {}), ("slots", 0), ("samples", None), ("parallel", {})):
+            data = {**data, key: _fill(data.get(key, nothing), values, used, source, (key,))}
+        if not rules and not data["parallel"]:
+            raise source.error("every rule is left out: the parameters name no places", "rules")
+        unused = [key for key in values if key not in used]
+        if unused:
+            raise source.error(f"parameter '{unused[0]}' is used nowhere", "params", key=unused[0])
+        if not source.file and "name" not in {**data, **common}:
+            raise SpecError("a pass without a file needs a 'name'")
+        data = {key: value for key, value in data.items() if key not in PAGE_KEYS}
+        settings = {"name": self.name, **data, **common, "params": values, "rules": rules}
+        with source.inside():
+            return Pass(**settings, where=Where(source.file))
+
+
+_REFERENCE = re.compile(r"\$(?:\$|([^\W\d]\w*))")
+
+
+def _fill(
+    value: Any, values: Mapping[str, Any], used: set[str], source: Source, path: tuple[Any, ...]
+) -> Any:
+    """`value` with each `$name` replaced: alone it keeps the parameter's type, within a text it is text."""
+    if isinstance(value, Mapping):
+        return {key: _fill(item, values, used, source, (*path, key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_fill(item, values, used, source, (*path, index)) for index, item in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+
+    def one(found: re.Match[str]) -> Any:
+        name = found[1]
+        if name is None:
+            return "$"
+        if name not in values:
+            listed = f"; the parameters are {', '.join(values)}" if values else "; the pass has no parameters"
+            raise source.error(f"no parameter '${name}'{did_you_mean(name, values)}{listed}", *path)
+        used.add(name)
+        return values[name]
+
+    whole = _REFERENCE.fullmatch(value)
+    return one(whole) if whole else _REFERENCE.sub(lambda found: str(one(found)), value)
+
+
+def _wanted(default: Any, value: Any) -> str:
+    """What `value` should have been to agree with `default`; an empty text when it does."""
+    if default is None or default == REQUIRED or (default in ([], {}) and isinstance(value, (Mapping, list, tuple))):
+        return ""
+    if isinstance(default, str) and is_target(default) and not isinstance(value, (bool, int, float, list, tuple)):
+        return ""  # what an import path gives may be given itself
+    if isinstance(default, bool) or isinstance(value, bool):
+        agree = isinstance(default, bool) and isinstance(value, bool)
+    elif isinstance(default, (str, list, tuple)):
+        agree = isinstance(value, (str, list, tuple))
+    elif isinstance(default, float):
+        agree = isinstance(value, (int, float))
+    else:
+        agree = isinstance(value, Mapping if isinstance(default, Mapping) else type(default))
+    if agree:
+        return ""
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text or a list"}
+    return words.get(type(default), "a mapping" if isinstance(default, Mapping) else "a list or text")
+
+
+def _check_allowed(
+    use: str | type | None, allow: Sequence[str] | None, at: Where, path: Sequence[str | int]
+) -> None:
+    if allow is None or use is None:
+        return
+    module, _, name = use.partition(":") if isinstance(use, str) else (use.__module__, "", use.__name__)
+    roots = ("fxplug", *allow)
+    if not any(module == root or module.startswith(f"{root}.") for root in roots):
+        listed = ", ".join(roots)
+        raise SpecError(f"module '{module}' is not allowed; allowed are {listed}", path=path, where=at)
+    if "." in name:  # the modules that an allowed module imports are attributes of it
+        raise SpecError(f"'{name}' must be one name: its module is what is allowed", path=path, where=at)
+
+
+def _check_options(value: Any, allow: Sequence[str] | None, at: Where, path: Sequence[str | int]) -> None:
+    """Hold classes that options name, such as the plugin of a driver, to what is allowed."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            _check_options(item, allow, at, path)
+    elif allow is not None and is_target(value):
+        _check_allowed(value, (*allow, "torch.nn"), at, path)

@@ -1,0 +1,410 @@
+"""Passes as values: which regions, which block, put where, fed with what. Frozen dataclasses; imports no torch."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from keyword import iskeyword
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from ..errors import SpecError, brief_fields, did_you_mean
+from .addresses import check_expression, parse_relative
+from .yaml_source import NOWHERE, Section, braces, checked, held, number, shown, whole
+from .yaml_source import Where as Where
+
+PLACES = ("before", "after", "replace", "param")
+COMMON = ("name", "lr", "weight_decay", "train", "expect")  # settings that every pass takes beside its own parameters
+COMBINE = ("sum", "chain")
+WAYS = ("ulysses", "ring", "batch", "rows", "tensor")  # numbers of processes that a parallel pass gives
+STEP_KEYS = ("stages", "patches", "stale", "warmup", "correct", "steps", "clock")  # of what is run a step late
+_COUNTS: dict[str, Callable[[int, int], bool]] = {
+    "==": operator.eq,
+    ">=": operator.ge,
+    "<=": operator.le,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+_INPUT = re.compile(r"[^\W\d]\w*(\[\d+\]|\.[^\W\d]\w*)*")
+
+
+@dataclass(frozen=True, init=False)
+class Match:
+    """Which regions a rule acts on: every condition that is given must hold.
+
+    `path` is an exact path, a glob (`*`, `**`, `{i}`, `{0:12}`) or `re:...`, or several of them; `module` names
+    classes (or is classes); `op` names functions or methods (or is them). With `within` (class names or classes)
+    the rule acts on every layer of such a class among and below the regions of `path`. Raises SpecError.
+    """
+
+    path: str | tuple[str, ...] = "**"
+    module: tuple[str | type, ...] = ()
+    op: tuple[str | Callable[..., Any], ...] | None = None
+    within: tuple[str | type, ...] = ()
+
+    __repr__ = brief_fields
+
+    def __init__(
+        self,
+        path: str | Sequence[str] = "**",
+        module: str | type | Sequence[str | type] | None = (),
+        op: str | Callable[..., Any] | Sequence[str | Callable[..., Any]] | None = None,
+        within: str | type | Sequence[str | type] | None = (),
+    ) -> None:
+        patterns = path if isinstance(path, str) else tuple(_many(path, "path", "a path"))
+        classes = tuple(_many(() if module is None else module, "module", "a class name", type))
+        ops = tuple(_many(() if op is None else op, "op", "a function name", Callable))
+        inner = tuple(_many(() if within is None else within, "within", "a class name", type))
+        for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+            _check_pattern(pattern)
+        if not isinstance(patterns, str) and not patterns:
+            raise SpecError("needs at least one path", path=("path",))
+        if inner and ops:
+            raise SpecError("'within' finds layers and 'op' operations: a rule has one of them", path=("within",))
+        _set(self, path=patterns, module=classes, op=ops or None, within=inner)
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The path patterns as a tuple, also when there is only one."""
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+
+@dataclass(frozen=True, init=False)
+class Rule:
+    """Which regions (`match`), which block (`use`), put where (`place`, `port`), fed with what (`args`).
+
+    `use` is `"package.module:Class"` or a class; without it the value in `args` itself is put there. `port` is the value of
+    the region that is changed, such as `x[1]`, `y[:]` (all of the result) or a parameter's name. `args` holds `x`, `y` or
+    port addresses; an item that is a list has one address for each path pattern of the match. `combine` says what a
+    replacement does where there is one already: `sum` or `chain`. `expect` is `(operator, count)`. Raises SpecError.
+
+    A block of a rule with a `name` returns `(result, value)`, and the value goes to whatever has that name in its `args`. A
+    rule that has it in its own gets what the site before it left, None at the first, in the order in which the model runs;
+    `at` gets the first such block as `beside`, where it takes that, and `ended` of the last one what is left, where it has it.
+    """
+
+    match: Match
+    use: str | type | None
+    place: str
+    port: str | None
+    args: tuple[str | tuple[str, ...], ...]
+    options: dict[str, Any] = field(hash=False)
+    expect: tuple[str, int]
+    name: str | None
+    combine: str | None
+    where: Where = field(compare=False)
+
+    __repr__ = brief_fields
+
+    def __init__(
+        self,
+        match: Match,
+        use: str | type | None = None,
+        place: str = "after",
+        port: str | None = None,
+        args: Sequence[str | Sequence[str]] | None = None,
+        options: Mapping[str, Any] | None = None,
+        expect: str | int | tuple[str, int] = ">=1",
+        name: str | None = None,
+        combine: str | None = None,
+        where: Where = NOWHERE,
+    ) -> None:
+        try:
+            if not isinstance(match, Match):
+                raise SpecError(f"must be a Match, not {shown(match)}", path=("match",))
+            if place not in PLACES:
+                found = f"no place {shown(place)}{did_you_mean(place, PLACES)}"
+                raise SpecError(f"{found}; one of {', '.join(PLACES)}", path=("place",))
+            if use is not None and not isinstance(use, type):
+                check_target(use, "use")
+            _check_port(port, place)
+            if combine is not None and (combine not in COMBINE or place != "replace"):
+                found = f"no way {shown(combine)} to combine{did_you_mean(combine, COMBINE)}; one of {', '.join(COMBINE)}"
+                raise SpecError(found if combine not in COMBINE else "goes with 'place: replace' only", path=("combine",))
+            options = {} if options is None else options
+            if not isinstance(options, Mapping):
+                raise SpecError(f"must be a mapping, not {shown(options)}", path=("options",))
+            if name is not None and (not isinstance(name, str) or not name):
+                raise SpecError(f"must be text, not {shown(name)}", path=("name",))
+            if name is not None and place == "param":
+                raise SpecError("a block that maps a parameter has no second result to keep", path=("name",))
+            if args is None:
+                args = {"before": ("x",), "param": ("value",)}.get(place, ("x", "y"))
+            addresses = _check_args(args, match)
+            if use is None and (len(addresses) != 1 or options or name):
+                raise SpecError("a rule without 'use' puts one value there: it has one of 'args', no options and no name")
+            count = _check_expect(expect)
+        except SpecError as error:
+            raise SpecError(error.finding, path=error.path, where=where) from None
+        _set(self, match=match, use=use, place=place, port=port, args=addresses, options=dict(options))
+        _set(self, expect=count, name=name, combine=combine, where=where)
+
+    @property
+    def carries(self) -> bool:
+        """Whether it hands a value from site to site: it keeps one under `name`, and has that in its own `args`."""
+        return self.name is not None and self.name in self.args
+
+    def admits(self, count: int) -> bool:
+        """Whether `expect` allows this many sites."""
+        return _COUNTS[self.expect[0]](count, self.expect[1])
+
+    @property
+    def counted(self) -> bool:
+        """Whether `expect` says how many sites there are, and not only that there are some, or need be none."""
+        return self.expect not in ((">=", 0), (">=", 1))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A named list of rules; `params` are the values its parameters got. Raises SpecError.
+
+    `lr`, `weight_decay` and `train` say how the parameters of its blocks are trained. Its `name` is the
+    first part of their keys. `expect` is how many places all its rules together must find, as a rule's own; None leaves
+    that to the rules. With `slots` its blocks are banks for that many adapters, which come and go without a new graph;
+    `samples` names the input of the model in whose first dimension the samples are that choose among them, `t` or `x[0]`; None
+    is the first that is a tensor.
+
+    A pass with `parallel` has no rules: those are keywords of `parallel_plan`, which finds its places by running the model,
+    or of `pipefusion`; `at` is the region whose first input is split in rows.
+
+    A pass with `loads` has slots, gets its rules when it meets a model, from the adapter files that it lists, and has them
+    loaded and in use when it is applied: see `adapters.file_passes`.
+    """
+
+    name: str
+    rules: Sequence[Rule]
+    about: str = ""
+    params: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    inputs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    networks: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    slots: int = 0
+    lr: float | None = None
+    weight_decay: float | None = None
+    train: bool = True
+    where: Where = field(default=NOWHERE, compare=False)
+    parallel: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    samples: str | None = None
+    loads: Sequence[Mapping[str, Any]] = field(default=(), hash=False)
+    expect: str | int | None = None
+
+    __repr__ = brief_fields
+
+    def __post_init__(self) -> None:
+        check_common({key: getattr(self, key) for key in COMMON})
+        if not isinstance(self.about, str):
+            raise SpecError(f"must be text, not {shown(self.about)}", path=("about",))
+        if not isinstance(self.slots, int) or isinstance(self.slots, bool) or self.slots < 0:
+            raise SpecError(f"must be a whole number, 0 or more, not {shown(self.slots)}", path=("slots",))
+        if self.samples is not None and not (isinstance(self.samples, str) and _INPUT.fullmatch(self.samples)):
+            found = f"must be the name of an input of the model, such as 'timestep' or 'x[0]', not {shown(self.samples)}"
+            raise SpecError(found, path=("samples",))
+        if self.samples is not None and not self.slots:
+            raise SpecError("goes with slots: it says which input has the samples that choose among them", path=("samples",))
+        held(Plan, self.parallel, "parallel")
+        if self.parallel:
+            for key in ("rules", "inputs", "networks", "slots", "lr", "weight_decay", "expect"):
+                if getattr(self, key):
+                    raise SpecError(f"a parallel pass has no '{key}'", path=(key,))
+        if self.expect is not None:
+            _set(self, expect="".join(map(str, _check_expect(self.expect))))
+        if not isinstance(self.rules, (list, tuple)) or not (self.rules or self.parallel or self.loads):
+            found = "an empty list" if self.rules in ([], ()) else shown(self.rules)
+            raise SpecError(f"must be a list of rules, not {found}", path=("rules",))
+        for index, rule in enumerate(self.rules):
+            if not isinstance(rule, Rule):
+                raise SpecError(f"must be a Rule, not {shown(rule)}", path=("rules", index))
+        _set(self, rules=tuple(self.rules))
+        for key in ("params", "inputs", "networks", "parallel"):
+            value = getattr(self, key)
+            if key == "inputs" and isinstance(value, (list, tuple)):
+                value = dict.fromkeys(value)
+            if not isinstance(value, Mapping):
+                raise SpecError(f"must be a mapping, not {shown(value)}", path=(key,))
+            for name in value:
+                check_name(name, key)
+            _set(self, **{key: dict(value)})
+        read = {name: held(Input, {} if spec is None else spec, "inputs", name) for name, spec in self.inputs.items()}
+        _set(self, inputs={name: spec.model_dump(by_alias=True) for name, spec in read.items()})
+        for name, spec in self.networks.items():
+            held(Network, spec, "networks", name)
+
+
+    def admits(self, count: int) -> bool:
+        """Whether `expect` of the pass allows this many sites of all its rules together; its rules have their own."""
+        sign, number = _check_expect(">=0" if self.expect is None else self.expect)
+        return _COUNTS[sign](count, number)
+
+
+def check_common(settings: Mapping[str, Any]) -> None:
+    """Check those of `name`, `lr`, `weight_decay`, `train` and `expect` that are given; SpecError names the key."""
+    if "name" in settings:
+        check_name(settings["name"], "name")
+        if iskeyword(settings["name"]):
+            raise SpecError(f"'{settings['name']}' is a word of Python's own", path=("name",))
+    for key in ("lr", "weight_decay"):
+        value = settings.get(key)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and value >= 0):
+            raise SpecError(f"must be a number, 0 or more, not {shown(value)}", path=(key,))
+    if not isinstance(settings.get("train", True), bool):
+        raise SpecError(f"must be true or false, not {shown(settings['train'])}", path=("train",))
+    if settings.get("expect") is not None:
+        _check_expect(settings["expect"])
+
+
+def _set(self: object, **values: Any) -> None:
+    for key, value in values.items():
+        object.__setattr__(self, key, value)
+
+
+def _many(value: Any, key: str, what: str, also: Any = ()) -> list[Any]:
+    """One value or a list of values, each a text or an instance of `also`, as a list."""
+    single = isinstance(value, str) or (also and isinstance(value, also))
+    items = [value] if single else value
+    if not isinstance(items, (list, tuple)):
+        raise SpecError(f"must be {what} or a list of them, not {shown(value)}", path=(key,))
+    for index, item in enumerate(items):
+        if not (isinstance(item, str) or (also and isinstance(item, also))):
+            raise SpecError(f"must be {what}, not {shown(item)}{braces(item)}", path=(key, index))
+    return list(items)
+
+
+def _check_pattern(pattern: str) -> None:
+    if pattern.startswith("re:"):
+        check_expression(pattern[3:], lambda finding: SpecError(f"'{pattern}' {finding}", path=("path",)))
+
+
+def is_target(text: Any) -> bool:
+    """Whether `text` looks like `package.module:Name`."""
+    return isinstance(text, str) and _TARGET.fullmatch(text) is not None
+
+
+def check_target(text: Any, *path: str) -> None:
+    """Raise SpecError, with this path, unless `text` looks like `package.module:Name`."""
+    if not is_target(text):
+        raise SpecError(f"must look like 'package.module:Name', not {shown(text)}", path=path)
+
+
+def _check_port(port: Any, place: str) -> None:
+    if port is None:
+        return
+    if not isinstance(port, str) or not port:
+        raise SpecError(f"must be text, not {shown(port)}", path=("port",))
+    if place == "param":
+        if not re.fullmatch(r"[\w*?]+", port):
+            raise SpecError(f"must be the name of a parameter, such as 'weight', not {shown(port)}", path=("port",))
+        return
+    side = "x" if place == "before" else "y"
+    if parse_relative(port) is None or port[0] != side or port.endswith("[**]"):
+        forms = f"'{side}', '{side}[1]', '{side}.name', '{side}[1][*]' for each member, '{side}[:]' for all of it"
+        raise SpecError(f"place '{place}' changes {forms}; not {shown(port)}", path=("port",))
+
+
+def check_name(name: Any, *path: str) -> None:
+    """Raises SpecError unless `name` is an identifier; `path` is where it stands in what the user wrote."""
+    if not isinstance(name, str) or not name.isidentifier():
+        finding = f"must be a name of letters, digits and '_', not {shown(name)}"
+        raise SpecError(finding, path=path)
+
+
+def _check_args(args: Any, match: Match) -> tuple[str | tuple[str, ...], ...]:
+    if not isinstance(args, (list, tuple)):
+        raise SpecError(f"must be a list of ports, not {shown(args)}", path=("args",))
+    addresses: list[str | tuple[str, ...]] = []
+    for index, item in enumerate(args):
+        if isinstance(item, str):
+            addresses.append(item)
+            continue
+        if not isinstance(item, (list, tuple)) or not all(isinstance(part, str) for part in item):
+            finding = f"must be a port or a list of ports, not {shown(item)}; constants go to 'options'"
+            raise SpecError(finding, path=("args", index))
+        if len(item) != len(match.patterns):
+            finding = f"{len(item)} ports for {len(match.patterns)} path patterns; they pair up in order"
+            lists = f"\n  path: {list(match.patterns)}\n  args[{index}]: {list(item)}"
+            raise SpecError(finding + lists, path=("args", index))
+        addresses.append(tuple(item))
+    return tuple(addresses)
+
+
+def _check_expect(expect: Any) -> tuple[str, int]:
+    text = "".join(map(str, expect)) if isinstance(expect, tuple) else str(expect)
+    found = re.fullmatch(r"\s*(==|>=|<=|!=|>|<|)\s*(\d+)\s*", text, re.ASCII)
+    if not found or isinstance(expect, bool):
+        forms = ", ".join(f"{sign}N" for sign in _COUNTS)
+        raise SpecError(f"{shown(expect)} is not a count; write one of {forms}", path=("expect",))
+    return found[1] or "==", int(found[2])
+
+
+_SIZE = re.compile(r"\s*(\d+|[^\W\d]\w*)(\s*\*\s*(\d+|[^\W\d]\w*))*\s*")
+
+
+def _sizes(value: Any) -> list[int | str] | None:
+    if value is not None and not isinstance(value, (list, tuple)):
+        raise SpecError(f"must be a list of sizes and names, not {shown(value)}")
+    for size in value or ():
+        if isinstance(size, bool) or not (isinstance(size, int) or (isinstance(size, str) and _SIZE.fullmatch(size))):
+            raise SpecError(f"must be a number, a name, or numbers and names with '*', such as 8*h; not {shown(size)}")
+    return value  # type: ignore[return-value]
+
+
+def _tries(value: Any) -> dict[str, list[int]]:
+    value = value or {}
+    if not isinstance(value, Mapping) or not all(isinstance(sizes, (list, tuple)) for sizes in value.values()):
+        raise SpecError(f"must be a mapping of names to lists of sizes, not {shown(value)}")
+    return {name: list(sizes) for name, sizes in value.items()}
+
+
+def _used(value: Any) -> Any:
+    if value is None:
+        raise SpecError("a network is a module, a folder, or 'package.module:function'")
+    return value
+
+
+def _arguments(value: Any) -> Any:
+    if not isinstance(value, (Mapping, list, tuple)):
+        raise SpecError(f"must be a mapping or a list, not {shown(value)}")
+    return value
+
+
+class Input(Section):
+    """A new input of the model: its sizes, and what it is where it is not given."""
+
+    shape: Annotated[Any, checked(_sizes)] = None
+    dtype: Any = None
+    default: Annotated[Any, checked(number)] = None
+    tries: Annotated[Any, checked(_tries)] = Field(default={}, alias="try")
+
+
+class Network(Section):
+    """A network that is traced into the graph."""
+
+    use: Annotated[Any, checked(_used)] = Field(description="a module, a folder, or 'package.module:function'")
+    args: Annotated[Any, checked(_arguments)] = {}
+    options: Any = None
+    neutral: Any = None
+
+
+class Plan(Section):
+    """The keywords of a plan, as far as they can be checked without a model."""
+
+    ulysses: Annotated[int, whole(1)] = 1
+    ring: Annotated[int, whole(1)] = 1
+    batch: Annotated[int, whole(1)] = 1
+    rows: Annotated[int, whole(1)] = 1
+    tensor: Annotated[int, whole(1)] = 1
+    split: dict[str, int] | None = None
+    at: str | None = Field(default=None, description="the path of a region")
+    stages: Annotated[int | None, whole(1, None)] = None
+    patches: Annotated[int | None, whole(1, None)] = None
+    stale: bool = False
+    warmup: Annotated[int | None, whole(1, None)] = None
+    correct: Annotated[int | None, whole(0, None)] = None
+    steps: Annotated[int | None, whole(1, None)] = None
+    clock: str | None = Field(default=None, description="the name of an input")

@@ -1,0 +1,277 @@
+"""Run configurations: a model, its weights and example inputs, the passes and the numbers of one run."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    Field,
+    PlainValidator,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+)
+
+from ..errors import DEFAULT, Limits, SpecError, did_you_mean, dotted
+from ..reading import reported
+from .model_section import Dtype, InputSpec, ModelSpec, WeightsSpec, read_inputs, read_model, read_weights
+from .pass_file import find_file, open_pass
+from .rules import COMMON, Pass, check_common
+from .train_section import Data, Export, Train
+from .yaml_source import QUOTES, Section, Source, Where, fields, findings, parse_yaml, read_yaml, shown
+
+FREE = ("inputs", "train", "data", "export")  # sections that --set makes where none is
+
+
+def _passes(value: Any, info: ValidationInfo) -> list[Pass]:
+    base: Path = info.context["base"] if info.context else Path.cwd()
+    if not isinstance(value, list):
+        raise SpecError(f"must be a list, not {shown(value)}", path=("passes",))
+    passes: list[Pass] = []
+    for index, item in enumerate(value):
+        passes.append(_pass(item, base, ("passes", index)))
+        if passes[-1].name in [p.name for p in passes[:-1]]:
+            finding = f"a second pass named '{passes[-1].name}'; give this one a 'name' of its own"
+            raise SpecError(finding, path=("passes", index))
+    return passes
+
+
+def _pass(item: Any, base: Path, path: tuple[str | int, ...]) -> Pass:
+    if isinstance(item, str):
+        item = {item: {}}
+    if not isinstance(item, Mapping) or len(item) != 1:
+        found = f"{len(item)} keys" if isinstance(item, Mapping) else shown(item)
+        raise SpecError(f"must be a name, or one name with its parameters below it, not {found}", path=path)
+    ((source, given),) = item.items()
+    try:
+        draft = open_pass(source, base=base)
+    except SpecError as error:
+        raise SpecError(str(error), path=path) from None
+    if draft.maker:
+        try:
+            return draft.made(given, base=base)
+        except SpecError as error:
+            raise SpecError(error.finding, path=(*path, source, *error.path), key=error.key) from None
+    given = {} if given is None else given
+    if not isinstance(given, Mapping):
+        raise SpecError(f"must be a mapping of parameters, not {shown(given)}", path=(*path, source))
+    common = {key: setting for key, setting in given.items() if key in COMMON}
+    params = {key: setting for key, setting in given.items() if key not in COMMON}
+    try:
+        check_common(common)
+        values = draft.bind(params)
+    except SpecError as error:
+        raise SpecError(error.finding, path=(*path, source, *error.path), key=error.key) from None
+    try:
+        return draft.build(values, common)
+    except SpecError as error:
+        raise SpecError(str(error), path=(*path, source)) from None
+
+
+_TEXT_OR_MAPPING = {"type": ["string", "object"]}
+_TENSOR = {
+    "description": "a list is the shape of a float tensor; a mapping with 'shape' a tensor, with 'value' a "
+    "constant, any other a mapping of inputs; anything else is a constant"
+}
+
+
+class Config(Section):
+    """One run. Made by `load_config`; `passes` are read and have their parameters."""
+
+    model: Annotated[ModelSpec, PlainValidator(read_model), WithJsonSchema(_TEXT_OR_MAPPING)]
+    weights: Annotated[
+        WeightsSpec | None,
+        PlainValidator(read_weights),
+        WithJsonSchema({"type": ["string", "object", "null"]}),
+    ] = None
+    device: str = "cpu"
+    dtype: Dtype | None = None
+    leaf: list[str] = []
+    inputs: Annotated[
+        dict[str, InputSpec],
+        PlainValidator(read_inputs),
+        WithJsonSchema({"type": "object", "additionalProperties": _TENSOR}),
+    ] = {}
+    passes: Annotated[list[Pass], PlainValidator(_passes), WithJsonSchema({"type": "array"})] = []
+    verify: bool = True
+    mode: Literal["eval", "train"] = "eval"
+    seed: int = Field(default=0, ge=0)
+    train: Train | None = None
+    data: Data | None = None
+    export: Export = Export()
+
+    _source: Source = PrivateAttr(default_factory=lambda: Source({}))
+    _base: Path = PrivateAttr(default_factory=Path.cwd)
+
+    @property
+    def base(self) -> Path:
+        """The folder that paths in this configuration are relative to."""
+        return self._base
+
+    def where(self, *path: str | int) -> Where:
+        """The file and line of a value, as in `config.where("train", "steps")`."""
+        return self._source.where(*path)
+
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Give a SpecError about a value of this configuration, raised while it is used, the file and line of the value."""
+        try:
+            yield
+        except SpecError as error:
+            if error.located or not error.path or error.path[0] not in Config.model_fields:
+                raise
+            raise self._source.error(error.finding, *error.path, key=error.key) from error.__cause__
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any],
+    set: Sequence[str] = (),
+    *,
+    base: str | Path | None = None,
+    limits: Limits = DEFAULT,
+) -> Config:
+    """Read a run configuration.
+
+    `source` is the bare name of a shipped one, the path of a YAML file, or a mapping with the same keys
+    (its paths are then relative to `base`, else to the working folder). Items of `set` such as
+    `passes.0.lora.rank=8` change values first. `limits` bounds the file. All that is wrong raises SpecError with file and
+    line.
+    """
+    if isinstance(source, Mapping):
+        read, base = Source(_plain(source, ())), Path(base or Path.cwd())
+    elif isinstance(source, (str, Path)):
+        path = find_file(source, "configs", Path(base) if base else None)
+        read, base = read_yaml(path, limits), path.parent
+    else:
+        raise SpecError(f"a configuration is a name, a path or a mapping, not {shown(source)}")
+    if not isinstance(read.data, dict):
+        raise read.error(f"must be a mapping with 'model', not {shown(read.data)}")
+    for item in [set] if isinstance(set, str) else set:
+        _assign(read, item)
+    try:
+        with read.inside(), reported(read.error, "names a file that cannot be looked for"):
+            config = Config.model_validate(read.data, context={"source": read, "base": base})
+    except ValidationError as error:
+        raise _translated(error, Config, read) from None
+    config._source, config._base = read, base
+    return config
+
+
+def _plain(value: Any, path: tuple[str | int, ...]) -> Any:
+    """A copy in dicts, lists and scalars only, so that it can be written down again."""
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise SpecError(f"key {key!r} is not text", path=path)
+        return {key: _plain(item, (*path, key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, (*path, index)) for index, item in enumerate(value)]
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    raise SpecError(f"must be a plain value, not {shown(value)}", path=path)
+
+
+def check_settings(section: type[Section], given: Mapping[str, Any], name: str) -> Any:
+    """A section of Python values instead of a file's; wrong ones are told as a configuration tells them."""
+    try:
+        return section.model_validate(given)
+    except ValidationError as error:
+        raise _translated(error, section, Source({name: given}), name) from None
+
+
+def _translated(error: ValidationError, section: type[BaseModel], source: Source, *before: str) -> SpecError:
+    """All that is wrong in a section, each with its file and line."""
+    found = (source.error(text, *before, *path, key=key) for text, path, key in findings(error, section))
+    return SpecError("\n".join(map(str, found)))
+
+
+def _assign(source: Source, item: str) -> None:
+    """Put the value of `path=value` into the data; a path that leads nowhere names the nearest key."""
+    here = Where(f"--set {item}")
+    text, equals, value = item.partition("=")
+    if not equals or not text:
+        raise SpecError("must look like path=value, for example seed=1", where=here)
+    try:
+        data = parse_yaml(value).data
+    except SpecError as error:
+        quoted = f"; as text it stands in quotes: --set '{text}={json.dumps(value, ensure_ascii=False)}'"
+        finding = error.finding if value.startswith("[") else error.finding.removesuffix(QUOTES) + quoted
+        raise SpecError(finding, where=here) from None
+    node: Any = source.data
+    path: tuple[str | int, ...] = ()
+    while True:
+        key, text, step = _step(node, text, path, here)
+        path = (*path, key)
+        if not text:
+            break
+        if step is None and path[0] == "passes":  # a pass by its name alone, or with nothing below its name
+            step = {}
+        elif isinstance(step, str) and path[:-1] == ("passes",):
+            step = {step: {}}
+        elif step is None and (path[0] in FREE or path == ("model", "options")):
+            step = {}
+        elif not isinstance(step, (dict, list)):
+            finding = f"leads nowhere: '{dotted(path)}' is {shown(step)}, it has no '{text}'"
+            raise SpecError(finding, where=here)
+        node[key] = step
+        node = step
+    node[key] = data
+    for old in [old for old in source.lines if old[: len(path)] == path]:
+        del source.lines[old]
+    source.lines[path] = here
+
+
+def _step(node: Any, text: str, path: tuple[str | int, ...], here: Where) -> tuple[Any, str, Any]:
+    """The first key of `text` in `node`, the rest of `text`, and what stands there (None: nothing)."""
+    head, _, rest = text.partition(".")
+    if isinstance(node, list):
+        if not head.isdecimal() or int(head) >= len(node):
+            finding = f"leads nowhere: '{dotted(path)}' has {len(node)} items, there is no '{head}'"
+            raise SpecError(finding, where=here)
+        return int(head), rest, node[int(head)]
+    inside = [key for key in node if text == key or text.startswith(f"{key}.")]  # './a.yaml' is a key
+    if inside:
+        key = max(inside, key=len)
+        return key, text[len(key) + 1 :], node[key]
+    known = [*node, "options"] if path == ("model",) else list(dict.fromkeys([*node, *fields(Config, path)]))
+    closed = not path or rest or (path[0] == "passes" and len(path) == 2)
+    if closed and head not in known:
+        place = f"'{dotted(path)}'" if path else "a configuration"
+        listed = f"it has {', '.join(known)}" if known else "it is empty"
+        finding = f"leads nowhere: {place} has no '{head}'{did_you_mean(head, known)}; {listed}"
+        raise SpecError(finding, where=here)
+    return head, rest, None
+
+
+def resolved(config: Config) -> dict[str, Any]:
+    """The configuration with every default filled in, in plain values that JSON can hold.
+
+    `load_config(resolved(config), base=config.base)` gives an equal one; paths stay as they were written.
+    """
+    raw: dict[str, Any] = copy.deepcopy(config._source.data)
+    out: dict[str, Any] = {}
+    for key in Config.model_fields:
+        value = getattr(config, key)
+        if key == "model":
+            out[key] = {value.kind: copy.deepcopy(value.target), "options": copy.deepcopy(value.options)}
+        elif key in ("weights", "inputs"):
+            out[key] = raw.get(key, Config.model_fields[key].default)
+        elif key == "passes":
+            names = [item if isinstance(item, str) else next(iter(item)) for item in raw.get(key, [])]
+            pairs = zip(names, value, strict=True)
+            out[key] = [
+                {name: {**p.params, **{setting: getattr(p, setting) for setting in COMMON}}}
+                for name, p in pairs
+            ]
+        else:
+            out[key] = value.model_dump() if isinstance(value, BaseModel) else value
+    return copy.deepcopy(out)

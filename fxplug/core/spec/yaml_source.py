@@ -1,0 +1,386 @@
+"""Plain data from YAML, with the file and line of every value, and mappings held to a model of their keys. Imports no torch."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
+
+from .. import errors, reading
+from ..errors import DEFAULT, LONGEST, Limits, SpecError, brief, brief_fields, cut, did_you_mean
+
+QUOTES = "; a text that begins with * or {, or has braces within [ ] or { }, stands in quotes"
+
+
+@dataclass(frozen=True)
+class Where:
+    """A place in a file. As text `passes/lora.yaml:3`, relative to the working folder when below it."""
+
+    file: str = ""
+    line: int = 0
+
+    def __str__(self) -> str:
+        shown, _ = _seen_from(os.getcwd(), self.file)
+        return f"{shown}:{self.line}" if shown and self.line else shown
+
+    @property
+    def portable(self) -> str:
+        """The same for a file that goes to other machines: of a path outside the working folder its last two parts."""
+        shown, outside = _seen_from(os.getcwd(), self.file)
+        return str(Where("/".join(Path(shown).parts[-2:]), self.line)) if outside else str(self)
+
+
+@functools.lru_cache(1024)  # each node that a pass puts in says its place
+def _seen_from(folder: str, file: str) -> tuple[str, bool]:
+    """A path as it is shown in a folder, and whether it is an absolute one outside."""
+    path = Path(file)
+    if not path.is_absolute():
+        return file, False
+    return (str(path.relative_to(folder)), False) if path.is_relative_to(folder) else (file, True)
+
+
+NOWHERE = Where()
+
+
+@dataclass
+class Source:
+    """Plain data, and where each value of it stood: `lines[("rules", 0, "match")]`."""
+
+    data: Any
+    file: str = ""
+    lines: dict[tuple[str | int, ...], Where] = field(default_factory=dict)
+
+    __repr__ = brief_fields
+
+    def where(self, *path: str | int) -> Where:
+        """The place of the value at `path`, or of the nearest one around it."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, Where(self.file))
+
+    def error(self, finding: str, *path: str | int, key: str | None = None) -> SpecError:
+        """The error `file:line: path: finding`; the line is that of `key` below `path` when given."""
+        at = self.where(*path) if key is None else self.where(*path, key)
+        return SpecError(finding, path=path, key=key, where=at)
+
+    @contextmanager
+    def inside(self, *path: str | int) -> Iterator[None]:
+        """Give errors raised without a place the place that their path has below `path`."""
+        try:
+            yield
+        except SpecError as error:
+            raise self.error(error.finding, *path, *error.path, key=error.key) from None
+
+    def keys(self, known: Iterable[str], required: Iterable[str], *path: str | int) -> None:
+        """Check that the value at `path` is a mapping with no unknown and no missing key."""
+        value = self.data
+        for step in path:
+            value = value[step]
+        if not isinstance(value, Mapping):
+            raise self.error(f"must be a mapping, not {shown(value)}", *path)
+        for key in value:
+            if key not in known:
+                raise self.error(f"unknown key '{key}'{did_you_mean(key, known)}", *path, key=key)
+        for key in required:
+            if key not in value:
+                raise self.error(f"missing key '{key}'", *path)
+
+
+class _Beyond(yaml.MarkedYAMLError):
+    """YAML that may be valid, and is not read to its end."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's plain values: `on` and `yes` are text, `1e-4` is a number, `1:30` and dates are text."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}
+    limits = DEFAULT
+    nodes = depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.nodes += 1
+        self.depth += 1
+        if self.nodes > self.limits.entries or self.depth > self.limits.depth:
+            entries, depth = self.limits.entries, self.limits.depth
+            finding = f"more than {entries} values" if self.nodes > entries else f"nested too deeply: more than {depth} levels"
+            raise _Beyond(problem=finding, problem_mark=self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+for _tag, _pattern, _first in (
+    ("null", r"(~|null|Null|NULL|)\Z", ["~", "n", "N", ""]),
+    ("bool", r"(true|True|TRUE|false|False|FALSE)\Z", list("tTfF")),
+    ("int", r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)\Z", list("-+0123456789")),
+    (
+        "float",
+        r"([-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z",
+        list("-+.0123456789"),
+    ),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _first)
+
+
+def read_yaml(path: Path, limits: Limits = DEFAULT) -> Source:
+    """The values of a YAML file with their lines. A missing or unreadable file, or one beyond `limits`, is a SpecError."""
+
+    def raises(finding: str) -> SpecError:
+        return SpecError(finding, where=Where(str(path)))
+
+    with reading.reported(raises):
+        if not path.exists() and not path.is_symlink():
+            raise raises(no_such_file(path))
+    return parse_yaml(reading.text(path, limits.yaml, raises), str(path), limits)
+
+
+def parse_yaml(text: str, file: str = "", limits: Limits = DEFAULT) -> Source:
+    """The values of one YAML document; refuses duplicate keys, tags and broken YAML with file and line."""
+    source = Source(None, file)
+    loader = None
+    try:
+        loader = _Loader(text)
+        loader.limits = limits
+        node = loader.get_single_node()
+        if node is not None:
+            source.data = _plain(node, (), source.lines, file, (), limits)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = Where(file, mark.line + 1 if mark else 0)
+        what = "" if isinstance(error, _Beyond) else "not valid YAML: "
+        line = text.splitlines()[mark.line : mark.line + 1] if what and mark else []
+        hint = QUOTES if any(sign in one for one in line for sign in "*{}") else ""
+        raise SpecError(f"{what}{_cut(str(error.problem))}{hint}", where=at) from None
+    except yaml.YAMLError as error:
+        raise SpecError(f"not valid YAML: {_cut(str(getattr(error, 'reason', error)))}", where=Where(file)) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return source
+
+
+def _plain(
+    node: yaml.Node,
+    path: tuple[str | int, ...],
+    lines: dict[tuple[str | int, ...], Where],
+    file: str,
+    around: tuple[yaml.Node, ...],
+    limits: Limits,
+) -> Any:
+    def refuse(finding: str, at: yaml.Node) -> SpecError:
+        return SpecError(finding, where=Where(file, at.start_mark.line + 1))
+
+    if node in around:
+        raise refuse("an alias that stands inside its own anchor", node)
+    if len(lines) > limits.entries:
+        raise refuse(f"more than {limits.entries} values", node)
+    if len(path) > limits.depth:
+        raise refuse(f"nested too deeply: more than {limits.depth} levels", node)
+    tag = node.tag.removeprefix("tag:yaml.org,2002:")
+    if isinstance(node, yaml.MappingNode) and tag == "map":
+        mapping: dict[str, Any] = {}
+        for key, value in node.value:
+            if key.tag != "tag:yaml.org,2002:str":
+                named = f"'{_cut(key.value)}'" if isinstance(key, yaml.ScalarNode) else "here"
+                raise refuse(f"key {named} is not text; put it in quotes", key)
+            if key.value in mapping:
+                raise refuse(f"key '{_cut(key.value)}' given twice", key)
+            if len(key.value) > limits.text:
+                raise refuse(f"a key of {len(key.value)} characters, and more than {limits.text} are not read", key)
+            lines[*path, key.value] = Where(file, key.start_mark.line + 1)
+            mapping[key.value] = _plain(value, (*path, key.value), lines, file, (*around, node), limits)
+        return mapping
+    if isinstance(node, yaml.SequenceNode) and tag == "seq":
+        items = []
+        for index, item in enumerate(node.value):
+            lines[*path, index] = Where(file, item.start_mark.line + 1)
+            items.append(_plain(item, (*path, index), lines, file, (*around, node), limits))
+        return items
+    if isinstance(node, yaml.ScalarNode) and tag in _SCALARS:
+        if tag in ("int", "float") and len(node.value) > limits.digits:
+            raise refuse(f"a number of {len(node.value)} digits, and more than {limits.digits} are not read", node)
+        try:
+            return _SCALARS[tag](node.value)
+        except ValueError:
+            raise refuse(f"'{_cut(node.value)}' does not fit its tag '!!{tag}'", node) from None
+    name = _cut(node.tag if tag == node.tag else f"!!{tag}")
+    raise refuse(f"tag '{name}' is not allowed; only plain values are read", node)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+_SCALARS: dict[str, Callable[[str], Any]] = {
+    "str": str,
+    "null": lambda text: None,
+    "bool": lambda text: text.lower() == "true",
+    "int": lambda text: int(text, 0 if text[:2] in ("0x", "0o") else 10),
+    "float": lambda text: float(text.lower().replace(".inf", "inf").replace(".nan", "nan")),
+}
+
+
+def no_such_file(path: Path) -> str:
+    """`no such file` with the nearest name in that folder, or `no such folder`."""
+    if not path.parent.is_dir():
+        return f"no such folder '{path.parent}'"
+    return "no such file" + did_you_mean(path.name, (p.name for p in path.parent.iterdir()))
+
+
+def braces(value: object) -> str:
+    """A hint for a mapping that was meant as a text with braces, such as `{qkv,proj}`; else an empty text."""
+    if not (isinstance(value, Mapping) and value and all(isinstance(k, str) and v is None for k, v in value.items())):
+        return ""
+    return f"; in YAML this is text when it stands in quotes: \"{{{','.join(map(str, value))}}}\""
+
+
+def shown(value: object) -> str:
+    """A value as a message names it: text in quotes, YAML's words for the rest."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    if isinstance(value, (str, int, float)):
+        return errors.shown(value, 200)
+    if isinstance(value, Mapping):
+        return "a mapping"
+    return "a list" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
+
+
+_KINDS = {
+    "bool_type": "true or false",
+    "string_type": "text",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "float_type": "a number",
+}
+_BOUNDS = {"greater_than_equal": "{} or more", "greater_than": "above {}", "less_than": "below {}"}
+
+
+class Section(BaseModel):
+    """What all sections share: an unknown key and a value of another type are errors, and what was read does not change."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    def __repr__(self) -> str:
+        given = (f"{name}={brief(getattr(self, name, None), 160)}" for name in type(self).model_fields)
+        return cut(f"{type(self).__name__}({', '.join(given)})", LONGEST)
+
+    __str__ = __repr__
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+class Finding(NamedTuple):
+    """What is wrong, where below the section, and the key that is meant where that is not the last part of the way."""
+
+    text: str
+    path: tuple[str | int, ...]
+    key: str | None = None
+
+
+def located(error: SpecError) -> PydanticCustomError:
+    """A SpecError as pydantic takes it, which adds the way to the value."""
+    return PydanticCustomError("spec", "{finding}", {"finding": error.finding, "path": list(error.path)})
+
+
+def checked(read: Callable[[Any], Any]) -> PlainValidator:
+    """A function that reads a value, or raises SpecError, as the validator of a field."""
+
+    def validate(value: Any) -> Any:
+        try:
+            return read(value)
+        except SpecError as error:
+            raise located(error) from None
+
+    return PlainValidator(validate)
+
+
+def whole(least: int, *others: Any) -> PlainValidator:
+    """The validator of a whole number of at least so many, or of one of some other values."""
+
+    def read(value: Any) -> Any:
+        if value not in others and (type(value) is not int or value < least):
+            raise SpecError(f"must be a whole number, {least} or more, not {shown(value)}")
+        return value
+
+    return checked(read)
+
+
+def number(value: Any) -> Any:
+    """A number or None. Raises SpecError for anything else."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+        raise SpecError(f"must be a number, not {shown(value)}")
+    return value
+
+
+def held(section: type[S], given: Any, *path: str | int) -> S:
+    """What was given at `path`, held to a section. Raises SpecError about the first thing that is wrong."""
+    if not isinstance(given, (Mapping, section)):
+        keys = ", ".join(_written(section))
+        raise SpecError(f"must be a mapping of {keys}, not {shown(given)}", path=path)
+    try:
+        return section.model_validate(dict(given) if isinstance(given, Mapping) else given)
+    except ValidationError as error:
+        found = list(findings(error, section))
+        first = next((one for one in found if one.key), found[0])  # a key that is written wrong may be the one that is missing
+        raise SpecError(first.text, path=(*path, *first.path), key=first.key) from None
+
+
+def findings(error: ValidationError, section: type[BaseModel]) -> Iterator[Finding]:
+    """What pydantic found in a section, in our words."""
+    for item in error.errors():
+        path, kind, value = item["loc"], item["type"], item["input"]
+        if kind == "spec":
+            yield Finding(item["ctx"]["finding"], (*path, *item["ctx"]["path"]))
+        elif kind == "extra_forbidden":
+            name = str(path[-1])
+            yield Finding(f"unknown key '{name}'{did_you_mean(name, fields(section, path[:-1]))}", path[:-1], name)
+        elif kind == "missing":
+            what = fields(section, path[:-1])[str(path[-1])].description
+            yield Finding(f"missing key '{path[-1]}'{f': {what}' if what else ''}", path[:-1])
+        elif kind == "literal_error":
+            found = list(_choices(fields(section, path[:-1])[str(path[-1])].annotation))
+            choices = [str(one).lower() if isinstance(one, bool) else one for one in found]
+            text = f"must be one of {', '.join(map(str, choices))}, not {shown(value)}"
+            yield Finding(text + did_you_mean(value, [one for one in found if isinstance(one, str)]), path)
+        elif kind in _BOUNDS:
+            ((_, bound),) = item["ctx"].items()
+            yield Finding(f"must be {_BOUNDS[kind].format(bound)}, not {shown(value)}", path)
+        else:
+            known = fields(section, path[:-1])
+            expected = (known[str(path[-1])].description if str(path[-1]) in known else None) or _KINDS.get(kind)
+            yield Finding(f"must be {expected}, not {shown(value)}" if expected else f"{shown(value)} does not fit", path)
+
+
+def fields(section: type[BaseModel], path: Sequence[str | int]) -> dict[str, Any]:
+    """The fields of the section at `path` below another, by the names they are written with; none where no section is."""
+    found = _written(section)
+    for key in path:
+        parts = _choices(found[str(key)].annotation, type) if key in found else ()
+        found = next((_written(part) for part in parts if issubclass(part, BaseModel)), {})
+    return found
+
+
+def _written(section: type[BaseModel]) -> dict[str, Any]:
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
+def _choices(annotation: Any, kind: type = str) -> Iterator[Any]:
+    """What of a kind an annotation admits: the words of a Literal, the classes of a union."""
+    for part in get_args(annotation) or [annotation]:
+        if isinstance(part, kind) or (kind is str and isinstance(part, int)):
+            yield part
+        elif part is not annotation:
+            yield from _choices(part, kind)

@@ -1,0 +1,103 @@
+"""What torch.export, AOTInductor and torch.onnx know of a program. Inductor and torch.onnx are imported when called."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+
+from ..errors import FxplugError
+
+__all__ = ["LOADER", "compile_package", "find_compiler", "guards_of", "processor"]
+
+# a compiled program from a folder or an archive (path, name, one thread, runners, device index); we need its constants by name,
+# `load_constants`, which takes tensors as they lie, `get_metadata`, and `boxed_run` or `run`
+LOADER: Any = torch._C._aoti.AOTIModelPackageLoader
+
+
+def guards_of(program: ExportedProgram) -> list[str]:
+    """The conditions on an exported program's inputs, as text over their names. Raises FxplugError where torch has none to say.
+
+    We need them in Python's syntax, of sizes as `x.size()[0]` or `x.shape[0]`; those it does not know are not in it.
+    """
+    try:
+        return list(program._guards_code)
+    except AttributeError:
+        raise FxplugError(
+            f"torch {torch.__version__} does not say which sizes an exported program holds for, and a package without these "
+            "conditions would compute wrong results: use a torch that fxplug was tested with"
+        ) from None
+
+
+def find_compiler() -> str:
+    """The C++ compiler that inductor takes; we need an error where there is none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    return str(get_cpp_compiler())
+
+
+def compile_package(program: ExportedProgram, sink: Any, options: Mapping[str, Any]) -> None:
+    """Write an exported program, compiled, into a file that is open for bytes; we need an archive with all of its code."""
+    from torch._inductor import aoti_compile_and_package
+
+    aoti_compile_and_package(program, package_path=sink, inductor_configs=dict(options))
+
+
+def processor() -> str | None:
+    """For which processor inductor compiles, where nothing else is said: None or "native" for the one here."""
+    from torch._inductor import config
+
+    found: str | None = getattr(config.cpp, "march", None)  # before torch 2.15 there was no choice
+    return found
+
+
+__all__ = ["DEFAULT", "OPSETS", "translated", "untranslated"]
+
+# the opsets that torch writes by itself; what it converts to others may fail, and stays what it was then
+OPSETS = range(18, 24)
+DEFAULT = 20
+
+
+def translated(program: ExportedProgram, opset: int) -> Any:
+    """An exported program as an `onnx_ir.Model`, with nothing folded, as weights that stay live would be.
+
+    We need the model's inputs and results in the order of the program, and initializers by the names of its state.
+    """
+    from torch.onnx import export
+
+    _forget_guards(program)
+    return export(program, dynamo=True, optimize=False, verbose=False, opset_version=opset).model  # type: ignore[union-attr]
+
+
+def _forget_guards(program: ExportedProgram) -> None:
+    """Take the conditions on inputs out of a program: torch tries them on the way, with code that fails for **keywords."""
+    if hasattr(program, "_guards_code"):
+        program._guards_code = []
+
+
+def untranslated(program: ExportedProgram, opset: int, error: BaseException) -> tuple[list[tuple[Any, str]], str]:
+    """Which operations torch has no ONNX form for, each with the stack of its line of code, and what torch says.
+
+    `error` is what `translated` raised. We need the stacks that torch.export wrote down, and all operations at once.
+    """
+    from torch.onnx._internal.exporter import _core, _dispatching, _registration
+
+    registry = _registration.ONNXRegistry.from_torchlib(opset_version=opset)
+    graphs = _core._prepare_exported_program_for_export(program, registry=registry).graph_module.modules()
+    calls = {node.name: node for m in graphs for node in m.graph.nodes if node.op == "call_function"}
+    lost = [n for n in calls.values() if n.target is not operator.getitem and _dispatching.dispatch(n, registry)[0] is None]
+    reasons = list(_causes(error))
+    if not lost:
+        named = (re.search(r"translating node %(\w+)", text) for text in reasons)
+        lost = [calls[found[1]] for found in named if found and found[1] in calls]
+    return [(node.target, str(node.meta.get("stack_trace") or "")) for node in lost], reasons[-1]
+
+
+def _causes(error: BaseException | None) -> Iterator[str]:
+    while error is not None:
+        yield str(error).strip()
+        error = error.__cause__

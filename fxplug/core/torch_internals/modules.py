@@ -1,0 +1,244 @@
+"""What nn.Module, torch.fx, dynamo and the modes of gradients and autocast keep to themselves, and nested values as leaves.
+
+The tables `_parameters`, `_buffers`, `_modules` and `_non_persistent_buffers_set` are what a subclass of nn.Module lives by,
+and every file may read them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import fx, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+from torch.fx.node import _get_qualified_name
+from torch.nn.modules import module as torch_module
+from torch.utils._contextlib import _DecoratorContextManager
+from torch.utils._pytree import (
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+    treespec_dumps,
+    treespec_loads,
+)
+
+from .tensors import DisableTorchDispatch, DisableTorchFunction
+
+__all__ = [
+    "CALL",
+    "COMPILED",
+    "GLOBAL_HOOKS",
+    "TABLES",
+    "WEIGHT_LISTS",
+    "BatchNorm",
+    "ConvNd",
+    "DecoratorContextManager",
+    "DropoutNd",
+    "InstanceNorm",
+    "NormBase",
+    "call_with_hooks",
+    "conv_forward",
+    "forward_hooks",
+    "is_hooked",
+    "list_weights",
+]
+
+# where a module keeps its state; what else `nn.Module()` has are hooks and `training`
+TABLES = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+# a call with its hooks, but not what `module.compile()` put around it; we need that `nn.Module.__call__` ends there, and asks
+# for it by this name: to set `__call__` itself makes Python go through all subclasses, thousands beside libraries of models
+CALL = "_call_impl"
+call_with_hooks: Callable[..., Any] = nn.Module._call_impl
+# where a module has what `module.compile()` put around its call; we need that without it the call is the module's own
+COMPILED = "_compiled_call_impl"
+# what is called before and after a module's forward
+forward_hooks: Callable[[nn.Module], tuple[Any, Any]] = attrgetter("_forward_hooks", "_forward_pre_hooks")
+_ALL_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# hooks that all modules of a process have, by the name of the dict in which they are
+GLOBAL_HOOKS = {
+    name: value
+    for name, value in vars(torch_module).items()
+    if name.startswith("_global_") and type(value) in (dict, OrderedDict)
+}
+# bases of torch's own layers, of all numbers of dimensions; NormBase is the first of what tracks statistics
+BatchNorm, InstanceNorm = nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
+NormBase, ConvNd, DropoutNd = nn.modules.batchnorm._NormBase, nn.modules.conv._ConvNd, nn.modules.dropout._DropoutNd
+# the base of torch's context managers that are decorators as well, such as no_grad; they hold nothing of a model
+DecoratorContextManager = _DecoratorContextManager
+# the method of a convolution's class in which it convolves; we need that its forward is nothing but a call of it
+conv_forward: Callable[[type[nn.Module]], Any] = attrgetter("_conv_forward")
+# where a recurrent layer has its weights, by names and as a list; they follow from its constructor
+WEIGHT_LISTS = ("_flat_weights_names", "_all_weights", "_flat_weights", "_flat_weight_refs")
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether something is called before or after a module's forward or backward; we need the four dicts of its hooks."""
+    return any(_ALL_HOOKS(module))
+
+
+def list_weights(layer: nn.RNNBase) -> None:
+    """Let a recurrent layer compute with the weights that it has now; we need this after its table was written."""
+    layer._init_flat_weights()
+
+
+__all__ = ["is_erased", "qualified_name"]
+
+# the name under which generated code calls a function
+qualified_name: Callable[..., str] = _get_qualified_name
+# whether a node was taken out of its graph
+is_erased: Callable[[fx.Node], bool] = attrgetter("_erased")
+
+
+__all__ = ["autocast_settings", "enter_autocast", "exit_autocast", "set_grad_enabled"]
+
+# switches gradients; unlike torch.set_grad_enabled it makes no object. We need that modes of torch functions see it called
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+# enters an autocast region (kind of device, dtype, enabled, cache) and gives what leaves it; compilers know both
+enter_autocast: Callable[..., Any] = torch.amp.autocast_mode._enter_autocast
+exit_autocast: Callable[[Any], Any] = torch.amp.autocast_mode._exit_autocast
+# of a torch.autocast that was entered: whether it is enabled, and whether it keeps casted weights
+autocast_settings: Callable[[Any], tuple[bool, bool]] = attrgetter("_enabled", "_cache_enabled")
+
+
+__all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_structure", "tree_unflatten", "treespec_dumps", "treespec_loads"]
+
+
+__all__ = [
+    "CONTEXT_VARIABLES", "apart", "as_it_stands", "as_listened", "break_graph", "constant_floats", "is_listening",
+    "is_set_aside", "leave_frame", "leave_module", "unwatched",
+]  # fmt: skip
+
+F = TypeVar("F", bound=Callable[..., Any])
+P = ParamSpec("P")
+R = TypeVar("R")
+CONTEXT_VARIABLES = torch.__version__ >= "2.14"  # whether compiled code may read one, and is compiled anew for another value
+_AS_IT_STANDS = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+
+# what dynamo has set to be given each frame that begins, None where it compiles nothing
+_listener = torch._C._dynamo.eval_frame.get_eval_frame_callback
+_listen = torch._C._dynamo.eval_frame.set_eval_frame
+_set_aside = threading.local()
+
+
+def leave_frame(code: CodeType) -> None:
+    """Let frames of this code run as they stand, in compiled code too; we need that what they call is compiled."""
+    set_code_exec_strategy(code, _AS_IT_STANDS)
+
+
+def leave_module(module: ModuleType) -> None:
+    """Let the functions of a Python file, and the methods of its classes, run as they stand; what they call is compiled."""
+    todo = [function.__code__ for function in _functions(vars(module), module.__name__)]
+    while todo:
+        code = todo.pop()
+        leave_frame(code)
+        todo += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+
+
+def _functions(names: Mapping[str, Any], home: str) -> Iterator[FunctionType]:
+    for value in names.values():
+        if isinstance(value, type) and value.__module__ == home:
+            yield from _functions(vars(value), home)
+        else:
+            found = inspect.unwrap(value) if callable(value) else value
+            if isinstance(found, FunctionType) and found.__module__ == home:
+                yield found
+
+
+def apart(function: F) -> F:
+    """A function that no compiler takes, nor what it calls, as `torch.compiler.disable` makes it, which imports dynamo."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        plain = torch.compiler.disable(function) if is_listening() else function  # type: ignore[no-untyped-call]
+        return plain(*args, **kwargs)
+
+    leave_frame(wrapper.__code__)  # type: ignore[attr-defined]
+    wrapper._torchdynamo_disable = True  # type: ignore[attr-defined]  # what dynamo asks of a function that it meets
+    return wrapper  # type: ignore[return-value]
+
+
+def break_graph(message: str) -> None:
+    """End the graph that is compiled here, an error with this message where it has to be one; for code that is compiled."""
+    torch._dynamo.graph_break(msg=message)
+
+
+def unwatched(function: F) -> F:
+    """A function that neither compilers nor modes, transforms or autograd see; we need that all of them come back in order."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        listener = _listen(None)
+        try:
+            with temporarily_clear_interpreter_stack(), DisableTorchFunction(), DisableTorchDispatch(), torch.no_grad():
+                return function(*args, **kwargs)
+        finally:
+            _listen(listener)
+
+    leave_frame(wrapper.__code__)  # type: ignore[attr-defined]
+    return wrapper  # type: ignore[return-value]
+
+
+def constant_floats() -> Any:
+    """A context in which floats of layers are constants of a compiled program; we need that compiled code may enter it.
+
+    Torch's own list of settings that such code may change does not have this one.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.decorators import DynamoConfigPatchProxy
+
+    return DynamoConfigPatchProxy(config.patch(specialize_float=True))
+
+
+def is_listening() -> bool:
+    """Whether frames that begin now are compiled; we need that dynamo has set a callback then, and neither None nor False."""
+    return callable(_listener())
+
+
+def as_it_stands(times: int, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function that is not compiled, nor what it calls, but for what goes through `as_listened`.
+
+    That may be the same code up to so many `times`, for which it may be compiled as often as once for each as else for one. We
+    need that what dynamo gives frames to is of one thread, can be taken away, and given back as it was.
+    """
+    from torch._dynamo import config
+
+    outer, listener = getattr(_set_aside, "listener", None), _listen(None)
+    _set_aside.listener = listener
+    limits = {name: times * getattr(config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
+    try:
+        with config.patch(limits):
+            return function(*args, **kwargs)
+    finally:
+        _set_aside.listener = outer
+        _listen(listener)
+
+
+def is_set_aside() -> bool:
+    """Whether what goes through `as_listened` now is compiled."""
+    return getattr(_set_aside, "listener", None) is not None
+
+
+def as_listened(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Call a function by whom dynamo gave frames to when `as_it_stands` was called in this thread; else as any other."""
+    listener = getattr(_set_aside, "listener", None)
+    if listener is None:
+        return function(*args, **kwargs)
+    before = _listen(listener)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _listen(before)
+
+
+for _function in (as_it_stands, as_listened, is_set_aside):
+    leave_frame(_function.__code__)

@@ -1,0 +1,295 @@
+"""Tensors, their memory, and what a call goes through: modes, subclasses, schemas, fakes, symbolic sizes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    *("as_parameter", "assert_later", "check", "gradient_hooks", "lerp_all", "memory_id", "set_gradient_hooks"),
+    *("set_version", "version"),
+]
+
+# how often a tensor's memory was written; we need that operations in place count, and promise no number. Not in inference mode
+version: Callable[[torch.Tensor], int] = attrgetter("_version")
+# a number that two storages share if they are one memory, on the meta device too, where addresses are all 0
+memory_id: Callable[[Any], int] = attrgetter("_cdata")
+# in eager code an error where a value is not truth, and in a compiled or exported program a check in it
+check: Callable[..., None] = torch._check
+# an error when the tensor of one truth value is false; on a GPU nothing waits for it
+assert_later: Callable[[torch.Tensor, str], None] = torch._assert_async
+# every tensor of a list moves towards that of another by a weight, in few kernels
+lerp_all: Any = torch._foreach_lerp_
+
+
+def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
+    """What `register_hook` has put on a tensor, by number; we need them all, and no order."""
+    return dict(tensor._backward_hooks or {})
+
+
+def set_gradient_hooks(tensor: torch.Tensor, hooks: dict[int, Any]) -> None:
+    """Leave a tensor these of its hooks."""
+    for number in [number for number in tensor._backward_hooks or {} if number not in hooks]:
+        del tensor._backward_hooks[number]  # type: ignore[union-attr]
+
+
+def set_version(tensor: torch.Tensor, number: int) -> None:
+    """Give a tensor back the version that it had; we need that autograd believes it."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (number,))
+
+
+def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that counts as an nn.Parameter, itself; we need that `isinstance` asks for this mark on any tensor."""
+    tensor._is_param = True
+    return tensor
+
+
+__all__ = [
+    "NATIVE",
+    "DisableTorchDispatch",
+    "DisableTorchFunction",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "disabled_torch_function",
+    "function_modes",
+    "is_operator",
+    "is_watched",
+    "name_of",
+    "schema",
+    "wrapper_of",
+]
+
+# under it no mode and no subclass sees a torch function; unlike DisableTorchFunctionSubclass it holds for modes too
+DisableTorchFunction: Any = torch._C.DisableTorchFunction
+# under it no mode and no subclass sees an operator
+DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
+# a `__torch_function__` for subclasses that want to see operators only
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+# the modes of torch functions that listen now; we need that one which is handling a call is none of them
+function_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+# a tensor of a subclass with sizes, dtype and device and without memory
+wrapper_of: Any = torch.Tensor._make_wrapper_subclass
+# the schema of an OpOverload: `arguments` with name, default_value and alias_info.is_write, `returns`, `is_mutable`
+schema: Callable[[Any], Any] = attrgetter("_schema")
+# the module in which torch's C functions lie; some of them are asked for there too
+NATIVE: Any = torch._C
+
+
+def name_of(operator: OpOverload) -> str:
+    """The "library::name" of an operator, without its overload."""
+    return f"{operator.namespace}::{operator._opname}"
+
+
+def is_operator(name: str) -> bool:
+    """Whether there is an operator "library::name"; we need that asking for one that is missing is no error."""
+    return bool(torch._C._jit_get_schemas_for_operator(name))
+
+
+def is_watched() -> bool:
+    """Whether something but autograd sees the calls that are made now: a mode, a transform of torch.func, a compiler or tracer.
+
+    We need that each of them is known to torch while it looks on.
+    """
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return True
+    transforms = torch._C._functorch.peek_interpreter_stack()
+    return transforms is not None or bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack())
+
+
+# of FakeTensor we need `fake_device` and `constant`; of FakeTensorMode that real tensors may go in; of the two errors that they
+# are raised for a number read from data and for a size that hangs on data; of the last that real tensors are made under it
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "fake_of",
+    "is_error_of_dynamo",
+    "kept_on_fakes",
+    "unset_fake_temporarily",
+]
+
+
+def fake_of(geometry: tuple[Any, ...], mode: FakeTensorMode, constant: Any = None) -> FakeTensor:
+    """A fake tensor of (size, stride, dtype, device) without a dispatch; we need the constructor, and promise no view of it."""
+    size, stride, dtype, device = geometry
+    with DisableTorchDispatch():
+        shadow = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return FakeTensor(mode, shadow, device, constant=constant)
+
+
+@cache
+def kept_on_fakes() -> frozenset[str]:
+    """The names of what torch itself keeps in the `__dict__` of a fake tensor."""
+    return frozenset(vars(fake_of(((1,), (1,), torch.float32, torch.device("cpu")), FakeTensorMode())))
+
+
+def is_error_of_dynamo(error: BaseException) -> bool:
+    """Whether dynamo raised an error; we need one base class of its errors, in a file that it imports before it raises any."""
+    dynamo = sys.modules.get("torch._dynamo.exc")
+    return dynamo is not None and isinstance(error, dynamo.TorchDynamoException)
+
+
+__all__ = ["Node", "size_name"]
+
+
+class _Recorder(Protocol):
+    active: bool
+
+
+class _Number(Protocol):
+    value: Any
+
+    @property
+    def recorder(self) -> _Recorder: ...
+
+    def __int__(self) -> int: ...
+
+    def __float__(self) -> float: ...
+
+    def __bool__(self) -> bool: ...
+
+
+class Node:
+    """What torch's own code asks the `node` of a SymInt; every answer is a decision about the value.
+
+    We need that torch asks nothing else for an operation with such a number among its arguments.
+    """
+
+    constant = None
+    shape_env = None
+
+    def __init__(self, number: _Number) -> None:
+        self.number = number
+
+    def int_(self) -> int:
+        """The value, decided."""
+        return int(self.number)
+
+    def guard_int(self, file: str, line: int) -> int:
+        """The value, decided, for a line of torch."""
+        return int(self.number)
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        """Whether it is not zero, decided, for a line of torch."""
+        return bool(self.number)
+
+    def guard_float(self, file: str, line: int) -> float:
+        """The value, decided, for a line of torch."""
+        return float(self.number)
+
+    expect_true = guard_or_true = guard_or_false = guard_size_oblivious = guard_bool
+
+    def expect_size(self, file: str, line: int) -> bool:
+        """A size is never below zero, and none is asked."""
+        return True
+
+    def maybe_as_int(self) -> Any:
+        """None while it is recorded, so that torch asks no shortcut; the value afterwards."""
+        return None if self.number.recorder.active else self.number.value
+
+    maybe_as_float = maybe_as_int
+
+    def is_int(self) -> bool:
+        """Whether it is a whole number."""
+        return type(self.number.value) is int
+
+    def is_float(self) -> bool:
+        """Whether it is a fraction."""
+        return type(self.number.value) is float
+
+    def is_bool(self) -> bool:
+        """No: conditions are numbers of 0 and 1 here."""
+        return False
+
+    def is_symbolic(self) -> bool:
+        """Yes: it stands for more than its value."""
+        return True
+
+    def is_constant(self) -> bool:
+        """No: it may be another value at the next call."""
+        return False
+
+    is_nested_int = is_constant
+
+    def has_hint(self) -> bool:
+        """Yes: the value of the example inputs."""
+        return True
+
+    @property
+    def hint(self) -> Any:
+        """The value of the example inputs."""
+        return self.number.value
+
+    def _graph_repr(self) -> str:
+        return repr(self.number.value)
+
+
+def size_name(size: torch.SymInt) -> int | str | None:
+    """A number, the name of a free size, or None for one that follows from others; we need this of an exported program."""
+    known = size.node.maybe_as_int()
+    if known is not None:
+        return int(known)
+    return str(size.node.expr) if size.node.expr.is_Symbol else None
+
+
+__all__ = [
+    "flash_cpu",
+    "flash_cpu_backward",
+    "flash_cuda",
+    "flash_cuda_backward",
+    "flop_counter",
+    "onednn_linear",
+    "pack_padded_sequence",
+    "pad_packed_sequence",
+    "pad_sequence",
+    "weight_norm",
+]
+
+# a (rows, inner) @ b (columns, inner).T + bias, the activation "none", its scalars and its algorithm; None without oneDNN
+onednn_linear: Any = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None  # type: ignore[no-untyped-call]
+# attention with the logarithm of its denominators; on a CPU that is 0 for rows that see nothing
+flash_cpu: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_cpu_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# the same; with lengths (3), random state and an unused tensor, as its backward wants them
+flash_cuda: Any = torch.ops.aten._scaled_dot_product_flash_attention
+flash_cuda_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_backward
+# what torch.nn.utils calls and a trace therefore meets; these trust their callers
+weight_norm: Any = torch._weight_norm
+pack_padded_sequence: Any = torch._pack_padded_sequence
+pad_packed_sequence: Any = torch._pad_packed_sequence
+pad_sequence: Any = torch._C._nn.pad_sequence
+
+
+def flop_counter() -> Any:
+    """A FlopCounterMode that counts attention on a CPU, which torch's own does from 2.15 on, and torch.nn's fast paths."""
+    from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+    def flash(query: Any, key: Any, value: Any, *_: Any, **more: Any) -> int:
+        return sdpa_flop_count(query, key, value)  # type: ignore[no-untyped-call, no-any-return]
+
+    def packed(query: Any, key: Any, value: Any, width: int, *_: Any, **more: Any) -> Any:
+        batch, rows, columns = query[0], query[1], key[1]
+        return 4 * batch * width * (width * (rows + columns) + rows * columns)
+
+    def layer(source: Any, width: int, *given: Any, **more: Any) -> Any:
+        hidden = next(shape for shape in given[10:] if shape is not None and len(shape) == 2)[0]
+        return packed(source, source, source, width) + 4 * source[0] * source[1] * width * hidden
+
+    fast = {torch.ops.aten._native_multi_head_attention: packed, torch.ops.aten._transformer_encoder_layer_fwd: layer}
+    return FlopCounterMode(display=False, custom_mapping={flash_cpu: flash, **fast})

@@ -1,0 +1,372 @@
+"""Files of weights: safetensors, what `torch.save` wrote, and ONNX. Tensors and plain values come out; no code in them is run.
+
+torch and onnx read theirs; what they get wrong is looked at here. Which of the first two a file is, its first bytes tell; the
+ending of its name is only held against them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import pickle
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors import torch as safetensors
+from torch import Tensor, nn
+
+from .errors import DEFAULT, ArtifactError, FxplugError, Limits, shown
+from .reading import Raises, about, begins, open_archive, opened, parse_json, size_of
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16,
+    "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+# ONNX's TensorProto.DataType -> dtype
+ONNX_DTYPES = {
+    1: torch.float32, 2: torch.uint8, 3: torch.int8, 4: torch.uint16, 5: torch.int16, 6: torch.int32, 7: torch.int64,
+    9: torch.bool, 10: torch.float16, 11: torch.float64, 14: torch.complex64, 16: torch.bfloat16,
+}  # fmt: skip
+PIECE = 1 << 24  # bytes that are read at once
+SAVED = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # from its third byte on, how a file begins that torch.save wrote before 1.6
+
+
+@dataclass(frozen=True)
+class Record:
+    """A tensor of a safetensors file: where its bytes are, from the beginning of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says is in it. `about` is its metadata.
+
+    `start` is what the header was read from: the bytes before those of the first tensor.
+    """
+
+    records: Mapping[str, Record]
+    about: Mapping[str, str]
+    start: bytes
+
+    def in_file(self) -> list[tuple[str, Record]]:
+        """The records by where their bytes are."""
+        return sorted(self.records.items(), key=lambda item: (item[1].offset, item[1].size))
+
+
+def read(
+    path: str | PathLike[str], *, raises: Raises | None = None, most: float = math.inf, limits: Limits = DEFAULT
+) -> tuple[Any, dict[str, str]]:
+    """The value of a file of weights on the CPU, and its metadata: tensors by name for safetensors, any value of `torch.save`.
+
+    Tensors of more than `most` bytes are meta tensors of the same shapes, and not read; with -1 all are. Raises what `raises`
+    makes (an ArtifactError that names the path) for a file that cannot be read, is damaged or something else, or is beyond
+    `limits`.
+    """
+    raises = raises or about(path)
+    with opened(path, raises=raises) as file:
+        start = file.read(64)
+        suffix = str(path).rpartition(".")[2].lower()
+        sized = start[8:9] == b"{" and not any(start[4:8])  # behind the length of a header, whose first byte may be any
+        if (start[:1] == b"\x80" and not sized) or start[:4] == b"PK\x03\x04":
+            if start[:2] == b"PK" and suffix == "safetensors" and b"data.pkl" not in start:
+                raise raises("is no safetensors file, but a zip archive: unpack it")
+            if suffix == "safetensors":
+                raise raises("is no safetensors file, it was written by torch.save: let its name end in .pt")
+            return _load_saved(file, path, raises, most), {}
+        if not start:
+            raise raises("cannot be read: it is empty")
+        if what := "" if sized else begins(start):
+            raise raises(f"cannot be read: it is {what}")
+        if suffix != "safetensors" and start[8:9] != b"{":
+            raise raises("cannot be read: it is neither a file of torch.save nor a safetensors file")
+        head = header(file, raises, limits)
+        found = dict(tensors(file, head, raises, most=most))
+        return {name: found[name] for name in head.records}, dict(head.about)
+
+
+def header(file: BinaryIO, raises: Raises, limits: Limits = DEFAULT) -> Header:
+    """The header of a safetensors file, checked: every byte behind it belongs to one tensor, whose shape takes just so many.
+
+    The file is left where the bytes of the first tensor begin.
+    """
+    total = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    start = file.read(8)
+    length = int.from_bytes(start, "little")
+    if total < 8 or length > total - 8:
+        raise raises(f"cannot be read: it claims a header of {length} bytes, which a file of {total} bytes cannot have")
+    if length > limits.json:
+        raise raises(f"has a header of {length} bytes, and more than {limits.json} are not read; see Limits")
+    start += file.read(length)
+    found = parse_json(start[8:], lambda finding: raises(f"cannot be read: its header {finding}"), limits)
+    if type(found) is not dict:
+        raise raises("cannot be read: its header is no JSON object")
+    said = found.pop("__metadata__", {})
+    if type(said) is not dict or not all(type(value) is str for value in said.values()):
+        raise raises("cannot be read: its metadata are not texts by name")
+    if len(found) > limits.tensors:
+        raise raises(f"has {len(found)} tensors, and more than {limits.tensors} are not read; see Limits")
+    records = {name: _record(name, entry, 8 + length, raises, limits) for name, entry in found.items()}
+    at = 8 + length
+    head = Header(records, said, start)
+    for name, record in head.in_file():
+        if record.offset != at:
+            raise raises(f"is damaged: the bytes of {shown(name)} do not begin where those before it end")
+        at += record.size
+    if at != total:
+        what = "truncated" if at > total else "longer than its tensors"
+        raise raises(f"is {what}: it has {total} bytes, and its header tells of {at}")
+    return head
+
+
+def tensors(
+    file: BinaryIO, head: Header, raises: Raises, seen: Callable[[memoryview], object] = len, most: float = math.inf
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a safetensors file that `header` read, in the order of their bytes, on the CPU and in memory of their own.
+
+    Those of more than `most` bytes are meta tensors, and not read. `seen` is called with all that is read, piece by piece.
+    Raises what `raises` makes for a file that became shorter.
+    """
+    for name, record in head.in_file():
+        if record.size > most:
+            yield name, torch.empty(record.shape, dtype=record.dtype, device="meta")
+            continue
+        if most < math.inf:
+            file.seek(record.offset)
+        memory = torch.empty(record.size, dtype=torch.uint8)
+        view = memory.numpy().data
+        done = 0
+        while done < record.size:
+            count = file.readinto(view[done : done + PIECE])  # type: ignore[attr-defined]
+            if not count:
+                raise raises("became shorter while it was read")
+            seen(view[done : done + count])
+            done += count
+        # another byte than 0 or 1 is no bool, and torch does not look
+        yield name, (memory.ne(0) if record.dtype is torch.bool else memory.view(record.dtype)).reshape(record.shape)
+
+
+def _record(name: str, entry: Any, start: int, raises: Raises, limits: Limits) -> Record:
+    if len(name) > limits.text:
+        raise raises(f"has a name of {len(name)} characters, and more than {limits.text} are not read; see Limits")
+    if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise raises(f"is damaged: {shown(name)} has not just a dtype, a shape and data_offsets")
+    dtype = DTYPES.get(entry["dtype"]) if type(entry["dtype"]) is str else None
+    if dtype is None:
+        raise raises(f"has {shown(name)} of the dtype {shown(entry['dtype'])}, which is not read")
+    shape, offsets = entry["shape"], entry["data_offsets"]
+    numbers = [shape, offsets] if type(shape) is type(offsets) is list and len(shape) <= 64 and len(offsets) == 2 else [[-1]]
+    if not all(type(n) is int and 0 <= n < 1 << 62 for list_ in numbers for n in list_):
+        raise raises(f"is damaged: the shape or place of {shown(name)} is none")
+    size = math.prod(shape) * dtype.itemsize
+    if math.prod(max(n, 1) for n in shape) >= 1 << 62 or size != offsets[1] - offsets[0]:
+        took = offsets[1] - offsets[0]
+        raise raises(f"is damaged: {shown(name)} has {took} bytes, which are not those of its shape {shown(shape)}")
+    return Record(dtype, tuple(shape), start + offsets[0], size)
+
+
+# --- what torch.save wrote
+
+
+def _load_saved(file: BinaryIO, path: str | PathLike[str], raises: Raises, most: float) -> Any:
+    """The value of a file of `torch.save`: tensors on the CPU, or meta, in dicts, lists and tuples, and plain values.
+
+    torch's own reader makes it, of weights only. Where tensors are left out, the file is mapped into memory and their bytes are
+    not read; otherwise all of it is copied, so that the file may change later. Raises what `raises` makes.
+    """
+    file.seek(0)
+    archive = file.read(2) == b"PK"
+    if archive:
+        names = open_archive(file, raises).namelist()  # torch inflates without a bound, and maps compressed bytes as weights
+        if not any(name.endswith("/data.pkl") for name in names):
+            found = shown(", ".join(names[:6]), 200)
+            raise raises(f"is an archive without a 'data.pkl', no file of torch.save; it has {found}")
+    elif file.read(len(SAVED)) != SAVED:
+        raise raises("is a pickle: pickle.dump wrote it, and not torch.save")
+    file.seek(0)
+    mapped = archive and most < math.inf
+    try:
+        with _one_error(raises, "cannot be read: it is truncated or damaged"):
+            value = torch.load(path if mapped else file, map_location="cpu", weights_only=True, mmap=mapped)
+            return _Saved(raises, most, 2 * size_of(file) + (16 << 20)).plain(value)
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        if named is None:
+            raise raises(f"is damaged, or a pickle of more than weights: {_first_line(error)}") from None
+        raise raises(f"is refused, it is a pickle of more than weights: it names {shown(named[1])}") from None
+
+
+@contextlib.contextmanager
+def _one_error(raises: Raises, finding: str) -> Iterator[None]:
+    """Tell as `raises` does what torch, numpy and protobuf make of a damaged file, which is errors of many kinds."""
+    try:
+        yield
+    except (FxplugError, pickle.UnpicklingError):
+        raise
+    except Exception as error:  # of theirs
+        raise raises(f"{finding}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).rpartition("Unpickler error: ")[2].strip()
+    return shown((text.splitlines() or [type(error).__name__])[0], 200)[1:-1]
+
+
+class _Saved:
+    """Makes what torch read plain. `most` is as for `read`, `room` how many bytes all tensors may have together."""
+
+    def __init__(self, raises: Raises, most: float, room: int) -> None:
+        self.raises, self.most, self.room = raises, most, room
+        self.made: dict[int, Any] = {}  # a value may be in many places
+
+    def plain(self, value: Any) -> Any:
+        """A value with plain dicts, lists and tuples, and tensors that have numbers and nothing else."""
+        if id(value) not in self.made:
+            self.made[id(value)] = self._plain(value)
+        return self.made[id(value)]
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, dict):
+            return {key: self.plain(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return (list if isinstance(value, list) else tuple)(map(self.plain, value))
+        return str(value) if isinstance(value, torch.device) else value
+
+    def _tensor(self, value: Tensor) -> Tensor:
+        if type(value) not in (Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized:
+            raise self.raises("is refused, it is a pickle of more than weights: it has a sparse or other unusual tensor")
+        self.room -= value.nbytes
+        if self.room < 0:  # torch gives a tensor the shape that the file says, whatever the file has
+            raise self.raises("is damaged, or has tensors of more elements than there are in the file")
+        if value.untyped_storage().nbytes() > self.most:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return Tensor.detach(value) if self.most == math.inf else Tensor.detach(value).clone()
+
+
+# --- ONNX
+
+
+def onnx_model(data: bytes, raises: Raises) -> Any:
+    """The `onnx.ModelProto` of a file's bytes. Raises what `raises` makes for other bytes, and without the package onnx."""
+    try:
+        import onnx
+    except ImportError:
+        raise raises("is read by the package onnx, which is not installed: pip install 'fxplug[onnx]'") from None
+    try:
+        return onnx.load_model_from_string(data)
+    except Exception:  # protobuf's
+        what = begins(data[:64])
+        it = what if what and not what.startswith("an ONNX") else "no ONNX file, or truncated"
+        raise raises(f"cannot be read: it is {it}") from None
+
+
+def onnx_tensor(proto: Any, raises: Raises, beside: tuple[str, BinaryIO] | None = None) -> Tensor:
+    """The value of an `onnx.TensorProto`, in memory of its own; its data may lie in the file `beside` (name, opened).
+
+    onnx itself opens whatever file a model names. Raises what `raises` makes for another one, and for what is no tensor.
+    """
+    from onnx import numpy_helper
+
+    with _one_error(raises, f"cannot be read: {shown(proto.name)} has a dtype, a shape or data that is not read"):
+        dtype = ONNX_DTYPES[proto.data_type]
+        if proto.data_location == proto.EXTERNAL:
+            place = {entry.key: entry.value for entry in proto.external_data}
+            if beside is None:
+                raise raises("has its weights in another file: save it as one file, without external data")
+            if place.get("location") != beside[0]:
+                raise raises(f"cannot be read: {shown(proto.name)} is said to lie where no weights of it are")
+            beside[1].seek(int(place["offset"]))
+            proto.raw_data, proto.data_location = beside[1].read(int(place["length"])), proto.DEFAULT
+        array = numpy_helper.to_array(proto)
+        numbers = torch.from_numpy(np.array(array).reshape(-1).view(np.uint8))  # numpy has no bfloat16
+        return numbers.view(dtype).reshape(array.shape)
+
+
+def read_onnx(path: Path, raises: Raises, *, meta: bool = False) -> dict[str, Tensor]:
+    """The initializers of an ONNX graph by name, on the CPU or as meta tensors. Raises what `raises` makes.
+
+    The exporter renames a transposed weight `onnx::MatMul_7`: its name is taken from the node that uses it,
+    `/blocks.0/mlp/fc1/MatMul`, and it is turned back: `blocks.0.mlp.fc1.weight`.
+    """
+    with opened(path, raises=raises) as file, _one_error(raises, "cannot be read: it is a damaged ONNX file"):
+        graph = onnx_model(file.read(), raises).graph
+        tensors: dict[str, Tensor] = {}
+        for proto in graph.initializer:
+            if proto.name in tensors:
+                raise raises(f"cannot be read: it has {shown(proto.name)} twice")
+            tensor = onnx_tensor(proto, raises)
+            tensors[proto.name] = tensor.to("meta") if meta else tensor
+        if not tensors:
+            raise raises("cannot be read: it is no ONNX file, or one without weights")
+        for node in graph.node:
+            weight = node.input[1] if node.op_type == "MatMul" and len(node.input) == 2 else ""
+            new = node.name.removeprefix("/").rpartition("/")[0].replace("/", ".") + ".weight"
+            if weight.startswith("onnx::") and weight in tensors and tensors[weight].dim() == 2 and new not in tensors:
+                tensors[new] = tensors.pop(weight).t()
+        return tensors
+
+
+# --- written
+
+
+def save_file(tensors: dict[str, Tensor], path: str | os.PathLike[str], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file. Raises OSError where that failed, which safetensors tells as text."""
+    try:
+        safetensors.save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
+
+
+def linked(tensors: dict[str, Tensor], old: Path, new: Path) -> bool:
+    """Give a safetensors file that holds these tensors and nothing else a second name; False where `old` is no such file.
+
+    Nothing is written then, however large it is. Every byte of it is compared.
+    """
+    with contextlib.suppress(OSError, ArtifactError):
+        handle = os.open(old, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(handle, "rb") as file:
+            if not stat.S_ISREG(os.fstat(handle).st_mode) or not _holds(file, tensors, old):
+                return False
+            os.link(old, new, follow_symlinks=False)
+            if os.path.samestat(os.fstat(handle), os.lstat(new)):
+                return True
+            new.unlink()  # another file had taken that name
+    return False
+
+
+def _holds(file: BinaryIO, tensors: dict[str, Tensor], name: Path) -> bool:
+    head = header(file, about(name))
+    wanted = {key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in tensors.items()}
+    if {key: (record.dtype, tuple(record.shape)) for key, record in head.records.items()} != wanted:
+        return False
+    buffer = torch.empty(PIECE, dtype=torch.uint8)
+    for key, record in head.in_file():
+        ours = tensors[key].reshape(-1).view(torch.uint8)
+        for begin in range(0, record.size, PIECE):
+            piece = ours[begin : begin + PIECE]
+            theirs = buffer[: len(piece)]
+            if file.readinto(theirs.numpy().data) < len(piece) or not torch.equal(theirs, piece):  # type: ignore[attr-defined]
+                return False
+    return True

@@ -1,1 +1,0 @@
-"""Files from strangers read within bounds, and files of our own written whole."""
