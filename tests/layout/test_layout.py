@@ -25,8 +25,8 @@ PACKAGE = ROOT / "fxplug"
 PATHS = {".".join(f.relative_to(PACKAGE).with_suffix("").parts): f for f in sorted(PACKAGE.rglob("*.py"))}
 # The folders and files at the top, from the ground up: each imports only from those before it, and no imports go round.
 LAYERS = """
-    core.errors core.extensions core.locks core.torch_internals core.reading core.writing core.weight_files core.spec core.quantised core.ir
-    core.capture blocks core.models core.rewriter core.artifacts core.verifier core.flow core.cli
+    core.errors core.extensions core.locks core.torch_internals core.reading core.writing core.weight_files core.spec
+    core.quantised core.ir core.capture blocks core.models core.rewriter core.artifacts core.verifier core.flow core.cli
     adapters step_cache lowerings parallel pipelines exports reporting training compat __main__
 """.split()
 # what writes a graph: torch.fx's own operations, and attributes of nodes that are set
@@ -197,7 +197,8 @@ def test_nothing_is_hooked_unpickled_or_run_from_text():
         for text, node in calls(name):
             last = text.rpartition(".")[2]
             hooked = last.startswith("register_") and last.endswith("_hook")
-            assert not hooked or name == "compat.hcp.base_classes", f"{name}: {text}"  # plugins on plugins, until traced
+            # plugins on plugins, until they are traced; rows that layers see are counted in one call, and the hooks go
+            assert not hooked or name in ("compat.hcp.base_classes", "lowerings.linear.measuring"), f"{name}: {text}"
             assert text not in forbidden, f"{name}: {text}"
             if text == "torch.load":
                 assert {k.arg: ast.unparse(k.value) for k in node.keywords}["weights_only"] == "True", name

@@ -1,4 +1,4 @@
-"""The private parts of torch that we stand on, one file a subject: no other file of ours names any.
+"""The private parts of torch that we stand on: no other file of ours names any.
 
 Each says what we need of torch. We promise none of them to anybody: a name here changes, or goes, with torch's own. What a new
 torch breaks, tests/test_torch_internals.py tells by name, with what of ours hangs on it.
