@@ -219,7 +219,8 @@ def _program(module: TracedModule) -> tuple[nn.Module, tuple[str, ...]]:
             notes.append(_plain_result(node))
     tree = shell(module)
     traced = TracedModule(tree, {module.training: graph})
-    # torch.export interprets a GraphModule, and takes keyword arguments by position then; it calls other modules
+    # torch.export interprets a GraphModule, and takes keyword arguments by position then; it calls other modules. Nothing
+    # plainer: a module around this one would put its name before every weight's
     kind = type(module.classes[0], (Container,), {"forward": type(traced).forward})
     tree.__class__ = kind
     return tree, tuple(notes)

@@ -91,6 +91,7 @@ class Results:
             self.said = found.said
             return [*flat, *found.conditions]
 
+        # nothing plainer: torch.onnx calls the class's forward, and a module around it would rename the weights
         module.__class__ = type(kind.__name__, (kind,), {"forward": forward})
 
 

@@ -57,6 +57,7 @@ class Local:
 
     def activate(self) -> None:
         """Gives these modules their names in sys.modules."""
+        # nothing plainer: files of two runs may have one name, pickle looks classes up by it, and imports of theirs do
         global _active
         if _active is self:
             return

@@ -372,3 +372,23 @@ def test_what_is_installed_is_all_there_is():
     packages = set(told["options"]["packages"].split())
     folders = {".".join(f.parent.relative_to(ROOT).parts) for f in PACKAGE.rglob("*.py")}
     assert packages == folders | {"fxplug.passes", "fxplug.configs"}
+
+
+MAGIC = {"_getframe", "currentframe", "f_back", "co_code", "settrace", "setprofile"}
+
+
+def magic(tree):
+    """Class assignment, frame inspection, what is done to `sys.modules`, and byte code."""
+    for node in ast.walk(tree):
+        text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+        stored = isinstance(node, ast.Attribute) and node.attr == "__class__" and isinstance(node.ctx, ast.Store)
+        if stored or text == "sys.modules" or getattr(node, "attr", None) in MAGIC:
+            yield node
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and any(alias.name == "dis" for alias in node.names):
+            yield node
+
+
+def test_magic_outside_the_tracer_says_why_nothing_plainer_works():
+    silent = {name for name, tree in files().items() if any(magic(tree))
+              and not re.search(r"#.*[nN]othing\s+(# )?plainer", PATHS[name].read_text()) and layer(name) != "core.capture"}
+    assert silent == set()

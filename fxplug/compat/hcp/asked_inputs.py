@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -91,7 +90,7 @@ def _loops(function: ast.FunctionDef, kind: type) -> Iterator[tuple[str, list[st
         elif isinstance(node.iter, ast.Attribute):
             values = getattr(kind, node.iter.attr, None)
         elif isinstance(node.iter, ast.Name):
-            values = getattr(sys.modules.get(kind.__module__), node.iter.id, None)
+            values = getattr(inspect.getmodule(kind), node.iter.id, None)
         if isinstance(values, (tuple, list, set, frozenset, dict)):
             yield node.target.id, [value for value in values if isinstance(value, str)]
 

@@ -121,6 +121,7 @@ class _Watch:
                 stand_in.log = self.log
                 stand_in.before = frozenset(range(len(value)) if type(value) is list else value)
                 self.stand_ins[key] = vars(self.module)[key] = stand_in
+        # nothing plainer: the plugin holds this very object, and what is set on it is seen by a class only
         self.module.__class__ = _watched_class(self.kind, self.log)
 
     def judge(self) -> None:

@@ -24,6 +24,7 @@ def stand_in() -> Iterator[None]:
     Add-ins are imported in it as they are, ZhiJian's own too where its folder is on PYTHONPATH, and nothing else of ZhiJian
     is. Where ZhiJian has been imported that is used. What is below `zhijian.models` is taken out of `sys.modules` at the end.
     """
+    # nothing plainer: their files import that module by name, and ZhiJian need not be installed
     if BASE in sys.modules:
         yield
         return

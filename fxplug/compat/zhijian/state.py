@@ -99,6 +99,7 @@ class Call:
 def _watched(modules: Mapping[str, nn.Module], initial: Mapping[str, Any], read: set[str]) -> Iterator[None]:
     """Notes which of the values that the modules began with are read: for that time they are of classes that tell."""
     kinds = {path: type(module) for path, module in modules.items() if not type(module).__module__.startswith("torch.")}
+    # nothing plainer: code of theirs holds these very objects, and reads are seen by a class only
     for path, kind in kinds.items():
         modules[path].__class__ = _telling(kind, path, initial, read)
     try:

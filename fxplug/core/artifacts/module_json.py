@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
-import sys
 import warnings
 from functools import cache
 from typing import Any
@@ -30,11 +29,10 @@ INTERNAL = frozenset(vars(nn.Module())) | {"training"}
 def torch_classes() -> dict[str, type[nn.Module]]:
     """Every module class of torch.nn by name."""
     found: dict[str, type[nn.Module]] = {}
-    for name, module in sorted(sys.modules.items()):
-        if name.startswith("torch.nn.modules."):
-            for value in vars(module).values():
-                if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == name:
-                    found.setdefault(value.__name__, value)
+    for _, file in sorted(inspect.getmembers(nn.modules, inspect.ismodule)):
+        for value in vars(file).values():
+            if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == file.__name__:
+                found.setdefault(value.__name__, value)
     found.update({k: v for k, v in vars(nn).items() if isinstance(v, type) and issubclass(v, nn.Module)})
     # these are made of other modules' calls: hooks that change the class, threads, processes
     odd = [name for name, kind in found.items() if issubclass(kind, LazyModuleMixin) or "parallel" in kind.__module__]

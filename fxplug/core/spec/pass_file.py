@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
@@ -59,7 +58,7 @@ def import_target(text: str, where: Where = NOWHERE) -> object:
         if not hasattr(value, name):
             kind = "module" if isinstance(value, ModuleType) else "class"
             owner = getattr(value, "__name__", value)
-            names = (n for n in dir(value) if not n.startswith("_") and f"{owner}.{n}" not in sys.modules)
+            names = (n for n in dir(value) if not n.startswith("_") and not isinstance(getattr(value, n, None), ModuleType))
             hint = did_you_mean(name, names)
             raise SpecError(f"{kind} '{owner}' has no attribute '{name}'{hint}", where=where)
         value = getattr(value, name)

@@ -141,6 +141,7 @@ def kept_on_fakes() -> frozenset[str]:
 
 def is_error_of_dynamo(error: BaseException) -> bool:
     """Whether dynamo raised an error; we need one base class of its errors, in a file that it imports before it raises any."""
+    # nothing plainer: importing dynamo takes a second
     dynamo = sys.modules.get("torch._dynamo.exc")
     return dynamo is not None and isinstance(error, dynamo.TorchDynamoException)
 

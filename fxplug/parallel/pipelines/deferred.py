@@ -110,6 +110,7 @@ def _tensor(value: Any) -> bool:
 
 def _place() -> str:
     """Where in somebody's code an operation stands."""
+    # nothing plainer: somebody's code asked for a value that is not there yet, and the error says in which line
     frame = sys._getframe(2)
     while frame.f_back is not None and "/torch/" in frame.f_code.co_filename.replace("\\", "/"):
         frame = frame.f_back

@@ -39,6 +39,7 @@ def guarded(call: Callable[[], Tensor]) -> Tensor:
         if not any(sign in str(error).lower() for sign in SIGNS):
             raise
         text = str(error).splitlines()[0]
+        # nothing plainer: the error is raised in generated code, and only the frame knows the node that it stands at
         raise GuardError(f"{_found(_place(sys._getframe()))} ({text.rpartition('] ')[2][:120]})") from error
 
 
