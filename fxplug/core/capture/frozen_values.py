@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..ir.containers import children, leaves, map_leaves
+from ..quantised import library
 from ..torch_internals.tensors import memory_id
 from .fake_tensors import Number
 from .isolation import restored
@@ -268,7 +269,7 @@ def _made_of_weights(model: nn.Module, call: Any) -> Kept:
         held = [
             spot
             for module in model.modules()
-            if not is_foreign(type(module)) and any(p.is_floating_point() for p in module.parameters())
+            if not (is_foreign(type(module)) or library(module)) and any(p.is_floating_point() for p in module.parameters())
             for spot in _held(module, deep)
         ]
         made = _made_anew(model, call, held)
