@@ -134,6 +134,17 @@ def test_an_image_plugin(folder):
     assert Plugins(["plugins.example_plugin.Gamma"]).transform_pil_image(image).getpixel((0, 0)) == (128, 128, 128)
 
 
+def test_calls_come_in_the_written_order():
+    called = []
+
+    def plugin(name):
+        return type(name, (), {"on_step_start": lambda self, epoch: called.append((name, epoch))})
+
+    plugins = Plugins([plugin("A"), plugin("B"), plugin("C")])
+    plugins.call("on_step_start", **data("on_step_start", epoch=4))
+    assert called == [("A", 4), ("B", 4), ("C", 4)]
+
+
 def test_a_plugin_takes_any_part_of_the_data():
     seen = {}
 
