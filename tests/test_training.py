@@ -70,6 +70,30 @@ def test_thirty_steps_on_photographs(photos, dtype):
         assert torch.equal(gm(images[:4].to(dtype)), model(images[:4].to(dtype)))
 
 
+@pytest.mark.slow
+def test_thirty_denoising_steps_of_a_unet():
+    """The noise in a photograph, predicted from the noisy one."""
+    from diffusers import DDPMScheduler
+    from skimage.data import astronaut
+
+    base = small.unet()
+    new = fxplug.apply(base.gm, fxplug.load_pass("lora", rank=4))
+    photo = torch.tensor(astronaut(), dtype=torch.float32).permute(2, 0, 1)[None] / 127.5 - 1
+    small_photo = F.interpolate(photo, size=(16, 16), mode="area")
+    image = torch.cat([small_photo, small_photo.mean(1, keepdim=True)], 1).expand(4, -1, -1, -1)
+    noise, times = torch.randn(4, 4, 16, 16), torch.tensor([100, 300, 500, 700])
+    noisy = DDPMScheduler().add_noise(image, noise, times)
+    words = torch.randn(4, *base.kwargs["encoder_hidden_states"].shape[1:])
+    before = bits(base.model)
+
+    def loss(step):
+        return F.mse_loss(new(noisy, times, words).sample, noise)
+
+    losses = train(new.train(), torch.optim.AdamW(added(new), 1e-2), loss)
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(torch.equal(before[k], v) for k, v in base.model.state_dict().items())
+
+
 def test_what_a_loop_of_ones_own_trains():
     gm, args, _ = small.vit()
     new = fxplug.apply(gm, fxplug.load_pass("lora", at="qkv", rank=2, lr=5e-3), fxplug.load_pass("head", classes=3))
