@@ -16,7 +16,6 @@ import fxplug
 from fxplug.blocks.windowed_attention import windowed
 from fxplug.core.ir.containers import leaves
 from fxplug.core.torch_internals import tensors as kernels
-from fxplug.parallel.runtime.pretended import pretended
 from fxplug.step_cache.attention_forms import METHODS
 from fxplug.step_cache.fast_attention import FastAttention
 
@@ -267,6 +266,8 @@ def test_a_method_must_do_for_all_calls_and_runs():
 
 @pytest.mark.slow
 def test_processes_find_one_schedule():
+    from fxplug.parallel.runtime.pretended import pretended
+
     base, new = marked()
     plan = fxplug.parallel_plan(new, base.args, base.kwargs, ulysses=2)
     par = fxplug.parallelize(new, plan)

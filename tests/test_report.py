@@ -11,7 +11,6 @@ import time
 from dataclasses import asdict
 
 import pytest
-import runs
 import small
 import torch
 import unets
@@ -296,6 +295,8 @@ def test_marks_tell_what_a_step_cache_keeps():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
+    import runs
+
     out = tmp_path_factory.mktemp("run")
     runs.run(out, verify=True, train__steps=12, data__test={"call": "runs:Digits"})
     return out

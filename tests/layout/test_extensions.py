@@ -143,6 +143,40 @@ def _all_bases(one: Extension) -> set[str]:
     return {*one.bases, *(b for base in one.bases for b in _all_bases(extensions.extensions()[base]))}
 
 
+# of each extension and of the core: tests that need no more than it and its bases
+TESTS = {
+    "adapters": "test_adapter_passes.py::test_each_layer_has_the_rank_of_its_update",
+    "step_cache": "test_fastattention.py::test_a_window_computes_what_it_says",
+    "lowerings": "test_folding.py::test_passes_on_one_layer_are_folded_in_their_order",
+    "parallel": "test_parallel_rows.py::test_an_operation_on_fetched_rows",
+    "exports": "test_export.py::test_sizes_stay_free",
+    "reporting": "test_report.py::test_it_counts_what_the_module_has",
+    "training": "test_draws.py",
+    "pipelines": "test_in_pipelines.py::test_one_call_of_a_pipeline_traces_its_models",
+    "hcp": "test_hcp_words.py::test_words_that_do_not_fit",
+    "zhijian": "test_blitz_convert.py::test_a_configuration_names_a_module_as_it_is",
+    "everydream": "test_everydream_text.py::test_changed_tokens_are_what_is_trained_on",
+}
+CORES = ["test_match.py", "test_editing.py", "test_edit.py", "test_low_rank.py", "test_options.py"]
+
+
+@pytest.mark.slow
+def test_the_others_pass_their_tests_without_each_extension(tmp_path):
+    everything = extensions.extensions()
+    assert set(TESTS) == set(everything)
+    here = PATHS["core.errors"].parents[2] / "tests"
+    codes = []
+    for name in everything:
+        names = {other for other, one in everything.items() if _folder(other) == _folder(name)}
+        others = [test for other, test in TESTS.items() if other not in names and not names & _all_bases(everything[other])]
+        files = [str(here / test) for test in (*CORES, *others)]
+        command = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not gpu", "-k", "not [adapter]"]
+        code = f"import pytest\nassert pytest.main({[*command, '-c', str(here.parent / 'setup.cfg'), *files]}) == 0\n"
+        codes.append(textwrap.dedent(BLOCKED.format(folder=_folder(name))) + code)
+    for name, text in zip(everything, run(codes, tmp_path), strict=True):
+        assert " passed" in text and "failed" not in text, (name, text)
+
+
 def test_imports_between_extensions_are_bases():
     missing = set()
     for name in PATHS:

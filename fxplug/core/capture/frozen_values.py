@@ -218,6 +218,7 @@ def _change(tensor: torch.Tensor, integers: bool) -> None:
             return
 
 
+NESTED = 20  # what a module made of its weights is looked for in structures nested no deeper
 PLAIN = (dict, list, set)
 OTHERS = (nn.Module, torch.Tensor, type)
 ANY_MODULES = frozenset(vars(nn.Module()))  # what every module has
@@ -302,7 +303,7 @@ def _held(module: nn.Module, deep: bool) -> Iterator[Spot]:
             if (_tensors(value) and not (deep and structure)) or (type(value) in (float, int, bool) and assigned):
                 if inside or not deep:
                     yield Spot(module, name, owner, key, type(owner) is dict and inside)
-            elif id(value) not in seen:
+            elif id(value) not in seen and name.count(".") < NESTED:
                 seen.add(id(value))
                 if structure:
                     todo.append((list(value) if type(value) is tuple else value, name, deep))
