@@ -435,8 +435,8 @@ def test_import_target():
     assert import_target("fxplug.core.errors:SpecError") is SpecError
     assert import_target("pathlib:Path.cwd") == Path.cwd
     at = Where("c.yaml", 2)
-    assert message(import_target, "fxplug.specc:Pass", at) == (
-        "c.yaml:2: no module named 'fxplug.specc' (did you mean 'fxplug.core.spec'?)"
+    assert message(import_target, "fxplug.blcks:Pass", at) == (
+        "c.yaml:2: no module named 'fxplug.blcks' (did you mean 'fxplug.blocks'?)"
     )
     assert message(import_target, "jsn:x", at).startswith(
         "c.yaml:2: no module named 'jsn' (did you mean 'json'"

@@ -1031,7 +1031,7 @@ def test_a_batch_norm_in_a_checkpoint_without_values_is_a_warning() -> None:
         fxplug.trace(model.train(), X().to("meta"))
 
 
-@pytest.mark.parametrize("name", ["a b", "a'b", 'a"b', "a\\b", "a\nb"])
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb"])
 def test_a_module_name_that_no_artifact_has_is_refused(name: str) -> None:
     model = Model(lambda self, x: self._modules[name](x), **{name: nn.Linear(4, 4)})
     with pytest.raises(fxplug.TraceError, match="the name .* of a module or tensor cannot be written"):

@@ -245,7 +245,7 @@ def test_the_nearest_name_is_found_in_bounded_time():
 def test_every_limit_is_told_in_security_md():
     told = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", (Path(__file__).parents[2] / "SECURITY.md").read_text(), re.M))
     del told["Limits"]
-    code = (Path(__file__).parents[2] / "fxplug" / "limits.py").read_text()
+    code = (Path(__file__).parents[2] / "fxplug" / "core" / "errors.py").read_text()
     assert told == dict(re.findall(r"^    (\w+): \w+ = (.+?)  #", code, re.M))
 
 

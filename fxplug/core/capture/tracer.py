@@ -32,8 +32,7 @@ from .module_state import MISSING, Journal, Place, State
 from .recorder import NeedsAutograd, Recording
 from .user_code import is_user_code, shortened, source_line
 
-# FX writes names between quotes, "@" stands before the number of a call, and no artifact has blanks and quotes
-UNWRITABLE = {'"', "'", " ", "\\", "@"}
+UNWRITABLE = {'"', "\\", "@"}  # FX writes names between quotes, and "@" stands before the number of a call
 
 
 def trace(

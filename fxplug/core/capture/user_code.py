@@ -52,7 +52,7 @@ TEXT = {"__repr__", "__format__", "__str__"}
 
 
 STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
-CALLER = os.path.join(os.path.dirname(__file__), "edges.py")  # what called the model: no line of the model is above it
+CALLER = os.path.join(os.path.dirname(__file__), "edges.py"), "run"  # what called the model: no line of it is above
 # libraries that torch works with by itself: what they ask, no model asks
 TORCHS = [spec.origin for name in ("filelock", "fsspec", "sympy", "mpmath", "triton") if (spec := find_spec(name))]
 PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
@@ -293,7 +293,7 @@ def source_line(error: BaseException | None = None) -> tuple[str, str]:
 def user_frame() -> FrameType | None:
     """The innermost frame of the user's code that is running."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != CALLER:
+    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) != CALLER:
         if is_user_code(frame):
             return frame
         frame = frame.f_back

@@ -6,6 +6,8 @@ torch breaks, tests/test_torch_internals.py tells by name, with what of ours han
 
 from .. import warn_if_untested
 
+__all__ = ["ATTRIBUTES", "BACKWARD_HOOKS", "CHECKPOINTS", "CHECKS", "FAKE_TENSOR_LOG", "TYPED_STORAGE"]
+
 # names that torch gives to things, for code that must not import torch, or looks for them by name
 # the logger to which an operation on fake tensors that fails writes its traceback; we need that it is silent when switched off
 FAKE_TENSOR_LOG = "torch._subclasses.fake_tensor"

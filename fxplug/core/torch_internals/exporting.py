@@ -12,7 +12,9 @@ from torch.export import ExportedProgram
 
 from ..errors import FxplugError
 
-__all__ = ["LOADER", "compile_package", "find_compiler", "guards_of", "processor"]
+__all__ = [
+    "DEFAULT", "LOADER", "OPSETS", "compile_package", "find_compiler", "guards_of", "processor", "translated", "untranslated",
+]
 
 # a compiled program from a folder or an archive (path, name, one thread, runners, device index); we need its constants by name,
 # `load_constants`, which takes tensors as they lie, `get_metadata`, and `boxed_run` or `run`
@@ -54,8 +56,6 @@ def processor() -> str | None:
     found: str | None = getattr(config.cpp, "march", None)  # before torch 2.15 there was no choice
     return found
 
-
-__all__ = ["DEFAULT", "OPSETS", "translated", "untranslated"]
 
 # the opsets that torch writes by itself; what it converts to others may fail, and stays what it was then
 OPSETS = range(18, 24)

@@ -34,22 +34,12 @@ from torch.utils._pytree import (
 from .tensors import DisableTorchDispatch, DisableTorchFunction
 
 __all__ = [
-    "CALL",
-    "COMPILED",
-    "GLOBAL_HOOKS",
-    "TABLES",
-    "WEIGHT_LISTS",
-    "BatchNorm",
-    "ConvNd",
-    "DecoratorContextManager",
-    "DropoutNd",
-    "InstanceNorm",
-    "NormBase",
-    "call_with_hooks",
-    "conv_forward",
-    "forward_hooks",
-    "is_hooked",
-    "list_weights",
+    "BatchNorm", "CALL", "COMPILED", "CONTEXT_VARIABLES", "ConvNd", "DecoratorContextManager", "DropoutNd", "GLOBAL_HOOKS",
+    "InstanceNorm", "NormBase", "TABLES", "WEIGHT_LISTS", "apart", "as_it_stands", "as_listened", "autocast_settings",
+    "break_graph", "call_with_hooks", "constant_floats", "conv_forward", "enter_autocast", "exit_autocast", "forward_hooks",
+    "is_erased", "is_hooked", "is_listening", "is_set_aside", "leave_frame", "leave_module", "list_weights", "qualified_name",
+    "set_grad_enabled", "tree_flatten", "tree_leaves", "tree_map", "tree_structure", "tree_unflatten", "treespec_dumps",
+    "treespec_loads", "unwatched",
 ]
 
 # where a module keeps its state; what else `nn.Module()` has are hooks and `training`
@@ -90,15 +80,11 @@ def list_weights(layer: nn.RNNBase) -> None:
     layer._init_flat_weights()
 
 
-__all__ = ["is_erased", "qualified_name"]
-
 # the name under which generated code calls a function
 qualified_name: Callable[..., str] = _get_qualified_name
 # whether a node was taken out of its graph
 is_erased: Callable[[fx.Node], bool] = attrgetter("_erased")
 
-
-__all__ = ["autocast_settings", "enter_autocast", "exit_autocast", "set_grad_enabled"]
 
 # switches gradients; unlike torch.set_grad_enabled it makes no object. We need that modes of torch functions see it called
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -108,14 +94,6 @@ exit_autocast: Callable[[Any], Any] = torch.amp.autocast_mode._exit_autocast
 # of a torch.autocast that was entered: whether it is enabled, and whether it keeps casted weights
 autocast_settings: Callable[[Any], tuple[bool, bool]] = attrgetter("_enabled", "_cache_enabled")
 
-
-__all__ = ["tree_flatten", "tree_leaves", "tree_map", "tree_structure", "tree_unflatten", "treespec_dumps", "treespec_loads"]
-
-
-__all__ = [
-    "CONTEXT_VARIABLES", "apart", "as_it_stands", "as_listened", "break_graph", "constant_floats", "is_listening",
-    "is_set_aside", "leave_frame", "leave_module", "unwatched",
-]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")

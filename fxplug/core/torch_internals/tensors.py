@@ -20,8 +20,13 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    *("as_parameter", "assert_later", "check", "gradient_hooks", "lerp_all", "memory_id", "set_gradient_hooks"),
-    *("set_version", "version"),
+    "DataDependentOutputException", "DisableTorchDispatch", "DisableTorchFunction", "DynamicOutputShapeException", "FakeTensor",
+    "FakeTensorMode", "NATIVE", "Node", "OpOverload", "OpOverloadPacket", "TorchDispatchMode", "as_parameter", "assert_later",
+    "check", "disabled_torch_function", "fake_of", "flash_cpu", "flash_cpu_backward", "flash_cuda", "flash_cuda_backward",
+    "flop_counter", "function_modes", "gradient_hooks", "is_error_of_dynamo", "is_operator", "is_watched", "kept_on_fakes",
+    "lerp_all", "memory_id", "name_of", "onednn_linear", "pack_padded_sequence", "pad_packed_sequence", "pad_sequence",
+    "schema", "set_gradient_hooks", "set_version", "size_name", "unset_fake_temporarily", "version", "weight_norm",
+    "wrapper_of",
 ]
 
 # how often a tensor's memory was written; we need that operations in place count, and promise no number. Not in inference mode
@@ -57,22 +62,6 @@ def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
     tensor._is_param = True
     return tensor
 
-
-__all__ = [
-    "NATIVE",
-    "DisableTorchDispatch",
-    "DisableTorchFunction",
-    "OpOverload",
-    "OpOverloadPacket",
-    "TorchDispatchMode",
-    "disabled_torch_function",
-    "function_modes",
-    "is_operator",
-    "is_watched",
-    "name_of",
-    "schema",
-    "wrapper_of",
-]
 
 # under it no mode and no subclass sees a torch function; unlike DisableTorchFunctionSubclass it holds for modes too
 DisableTorchFunction: Any = torch._C.DisableTorchFunction
@@ -113,18 +102,6 @@ def is_watched() -> bool:
 
 # of FakeTensor we need `fake_device` and `constant`; of FakeTensorMode that real tensors may go in; of the two errors that they
 # are raised for a number read from data and for a size that hangs on data; of the last that real tensors are made under it
-__all__ = [
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "fake_of",
-    "is_error_of_dynamo",
-    "kept_on_fakes",
-    "unset_fake_temporarily",
-]
-
-
 def fake_of(geometry: tuple[Any, ...], mode: FakeTensorMode, constant: Any = None) -> FakeTensor:
     """A fake tensor of (size, stride, dtype, device) without a dispatch; we need the constructor, and promise no view of it."""
     size, stride, dtype, device = geometry
@@ -144,9 +121,6 @@ def is_error_of_dynamo(error: BaseException) -> bool:
     # nothing plainer: importing dynamo takes a second
     dynamo = sys.modules.get("torch._dynamo.exc")
     return dynamo is not None and isinstance(error, dynamo.TorchDynamoException)
-
-
-__all__ = ["Node", "size_name"]
 
 
 class _Recorder(Protocol):
@@ -248,19 +222,6 @@ def size_name(size: torch.SymInt) -> int | str | None:
         return int(known)
     return str(size.node.expr) if size.node.expr.is_Symbol else None
 
-
-__all__ = [
-    "flash_cpu",
-    "flash_cpu_backward",
-    "flash_cuda",
-    "flash_cuda_backward",
-    "flop_counter",
-    "onednn_linear",
-    "pack_padded_sequence",
-    "pad_packed_sequence",
-    "pad_sequence",
-    "weight_norm",
-]
 
 # a (rows, inner) @ b (columns, inner).T + bias, the activation "none", its scalars and its algorithm; None without oneDNN
 onednn_linear: Any = torch.ops.mkldnn._linear_pointwise if torch.backends.mkldnn.is_available() else None  # type: ignore[no-untyped-call]
