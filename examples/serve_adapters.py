@@ -49,7 +49,7 @@ by_sample = ["boots" if caption in CLASSES[8:] else None for caption in captions
 for title, what in (("half of it", {"boots": 0.5}), ("where it is needed", by_sample), ("for all", "boots")):
     unet.adapters.use(what)
     images = drawn(unet, title)
-live = fxplug.lower(unet, merge="live", pack=True)
+live = fxplug.lower(unet, merge="live")
 print(f"merged live and packed, {(drawn(live, 'for all, merged live') - images).abs().max():.0e} away")
 live.adapters.use(None)
 drawn(live, "merged live, none")
