@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import statistics
 import time
@@ -132,19 +133,18 @@ def rows_of(gm: TracedModule, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """How many rows each linear layer has in a call, by its path."""
     found: dict[str, int] = {}
 
-    def watch(path: str, module: nn.Module) -> Any:
-        def count(_: Any, given: Any, result: Tensor) -> None:
-            found[path] = result.numel() // max(result.shape[-1], 1)
+    class Count(fx.Interpreter):
+        def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+            result = super().call_module(target, args, kwargs)
+            if isinstance(self.fetch_attr(target), nn.Linear):
+                found[str(target)] = result.numel() // max(result.shape[-1], 1)
+            return result
 
-        return module.register_forward_hook(count)
-
-    hooks = [watch(path, module) for path, module in gm.named_modules() if isinstance(module, nn.Linear)]
-    try:
-        with torch.no_grad():
-            gm(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    bound = inspect.signature(gm.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    graph: Any = next(iter(gm.graphs.values())) if len(gm.graphs) == 1 else gm.graphs[gm.training]
+    with torch.no_grad():
+        Count(gm, graph=graph).run(*bound.arguments.values())
     return found
 
 
