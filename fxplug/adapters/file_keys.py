@@ -104,7 +104,7 @@ def place(key: str, state: Mapping[str, Any], adapter: str | None, adapters: set
     return None
 
 
-def whole(key: str, config: Mapping[str, Any], state: Mapping[str, Any]) -> Layer | None:
+def find_saved_module(key: str, config: Mapping[str, Any], state: Mapping[str, Any]) -> Layer | None:
     """The layer of a parameter that PEFT saved whole, as its configuration says; None for another key, an empty one for a copy.
 
     Those are what `modules_to_save` names, biases with `bias`, normalisations of LN tuning, and the base's own embedding. With

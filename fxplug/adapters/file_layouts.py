@@ -19,7 +19,7 @@ from .held import Held, Layer
 from .key_layouts import CONFIGURED, FORMATS, alpha_of, with_alpha
 from .layer_matching import PARTS
 from .named import COMFY, part_of
-from .saved_heads import whole_layers
+from .saved_heads import split_saved_modules
 from .writing import About, Content, Saved, _digest, _in_dtype, about_of, content, write
 
 # the denoisers of families at the sizes that were published: a class of diffusers, and what is not its default
@@ -189,7 +189,7 @@ def write_parts(
     for each, some in parts.items():
         if part in (None, each):
             # of layers that nobody knows there may be others whose paths end alike, which PEFT is not to take
-            kept, heads, left = whole_layers(some)
+            kept, heads, left = split_saved_modules(some)
             known = {start + entry.path: _layer(entry) for entry in kept for start in ("", "*.")}
             model = about if each in (own, SECOND) and about is not None else About(known)
             where = each if each in PARTS else None

@@ -21,7 +21,7 @@ from ..core import reading
 from ..core.errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
 from ..core.spec.addresses import by_ending
 from . import peft_config
-from .file_keys import SHARED, Layer, place, whole
+from .file_keys import SHARED, Layer, find_saved_module, place
 from .find_tensors import find, joined_sam, kind_of, load, object_of, unreadable
 from .layer_matching import PARTS, Fit, fit, split_part
 from .other_kinds import INTEGERS, Row, Said, parameters_of, rows_of
@@ -100,7 +100,8 @@ class _Reader:
         common = {*common_of, *(key for key in self.state if _GATES.match(key))}
         placed = {key: place(key, self.state, adapter, adapters) for key in self.state if key not in common}
         said = self.configs.get("", {})
-        placed |= {key: whole(key, said, self.state) for key, found in placed.items() if found is None} if said else {}
+        if said:
+            placed |= {key: find_saved_module(key, said, self.state) for key, found in placed.items() if found is None}
         if adapter is None and len(adapters) > 1:
             raise ArtifactError(f"{self.where} has several adapters: give adapter= one of {', '.join(sorted(adapters))}")
         layers: dict[str, Layer] = {}

@@ -97,7 +97,7 @@ def changed_layers(
     return made, left
 
 
-def whole_layers(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, Tensor], dict[str, str]]:
+def split_saved_modules(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, Tensor], dict[str, str]]:
     """Split the updates of a file: those that any file may have, the parameters that it has whole by key, and the others.
 
     The others are by place, with the reason: functions of the weights that they change (OFT), which no format has.

@@ -25,6 +25,7 @@ from .value_json import (
     TORCH_NAMES,
     Unportable,
     allowed,
+    check_integer,
     check_name,
     check_numbers,
     check_path,
@@ -35,7 +36,6 @@ from .value_json import (
     import_class,
     is_import_path,
     only_keys,
-    whole,
 )
 
 OPS = ("placeholder", "get_attr", "call_function", "call_method", "call_module", "output")
@@ -250,7 +250,7 @@ class GraphReader:
         only_keys(record, [*PLAIN_META, "port", "shape", "dtype", "pass", "call", "named", "stack"], "the meta of a node")
         meta: dict[str, Any] = {}
         if "stack" in record:
-            meta["nn_module_stack"] = self.stacks[whole(record["stack"])]
+            meta["nn_module_stack"] = self.stacks[check_integer(record["stack"])]
         if "port" in record:
             path, side, keys = record["port"]
             if type(path) is not str or side not in ("in", "out", "param") or any(type(k) not in (int, str) for k in keys):
@@ -262,7 +262,7 @@ class GraphReader:
                     raise ArtifactError(f"graph.json: '{key}' of a node is {shown(record[key])}")
                 meta[key] = record[key]
         if "shape" in record:
-            meta["shape"] = tuple(whole(s) for s in record["shape"])
+            meta["shape"] = tuple(check_integer(s) for s in record["shape"])
         if "dtype" in record:
             meta["dtype"] = decode({"dtype": record["dtype"]})
         meta.update({key: decode(record[key]) for key in ("pass", "call", "named") if key in record})

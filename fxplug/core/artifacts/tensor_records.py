@@ -15,7 +15,7 @@ from ..errors import ArtifactError, shown
 from ..ir.traced_module import TracedModule
 from ..quantised import is_packed
 from .snapshot import Snapshot
-from .value_json import Mark, Unportable, decode, encode, import_class, is_import_path, only_keys, whole
+from .value_json import Mark, Unportable, check_integer, decode, encode, import_class, is_import_path, only_keys
 
 FLATTENED = "__tensor_flatten__"
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # how many numbers of a 4-bit weight have one scale
@@ -289,7 +289,7 @@ def _packed(
     name: str, record: dict[str, Any], raw: dict[str, torch.Tensor], device: torch.device | str | None, allow: Sequence[str]
 ) -> torch.Tensor:
     """A tensor of a class that is allowed, made of its parts."""
-    shape, stride = (tuple(map(whole, record.get(key) or ())) for key in ("shape", "stride"))
+    shape, stride = (tuple(map(check_integer, record.get(key) or ())) for key in ("shape", "stride"))
     own = {key: f"{name}.{key}" for key in record["parts"]}
     parts = {key: _tensor(full, record["parts"][key], raw.pop(full), device) for key, full in own.items()}
     made = made_of(record, {key: part.requires_grad_(False) for key, part in parts.items()}, shape, stride, allow)
@@ -302,7 +302,7 @@ def _packed(
 
 def _tensor(name: str, record: dict[str, Any], raw: torch.Tensor | None, device: torch.device | str | None) -> torch.Tensor:
     dtype = decode({"dtype": record.get("dtype")})
-    shape = tuple(map(whole, record.get("shape") or ()))
+    shape = tuple(map(check_integer, record.get("shape") or ()))
     if raw is None:
         value = torch.empty(shape, dtype=dtype, device="meta")
     else:

@@ -285,7 +285,7 @@ def _dict(body: list[Any], read: Read, limits: Limits) -> dict[Any, Any]:
 
 
 def _range(body: list[Any], read: Read, limits: Limits) -> range:
-    found = range(*map(whole, body))
+    found = range(*map(check_integer, body))
     if -(-abs(found.stop - found.start) // abs(found.step)) > limits.members:
         raise ArtifactError(f"graph.json: {shown(found)} has more than {limits.members} members")
     return found
@@ -311,7 +311,7 @@ def _named(kind: str, table: Mapping[str, Any]) -> Callable[[Any, Read, Limits],
     return read
 
 
-def whole(value: Any) -> int:
+def check_integer(value: Any) -> int:
     """`value` if it is a whole number, else ArtifactError."""
     if type(value) is not int:
         raise ArtifactError(f"graph.json: {shown(value)} stands where a whole number must")
@@ -321,7 +321,7 @@ def whole(value: Any) -> int:
 # the kinds of values that a graph has
 FORMS: dict[str, Form] = {
     "tuple": (list, lambda body, read, limits: tuple(map(read, body))),
-    "size": (list, lambda body, read, limits: torch.Size(map(whole, body))),
+    "size": (list, lambda body, read, limits: torch.Size(map(check_integer, body))),
     "dict": (list, _dict),
     "settings": (list, lambda body, read, limits: Settings(_dict(body, read, limits))),
     "slice": (list, lambda body, read, limits: slice(*map(read, body))),

@@ -271,7 +271,7 @@ def _made_of_weights(model: nn.Module, call: Any) -> Kept:
             spot
             for module in model.modules()
             if not (is_foreign(type(module)) or library(module)) and any(p.is_floating_point() for p in module.parameters())
-            for spot in _held(module, deep)
+            for spot in _find_candidates(module, deep)
         ]
         made = _made_anew(model, call, held)
         if made is None:  # one of them is no such thing
@@ -285,7 +285,7 @@ def _made_of_weights(model: nn.Module, call: Any) -> Kept:
     return found
 
 
-def _held(module: nn.Module, deep: bool) -> Iterator[Spot]:
+def _find_candidates(module: nn.Module, deep: bool) -> Iterator[Spot]:
     """What a module holds that may be made of weights: tensors, in structures of nothing else, and numbers that code sets
     outside of `__init__`; `deep` in these structures, and not the structures themselves."""
     todo: list[tuple[Any, str, bool]] = [(vars(module), "", False), (module._buffers, "", False)]

@@ -114,7 +114,7 @@ def _reads(file: str) -> Source:
             found.uses[_place(node)] = uses
             found.given.update(use.read for use in uses if use.read)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            found.held.update(_held(node))
+            found.held.update(_find_dtype_names(node))
     return found
 
 
@@ -138,7 +138,7 @@ def _uses(call: ast.Call) -> list[Use]:
     return uses
 
 
-def _held(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[Place, str]:
+def _find_dtype_names(function: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[Place, str]:
     """Reads that go into a name which is set once, and then given to torch functions only."""
     inside = list(ast.walk(function))
     reads = [n for n in inside if isinstance(n, ast.Assign) and isinstance(n.value, ast.Attribute) and n.value.attr == "dtype"]
