@@ -312,8 +312,9 @@ def test_collectives_are_nodes_of_a_pass_that_is_saved(tmp_path):
     fxplug.save(new, tmp_path / "saved")
     again = fxplug.load(tmp_path / "saved")
     assert [n.format_node() for n in again.graph.nodes] == [n.format_node() for n in new.graph.nodes]
-    want = gm(*own_inputs(3, 12, 8))
-    for out in pretended(plan.ways, lambda rank: again(*own_inputs(3, 12, 8))):
+    given = own_inputs(3, 12, 8)
+    want = gm(*given)
+    for out in pretended(plan.ways, lambda rank: again(*given)):
         assert distance(want, out) < CLOSE
 
 
@@ -556,8 +557,9 @@ def test_what_is_called_otherwise_than_planned_is_told():
         fxplug.parallelize(fxplug.apply(gm, fxplug.load_pass("lora", at="head", rank=2)), plan)
     with pytest.raises(fxplug.SpecError, match="is parallel already"):
         fxplug.parallel_plan(new, inputs, ulysses=2)
+    few = own_inputs(1, 2, 2)
     with pytest.raises(fxplug.GuardError, match=r"1 tokens .dimension 2 of \(1, 24, 1\). cannot be split over 2 processes"):
-        pretended(plan.ways, lambda rank: new(*own_inputs(1, 2, 2)))
+        pretended(plan.ways, lambda rank: new(*few))
 
 
 def test_an_adapter_under_it_switches_as_ever():

@@ -181,8 +181,9 @@ def test_heads_and_features_in_parts(name):
     plan = fxplug.parallel_plan(gm, inputs(), tensor=2)
     assert plan.check() < CLOSE and plan.share > 0.9, plan
     new = fxplug.parallelize(gm, plan)
-    want = gm(*inputs(3, 14))
-    for out in pretended(plan.ways, lambda rank: new(*inputs(3, 14))):
+    given = inputs(3, 14)
+    want = gm(*given)
+    for out in pretended(plan.ways, lambda rank: new(*given)):
         assert distance(want, out) < CLOSE
 
 
@@ -300,8 +301,9 @@ def test_one_artifact_serves_all(tmp_path):
     fxplug.save(new, tmp_path / "saved")
     again = fxplug.load(tmp_path / "saved")
     assert [n.format_node() for n in again.graph.nodes] == [n.format_node() for n in new.graph.nodes]
-    want = gm(*inputs(1, 5))
-    for out in pretended(plan.ways, lambda rank: again(*inputs(1, 5))):
+    given = inputs(1, 5)
+    want = gm(*given)
+    for out in pretended(plan.ways, lambda rank: again(*given)):
         assert distance(want, out) < CLOSE
 
 
