@@ -22,7 +22,7 @@ from .ir.traced_module import TracedModule, shell
 from .quantised import cut_gradient, described
 from .rewriter import neutrality
 from .rewriter.neutrality import buffers_restored
-from .rewriter.probe import Probe, Unchecked, cut_by, empty, gradient_reaches, located, on_meta, swapped
+from .rewriter.probe import Probe, Unchecked, empty, find_gradient_cut, leaves_with_gradient, locate_error, on_meta, swapped
 from .torch_internals.tensors import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode, version
 
 
@@ -218,17 +218,17 @@ def _shapes_and_gradients(
             probe = Probe(new, graph, inputs)
             try:
                 with quiet():
-                    out = probe.go()
+                    out = probe.run_graph()
             except VerifyError:
                 raise
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise Unchecked("the model's sizes depend on its data, which fake tensors do not have") from error
             except Exception as error:  # the rewritten model's
-                raise located(probe, error) from error
+                raise locate_error(probe, error) from error
             results.append(out)
             written |= {name for name, t in fakes.items() if version(t)}
             written |= {neutrality.INPUTS for t in leaves(inputs) if isinstance(t, torch.Tensor) and version(t)}
-            leaf = gradient_reaches(out)
+            leaf = leaves_with_gradient(out)
             reached |= {name for name in wanted if id(fakes[name]) in leaf}
     trained = [entry["name"] for entry in entries if entry["train"] and not entry["slots"] and entry["sites"]]
     if wanted and trained and (path := cut_gradient(new)):
@@ -248,7 +248,7 @@ def _lost(names: list[str], probe: Probe) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     text = f"no gradient reaches {', '.join(names[:3])}{more}: their result does not reach the output"
     calls = [n for n in probe.graph.nodes if n.op == "call_module" and names[0].startswith(f"{n.target}.")]
-    cut = next((found for n in calls if (found := cut_by(probe, n)) is not None), None)
+    cut = next((found for n in calls if (found := find_gradient_cut(probe, n)) is not None), None)
     if cut is None:
         return text
     entry = cut.meta["pass"]
