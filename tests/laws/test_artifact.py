@@ -437,7 +437,8 @@ def test_a_leaf_that_cannot_be_rebuilt(tmp_path: Path) -> None:
 def test_other_files_stay_and_stale_ones_go(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     gm = small()
-    gm.meta["passes"] = [{"name": "old"}]
+    said = {"params": {}, "train": True, "neutral": True, "sites": [], "inputs": [], "networks": []}
+    gm.meta["passes"] = [{"name": "old", **said}]
     fxplug.save(gm, folder, config={"a": 1})
     (folder / "notes.md").write_text("mine")
     (folder / "logs").mkdir()

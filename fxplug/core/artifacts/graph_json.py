@@ -79,26 +79,11 @@ def _find_result(record: Any, allow: Sequence[str]) -> tuple[Any, bool]:
 
 def write_graph(graph: fx.Graph, stacks: list[Any]) -> list[dict[str, Any]]:
     """The nodes of a graph as JSON; their module stacks are gathered, each once, in `stacks`."""
-    known = {_key(stack): index for index, stack in enumerate(stacks)}
+    known = {repr(stack): index for index, stack in enumerate(stacks)}
     return [_write_node(node, stacks, known) for node in graph.nodes]
 
 
-def _key(stack: Any) -> str:
-    return repr(stack)
-
-
-def check_calls(graph: fx.Graph) -> None:
-    """Raise ArtifactError for a node whose target or arguments have no JSON form."""
-    for node in graph.nodes:
-        _write_call(node)
-
-
 def _write_node(node: fx.Node, stacks: list[Any], known: dict[str, int]) -> dict[str, Any]:
-    record, meta = _write_call(node), _write_meta(node, stacks, known)
-    return {**record, "meta": meta} if meta else record
-
-
-def _write_call(node: fx.Node) -> dict[str, Any]:
     record = {"name": node.name, "op": node.op, "target": _write_target(node)}
     try:
         if node.args:
@@ -107,6 +92,8 @@ def _write_call(node: fx.Node) -> dict[str, Any]:
             record["kwargs"] = {k: encode(v) for k, v in node.kwargs.items()}
     except Unportable as error:
         raise ArtifactError(f"the node '{node.name}' cannot be saved: {error}") from None
+    if meta := _write_meta(node, stacks, known):
+        record["meta"] = meta
     return record
 
 
@@ -153,10 +140,10 @@ def _write_meta(node: fx.Node, stacks: list[Any], known: dict[str, int]) -> dict
     stack = node.meta.get("nn_module_stack")
     if stack is not None:
         rows = [[key, path, kind if isinstance(kind, str) else kind.__qualname__] for key, (path, kind) in stack.items()]
-        if _key(rows) not in known:
-            known[_key(rows)] = len(stacks)
+        if repr(rows) not in known:
+            known[repr(rows)] = len(stacks)
             stacks.append(rows)
-        meta["stack"] = known[_key(rows)]
+        meta["stack"] = known[repr(rows)]
     return meta
 
 

@@ -107,17 +107,18 @@ class Snapshot:
             found.update(piece)
         _check(name, found, digest)
 
-    def tensors(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a weight file in its order, on the CPU and in memory of their own. Raises ArtifactError.
+    def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """File, name and value of each tensor, on the CPU and in memory of their own. Raises ArtifactError.
 
-        That the file is as it was written is known, and said, after the last one.
+        That a file is as it was written is known, and said, after its last one.
         """
-        file, digest = self.files[name]
-        found = hashlib.sha256()
-        head = header(file, about(name), self.limits)
-        found.update(head.start)
-        yield from tensors(file, head, about(name), found.update)
-        _check(name, found, digest)
+        for name in self.weights:
+            file, digest = self.files[name]
+            found = hashlib.sha256()
+            head = header(file, about(name), self.limits)
+            found.update(head.start)
+            yield from ((name, key, value) for key, value in tensors(file, head, about(name), found.update))
+            _check(name, found, digest)
 
 
 @contextlib.contextmanager

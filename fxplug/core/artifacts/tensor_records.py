@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ..errors import ArtifactError, shown
 from ..ir.traced_module import TracedModule
 from ..quantised import is_packed
-from .snapshot import Snapshot
 from .value_json import Mark, Unportable, check_integer, decode, encode, import_class, is_import_path, only_keys
 
 FLATTENED = "__tensor_flatten__"
@@ -245,9 +244,15 @@ def _portable_tensor(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
 
 
 def read_tensors(
-    files: Snapshot, records: dict[str, Any], device: torch.device | str | None, allow: Sequence[str] = ()
+    stored: Iterable[tuple[str, str, torch.Tensor]],
+    records: dict[str, Any],
+    device: torch.device | str | None = None,
+    allow: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """Every tensor by name; the ones that share values are one object. `allow` covers the classes of packed ones."""
+    """Every tensor by name, of what is `stored`: file, name and value. The ones that share values are one object.
+
+    `allow` covers the classes of packed ones. Raises ArtifactError.
+    """
     known = ["kind", "shape", "dtype", "persistent", "requires_grad", "stride", "same_as", "stored"]
     known += ["class", "context", "parts"]  # of a packed one
     expected: set[str] = set()
@@ -262,11 +267,10 @@ def read_tensors(
         if "same_as" not in record and record.get("stored", True):
             expected.update([name] if parts is None else [f"{name}.{key}" for key in parts])
     raw: dict[str, torch.Tensor] = {}
-    for file in files.weights:
-        for name, value in files.tensors(file):
-            if name not in expected or name in raw:
-                raise ArtifactError(f"{file} holds {shown(name)}, which graph.json does not place there")
-            raw[name] = value
+    for file, name, value in stored:
+        if name not in expected or name in raw:
+            raise ArtifactError(f"{file} holds {shown(name)}, which graph.json does not place there")
+        raw[name] = value
     missing = sorted(expected - set(raw))
     if missing:
         more = f" nor {len(missing) - 1} more" * (len(missing) > 1)
