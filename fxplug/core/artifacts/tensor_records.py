@@ -72,7 +72,8 @@ def made_of(
     if "context" in record:
         if not callable(getattr(cls, "__tensor_unflatten__", None)):
             raise ArtifactError(f"graph.json: {shown(record['class'])} cannot be made of plain tensors")
-        made: Tensor = cls.__tensor_unflatten__(parts, decode(record["context"], forms=_forms(allow)), torch.Size(shape), stride)
+        context = decode(record["context"], forms=_forms(allow))
+        made: Tensor = cls.__tensor_unflatten__(parts, context, torch.Size(shape), stride)
     else:
         data = parts.pop(DATA)
         if cls.__name__ == "Params4bit":
