@@ -125,7 +125,7 @@ def _marked(value: Any) -> Any:
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return Mark("record", [class_path(value), encode(_marked(fields))])
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Mark("record", [class_path(value), encode(_marked(value._asdict()))])  # type: ignore[attr-defined]
+        return Mark("record", [class_path(value), encode(_marked(dict(zip(value._fields, value, strict=True))))])
     if type(value) in (list, tuple):
         return type(value)(map(_marked, value))
     if type(value) is dict:

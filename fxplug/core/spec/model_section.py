@@ -13,7 +13,7 @@ from pydantic import PrivateAttr, ValidationInfo, model_validator
 
 from ..errors import SpecError, brief_fields, did_you_mean
 from .rules import check_target
-from .yaml_source import NOWHERE, Section, Where, checked, held, located, no_such_file, number, shown
+from .yaml_source import NOWHERE, Section, Where, checked, located, no_such_file, number, shown, validate
 
 Dtype = Literal["float32", "float64", "float16", "bfloat16"]
 DTYPES = (*get_args(Dtype), "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128")
@@ -188,7 +188,7 @@ def read_model(value: Any, info: ValidationInfo) -> ModelSpec:
         value = {kind: value}
     if not isinstance(value, Mapping):
         raise SpecError(f"must be text or a mapping, not {shown(value)}", path=("model",))
-    read = held(ModelKeys, value, "model")
+    read = validate(ModelKeys, value, "model")
     kinds = [kind for kind in KINDS if kind in value]
     if len(kinds) != 1:
         found = " and ".join(f"'{kind}'" for kind in kinds) or "none"
@@ -218,7 +218,7 @@ def read_weights(value: Any, info: ValidationInfo) -> WeightsSpec | None:
         return WeightsSpec(file=value).at(base, where)
     if not isinstance(value, Mapping):
         raise SpecError(f"must be a path or a mapping, not {shown(value)}", path=("weights",))
-    return held(WeightsSpec, value, "weights").at(base, where)
+    return validate(WeightsSpec, value, "weights").at(base, where)
 
 
 def read_inputs(value: Any) -> dict[str, InputSpec]:
@@ -236,11 +236,11 @@ def _input(value: Any, path: tuple[str | int, ...]) -> InputSpec:
     if not isinstance(value, Mapping):
         return Constant(value=value)
     if "value" in value:
-        return held(Constant, value, *path)
+        return validate(Constant, value, *path)
     others = ("dtype", "low", "high", "fill")
     if "shape" not in value:
         if any(key in value and not isinstance(value[key], (list, Mapping)) for key in others):
             near = next((f" (found '{key}')" for key in value if did_you_mean("shape", [key])), "")
             raise SpecError(f"missing key 'shape'{near}; a constant mapping is {{value: ...}}", path=path)
         return {str(key): _input(item, (*path, key)) for key, item in value.items()}
-    return held(Tensor, value, *path)
+    return validate(Tensor, value, *path)
