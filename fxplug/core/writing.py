@@ -126,7 +126,7 @@ def _finish(path: Path) -> None:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold a folder against others who ask for it too, where the system can: on some network file systems it cannot."""
-    handle = _lock(Path(os.path.realpath(path)))
+    handle = _lock_folder(Path(os.path.realpath(path)))
     try:
         yield
     finally:
@@ -214,7 +214,7 @@ class Folder:
         _sweep(parent, prefix)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-            self._handle = _lock(self.path)
+            self._lock = _lock_folder(self.path)
             if self.path.is_dir():  # or else swept by another process, before the lock was on it
                 return
             self._unlock()
@@ -225,9 +225,9 @@ class Folder:
         self._unlock()
 
     def _unlock(self) -> None:
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 @contextlib.contextmanager
@@ -262,7 +262,7 @@ def ended_by_exceptions() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _lock(path: Path, wait: bool = True) -> int | None:
+def _lock_folder(path: Path, wait: bool = True) -> int | None:
     """A handle that locks a folder for as long as it is open, or None where that cannot be or another process has it."""
     if fcntl is None:
         return None
@@ -281,7 +281,7 @@ def _sweep(parent: Path, prefix: str) -> None:
     """Remove the folders of processes that are no more."""
     with contextlib.suppress(OSError):
         for path in [p for p in parent.iterdir() if p.name.startswith(prefix)]:
-            handle = _lock(path, wait=False)
+            handle = _lock_folder(path, wait=False)
             if handle is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(handle)

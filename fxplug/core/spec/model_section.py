@@ -83,8 +83,8 @@ class WeightsSpec(Section):
     keys: Annotated[dict[str, str | list[str]], checked(_key_patterns)] = {}
     ignore: Annotated[list[str], checked(_ignored)] = []
 
-    _base: Path = PrivateAttr(default_factory=Path)
-    _where: Where = PrivateAttr(default=NOWHERE)
+    _folder: Path = PrivateAttr(default_factory=Path)
+    _place: Where = PrivateAttr(default=NOWHERE)
 
     @model_validator(mode="after")
     def _one_way(self) -> WeightsSpec:
@@ -95,17 +95,17 @@ class WeightsSpec(Section):
     @property
     def where(self) -> Where:
         """The place of the section."""
-        return self._where
+        return self._place
 
     def at(self, base: Path, where: Where) -> WeightsSpec:
         """The same, with paths below `base`, said at `where`."""
-        self._base, self._where = base, where
+        self._folder, self._place = base, where
         return self
 
     def find(self) -> Path:
         """The path of the file. SpecError when there is none, or more than one."""
         if self.package is None:
-            path = self._base / self.file
+            path = self._folder / self.file
             if not path.is_file():
                 raise SpecError(f"'{self.file}': {no_such_file(path)}", path=("weights",), where=self.where)
             return path
