@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fxplug.core.errors import SpecError
 from fxplug.core.spec import model_section, train_section
-from fxplug.core.spec.model_section import ModelSpec, TensorSpec, Value
+from fxplug.core.spec.model_section import Constant, ModelSpec, Tensor
 from fxplug.core.spec.pass_file import open_pass, shipped
 from fxplug.core.spec.rules import check_common
 from fxplug.core.spec.run_config import Config, check_settings, load_config, resolved
@@ -65,15 +65,15 @@ def test_a_full_configuration():
     config = load_config(write(FULL))
     assert config.model.kind == "timm" and config.model.options == {"img_size": 32}
     assert str(config.model.where) == "c.yaml:1"
-    assert config.inputs["x"] == TensorSpec((1, 3, 32, 32))
-    assert config.inputs["t"] == TensorSpec((1,), "int64", 0, 1000)
+    assert config.inputs["x"] == Tensor(shape=[1, 3, 32, 32])
+    assert config.inputs["t"] == Tensor(shape=[1], dtype="int64", low=0, high=1000)
     assert config.inputs["extra"] == {
-        "a": TensorSpec((1,)),
-        "b": Value({"q": 1}),
-        "c": Value(None),
-        "d": [TensorSpec((2, 3)), TensorSpec((), fill=1.5)],
+        "a": Tensor(shape=[1]),
+        "b": Constant(value={"q": 1}),
+        "c": Constant(value=None),
+        "d": [Tensor(shape=[2, 3]), Tensor(shape=[], fill=1.5)],
     }
-    assert config.inputs["return_dict"] == Value(False)
+    assert config.inputs["return_dict"] == Constant(value=False)
     assert [p.name for p in config.passes] == ["lora", "second", "gate", "scale"]
     assert config.passes[0].lr == 1e-4 and config.passes[1].train is False
     assert config.passes[3].rules[0].match.path == ("blocks.0", "blocks.1")
@@ -480,7 +480,7 @@ def properties(value, path):
 @pytest.mark.parametrize("name", KEYS)
 def test_the_examples_of_a_section_are_taken(name):
     sections = {**vars(train_section), **vars(model_section)}
-    sections |= {"Model": model_section.ModelKeys, "Weights": model_section.WeightKeys}
+    sections |= {"Model": model_section.ModelKeys, "Weights": model_section.WeightsSpec}
     section = {**sections, "Config": Config}[name]
     assert list(KEYS[name]) == list(section.model_fields)
     needed = {"Train": {"task": "classify", "steps": 1}, "Data": {"classes": "a"}, "Weights": {"file": "a"}}

@@ -206,7 +206,6 @@ class Limits:
     string: int = 65_536  # characters of one text among the values of a graph
     members: int = 65_536  # of one range
     size: int = 1 << 32  # of one whole number among the arguments of a constructor
-    bits: int = 65_536  # of one whole number that a graph can come to, whatever it is called with
     conditions: int = 131_072  # characters of all conditions on sizes of one package
 
 

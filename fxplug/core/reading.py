@@ -24,7 +24,7 @@ PARSING, TRIES = threading.Lock(), 20
 Raises = Callable[[str], FxplugError]  # a finding about a file, such as "is a folder", as the error that tells it
 KINDS = {
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
+    stat.S_IFBLK: "a device", stat.S_IFLNK: "a link, which may lead out of its folder",
 }  # fmt: skip
 REASONS = {
     errno.EACCES: "permission denied", errno.EPERM: "permission denied", errno.ELOOP: "a link that leads back to itself",
@@ -80,21 +80,30 @@ def reported(raises: Raises, what: str = "cannot be read") -> Iterator[None]:
 
 
 @contextmanager
-def opened(path: str | os.PathLike[str], limit: int | None = None, raises: Raises | None = None) -> Iterator[BinaryIO]:
-    """A regular file of at most `limit` bytes, open for reading.
+def opened(
+    path: str | os.PathLike[str],
+    limit: int | None = None,
+    raises: Raises | None = None,
+    *,
+    home: int | None = None,
+    links: bool = True,
+) -> Iterator[BinaryIO]:
+    """A regular file of at most `limit` bytes, open for reading. It is in the opened folder `home`, if given.
 
     Raises what `raises` makes (an ArtifactError that names the path) for one that is missing, too large, no regular file (a
-    pipe is not waited for, a device not touched), cannot be read, or changes until the end of the block.
+    pipe is not waited for, a device not touched; without `links` a link is none either), cannot be read, or changes until the
+    end of the block.
     """
     raises = raises or about(path)
     with reported(raises):
         try:
-            before = os.stat(path)
+            before = os.stat(path, dir_fd=home, follow_symlinks=links)
         except FileNotFoundError:
             raise raises(missing(Path(path))) from None
         _check_kind(before, raises)
         # between the two looks a pipe may have come there: opening one does not wait then
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        handle = os.open(path, flags if links else flags | getattr(os, "O_NOFOLLOW", 0), dir_fd=home)
         with os.fdopen(handle, "rb") as file:
             before = os.fstat(handle)
             _check_kind(before, raises)

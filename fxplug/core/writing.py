@@ -126,12 +126,8 @@ def _finish(path: Path) -> None:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold a folder against others who ask for it too, where the system can: on some network file systems it cannot."""
-    handle = None
+    handle = _lock_folder(Path(os.path.realpath(path)))
     try:
-        with contextlib.suppress(OSError):
-            handle = os.open(path, os.O_RDONLY)
-            if fcntl is not None:
-                fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         if handle is not None:
@@ -218,7 +214,7 @@ class Folder:
         _sweep(parent, prefix)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-            self._lock = _locked(self.path)
+            self._lock = _lock_folder(self.path)
             if self.path.is_dir():  # or else swept by another process, before the lock was on it
                 return
             self._unlock()
@@ -266,7 +262,7 @@ def ended_by_exceptions() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _locked(path: Path, wait: bool = True) -> int | None:
+def _lock_folder(path: Path, wait: bool = True) -> int | None:
     """A handle that locks a folder for as long as it is open, or None where that cannot be or another process has it."""
     if fcntl is None:
         return None
@@ -285,7 +281,7 @@ def _sweep(parent: Path, prefix: str) -> None:
     """Remove the folders of processes that are no more."""
     with contextlib.suppress(OSError):
         for path in [p for p in parent.iterdir() if p.name.startswith(prefix)]:
-            handle = _locked(path, wait=False)
+            handle = _lock_folder(path, wait=False)
             if handle is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(handle)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,17 @@ from ...blocks.base import META, LowRank
 from ..errors import DEFAULT, ArtifactError, Limits, shown
 from ..extensions import need_hook
 from ..ir.containers import Container
-from ..ir.traced_module import TracedModule
+from ..ir.traced_module import TracedModule, code_when_asked
 from ..locks import held
 from ..reading import Raises, reported
 from ..weight_files import linked, save_file
 from ..writing import new_folder
-from .graph_json import GraphReader, check_calls, reach, write_graph
-from .module_json import foreign_classes, write_modules
+from .graph_json import GraphReader, reach, write_graph
+from .module_json import write_modules
 from .modules_read import fill, read_modules
-from .snapshot import FIXED, FORMAT, MANIFEST, PASS_NAME, Snapshot, files_of, parse, snapshot, wrapped
+from .snapshot import FIXED, FORMAT, MANIFEST, PASS_NAME, files_of, parse, snapshot, wrapped
 from .tensor_records import read_tensors, records_of, state_of
-from .value_json import Unportable, check_path, decode, encode, only_keys, portable
+from .value_json import Unportable, decode, encode, only_keys, portable
 
 ENTRY: dict[str, tuple[type, ...]] = {
     "name": (str,), "params": (dict,), "train": (bool,), "neutral": (bool,), "sites": (list,), "inputs": (list,),
@@ -106,9 +106,10 @@ def save(
         _check_target(target, overwrite)
     modules = module.modules_by_form
     document, files = _document(modules)
-    _check_readable(modules, document)
+    data = _dump(document)
+    _check_readable(data, files)
     with reported(raises, "cannot be written"), new_folder(target, own=files_of) as work:
-        _write_files(work, target, modules, document, files, config)
+        _write_files(work, target, modules, data, files, config)
     return Path(folder)
 
 
@@ -140,7 +141,7 @@ def load(
             if name != "graph.json" and name not in files.weights:
                 files.check(name)
         with wrapped("graph.json cannot be used"):
-            return _build(files, document, list(allow), device)
+            return _build(document, files.tensors(), allow, device, files.limits)
 
 
 # --- the document
@@ -151,18 +152,14 @@ def check_savable(module: TracedModule) -> list[str]:
 
     Raises ArtifactError for what `save` would refuse to write.
     """
-    module = _saved_form(module)
-    records_of(module, _pass_names(module), values=False)
-    for name, _ in module.named_modules():
-        if name:  # verify asks here, before a training, and not when its result is written
-            check_path(name, "module path")
-    try:
-        for graph in (graph for each in module.modules_by_form for graph in each.graphs.values()):
-            check_calls(graph)
-        encode(module.meta.get("passes", []))
-        return foreign_classes(module)
-    except Unportable as error:
-        raise ArtifactError(f"the module cannot be saved: {error}") from None
+    document, _ = _document(_saved_form(module).modules_by_form, values=False)
+    return [name for name in _named_classes(document) if not name.startswith("fxplug.")]
+
+
+def _named_classes(document: dict[str, Any]) -> list[str]:
+    """The import paths of modules and tensors that graph.json names."""
+    records = [*document["modules"].values(), *document["tensors"].values()]
+    return sorted({record["class"] for record in records if ":" in record.get("class", "")})
 
 
 def _saved_form(module: TracedModule) -> TracedModule:
@@ -170,11 +167,12 @@ def _saved_form(module: TracedModule) -> TracedModule:
     return need_hook("unlowered", "lowerings")(module) if "source" in module.meta else module
 
 
-def _document(all_modules: list[TracedModule]) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
-    """graph.json of a module and its variants, and the tensors of each weight file."""
+def _document(
+    all_modules: list[TracedModule], values: bool = True
+) -> tuple[dict[str, Any], dict[str, dict[str, torch.Tensor]]]:
+    """graph.json of a module and its variants, and the tensors of each weight file; none of them without `values`."""
     module, *variants = all_modules
-    passes = _pass_names(module)
-    tensors, files = records_of(module, passes)
+    tensors, files = records_of(module, _pass_names(module), values)
     stacks: list[Any] = []
     try:
         modules = write_modules(module)
@@ -222,26 +220,12 @@ def _pass_names(module: TracedModule) -> list[str]:
     return names
 
 
-def _check_readable(all_modules: list[TracedModule], document: dict[str, Any]) -> None:
-    """Read back what is about to be written: better to fail while the module is there."""
-    module = all_modules[0]
-    allow = [record["class"].partition(":")[0] for record in document["modules"].values() if ":" in record.get("class", "")]
-    with wrapped("this module cannot be saved"):
-        document = parse(_dump(document))
-        modules = read_modules(document["modules"], allow, document["tensors"])
-        names = [name for name, _, _ in state_of(modules[""])]
-        if names != list(document["tensors"]):
-            odd = sorted(set(names) ^ set(document["tensors"])) or names
-            raise ArtifactError(f"the tensors of the rebuilt modules differ: {', '.join(odd[:3])}")
-        for value in (*document["meta"].values(), *document["extras"].values()):
-            decode(value)
-        documents = [document, *({**document, **entry} for entry in document.get("variants", []))]
-        for written, each in zip(all_modules, documents, strict=True):
-            graphs = _read_graphs(each, modules, [])
-            for mode, graph in graphs.items():
-                if [n.name for n in graph.nodes] != [n.name for n in written.graphs[mode].nodes]:
-                    raise ArtifactError("the nodes of the graph that was read back differ")
-            _check_paths(module, graphs)
+def _check_readable(data: bytes, files: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Build a module of what is about to be written: better to fail while the saved one is there."""
+    with wrapped("this module cannot be saved"), code_when_asked():
+        document = parse(data)
+        allow = [name.partition(":")[0] for name in _named_classes(document)]
+        _build(document, ((file, name, value) for file, kept in files.items() for name, value in kept.items()), allow)
 
 
 # --- writing
@@ -251,14 +235,14 @@ def _write_files(
     work: Path,
     target: Path,
     modules: list[TracedModule],
-    document: dict[str, Any],
+    document: bytes,
     files: dict[str, dict[str, torch.Tensor]],
     config: Mapping[str, Any] | None,
 ) -> None:
     for name, tensors in files.items():
         if not linked(tensors, target / name, work / name):
             save_file(tensors, work / name)
-    (work / "graph.json").write_bytes(_dump(document))
+    (work / "graph.json").write_bytes(document)
     (work / "graph.txt").write_text(_readable(modules), encoding="utf-8")
     if config is not None:
         (work / "config.yaml").write_text(_yaml(config), encoding="utf-8")
@@ -330,8 +314,14 @@ def _check_target(target: Path, overwrite: bool) -> None:
 # --- reading
 
 
-def _build(files: Snapshot, document: dict[str, Any], allow: list[str], device: torch.device | str | None) -> TracedModule:
-    limits = files.limits
+def _build(
+    document: dict[str, Any],
+    stored: Iterable[tuple[str, str, torch.Tensor]],
+    allow: Sequence[str],
+    device: torch.device | str | None = None,
+    limits: Limits = DEFAULT,
+) -> TracedModule:
+    """The module of a graph.json and the tensors that are stored with it, by file and name. Raises ArtifactError."""
     only_keys(document, [*DOCUMENT, *LATER], "the document")
     for key in DOCUMENT:
         if key not in document:
@@ -353,7 +343,7 @@ def _build(files: Snapshot, document: dict[str, Any], allow: list[str], device: 
         odd = sorted(set(names) ^ set(records)) or names
         raise ArtifactError(f"graph.json: modules and tensors do not agree: {', '.join(map(shown, odd[:3]))}")
     graphs = _read_graphs(document, modules, allow, limits)
-    values = read_tensors(files, records, device, allow)
+    values = read_tensors(stored, records, device, allow)
     fill(tree, values.__getitem__, lambda name: records[name].get("persistent", True) is not False)
     for bank in older:
         bank.add_provenance()
@@ -373,7 +363,7 @@ def _build(files: Snapshot, document: dict[str, Any], allow: list[str], device: 
 
 
 def _add_variants(
-    module: Any, entries: Any, document: dict[str, Any], modules: dict[str, nn.Module], allow: list[str], limits: Limits
+    module: Any, entries: Any, document: dict[str, Any], modules: dict[str, nn.Module], allow: Sequence[str], limits: Limits
 ) -> None:
     """Give a `Variants` its graphs for other forms of call. Raises ArtifactError."""
     from ..ir.variants import inputs_of
@@ -415,8 +405,8 @@ def _set_modes(module: TracedModule, document: dict[str, Any], modules: dict[str
 def _read_graphs(
     document: dict[str, Any],
     modules: dict[str, nn.Module],
-    allow: list[str],
-    limits: Limits = DEFAULT,
+    allow: Sequence[str],
+    limits: Limits,
 ) -> dict[bool, Any]:
     called = {n for n, m in modules.items() if not isinstance(m, Container)}
     tensors = {

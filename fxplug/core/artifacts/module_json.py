@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import warnings
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -19,8 +20,7 @@ from ..errors import ArtifactError
 from ..ir.containers import RESERVED, Container, plain_attributes
 from ..ir.traced_module import TracedModule
 from ..torch_internals.modules import forward_hooks
-from .tensor_records import class_path
-from .value_json import Unportable, encode, function_name, is_import_path
+from .value_json import Unportable, check_path, encode, function_name, is_import_path
 
 INTERNAL = frozenset(vars(nn.Module())) | {"training"}
 
@@ -108,39 +108,14 @@ def write_modules(root: nn.Module) -> dict[str, dict[str, Any]]:
     return _Writer().write(root, "")
 
 
-def foreign_classes(root: nn.Module) -> list[str]:
-    """The classes, but torch's and fxplug's, that the records of a module tree name. Modules that are alike are tried once.
-
-    Raises ArtifactError for one that cannot be rebuilt.
-    """
-    tried: set[Any] = set()
-    found: set[str] = set()
-
-    def visit(module: nn.Module, path: str) -> None:
-        if not path or isinstance(module, (Container, TracedModule)) or type(module) is nn.Module:
-            for key, child in module._modules.items():
-                if child is not None:
-                    visit(child, f"{path}.{key}" if path else key)
-            return
-        held = tuple((name, type(value)) for name, value in vars(module).items())
-        hooks = sum(map(len, forward_hooks(module)))
-        kind = (type(module), repr(module), held, tuple(_layout(module)), hooks)
-        if kind not in tried:
-            tried.add(kind)
-            records = _Writer().write(module, path).values()
-            found.update(str(r["class"]) for r in records if ":" in r.get("class", ""))
-            held_tensors = [t for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values())]
-            found.update(class_path(t) for t in held_tensors if quantised.is_packed(t))
-
-    visit(root, "")
-    return sorted(name for name in found if not name.startswith("fxplug."))
-
-
 class _Writer:
     def __init__(self) -> None:
         self.seen: dict[int, str] = {}
+        self.built: dict[Any, dict[str, Any] | str] = {}  # by what decides it: models have many modules that are alike
 
     def write(self, module: nn.Module | None, path: str) -> dict[str, dict[str, Any]]:
+        if path:
+            check_path(path, "module path")
         if module is None:
             return {path: {"kind": "none"}}
         if id(module) in self.seen:
@@ -154,7 +129,10 @@ class _Writer:
         if quantised.is_own_layer(module):
             arguments, attributes = quantised.rebuilding(module)
             return {path: {**head, "arguments": _encode_all(arguments), "attributes": _encode_all(attributes)}}
-        built = _by_constructor(quantised.undressed(module))
+        kind = (type(module), *_layout(module), *_attribute_keys(module))
+        if kind not in self.built:
+            self.built[kind] = _by_constructor(quantised.undressed(module))
+        built = self.built[kind]
         if isinstance(built, dict):
             for name, child in module.named_modules():
                 self.seen.setdefault(id(child), f"{path}.{name}" if name else path)
@@ -242,6 +220,16 @@ def _encode(value: Any) -> Any:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     return {k: v for k, v in vars(module).items() if k not in INTERNAL and not getattr(v, "is_runtime_state", False)}
+
+
+def _attribute_keys(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """The attributes of a module and those below it, each by what it is written as, or by the object that it is."""
+    for path, m in module.named_modules():
+        for name, value in _attributes(m).items():
+            try:
+                yield path, name, repr(_encode(value))
+            except Unportable:
+                yield path, name, id(value)
 
 
 def _changed_attributes(module: nn.Module, rebuilt: nn.Module) -> dict[str, Any] | str:

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -107,17 +106,18 @@ class Snapshot:
             found.update(piece)
         _check(name, found, digest)
 
-    def tensors(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a weight file in its order, on the CPU and in memory of their own. Raises ArtifactError.
+    def tensors(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """File, name and value of each tensor, on the CPU and in memory of their own. Raises ArtifactError.
 
-        That the file is as it was written is known, and said, after the last one.
+        That a file is as it was written is known, and said, after its last one.
         """
-        file, digest = self.files[name]
-        found = hashlib.sha256()
-        head = header(file, about(name), self.limits)
-        found.update(head.start)
-        yield from tensors(file, head, about(name), found.update)
-        _check(name, found, digest)
+        for name in self.weights:
+            file, digest = self.files[name]
+            found = hashlib.sha256()
+            head = header(file, about(name), self.limits)
+            found.update(head.start)
+            yield from ((name, key, value) for key, value in tensors(file, head, about(name), found.update))
+            _check(name, found, digest)
 
 
 @contextlib.contextmanager
@@ -173,40 +173,26 @@ def _open_files(folder: Path, home: int | None, stack: contextlib.ExitStack, lim
         raise ArtifactError(f"{folder} is no artifact: it has no {MANIFEST}")
     manifest = _open(folder, home, MANIFEST, stack)
     files = listed(parse(_text(manifest, MANIFEST, limits), MANIFEST, limits), folder)
-    opened = {}
+    found_files = {}
     for name, (size, digest) in files.items():
+        if name not in names:
+            raise ArtifactError(f"{name} is missing from {folder}")
         file = _open(folder, home, name, stack)
         found = size_of(file)
         if found != size:
             what = "truncated: the copy is incomplete" if found < size else "longer than it was"
             raise ArtifactError(f"{name} has {found} bytes instead of {shown(size)}; it is {what}")
-        opened[name] = (file, digest)
+        found_files[name] = (file, digest)
     for name in names:
         if name not in files and Path(name).suffix.lower() in CODE:
             raise ArtifactError(f"{printable(name)} lies in the artifact and is not listed: code has no place there; remove it")
-    return Snapshot(opened, limits)
+    return Snapshot(found_files, limits)
 
 
 def _open(folder: Path, home: int | None, name: str, stack: contextlib.ExitStack) -> BinaryIO:
     """A plain file of the folder itself: no link that leads out of it, and nothing that waits or does something when opened."""
-    where: Any = {} if home is None else {"dir_fd": home}
-    path = name if home is not None else folder / name
-    try:
-        kind = os.stat(path, follow_symlinks=False, **where).st_mode
-        if stat.S_ISLNK(kind):
-            raise ArtifactError(f"{name} is a link, which leads out of the folder: an artifact's files lie in it themselves")
-        if not stat.S_ISREG(kind):
-            raise ArtifactError(f"{name} is no plain file")
-        # it may have become something else meanwhile
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), **where)
-    except FileNotFoundError:
-        raise ArtifactError(f"{name} is missing from {folder}") from None
-    except OSError as error:
-        raise ArtifactError(f"{name} cannot be read: {error.strerror}") from None
-    file = stack.enter_context(os.fdopen(handle, "rb"))
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        raise ArtifactError(f"{name} is no plain file")
-    return file
+    path = folder / name if home is None else Path(name)
+    return stack.enter_context(opened(path, raises=about(name), home=home, links=False))
 
 
 def _text(file: BinaryIO, name: str, limits: Limits) -> bytes:

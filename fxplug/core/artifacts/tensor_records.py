@@ -5,17 +5,28 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArtifactError, shown
+from ..errors import ArtifactError, Limits, shown
 from ..ir.traced_module import TracedModule
 from ..quantised import is_packed
-from .snapshot import Snapshot
-from .value_json import Mark, Unportable, check_integer, decode, encode, import_class, is_import_path, only_keys
+from .value_json import (
+    FORMS,
+    Form,
+    Mark,
+    Read,
+    Unportable,
+    check_integer,
+    decode,
+    encode,
+    import_class,
+    is_import_path,
+    only_keys,
+)
 
 FLATTENED = "__tensor_flatten__"
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # how many numbers of a 4-bit weight have one scale
@@ -38,7 +49,7 @@ def parts_of(owner: nn.Module, tensor: Any) -> tuple[dict[str, Any], dict[str, T
     try:
         if hasattr(tensor, FLATTENED):
             names, context = tensor.__tensor_flatten__()
-            return {"class": class_path(tensor), "context": _encode(context)}, {n: getattr(tensor, n) for n in names}
+            return {"class": class_path(tensor), "context": encode(_marked(context))}, {n: getattr(tensor, n) for n in names}
         if type(tensor).__name__ == "Params4bit":
             return {"class": class_path(tensor)}, {DATA: _plain(tensor), **tensor.quant_state.as_dict(packed=True)}
         if type(tensor).__name__ == "Int8Params" and tensor.has_fp16_weights:
@@ -61,7 +72,8 @@ def made_of(
     if "context" in record:
         if not callable(getattr(cls, "__tensor_unflatten__", None)):
             raise ArtifactError(f"graph.json: {shown(record['class'])} cannot be made of plain tensors")
-        made: Tensor = cls.__tensor_unflatten__(parts, _decode(record["context"], allow), torch.Size(shape), stride)
+        context = decode(record["context"], forms=_forms(allow))
+        made: Tensor = cls.__tensor_unflatten__(parts, context, torch.Size(shape), stride)
     else:
         data = parts.pop(DATA)
         if cls.__name__ == "Params4bit":
@@ -105,19 +117,15 @@ def _plain(tensor: Tensor) -> Tensor:
 # --- what a class keeps beside its tensors: plain values, members of an enumeration, records
 
 
-def _encode(value: Any) -> Any:
-    return encode(_marked(value))
-
-
 def _marked(value: Any) -> Any:
     """The same with marks for the values that are of classes of the library."""
     if isinstance(value, enum.Enum):
         return Mark("member", [class_path(value), value.name])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return Mark("record", [class_path(value), _encode(fields)])
+        return Mark("record", [class_path(value), encode(_marked(fields))])
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return Mark("record", [class_path(value), _encode(dict(zip(value._fields, value, strict=True)))])
+        return Mark("record", [class_path(value), encode(_marked(dict(zip(value._fields, value, strict=True))))])
     if type(value) in (list, tuple):
         return type(value)(map(_marked, value))
     if type(value) is dict:
@@ -125,28 +133,25 @@ def _marked(value: Any) -> Any:
     return value
 
 
-def _decode(data: Any, allow: Sequence[str]) -> Any:
-    if type(data) is list:
-        return [_decode(member, allow) for member in data]
-    if type(data) is not dict or len(data) != 1:
-        return decode(data)
-    ((kind, body),) = data.items()
-    if kind == "member":
-        cls = import_class(body[0], allow)
-        if not issubclass(cls, enum.Enum) or body[1] not in cls.__members__:
+def _forms(allow: Sequence[str]) -> dict[str, Form]:
+    """The kinds of values of a context: those of a graph, members of enumerations, and records of classes that are allowed."""
+
+    def member(body: Any, read: Read, limits: Limits) -> Any:
+        path, name = body
+        cls = import_class(path, allow)
+        if not issubclass(cls, enum.Enum) or name not in cls.__members__:
             raise ArtifactError(f"graph.json: {shown(body)} is no member of an enumeration")
-        return cls[body[1]]
-    if kind == "record":
-        cls = import_class(body[0], allow)
+        return cls[name]
+
+    def record(body: Any, read: Read, limits: Limits) -> Any:
+        path, fields = body
+        cls = import_class(path, allow)
         if not (dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))):
-            raise ArtifactError(f"graph.json: {shown(body[0])} is no record")
+            raise ArtifactError(f"graph.json: {shown(path)} is no record")
         names = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else cls._fields
-        return cls(**only_keys(_decode(body[1], allow), names, f"a {cls.__name__}"))
-    if kind == "dict":
-        return {decode(key): _decode(member, allow) for key, member in body}
-    if kind == "tuple":
-        return tuple(_decode(member, allow) for member in body)
-    return decode(data)
+        return cls(**only_keys(read(fields), names, f"a {cls.__name__}"))
+
+    return {**FORMS, "member": (list, member), "record": (list, record)}
 
 
 PARTS = 16  # of one packed tensor
@@ -245,9 +250,15 @@ def _portable_tensor(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
 
 
 def read_tensors(
-    files: Snapshot, records: dict[str, Any], device: torch.device | str | None, allow: Sequence[str] = ()
+    stored: Iterable[tuple[str, str, torch.Tensor]],
+    records: dict[str, Any],
+    device: torch.device | str | None = None,
+    allow: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """Every tensor by name; the ones that share values are one object. `allow` covers the classes of packed ones."""
+    """Every tensor by name, of what is `stored`: file, name and value. The ones that share values are one object.
+
+    `allow` covers the classes of packed ones. Raises ArtifactError.
+    """
     known = ["kind", "shape", "dtype", "persistent", "requires_grad", "stride", "same_as", "stored"]
     known += ["class", "context", "parts"]  # of a packed one
     expected: set[str] = set()
@@ -262,11 +273,10 @@ def read_tensors(
         if "same_as" not in record and record.get("stored", True):
             expected.update([name] if parts is None else [f"{name}.{key}" for key in parts])
     raw: dict[str, torch.Tensor] = {}
-    for file in files.weights:
-        for name, value in files.tensors(file):
-            if name not in expected or name in raw:
-                raise ArtifactError(f"{file} holds {shown(name)}, which graph.json does not place there")
-            raw[name] = value
+    for file, name, value in stored:
+        if name not in expected or name in raw:
+            raise ArtifactError(f"{file} holds {shown(name)}, which graph.json does not place there")
+        raw[name] = value
     missing = sorted(expected - set(raw))
     if missing:
         more = f" nor {len(missing) - 1} more" * (len(missing) > 1)

@@ -1,14 +1,12 @@
-"""Plain values and names as JSON, and back, checked against closed lists, and how large the numbers of a graph can become."""
+"""Plain values and names as JSON, and back, checked against closed lists."""
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import enum
 import importlib
 import keyword
 import math
-import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -19,7 +17,7 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 from ..errors import DEFAULT, ArtifactError, Limits, did_you_mean, shown
-from ..ir import functions, ops
+from ..ir import functions
 
 PATH_KEY = re.compile(r"^[\w\-+:/@=,]+\Z", re.ASCII)
 IMPORT_PATH = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*\Z", re.ASCII)
@@ -334,118 +332,6 @@ FORMS: dict[str, Form] = {
     "device": (str, _device),
     **{kind.__name__: (str, _named(kind.__name__, table)) for kind, table in TORCH_NAMES.items()},
 }
-
-
-READ = 64  # bits of a size, and of a number that the caller gives
-FLOAT = 1024  # bits of a number that was a float
-# what of torch gives numbers of Python; all else gives tensors or what holds them
-NUMBERS = """size dim ndimension numel nelement item tolist stride storage_offset element_size get_device sparse_dim dense_dim
-q_scale q_zero_point q_per_channel_axis dim_order is_nonzero equal allclose broadcast_shapes finfo iinfo sym_max sym_min
-sym_float sym_int sym_not sym_ite sym_sum sym_sqrt""".split()  # noqa: SIM905
-ARITHMETIC = {getattr(operator, name) for name in functions.OPERATORS} - {
-    operator.getitem, operator.setitem, operator.contains, operator.eq, operator.ne
-}  # fmt: skip
-COMPARING = {operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge, operator.contains}
-POWERS = {operator.pow, builtins.pow}
-MATH = {function: name for name, function in functions.MATH_FUNCTIONS.items()}
-
-Bits = float | None  # of the largest number that a value can be or hold; None for a tensor
-
-
-def check_numbers(graph: fx.Graph, limits: Limits = DEFAULT) -> None:
-    """Refuse a graph in which a number could become longer than `limits.bits`, whatever it is called with.
-
-    What a call may spend on tensors is not bounded: a graph that asks for a large one gets it, as any model does.
-
-    Raises ArtifactError.
-    """
-    known: dict[fx.Node, Bits] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target in ARITHMETIC | POWERS:
-            _check_operands(node)
-        found = _bits(node, known)
-        if found is not None and found > limits.bits:
-            raise ArtifactError(
-                f"graph.json: the number '{node.name}' could have more than {limits.bits} bits: load(folder, "
-                "limits=Limits(bits=...)) allows more"
-            )
-        known[node] = found
-        if node.target is ops.check_inputs and node.args:  # what comes after it has tensors there
-            known.update(dict.fromkeys(node.all_input_nodes))
-
-
-def _check_operands(node: fx.Node) -> None:
-    for operand in node.args:
-        repeated = isinstance(operand, (list, tuple)) and node.target in (operator.mul, operator.imul)
-        if isinstance(operand, (str, bytes)) or repeated or node.kwargs or len(node.args) > 2:
-            raise ArtifactError(f"graph.json: '{node.name}' calculates with something that is no number")
-
-
-def _bits(node: fx.Node, known: dict[fx.Node, Bits]) -> Bits:
-    values = [_of(value, known) for value in (*node.args, *node.kwargs.values())]
-    largest = max((v for v in values if v is not None), default=0)
-    if node.op == "placeholder":
-        return READ
-    if node.op == "call_method":
-        if node.target not in NUMBERS:
-            return None
-        return FLOAT if node.target in ("item", "tolist") else READ
-    if node.op != "call_function":
-        return None if node.op in ("get_attr", "call_module") else 0
-    if node.target in MATH:
-        return _of_math(MATH[node.target], FLOAT if None in values else largest)
-    if node.target in COMPARING:
-        return None if None in values else 1
-    if node.target in ARITHMETIC or node.target in POWERS:
-        return None if None in values else _of_arithmetic(node, [v for v in values if v is not None])
-    if node.target is operator.getitem:
-        return None if values[:1] == [None] else max(largest, READ)
-    name = functions.names().get(node.target, "")
-    if name.startswith("torch.") and name.rpartition(".")[2] not in NUMBERS:
-        return None
-    if node.target is ops.edge and values == [None]:
-        return None
-    return max(largest, FLOAT if None in values else READ)
-
-
-def _of_arithmetic(node: fx.Node, values: list[float]) -> Bits:
-    target, first, last = node.target, values[0] if values else 0.0, values[-1] if values else 0.0
-    if target in (operator.mul, operator.imul):
-        return first + last
-    if target in (operator.truediv, operator.itruediv):
-        return FLOAT
-    if target in POWERS or target is operator.lshift:
-        exponent = node.args[1] if len(node.args) == 2 else 0
-        if isinstance(exponent, float):
-            return FLOAT
-        times = max(exponent, 0) if isinstance(exponent, int) else 2.0**last if last < FLOAT else math.inf
-        if target is operator.lshift:
-            return first + times
-        return first * times if times < 2**53 else math.inf if first > 1 else 1
-    return max(first, last) + 1
-
-
-def _of_math(name: str, bits: float) -> Bits:
-    if name.startswith("log"):
-        return math.log2(max(bits, 2)) + 1
-    if name in ("exp", "pow", "tan"):
-        return FLOAT
-    return bits + 1
-
-
-def _of(value: Any, known: dict[fx.Node, Bits]) -> Bits:
-    if isinstance(value, fx.Node):
-        return known[value]
-    if isinstance(value, int):
-        return int(value).bit_length()
-    if isinstance(value, (float, complex)):
-        size = abs(value)
-        return max(abs(math.frexp(size)[1]), 1) if math.isfinite(size) else FLOAT
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, (list, tuple)):
-        return max((bits for bits in (_of(v, known) for v in value) if bits is not None), default=0)
-    return 0
 
 
 class Budget(TorchFunctionMode):

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import SpecError
 from ..ir.traced_module import TracedModule
-from ..spec.model_section import InputSpec, TensorSpec, Value
+from ..spec.model_section import Constant, InputSpec, Tensor
 from ..spec.pass_file import check_known, taken
 from ..spec.run_config import Config, resolved
 from .factory import torch_device
@@ -53,7 +53,7 @@ def added_inputs(config: Config, module: TracedModule, *, device: str | None = N
         elif node.args[0] is None and "shape" in node.meta:
             shape, dtype = node.meta["shape"], str(node.meta["dtype"]).removeprefix("torch.")
             said[name] = {"shape": list(shape), "dtype": dtype}
-            specs[name] = TensorSpec(tuple(shape), dtype)
+            specs[name] = Tensor(shape=tuple(shape), dtype=dtype)
     return _Filler(config, torch_device(config, device)).mapping(specs), said
 
 
@@ -65,7 +65,7 @@ def default_inputs(config: Config, model: nn.Module) -> dict[str, Any]:
     return {name: list(spec.shape) for name, spec in _default_inputs(config, model).items()}
 
 
-def _default_inputs(config: Config, model: nn.Module) -> dict[str, TensorSpec]:
+def _default_inputs(config: Config, model: nn.Module) -> dict[str, Tensor]:
     if config.model.kind != "timm":
         raise SpecError(_wanted_inputs("needs example inputs", model), path=("inputs",), where=config.where("model"))
     options = config.model.options
@@ -75,7 +75,7 @@ def _default_inputs(config: Config, model: nn.Module) -> dict[str, TensorSpec]:
     shape[1:] = [size, size] if isinstance(size, int) else size
     name = taken(model.forward).names[0]
     batch = 2 if config.mode == "train" else 1  # batch normalisation in training needs two
-    return {name: TensorSpec((batch, *shape))}
+    return {name: Tensor(shape=(batch, *shape))}
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:
@@ -115,15 +115,15 @@ class _Filler:
         return made
 
     def value(self, spec: InputSpec) -> Any:
-        if isinstance(spec, TensorSpec):
+        if isinstance(spec, Tensor):
             return self.tensor(spec)
-        if isinstance(spec, Value):
+        if isinstance(spec, Constant):
             return spec.value
         if isinstance(spec, Mapping):
             return {name: self.value(item) for name, item in spec.items()}
         return [self.value(item) for item in spec]
 
-    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+    def tensor(self, spec: Tensor) -> torch.Tensor:
         dtype = getattr(torch, spec.dtype) if spec.dtype else self.dtype
         if self.device.type == "meta":
             return torch.empty(spec.shape, dtype=dtype, device="meta")

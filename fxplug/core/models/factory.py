@@ -174,7 +174,7 @@ def _cached_config(file: Path, spec: ModelSpec) -> Path:
 def _load_folder(model: nn.Module, folder: Path, config: Config) -> None:
     """The weights in a diffusers folder or checkpoint; none when the configuration gives others, or on a bare .json."""
     if config.weights is None and folder.name.endswith(CHECKPOINTS) and folder.is_file():
-        load_weights(model, WeightsSpec(path=folder.name, base=folder.parent, where=config.model.where))
+        load_weights(model, WeightsSpec(file=folder.name).at(folder.parent, config.model.where))
     if config.weights is not None or not folder.is_dir():
         return
     where = config.model.where
@@ -190,7 +190,7 @@ def _load_folder(model: nn.Module, folder: Path, config: Config) -> None:
     state: State = {}
     for file in whole:
         state.update(read_weights(file, _on_meta(model)))
-    _assign(model, state, f"'{folder.name}'", WeightsSpec(where=where))
+    _assign(model, state, f"'{folder.name}'", where)
 
 
 # what fills a tensor with random numbers, and what an initialisation does to it after that

@@ -16,6 +16,7 @@ from ..errors import DEFAULT, Limits, SpecError, did_you_mean, nearest, shown
 from ..reading import Raises, read_json
 from ..spec.addresses import select
 from ..spec.model_section import INDICES, SUFFIXES, WeightsSpec
+from ..spec.yaml_source import Where
 
 SHOWN = 4  # so many keys of each kind are listed when weights do not fit
 WRAPPERS = ("state_dict", "model")  # a checkpoint often has its weights under one of these, beside other things
@@ -36,7 +37,7 @@ def load_weights(model: nn.Module, spec: WeightsSpec) -> None:
         state = _renamed(model, state, spec)
     else:
         state = _in_diffusers_layout(model, state, f"'{file.name}'", spec)
-    _assign(model, state, f"'{file.name}'", spec)
+    _assign(model, state, f"'{file.name}'", spec.where)
 
 
 def read_weights(file: Path, meta: bool = False, limits: Limits = DEFAULT) -> State:
@@ -190,7 +191,7 @@ def _joined(key: str, parts: list[torch.Tensor], like: torch.Tensor, spec: Weigh
     raise SpecError(finding, path=("weights", "keys"), where=spec.where)
 
 
-def _assign(model: nn.Module, state: State, name: str, spec: WeightsSpec) -> None:
+def _assign(model: nn.Module, state: State, name: str, where: Where) -> None:
     """Copy a state into the model; every key must have its home and every home its key."""
     wanted = model.state_dict(keep_vars=True)
     present = {id(wanted[key]) for key in state if key in wanted}  # of tied weights a file may hold one
@@ -203,7 +204,7 @@ def _assign(model: nn.Module, state: State, name: str, spec: WeightsSpec) -> Non
         lines += _listed("missing", missing, wanted, "there is", unexpected, state)
         lines += _listed("unexpected", unexpected, state, "wanted is", missing, wanted)
         lines += [f"  another shape: {_with_shape(k, state)}, the model has {list(wanted[k].shape)}" for k in wrong[:SHOWN]]
-        raise SpecError("\n".join(lines), path=("weights",), where=spec.where)
+        raise SpecError("\n".join(lines), path=("weights",), where=where)
     model.load_state_dict(state, strict=False)
 
 

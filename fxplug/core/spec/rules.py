@@ -13,7 +13,7 @@ from pydantic import Field
 
 from ..errors import SpecError, brief_fields, did_you_mean
 from .addresses import check_expression, parse_relative
-from .yaml_source import NOWHERE, Section, braces, checked, held, number, shown, whole
+from .yaml_source import NOWHERE, Section, braces, checked, number, shown, validate, whole
 from .yaml_source import Where as Where
 
 PLACES = ("before", "after", "replace", "param")
@@ -207,7 +207,7 @@ class Pass:
             raise SpecError(found, path=("samples",))
         if self.samples is not None and not self.slots:
             raise SpecError("goes with slots: it says which input has the samples that choose among them", path=("samples",))
-        held(Plan, self.parallel, "parallel")
+        validate(Plan, self.parallel, "parallel")
         if self.parallel:
             for key in ("rules", "inputs", "networks", "slots", "lr", "weight_decay", "expect"):
                 if getattr(self, key):
@@ -230,10 +230,10 @@ class Pass:
             for name in value:
                 check_name(name, key)
             _set(self, **{key: dict(value)})
-        read = {name: held(Input, {} if spec is None else spec, "inputs", name) for name, spec in self.inputs.items()}
+        read = {name: validate(Input, {} if spec is None else spec, "inputs", name) for name, spec in self.inputs.items()}
         _set(self, inputs={name: spec.model_dump(by_alias=True) for name, spec in read.items()})
         for name, spec in self.networks.items():
-            held(Network, spec, "networks", name)
+            validate(Network, spec, "networks", name)
 
 
     def admits(self, count: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from .model_section import Constant, ModelKeys, Tensor, WeightKeys
+from .model_section import Constant, ModelKeys, Tensor, WeightsSpec
 from .pass_file import REQUIRED, Draft, open_pass, shipped
 from .run_config import Config
 
@@ -174,7 +174,7 @@ def parameter(name: str, default: Any, said: Mapping[str, str], given: Mapping[s
     return said.get(name, text), example
 
 
-PARTS: dict[str, type[BaseModel]] = {"Model": ModelKeys, "Weights": WeightKeys, "Tensor": Tensor, "Constant": Constant}
+PARTS: dict[str, type[BaseModel]] = {"Model": ModelKeys, "Weights": WeightsSpec, "Tensor": Tensor, "Constant": Constant}
 PLACES = {
     "Config": "A configuration", "Model": "`model`, where it is a mapping", "Weights": "`weights`, where it is a mapping",
     "Tensor": "`inputs`, a tensor", "Constant": "`inputs`, a constant", "Train": "`train`", "Save": "`train.save`",

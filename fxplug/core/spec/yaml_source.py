@@ -298,13 +298,13 @@ def located(error: SpecError) -> PydanticCustomError:
 def checked(read: Callable[[Any], Any]) -> PlainValidator:
     """A function that reads a value, or raises SpecError, as the validator of a field."""
 
-    def validate(value: Any) -> Any:
+    def read_value(value: Any) -> Any:
         try:
             return read(value)
         except SpecError as error:
             raise located(error) from None
 
-    return PlainValidator(validate)
+    return PlainValidator(read_value)
 
 
 def whole(least: int, *others: Any) -> PlainValidator:
@@ -325,8 +325,8 @@ def number(value: Any) -> Any:
     return value
 
 
-def held(section: type[S], given: Any, *path: str | int) -> S:
-    """What was given at `path`, held to a section. Raises SpecError about the first thing that is wrong."""
+def validate(section: type[S], given: Any, *path: str | int) -> S:
+    """What was given at `path`, as a section. Raises SpecError about the first thing that is wrong."""
     if not isinstance(given, (Mapping, section)):
         keys = ", ".join(_written(section))
         raise SpecError(f"must be a mapping of {keys}, not {shown(given)}", path=path)
