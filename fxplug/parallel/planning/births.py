@@ -185,15 +185,11 @@ def _better(walk: Walk, tries: Tries, before: Found | None, births: dict[fx.Node
                 trials.append(planned(walk, tries, {**(found.births if found else {}), node: dim}))
                 if trials[-1].share() > ALMOST:
                     break
-        best = max(trials, key=_rank, default=None)
-        if best is None or (found is not None and _rank(best) <= _rank(found)):
+        best = max(trials, key=Found.rank, default=None)
+        if best is None or (found is not None and best.rank() <= found.rank()):
             break
         found = best
         left = {node: dim for node, dim in left.items() if node not in best.births}
     if found is None:
         return planned(walk, tries, births)
     return found
-
-
-def _rank(found: Found) -> tuple[float, int]:
-    return round(found.share(), 3), -sum(len(step.gathers) for step in found.steps.values())

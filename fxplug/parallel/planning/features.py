@@ -18,7 +18,7 @@ from ..runtime.layouts import Layout
 from .backward import CAT, Backward, renamed
 from .found import Found, Unsplittable
 from .opened_layers import opened
-from .planner import planned
+from .planner import plan_again, planned
 from .streams import Place, Step
 from .trials import Tries, elements, leaves_of, name_of
 from .walk import Walk, walk
@@ -259,10 +259,8 @@ def find(
     walked = walk(some, some.graphs[mode], *call)
     births = {n: born[str(n.target)] for n in walked.graph.nodes if n.op == "get_attr" and str(n.target) in born}
     sizes = first.sizes[: 1 + max(stream for place in born.values() for stream in place.layout.streams)]
-    found, again = (planned(walked, Tries(some, seed, memory=memory), births, streams=sizes) for seed in (0, 1))
-    if found.steps != again.steps:
-        node = next(n for n in walked.graph.nodes if found.steps.get(n) != again.steps.get(n))
-        raise Unsplittable(f"'{node.name}' does other things with other random values")
+    found = planned(walked, Tries(some, 0, memory=memory), births, streams=sizes)
+    plan_again(found, Tries(some, 1, memory=memory))
     if before is None:
         found.why = {**_reasons(first, walked.graph, paths), **found.why}
     return paths, found

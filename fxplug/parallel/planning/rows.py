@@ -245,7 +245,7 @@ def best(tries: Tries, walk: Walk, split: Mapping[fx.Node, int] | None = None) -
         except Unsplittable as error:
             failed = error
             continue
-        if found is None or _rank(one) > _rank(found):
+        if found is None or one.rank() > found.rank():
             found = one
         if found.share() > ENOUGH and not any(step.cut for step in found.steps.values()):
             break
@@ -285,7 +285,3 @@ def _given(walk: Walk, split: Mapping[fx.Node, int]) -> Iterator[tuple[dict[fx.N
         tokens = value.shape[dim] // grain
         if all(walk.values[n].shape[d] % tokens == 0 for n, d in births.items()):
             yield births, tokens
-
-
-def _rank(found: Found) -> tuple[float, int]:
-    return round(found.share(), 3), -sum(len(step.gathers) for step in found.steps.values())
