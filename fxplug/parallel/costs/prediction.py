@@ -25,7 +25,7 @@ from ..planning.trials import name_of
 from ..planning.walk import bound
 from ..runtime.attention import Attention
 from ..runtime.collectives import traffic
-from ..runtime.mesh import ways_of
+from ..runtime.mesh import name_of_ways, ways_of
 from ..runtime.pretended import placed
 
 # bytes a second that a process sends, and seconds that a call takes whatever its size; between what is promised and reached
@@ -152,9 +152,8 @@ class _Step:
                 around, waited = (around + seconds, waited) if first <= index < first + turns else (around, waited + seconds)
         compute = work / self.speed
         total = compute + waited + max(0.0, around - compute * _attention(self.plan))  # a ring's turns hide behind attention
-        method = " x ".join(f"{axis} {n}" for axis, n in ways.items() if n > 1)
         calls, size = sum(len(n) for _, n in sent), sum(sum(n) for _, n in sent)
-        return self.cost(math.prod(ways.values()), method, calls, size, total, work)
+        return self.cost(math.prod(ways.values()), name_of_ways(ways), calls, size, total, work)
 
     def tensor(self, count: int) -> Cost:
         """Tensor parallelism by its formula (Shoeybi et al. 2019, arXiv 1909.08053): two sums of all tokens a layer."""

@@ -7,7 +7,7 @@ at hand and from an input, `kept`, with what the other patches gave when they ra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -163,12 +163,9 @@ class Patcher(Writer):
         settings: tuple[Any, ...],
         value: Any,
         streams: tuple[int, ...],
-        *,
-        after: fx.Node | None = None,
-        before: fx.Node | None = None,
         like: Any = None,
-        name: str | None = None,
-        **numbers: fx.Node | None,
+        numbers: Mapping[str, fx.Node | None] | None = None,
+        **where: Any,
     ) -> fx.Node:
         """A call of what a collective is over time."""
         if kind is Same:
@@ -179,7 +176,7 @@ class Patcher(Writer):
         more: tuple[Any, ...] = {Split: (dim, inner, born), Gather: (dim, inner), Sum: ()}.get(kind, (dim,))
         function: Any = {Split: part, Gather: put, Sum: added, Whole: whole, Numel: numel}[kind]
         args = (value, *given, self.patch, self.patches, *more, *sizes)
-        node = insert(self.graph, "call_function", function, args, after=after, before=before)
+        node = insert(self.graph, "call_function", function, args, after=where.get("after"), before=where.get("before"))
         if value in self.origin:
             self.origin[node] = self.origin[value]
         return self.marked(node, value, kind.__name__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterator
 
 from torch import Tensor, fx
@@ -122,13 +121,7 @@ def blocks(walk: Walk) -> list[tuple[fx.Node, int]]:
 
 def samples(walk: Walk) -> dict[fx.Node, int]:
     """The inputs that have the batch of the first of them with three dimensions or more: along the first dimension."""
-    given = []
-    for node in walk.graph.nodes:
-        inner = node.op == "call_function" and node.target is operator.getitem and node.args[0] in walk.inputs
-        if node.op == "placeholder" or inner:
-            walk.inputs.add(node)
-            if isinstance(walk.values[node], Tensor) and walk.values[node].dim():
-                given.append(node)
+    given = [node for node in walk.inputs if isinstance(walk.values[node], Tensor) and walk.values[node].dim()]
     first = next((n for n in given if walk.values[n].dim() > 2), next(iter(given), None))
     if first is None:
         raise Unsplittable("no input is a tensor with samples")

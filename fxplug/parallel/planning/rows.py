@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -210,15 +209,8 @@ def _behind(x: Tensor, dim: int, size: int) -> int:
 
 def images(walk: Walk) -> list[fx.Node]:
     """The inputs that may be images, or feature maps: floating-point, three dimensions or more."""
-    found = []
-    for node in walk.graph.nodes:
-        inner = node.op == "call_function" and node.target is operator.getitem and node.args[0] in walk.inputs
-        if node.op == "placeholder" or inner:
-            walk.inputs.add(node)
-            value = walk.values[node]
-            if isinstance(value, Tensor) and value.dim() >= 3 and value.is_floating_point():
-                found.append(node)
-    return found
+    tensors = [node for node in walk.inputs if isinstance(walk.values[node], Tensor)]
+    return [node for node in tensors if walk.values[node].dim() >= 3 and walk.values[node].is_floating_point()]
 
 
 def grains(walk: Walk, size: int, dims: int, back: int) -> list[int]:
