@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import zoo
+from small import Call
 from sweeps import sweep
 from torch import nn
 
@@ -37,15 +38,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.after(self.middle(self.before(x)))
-
-
-class Call(nn.Module):
-    def __init__(self, function, *inner) -> None:
-        super().__init__()
-        self.function, self.inner = function, nn.ModuleList(inner)
-
-    def forward(self, x):
-        return self.function(x, *self.inner)
 
 
 def compared(model, x, rows, why=None, close=CLOSE, **options):
