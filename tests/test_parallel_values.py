@@ -356,10 +356,11 @@ def test_a_result_in_float32_has_the_rounding_of_what_it_was_computed_in(autocas
         assert plan.away < 2e-2 and check_pretended(new, (x(),), {}, every=True) < 2e-2
 
 
-def test_a_wrong_plan_is_refused_in_half_precision_too(monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_plan_that_is_wrong_is_refused_with_the_node(dtype, monkeypatch):
     monkeypatch.setattr(Attention, "attend", lambda self, q, k, v, *rest: F.scaled_dot_product_attention(q, k, v))
-    gm = traced(lambda: Residual(torch.bfloat16), x())
-    with pytest.raises(fxplug.VerifyError, match="an output differs by .*; the first value that differs is"):
+    gm = traced(lambda: Residual(dtype), x())
+    with pytest.raises(fxplug.VerifyError, match=r"not right for this model: an output differs by .*e-\d+; the first value"):
         fxplug.parallel_plan(gm, x(), ulysses=2)
 
 
