@@ -138,4 +138,5 @@ class Backward:
 
 
 def renamed(place: Place, table: dict[int, int]) -> Place:
+    """A place with the numbers of its streams as a table has them."""
     return Place(place.dim, place.layout._replace(streams=tuple(table[stream] for stream in place.layout.streams)))
